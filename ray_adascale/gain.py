@@ -1,0 +1,175 @@
+"""The mathematics of AdaScale, as pure functions on tensors: no distribution, no optimizer, no Ray.
+
+Source: Johnson, Agrawal, Gu, Guestrin, *AdaScale SGD: A User-Friendly Algorithm for Distributed Training*,
+ICML 2020 (arXiv 2007.05105). Symbols, per optimizer step, with weights ``w_i`` that sum to 1 over the ``n``
+gradient samples ``g_i`` and ``ḡ = Σ w_i g_i``::
+
+    A  = Σ w_i ‖g_i‖²      mean squared norm of the gradient samples, before reduction
+    C  = ‖ḡ‖²              squared norm of the reduced gradient
+    σ²                      gradient variance: trace of the covariance of the gradient of one *base* batch
+    μ²                      squared norm of the true gradient
+    S                       scale: global batch size / base batch size
+    r                       gain, between 1 and S
+
+Statistics are float64 tensors of any common shape (in practice one entry per parameter group); scalars broadcast.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Average",
+    "count_decay",
+    "differenced_moments",
+    "effective_decay",
+    "efficiency",
+    "gain",
+    "gradient_moments",
+    "noise_scale",
+]
+
+
+def gradient_moments(mean_sq_norm: Tensor, reduced_sq_norm: Tensor, *, scale: float, count: int) -> tuple[Tensor, Tensor]:
+    """Unbiased estimates of σ² and μ² from one optimizer step with ``count`` ≥ 2 gradient samples.
+
+    Unbiased for every scale and count, also for micro-batches of unequal size, provided that ``w_i = m_i / Σm``:
+    the covariance of ``g_i`` is ``(B0/m_i)·Σ``, so ``E[A − C] = (n − 1)·σ²/S``.
+
+    Args:
+        mean_sq_norm: ``A``.
+        reduced_sq_norm: ``C``, of the same shape.
+        scale: ``S``.
+        count: ``n``, workers × accumulation passes.
+
+    Returns:
+        ``(σ², μ²)``, unclipped: either may be negative in a single step.
+    """
+    if count < 2:
+        raise ValueError(f"Invalid {count=}. The variance of one gradient sample is unknown; use differenced_moments.")
+    sigma2 = (mean_sq_norm - reduced_sq_norm) * (scale / (count - 1))
+    mu2 = reduced_sq_norm - sigma2 / scale
+    return sigma2, mu2
+
+
+def differenced_moments(difference_sq_norm: Tensor, inner_product: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
+    """Estimates of σ² and μ² for one gradient sample a step, from two consecutive reduced gradients.
+
+    ``σ² = (S/2)·‖g_t − g_{t−1}‖²`` and ``μ² = ⟨g_t, g_{t−1}⟩``. Biased the dangerous way: the drift of the true
+    gradient between the two steps lowers μ² and so raises the gain. Prefer two accumulation passes.
+
+    Args:
+        difference_sq_norm: ``‖g_t − g_{t−1}‖²``.
+        inner_product: ``⟨g_t, g_{t−1}⟩``.
+        scale: ``S``.
+    """
+    return difference_sq_norm * (scale / 2), inner_product
+
+
+def gain(sigma2: Tensor, mu2: Tensor, scale: float, *, variance_floor: float = 0.0) -> Tensor:
+    """``r = (σ² + μ²) / (σ²/S + μ²)``, from averaged statistics, clipped to non-negative here; 1 where both are zero.
+
+    Args:
+        sigma2: Averaged gradient variance of one base batch.
+        mu2: Averaged squared gradient, same shape.
+        scale: ``S``. Exactly 1 gives exactly 1. Below 1 (AdaptDL allows it) the gain lies between S and 1.
+        variance_floor: Lower bound on σ². 0 makes the gain independent of the gradients' magnitude; 1e-6 is
+            FairScale's and AdaptDL's constant, and reports S for gradients much smaller than that.
+    """
+    if scale == 1:
+        return torch.ones_like(sigma2)
+    sigma2 = sigma2.clamp(min=variance_floor)
+    mu2 = mu2.clamp(min=0.0)
+    denominator = sigma2 / scale + mu2
+    # 0/0 (all gradients zero) is a gain of 1; the inner `where` keeps the division itself free of NaN.
+    r = (sigma2 + mu2) / torch.where(denominator > 0, denominator, 1.0)
+    r = torch.where(denominator > 0, r, 1.0)
+    return r.clamp(min=min(1.0, scale), max=max(1.0, scale))  # rounding may leave the interval by one ulp
+
+
+def noise_scale(sigma2: Tensor, mu2: Tensor, base_batch_size: float) -> Tensor:
+    """``B_noise = B0·σ²/μ²`` in examples: where a larger batch starts to buy less than half. Infinite where μ² ≤ 0.
+
+    The simple noise scale of McCandlish et al., *An Empirical Model of Large-Batch Training* (arXiv 1812.06162).
+    """
+    ratio = sigma2.clamp(min=0.0) / torch.where(mu2 > 0, mu2, 1.0)
+    return base_batch_size * torch.where(mu2 > 0, ratio, torch.where(sigma2 > 0, math.inf, 0.0))
+
+
+def efficiency(gain: Tensor, scale: float) -> Tensor:
+    """``r/S``, the share of the added examples that turns into progress; ``(B_noise + B0) / (B_noise + B)``."""
+    return gain / scale
+
+
+def count_decay(count: int) -> float:
+    """FairScale's θ = max(1 − n/1000, 0): the weight of the past in a moving average over optimizer steps."""
+    return max(1.0 - count / 1000.0, 0.0)
+
+
+def effective_decay(previous_gain: Tensor | float, *, window: float, total_steps: float) -> Tensor:
+    """θ_t = exp(−r_{t−1} / (window·T)): a moving average over *effective* time.
+
+    Memory reaches back over the same share of the run at every scale and every n, so the outcome does not depend on how
+    many workers share one batch.
+
+    Args:
+        previous_gain: ``r_{t−1}``; 1 before the first step.
+        window: Width as a fraction of the run, e.g. 0.05.
+        total_steps: ``T``, effective steps in the run.
+    """
+    if not (window > 0 and total_steps > 0):
+        raise ValueError(f"Invalid {window=}, {total_steps=}. Both must be positive.")
+    return torch.exp(-torch.as_tensor(previous_gain, dtype=torch.float64) / (window * total_steps))
+
+
+@dataclass(frozen=True)
+class Average:
+    """A moving average of statistics. ``value`` is NaN before the first sample.
+
+    ``total`` is the weighted sum of the samples and ``weight`` the sum of their weights, so that ``total / weight``
+    has no bias towards the start value (the correction of Adam's moments). The paper's own rule, a plain mean at
+    first, fits into the same two numbers (``debias=False``).
+
+    Attributes:
+        total: float64, the shape of a sample.
+        weight: float64 scalar, between 0 and 1.
+        count: int64 scalar, samples seen.
+    """
+
+    total: Tensor
+    weight: Tensor
+    count: Tensor
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], device: torch.device | str = "cpu") -> Average:
+        return cls(
+            torch.zeros(shape, dtype=torch.float64, device=device),
+            torch.zeros((), dtype=torch.float64, device=device),
+            torch.zeros((), dtype=torch.int64, device=device),
+        )
+
+    @property
+    def value(self) -> Tensor:
+        return self.total / self.weight
+
+    def update(self, sample: Tensor, decay: Tensor | float, *, debias: bool = True) -> Average:
+        """The average after one more sample.
+
+        Args:
+            sample: Same shape as ``total``.
+            decay: θ, the weight of the past, in [0, 1).
+            debias: True: ``total ← θ·total + (1−θ)·x``, ``weight ← θ·weight + (1−θ)``. False (the paper's Appendix
+                B.3): plain mean of all samples while t < 1/(1−θ), then ``θ·old + (1−θ)·x``.
+        """
+        theta = torch.as_tensor(decay, dtype=torch.float64, device=self.total.device)
+        count = self.count + 1
+        if not debias:
+            theta = torch.where(count < 1 / (1 - theta), 1 - 1 / count, theta)
+            # A plain mean is the recursion with θ_t = 1 − 1/t, whose weights sum to 1 from the first sample on.
+        total = theta * self.total + (1 - theta) * sample
+        weight = theta * self.weight + (1 - theta)
+        return Average(total, weight, count)

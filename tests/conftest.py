@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+# Before Ray is imported anywhere: quick polls, nothing that a test does not look at.
+os.environ.update(
+    RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.2",
+    RAY_TRAIN_ENABLE_PREEMPTION_WATCHER="0",
+    RAY_TRAIN_METRICS_ENABLED="0",
+    RAY_AUTH_MODE="disabled",
+    RAY_USAGE_STATS_ENABLED="0",
+)
+
+import pytest
+import torch
+
+from .pool import ProcessPool
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Callable[[int], ProcessPool]]:
+    """``pool(n).run(fn, *args)``: fn on n gloo processes, which live as long as the test session."""
+    pools: dict[int, ProcessPool] = {}
+
+    def get(world_size: int) -> ProcessPool:
+        if world_size not in pools:
+            pools[world_size] = ProcessPool(world_size)
+        return pools[world_size]
+
+    yield get
+    for p in pools.values():
+        p.close()

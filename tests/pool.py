@@ -1,0 +1,111 @@
+"""Local processes with a gloo process group, started once and shared by the whole test session.
+
+``pool(2).run(fn, *args)`` calls the module-level function ``fn(*args)`` on each of two ranks and returns the results in
+rank order. A rank's exception is raised here, with its traceback; the processes are then replaced, since the others may
+be stuck in a collective.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_TIMEOUT_S = 60.0
+
+
+class RankFailed(AssertionError):
+    """A rank raised; the message is its traceback."""
+
+
+def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
+    import warnings
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=_TIMEOUT_S / 2),
+    )
+    while True:
+        job = pipe.recv()
+        if job is None:
+            dist.destroy_process_group()
+            return
+        fn, args, kwargs = job
+        try:
+            torch.manual_seed(0)
+            pipe.send((True, fn(*args, **kwargs)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+class ProcessPool:
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        port = free_port()
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.world_size, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((fn, args, kwargs))
+        results: dict[int, Any] = {}
+        while len(results) < self.world_size:
+            pending = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in results}
+            ready = wait(list(pending), timeout=_TIMEOUT_S)
+            if not ready:
+                self.kill()
+                raise RankFailed(f"ranks {sorted(pending.values())} of {self.world_size} gave no answer: a hang?")
+            for pipe in ready:
+                rank = pending[pipe]  # type: ignore[index]
+                try:
+                    ok, value = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    ok, value = False, "the process ended"
+                if not ok:
+                    self.kill()
+                    raise RankFailed(f"rank {rank} of {self.world_size} failed:\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(self.world_size)]
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._pipes = [], []
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(timeout=10)
+        self.kill()
