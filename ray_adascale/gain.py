@@ -71,7 +71,9 @@ def differenced_moments(difference_sq_norm: Tensor, inner_product: Tensor, *, sc
 
 
 def gain(sigma2: Tensor, mu2: Tensor, scale: float, *, variance_floor: float = 0.0) -> Tensor:
-    """``r = (σ² + μ²) / (σ²/S + μ²)``, from averaged statistics, clipped to non-negative here; 1 where both are zero.
+    """``r = (σ² + μ²) / (σ²/S + μ²)``, from averaged statistics, clipped to non-negative here.
+
+    1 where both are zero, and where either is NaN (no sample yet).
 
     Args:
         sigma2: Averaged gradient variance of one base batch.
@@ -92,7 +94,9 @@ def gain(sigma2: Tensor, mu2: Tensor, scale: float, *, variance_floor: float = 0
 
 
 def noise_scale(sigma2: Tensor, mu2: Tensor, base_batch_size: float) -> Tensor:
-    """``B_noise = B0·σ²/μ²`` in examples: where a larger batch starts to buy less than half. Infinite where μ² ≤ 0.
+    """``B_noise = B0·σ²/μ²`` in examples: where a larger batch starts to buy less than half.
+
+    Infinite where μ² ≤ 0 < σ², zero where there is no noise either.
 
     The simple noise scale of McCandlish et al., *An Empirical Model of Large-Batch Training* (arXiv 1812.06162).
     """
@@ -168,7 +172,7 @@ class Average:
         theta = torch.as_tensor(decay, dtype=torch.float64, device=self.total.device)
         count = self.count + 1
         if not debias:
-            theta = torch.where(count < 1 / (1 - theta), 1 - 1 / count, theta)
+            theta = torch.where(count < 1 / (1 - theta), 1 - 1 / count.double(), theta)
             # A plain mean is the recursion with θ_t = 1 − 1/t, whose weights sum to 1 from the first sample on.
         total = theta * self.total + (1 - theta) * sample
         weight = theta * self.weight + (1 - theta)

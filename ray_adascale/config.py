@@ -1,0 +1,203 @@
+"""The settings of a run, and the batch that follows from them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from .optim.rules import ScalingRule, make_rule
+
+if TYPE_CHECKING:
+    from .recipe import Recipe
+
+__all__ = ["AdaScaleConfig", "BatchPlan"]
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How one optimizer step's batch is made up.
+
+    Attributes:
+        base_batch_size: B0, examples.
+        global_batch_size: B, examples.
+        world_size: Workers.
+        accumulation: Backward passes a worker.
+    """
+
+    base_batch_size: int
+    global_batch_size: int
+    world_size: int
+    accumulation: int
+
+    @property
+    def scale(self) -> float:
+        """S = B / B0."""
+        return self.global_batch_size / self.base_batch_size
+
+    @property
+    def num_samples(self) -> int:
+        """n, gradient samples in one optimizer step."""
+        return self.world_size * self.accumulation
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaScaleConfig:
+    """What to run, beside model, optimizer, scheduler and data. Checked when it is made.
+
+    Attributes:
+        base_batch_size: B0, examples per optimizer step at which the schedule was tuned. Comes from the recipe where
+            there is one.
+        total_steps: T, optimizer steps of the base run = effective steps of every run. From the recipe where there is
+            one; else this or ``total_epochs``.
+        total_epochs: Length of the base run in passes over the dataset, instead of ``total_steps``.
+        scheduler_unit: What one ``scheduler.step()`` meant in the base run, "step" or "epoch". Required with a
+            scheduler, because a wrong guess is silently wrong.
+        per_worker_batch_size: Examples per backward pass on one worker. Default: the base batch size.
+        accumulation: Backward passes per optimizer step.
+        rule: How the LR follows the scale: "adascale", or for comparison "linear", "sqrt", "unscaled", or a callable
+            (RuleInput) -> (LR factor, clock increment).
+        sharding: Where optimizer state lives: "auto" (sharded when there is more than one worker), "oss", or "none".
+        precision: Autocast dtype of the forward pass; "fp16" scales the loss.
+        grad_clip: Largest gradient norm, None for no clipping. A threshold does not transfer over scales: the gradient
+            of a larger batch is less noisy, so it is clipped less often.
+        averaging_window: Memory of σ² and μ² as a share of the run.
+        max_nonfinite_steps: Optimizer steps in a row with a non-finite gradient before the run ends with an error.
+        seed: Seed of the order of examples.
+        shuffle: False takes the examples in the dataset's order.
+        dataset_length: Examples an epoch over all workers, where the dataset can't say (iterables, Ray Data).
+        drop_last: Drop the rest of an epoch that does not fill a step, instead of running across the border.
+        num_loader_workers: ``DataLoader`` worker processes a training worker.
+        pin_memory: ``DataLoader`` pinning.
+        find_unused_parameters: DDP's flag, for models that don't use every parameter in every pass.
+        evaluate_every: Effective steps between evaluations. Default: a tenth of the run.
+        checkpoint_every_s: Seconds between checkpoints.
+        report_every_s: Seconds between reports to Ray.
+
+    Raises:
+        ValueError: A field is out of its range.
+    """
+
+    base_batch_size: int | None = None
+    total_steps: int | None = None
+    total_epochs: float | None = None
+    scheduler_unit: Literal["step", "epoch"] | None = None
+    per_worker_batch_size: int | None = None
+    accumulation: int = 1
+    rule: str | ScalingRule = "adascale"
+    sharding: Literal["auto", "none", "oss"] = "auto"
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    grad_clip: float | None = None
+    averaging_window: float = 0.05
+    max_nonfinite_steps: int = 50
+    seed: int = 0
+    shuffle: bool = True
+    dataset_length: int | None = None
+    drop_last: bool = False
+    num_loader_workers: int = 0
+    pin_memory: bool = False
+    find_unused_parameters: bool = False
+    evaluate_every: float | None = None
+    checkpoint_every_s: float = 300.0
+    report_every_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name in (
+            "base_batch_size",
+            "total_steps",
+            "per_worker_batch_size",
+            "accumulation",
+            "max_nonfinite_steps",
+            "dataset_length",
+        ):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"Invalid AdaScaleConfig({name}={value!r}). Must be a positive integer.")
+        for name in (
+            "total_epochs",
+            "grad_clip",
+            "averaging_window",
+            "evaluate_every",
+            "checkpoint_every_s",
+            "report_every_s",
+        ):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int | float) and value > 0):
+                raise ValueError(f"Invalid AdaScaleConfig({name}={value!r}). Must be a positive number.")
+        if self.total_steps is not None and self.total_epochs is not None:
+            raise ValueError("AdaScaleConfig takes total_steps or total_epochs, not both.")
+        if isinstance(self.num_loader_workers, bool) or self.num_loader_workers < 0:
+            raise ValueError(f"Invalid AdaScaleConfig(num_loader_workers={self.num_loader_workers!r}). Must be ≥ 0.")
+        for name, allowed in (
+            ("scheduler_unit", (None, "step", "epoch")),
+            ("sharding", ("auto", "none", "oss")),
+            ("precision", ("fp32", "bf16", "fp16")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"Invalid AdaScaleConfig({name}={getattr(self, name)!r}). Must be one of {allowed}.")
+        make_rule(self.rule)
+
+    def with_recipe(self, recipe: Recipe | None) -> AdaScaleConfig:
+        """These settings with the base batch size, total steps and scheduler unit of a recipe.
+
+        Raises:
+            ValueError: A setting says otherwise than the recipe.
+        """
+        if recipe is None:
+            return self
+        for name in ("base_batch_size", "total_steps", "scheduler_unit"):
+            mine, theirs = getattr(self, name), getattr(recipe, name)
+            if mine is not None and mine != theirs:
+                raise ValueError(f"Invalid AdaScaleConfig({name}={mine!r}): the recipe says {theirs!r}. Leave it out.")
+        if self.total_epochs is not None:
+            raise ValueError(
+                f"Leave AdaScaleConfig(total_epochs) out: the recipe says total_steps={recipe.total_steps}."
+            )
+        return replace(
+            self,
+            base_batch_size=recipe.base_batch_size,
+            total_steps=recipe.total_steps,
+            scheduler_unit=recipe.scheduler_unit,
+        )
+
+    def plan(self, world_size: int, *, raise_accumulation: bool = False) -> BatchPlan:
+        """The batch that ``world_size`` workers make up.
+
+        Args:
+            world_size: Workers.
+            raise_accumulation: Where the workers would give less than the base batch, accumulate more passes until
+                S ≥ 1 (an elastic run that has shrunk), instead of refusing.
+
+        Raises:
+            ValueError: ``base_batch_size`` is not set, or is larger than the global batch.
+        """
+        if self.base_batch_size is None:
+            raise ValueError("AdaScaleConfig(base_batch_size=...) is needed: the batch size the schedule was tuned at.")
+        per_worker = self.base_batch_size if self.per_worker_batch_size is None else self.per_worker_batch_size
+        accumulation = self.accumulation
+        if raise_accumulation:
+            accumulation = max(accumulation, math.ceil(self.base_batch_size / (per_worker * world_size)))
+        batch = per_worker * world_size * accumulation
+        if batch < self.base_batch_size:
+            raise ValueError(
+                f"Invalid AdaScaleConfig(base_batch_size={self.base_batch_size}): larger than the global batch of {batch} "
+                f"= {per_worker} per worker × {world_size} workers × {accumulation} passes. Raise per_worker_batch_size, "
+                "accumulation or num_workers, so that the scale is at least 1."
+            )
+        return BatchPlan(self.base_batch_size, batch, world_size, accumulation)
+
+    def resolve_total_steps(self, base_steps_per_epoch: float | None) -> int:
+        """T, from ``total_steps`` or ``total_epochs``.
+
+        Raises:
+            ValueError: Neither is given, or the dataset's length is needed and unknown.
+        """
+        if self.total_steps is not None:
+            return self.total_steps
+        if self.total_epochs is None:
+            raise ValueError("AdaScaleConfig(total_steps=...) or (total_epochs=...) is needed: the base run's length.")
+        if base_steps_per_epoch is None:
+            raise ValueError(
+                f"AdaScaleConfig(total_epochs={self.total_epochs}) needs a dataset of known length. Give total_steps."
+            )
+        return max(1, math.floor(self.total_epochs * base_steps_per_epoch + 1e-9))

@@ -1,0 +1,633 @@
+"""AdaScale: an optimizer wrapper that multiplies the learning rate by the gain of the batch that is stepped with.
+
+The constructor and methods are those of FairScale's ``AdaScale``; what they compute is in :mod:`ray_adascale.gain`.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .. import gain as gain_math
+from ..gain import Average
+from ..parallel.observers import GradientObserver, HookObserver
+from .rules import AdaScaleRule, RuleInput, ScalingRule
+
+__all__ = ["AdaScale"]
+
+# GradScaler looks for these on the optimizer it steps. Found on the wrapper by forwarding, they would hand it scaled
+# gradients; without them it unscales first and leaves out step() when a gradient is not finite.
+_NEVER_FORWARDED = frozenset({"_step_supports_amp_scaling", "grad_scale", "found_inf"})
+
+
+@dataclass
+class _Sample:
+    """The statistics of one complete optimizer step, summed over workers; before they are averaged in."""
+
+    sigma2: Tensor | None  # [groups], unclipped; None where one gradient sample says nothing (n = 1 at first)
+    mu2: Tensor | None
+    finite: bool
+    averages: Average | None = None  # with this sample, once somebody asked
+
+
+class AdaScale(Optimizer):
+    """Wraps an SGD-like optimizer; ``step()`` uses ``lr · r`` with the gain r of the gradients that it steps with.
+
+    Use it like the optimizer itself: any ``torch.optim.lr_scheduler`` may be built on the wrapper or on what it wraps.
+    The number of optimizer steps so far on the base batch's clock is :attr:`effective_steps`; drive the schedule with
+    it, and stop when it reaches the number of steps that the schedule was made for.
+
+    Collective: the last backward pass of a step ends with one small all-reduce over ``process_group``.
+
+    Args:
+        optimizer: The optimizer to wrap. ``AdaScale(OSS(...))`` is the nesting with sharded state.
+        world_size: Workers that share the batch. Default: the size of ``process_group``, else 1.
+        scale: S, global batch size / base batch size. Default: ``world_size · num_gradients_to_accumulate``.
+        smoothing: θ, the weight of the past in the averages. Default: ``max(1 − n/1000, 0)`` with
+            n = world_size · num_gradients_to_accumulate. Not together with ``averaging_window``.
+        num_gradients_to_accumulate: Backward passes per optimizer step.
+        is_scaled_loss: The loss is divided by ``num_gradients_to_accumulate`` before each backward pass.
+        debias_ewma: Debiased moving average (FairScale's default), or, if False, the paper's: a plain mean at first.
+        process_group: Workers that reduce gradients together. Default: the default group, if there is one.
+        grad_scaler: The ``torch.amp.GradScaler`` that scales the loss, so that statistics are of unscaled gradients.
+        variance_floor: Lower bound on each σ². 1e-6 reproduces FairScale to the digit; 0 (default) makes the gain
+            independent of the gradients' magnitude.
+        clip: Where σ², μ² ≥ 0 is enforced: on each sample before averaging ("samples", as FairScale), or on reading
+            the averages ("averages", which keeps them unbiased).
+        averaging_window: Average over effective time instead of over steps: θ_t = exp(−r_{t−1} / (window · T)). A
+            fraction of the run, e.g. 0.05; needs ``total_steps``.
+        total_steps: T, effective steps in the run.
+        single_gain: One gain for all parameter groups, from their summed statistics, so that every group follows the
+            same schedule (the paper's form). Default: one gain per group for its LR, as both predecessors do.
+        base_batch_size: B0 in examples; with ``batch_size`` it gives the scale.
+        batch_size: B in examples, over all workers and passes.
+        rule: Maps a :class:`RuleInput` to (LR factor, clock increment). Default: AdaScale's (r, r).
+
+    Raises:
+        ValueError: An argument is out of its range, or the optimizer is wrapped already.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        world_size: int | None = None,
+        scale: float | None = None,
+        smoothing: float | None = None,
+        num_gradients_to_accumulate: int = 1,
+        is_scaled_loss: bool = True,
+        debias_ewma: bool = True,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        variance_floor: float = 0.0,
+        clip: Literal["samples", "averages"] = "samples",
+        averaging_window: float | None = None,
+        total_steps: float | None = None,
+        single_gain: bool = False,
+        base_batch_size: float | None = None,
+        batch_size: float | None = None,
+        rule: ScalingRule | None = None,
+    ) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise ValueError(f"Invalid optimizer of type {type(optimizer).__name__}. Must be a torch.optim.Optimizer.")
+        if isinstance(optimizer, AdaScale):
+            raise ValueError("The optimizer is wrapped in AdaScale already; its gain would be applied twice.")
+        if clip not in ("samples", "averages"):
+            raise ValueError(f"Invalid {clip=}. Must be 'samples' or 'averages'.")
+        if averaging_window is not None and (smoothing is not None or total_steps is None):
+            raise ValueError(f"{averaging_window=} needs total_steps, and excludes smoothing (got {smoothing=}).")
+        if averaging_window is not None and not (averaging_window > 0 and cast(float, total_steps) > 0):
+            raise ValueError(f"Invalid {averaging_window=}, {total_steps=}. Both must be positive.")
+        self._optimizer = optimizer
+        super().__setstate__({})  # gives the hook registries and step profiling of Optimizer, without owning groups
+
+        self._process_group = process_group
+        if world_size is None:
+            world_size = dist.get_world_size(process_group) if dist.is_available() and dist.is_initialized() else 1
+        if world_size < 1:
+            raise ValueError(f"Invalid {world_size=}. Must be at least 1.")
+        self._world_size = world_size
+        self._is_scaled_loss = is_scaled_loss
+        self._debias = debias_ewma
+        self._grad_scaler = grad_scaler
+        self._variance_floor = variance_floor
+        self._clip_samples = clip == "samples"
+        self._window = averaging_window
+        self._total_steps = total_steps
+        self._single_gain = single_gain
+        self._rule: ScalingRule = AdaScaleRule() if rule is None else rule
+
+        self.sample_weights: Sequence[float] | None = None
+        """w of this worker's gradient sample in each pass, where micro-batches are unequal; None: all 1/n."""
+        self.rider: Callable[[], Tensor] | None = None
+        """1-D numbers to sum over workers in the same all-reduce; called once a step. Result: :attr:`rider_sum`."""
+        self.rider_sum: Tensor | None = None
+
+        self._smoothing = 0.0
+        self._accumulate = 0
+        self._observer: GradientObserver | None = None
+        self._previous: list[Tensor | None] | None = None  # g_{t−1} of the differenced estimator
+        self._warned_single_sample = False
+        self._effective_steps = 0.0
+        self._steps = 0
+        self._previous_gain = 1.0
+        self._averages = self._empty_averages()
+        self._begin_step()
+        self.set_num_gradients_to_accumulate(num_gradients_to_accumulate, update_smoothing=smoothing is None)
+        if smoothing is not None:
+            if not 0 <= smoothing < 1:
+                raise ValueError(f"Invalid {smoothing=}. Must be in [0, 1).")
+            self._smoothing = smoothing
+        if base_batch_size is not None or batch_size is not None:
+            if scale is not None or not base_batch_size or not batch_size:
+                raise ValueError(f"Give scale, or both of {base_batch_size=} and {batch_size=}.")
+            scale = batch_size / base_batch_size
+        self.set_scale(float(self.num_samples if scale is None else scale))
+
+    # ---- what a torch.optim.Optimizer has ------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self._optimizer.param_groups = value
+
+    @property
+    def state(self) -> Any:
+        return self._optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self._optimizer.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self._optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self._optimizer.defaults = value
+
+    def __getattr__(self, name: str) -> Any:
+        # Only called for names that the wrapper lacks. `_optimizer` itself is missing while unpickling.
+        if name in _NEVER_FORWARDED or name == "_optimizer" or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"AdaScale(scale={self._scale:g}, n={self.num_samples}, {self._optimizer!r})"
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears gradients, and what was collected of an unfinished or skipped step."""
+        self._begin_step()
+        self._optimizer.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group to the wrapped optimizer and watches its gradients from the next step on."""
+        self._require_boundary("add_param_group")
+        self._optimizer.add_param_group(param_group)
+        if self._observer is not None:
+            self._observer.add_group(self.param_groups[-1]["params"])
+        self._previous = None
+        if not self._single_gain:
+            old, self._averages = self._averages, self._empty_averages()
+            for name in ("total", "weight", "count"):
+                getattr(self._averages, name)[..., :-1] = getattr(old, name)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One optimizer step with ``lr · r``; τ advances by r. A non-finite gradient changes nothing at all.
+
+        Args:
+            closure: Evaluates the model once and returns the loss; the gain is that of the gradients it leaves.
+
+        Raises:
+            RuntimeError: Called before all ``num_gradients_to_accumulate`` backward passes.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if 0 < self._passes < self._accumulate:
+            raise RuntimeError(
+                f"step() after {self._passes} of {self._accumulate} backward passes. Call it after the last one, or "
+                "set_num_gradients_to_accumulate() first."
+            )
+        sample = self._sample
+        if sample is None and self._observer is not None and self._reducing:
+            # No parameter got a gradient here; the other workers are in the reduction already.
+            sample = self._reduce(self._observer)
+        if sample is None:
+            sample = self._sample_without_passes()
+        self.last_step_skipped = not sample.finite
+        if sample.finite:
+            averages = self._with(sample)
+            gains, overall = self._gains(averages)
+            before = self._effective_steps
+            factors = [self._apply_rule(r, before)[0] for r in gains]
+            self.lr_factor, increment = self._apply_rule(overall, before)
+            self._step_with(factors)
+            self._averages = averages
+            self._previous_gain = overall
+            self._effective_steps = before + increment
+            self._steps += 1
+            self.last_sigma2 = math.nan if sample.sigma2 is None else float(sample.sigma2.sum())
+            self.last_mu2 = math.nan if sample.mu2 is None else float(sample.mu2.sum())
+        else:
+            self._previous = None
+        self._begin_step()
+        return loss
+
+    def _apply_rule(self, r: float, effective_steps: float) -> tuple[float, float]:
+        return self._rule(
+            RuleInput(gain=r, scale=self._scale, effective_steps=effective_steps, total_steps=self._total_steps)
+        )
+
+    def _step_with(self, factors: Sequence[float]) -> None:
+        groups = self.param_groups
+        lrs = [group["lr"] for group in groups]
+        try:
+            for i, group in enumerate(groups):
+                group["lr"] = lrs[i] * factors[i % len(factors)]  # a tensor LR becomes a new tensor
+            self._optimizer.step()
+        finally:
+            for group, lr in zip(groups, lrs, strict=True):
+                group["lr"] = lr
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state dict, with an entry ``"adascale"`` of tensors (copies, on the CPU).
+
+        Loads with ``torch.load(weights_only=True)`` and goes through ``torch.distributed.checkpoint``.
+
+        Raises:
+            RuntimeError: Called between the passes of an optimizer step, or before the step that they lead to.
+        """
+        self._require_boundary("state_dict")
+        return {**self._optimizer.state_dict(), "adascale": self.statistics_state()}
+
+    def statistics_state(self) -> dict[str, Tensor]:
+        """AdaScale's own state without the wrapped optimizer's: tensors on the CPU that alias nothing."""
+        self._require_boundary("statistics_state")
+        state = {
+            "total": self._averages.total.detach().cpu().clone(),
+            "weight": self._averages.weight.detach().cpu().clone(),
+            "count": self._averages.count.detach().cpu().clone(),
+            "effective_steps": torch.tensor(self._effective_steps, dtype=torch.float64),
+            "previous_gain": torch.tensor(self._previous_gain, dtype=torch.float64),
+            "steps": torch.tensor(self._steps),
+            "num_samples": torch.tensor(self.num_samples),
+        }
+        for i, previous in enumerate(self._previous or ()):
+            if previous is not None:
+                state[f"previous_gradient.{i}"] = previous.cpu().clone()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a :meth:`state_dict`, which is left as it is. σ² is per base batch, so S and n may differ from then.
+
+        Raises:
+            ValueError: The statistics are of another number of parameter groups.
+        """
+        self._require_boundary("load_state_dict")
+        inner = {key: value for key, value in state_dict.items() if key != "adascale"}
+        statistics = state_dict.get("adascale")
+        if statistics is not None:
+            self._check_statistics(statistics)
+        self._optimizer.load_state_dict(inner)
+        if statistics is None:
+            warnings.warn("The state dict has no AdaScale statistics; the averages and τ start afresh.", stacklevel=2)
+            self._averages = self._empty_averages()
+            self._effective_steps, self._steps, self._previous_gain, self._previous = 0.0, 0, 1.0, None
+        else:
+            self.load_statistics_state(statistics)
+        self._begin_step()
+
+    def _check_statistics(self, state: dict[str, Tensor]) -> None:
+        expected, found = tuple(self._averages.total.shape), tuple(state["total"].shape)
+        if expected != found:
+            raise ValueError(
+                f"The AdaScale statistics in the state dict are of {found[1]} gains, this optimizer has {expected[1]}. "
+                "Parameter groups (or single_gain) differ."
+            )
+
+    def load_statistics_state(self, state: dict[str, Tensor]) -> None:
+        """Loads what :meth:`statistics_state` returned."""
+        self._check_statistics(state)
+        device = self._averages.total.device
+        averages = Average(*(state[name].to(device, copy=True) for name in ("total", "weight", "count")))
+        was, now = int(state["num_samples"]), self.num_samples
+        same_estimator = (was == 1) == (now == 1)
+        self._averages = averages if same_estimator else self._empty_averages()
+        self._effective_steps = float(state["effective_steps"])
+        self._previous_gain = float(state["previous_gain"])
+        self._steps = int(state["steps"])
+        self._previous = None
+        params = self._params()
+        if now == 1 and any(f"previous_gradient.{i}" in state for i in range(len(params))):
+            self._previous = [
+                state[f"previous_gradient.{i}"].to(p.device, copy=True) if f"previous_gradient.{i}" in state else None
+                for i, p in enumerate(params)
+            ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Hooks and process groups belong to this process; __setstate__ makes new hooks on the new parameters.
+        kept = {k: v for k, v in self.__dict__.items() if k not in ("_observer", "_process_group", "rider", "step")}
+        return {k: v for k, v in kept.items() if not k.startswith("_optimizer_")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        super().__setstate__({})
+        self._observer, self._process_group, self.rider = None, None, None
+        self._begin_step()
+        self._attach()
+
+    # ---- what FairScale's AdaScale has ---------------------------------------------------------------------------
+
+    def gain(self, pg_idx: int | None = None) -> float:
+        """r of the gradients in place (between backward and step), or of the last step. 1 before the first sample.
+
+        Asking changes nothing and needs no other worker.
+
+        Args:
+            pg_idx: A parameter group's index; None for the whole optimizer (the groups' statistics summed).
+        """
+        averages = self._averages
+        if self._sample is not None and self._sample.finite:
+            averages = self._with(self._sample)
+        gains, overall = self._gains(averages)
+        if pg_idx is None:
+            return overall
+        if not 0 <= pg_idx < len(self.param_groups):
+            raise ValueError(f"Invalid {pg_idx=}. The optimizer has {len(self.param_groups)} parameter groups.")
+        return gains[pg_idx % len(gains)]
+
+    @property
+    def scale(self) -> float:
+        """S, global batch size / base batch size."""
+        return self._scale
+
+    @property
+    def smoothing(self) -> float:
+        """θ of the moving average over steps."""
+        return self._smoothing
+
+    @property
+    def num_samples(self) -> int:
+        """n, gradient samples in one optimizer step: workers × accumulation passes."""
+        return self._world_size * self._accumulate
+
+    @property
+    def effective_steps(self) -> float:
+        """τ, Σ r over the optimizer steps taken."""
+        return self._effective_steps
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps taken, without those that were skipped."""
+        return self._steps
+
+    last_step_skipped = False
+    """Whether the last ``step()`` met a non-finite gradient and so did nothing."""
+    lr_factor = 1.0
+    """What the rule multiplied the LR by in the last step (of the whole optimizer, not of one group)."""
+    last_sigma2 = math.nan
+    """σ² of the last step alone, unaveraged."""
+    last_mu2 = math.nan
+    """μ² of the last step alone, unaveraged."""
+
+    def average_moments(self) -> tuple[float, float]:
+        """Averaged (σ², μ²), summed over groups; NaN before the first sample."""
+        if not self._has_averages():
+            return math.nan, math.nan
+        sigma2, mu2 = self._averages.value.clamp(min=0).sum(dim=1).tolist()
+        return sigma2, mu2
+
+    def set_scale(self, scale: float, update_estimate: bool = True) -> None:
+        """Change S between steps. The averages stay as they are: σ² is per base batch and does not depend on S.
+
+        Args:
+            scale: The new S.
+            update_estimate: Accepted for FairScale's sake; there is nothing to rescale.
+        """
+        if not (math.isfinite(scale) and scale > 0):
+            raise ValueError(f"Invalid {scale=}. Must be a positive number: global batch size / base batch size.")
+        self._scale = float(scale)
+        self._previous = None  # gradients of batches of different size have different noise
+        self._attach()
+        if self.num_samples == 1 and scale > 1 and not self._warned_single_sample:
+            self._warned_single_sample = True
+            warnings.warn(
+                f"One gradient sample a step at scale {scale:g}: its variance is estimated from consecutive steps, which "
+                "overstates the gain. Use two or more accumulation passes.",
+                stacklevel=2,
+            )
+
+    def set_num_gradients_to_accumulate(self, num_gradients_to_accumulate: int, update_smoothing: bool = True) -> None:
+        """Change the backward passes per step. Between n = 1 and n > 1 the estimator changes: the averages restart."""
+        if num_gradients_to_accumulate < 1:
+            raise ValueError(f"Invalid {num_gradients_to_accumulate=}. Must be at least 1.")
+        self._require_boundary("set_num_gradients_to_accumulate")
+        was = self.num_samples if self._accumulate else None
+        self._accumulate = num_gradients_to_accumulate
+        if update_smoothing:
+            self._smoothing = gain_math.count_decay(self.num_samples)
+        if was is not None and (was == 1) != (self.num_samples == 1):
+            self._averages = self._empty_averages()
+        self._previous = None
+        self._attach()
+
+    def scale_grad_by_num_grads_to_accum(self) -> None:
+        """Divide the accumulated gradients by the number of passes, where the loss was not (``is_scaled_loss=False``)."""
+        if self._is_scaled_loss:
+            raise RuntimeError("is_scaled_loss=True says that the loss was divided already.")
+        grads = [p.grad for p in self._params() if p.grad is not None]
+        if grads:
+            torch._foreach_div_(grads, self._accumulate)
+
+    def unhook(self) -> None:
+        """Stop watching gradients; ``step()`` goes on with the averages as they are."""
+        if self._observer is not None:
+            self._observer.detach()
+        self._observer = None
+        self._unhooked = True
+
+    # ---- one optimizer step's statistics -------------------------------------------------------------------------
+
+    _unhooked = False
+    _scale = 1.0
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether this is a step boundary: no backward pass since the last step."""
+        return self._passes == 0 and self._sample is None
+
+    def _require_boundary(self, what: str) -> None:
+        if not self.at_boundary:
+            raise RuntimeError(
+                f"{what}() between a backward pass and step(): gradients of an unfinished step would be lost. Call it at "
+                "a step boundary, after step() (or zero_grad()) and before the next backward pass."
+            )
+
+    @property
+    def _reducing(self) -> bool:
+        return self._world_size > 1 and dist.is_available() and dist.is_initialized()
+
+    def _params(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _empty_averages(self) -> Average:
+        groups = 1 if self._single_gain else len(self.param_groups)
+        params = self._params()
+        device = params[0].device if params else torch.device("cpu")
+        # One weight and one count a group, since a group may be added later.
+        return Average(
+            torch.zeros((2, groups), dtype=torch.float64, device=device),
+            torch.zeros(groups, dtype=torch.float64, device=device),
+            torch.zeros(groups, dtype=torch.int64, device=device),
+        )
+
+    def _begin_step(self) -> None:
+        self._passes = 0
+        self._mean_sq_norm: Tensor | None = None  # A so far, this worker's part
+        self._sample: _Sample | None = None
+
+    def _attach(self) -> None:
+        """(Re)install the observer: none where a single sample at S = 1 has nothing to tell."""
+        if self._observer is not None:
+            self._observer.detach()
+            self._observer = None
+        if not self._unhooked and not (self.num_samples == 1 and self._scale == 1):
+            groups = [group["params"] for group in self.param_groups]
+            self._observer = HookObserver(groups, self._on_pass, local=self.num_samples > 1)
+
+    @torch.no_grad()
+    def _on_pass(self) -> None:
+        """A backward pass has ended, reduced gradients (if it was the last) are in place."""
+        if self._sample is not None:
+            # The last step was complete and never taken: a GradScaler that found an overflow leaves step() out.
+            self._previous = None
+            self._begin_step()
+        observer = cast(GradientObserver, self._observer)
+        if self.num_samples > 1:
+            n = self.num_samples
+            weight = 1 / n if self.sample_weights is None else self.sample_weights[self._passes]
+            # The loss, and so the gradient, carried c = n·w_i (and 1/passes, if scaled): w_i‖g_i‖² = w_i/c²·‖c·g_i‖².
+            c = n * weight / (self._accumulate if self._is_scaled_loss else 1)
+            part = observer.local_sq_norms() * (weight / c**2)
+            self._mean_sq_norm = part if self._mean_sq_norm is None else self._mean_sq_norm + part
+        self._passes += 1
+        if self._passes == self._accumulate:
+            self._sample = self._reduce(observer)
+
+    def _reduce(self, observer: GradientObserver) -> _Sample:
+        """Sum the parts of all workers, in one all-reduce, and turn them into σ² and μ²."""
+        rank, world_size = (dist.get_rank(self._process_group), self._world_size) if self._reducing else (0, 1)
+        reduced = observer.reduced_sq_norms(rank, world_size)
+        local = torch.zeros_like(reduced) if self._mean_sq_norm is None else self._mean_sq_norm
+        parts = [local, reduced, torch.tensor([self._passes], dtype=torch.float64, device=reduced.device)]
+        if self.rider is not None:
+            parts.append(self.rider().to(reduced))
+        vector = torch.cat(parts)
+        if self._reducing:
+            dist.all_reduce(vector, group=self._process_group)
+        groups = len(reduced)
+        a, c, passes, self.rider_sum = vector.split([groups, groups, 1, len(vector) - 2 * groups - 1])
+        if not self._is_scaled_loss:
+            c = c / self._accumulate**2
+        unscale: Tensor | float = 1.0
+        if self._grad_scaler is not None and self._grad_scaler.is_enabled():
+            # scale(1) is the loss scale as a tensor; get_scale() would wait for the device.
+            unscale = 1 / self._grad_scaler.scale(torch.ones((), device=c.device)).double()
+            a, c = a * unscale**2, c * unscale**2
+        if self._single_gain:
+            a, c = a.sum(dim=0, keepdim=True), c.sum(dim=0, keepdim=True)
+        finite = math.isfinite(float((a + c).sum()))
+        if float(passes) == 0:
+            return _Sample(None, None, finite)  # gradients that no backward pass has made
+        sigma2: Tensor | None = None
+        mu2: Tensor | None = None
+        if self.num_samples > 1:
+            sigma2, mu2 = gain_math.gradient_moments(a, c, scale=self._scale, count=self.num_samples)
+        elif self._scale > 1 and finite:
+            sigma2, mu2 = self._differenced(unscale)
+        return _Sample(sigma2, mu2, finite)
+
+    def _differenced(self, unscale: Tensor | float) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """σ², μ² of a single gradient sample from this step's and the last one's gradient; keeps this one's."""
+        now = [None if p.grad is None else p.grad.detach() * unscale for p in self._params()]
+        before, self._previous = self._previous, now
+        if before is None:
+            return None, None
+        shape = (len(self.param_groups),)
+        difference, inner = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
+        index = 0
+        for i, group in enumerate(self.param_groups):
+            for _ in group["params"]:
+                g, h = now[index], before[index]
+                index += 1
+                if g is not None or h is not None:
+                    g = (
+                        torch.zeros_like(cast(Tensor, h))
+                        if g is None
+                        else g.to(torch.promote_types(g.dtype, torch.float32))
+                    )
+                    h = torch.zeros_like(g) if h is None else h.to(g.dtype)
+                    difference[i] += float((g - h).double().square().sum())
+                    inner[i] += float((g.double() * h.double()).sum())
+        if self._single_gain:
+            difference, inner = difference.sum(0, keepdim=True), inner.sum(0, keepdim=True)
+        device = self._averages.total.device
+        return gain_math.differenced_moments(difference.to(device), inner.to(device), scale=self._scale)
+
+    def _sample_without_passes(self) -> _Sample:
+        """Nothing was watched (a lone sample at S = 1, or unhooked): only look whether the gradients are finite."""
+        grads = [p.grad.detach() for p in self._params() if p.grad is not None]
+        sparse = [g.coalesce().values() if g.is_sparse else g for g in grads]
+        finite = not sparse or math.isfinite(float(torch.nn.utils.get_total_norm(sparse)))
+        self.rider_sum = None if self.rider is None else self.rider()
+        return _Sample(None, None, finite)
+
+    # ---- averages and gain ---------------------------------------------------------------------------------------
+
+    def _has_averages(self) -> bool:
+        return bool((self._averages.weight > 0).any())
+
+    def _with(self, sample: _Sample) -> Average:
+        """The averages with this sample in them; computed once, committed by ``step()``."""
+        if sample.averages is None:
+            sample.averages = self._averages
+            if sample.sigma2 is not None and sample.mu2 is not None:
+                moments = torch.stack([sample.sigma2, sample.mu2])
+                if self._clip_samples:
+                    moments = torch.stack([moments[0].clamp(min=self._variance_floor), moments[1].clamp(min=0.0)])
+                sample.averages = self._averages.update(moments, self._decay(), debias=self._debias)
+        return sample.averages
+
+    def _decay(self) -> float | Tensor:
+        if self._window is None:
+            return self._smoothing
+        total_steps = cast(float, self._total_steps)
+        return gain_math.effective_decay(self._previous_gain, window=self._window, total_steps=total_steps)
+
+    def _gains(self, averages: Average) -> tuple[list[float], float]:
+        """(r of each group, r of the whole) as host numbers: one wait for the device."""
+        if self._scale == 1:
+            return [1.0] * averages.total.shape[1], 1.0
+        known = averages.weight > 0
+        sigma2, mu2 = torch.where(known, averages.total / torch.where(known, averages.weight, 1.0), 0.0)
+        floor = self._variance_floor
+        each = gain_math.gain(sigma2, mu2, self._scale, variance_floor=floor)
+        overall = gain_math.gain(sigma2.sum(), mu2.sum(), self._scale, variance_floor=floor)
+        each, overall = torch.where(known, each, 1.0), torch.where(known.any(), overall, 1.0)
+        *gains, whole = torch.cat([each, overall.reshape(1)]).tolist()
+        return gains, whole

@@ -1,0 +1,421 @@
+"""The recipe: the frozen outcome of a search at the base batch, and its file.
+
+A JSON file that people can read, review and keep under version control, and that notices when it was damaged or edited:
+the run at scale has to be the run that the search found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from ._version import __version__
+
+__all__ = ["NoiseProbe", "Recipe", "RecipeError", "curve_length"]
+
+FORMAT = "ray_adascale/recipe"
+VERSION = 1
+
+
+class RecipeError(ValueError):
+    """A recipe that can't be used or can't be written; the message names the field."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseProbe:
+    """The noise seen at one step of the search's best trial, from a single probe: neither smoothed nor clipped.
+
+    Attributes:
+        effective_steps: τ at the probe, optimizer steps at the base batch.
+        sigma2: σ², gradient variance of one base batch (squared units of the gradient).
+        mu2: μ², squared norm of the true gradient (same units); a single probe may be negative.
+    """
+
+    effective_steps: float
+    sigma2: float
+    mu2: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What to run at scale: the winning hyperparameters, the schedule they make, and the noise seen on the way.
+
+    Every field is checked on construction. Values are copied and brought to plain Python: NumPy scalars become numbers
+    and tuples lists, so a recipe equals the one read back from its file.
+
+    Attributes:
+        hyperparameters: The winning config, JSON values.
+        base_batch_size: B0, examples per optimizer step.
+        total_steps: T, effective steps of the whole run.
+        base_steps_per_epoch: Optimizer steps per epoch at the base batch, len(dataset) / B0; None if unknown.
+        scheduler_unit: What one ``scheduler.step()`` meant; None without a scheduler.
+        metric: What the search optimised.
+        mode: Whether the metric was to be small (``"min"``) or large (``"max"``).
+        score: The metric's value for these hyperparameters.
+        lr_curve: ``lr_curve[group][k]`` is the parameter group's learning rate after k scheduler calls. One value per
+            group without a scheduler; as many as a run has calls with one (:func:`curve_length`).
+        noise: Single probes, in no promised order.
+        seed: The base seed of the search, ≥ 0.
+        search: How it was found, JSON values: trials, searcher, scheduler, failed trials, best trial, wall seconds ...
+        workload: Where the workload came from, ``"file.py:workload"`` or a qualified name. For people only.
+        versions: Versions of ray_adascale, torch, ray, python at the search.
+        created: Date and time in ISO 8601.
+
+    Raises:
+        RecipeError: A field of the wrong type or out of range, naming it.
+    """
+
+    hyperparameters: dict[str, Any]
+    base_batch_size: int
+    total_steps: int
+    base_steps_per_epoch: float | None
+    scheduler_unit: Literal["step", "epoch"] | None
+    metric: str
+    mode: Literal["min", "max"]
+    score: float
+    lr_curve: list[list[float]]
+    noise: list[NoiseProbe]
+    seed: int
+    search: dict[str, Any]
+    workload: str
+    versions: dict[str, str]
+    created: str
+
+    def __post_init__(self) -> None:
+        put: dict[str, Any] = {
+            "hyperparameters": _json_object("hyperparameters", self.hyperparameters),
+            "base_batch_size": _integer("base_batch_size", self.base_batch_size, minimum=1),
+            "total_steps": _integer("total_steps", self.total_steps, minimum=1),
+            "scheduler_unit": _one_of("scheduler_unit", self.scheduler_unit, ("step", "epoch", None)),
+            "metric": _text("metric", self.metric),
+            "mode": _one_of("mode", self.mode, ("min", "max")),
+            "score": _number("score", self.score),
+            "seed": _integer("seed", self.seed, minimum=0),
+            "search": _json_object("search", self.search),
+            "workload": _text("workload", self.workload, empty=True),
+            "versions": _json_object("versions", self.versions),
+            "created": _text("created", self.created),
+        }
+        if self.base_steps_per_epoch is not None:
+            put["base_steps_per_epoch"] = _number("base_steps_per_epoch", self.base_steps_per_epoch)
+            if put["base_steps_per_epoch"] <= 0:
+                raise RecipeError(f"Invalid base_steps_per_epoch={self.base_steps_per_epoch}. Must be positive.")
+        for key, value in put["versions"].items():
+            _text(f"versions.{key}", value)
+        try:
+            datetime.fromisoformat(put["created"])
+        except ValueError:
+            raise RecipeError(f"Invalid created={self.created!r}. Must be an ISO 8601 date, as 2026-01-31.") from None
+        for name, value in put.items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "lr_curve", _checked_curve(self))
+        object.__setattr__(self, "noise", _checked_noise(self))
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits that stand for the schedule: B0, T, the LR curve and what its index counts.
+
+        A checkpoint stores it to recognise its recipe. Scores, notes and hyperparameters don't enter.
+        """
+        epoch = self.base_steps_per_epoch if self.scheduler_unit == "epoch" else None
+        schedule = [self.base_batch_size, self.total_steps, self.scheduler_unit, epoch, self.lr_curve]
+        return _sha256(schedule)[:16]
+
+    def describe(self) -> str:
+        """A few lines for people."""
+        unit = f"one value per {self.scheduler_unit}" if self.scheduler_unit else "no scheduler"
+        curves = [_describe_curve(curve) for curve in self.lr_curve]
+        epochs = f", {self.total_steps / self.base_steps_per_epoch:.4g} epochs" if self.base_steps_per_epoch else ""
+        hyperparameters = ", ".join(f"{key}={value!r}" for key, value in self.hyperparameters.items())
+        lines = [
+            f"Recipe {self.fingerprint} for {self.workload or 'an unnamed workload'}, made {self.created}",
+            f"  base batch   {self.base_batch_size} examples, {self.total_steps} effective steps{epochs}",
+            f"  score        {self.metric} = {self.score:.6g} ({self.mode})",
+            f"  config       {hyperparameters or 'empty'}",
+            *(f"  LR, group {g}  {curve} ({unit})" for g, curve in enumerate(curves)),
+            f"  noise        {_describe_noise(self)}",
+        ]
+        return "\n".join(lines)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the recipe, all of it or nothing; makes the folder if it is missing.
+
+        Raises:
+            RecipeError: A field was changed in place to something that can't be written.
+        """
+        path = Path(path)
+        fields = _fields(dataclasses.replace(self))  # checks again: the dicts and lists inside are not frozen
+        document = {"format": FORMAT, "version": VERSION, **fields, "digest": _digest(fields)}
+        lines = []
+        for key, value in document.items():
+            if key in ("lr_curve", "noise") and value:
+                # A line per group and per probe, so that a diff shows which one changed and stays short.
+                rows = ",\n".join(f"    {json.dumps(row, allow_nan=False)}" for row in value)
+                text = f"[\n{rows}\n  ]"
+            else:
+                text = json.dumps(value, indent=2, allow_nan=False).replace("\n", "\n  ")
+            lines.append(f"  {json.dumps(key)}: {text}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            with temporary.open("w", encoding="utf-8", newline="\n") as file:
+                file.write("{\n" + ",\n".join(lines) + "\n}\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, accept_edits: bool = False) -> Recipe:
+        """Reads a recipe and checks every field.
+
+        Args:
+            path: A file that :meth:`save` wrote.
+            accept_edits: Take a recipe that was edited after the search, as long as its fields are valid.
+
+        Raises:
+            RecipeError: Not a recipe, of a newer version, a field that is missing, unknown or invalid (naming it), or
+                edited after the search.
+            OSError: The file can't be read.
+        """
+        path = Path(path)
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise RecipeError(f"{path} is not a recipe: it is not valid JSON ({error}).") from error
+        try:
+            fields, digest = _open_document(document, digest_required=not accept_edits)
+            fields["noise"] = _noise_from_json(fields["noise"])
+            recipe = cls(**fields)
+        except RecipeError as error:
+            raise RecipeError(f"{path}: {error}") from error
+        if digest != _digest(_fields(recipe)) and not accept_edits:
+            raise RecipeError(
+                f"{path}: the digest does not match. The file was edited after the search, so it no longer is what the "
+                "search found. Recipe.load(path, accept_edits=True) loads it all the same."
+            )
+        return recipe
+
+
+def curve_length(total_steps: int, scheduler_unit: str | None, base_steps_per_epoch: float | None) -> int:
+    """Values per group in a recipe's LR curve: how many different learning rates a run of T steps can see.
+
+    1 without a scheduler; T for a scheduler called every step (a recipe may stop earlier, where the curve is constant
+    from there on); ⌊(T − 1) / base_steps_per_epoch⌋ + 1 for one called every epoch.
+    """
+    if scheduler_unit is None:
+        return 1
+    if scheduler_unit == "step":
+        return total_steps
+    if base_steps_per_epoch is None:
+        raise RecipeError("Invalid base_steps_per_epoch=None. Must be given where scheduler_unit is 'epoch'.")
+    try:
+        return math.floor((total_steps - 1) / base_steps_per_epoch) + 1
+    except OverflowError:
+        raise RecipeError(f"Invalid {base_steps_per_epoch=}. Far too small for {total_steps=}.") from None
+
+
+# --- The document -----------------------------------------------------------------------------------------------------
+
+
+def _fields(recipe: Recipe) -> dict[str, Any]:
+    """Name -> JSON value. Not ``dataclasses.asdict``, which would copy everything once more."""
+    fields = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)}
+    fields["noise"] = [dataclasses.asdict(probe) for probe in recipe.noise]
+    return fields
+
+
+def _digest(fields: Mapping[str, Any]) -> str:
+    """Of the values, not of the text: another indentation, order or way to write 1e-05 is no edit."""
+    return _sha256({"format": FORMAT, "version": VERSION, **fields})
+
+
+def _sha256(value: Any) -> str:
+    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _open_document(document: Any, *, digest_required: bool) -> tuple[dict[str, Any], Any]:
+    if not isinstance(document, dict):
+        raise RecipeError(f"not a recipe: a JSON {type(document).__name__} instead of an object.")
+    names = [f.name for f in dataclasses.fields(Recipe)]
+    # Format and version first: fields of a newer version are no reason to complain about unknown fields.
+    for name in ("format", "version"):
+        if name not in document:
+            raise RecipeError(f"Missing field {name!r}. Is this a recipe that Recipe.save wrote?")
+    if document["format"] != FORMAT:
+        raise RecipeError(f"Invalid format={document['format']!r}. Must be {FORMAT!r}.")
+    version = _integer("version", document["version"], minimum=1)
+    if version > VERSION:
+        raise RecipeError(
+            f"Invalid version={version}: written by a newer library. ray_adascale {__version__} reads version "
+            f"{VERSION}; upgrade ray_adascale."
+        )
+    for name in [*names, "digest"]:
+        if name not in document and (name != "digest" or digest_required):
+            raise RecipeError(f"Missing field {name!r}. Restore the file, or run the search again.")
+    unknown = sorted(set(document) - {*names, "format", "version", "digest"})
+    if unknown:
+        raise RecipeError(f"Unknown fields {', '.join(map(repr, unknown))}. Remove them; notes belong into 'search'.")
+    digest = document.get("digest")
+    if digest_required and not isinstance(digest, str):
+        raise RecipeError(f"Invalid digest={digest!r}. Must be a string of hexadecimal digits.")
+    return {name: document[name] for name in names}, digest
+
+
+def _noise_from_json(noise: Any) -> list[NoiseProbe]:
+    names = [f.name for f in dataclasses.fields(NoiseProbe)]
+    if not isinstance(noise, list):
+        raise RecipeError(f"Invalid noise: {type(noise).__name__}. Must be a list of probes.")
+    for i, probe in enumerate(noise):
+        if not isinstance(probe, dict) or sorted(probe) != sorted(names):
+            raise RecipeError(f"Invalid noise[{i}]: {_short(probe)}. Must have exactly the fields {', '.join(names)}.")
+    return [NoiseProbe(**probe) for probe in noise]
+
+
+# --- Checks: each returns the value as plain Python, or names the field -----------------------------------------------
+
+
+def _checked_curve(recipe: Recipe) -> list[list[float]]:
+    curve = recipe.lr_curve
+    if not isinstance(curve, list | tuple) or not curve:
+        raise RecipeError(f"Invalid lr_curve: {_short(curve)}. Must be a list with one list per parameter group.")
+    full = curve_length(recipe.total_steps, recipe.scheduler_unit, recipe.base_steps_per_epoch)
+    checked: list[list[float]] = []
+    for g, group in enumerate(curve):
+        if not isinstance(group, list | tuple) or not group:
+            raise RecipeError(f"Invalid lr_curve[{g}]: {_short(group)}. Must be a list of learning rates.")
+        rates = [_number(f"lr_curve[{g}][{k}]", rate) for k, rate in enumerate(group)]
+        for k, rate in enumerate(rates):
+            if rate < 0:
+                raise RecipeError(f"Invalid lr_curve[{g}][{k}]={rate}. A learning rate must not be negative.")
+        if len(rates) > full or (len(rates) < full and recipe.scheduler_unit != "step"):
+            raise RecipeError(
+                f"Invalid lr_curve[{g}]: {len(rates)} values. Must be {full} for total_steps={recipe.total_steps}, "
+                f"scheduler_unit={recipe.scheduler_unit!r}, base_steps_per_epoch={recipe.base_steps_per_epoch}."
+            )
+        if checked and len(rates) != len(checked[0]):
+            raise RecipeError(f"Invalid lr_curve[{g}]: {len(rates)} values, but group 0 has {len(checked[0])}.")
+        checked.append(rates)
+    return checked
+
+
+def _checked_noise(recipe: Recipe) -> list[NoiseProbe]:
+    if not isinstance(recipe.noise, list | tuple):
+        raise RecipeError(f"Invalid noise: {type(recipe.noise).__name__}. Must be a list of NoiseProbe.")
+    checked = []
+    for i, probe in enumerate(recipe.noise):
+        if not isinstance(probe, NoiseProbe):
+            raise RecipeError(f"Invalid noise[{i}]: {_short(probe)}. Must be a NoiseProbe.")
+        numbers = {
+            f.name: _number(f"noise[{i}].{f.name}", getattr(probe, f.name)) for f in dataclasses.fields(NoiseProbe)
+        }
+        if not 0 <= numbers["effective_steps"] <= recipe.total_steps:
+            raise RecipeError(
+                f"Invalid noise[{i}].effective_steps={probe.effective_steps}. Must lie between 0 and "
+                f"total_steps={recipe.total_steps}."
+            )
+        checked.append(NoiseProbe(**numbers))
+    return checked
+
+
+def _json(where: str, value: Any) -> Any:
+    """A copy of ``value`` in JSON's types."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool):
+        return value
+    # Subclasses (enums, numpy.float64) lose their class, as they would in the file.
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise RecipeError(f"Invalid {where}={value}. JSON has no such number; use None or a string instead.")
+        return float(value)
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise RecipeError(f"Invalid {where}: the key {key!r} is not a string, as JSON wants it.")
+        return {str.__str__(key): _json(f"{where}.{key}", item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json(f"{where}[{i}]", item) for i, item in enumerate(value)]
+    raise RecipeError(
+        f"Invalid {where}={_short(value)}: {type(value).__name__} is no JSON value. Search over names or numbers, and "
+        "let the workload turn them into objects."
+    )
+
+
+def _json_object(where: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise RecipeError(f"Invalid {where}: {_short(value)}. Must be a dict.")
+    return {str.__str__(key): item for key, item in _json(where, value).items()}
+
+
+def _number(where: str, value: Any) -> float:
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
+        raise RecipeError(f"Invalid {where}={_short(value)}. Must be a number.")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise RecipeError(f"Invalid {where}={_short(value)}. Must be finite.")
+    return number
+
+
+def _integer(where: str, value: Any, *, minimum: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < minimum:
+        raise RecipeError(f"Invalid {where}={_short(value)}. Must be an integer of at least {minimum}.")
+    return int(value)
+
+
+def _text(where: str, value: Any, *, empty: bool = False) -> str:
+    if not isinstance(value, str) or not (value or empty):
+        raise RecipeError(f"Invalid {where}={_short(value)}. Must be a {'' if empty else 'non-empty '}string.")
+    return str.__str__(value)
+
+
+def _one_of(where: str, value: Any, allowed: tuple[str | None, ...]) -> str | None:
+    # Not `in`, to which an unhashable or array-like value could give any answer.
+    if value is None or isinstance(value, str):
+        for choice in allowed:
+            if value == choice:
+                return choice
+    raise RecipeError(f"Invalid {where}={_short(value)}. Must be one of {', '.join(map(repr, allowed))}.")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+# --- For people -------------------------------------------------------------------------------------------------------
+
+
+def _describe_curve(curve: list[float]) -> str:
+    if len(curve) == 1:
+        return f"{curve[0]:.4g}"
+    return f"{curve[0]:.4g} → {curve[-1]:.4g} over {len(curve)} values, highest {max(curve):.4g}"
+
+
+def _describe_noise(recipe: Recipe) -> str:
+    if not recipe.noise:
+        return "not probed"
+    sigma2 = math.fsum(probe.sigma2 for probe in recipe.noise)
+    mu2 = math.fsum(probe.mu2 for probe in recipe.noise)
+    # Means over the run, as a ratio of single probes has no mean.
+    scale = f"about {recipe.base_batch_size * sigma2 / mu2:.3g} examples" if mu2 > 0 and sigma2 >= 0 else "unknown"
+    return f"{len(recipe.noise)} probes; noise scale over the whole run {scale}"

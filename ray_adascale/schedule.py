@@ -1,0 +1,361 @@
+"""The effective-step clock: a learning-rate schedule tuned at the base batch, driven by τ instead of by steps.
+
+The base run takes step ``t`` (0-based) after a certain number of ``scheduler.step()`` calls. At scale, the optimizer
+step that begins at effective step τ must see the learning rates (and momenta) of base step ⌊τ⌋, so that many calls are
+made before it. The scheduler itself is never changed, replaced or restarted: it is only called more often than once a
+step.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+import types
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, get_args
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+__all__ = ["EffectiveSchedule", "SchedulerUnit", "curve_difference", "curve_fingerprint"]
+
+SchedulerUnit = Literal["step", "epoch"]
+
+# torch's own two complaints about the order of optimizer.step() and scheduler.step(). Both look only at the first call,
+# and both are wrong here: calls are due by τ, and an optimizer wrapped after the scheduler was made is the usual case.
+_ORDER_WARNINGS = (
+    r"Detected call of `lr_scheduler\.step\(\)` before",
+    r"Seems like `optimizer\.step\(\)` has been overridden",
+)
+
+
+class EffectiveSchedule:
+    """Drives a torch LR scheduler by effective steps τ.
+
+    Args:
+        optimizer: The optimizer whose learning rates count, or a wrapper that shares its ``param_groups``.
+        scheduler: A fresh scheduler (never stepped), or None for constant learning rates.
+        unit: What one ``scheduler.step()`` meant in the base run: an optimizer ``"step"`` or an ``"epoch"``. Required
+            with a scheduler.
+        base_steps_per_epoch: Optimizer steps in an epoch of the base run, ``len(dataset) / B0``; need not be whole.
+            Required for ``unit="epoch"``.
+        total_steps: ``T``, effective steps in the run. The last optimizer step may end as far as S beyond T; with T
+            given no more calls are made than the base run's last step has seen (OneCycleLR raises beyond its end).
+
+    Raises:
+        ValueError: If the unit is missing or unknown, or if the scheduler is not an ``LRScheduler``, follows a metric,
+            was stepped already, drives another optimizer or cannot be copied.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        scheduler: LRScheduler | None,
+        *,
+        unit: SchedulerUnit | None = None,
+        base_steps_per_epoch: float | None = None,
+        total_steps: float | None = None,
+    ) -> None:
+        if unit is not None and unit not in get_args(SchedulerUnit):
+            raise ValueError(
+                f'Invalid {unit=}. Must be "step" or "epoch": what one scheduler.step() meant at the base batch.'
+            )
+        for name, value in (("base_steps_per_epoch", base_steps_per_epoch), ("total_steps", total_steps)):
+            if value is not None and not (0 < value < math.inf):
+                raise ValueError(f"Invalid {name}={value!r}. Must be positive and finite.")
+        if scheduler is not None:
+            _check_scheduler(optimizer, scheduler)
+            if unit is None:
+                raise ValueError(
+                    "Missing unit (scheduler_unit) for the learning-rate scheduler. Say what one scheduler.step() meant"
+                    " at"
+                    ' the base batch: "step" if it was called after every optimizer step, "epoch" if once an epoch. It'
+                    " is not guessed, because a wrong guess gives a wrong schedule without any error."
+                )
+            if unit == "epoch" and base_steps_per_epoch is None:
+                raise ValueError(
+                    'unit="epoch" needs base_steps_per_epoch, the optimizer steps in an epoch at the base batch:'
+                    " len(dataset) / base_batch_size. Give the dataset's length."
+                )
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._unit = unit
+        self._base_steps_per_epoch = base_steps_per_epoch
+        self._calls = 0
+        # Taken while the scheduler is fresh: a curve can be had later too, and always begins at call 0.
+        self._fresh = None if scheduler is None else _dry_copy(scheduler)
+        self._last_call = None if total_steps is None else self._calls_before(_last_step(total_steps))
+
+    @property
+    def calls(self) -> int:
+        """Number of ``scheduler.step()`` calls made so far."""
+        return self._calls
+
+    @property
+    def lrs(self) -> list[float]:
+        """The current learning rate of each parameter group, without the gain."""
+        return _lrs(self._optimizer)
+
+    def due(self, effective_steps: float) -> int:
+        """Number of scheduler calls that the base run has made when it is about to take base step ⌊τ⌋ (0-based).
+
+        Args:
+            effective_steps: τ ≥ 0. Beyond ``total_steps`` the answer stays that of the last base step.
+        """
+        if not (0 <= effective_steps < math.inf):
+            raise ValueError(f"Invalid {effective_steps=}. Must be finite and not negative.")
+        calls = self._calls_before(math.floor(effective_steps))
+        return calls if self._last_call is None else min(calls, self._last_call)
+
+    def advance_to(self, effective_steps: float) -> None:
+        """Calls ``scheduler.step()`` until ``calls`` is ``due(effective_steps)``. Never goes back."""
+        self._replay(self.due(effective_steps))
+
+    def curve(self, total_steps: float) -> list[list[float]]:
+        """The learning rates of the whole base run, ``curve[group][call]`` for calls 0 ... ``due(total_steps − 1)``.
+
+        A dry run on copies, from call 0 wherever the live schedule stands. The live scheduler and optimizer are left as
+        they are, and no parameter or optimizer state is copied. Functions that the scheduler calls (LambdaLR) are
+        shared and must depend on their argument alone.
+
+        Args:
+            total_steps: ``T``.
+        """
+        if not (0 < total_steps < math.inf):
+            raise ValueError(f"Invalid {total_steps=}. Must be positive and finite.")
+        if self._fresh is None:
+            return [[lr] for lr in self.lrs]
+        scheduler = _dry_copy(self._fresh)
+        points = [_lrs(scheduler.optimizer)]
+        with warnings.catch_warnings():
+            _ignore_order_warnings()
+            for _ in range(self._calls_before(_last_step(total_steps))):
+                scheduler.step()
+                points.append(_lrs(scheduler.optimizer))
+        return [list(group) for group in zip(*points, strict=True)]
+
+    def state_dict(self) -> dict[str, int]:
+        """``{"calls": number of scheduler calls made}``: a scheduler is a function of that number, lambdas included."""
+        return {"calls": self._calls}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Fast-forwards a fresh schedule call by call, bit-identically, before or after the optimizer's state is
+        loaded.
+
+        Takes a few microseconds a call. Nothing is unpickled.
+
+        Raises:
+            ValueError: If this schedule has advanced already, or the state is not one of ``state_dict()``.
+        """
+        calls = state_dict.get("calls")
+        if not isinstance(calls, int) or isinstance(calls, bool) or calls < 0:
+            raise ValueError(f"Invalid schedule state {state_dict!r}. Expected {{'calls': number of scheduler calls}}.")
+        if self._calls:
+            raise ValueError(
+                f"The schedule has already made {self._calls} calls. Load its state into a fresh scheduler."
+            )
+        if self._scheduler is None or self._fresh is None:
+            if calls:
+                raise ValueError(
+                    f"The checkpoint's scheduler had made {calls} calls, but this run has no scheduler. Give it the"
+                    " same one."
+                )
+            return
+        # Most schedulers compute the next LR from the current one. If the optimizer's state was loaded first, its
+        # groups already hold the later values, and replaying would apply the schedule twice. So what the schedule moves
+        # (LR, momentum, betas) goes back to its start, and only that: every other hyperparameter is the checkpoint's.
+        replayed = _dry_copy(self._fresh)
+        with warnings.catch_warnings():
+            _ignore_order_warnings()
+            for _ in range(calls):
+                replayed.step()
+        fresh_groups = self._fresh.optimizer.param_groups
+        for group, fresh, moved in zip(
+            self._scheduler.optimizer.param_groups, fresh_groups, replayed.optimizer.param_groups, strict=True
+        ):
+            for key in fresh:
+                if key == "lr" or (key != "params" and fresh[key] != moved[key]):
+                    _restore(group, key, fresh[key])
+        self._replay(calls)
+
+    def _replay(self, calls: int) -> None:
+        if self._scheduler is None or calls <= self._calls:
+            return
+        with warnings.catch_warnings():
+            _ignore_order_warnings()
+            while self._calls < calls:
+                self._scheduler.step()
+                self._calls += 1
+
+    def _calls_before(self, step: int) -> int:
+        """Scheduler calls of a base run that is about to take its step ``step``, counted from 0; not clamped."""
+        if self._scheduler is None:
+            return 0
+        if self._unit == "step":
+            return step
+        assert self._base_steps_per_epoch is not None
+        return _floor(step / self._base_steps_per_epoch)
+
+
+def curve_difference(
+    expected: Sequence[Sequence[float]], actual: Sequence[Sequence[float]], *, rtol: float = 1e-6
+) -> str | None:
+    """None where two curves agree, else a sentence that says where they first differ, by how much and how often.
+
+    Args:
+        expected: ``curve[group][call]``, e.g. the recipe's.
+        actual: The same, e.g. this run's.
+        rtol: Relative tolerance of each learning rate. Values below ``rtol / 1000`` of a group's peak count as 0: the
+            end of a cosine is a rounding error, which differs between machines.
+    """
+    if len(expected) != len(actual):
+        return f"The learning-rate curves have {len(expected)} (expected) and {len(actual)} (actual) parameter groups."
+    lengths = [(len(e), len(a)) for e, a in zip(expected, actual, strict=True)]
+    first: tuple[int, int] | None = None
+    differing = 0
+    for group, (e_curve, a_curve) in enumerate(zip(expected, actual, strict=True)):
+        floor = rtol * 1e-3 * max((abs(e) for e in e_curve), default=0.0)
+        for call, (e, a) in enumerate(zip(e_curve, a_curve, strict=False)):
+            same_nan = math.isnan(e) and math.isnan(a)
+            if not same_nan and not math.isclose(e, a, rel_tol=rtol, abs_tol=floor):
+                first = first or (group, call)
+                differing += 1
+    if first is not None:
+        group, call = first
+        compared = sum(min(pair) for pair in lengths)
+        longer = "" if all(e == a for e, a in lengths) else " Their lengths differ as well."
+        return (
+            f"The learning-rate curves differ first in parameter group {group} at scheduler call {call}: expected"
+            f" {expected[group][call]!r}, actual {actual[group][call]!r}; {differing} of {compared} points"
+            f" differ.{longer}"
+        )
+    for group, (e_length, a_length) in enumerate(lengths):
+        if e_length != a_length:
+            return (
+                f"The learning-rate curves of parameter group {group} agree but for their lengths: {e_length}"
+                f" (expected) and {a_length} (actual) scheduler calls. Compare total_steps and the scheduler's unit."
+            )
+    return None
+
+
+def curve_fingerprint(curve: Sequence[Sequence[float]]) -> str:
+    """A short name for a curve: 16 hexadecimal digits of a SHA-256 over the exact values.
+
+    Only a name. Curves of two machines may differ in the last bit and so in their names: ``curve_difference`` judges
+    whether they are the same.
+    """
+    text = "\n".join(" ".join(float(lr).hex() for lr in group) for group in curve)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class _Standin(Optimizer):
+    """What a scheduler needs of an optimizer, for a dry run: its own group dictionaries and no state.
+
+    The parameters in them are the optimizer's own; schedulers do not look at them. ``Optimizer.__init__`` is left out,
+    since all that it would add (hooks, a patched ``step``) belongs to stepping. Anything else that a scheduler of the
+    user's reads comes from the real optimizer; anything that it writes stays here.
+    """
+
+    def __init__(self, optimizer: Optimizer, memo: dict[int, Any]) -> None:
+        self._real = optimizer
+        self.defaults = dict(optimizer.defaults)
+        self.state = {}  # type: ignore[assignment]
+        self.param_groups = [
+            {key: list(value) if key == "params" else copy.deepcopy(value, memo) for key, value in group.items()}
+            for group in optimizer.param_groups
+        ]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_real":
+            raise AttributeError(name)
+        return getattr(self._real, name)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise AssertionError("a dry run takes no optimizer step")
+
+
+def _dry_copy(scheduler: LRScheduler) -> LRScheduler:
+    """A copy of the scheduler that drives a stand-in for its optimizer."""
+    optimizer = scheduler.optimizer
+    # The memo of deepcopy decides what is *not* copied: parameters, whoever refers to them, and the optimizer.
+    memo: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    memo[id(optimizer)] = _Standin(optimizer, memo)
+    parts = list(_nested(scheduler))
+    for part in parts:
+        for value in vars(part).values():
+            for item in value if isinstance(value, list | tuple) else (value,):
+                # LambdaLR(optimizer, trainer.lr_at): copying the bound method would copy the trainer, model and all.
+                if isinstance(item, types.MethodType) and not any(item.__self__ is p for p in parts):
+                    memo[id(item)] = item
+    try:
+        return copy.deepcopy(scheduler, memo)
+    except Exception as error:
+        raise ValueError(
+            f"Cannot copy the {type(scheduler).__name__} for a dry run ({error!r}). A scheduler must be deep-copyable:"
+            " keep file handles, locks and the like out of its attributes and of the callable objects given to it."
+        ) from error
+
+
+def _nested(scheduler: LRScheduler) -> Iterator[LRScheduler]:
+    """The scheduler and those inside it (SequentialLR, ChainedScheduler)."""
+    yield scheduler
+    for inner in getattr(scheduler, "_schedulers", ()):
+        yield from _nested(inner)
+
+
+def _check_scheduler(optimizer: Optimizer, scheduler: LRScheduler) -> None:
+    kind = type(scheduler).__name__
+    if not isinstance(scheduler, LRScheduler):
+        raise ValueError(f"Invalid scheduler of type {kind}. Must be a torch.optim.lr_scheduler.LRScheduler or None.")
+    for part in _nested(scheduler):
+        if isinstance(part, ReduceLROnPlateau):
+            raise ValueError(
+                "ReduceLROnPlateau is not supported: it follows a metric, so its curve is not known beforehand and"
+                " cannot be replayed on another number of workers. Use a scheduler that is a function of the step, such"
+                " as MultiStepLR with the milestones that the base run found."
+            )
+        last_epoch = getattr(part, "last_epoch", 0)
+        if last_epoch > 0:
+            raise ValueError(
+                f"The {type(part).__name__} was stepped already (last_epoch={last_epoch}). Give a fresh scheduler and"
+                " never call its step(): the clock does, and a resumed run is fast-forwarded."
+            )
+    theirs, ours = scheduler.optimizer.param_groups, optimizer.param_groups
+    if scheduler.optimizer is not optimizer and [id(g) for g in theirs] != [id(g) for g in ours]:
+        raise ValueError(
+            f"The {kind} drives another optimizer ({type(scheduler.optimizer).__name__}) than the"
+            f" {type(optimizer).__name__} given here. Create it on the optimizer that is trained with."
+        )
+
+
+def _restore(group: dict[str, Any], key: str, value: Any) -> None:
+    if hasattr(group.get(key), "fill_"):  # a tensor LR is changed in place: captured graphs keep pointing to it
+        group[key].fill_(float(value))
+    else:
+        group[key] = copy.deepcopy(value)
+
+
+def _lrs(optimizer: Optimizer) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def _ignore_order_warnings() -> None:
+    for message in _ORDER_WARNINGS:
+        warnings.filterwarnings("ignore", message=message, category=UserWarning)
+
+
+def _last_step(total_steps: float) -> int:
+    """The last step of a base run that goes on while fewer than T steps are done: ⌈T⌉ − 1."""
+    return -_floor(-total_steps) - 1
+
+
+def _floor(x: float) -> int:
+    """⌊x⌋, where x within rounding of a whole number is that number: 1000 / (1000 / 3) is 3 epochs, not 2.
+
+    The tolerance is some thousand times the rounding error of the two divisions, and still far below the distance of a
+    true fraction, which is at least 1 / len(dataset).
+    """
+    nearest = round(x)
+    return nearest if abs(x - nearest) <= 1e-12 * max(1.0, abs(x)) else math.floor(x)

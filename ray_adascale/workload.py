@@ -1,0 +1,253 @@
+"""A workload: one function from a config to everything that training needs.
+
+Search, training, forecast and command line call the same function, at the base batch and at scale, so the model, the
+data and the schedule cannot drift apart between them.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, TypeAlias
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+__all__ = ["Workload", "WorkloadFn", "build", "resolve"]
+
+
+@dataclass(kw_only=True, eq=False)
+class Workload:
+    """What to train, in plain torch, exactly as at the base batch. Not wrapped, not moved to a device.
+
+    Attributes:
+        model: The bare model.
+        optimizer: One optimizer over (some of) the model's parameters, its learning rates those of the base batch.
+        scheduler: The learning-rate schedule, bound to ``optimizer``, or None for constant rates. Never step it.
+        scheduler_unit: What one ``scheduler.step()`` meant in the base run: an optimizer ``"step"`` or an ``"epoch"``.
+            Required with a scheduler.
+        train_dataset: Examples, map-style (``__len__`` and ``__getitem__``) where a resume has to be exact.
+        loss_fn: ``loss_fn(model, batch)`` is the mean loss over the batch's examples, a scalar tensor.
+        evaluate: ``evaluate(model)`` returns metrics by name; called without gradients, in eval mode.
+        metric: What a search optimises: ``"loss"`` (the training loss) or a key of what ``evaluate`` returns.
+        mode: Whether ``metric`` is to be small (``"min"``) or large (``"max"``).
+        collate_fn: Makes a batch of a list of examples, as in ``torch.utils.data.DataLoader``; torch's by default.
+
+    Raises:
+        ValueError: A field that can't work, naming it and what to do.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: LRScheduler | None = None
+    scheduler_unit: Literal["step", "epoch"] | None = None
+    train_dataset: Any
+    loss_fn: Callable[[nn.Module, Any], Tensor]
+    evaluate: Callable[[nn.Module], dict[str, float]] | None = None
+    metric: str = "loss"
+    mode: Literal["min", "max"] = "min"
+    collate_fn: Callable[[list[Any]], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            raise ValueError(f"Invalid model: {_kind(self.model)}. Must be a torch.nn.Module.")
+        self._check_optimizer()
+        self._check_scheduler()
+        if _length(self.train_dataset) == 0:
+            raise ValueError("Invalid train_dataset: it is empty. Must hold at least one example.")
+        for name in ("loss_fn", "evaluate", "collate_fn"):
+            value = getattr(self, name)
+            if not callable(value) and (value is not None or name == "loss_fn"):
+                raise ValueError(f"Invalid {name}: {_kind(value)}. Must be a function.")
+        if not isinstance(self.metric, str) or not self.metric:
+            raise ValueError(f"Invalid metric={self.metric!r}. Must be 'loss' or a key of what evaluate returns.")
+        if self.metric != "loss" and self.evaluate is None:
+            raise ValueError(
+                f"Invalid metric={self.metric!r} without evaluate. Pass evaluate=, a function from the model to a dict "
+                "with that key, or use metric='loss'."
+            )
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"Invalid mode={self.mode!r}. Must be 'min' or 'max'.")
+
+    def _check_optimizer(self) -> None:
+        if isinstance(self.optimizer, list | tuple | dict):
+            raise ValueError(
+                f"Invalid optimizer: {type(self.optimizer).__name__} of {len(self.optimizer)}. Only one is supported: "
+                "there is one gain and one clock of effective steps, which several optimizers would advance several "
+                "times. Make one optimizer with several parameter groups."
+            )
+        if not isinstance(self.optimizer, Optimizer):
+            raise ValueError(f"Invalid optimizer: {_kind(self.optimizer)}. Must be a torch.optim.Optimizer.")
+        known = {id(p) for p in self.model.parameters()}
+        for g, group in enumerate(self.optimizer.param_groups):
+            for i, p in enumerate(group["params"]):
+                if id(p) not in known:
+                    raise ValueError(
+                        f"Invalid optimizer: parameter {i} of group {g}, of shape {tuple(p.shape)}, is not one of the "
+                        "model's. Build the optimizer from model.parameters() of this very model, after any change to "
+                        "its layers; a loss with weights of its own belongs into the model."
+                    )
+
+    def _check_scheduler(self) -> None:
+        if self.scheduler_unit not in (None, "step", "epoch"):
+            raise ValueError(f"Invalid scheduler_unit={self.scheduler_unit!r}. Must be 'step' or 'epoch'.")
+        if self.scheduler is None:
+            return
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            raise ValueError(
+                "Invalid scheduler: ReduceLROnPlateau. Its learning rates depend on the run, so there is no schedule "
+                "to carry to another batch size. Use one that depends on the step alone."
+            )
+        if not isinstance(self.scheduler, LRScheduler):
+            raise ValueError(
+                f"Invalid scheduler: {_kind(self.scheduler)}. Must be a torch.optim.lr_scheduler.LRScheduler; combine "
+                "several with SequentialLR or ChainedScheduler."
+            )
+        if self.scheduler.optimizer is not self.optimizer:
+            raise ValueError(
+                "Invalid scheduler: it drives another optimizer than the workload's. Pass this optimizer to it."
+            )
+        if self.scheduler_unit is None:
+            raise ValueError(
+                "Missing scheduler_unit. Say what one scheduler.step() meant in the base run: 'step' if it was called "
+                "after every optimizer step, 'epoch' if once an epoch. The scheduler doesn't tell, and a wrong guess "
+                "is silently wrong: the learning rate would fall hundreds of times too fast or too slowly."
+            )
+
+
+WorkloadFn: TypeAlias = Callable[[dict[str, Any]], Workload]
+
+
+def build(workload_fn: WorkloadFn, config: dict[str, Any]) -> Workload:
+    """``workload_fn(config)``, checked. The function gets a copy of the config, and may change it.
+
+    Raises:
+        TypeError: It returned something other than a :class:`Workload`.
+    """
+    workload = workload_fn(copy.deepcopy(config))
+    if not isinstance(workload, Workload):
+        name = getattr(workload_fn, "__qualname__", repr(workload_fn))
+        hint = " Is a return statement missing?" if workload is None else ""
+        raise TypeError(f"{name} returned {_kind(workload)}. Must return a ray_adascale.Workload.{hint}")
+    return workload
+
+
+def resolve(spec: str) -> Any:
+    """The object that a command line names.
+
+    A file is imported as ``python file.py`` would find it: its folder goes to the front of ``sys.path``, so that it can
+    import its neighbours, and its module has the file's name. Functions then pickle by reference, and other processes
+    with that folder on their path find them. Where the name is taken by another module (``json.py``), the file is
+    loaded under a name of its own that is not left in ``sys.modules``: cloudpickle then sends functions by value.
+
+    Args:
+        spec: ``"path/to/file.py:name"`` or ``"package.module:name"``; the name may have dots.
+
+    Raises:
+        ValueError: The spec is malformed, there is no such file, module or name, or its import failed (the cause is
+            attached, with its traceback).
+    """
+    where, colon, name = spec.rpartition(":")
+    if not colon or not where or not name:
+        raise ValueError(f"Invalid workload {spec!r}. Must be 'path/to/file.py:name' or 'package.module:name'.")
+    if where.endswith(".py"):
+        module = _load_file(Path(where), spec)
+    else:
+        module = _import(where, spec)
+    found: Any = module
+    for part in name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError as error:
+            raise ValueError(
+                f"Invalid workload {spec!r}: there is no {name!r} in {where}. {_contents(module)}"
+            ) from error
+    return found
+
+
+_loaded: dict[Path, ModuleType] = {}  # files whose name is taken, so that resolving twice gives the same objects
+
+
+def _load_file(path: Path, spec: str) -> ModuleType:
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise ValueError(f"Invalid workload {spec!r}: there is no file {path}.")
+    if path in _loaded:
+        return _loaded[path]
+    folder = str(path.parent)
+    taken = not path.stem.isidentifier() or not _would_find(path.stem, path)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    importlib.invalidate_caches()  # the file may be younger than the finder's listing of its folder
+    if not taken and _would_find(path.stem, path, folder_on_path=True):
+        return _import(path.stem, spec)
+
+    name = f"_workload_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    assert module_spec is not None
+    assert module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name] = module  # dataclasses look their module up while it is being executed
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:
+        raise _import_failed(spec, error) from error
+    finally:
+        del sys.modules[name]
+    _loaded[path] = module
+    return module
+
+
+def _would_find(stem: str, path: Path, *, folder_on_path: bool = False) -> bool:
+    """Whether ``import stem`` means this file; without its folder on the path, whether nothing else is meant."""
+    if stem in sys.modules:
+        origin = getattr(sys.modules[stem], "__file__", None)
+        return origin is not None and Path(origin).resolve() == path
+    found = importlib.util.find_spec(stem)
+    if found is None:
+        return not folder_on_path
+    return found.origin is not None and Path(found.origin).resolve() == path
+
+
+def _import(name: str, spec: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        # "No module named 'a'" when importing a.b means that the user's own name is wrong; any other name is an import
+        # inside the user's code.
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
+            raise ValueError(
+                f"Invalid workload {spec!r}: there is no module {error.name!r}. For a file, write path/to/file.py:name."
+            ) from error
+        raise _import_failed(spec, error) from error
+
+
+def _import_failed(spec: str, error: Exception) -> ValueError:
+    return ValueError(f"Invalid workload {spec!r}: importing it failed with {type(error).__name__}: {error}")
+
+
+def _contents(module: ModuleType) -> str:
+    public = {k: v for k, v in vars(module).items() if not k.startswith("_") and not isinstance(v, ModuleType)}
+    own = sorted(k for k, v in public.items() if callable(v) and getattr(v, "__module__", None) == module.__name__)
+    other = sorted(set(public) - set(own))
+    parts = [f"{what}: {', '.join(names)}." for what, names in (("Functions", own), ("Other names", other)) if names]
+    return " ".join(parts) or "The module defines no names."
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError, AttributeError):  # iterable-style, or Ray Data's, which refuses
+        return None
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__module__}.{type(value).__qualname__}"

@@ -1,0 +1,547 @@
+"""``ray_adascale.gain`` against the literal transcription in ``reference.py`` and against numbers worked by hand.
+
+Two tolerances recur. ``CLOSE`` (relative 1e-12) is for the same float64 formula in another order of operations: a few
+dozen roundings of 1e-16 each. Where squared norms are subtracted (A − C), the error is relative to A and not to the
+difference, so those tests allow 1e-12 of A.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ray_adascale.gain import (
+    Average,
+    count_decay,
+    differenced_moments,
+    effective_decay,
+    efficiency,
+    gain,
+    gradient_moments,
+    noise_scale,
+)
+
+from . import reference
+
+CLOSE = 1e-12
+
+# No time limit for a single example: on a busy machine it would measure the neighbours.
+unhurried = settings(deadline=None)
+
+# Squared norms of float32 gradients stay below 1e38² · 1e12 parameters = 1e88; float64 sums overflow near 1e308.
+statistics = st.floats(-1e300, 1e300) | st.sampled_from([0.0, -0.0, 5e-324, -5e-324, 1e-300, 1e-30, 1e88, 1e300])
+unusable = statistics | st.sampled_from([math.inf, -math.inf, math.nan])
+positive = st.floats(1e-12, 1e12)
+scales = st.floats(1.0, 1e6)
+seeds = st.integers(0, 2**32 - 1)
+
+
+def f64(x: object) -> Tensor:
+    return torch.as_tensor(x, dtype=torch.float64)
+
+
+def norms(samples: np.ndarray, weights: np.ndarray) -> tuple[Tensor, Tensor]:
+    """``(A, C)`` of gradient samples (…, n, d)."""
+    mean = np.einsum("i,...id->...d", weights, samples)
+    return f64(np.einsum("i,...id,...id->...", weights, samples, samples)), f64((mean * mean).sum(-1))
+
+
+# ---- the gain ---------------------------------------------------------------------------------------------------
+
+
+@unhurried
+@given(statistics, statistics, scales, st.sampled_from([0.0, 1e-6]))
+def test_gain_lies_between_one_and_scale(sigma2: float, mu2: float, scale: float, floor: float) -> None:
+    r = gain(f64(sigma2), f64(mu2), scale, variance_floor=floor).item()
+    assert 1 <= r <= scale  # no tolerance: the clock and T − τ rely on it
+
+
+@unhurried
+@given(statistics, statistics, st.floats(1e-3, 1.0, exclude_max=True))
+def test_gain_lies_between_scale_and_one_when_the_batch_shrank(sigma2: float, mu2: float, scale: float) -> None:
+    assert scale <= gain(f64(sigma2), f64(mu2), scale).item() <= 1
+
+
+@unhurried
+@given(statistics, statistics, st.floats(1e-2, 1e6), st.sampled_from([0.0, 1e-6]))
+def test_gain_is_the_papers(sigma2: float, mu2: float, scale: float, floor: float) -> None:
+    expected = reference.gain(sigma2, mu2, scale, floor)
+    actual = gain(f64(sigma2), f64(mu2), scale, variance_floor=floor).item()
+    assert actual == pytest.approx(expected, rel=CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("sigma2", "mu2", "scale", "expected"),
+    [
+        (3.0, 1.0, 4.0, 16 / 7),  # (3 + 1) / (3/4 + 1)
+        (1.0, 1.0, 2.0, 4 / 3),
+        (1.0, 0.0, 8.0, 8.0),  # noise only: S base steps' worth
+        (0.0, 1.0, 8.0, 1.0),  # no noise: a larger batch buys nothing
+        (-1.0, 1.0, 8.0, 1.0),
+        (1.0, -1.0, 8.0, 8.0),
+        (2.0, 1.0, 0.5, 0.6),  # (2 + 1) / (4 + 1)
+    ],
+)
+def test_gain_of_hand_worked_statistics(sigma2: float, mu2: float, scale: float, expected: float) -> None:
+    assert gain(f64(sigma2), f64(mu2), scale).item() == pytest.approx(expected, rel=CLOSE)
+
+
+@unhurried
+@given(unusable, unusable, st.sampled_from([0.0, 1e-6]))
+def test_scale_one_gives_exactly_one(sigma2: float, mu2: float, floor: float) -> None:
+    # Exactly, and whatever the statistics: a run at S = 1 promises to be bit-identical to the plain optimizer.
+    assert gain(f64([sigma2]), f64([mu2]), 1.0, variance_floor=floor).tolist() == [1.0]
+    assert gain(f64([sigma2]), f64([mu2]), 1, variance_floor=floor).tolist() == [1.0]
+
+
+@unhurried
+@given(scales)
+def test_no_gradient_at_all_gives_one(scale: float) -> None:
+    assert gain(f64(0.0), f64(0.0), scale).item() == 1.0
+
+
+def test_gain_is_elementwise_and_leaves_its_arguments_alone() -> None:
+    sigma2, mu2 = f64([3.0, -1.0, 0.0, 1.0]), f64([1.0, 1.0, 0.0, -1.0])
+    before = sigma2.clone(), mu2.clone()
+    r = gain(sigma2, mu2, 4.0)
+    assert r.dtype == torch.float64
+    assert r.tolist() == pytest.approx([16 / 7, 1.0, 1.0, 4.0], rel=CLOSE)
+    assert torch.equal(sigma2, before[0])
+    assert torch.equal(mu2, before[1])
+
+
+@pytest.mark.parametrize("magnitude", [1e-12, 1e-6, 1e-3, 1.0, 1e3, 1e6])
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_equal_gradients_of_any_magnitude_gain_nothing(magnitude: float, n: int) -> None:
+    scale = 64.0
+    g = magnitude * np.random.default_rng(n).normal(size=50)
+    a, c = norms(np.tile(g, (n, 1)), np.full(n, 1 / n))
+    sigma2, mu2 = gradient_moments(a, c, scale=scale, count=n)
+    # A and C agree to a few ulp (1e-16) only, which σ² multiplies by S; hence 64 · 1e-15. An absolute floor under σ²
+    # would show as r = S at small magnitudes.
+    assert gain(sigma2, mu2, scale).item() == pytest.approx(1.0, abs=1e-13)
+
+
+# What FairScale reports for ``Linear(2, 2, bias=False)(x).sum()``, whose gradient is x in both rows; S = n = 2,
+# a list of steps with two gradient samples each. The expected values of its own tests.
+FAIRSCALE = [
+    ([[[1.0, 0.0], [0.0, 1.0]]], 2.0),
+    ([[[1.0, 1.0], [1.0, 1.0]]], 1.0000001249999846),
+    ([[[-1.0, 1.0], [1.0, -1.0]]], 2.0),
+    ([[[1.0, 4.0], [5.0, 0.5]]], 1.5022222222222221),
+    ([[[-0.2, 3.0], [5.0, 0.5]]], 1.9433267229211089),
+    ([[[-0.2, 3.3], [5.2, 0.7]], [[1.0, 4.0], [3.1, 0.1]]], 1.744159431359284),
+]
+# Its gradients are float32, so digits beyond 6e-8 may be rounding (of 3.3, say); the floor moves the second line by
+# twice that, 1.25e-7.
+FAIRSCALE_CLOSE = 6e-8
+
+
+@pytest.mark.parametrize(("steps", "expected"), FAIRSCALE)
+def test_variance_floor_reproduces_fairscale(steps: list[list[list[float]]], expected: float) -> None:
+    floor, average = 1e-6, Average.empty((2,))
+    for xs in steps:
+        a, c = norms(np.array([x + x for x in xs]), np.array([0.5, 0.5]))
+        sigma2, mu2 = gradient_moments(a, c, scale=2.0, count=2)
+        sample = torch.stack([sigma2.clamp(min=floor), mu2.clamp(min=0.0)])
+        average = average.update(sample, count_decay(2))
+    r = gain(*average.value, 2.0, variance_floor=floor).item()
+    assert r == pytest.approx(expected, rel=FAIRSCALE_CLOSE)
+
+
+@pytest.mark.parametrize(("steps", "expected"), FAIRSCALE)
+def test_the_reference_reproduces_fairscale(steps: list[list[list[float]]], expected: float) -> None:
+    slow = reference.ReferenceAdaScale(scale=2.0, n=2, variance_floor=1e-6)
+    results = [slow.step([[np.array(x + x)] for x in xs]) for xs in steps]
+    assert results[-1].gain == pytest.approx(expected, rel=FAIRSCALE_CLOSE)
+
+
+def test_variance_floor_shows_in_fairscales_last_digits() -> None:
+    # (1e-6 + 4) / (1e-6/2 + 4), of four equal gradient entries of 1; 1 ulp of 1 is 2e-16.
+    sigma2, mu2 = gradient_moments(f64(4.0), f64(4.0), scale=2.0, count=2)
+    r = gain(sigma2, mu2, 2.0, variance_floor=1e-6).item()
+    assert r == pytest.approx(1.0000001249999846, abs=1e-15)
+    assert gain(sigma2, mu2, 2.0).item() == 1.0
+    # The reason for not having it by default: small equal gradients look like noise to it.
+    assert gain(f64(0.0), f64(1e-24), 2.0, variance_floor=1e-6).item() == pytest.approx(2.0, rel=CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("scale", "expected"),
+    [
+        (0.5, [0.5, 0.5, 0.5, 0.6]),
+        (1.0, [1.0, 1.0, 1.0, 1.0]),
+        (2.0, [2.0, 2.0, 2.0, 1.5]),
+        (4.0, [4.0, 4.0, 4.0, 2.0]),
+        (10.0, [10.0, 10.0, 10.0, 2.5]),
+    ],
+)
+def test_variance_floor_reproduces_adaptdls_table(scale: float, expected: list[float]) -> None:
+    sigma2, mu2 = f64([1.0, 0.0, 0.0, 2.0]), f64([-1.0, 0.0, -1.0, 1.0])
+    assert gain(sigma2, mu2, scale, variance_floor=1e-6).tolist() == pytest.approx(expected, rel=CLOSE)
+
+
+# ---- the moments ------------------------------------------------------------------------------------------------
+
+
+def test_moments_of_a_hand_worked_step() -> None:
+    # g = (3, 0), (1, 2), (−1, 1), equal weights: A = (9 + 5 + 2)/3 = 16/3, ḡ = (1, 1), C = 2, A − C = 10/3.
+    # S = 6, n = 3: σ² = 6 · (10/3) / 2 = 10, μ² = 2 − 10/6 = 1/3.
+    sigma2, mu2 = gradient_moments(f64(16 / 3), f64(2.0), scale=6.0, count=3)
+    assert sigma2.item() == pytest.approx(10.0, rel=CLOSE)
+    assert mu2.item() == pytest.approx(1 / 3, rel=1e-11)  # 2 − 5/3 cancels one digit
+
+
+@unhurried
+@given(seeds, st.integers(2, 9), st.floats(0.1, 1e4), st.booleans())
+def test_moments_are_the_papers(seed: int, n: int, scale: float, equal: bool) -> None:
+    rng = np.random.default_rng(seed)
+    samples = rng.normal(size=(n, 7)) + rng.normal(size=7)
+    m = np.ones(n) if equal else rng.integers(1, 20, size=n)
+    weights = m / m.sum()
+    a, c = norms(samples, weights)
+    sigma2, mu2 = gradient_moments(a, c, scale=scale, count=n)
+    expected = reference.moments(list(samples), list(weights), scale)
+    assert sigma2.item() == pytest.approx(expected[0], abs=CLOSE * scale * a.item())
+    assert mu2.item() == pytest.approx(expected[1], abs=CLOSE * a.item())
+
+
+def test_moments_are_not_clipped() -> None:
+    # Clipped samples would bias the averages (DESIGN, section 2); opposite gradients give μ² = 0 − σ²/S < 0.
+    sigma2, mu2 = gradient_moments(f64([1.0, 1.0]), f64([0.0, 2.0]), scale=2.0, count=2)
+    assert sigma2.tolist() == [2.0, -2.0]
+    assert mu2.tolist() == [-1.0, 3.0]
+
+
+@pytest.mark.parametrize("count", [1, 0, -1])
+def test_one_gradient_sample_has_no_variance(count: int) -> None:
+    with pytest.raises(ValueError, match="differenced_moments"):
+        gradient_moments(f64(1.0), f64(1.0), scale=2.0, count=count)
+
+
+BASE = 32
+DRAWS = 40_000
+# Twelve coordinates of different noise; σ² (trace) and μ² of similar size, so that neither estimate drowns.
+SPREAD = np.linspace(0.5, 1.5, 12)
+TRUE_GRADIENT = np.linspace(-1.0, 1.0, 12)
+SIGMA2, MU2 = float((SPREAD**2).sum()), float((TRUE_GRADIENT**2).sum())
+MICRO_BATCHES = {
+    "n=2, S=2": [32, 32],
+    "n=2, S=8": [128, 128],
+    "n=2, S=1": [16, 16],
+    "n=8, S=8": [32] * 8,
+    "n=8, S=2": [8] * 8,
+    "n=8, S=3": [12] * 8,
+    "n=2, unequal": [16, 112],
+    "n=3, unequal": [1, 31, 64],
+    "n=8, unequal": [4, 8, 12, 16, 20, 24, 28, 48],
+}
+
+
+def draw_moments(micro_batches: Sequence[int], seed: int) -> tuple[Tensor, Tensor]:
+    """σ², μ² of ``DRAWS`` independent steps: g_i is normal about the true gradient, with covariance Σ·B0/m_i."""
+    m = np.array(micro_batches, dtype=np.float64)
+    noise = np.random.default_rng(seed).normal(size=(DRAWS, len(m), len(SPREAD)))
+    samples = TRUE_GRADIENT + noise * SPREAD * np.sqrt(BASE / m)[:, None]
+    a, c = norms(samples, m / m.sum())
+    return gradient_moments(a, c, scale=m.sum() / BASE, count=len(m))
+
+
+def mean_and_error(x: Tensor) -> tuple[float, float]:
+    return x.mean().item(), x.std().item() / math.sqrt(len(x))
+
+
+@pytest.mark.parametrize("micro_batches", MICRO_BATCHES.values(), ids=MICRO_BATCHES.keys())
+def test_moments_are_unbiased(micro_batches: list[int]) -> None:
+    sigma2, mu2 = draw_moments(micro_batches, seed=1)
+    for estimate, truth in ((sigma2, SIGMA2), (mu2, MU2)):
+        mean, error = mean_and_error(estimate)
+        # Five standard errors: false once in 1.7 million. They must also be less than half of the least visible wrong
+        # factor, n instead of n − 1 for n = 8 (12.5 %), or the test could not see it.
+        assert 5 * error < 0.0625 * truth
+        assert mean == pytest.approx(truth, abs=5 * error)
+
+
+def test_variance_is_that_of_the_base_batch_whatever_scale_and_count() -> None:
+    # The same B0 throughout: a resize must not need to rescale the averages.
+    # A seed each: with a common one the draws are proportional, and the means equal however few there are.
+    estimates = [draw_moments(m, seed)[0] for seed, m in enumerate(MICRO_BATCHES.values(), start=20)]
+    means, errors = zip(*map(mean_and_error, estimates), strict=True)
+    for i in range(len(means)):
+        for j in range(i):
+            # The difference of two means has the root of their summed squared errors; five of those, as above.
+            assert means[i] == pytest.approx(means[j], abs=5 * math.hypot(errors[i], errors[j]))
+
+
+@unhurried
+@given(seeds, st.floats(1.0, 1e4))
+def test_differenced_moments_are_the_papers(seed: int, scale: float) -> None:
+    g, g_prev = np.random.default_rng(seed).normal(size=(2, 9))
+    difference = g - g_prev
+    sigma2, mu2 = differenced_moments(f64(difference @ difference), f64(g @ g_prev), scale=scale)
+    assert (sigma2.item(), mu2.item()) == pytest.approx(reference.differenced_moments(g, g_prev, scale), rel=CLOSE)
+
+
+def test_differenced_moments_of_a_hand_worked_pair() -> None:
+    # g = (3, 1), g_prev = (1, 2), S = 4: σ² = 2 · (4 + 1) = 10, μ² = 3 + 2 = 5; exact in binary.
+    sigma2, mu2 = differenced_moments(f64(5.0), f64(5.0), scale=4.0)
+    assert (sigma2.item(), mu2.item()) == (10.0, 5.0)
+
+
+def test_differenced_moments_are_unbiased_while_the_true_gradient_stands_still() -> None:
+    scale = 8.0
+    noise = np.random.default_rng(3).normal(size=(2, DRAWS, len(SPREAD))) * SPREAD / math.sqrt(scale)
+    g, g_prev = TRUE_GRADIENT + noise
+    sigma2, mu2 = differenced_moments(f64(((g - g_prev) ** 2).sum(-1)), f64((g * g_prev).sum(-1)), scale=scale)
+    for estimate, truth in ((sigma2, SIGMA2), (mu2, MU2)):
+        mean, error = mean_and_error(estimate)
+        assert mean == pytest.approx(truth, abs=5 * error)  # five standard errors, as above
+
+
+# ---- noise scale and efficiency ---------------------------------------------------------------------------------
+
+
+def test_noise_scale_of_hand_worked_statistics() -> None:
+    sigma2, mu2 = f64([6.0, 6.0, 6.0, 0.0, -1.0, 0.0]), f64([2.0, 0.0, -1.0, 2.0, 2.0, 0.0])
+    # No signal: no batch is too large. No noise: every batch beyond one example is. Neither: nothing to average away.
+    assert noise_scale(sigma2, mu2, 32).tolist() == [96.0, math.inf, math.inf, 0.0, 0.0, 0.0]
+
+
+@unhurried
+@given(positive, positive, scales, st.integers(1, 10_000))
+def test_efficiency_follows_from_the_noise_scale(sigma2: float, mu2: float, scale: float, base: int) -> None:
+    b_noise = noise_scale(f64(sigma2), f64(mu2), base).item()
+    share = efficiency(gain(f64(sigma2), f64(mu2), scale), scale).item()
+    # r/S = (B_noise + B0) / (B_noise + B)
+    assert share == pytest.approx((b_noise + base) / (b_noise + scale * base), rel=CLOSE)
+
+
+# ---- averages ---------------------------------------------------------------------------------------------------
+
+
+def test_count_decay_is_fairscales() -> None:
+    assert count_decay(1) == pytest.approx(0.999, rel=CLOSE)
+    assert count_decay(32) == pytest.approx(0.968, rel=CLOSE)
+    assert count_decay(1000) == 0.0
+    assert count_decay(5000) == 0.0
+
+
+def test_average_of_three_hand_worked_samples() -> None:
+    average, values = Average.empty(()), []
+    assert math.isnan(average.value.item())
+    for x in (8.0, 4.0, 2.0):
+        average = average.update(f64(x), 0.5)
+        values.append(average.value.item())
+    # θ = 1/2. biased: 4, 2 + 2 = 4, 2 + 1 = 3; weights: 1/2, 3/4, 7/8. Exact in binary but for the divisions.
+    assert values == pytest.approx([8.0, 16 / 3, 24 / 7], rel=CLOSE)
+    assert (average.total.item(), average.weight.item(), average.count.item()) == (3.0, 0.875, 3)
+
+
+def test_papers_average_of_hand_worked_samples() -> None:
+    average, values = Average.empty(()), []
+    for x in (1.0, 2.0, 4.0, 8.0, 16.0):
+        average = average.update(f64(x), 0.75, debias=False)
+        values.append(average.value.item())
+    # 1/(1 − θ) = 4: plain means of three samples, then ¾·old + ¼·new: 1, 3/2, 7/3, 7/4 + 2 = 15/4, 45/16 + 4 = 109/16.
+    assert values == pytest.approx([1.0, 3 / 2, 7 / 3, 15 / 4, 109 / 16], rel=CLOSE)
+
+
+@pytest.mark.parametrize("debias", [True, False])
+@pytest.mark.parametrize("theta", [0.0, 0.5, 0.9, 0.96, 0.998])
+def test_average_follows_the_literal_rule(theta: float, debias: bool) -> None:
+    rng = np.random.default_rng(4)
+    average, slow = Average.empty((3,)), reference.MovingAverage(debias)
+    for _ in range(80):  # across the border between plain mean and decay at 1/(1 − 0.9) and 1/(1 − 0.96)
+        x = rng.normal(size=3)
+        average = average.update(f64(x), theta, debias=debias)
+        slow.update(x, theta)
+        # Absolute, because a mean of normal samples may come close to zero; 80 roundings of 1e-16.
+        np.testing.assert_allclose(average.value.numpy(), slow.value, rtol=0, atol=CLOSE)
+
+
+def test_papers_average_is_the_plain_mean_while_the_run_is_young() -> None:
+    samples = np.random.default_rng(5).normal(size=(60, 2))
+    average = Average.empty((2,))
+    for t, x in enumerate(samples, start=1):
+        average = average.update(f64(x), 0.99, debias=False)
+        np.testing.assert_allclose(average.value.numpy(), samples[:t].mean(0), rtol=0, atol=CLOSE)
+
+
+@unhurried
+@given(st.lists(st.floats(0.0, 0.9999), min_size=1, max_size=20), st.floats(-1e6, 1e6), st.booleans())
+def test_average_of_a_constant_is_that_constant(thetas: list[float], x: float, debias: bool) -> None:
+    average = Average.empty(())
+    for theta in thetas:
+        average = average.update(f64(x), theta, debias=debias)
+    # Whatever θ does on the way, it says how fast to forget, never how large the samples were. 1 − θ of 1e-4 has lost
+    # four digits of sixteen.
+    assert average.value.item() == pytest.approx(x, rel=1e-11)
+
+
+def test_update_leaves_the_earlier_average_alone() -> None:
+    sample = f64([1.0, 2.0])
+    first = Average.empty((2,)).update(sample, 0.5)
+    first.update(f64([5.0, 5.0]), 0.5)
+    sample.zero_()
+    assert first.value.tolist() == [1.0, 2.0]
+    assert first.count.item() == 1
+
+
+def test_average_accepts_a_decay_that_lives_in_a_tensor() -> None:
+    # Between steps r, and so θ, stay on the device.
+    x = f64([1.0, 3.0])
+    by_tensor = Average.empty((2,)).update(x, f64(0.25)).update(2 * x, f64(0.75))
+    by_float = Average.empty((2,)).update(x, 0.25).update(2 * x, 0.75)
+    assert torch.equal(by_tensor.value, by_float.value)
+
+
+def test_effective_decay_of_hand_worked_numbers() -> None:
+    # window·T = 0.05 · 100 = 5 effective steps; r = 2: exp(−2/5).
+    assert effective_decay(2.0, window=0.05, total_steps=100).item() == pytest.approx(math.exp(-0.4), rel=CLOSE)
+    assert effective_decay(f64(1.0), window=0.05, total_steps=100).item() == pytest.approx(math.exp(-0.2), rel=CLOSE)
+
+
+@unhurried
+@given(st.integers(1, 15), st.integers(1, 15), st.floats(0.01, 1.0), st.integers(100, 100_000))
+def test_steps_forget_by_the_effective_time_that_they_cover(k: int, r: int, window: float, total: int) -> None:
+    def remembered(steps: int, gain: float) -> float:
+        average = Average(f64(1.0), f64(1.0), torch.tensor(1))
+        for _ in range(steps):
+            average = average.update(f64(0.0), effective_decay(gain, window=window, total_steps=total))
+        return average.total.item()
+
+    # k steps of gain r forget as much as k·r base steps: exp(−k·r / (window·T)). Up to 225 products, 1e-16 each.
+    expected = math.exp(-k * r / (window * total))
+    assert remembered(k, r) == pytest.approx(expected, rel=1e-11)
+    assert remembered(k * r, 1.0) == pytest.approx(expected, rel=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("window", "total_steps"), [(0.0, 100), (-0.1, 100), (0.05, 0), (0.05, -5), (math.nan, 100), (-0.05, -100)]
+)
+def test_effective_decay_refuses_a_window_that_is_not_positive(window: float, total_steps: float) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        effective_decay(1.0, window=window, total_steps=total_steps)
+
+
+# ---- a run, composed from these functions as an optimizer would -------------------------------------------------
+
+
+@pytest.mark.parametrize("clip", ["samples", "averages"])
+@pytest.mark.parametrize(("averaging", "debias"), [("count", True), ("count", False), ("effective", True)])
+@pytest.mark.parametrize("n", [1, 4])
+def test_a_run_is_the_references(n: int, averaging: str, debias: bool, clip: str) -> None:
+    groups, scale, window, total_steps = 2, 6.0, 0.05, 400
+    # θ = 0.95 rather than FairScale's 0.996: within 60 steps the paper's variant passes from mean to decay.
+    slow = reference.ReferenceAdaScale(
+        scale=scale,
+        n=n,
+        averaging=averaging,
+        smoothing=0.95,
+        debias=debias,
+        clip=clip,
+        window=window,
+        total_steps=total_steps,
+    )
+    rng = np.random.default_rng(6)
+    average, clock, tau, previous = Average.empty((2, groups)), f64(1.0), 0.0, None
+    for _ in range(60):
+        # Small means beside the noise: μ² is often negative, so that clipping matters.
+        samples = 0.3 + rng.normal(size=(n, groups, 5))
+        m = rng.integers(1, 5, size=n)
+        weights = m / m.sum()
+
+        expected = slow.step([list(g) for g in samples], list(weights))
+
+        by_group = samples.swapaxes(0, 1)
+        mean = np.einsum("i,kid->kd", weights, by_group)
+        sample = None
+        if n > 1:
+            sample = torch.stack(gradient_moments(*norms(by_group, weights), scale=scale, count=n))
+        elif previous is not None:
+            squared, inner = ((mean - previous) ** 2).sum(-1), (mean * previous).sum(-1)
+            sample = torch.stack(differenced_moments(f64(squared), f64(inner), scale=scale))
+        previous = mean
+        gains, clock_was = torch.ones(groups, dtype=torch.float64), clock
+        if sample is not None:
+            raw = sample.sum(1)
+            assert (expected.sigma2, expected.mu2) == pytest.approx(raw.tolist(), abs=1e-11)  # A − C, times S
+            theta: Tensor | float = 0.95
+            if averaging == "effective":
+                theta = effective_decay(clock_was, window=window, total_steps=total_steps)
+            average = average.update(sample.clamp(min=0.0) if clip == "samples" else sample, theta, debias=debias)
+            gains = gain(*average.value, scale)
+            clock = gain(*average.value.sum(1), scale)
+        tau += clock.item()
+        # A − C and negative μ² cancel a digit or two, nothing accumulates: 1e-10 of numbers up to S = 6.
+        assert expected.gains == pytest.approx(gains.tolist(), abs=1e-10)
+        assert expected.gain == pytest.approx(clock.item(), abs=1e-10)
+        assert expected.effective_steps == pytest.approx(tau, abs=1e-8)
+        np.testing.assert_allclose(np.stack(expected.mean_gradient), mean, rtol=0, atol=CLOSE)
+
+
+# ---- the reference's own rules, on which other test modules rely ------------------------------------------------
+
+
+def normal_step(rng: np.random.Generator, n: int) -> list[list[np.ndarray]]:
+    return [[1 + rng.normal(size=4), 1 + rng.normal(size=3)] for _ in range(n)]
+
+
+def test_the_reference_skips_a_step_that_is_not_finite() -> None:
+    slow, undisturbed = (reference.ReferenceAdaScale(scale=4.0, n=2) for _ in range(2))
+    a, b = (np.random.default_rng(7) for _ in range(2))
+    for bad in (math.nan, math.inf):
+        slow.step(normal_step(a, 2))
+        undisturbed.step(normal_step(b, 2))
+        tau = slow.effective_steps
+        skipped = slow.step([[np.full(4, bad), np.ones(3)], [np.full(4, -bad), np.ones(3)]])
+        assert skipped.skipped
+        assert math.isnan(skipped.gain)
+        assert skipped.effective_steps == tau == undisturbed.effective_steps
+    assert slow.step(normal_step(a, 2)).gains == undisturbed.step(normal_step(b, 2)).gains
+
+
+def test_the_reference_differences_only_consecutive_steps() -> None:
+    slow = reference.ReferenceAdaScale(scale=4.0, n=1, single_gain=True)
+    rng = np.random.default_rng(8)
+    first = slow.step(normal_step(rng, 1))
+    assert first.gain == 1.0
+    assert math.isnan(first.sigma2)
+    assert slow.step(normal_step(rng, 1)).gain > 1
+    samples_seen = slow.sigma2.t
+    slow.step([[np.full(4, math.nan), np.ones(3)]])
+    slow.step(normal_step(rng, 1))  # its predecessor was skipped
+    slow.set_scale(8.0)
+    slow.step(normal_step(rng, 1))  # its predecessor was of another scale
+    assert slow.sigma2.t == samples_seen == 1
+
+
+def test_the_reference_restarts_its_averages_only_with_the_estimator() -> None:
+    slow = reference.ReferenceAdaScale(scale=4.0, n=4)
+    rng = np.random.default_rng(9)
+    slow.step(normal_step(rng, 4))
+    slow.set_n(2)
+    assert slow.sigma2.t == 1
+    slow.set_n(1)
+    assert slow.sigma2.t == 0
+    assert slow.effective_steps > 1  # the clock goes on
+
+
+@pytest.mark.parametrize("clip", ["samples", "averages"])
+@pytest.mark.parametrize("averaging", ["count", "effective"])
+def test_the_references_single_gain_ignores_how_parameters_are_grouped(averaging: str, clip: str) -> None:
+    options = {"scale": 8.0, "n": 3, "averaging": averaging, "clip": clip, "total_steps": 100, "single_gain": True}
+    one, two = (reference.ReferenceAdaScale(**options) for _ in range(2))
+    rng = np.random.default_rng(10)
+    for _ in range(20):
+        samples = normal_step(rng, 3)
+        split, joined = two.step(samples), one.step([[np.concatenate(g)] for g in samples])
+        assert split.gains == pytest.approx(joined.gains * 2, rel=CLOSE)
+        assert split.gain == pytest.approx(joined.gain, rel=CLOSE)

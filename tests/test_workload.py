@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import pickle
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ChainedScheduler, ReduceLROnPlateau, StepLR
+from torch.utils.data import IterableDataset
+
+from ray_adascale.workload import Workload, build, resolve
+
+
+def mse(model: nn.Module, batch: Any) -> Tensor:
+    return model(batch).square().mean()
+
+
+def parts(**changes: Any) -> dict[str, Any]:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": StepLR(optimizer, 1),
+        "scheduler_unit": "epoch",
+        "train_dataset": torch.zeros(8, 2),
+        "loss_fn": mse,
+    } | changes
+
+
+def workload(config: dict[str, Any]) -> Workload:
+    config["seen"] = True
+    return Workload(**parts())
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+class Refusing:
+    """Like Ray Data's Dataset."""
+
+    def __len__(self) -> int:
+        raise AttributeError("use ds.count()")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"scheduler": None, "scheduler_unit": None},
+        {"scheduler": None},
+        {"metric": "accuracy", "mode": "max", "evaluate": lambda model: {"accuracy": 1.0}},
+        {"train_dataset": Stream()},
+        {"train_dataset": Refusing()},
+        {"collate_fn": list},
+    ],
+)
+def test_good_pieces_are_taken(changes: dict[str, Any]) -> None:
+    Workload(**parts(**changes))
+
+
+def test_some_parameters_may_stay_out_of_the_optimizer_and_schedulers_may_be_chained() -> None:
+    pieces = parts()
+    optimizer = torch.optim.SGD([pieces["model"].weight], lr=0.1)
+    Workload(**pieces | {"optimizer": optimizer, "scheduler": ChainedScheduler([StepLR(optimizer, 2)])})
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": mse}, r"Invalid model: .*function.*nn\.Module"),
+        ({"optimizer": []}, "one gain and one clock"),
+        ({"optimizer": (sgd(nn.Linear(1, 1)), sgd(nn.Linear(1, 1)))}, "tuple of 2.*several parameter groups"),
+        ({"optimizer": None}, "Invalid optimizer: None"),
+        ({"optimizer": sgd(nn.Linear(2, 1))}, r"Invalid optimizer: parameter 0 of group 0, of shape \(1, 2\)"),
+        ({"scheduler_unit": None}, r"Missing scheduler_unit.*one scheduler\.step\(\) meant.*silently wrong"),
+        ({"scheduler_unit": "batch"}, "Invalid scheduler_unit='batch'"),
+        ({"scheduler": [1]}, "Invalid scheduler: .*SequentialLR"),
+        ({"scheduler": StepLR(sgd(nn.Linear(2, 1)), 1)}, "Invalid scheduler: it drives another optimizer"),
+        ({"scheduler": ReduceLROnPlateau(sgd(nn.Linear(2, 1)))}, "Invalid scheduler: ReduceLROnPlateau"),
+        ({"train_dataset": []}, "Invalid train_dataset: it is empty"),
+        ({"loss_fn": None}, "Invalid loss_fn: None"),
+        ({"evaluate": {"accuracy": 1}}, "Invalid evaluate"),
+        ({"collate_fn": 3}, "Invalid collate_fn"),
+        ({"metric": "accuracy"}, "Invalid metric='accuracy' without evaluate"),
+        ({"metric": ""}, "Invalid metric=''"),
+        ({"mode": "maximise"}, "Invalid mode='maximise'"),
+    ],
+)
+def test_a_bad_piece_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Workload(**parts(**changes))
+
+
+def test_a_late_parameter_of_a_later_group_is_named_by_its_place() -> None:
+    pieces = parts(scheduler=None)
+    pieces["optimizer"].add_param_group({"params": [nn.Parameter(torch.zeros(5))]})
+    with pytest.raises(ValueError, match=r"parameter 0 of group 1, of shape \(5,\)"):
+        Workload(**pieces)
+
+
+def test_build_gives_the_function_a_copy_of_the_config() -> None:
+    config = {"layers": [1]}
+
+    def greedy(config: dict[str, Any]) -> Workload:
+        config["layers"].append(2)
+        return workload(config)
+
+    assert isinstance(build(greedy, config), Workload)
+    assert config == {"layers": [1]}
+
+
+def test_build_says_what_came_back() -> None:
+    with pytest.raises(TypeError, match=r"<lambda> returned None.*return statement missing"):
+        build(lambda config: None, {})  # type: ignore[arg-type, return-value]
+    with pytest.raises(TypeError, match=r"returned a builtins\.tuple"):
+        build(lambda config: (1, 2), {})  # type: ignore[arg-type, return-value]
+
+
+# --- resolve ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Iterator[Any]:
+    """write(name, text) -> path; forgets what the test imported from there."""
+    path_before, modules_before = list(sys.path), set(sys.modules)
+
+    def put(name: str, text: str) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    yield put
+    sys.path[:] = path_before
+    for name in set(sys.modules) - modules_before:
+        del sys.modules[name]
+
+
+def test_a_file_is_imported_by_its_name_and_finds_its_neighbours(write: Any) -> None:
+    write("w_neighbour.py", "answer = 42\n")
+    path = write("w_plain.py", "from w_neighbour import answer\ndef workload(config): return answer\n")
+    function = resolve(f"{path}:workload")
+    assert function({}) == 42
+    assert function.__module__ == "w_plain"
+    assert pickle.loads(pickle.dumps(function)) is function
+    assert resolve(f"{path}:workload") is function
+
+
+def test_relative_paths(write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write("sub/w_relative.py", "def workload(config): return 1\n")
+    monkeypatch.chdir(tmp_path)
+    assert resolve("sub/w_relative.py:workload")({}) == 1
+
+
+def test_two_files_of_one_name_are_kept_apart(write: Any) -> None:
+    first, second = (write(f"{d}/w_same.py", f"def workload(config): return {d!r}\n") for d in "ab")
+    assert resolve(f"{first}:workload")({}) == "a"
+    assert resolve(f"{second}:workload")({}) == "b"
+    assert resolve(f"{second}:workload") is resolve(f"{second}:workload")
+    assert resolve(f"{first}:workload")({}) == "a"
+
+
+@pytest.mark.parametrize("name", ["json.py", "plistlib.py", "not-an-identifier.py"])
+def test_a_taken_name_leaves_the_other_module_alone(write: Any, name: str) -> None:
+    # The string annotation makes dataclasses look the module up in sys.modules.
+    path = write(
+        name,
+        "from __future__ import annotations\nimport dataclasses, typing\n"
+        "@dataclasses.dataclass\nclass C:\n    x: typing.ClassVar[int] = 1\n"
+        "def helper(): return 5\ndef workload(config): return helper()\n",
+    )
+    function = resolve(f"{path}:workload")
+    assert function({}) == 5
+    assert function.__module__ not in sys.modules
+    import json
+
+    assert hasattr(json, "dumps")
+    cloudpickle = pytest.importorskip("cloudpickle")
+    assert pickle.loads(cloudpickle.dumps(function))({}) == 5  # by value: no other process could import it
+
+
+def test_modules_and_dotted_names() -> None:
+    assert resolve("collections.abc:Mapping") is __import__("collections.abc").abc.Mapping
+    assert resolve("collections:OrderedDict.fromkeys") == __import__("collections").OrderedDict.fromkeys
+
+
+@pytest.mark.parametrize("spec", ["", "file.py", ":name", "file.py:", "module"])
+def test_a_malformed_spec(spec: str) -> None:
+    with pytest.raises(ValueError, match=r"Must be 'path/to/file\.py:name'"):
+        resolve(spec)
+
+
+def test_what_is_missing_is_named(write: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no file .*nowhere\.py"):
+        resolve(f"{tmp_path}/nowhere.py:workload")
+    with pytest.raises(ValueError, match="no module 'no_such_module'"):
+        resolve("no_such_module.deep:workload")
+    path = write("w_names.py", "import os\nfrom math import sin\nRATE = 1\ndef train(c): pass\ndef _hidden(): pass\n")
+    with pytest.raises(ValueError, match=r"no 'worklaod' in .*Functions: train\. Other names: RATE, sin\.$"):
+        resolve(f"{path}:worklaod")
+    with pytest.raises(ValueError, match="defines no names"):
+        resolve(f"{write('w_empty.py', '')}:workload")
+
+
+@pytest.mark.parametrize("name", ["w_broken.py", "w-broken.py"])
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [("import no_such_dependency\n", ModuleNotFoundError), ("def f(:\n", SyntaxError), ("1 / 0\n", ZeroDivisionError)],
+)
+def test_a_failing_import_keeps_its_traceback(write: Any, name: str, text: str, cause: type[Exception]) -> None:
+    path = write(name, text)
+    before = set(sys.modules)
+    with pytest.raises(ValueError, match=f"importing it failed with {cause.__name__}") as caught:
+        resolve(f"{path}:workload")
+    assert isinstance(caught.value.__cause__, cause)
+    assert name in "".join(traceback.format_exception(caught.value))
+    assert set(sys.modules) == before
