@@ -1,4 +1,4 @@
-"""Where a run lives: who its workers are, where reports and checkpoints go. One process or torchrun here; Ray in train."""
+"""Where a run lives: who its workers are, where reports and checkpoints go. Here without Ray; for Ray see train."""
 
 from __future__ import annotations
 
@@ -25,13 +25,11 @@ class Backend(ABC):
         rank: This worker's number.
         world_size: Workers.
         device: Where this worker computes.
-        elastic: Whether the number of workers may change from one start to the next.
     """
 
     rank: int
     world_size: int
     device: torch.device
-    elastic: bool = False
 
     @abstractmethod
     def latest_checkpoint(self) -> Any:
@@ -45,7 +43,7 @@ class Backend(ABC):
     def report(self, metrics: Mapping[str, Any], folder: Path | None) -> None:
         """Hand over metrics, and the checkpoint written to ``folder``. All workers together."""
 
-    def observe(self, metrics: Mapping[str, Any]) -> None:  # noqa: B027 (most places have no gauges)
+    def observe(self, metrics: Mapping[str, Any], total_steps: int) -> None:  # noqa: B027 (most places have no gauges)
         """See the metrics of every optimizer step; must be cheap. Called on rank 0."""
 
     def keep_trace(self, path: Path) -> None:  # noqa: B027
@@ -74,7 +72,6 @@ class LocalBackend(Backend):
         self.device = torch.device(device)
         self.folder = None if folder is None else Path(folder)
         self.keep = keep
-        self.elastic = True
         self.metrics: dict[str, Any] = {}
         """The last report."""
 

@@ -232,7 +232,7 @@ def latest_valid(directories: Sequence[_Path]) -> _Path | None:
         try:
             verify(directory)
         except CheckpointError as e:
-            warnings.warn(f"Skipped the checkpoint {os.fspath(directory)}: {e}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"Skipped the checkpoint {directory}: {e}", RuntimeWarning, stacklevel=2)
         else:
             return directory
     return None
@@ -316,6 +316,6 @@ def load_weights(directory: StrPath) -> dict[str, Tensor]:
         if key.startswith(WEIGHTS_PREFIX)
     }
     if not into:
-        raise CheckpointError(f"{os.fspath(directory)} holds no model: no key starts with {WEIGHTS_PREFIX!r}.")
+        raise CheckpointError(f"{directory} holds no model: no key starts with {WEIGHTS_PREFIX!r}.")
     load(directory, into)
     return {key.removeprefix(WEIGHTS_PREFIX): tensor for key, tensor in into.items()}

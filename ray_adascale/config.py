@@ -55,6 +55,8 @@ class AdaScaleConfig:
             scheduler, because a wrong guess is silently wrong.
         per_worker_batch_size: Examples per backward pass on one worker. Default: the base batch size.
         accumulation: Backward passes per optimizer step.
+        elastic: The number of workers may change. Where few workers would make less than a base batch, more passes are
+            accumulated until S ≥ 1, instead of refusing. ``AdaScaleTrainer`` sets it for ``num_workers=(min, max)``.
         rule: How the LR follows the scale: "adascale", or for comparison "linear", "sqrt", "unscaled", or a callable
             (RuleInput) -> (LR factor, clock increment).
         sharding: Where optimizer state lives: "auto" (sharded when there is more than one worker), "oss", or "none".
@@ -84,6 +86,7 @@ class AdaScaleConfig:
     scheduler_unit: Literal["step", "epoch"] | None = None
     per_worker_batch_size: int | None = None
     accumulation: int = 1
+    elastic: bool = False
     rule: str | ScalingRule = "adascale"
     sharding: Literal["auto", "none", "oss"] = "auto"
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -160,13 +163,8 @@ class AdaScaleConfig:
             scheduler_unit=recipe.scheduler_unit,
         )
 
-    def plan(self, world_size: int, *, raise_accumulation: bool = False) -> BatchPlan:
+    def plan(self, world_size: int) -> BatchPlan:
         """The batch that ``world_size`` workers make up.
-
-        Args:
-            world_size: Workers.
-            raise_accumulation: Where the workers would give less than the base batch, accumulate more passes until
-                S ≥ 1 (an elastic run that has shrunk), instead of refusing.
 
         Raises:
             ValueError: ``base_batch_size`` is not set, or is larger than the global batch.
@@ -175,7 +173,7 @@ class AdaScaleConfig:
             raise ValueError("AdaScaleConfig(base_batch_size=...) is needed: the batch size the schedule was tuned at.")
         per_worker = self.base_batch_size if self.per_worker_batch_size is None else self.per_worker_batch_size
         accumulation = self.accumulation
-        if raise_accumulation:
+        if self.elastic:
             accumulation = max(accumulation, math.ceil(self.base_batch_size / (per_worker * world_size)))
         batch = per_worker * world_size * accumulation
         if batch < self.base_batch_size:

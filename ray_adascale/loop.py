@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import shutil
 import tempfile
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -107,7 +109,7 @@ class Run:
         self.backend = LocalBackend() if backend is None else backend
         self.config = config = config.with_recipe(recipe)
         _check_built(model, optimizer, config)
-        self.plan = config.plan(self.backend.world_size, raise_accumulation=self.backend.elastic)
+        self.plan = config.plan(self.backend.world_size)
         self.source: BatchSource = make_source(
             dataset,
             global_batch_size=self.plan.global_batch_size,
@@ -182,8 +184,11 @@ class Run:
         self._unscaled = False
         self._pass = ExitStack()
         self._warned_noise = False
-        self._scratch = tempfile.TemporaryDirectory(prefix="ray_adascale-", ignore_cleanup_errors=True)
-        self._trace = Trace(Path(self._scratch.name) / _TRACE) if self.backend.rank == 0 else None
+        self._trace: Trace | None = None
+        if self.backend.rank == 0:
+            scratch = tempfile.mkdtemp(prefix="ray_adascale-")
+            weakref.finalize(self, shutil.rmtree, scratch, ignore_errors=True)
+            self._trace = Trace(Path(scratch) / _TRACE)
         self._last: dict[str, Any] = {}
         self.stopped: str | None = None
         """Why the loop ended: "total_steps reached", or None while it runs."""
@@ -380,7 +385,7 @@ class Run:
         self._last = self._metrics(own.get("loss", loss), lr)
         if self._trace is not None:
             self._trace.append({"step": self._iterations, "attempt": self._attempt, **self._last})
-            self.backend.observe(self._last)
+            self.backend.observe(self._last, self.total_steps)
         if self.effective_steps < self.total_steps:
             evaluated = self._evaluate is not None and self.evaluate_due
             if evaluated:
@@ -413,7 +418,10 @@ class Run:
         sigma2, mu2 = self.optimizer.average_moments()
         if math.isnan(sigma2) and self._probed is not None:
             sigma2, mu2 = self._probed
-        noise_scale = float(gain_math.noise_scale(torch.tensor(sigma2), torch.tensor(mu2), self.plan.base_batch_size))
+        noise_scale = math.nan
+        if not math.isnan(sigma2):
+            variance, square = torch.tensor([sigma2, mu2], dtype=torch.float64)
+            noise_scale = float(gain_math.noise_scale(variance, square, self.plan.base_batch_size))
         gain, scale = self.optimizer.gain(), self.plan.scale
         self._warn_about_noise(sigma2, noise_scale)
         metrics = {

@@ -212,7 +212,8 @@ def curve_length(total_steps: int, scheduler_unit: str | None, base_steps_per_ep
     """Values per group in a recipe's LR curve: how many different learning rates a run of T steps can see.
 
     1 without a scheduler; T for a scheduler called every step (a recipe may stop earlier, where the curve is constant
-    from there on); ⌊(T − 1) / base_steps_per_epoch⌋ + 1 for one called every epoch.
+    from there on); ⌊(T − 1) / base_steps_per_epoch⌋ + 1 for one called every epoch, with the schedule's tolerance for
+    rounding: 1000 / (1000 / 3) is 3 epochs.
     """
     if scheduler_unit is None:
         return 1
@@ -221,9 +222,12 @@ def curve_length(total_steps: int, scheduler_unit: str | None, base_steps_per_ep
     if base_steps_per_epoch is None:
         raise RecipeError("Invalid base_steps_per_epoch=None. Must be given where scheduler_unit is 'epoch'.")
     try:
-        return math.floor((total_steps - 1) / base_steps_per_epoch) + 1
+        epochs = (total_steps - 1) / base_steps_per_epoch
+        nearest = round(epochs)
     except OverflowError:
         raise RecipeError(f"Invalid {base_steps_per_epoch=}. Far too small for {total_steps=}.") from None
+    within_rounding = abs(epochs - nearest) <= 1e-12 * max(1.0, epochs)
+    return (nearest if within_rounding else math.floor(epochs)) + 1
 
 
 # --- The document -----------------------------------------------------------------------------------------------------
@@ -414,8 +418,8 @@ def _describe_curve(curve: list[float]) -> str:
 def _describe_noise(recipe: Recipe) -> str:
     if not recipe.noise:
         return "not probed"
-    sigma2 = math.fsum(probe.sigma2 for probe in recipe.noise)
-    mu2 = math.fsum(probe.mu2 for probe in recipe.noise)
+    sigma2 = sum(probe.sigma2 for probe in recipe.noise)
+    mu2 = sum(probe.mu2 for probe in recipe.noise)
     # Means over the run, as a ratio of single probes has no mean.
     scale = f"about {recipe.base_batch_size * sigma2 / mu2:.3g} examples" if mu2 > 0 and sigma2 >= 0 else "unknown"
     return f"{len(recipe.noise)} probes; noise scale over the whole run {scale}"

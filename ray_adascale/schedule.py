@@ -176,7 +176,7 @@ class EffectiveSchedule:
             self._scheduler.optimizer.param_groups, fresh_groups, replayed.optimizer.param_groups, strict=True
         ):
             for key in fresh:
-                if key == "lr" or (key != "params" and fresh[key] != moved[key]):
+                if key != "params" and fresh[key] != moved[key]:
                     _restore(group, key, fresh[key])
         self._replay(calls)
 

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ray_adascale.recipe import NoiseProbe, Recipe, RecipeError, curve_length
+from ray_adascale.schedule import EffectiveSchedule
 
 VERSION_1 = Path(__file__).parent / "data" / "recipe_v1.json"
 
@@ -126,14 +127,15 @@ def test_the_file_has_a_line_per_group_and_per_probe(tmp_path: Path) -> None:
     assert len(lines) < 60
 
 
-def test_saving_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stage", ["os.fsync", "os.replace"])
+def test_saving_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     path = saved(tmp_path / "new" / "recipe.json")
     before = path.read_bytes()
 
     def fail(*args: Any) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("os.fsync", fail)
+    monkeypatch.setattr(stage, fail)
     with pytest.raises(OSError, match="disk full"):
         recipe(seed=1).save(path)
     assert path.read_bytes() == before
@@ -284,6 +286,26 @@ def test_the_length_of_the_curve(unit: Any, per_epoch: float | None, total: int,
         else:
             with pytest.raises(RecipeError, match=f"lr_curve\\[0\\]: {length} values"):
                 recipe(scheduler_unit=unit, **changes)
+
+
+@given(total=st.integers(1, 300), examples=st.integers(1, 1000), base=st.integers(1, 64), turn=st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_the_length_agrees_with_the_schedules_own_curve(total: int, examples: int, base: int, turn: bool) -> None:
+    per_epoch = examples / base
+    if turn:  # a run that ends right after an epoch does, where rounding decides
+        total = max(1, round(examples / math.gcd(examples, base))) + 1
+    if total / per_epoch > 5000:
+        return
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    schedule = EffectiveSchedule(optimizer, scheduler, unit="epoch", base_steps_per_epoch=per_epoch)
+    assert curve_length(total, "epoch", per_epoch) == len(schedule.curve(total)[0])
+
+
+def test_rounding_does_not_cost_an_epoch() -> None:
+    per_epoch = 0.1 + 0.2  # 0.3 and a bit: 3 / per_epoch is just below 10
+    assert math.floor(3 / per_epoch) == 9
+    assert curve_length(4, "epoch", per_epoch) == 11
 
 
 def test_groups_have_curves_of_one_length() -> None:

@@ -301,6 +301,17 @@ def test_loading_fast_forwards_bit_identically(name: str, optimizer_first: bool 
     assert scheduler.get_last_lr() == resumed_scheduler.get_last_lr()
 
 
+def test_loading_keeps_a_tensor_learning_rate_in_place() -> None:
+    optimizer, scheduler = build("tensor_lr")  # a captured graph points to the tensor
+    lr = optimizer.param_groups[0]["lr"]
+    schedule = EffectiveSchedule(optimizer, scheduler, unit="step", total_steps=T)
+    curve = schedule.curve(T)
+    schedule.load_state_dict({"calls": 5})
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert lr.item() == curve[0][5]
+    assert schedule.curve(T) == curve
+
+
 @pytest.mark.parametrize("state", [{}, {"calls": -1}, {"calls": 2.0}, {"calls": True}])
 def test_a_state_that_is_none_is_refused(state: dict[str, Any]) -> None:
     schedule = EffectiveSchedule(*build("step"), unit="step")

@@ -302,7 +302,7 @@ class OSS(Optimizer):
         indices = [i for group in state_dict["param_groups"] for i in group["params"]]
         if len(indices) != len(params):
             raise ValueError(f"The state dict has {len(indices)} parameters, the optimizer {len(params)}.")
-        where = {p: i for p, i in zip(params, indices, strict=True)}
+        where = dict(zip(params, indices, strict=True))
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: copy.copy(v) for k, v in saved.items() if k != "params"})
         state = {}

@@ -1,0 +1,291 @@
+"""Ray Train: :func:`prepare` for a loop of one's own, :class:`AdaScaleTrainer` for a workload without a loop."""
+
+from __future__ import annotations
+
+import math
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.fs
+import ray
+import ray.train
+import ray.train.torch
+import torch
+import torch.distributed as dist
+from ray.train.torch import TorchTrainer
+from ray.util.annotations import PublicAPI
+from ray.util.metrics import Gauge
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from . import checkpoint
+from .backend import Backend
+from .cluster import pickle_by_value, quiet_init
+from .config import AdaScaleConfig
+from .loop import Run
+from .progress import ProgressLine
+from .recipe import Recipe
+from .workload import WorkloadFn, build
+
+__all__ = ["AdaScaleTrainer", "RayTrainBackend", "prepare"]
+
+_GAUGES = ("gain", "scale", "effective_steps", "efficiency", "loss")
+_GAUGE_INTERVAL_S = 1.0
+
+
+class RayTrainBackend(Backend):
+    """A worker of a Ray Train run. Every worker's share of a checkpoint is uploaded by Ray and merged on storage."""
+
+    def __init__(self) -> None:
+        context = ray.train.get_context()
+        self.rank = context.get_world_rank()
+        self.world_size = context.get_world_size()
+        self.device = ray.train.torch.get_device()
+        self._name = context.get_experiment_name()
+        self._storage = context.get_storage()
+        self._gauges: dict[str, Gauge] = {}
+        self._observed = -math.inf
+        self.board: Any = None
+        """A ``_Board`` actor that shows the newest metrics to the driver, or None."""
+
+    @contextmanager
+    def latest_checkpoint(self) -> Iterator[Path | None]:
+        found = ray.train.get_checkpoint()
+        if found is None:
+            yield None
+            return
+        with found.as_directory() as folder:
+            error = None
+            if self.rank == 0:
+                try:
+                    checkpoint.verify(folder)  # once, not on every worker: it reads all of it
+                except checkpoint.CheckpointError as e:
+                    error = str(e)
+            if self.world_size > 1:
+                errors = [error]
+                dist.broadcast_object_list(errors, src=0)  # our own words, not a file's content
+                error = errors[0]
+            if error is not None:
+                raise checkpoint.CheckpointError(
+                    f"The newest checkpoint of run {self._name!r} can't be used. {error} Delete its folder to resume from "
+                    "the one before."
+                )
+            yield Path(folder)
+
+    def checkpoint_folder(self, step: int) -> Path:
+        return Path(tempfile.mkdtemp(prefix=f"ray_adascale-checkpoint-{step}-"))
+
+    def report(self, metrics: Mapping[str, Any], folder: Path | None) -> None:
+        if folder is None:
+            ray.train.report(dict(metrics))
+            return
+        try:
+            ray.train.report(dict(metrics), checkpoint=ray.train.Checkpoint.from_directory(str(folder)))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def observe(self, metrics: Mapping[str, Any], total_steps: int) -> None:
+        now = time.monotonic()
+        if now - self._observed < _GAUGE_INTERVAL_S:
+            return
+        self._observed = now
+        tags = {"ray_train_run_name": self._name, "ray_train_worker_world_rank": str(self.rank)}
+        for name in _GAUGES:
+            if name not in self._gauges:
+                self._gauges[name] = Gauge(f"adascale_{name}", f"ray_adascale: {name}", tuple(tags))
+            self._gauges[name].set(float(metrics[name]), tags)
+        if self.board is not None:
+            self.board.put.remote({**metrics, "total_steps": total_steps})
+
+    def keep_trace(self, path: Path) -> None:
+        target = f"{self._storage.experiment_fs_path}/trace.jsonl"
+        pyarrow.fs.copy_files(str(path), target, destination_filesystem=self._storage.storage_filesystem)
+
+
+@PublicAPI(stability="alpha")
+def prepare(
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: LRScheduler | None,
+    dataset: Any,
+    config: AdaScaleConfig,
+    *,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None,
+    recipe: Recipe | None = None,
+) -> Run:
+    """The object of a training loop of one's own, inside a ``TorchTrainer`` worker function.
+
+    Builds nothing anew: pass model, optimizer and scheduler exactly as they were at the base batch. The arguments and
+    the loop are those of :class:`ray_adascale.Run`; reports and checkpoints go to Ray Train, and a restarted worker
+    resumes from the newest checkpoint. Outside Ray (one process, torchrun) use ``Run`` itself.
+
+    Raises:
+        RuntimeError: Called outside a Ray Train worker.
+        ValueError: See :class:`ray_adascale.Run`.
+    """
+    try:
+        backend = RayTrainBackend()
+    except RuntimeError as e:
+        raise RuntimeError(
+            "prepare() belongs inside a TorchTrainer's train_loop_per_worker. In one process or under torchrun, use "
+            "ray_adascale.Run(...) with the same arguments."
+        ) from e
+    return Run(
+        model,
+        optimizer,
+        scheduler,
+        dataset,
+        config,
+        collate_fn=collate_fn,
+        evaluate=evaluate,
+        recipe=recipe,
+        backend=backend,
+    )
+
+
+@ray.remote(num_cpus=0)
+class _Board:
+    """Holds the newest metrics, so that the driver can show them; nothing waits for it."""
+
+    def __init__(self) -> None:
+        self._metrics: dict[str, Any] | None = None
+
+    def put(self, metrics: dict[str, Any]) -> None:
+        self._metrics = metrics
+
+    def get(self) -> dict[str, Any] | None:
+        return self._metrics
+
+
+def _seed_everything(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 (the global generator is the one that users' code draws from)
+
+
+def _train_workload(settings: dict[str, Any]) -> dict[str, Any]:
+    """What each worker of an :class:`AdaScaleTrainer` runs; rank 0's return value is the result's."""
+    config: AdaScaleConfig = settings["config"]
+    _seed_everything(config.seed)
+    workload = build(settings["workload"], settings["hyperparameters"])
+    if config.scheduler_unit is None:
+        config = replace(config, scheduler_unit=workload.scheduler_unit)
+    backend = RayTrainBackend()
+    backend.board = settings["board"]
+    if backend.rank > 0:
+        _seed_everything(config.seed + backend.rank)  # the same weights everywhere, but dropout of one's own
+    run = Run(
+        workload.model,
+        workload.optimizer,
+        workload.scheduler,
+        workload.train_dataset,
+        config,
+        collate_fn=workload.collate_fn,
+        evaluate=workload.evaluate,
+        recipe=settings["recipe"],
+        backend=backend,
+    )
+    for batch in run:
+        run.backward(workload.loss_fn(run.model, batch))
+        run.step()
+    return run.summary()
+
+
+@PublicAPI(stability="alpha")
+class AdaScaleTrainer(TorchTrainer):
+    """Runs a workload on any number of Ray workers with the schedule of its base batch; no loop to write.
+
+    ``fit()`` returns Ray Train's ``Result``: ``metrics`` are those of the last report, at τ ≥ T, and ``return_value`` adds
+    ``"stopped"``, why the run ended.
+
+    Args:
+        workload: A function from the hyperparameters to a :class:`ray_adascale.Workload`; called on every worker.
+        recipe: The outcome of a search: hyperparameters, base batch size, total steps and the LR curve, which the
+            workload's own must equal.
+        hyperparameters: What ``workload`` is called with, where there is no recipe; with one, changes to the recipe's
+            (such as a path), which must leave the LR curve as it is.
+        config: How to run it. Default: ``AdaScaleConfig()`` with the recipe's numbers.
+        scaling_config: Ray Train's. ``num_workers=(min, max)`` makes the run elastic.
+        run_config: Ray Train's. The same name and storage path resume a run.
+        torch_config: Ray Train's.
+        progress: Show a progress line while ``fit()`` waits.
+
+    Raises:
+        ValueError: A setting can't work; raised here, on the driver, before any worker starts.
+    """
+
+    def __init__(
+        self,
+        workload: WorkloadFn,
+        *,
+        recipe: Recipe | None = None,
+        hyperparameters: Mapping[str, Any] | None = None,
+        config: AdaScaleConfig | None = None,
+        scaling_config: ray.train.ScalingConfig | None = None,
+        run_config: ray.train.RunConfig | None = None,
+        torch_config: ray.train.torch.TorchConfig | None = None,
+        progress: bool = True,
+    ) -> None:
+        if not callable(workload):
+            raise ValueError(
+                f"Invalid workload of type {type(workload).__name__}. Must be a function config -> Workload."
+            )
+        if recipe is not None and not isinstance(recipe, Recipe):
+            raise ValueError(f"Invalid recipe of type {type(recipe).__name__}. Load a file with Recipe.load(path).")
+        config = (AdaScaleConfig() if config is None else config).with_recipe(recipe)
+        scaling_config = ray.train.ScalingConfig() if scaling_config is None else scaling_config
+        workers = scaling_config.num_workers
+        if isinstance(workers, tuple):
+            config = replace(config, elastic=True)
+            workers = workers[0]
+        if workers < 1:
+            raise ValueError(
+                f"Invalid ScalingConfig(num_workers={workers}). Must be ≥ 1; without Ray use ray_adascale.Run."
+            )
+        config.plan(workers)
+        if config.total_epochs is None:
+            config.resolve_total_steps(None)
+        self._progress = progress
+        self._settings: dict[str, Any] = {
+            "workload": pickle_by_value(workload),
+            "hyperparameters": {**(recipe.hyperparameters if recipe is not None else {}), **(hyperparameters or {})},
+            "config": config,
+            "recipe": recipe,
+            "board": None,
+        }
+        super().__init__(
+            _train_workload,
+            train_loop_config=self._settings,
+            scaling_config=scaling_config,
+            run_config=run_config,
+            torch_config=torch_config,
+        )
+
+    def fit(self) -> ray.train.Result:
+        """Run to the end, or to the point where it can't go on.
+
+        Raises:
+            ray.train.TrainingFailedError: A worker failed more often than ``FailureConfig`` allows. The last checkpoint
+                stays usable: the same call resumes from it.
+        """
+        if not self._progress:
+            return super().fit()
+        quiet_init()
+        board = _Board.remote()  # type: ignore[attr-defined]
+        self._settings["board"] = board
+        try:
+            with ProgressLine(lambda: ray.get(board.get.remote(), timeout=5), label=f"{self.run_config.name}: "):
+                return super().fit()
+        finally:
+            self._settings["board"] = None
+            ray.kill(board)
