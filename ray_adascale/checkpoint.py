@@ -65,6 +65,7 @@ def save(
     tensors: Mapping[str, Tensor | TensorShard],
     state: Mapping[str, Any] | None = None,
     *,
+    files: Mapping[str, Path] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Writes a checkpoint. Collective: every rank of the group calls it, or (no group, or one rank) one process.
@@ -79,6 +80,7 @@ def save(
             the whole. A rank may leave out any key.
         state: JSON values, from rank 0; those of other ranks are ignored. Floats come back to the last bit, NaN and
             ±inf included; tuples come back as lists.
+        files: Further files to copy into the checkpoint, by the name they get there; from rank 0, like ``state``.
         process_group: Default: all ranks. "Rank 0" is that of the group.
 
     Raises:
@@ -88,7 +90,7 @@ def save(
     """
     path = Path(directory)
     ranks = _Ranks(process_group, f"No checkpoint was saved to {path}.")
-    writer = storage.Writer(path, state)
+    writer = storage.Writer(path, state, files)
     planner = storage.ShardSavePlanner(tensors)
     metadata: dcp.Metadata | None = None
 

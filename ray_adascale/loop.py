@@ -241,7 +241,7 @@ class Run:
 
     def record(self, **metrics: Any) -> None:
         """Add metrics to this and every later report, until they are recorded anew. Also says that evaluation is done."""
-        self._extra.update(metrics)
+        self._extra.update(_plain_numbers(metrics))
         self._evaluated_at = self.effective_steps
 
     def observe_noise(self, sigma2: float, mu2: float) -> None:
@@ -353,7 +353,7 @@ class Run:
         batch = self._batch
         if batch is None or not self._backward_done:
             raise RuntimeError("run.step() comes once after each run.backward().")
-        own = {key: value.item() if isinstance(value, Tensor) else value for key, value in metrics.items()}
+        own = _plain_numbers(metrics)
         self._extra.update({key: value for key, value in own.items() if key != "loss"})
         if not batch.is_last:
             self._batch = None
@@ -460,11 +460,13 @@ class Run:
         self.module.eval()
         try:
             with torch.no_grad():
-                metrics = {key: float(value) for key, value in evaluate(self.module).items()}
+                metrics = evaluate(self.module)
         finally:
             self.module.train(training)
+        if not isinstance(metrics, Mapping):
+            raise TypeError(f"evaluate returned a {type(metrics).__name__}. Must return a dict of metrics by name.")
         self.record(**metrics)
-        self._last.update(metrics)
+        self._last.update(self._extra)
 
     def _finish(self) -> None:
         if self._evaluate is not None and self._evaluated_at < self.effective_steps:
@@ -652,6 +654,17 @@ def _check_recipe(
             f"The learning-rate curve is not the recipe's: {difference}. Build optimizer and scheduler from the "
             "hyperparameters that the function is given, as in the search; or search anew."
         )
+
+
+def _plain_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics as Python numbers; one-element tensors and NumPy scalars are read out."""
+    out = {key: value.item() if hasattr(value, "item") else value for key, value in metrics.items()}
+    for key, value in out.items():
+        if key in METRICS and key != "loss":
+            raise ValueError(f"Invalid metric {key!r}: the run reports it itself. Choose another name.")
+        if not isinstance(value, bool | int | float | str):
+            raise TypeError(f"Invalid metric {key!r} of type {type(value).__name__}. Must be a number or a string.")
+    return out
 
 
 def _to_device(batch: Any, device: torch.device) -> Any:

@@ -25,6 +25,7 @@ import json
 import math
 import os
 import re
+import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -390,13 +391,14 @@ class _HashingFileSystem(FileSystem):
 class Writer(FileSystemWriter):
     """DCP's writer of one file a rank, which leaves a JSON index and a manifest where DCP leaves a pickle."""
 
-    def __init__(self, path: Path, state: Mapping[str, Any] | None) -> None:
+    def __init__(self, path: Path, state: Mapping[str, Any] | None, files: Mapping[str, Path] | None = None) -> None:
         # More than one thread would be faster on some disks, but DCP loses the exceptions of its threads.
         # And up to torch 2.13 it calls fsync before Python has written its buffer out, so the stream does that here.
         super().__init__(path, single_file_per_rank=True, sync_files=False, thread_count=1, overwrite=False)
         self.fs = self._files = _HashingFileSystem()
         self._directory = path
         self._state = state
+        self._extra = {} if files is None else dict(files)
         self._state_json: str | None = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -429,6 +431,11 @@ class Writer(FileSystemWriter):
         assert self._state_json is not None
         files.append(write_text(self._directory, STATE, self._state_json))
         files.append(write_text(self._directory, TENSORS, json.dumps(_encode_index(metadata, stored))))
+        for name, source in self._extra.items():
+            shutil.copyfile(source, self._directory / name)
+            with (self._directory / name).open("rb") as file:
+                os.fsync(file.fileno())
+            files.append(digest(self._directory, name))
         sync_directory(self._directory)
         entries = {file.name: {"size": file.size, "sha256": file.sha256} for file in files}
         assert len(entries) == len(files), "two files of one name"
