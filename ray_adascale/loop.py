@@ -587,15 +587,19 @@ class Run:
         self._evaluated_at, self._extra = state["evaluated_at"], state["recorded"]
         self._last, self.stopped = state["metrics"], state["stopped"]
         if state["plan"]["world_size"] == self.plan.world_size:
-            rng = empty_rng(self.backend.device)
-            prefix = f"rng/{self.backend.rank}/"
-            checkpoint.load(folder, {f"{prefix}{k}": v for k, v in rng.items() if f"{prefix}{k}" in index})
-            restore_rng({k: v for k, v in rng.items() if f"{prefix}{k}" in index}, self.backend.device)
+            self._load_rng(folder)
         if self._trace is not None:
             saved = Path(folder) / _TRACE
             if saved.exists():
                 for row in read_trace(saved):
                     self._trace.append(row)
+
+    def _load_rng(self, folder: Path) -> None:
+        index = checkpoint.tensor_index(folder)
+        prefix = f"rng/{self.backend.rank}/"
+        rng = {k: v for k, v in empty_rng(self.backend.device).items() if f"{prefix}{k}" in index}
+        checkpoint.load(folder, {f"{prefix}{k}": v for k, v in rng.items()})
+        restore_rng(rng, self.backend.device)
 
     def _check_unchanged(self, folder: Path, state: Mapping[str, Any], index: Mapping[str, Any]) -> None:
         changed = [

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 # Before Ray is imported anywhere: quick polls, nothing that a test does not look at.
 os.environ.update(
@@ -33,3 +35,20 @@ def pool() -> Iterator[Callable[[int], ProcessPool]]:
     yield get
     for p in pools.values():
         p.close()
+
+
+@pytest.fixture(scope="session")
+def ray_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A local Ray with four CPUs for the whole test session; yields a folder for ``storage_path``."""
+    import ray  # here, as most tests need none
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray's own
+        ray.init(
+            num_cpus=4,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
+    yield tmp_path_factory.mktemp("ray")
+    ray.shutdown()

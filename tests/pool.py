@@ -30,6 +30,7 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", message="The batch of .* exceeds the gradient noise scale")  # advice, not a fault
     dist.init_process_group(
         "gloo",
         init_method=f"tcp://127.0.0.1:{port}",

@@ -1,0 +1,694 @@
+"""Ray Tune: :func:`tune_recipe` searches at the base batch and freezes the best trial as a recipe."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import json
+import logging
+import math
+import os
+import platform
+import random
+import shutil
+import sys
+import tempfile
+import time
+import uuid
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import ray
+import torch
+from ray import tune
+from ray.tune.schedulers import (
+    AsyncHyperBandScheduler,
+    FIFOScheduler,
+    PopulationBasedTraining,
+    PopulationBasedTrainingReplay,
+    TrialScheduler,
+)
+from ray.tune.search import BasicVariantGenerator, Searcher
+from ray.util.annotations import PublicAPI
+from torch import Tensor, nn
+
+from . import checkpoint
+from ._version import __version__
+from .backend import Backend
+from .cluster import pickle_by_value, quiet_init
+from .config import AdaScaleConfig
+from .loop import Run
+from .probe import probe_noise
+from .recipe import NoiseProbe, Recipe
+from .workload import Workload, WorkloadFn, build
+
+__all__ = ["tune_recipe"]
+
+_OBJECTIVE = "objective"  # the workload's metric, negated where small is better: what Tune maximises
+_OUTCOME = "outcome"  # JSON, in a trial's last report only: what the recipe needs of the trial beside its score
+_EPOCHS = "epochs"  # τ in passes over the dataset: ASHA's clock where T is given in epochs
+_PROGRESS_FILE = "trial.json"  # what a trial has collected so far, beside the run's own files in a checkpoint
+
+
+class _MissingMetric(ValueError):
+    """The workload's metric is not among what was measured: a mistake in the workload, not a trial that went badly."""
+
+
+# ---- in a trial's process --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Settings:
+    """What every trial is given beside its config."""
+
+    workload: WorkloadFn
+    config: AdaScaleConfig
+    probe_every: int
+    threads: int
+    checkpoints: bool
+
+
+class _TuneBackend(Backend):
+    """One trial, in one process. Reports to Tune whenever the run has evaluated, and at its end.
+
+    Attributes:
+        run: Set once it is made; the run is made with its backend, so not before.
+        noise: τ, σ² and μ² of each probe.
+        evaluated: The keys that the workload's ``evaluate`` has returned.
+    """
+
+    def __init__(self, metric: str, mode: str, *, checkpoints: bool) -> None:
+        self.rank, self.world_size = 0, 1
+        cuda = torch.cuda.is_available()  # Ray shows a trial only the GPUs that it was given
+        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self.run: Run | None = None
+        self.noise: list[tuple[float, float, float]] = []
+        self.evaluated: tuple[str, ...] = ()
+        self._metric = metric
+        self._mode = mode
+        self._checkpoints = checkpoints
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._loss_count = 0
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Count a step's training loss into the mean of the next report; waits for nothing on a GPU."""
+        self._loss_sum += loss.detach()
+        self._loss_count += 1
+
+    @contextmanager
+    def latest_checkpoint(self) -> Iterator[Path | None]:
+        found = tune.get_checkpoint()
+        if found is None:
+            yield None
+            return
+        with found.as_directory() as folder:
+            checkpoint.verify(folder)
+            own = json.loads(Path(folder, _PROGRESS_FILE).read_text(encoding="utf-8"))
+            self.noise = [(tau, sigma2, mu2) for tau, sigma2, mu2 in own["noise"]]
+            yield Path(folder)
+
+    def checkpoint_folder(self, step: int) -> Path | None:
+        return Path(tempfile.mkdtemp(prefix=f"ray_adascale-trial-{step}-")) if self._checkpoints else None
+
+    def report(self, metrics: Mapping[str, Any], folder: Path | None) -> None:
+        run = self.run
+        assert run is not None
+        report = dict(metrics)
+        if self._loss_count and "loss" not in self.evaluated:
+            # A single batch's loss is mostly noise, and a search that compares those picks the luckiest trial.
+            report["loss"] = self._loss_sum.item() / self._loss_count
+            self._loss_sum.zero_()
+            self._loss_count = 0
+        if self._metric not in report:
+            found = ", ".join(map(repr, self.evaluated)) or "nothing"
+            raise _MissingMetric(
+                f"Invalid metric={self._metric!r}: evaluate returned {found}. Name one of them in "
+                "Workload(metric=...), or 'loss' for the training loss."
+            )
+        value = float(report[self._metric])
+        if not math.isfinite(value):
+            raise FloatingPointError(
+                f"{self._metric} is {value} at effective step {run.effective_steps:.0f} of {run.total_steps}."
+            )
+        report[_OBJECTIVE] = value if self._mode == "max" else -value
+        report["total_steps"] = run.total_steps
+        if run.base_steps_per_epoch is not None:
+            report[_EPOCHS] = run.effective_steps / run.base_steps_per_epoch
+        if run.stopped is not None:
+            report[_OUTCOME] = json.dumps(
+                {
+                    "metric": self._metric,
+                    "mode": self._mode,
+                    "score": value,
+                    "total_steps": run.total_steps,
+                    "base_steps_per_epoch": run.base_steps_per_epoch,
+                    "scheduler_unit": run.config.scheduler_unit,
+                    "lr_curve": run.lr_curve,
+                    "noise": self.noise,
+                }
+            )
+        elif self._checkpoints:  # the last report needs none: nobody resumes a trial that is done
+            folder = run.save_checkpoint()
+        if folder is None:
+            tune.report(report)
+            return
+        Path(folder, _PROGRESS_FILE).write_text(json.dumps({"noise": self.noise}), encoding="utf-8")
+        try:
+            tune.report(report, checkpoint=tune.Checkpoint.from_directory(str(folder)))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _seed_everything(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 (the global generator is the one that users' code draws from)
+
+
+def _run_trial(hyperparameters: dict[str, Any], settings: _Settings) -> None:
+    """The base run of one config: what Tune calls, in a process that may have run other trials before."""
+    gc.collect()  # a trial that was stopped leaves reference cycles behind, and its model may hang on them
+    torch.set_num_threads(settings.threads)
+    _seed_everything(settings.config.seed)
+    workload = build(settings.workload, hyperparameters)
+    backend = _TuneBackend(workload.metric, workload.mode, checkpoints=settings.checkpoints)
+
+    def evaluate(model: nn.Module) -> Mapping[str, float]:
+        # Also without an evaluate of the workload's: Run reports when it has evaluated.
+        found = {} if workload.evaluate is None else workload.evaluate(model)
+        backend.evaluated = tuple(found)
+        return found
+
+    run = Run(
+        workload.model,
+        workload.optimizer,
+        workload.scheduler,
+        workload.train_dataset,
+        _with_unit(settings.config, workload),
+        collate_fn=workload.collate_fn,
+        evaluate=evaluate,
+        backend=backend,
+    )
+    backend.run = run
+    trained = [p for group in run.optimizer.param_groups for p in group["params"] if p.requires_grad]
+    for batch in run:
+        tau = run.effective_steps
+        # At S = 1 τ counts the optimizer steps. It stands still at a skipped one, which needs no second probe.
+        if tau % settings.probe_every == 0 and (not backend.noise or backend.noise[-1][0] < tau):
+            probed = probe_noise(run.module, workload.loss_fn, batch, parameters=trained)
+            if probed is not None and all(map(math.isfinite, probed)):
+                run.observe_noise(*probed)
+                backend.noise.append((tau, *probed))
+        loss = workload.loss_fn(run.model, batch)
+        run.backward(loss)
+        backend.add_loss(loss)
+        run.step()
+
+
+def _with_unit(config: AdaScaleConfig, workload: Workload) -> AdaScaleConfig:
+    """The settings with the workload's scheduler unit; None without a scheduler, where there is nothing to count."""
+    unit = workload.scheduler_unit if workload.scheduler is not None else None
+    if config.scheduler_unit is not None and config.scheduler_unit != unit:
+        raise ValueError(
+            f"Invalid AdaScaleConfig(scheduler_unit={config.scheduler_unit!r}): the workload says {unit!r}. Leave it out."
+        )
+    return replace(config, scheduler_unit=unit)
+
+
+# ---- on the driver ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Finished:
+    """A trial that has ended, one way or another."""
+
+    trial_id: str
+    config: dict[str, Any]
+    metrics: dict[str, Any]
+    error: Exception | None
+
+    @property
+    def outcome(self) -> dict[str, Any] | None:
+        """What the last report of a trial that reached T holds; None for any other trial."""
+        text = self.metrics.get(_OUTCOME)
+        return None if self.error is not None or text is None else json.loads(text)
+
+    @property
+    def error_line(self) -> str:
+        """The error's first line, with its type."""
+        lines = str(self.error).strip().splitlines()
+        return f"{type(self.error).__name__}: {lines[0]}" if lines else type(self.error).__name__
+
+
+class _Watch(tune.Callback):
+    """Collects the trials as they end, and says a line about each."""
+
+    def __init__(self, total: int, *, verbose: bool) -> None:
+        self.finished: dict[str, _Finished] = {}
+        self.fatal: _MissingMetric | None = None
+        self.interrupted = False
+        self._total = total
+        self._verbose = verbose
+        self._best: dict[str, Any] | None = None
+
+    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self._add(_Finished(trial.trial_id, dict(trial.config), dict(trial.last_result or {}), None))
+
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        error = _cause(trial)
+        if isinstance(error, _MissingMetric) and self.fatal is None:
+            self.fatal = error
+            return  # every trial would say the same: the search ends with this very error
+        self._add(_Finished(trial.trial_id, dict(trial.config), dict(trial.last_result or {}), error))
+
+    def on_experiment_end(self, trials: list[Any], **info: Any) -> None:
+        for trial in trials:
+            if trial.status == "TERMINATED":  # a scheduler that stops a paused trial does so without a word
+                self._add(_Finished(trial.trial_id, dict(trial.config), dict(trial.last_result or {}), None))
+            elif trial.status != "ERROR":
+                self.interrupted = True
+
+    def _add(self, trial: _Finished) -> None:
+        if trial.trial_id in self.finished or self.fatal is not None:
+            return
+        self.finished[trial.trial_id] = trial
+        outcome = trial.outcome
+        if outcome is not None and (self._best is None or _better(outcome, self._best)):
+            self._best = outcome
+        if self._verbose:
+            # To standard error, as the progress line of a training run: a command's own output stays clean.
+            print(f"trial {len(self.finished)} of {self._total}: {self._describe(trial)}", file=sys.stderr, flush=True)
+
+    def _describe(self, trial: _Finished) -> str:
+        where = f"at {_describe_config(trial.config)}"
+        if trial.error is not None:
+            return f"failed {where}: {trial.error_line}"
+        outcome = trial.outcome
+        if outcome is None:
+            tau, total = trial.metrics.get("effective_steps", 0), trial.metrics.get("total_steps", "?")
+            return f"stopped early {where}, at effective step {tau:.0f} of {total}"
+        assert self._best is not None
+        return f"{outcome['metric']} {outcome['score']:.4g} {where} (best {self._best['score']:.4g})"
+
+
+class _StopOnMistake(tune.Stopper):
+    """Ends the whole search at a mistake that every trial would repeat."""
+
+    def __init__(self, watch: _Watch) -> None:
+        self._watch = watch
+
+    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
+        return False
+
+    def stop_all(self) -> bool:
+        return self._watch.fatal is not None
+
+
+@PublicAPI(stability="alpha")
+def tune_recipe(
+    workload: WorkloadFn,
+    param_space: dict[str, Any],
+    *,
+    base_batch_size: int,
+    total_steps: int | None = None,
+    total_epochs: float | None = None,
+    num_samples: int = 8,
+    search_alg: Any = None,
+    scheduler: TrialScheduler | Literal["asha"] | None = "asha",
+    seed: int = 0,
+    config: AdaScaleConfig | None = None,
+    resources_per_trial: Mapping[str, float] | None = None,
+    max_concurrent_trials: int | None = None,
+    probe_every: int = 20,
+    storage_path: str | os.PathLike[str] | None = None,
+    name: str | None = None,
+    verbose: int = 1,
+) -> Recipe:
+    """Search for hyperparameters at the base batch with Ray Tune; the best trial becomes the recipe.
+
+    Each trial is the plain base run in one process (S = 1, so bit-identical to a loop without this library) and reports
+    to Tune whenever it evaluates: every ``config.evaluate_every`` effective steps, a tenth of the run by default, and
+    at its end. The noise of its gradients is probed on every ``probe_every``-th step.
+
+    The winner is the best of the trials that reached T, by the workload's metric at their end. With the metric
+    ``"loss"``, a report holds the mean training loss over the steps since the report before (the last tenth of the run
+    at its end), as one batch's is mostly noise; unless ``evaluate`` returns a ``"loss"`` of its own, which then is the
+    one that counts.
+
+    A trial whose metric is NaN or infinite, or that raises, fails alone. Trials that a scheduler pauses (HyperBand)
+    resume from a checkpoint, saved at each of their reports; no checkpoints are written under ASHA and ``None``, which
+    never pause a trial.
+
+    Args:
+        workload: A function from a config to a :class:`ray_adascale.Workload`.
+        param_space: Tune's search space. The values chosen must be JSON's: search over names and numbers.
+        base_batch_size: B0, examples per optimizer step.
+        total_steps: T, optimizer steps of each trial; this or ``total_epochs``.
+        total_epochs: Length of each trial in passes over the dataset.
+        num_samples: Trials; with a ``grid_search`` in the space, times the size of the grid.
+        search_alg: Any searcher of Tune's. Default: random search, seeded by ``seed``.
+        scheduler: "asha" stops trials that are not in the best quarter at T/8 and at T/2, compared at equal
+            effective steps; None lets each one end; or a scheduler of Tune's, built without ``metric`` and ``mode``
+            (reports have ``effective_steps`` for its ``time_attr``).
+        seed: Of the random search, and the same in each trial: of its weights and of the order of its examples.
+        config: Further settings of the loop: precision, grad_clip, evaluate_every ... What belongs to scale
+            (per_worker_batch_size, accumulation, elastic, sharding, rule) or to Ray Train (report_every_s,
+            checkpoint_every_s) is not used here, nor is its ``seed``.
+        resources_per_trial: What Ray reserves for a trial, ``{"CPU": 1}`` by default. With a "GPU" the trial trains on
+            it. torch uses as many threads as there are CPUs.
+        max_concurrent_trials: Default: as many as fit on the cluster.
+        probe_every: Optimizer steps between two probes of the noise; one costs about as much as a step.
+        storage_path: Where Tune keeps results; default ``~/ray_results``.
+        name: Of the search, its folder under ``storage_path``.
+        verbose: 0 is silent; 1 prints a line about each finished trial to standard error.
+
+    Returns:
+        The recipe, with ``hyperparameters`` the winning config.
+
+    Raises:
+        ValueError: A setting can't work (raised before anything starts), or the workload's metric is not measured
+            (raised at the first report).
+        RuntimeError: No trial reached T.
+        KeyboardInterrupt: The search was interrupted (Tune itself would go on with the trials that it has).
+    """
+    resources = {"CPU": 1} if resources_per_trial is None else resources_per_trial
+    _check_arguments(
+        workload,
+        param_space,
+        total_steps,
+        total_epochs,
+        num_samples,
+        seed,
+        resources,
+        max_concurrent_trials,
+        probe_every,
+    )
+    trial_config = _trial_config(config, base_batch_size, total_steps, total_epochs, seed)
+    tune_scheduler, scheduler_name = _make_scheduler(scheduler, total_steps, total_epochs)
+    if search_alg is None:
+        # Not TuneConfig's default, which draws from NumPy's global generator.
+        searcher = BasicVariantGenerator(random_state=seed, max_concurrent=max_concurrent_trials or 0)
+        limit, search_name = None, "random"
+    else:
+        searcher, limit = search_alg, max_concurrent_trials
+        search_name = search_alg if isinstance(search_alg, str) else type(search_alg).__name__
+        if limit is not None and not isinstance(search_alg, Searcher | str):
+            raise ValueError(
+                f"Invalid {max_concurrent_trials=} with a {search_name}. Give the limit to the {search_name}."
+            )
+    if name is None:
+        name = f"recipe-{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
+
+    quiet_init()
+    _warn_where_nothing_fits(resources)
+    settings = _Settings(
+        workload=pickle_by_value(workload),
+        config=trial_config,
+        probe_every=probe_every,
+        threads=max(1, int(resources.get("CPU", 1))),
+        # ASHA and FIFO only go on or stop; of others, subclasses included, one doesn't know.
+        checkpoints=type(tune_scheduler) not in (AsyncHyperBandScheduler, FIFOScheduler),
+    )
+    watch = _Watch(num_samples * _grid_size(param_space), verbose=verbose > 0)
+    tuner = tune.Tuner(
+        tune.with_resources(tune.with_parameters(_run_trial, settings=settings), dict(resources)),
+        param_space=param_space,
+        tune_config=tune.TuneConfig(
+            metric=_OBJECTIVE,
+            mode="max",
+            num_samples=num_samples,
+            search_alg=searcher,
+            scheduler=tune_scheduler,
+            max_concurrent_trials=limit,
+            reuse_actors=True,  # a process for each trial would import torch each time
+        ),
+        run_config=tune.RunConfig(
+            name=name,
+            storage_path=_absolute(storage_path),
+            stop=_StopOnMistake(watch),
+            callbacks=[watch],
+            checkpoint_config=tune.CheckpointConfig(num_to_keep=1),
+            verbose=0,
+        ),
+    )
+    started = time.monotonic()
+    with _quiet_tune():
+        tuner.fit()
+    wall_s = time.monotonic() - started
+    if watch.fatal is not None:
+        raise ValueError(str(watch.fatal)) from watch.fatal
+    if watch.interrupted:
+        raise KeyboardInterrupt(f"The search {name!r} was interrupted after {len(watch.finished)} trials.")
+    winner, outcome = _winner(list(watch.finished.values()))
+    failed = [{"trial": t.trial_id, "error": t.error_line} for t in watch.finished.values() if t.error is not None]
+    completed = sum(t.outcome is not None for t in watch.finished.values())
+    return Recipe(
+        hyperparameters=winner.config,
+        base_batch_size=base_batch_size,
+        total_steps=outcome["total_steps"],
+        base_steps_per_epoch=outcome["base_steps_per_epoch"],
+        scheduler_unit=outcome["scheduler_unit"],
+        metric=outcome["metric"],
+        mode=outcome["mode"],
+        score=outcome["score"],
+        lr_curve=outcome["lr_curve"],
+        noise=[NoiseProbe(effective_steps=tau, sigma2=sigma2, mu2=mu2) for tau, sigma2, mu2 in outcome["noise"]],
+        seed=seed,
+        search={
+            "num_samples": num_samples,
+            "completed": completed,
+            "stopped_early": len(watch.finished) - completed - len(failed),
+            "failed": failed,
+            "search_alg": search_name,
+            "scheduler": scheduler_name,
+            "best_trial": winner.trial_id,
+            "wall_s": wall_s,
+            "name": name,
+        },
+        workload=_workload_name(workload),
+        versions={
+            "ray_adascale": __version__,
+            "torch": torch.__version__,
+            "ray": ray.__version__,
+            "python": platform.python_version(),
+        },
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _check_arguments(
+    workload: Any,
+    param_space: Any,
+    total_steps: Any,
+    total_epochs: Any,
+    num_samples: Any,
+    seed: Any,
+    resources: Any,
+    max_concurrent_trials: Any,
+    probe_every: Any,
+) -> None:
+    if not callable(workload):
+        raise ValueError(f"Invalid workload of type {type(workload).__name__}. Must be a function config -> Workload.")
+    if not isinstance(param_space, dict):
+        raise ValueError(
+            f"Invalid param_space of type {type(param_space).__name__}. Must be a dict, as for ray.tune.Tuner."
+        )
+    if (total_steps is None) == (total_epochs is None):
+        raise ValueError(f"Invalid {total_steps=} with {total_epochs=}. Give one of them: how long each trial is.")
+    for name, value, least in (
+        ("num_samples", num_samples, 1),
+        ("probe_every", probe_every, 1),
+        ("seed", seed, 0),
+        ("max_concurrent_trials", max_concurrent_trials, 1),
+    ):
+        if value is None and name == "max_concurrent_trials":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"Invalid {name}={value!r}. Must be an integer of at least {least}.")
+    if (
+        not isinstance(resources, Mapping)
+        or not resources
+        or not all(isinstance(v, int | float) and not isinstance(v, bool) and v >= 0 for v in resources.values())
+    ):
+        raise ValueError(f"Invalid resources_per_trial={resources!r}. Must be a dict such as {{'CPU': 1, 'GPU': 0.5}}.")
+
+
+def _trial_config(
+    config: AdaScaleConfig | None,
+    base_batch_size: int,
+    total_steps: int | None,
+    total_epochs: float | None,
+    seed: int,
+) -> AdaScaleConfig:
+    """The settings of a trial: the base batch in one process."""
+    if config is None:
+        config = AdaScaleConfig()
+    elif not isinstance(config, AdaScaleConfig):
+        raise ValueError(f"Invalid config of type {type(config).__name__}. Must be an AdaScaleConfig.")
+    given = {"base_batch_size": base_batch_size, "total_steps": total_steps, "total_epochs": total_epochs}
+    for name, mine in given.items():
+        theirs = getattr(config, name)
+        if theirs is not None and theirs != mine:
+            raise ValueError(f"Invalid AdaScaleConfig({name}={theirs!r}): the search is given {mine!r}. Leave it out.")
+    trial = replace(
+        config,
+        base_batch_size=base_batch_size,
+        total_steps=total_steps,
+        total_epochs=total_epochs,
+        per_worker_batch_size=base_batch_size,
+        accumulation=1,
+        elastic=False,
+        sharding="none",
+        rule="unscaled",  # at S = 1 all are the same; this one has no opinion on optimizers other than SGD
+        seed=seed,
+        report_every_s=math.inf,
+        checkpoint_every_s=math.inf,
+    )
+    trial.plan(1)
+    return trial
+
+
+def _make_scheduler(
+    scheduler: Any, total_steps: int | None, total_epochs: float | None
+) -> tuple[TrialScheduler, str | None]:
+    """Tune's scheduler, and its name for the recipe."""
+    if scheduler is None:
+        return FIFOScheduler(), None
+    if isinstance(scheduler, str) and scheduler == "asha":
+        clock, length = ("effective_steps", total_steps) if total_steps is not None else (_EPOCHS, total_epochs)
+        assert length is not None
+        return AsyncHyperBandScheduler(time_attr=clock, max_t=length, grace_period=length / 8), "asha"
+    if not isinstance(scheduler, TrialScheduler):
+        raise ValueError(f"Invalid {scheduler=}. Must be 'asha', None or a scheduler of ray.tune.schedulers.")
+    kind = type(scheduler).__name__
+    if isinstance(scheduler, PopulationBasedTraining | PopulationBasedTrainingReplay):
+        raise ValueError(
+            f"Invalid scheduler: {kind}. It changes the config of trials as they run, so no single config makes the "
+            "winner's schedule and there is nothing for a recipe to repeat. Use 'asha', or any scheduler that only stops "
+            "or pauses trials."
+        )
+    if scheduler.metric is not None:
+        raise ValueError(
+            f"Invalid scheduler: {kind} with metric={scheduler.metric!r}. Leave its metric and mode out: they are the "
+            "workload's."
+        )
+    return scheduler, kind
+
+
+def _winner(trials: list[_Finished]) -> tuple[_Finished, dict[str, Any]]:
+    """The best of the trials that reached T, by their metric at the end; of equals the first to finish."""
+    best: tuple[_Finished, dict[str, Any]] | None = None
+    for trial in trials:
+        outcome = trial.outcome
+        if outcome is None:
+            continue
+        if best is None:
+            best = trial, outcome
+            continue
+        for key in ("metric", "mode", "total_steps"):
+            if outcome[key] != best[1][key]:
+                raise ValueError(
+                    f"Trials differ in {key}: {best[1][key]!r} at {_describe_config(best[0].config)}, {outcome[key]!r} at "
+                    f"{_describe_config(trial.config)}. They can't be compared: keep it out of the search space."
+                )
+        if _better(outcome, best[1]):
+            best = trial, outcome
+    if best is not None:
+        return best
+    failed = [trial for trial in trials if trial.error is not None]
+    if not failed:
+        raise RuntimeError(f"None of {len(trials)} trials reached the end: the scheduler stopped them all.")
+    first = failed[0]
+    which = f"All {len(trials)}" if len(failed) == len(trials) else f"{len(failed)} of {len(trials)}"
+    others = "" if len(failed) == len(trials) else ", and the scheduler stopped the others"
+    raise RuntimeError(
+        f"{which} trials failed{others}. The first, {first.trial_id} at {_describe_config(first.config)}: "
+        f"{first.error_line}"
+    ) from first.error
+
+
+def _better(outcome: dict[str, Any], best: dict[str, Any]) -> bool:
+    sign = 1 if outcome["mode"] == "max" else -1
+    return bool(sign * outcome["score"] > sign * best["score"])
+
+
+def _cause(trial: Any) -> Exception:
+    """Why the trial failed: the exception itself where it could be pickled, else one with its last words."""
+    error = trial.get_pickled_error()
+    if error is None:
+        text = (trial.get_error() or "").strip()
+        return RuntimeError(text.splitlines()[-1] if text else "unknown error")
+    cause = getattr(error, "cause", None)  # what the trial raised, without Ray's account of the way it came
+    return cause if isinstance(cause, Exception) else error
+
+
+def _describe_config(config: Mapping[str, Any]) -> str:
+    parts = []
+    for key, value in config.items():
+        text = f"{value:.4g}" if isinstance(value, float) else repr(value)
+        parts.append(f"{key}={text if len(text) <= 40 else text[:37] + '...'}")
+    return ", ".join(parts) or "an empty config"
+
+
+def _grid_size(space: Any) -> int:
+    """Points of the grid that a space's ``grid_search`` entries span; 1 without any."""
+    if isinstance(space, list | tuple):
+        return math.prod(map(_grid_size, space))
+    if not isinstance(space, Mapping):
+        return 1
+    if set(space) == {"grid_search"}:
+        return len(space["grid_search"])
+    return math.prod(map(_grid_size, space.values()))
+
+
+def _absolute(storage_path: str | os.PathLike[str] | None) -> str | None:
+    """Ray changes the working directory of its processes; a URI stays as it is."""
+    if storage_path is None:
+        return None
+    path = os.fspath(storage_path)
+    return path if "://" in path else os.path.abspath(os.path.expanduser(path))
+
+
+def _warn_where_nothing_fits(resources: Mapping[str, float]) -> None:
+    have = ray.cluster_resources()
+    short = {key: value for key, value in resources.items() if value > have.get(key, 0)}
+    if short:
+        warnings.warn(
+            f"A trial needs {short}, and the cluster has { ({key: have.get(key, 0) for key in short}) }: the search waits "
+            "until nodes are added. Lower resources_per_trial if none will be.",
+            stacklevel=3,
+        )
+
+
+@contextmanager
+def _quiet_tune() -> Iterator[None]:
+    """Tune logs the traceback of each failed trial as it fails; here that is one line, and the recipe names it."""
+    logger = logging.getLogger("ray.tune")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _workload_name(workload: Any) -> str:
+    """``"package.module:name"``, or ``"path/to/file.py:name"`` for a function in a plain file."""
+    name = getattr(workload, "__qualname__", None) or type(workload).__qualname__
+    module = getattr(workload, "__module__", None) or "?"
+    if "." in module:
+        return f"{module}:{name}"
+    try:
+        file = inspect.getsourcefile(workload)
+    except TypeError:  # a callable object
+        file = None
+    if file is None or not Path(file).is_file():
+        return f"{module}:{name}"
+    path, here = Path(file).resolve(), Path.cwd()
+    return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{name}"
