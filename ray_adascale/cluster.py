@@ -15,10 +15,14 @@ __all__ = ["pickle_by_value", "quiet_init"]
 _F = TypeVar("_F", bound=Callable[..., object])
 
 
-def quiet_init() -> None:
-    """Connect to Ray unless that was done: to the cluster that this runs in, else to a new local one; with little output."""
+def quiet_init(address: str | None = None) -> None:
+    """Connect to Ray unless that was done, with little output.
+
+    Args:
+        address: Of a running cluster. Default: the one that this runs in, else a new local one.
+    """
     if not ray.is_initialized():
-        ray.init(log_to_driver=False, logging_level="ERROR")
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
 
 
 def pickle_by_value(function: _F) -> _F:

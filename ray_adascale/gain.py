@@ -34,7 +34,9 @@ __all__ = [
 ]
 
 
-def gradient_moments(mean_sq_norm: Tensor, reduced_sq_norm: Tensor, *, scale: float, count: int) -> tuple[Tensor, Tensor]:
+def gradient_moments(
+    mean_sq_norm: Tensor, reduced_sq_norm: Tensor, *, scale: float, count: int
+) -> tuple[Tensor, Tensor]:
     """Unbiased estimates of σ² and μ² from one optimizer step with ``count`` ≥ 2 gradient samples.
 
     Unbiased for every scale and count, also for micro-batches of unequal size, provided that ``w_i = m_i / Σm``:

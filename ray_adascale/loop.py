@@ -189,6 +189,7 @@ class Run:
             scratch = tempfile.mkdtemp(prefix="ray_adascale-")
             weakref.finalize(self, shutil.rmtree, scratch, ignore_errors=True)
             self._trace = Trace(Path(scratch) / _TRACE)
+        self._row: dict[str, Any] | None = None  # of the last step, while metrics may still be recorded for it
         self._last: dict[str, Any] = {}
         self.stopped: str | None = None
         """Why the loop ended: "total_steps reached", or None while it runs."""
@@ -241,7 +242,10 @@ class Run:
 
     def record(self, **metrics: Any) -> None:
         """Add metrics to this and every later report, until they are recorded anew. Also says that evaluation is done."""
-        self._extra.update(_plain_numbers(metrics))
+        metrics = _plain_numbers(metrics)
+        self._extra.update(metrics)
+        if self._row is not None:
+            self._row.update(metrics)
         self._evaluated_at = self.effective_steps
 
     def observe_noise(self, sigma2: float, mu2: float) -> None:
@@ -382,9 +386,11 @@ class Run:
             self.schedule.advance_to(self.effective_steps)
         else:
             self._count_nonfinite(loss)
-        self._last = self._metrics(own.get("loss", loss), lr)
-        if self._trace is not None:
-            self._trace.append({"step": self._iterations, "attempt": self._attempt, **self._last})
+        metrics_now = self._metrics(own.get("loss", loss), lr)
+        self._last = {**metrics_now, **self._extra}
+        self._write_row()
+        self._row = {"step": self._iterations, "attempt": self._attempt, **metrics_now, **own}
+        if self.backend.rank == 0:
             self.backend.observe(self._last, self.total_steps)
         if self.effective_steps < self.total_steps:
             evaluated = self._evaluate is not None and self.evaluate_due
@@ -424,7 +430,7 @@ class Run:
             noise_scale = float(gain_math.noise_scale(variance, square, self.plan.base_batch_size))
         gain, scale = self.optimizer.gain(), self.plan.scale
         self._warn_about_noise(sigma2, noise_scale)
-        metrics = {
+        return {
             "gain": gain,
             "scale": scale,
             "effective_steps": self.effective_steps,
@@ -439,7 +445,12 @@ class Run:
             "optimizer_steps": self.optimizer.steps,
             "world_size": self.plan.world_size,
         }
-        return {**metrics, **self._extra}
+
+    def _write_row(self) -> None:
+        """Trace the last step. Called when nothing more can be recorded for it."""
+        if self._trace is not None and self._row is not None:
+            self._trace.append(self._row)
+        self._row = None
 
     def _warn_about_noise(self, sigma2: float, noise_scale: float) -> None:
         settled = self.effective_steps >= self.config.averaging_window * self.total_steps
@@ -474,6 +485,7 @@ class Run:
         self.stopped = "total_steps reached"
         self._last = {**(self._last or self._metrics(math.nan, self.schedule.lrs[0])), **self._extra}
         self._report(save=True)
+        self._write_row()
         if self._trace is not None:
             self._trace.flush()
             self.backend.keep_trace(self._trace.path)
@@ -515,6 +527,7 @@ class Run:
         tensors.update({f"rng/{rank}/{key}": value for key, value in capture_rng(self.backend.device).items()})
         tensors["schedule/lr_curve"] = torch.tensor(self.lr_curve, dtype=torch.float64)
         files = {}
+        self._write_row()
         if self._trace is not None:
             self._trace.flush()
             files[_TRACE] = self._trace.path

@@ -26,7 +26,7 @@ from typing import Any, Literal
 import numpy as np
 import ray
 import torch
-from ray import tune
+from ray import cloudpickle, tune
 from ray.tune.schedulers import (
     AsyncHyperBandScheduler,
     FIFOScheduler,
@@ -53,6 +53,7 @@ __all__ = ["tune_recipe"]
 _OBJECTIVE = "objective"  # the workload's metric, negated where small is better: what Tune maximises
 _OUTCOME = "outcome"  # JSON, in a trial's last report only: what the recipe needs of the trial beside its score
 _EPOCHS = "epochs"  # τ in passes over the dataset: ASHA's clock where T is given in epochs
+_OUTPUT_ENGINE = "RAY_AIR_NEW_OUTPUT"
 _PROGRESS_FILE = "trial.json"  # what a trial has collected so far, beside the run's own files in a checkpoint
 
 
@@ -603,13 +604,12 @@ def _winner(trials: list[_Finished]) -> tuple[_Finished, dict[str, Any]]:
         return best
     failed = [trial for trial in trials if trial.error is not None]
     if not failed:
-        raise RuntimeError(f"None of {len(trials)} trials reached the end: the scheduler stopped them all.")
+        raise RuntimeError(f"No trial reached the end: the scheduler stopped all {len(trials)}.")
     first = failed[0]
-    which = f"All {len(trials)}" if len(failed) == len(trials) else f"{len(failed)} of {len(trials)}"
-    others = "" if len(failed) == len(trials) else ", and the scheduler stopped the others"
+    others = "" if len(failed) == len(trials) else ", the scheduler stopped the others"
     raise RuntimeError(
-        f"{which} trials failed{others}. The first, {first.trial_id} at {_describe_config(first.config)}: "
-        f"{first.error_line}"
+        f"No trial reached the end: {len(failed)} of {len(trials)} failed{others}. The first, {first.trial_id} at "
+        f"{_describe_config(first.config)}: {first.error_line}"
     ) from first.error
 
 
@@ -620,12 +620,14 @@ def _better(outcome: dict[str, Any], best: dict[str, Any]) -> bool:
 
 def _cause(trial: Any) -> Exception:
     """Why the trial failed: the exception itself where it could be pickled, else one with its last words."""
-    error = trial.get_pickled_error()
-    if error is None:
-        text = (trial.get_error() or "").strip()
-        return RuntimeError(text.splitlines()[-1] if text else "unknown error")
-    cause = getattr(error, "cause", None)  # what the trial raised, without Ray's account of the way it came
-    return cause if isinstance(cause, Exception) else error
+    # As it fails the driver has its files, and storage not yet; Trial's own methods look at storage.
+    pickled, text = trial.pickled_error_file, trial.error_file
+    if pickled is not None and Path(pickled).is_file():
+        error = cloudpickle.loads(Path(pickled).read_bytes())  # written a moment ago, by this very process
+        cause = getattr(error, "cause", None)  # what the trial raised, without Ray's account of the way it came
+        return cause if isinstance(cause, Exception) else error
+    lines = Path(text).read_text(encoding="utf-8").strip().splitlines() if text and Path(text).is_file() else []
+    return RuntimeError(lines[-1] if lines else "unknown error")
 
 
 def _describe_config(config: Mapping[str, Any]) -> str:
@@ -668,14 +670,23 @@ def _warn_where_nothing_fits(resources: Mapping[str, float]) -> None:
 
 @contextmanager
 def _quiet_tune() -> Iterator[None]:
-    """Tune logs the traceback of each failed trial as it fails; here that is one line, and the recipe names it."""
-    logger = logging.getLogger("ray.tune")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    """Tune as silent as it can be: this module says a line about each trial, and the recipe names those that failed."""
+    # The traceback of each failed trial; and a line for each NaN or ∞ that TensorBoard is given, as a noise scale may be.
+    levels = {logger: logger.level for logger in map(logging.getLogger, ("ray.tune", "tensorboardX"))}
+    # Tune's newer output prints its banner at verbose=0 too; the older one obeys. Read when the search starts.
+    output = os.environ.get(_OUTPUT_ENGINE)
+    os.environ[_OUTPUT_ENGINE] = "0"
+    for logger in levels:
+        logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)
+        if output is None:
+            del os.environ[_OUTPUT_ENGINE]
+        else:
+            os.environ[_OUTPUT_ENGINE] = output
 
 
 def _workload_name(workload: Any) -> str:

@@ -6,19 +6,23 @@ FairScale's name and constructor. The split is by whole parameters, which is rig
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import LBFGS, SGD, Optimizer
 
 __all__ = ["OSS", "partition"]
 
-# Elements per broadcast: large enough for bandwidth, small enough that the flat copies stay a small part of the model.
-_BUCKET_NUMEL = 1 << 23
+# Broadcasts under way at a time: enough to keep the network busy, few enough that their flat copies stay a small part
+# of the model.
+_IN_FLIGHT = 4
+# Entries of a parameter group that are about its parameters one by one: these differ between a group and a share of it.
+_PER_PARAMETER = frozenset({"params", "param_names"})
+_EVERYONE = -1
 
 
 def partition(sizes: list[int], parts: int, loads: list[int] | None = None) -> list[int]:
@@ -51,16 +55,23 @@ class OSS(Optimizer):
         params: Parameters or groups, as for any optimizer; the same on all workers.
         optim: Class of the optimizer to shard.
         group: Process group; the default one if None. Without one, or alone in it, OSS is just the optimizer.
+        broadcast_bucket_size: Elements per broadcast; smaller parameters are sent together up to it.
+        force_broadcast_object: Accepted for FairScale's sake; the broadcasts are of plain tensors here.
         **defaults: The optimizer's hyperparameters.
     """
+
+    _bucket_numel = 1 << 23
 
     def __init__(
         self,
         params: Iterable[Any],
         optim: type[Optimizer] = SGD,
         group: dist.ProcessGroup | None = None,
+        broadcast_bucket_size: int = 1 << 23,
+        force_broadcast_object: bool = False,
         **defaults: Any,
     ) -> None:
+        self._bucket_numel = broadcast_bucket_size
         self._shard(optim(params, **defaults), group)
 
     @classmethod
@@ -70,8 +81,8 @@ class OSS(Optimizer):
         The optimizer keeps the parameter groups, and loses the state of the parameters that other workers own.
 
         Raises:
-            ValueError: It is an OSS already, or AdaScale: ``AdaScale(OSS(...))`` is the nesting, since the other way
-                round each worker would have a gain of its own.
+            ValueError: It is sharded already, or LBFGS, or AdaScale: ``AdaScale(OSS(...))`` is the nesting, since the
+                other way round each worker would have a gain of its own. Or this worker is not in the group.
         """
         self = cls.__new__(cls)
         self._shard(optimizer, group)
@@ -80,22 +91,30 @@ class OSS(Optimizer):
     def _shard(self, optimizer: Optimizer, group: dist.ProcessGroup | None) -> None:
         from .adascale import AdaScale
 
-        if isinstance(optimizer, AdaScale | OSS):
+        if isinstance(optimizer, AdaScale):
             raise ValueError(
-                f"OSS can't shard {type(optimizer).__name__}: wrap the other way round, AdaScale(OSS(...)), so that every "
-                "worker has the same gain."
-                if isinstance(optimizer, AdaScale)
-                else "The optimizer is sharded already."
+                "OSS can't shard AdaScale: wrap the other way round, AdaScale(OSS(...)), so that every worker has the "
+                "same gain."
             )
-        self._source = optimizer  # keeps the full groups, which schedulers drive
-        super().__setstate__({})
-        self.group = group
+        if isinstance(optimizer, OSS) or "_sharded" in vars(optimizer):
+            # A second split would find the state of this worker's share only.
+            raise ValueError("The optimizer is sharded already.")
+        if isinstance(optimizer, LBFGS):
+            raise ValueError(
+                "OSS can't shard LBFGS: its direction is of all parameters together, not of each by itself."
+            )
         initialized = dist.is_available() and dist.is_initialized()
+        self.group = group
         self.rank = dist.get_rank(group) if initialized else 0
         self.world_size = dist.get_world_size(group) if initialized else 1
+        if self.rank < 0:
+            raise ValueError("This worker is not in the process group that OSS is to shard over.")
+        self._source = optimizer  # keeps the full groups, which schedulers drive
+        super().__setstate__({})
+        self._trainable_loads = [0] * self.world_size
         self._loads = [0] * self.world_size
         self._owner: dict[Tensor, int] = {}
-        self._full_state: dict[str, Any] | None = None
+        self._full_state: dict[Any, Any] | None = None
 
         # The part that this worker updates: the same object but for groups and state, so that any class works, whatever
         # its constructor asks for. A scheduler's patched `step` belongs to the original.
@@ -103,24 +122,35 @@ class OSS(Optimizer):
         self._local.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
         self._local.param_groups = []
         self._local.state = defaultdict(dict)
-        self._group_of_local: list[int] = []
+        self._local.state.update({k: v for k, v in optimizer.state.items() if not isinstance(k, Tensor)})
         for index in range(len(optimizer.param_groups)):
             self._assign(index)
         optimizer.state = self._local.state
+        optimizer._sharded = True  # type: ignore[attr-defined]
 
     def _assign(self, index: int) -> None:
         """Give the parameters of full group ``index`` to their owners, and this worker its own."""
         group = self.param_groups[index]
         params: list[Tensor] = group["params"]
-        owners = partition([p.numel() for p in params], self.world_size, self._loads)
-        self._owner.update(zip(params, owners, strict=True))
-        mine = [p for p in params if self._owner[p] == self.rank]
-        for p in mine:
-            if p in self._source.state:
-                self._local.state[p] = self._source.state[p]
-        if mine:
-            self._local.param_groups.append({**group, "params": mine})
-            self._group_of_local.append(index)
+        # Frozen parameters have no state, so they must not weigh against those that have; they come second, and even
+        # out what there is when they are thawed.
+        trainable = [p for p in params if p.requires_grad]
+        frozen = [p for p in params if not p.requires_grad]
+        owners = partition([p.numel() for p in trainable], self.world_size, self._trainable_loads)
+        for p, owner in zip(trainable, owners, strict=True):
+            self._owner[p] = owner
+            self._loads[owner] += p.numel()
+        self._owner.update(
+            zip(frozen, partition([p.numel() for p in frozen], self.world_size, self._loads), strict=True)
+        )
+        # The source's state is this worker's own already where a group is added later.
+        given = {p: self._source.state.pop(p) for p in params if p in self._source.state}
+        self._local.state.update({p: state for p, state in given.items() if self.owns(p)})
+        # A group of which nothing is left stays: some optimizers keep scalars in their groups, equal on all workers.
+        local = {**group, "params": [p for p in params if self.owns(p)]}
+        if "param_names" in group:
+            local["param_names"] = [n for n, p in zip(group["param_names"], params, strict=True) if self.owns(p)]
+        self._local.param_groups.append(local)
 
     # ---- what a torch.optim.Optimizer has ------------------------------------------------------------------------
 
@@ -145,6 +175,7 @@ class OSS(Optimizer):
     @state.setter
     def state(self, value: Any) -> None:
         self._local.state = self._source.state = value
+        self._full_state = None
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -163,8 +194,8 @@ class OSS(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._source.add_param_group(param_group)
-        self._source.state = self._local.state
         self._assign(len(self.param_groups) - 1)
+        self._full_state = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._source.zero_grad(set_to_none=set_to_none)
@@ -176,13 +207,14 @@ class OSS(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for local, index in zip(self._local.param_groups, self._group_of_local, strict=True):
-            local.update({k: v for k, v in self.param_groups[index].items() if k != "params"})
-        if self._local.param_groups:
-            self._local.step()
-        for local, index in zip(self._local.param_groups, self._group_of_local, strict=True):
-            # Some optimizers keep scalars of their own in the groups.
-            self.param_groups[index].update({k: v for k, v in local.items() if k != "params"})
+        for local, group in zip(self._local.param_groups, self.param_groups, strict=True):
+            local.update(_hyperparameters(group))
+        # What torch's schedulers look for: one that was built on the wrapped optimizer patched a step() that nobody
+        # calls any more, and would warn that the optimizer had not stepped before it.
+        self._source._opt_called = True  # type: ignore[attr-defined]
+        self._local.step()
+        for local, group in zip(self._local.param_groups, self.param_groups, strict=True):
+            group.update(_hyperparameters(local))  # some optimizers keep scalars of their own in the groups
         self._broadcast_params()
         self._full_state = None
         return loss
@@ -190,38 +222,49 @@ class OSS(Optimizer):
     def _broadcast_params(self) -> None:
         if self.world_size == 1:
             return
-        work = []
+        under_way: deque[tuple[int, list[Tensor], Tensor, Any]] = deque()
         for owner, params in self._buckets():
-            numel = sum(p.numel() for p in params)
-            if owner == self.rank:
+            if len(under_way) == _IN_FLIGHT:
+                self._receive(*under_way.popleft())
+            if len(params) == 1 and params[0].is_contiguous():
+                flat = params[0].detach().view(-1)  # in place
+            elif owner == self.rank:
                 flat = torch.cat([p.detach().reshape(-1) for p in params])
             else:
-                flat = torch.empty(numel, dtype=params[0].dtype, device=params[0].device)
-            work.append((owner, params, flat, self._broadcast(flat, owner, async_op=True)))
-        for owner, params, flat, handle in work:
-            handle.wait()
-            if owner != self.rank:
-                for p, chunk in zip(params, flat.split([p.numel() for p in params]), strict=True):
-                    p.copy_(chunk.view(p.shape))
+                flat = params[0].new_empty(sum(p.numel() for p in params))
+            under_way.append((owner, params, flat, self._broadcast(flat, owner, async_op=True)))
+        while under_way:
+            self._receive(*under_way.popleft())
 
-    def _broadcast(self, tensor: Tensor, owner: int, *, async_op: bool = False) -> Any:
-        source = owner if self.group is None else dist.get_global_rank(self.group, owner)
-        return dist.broadcast(tensor, source, group=self.group, async_op=async_op)
+    def _receive(self, owner: int, params: list[Tensor], flat: Tensor, handle: Any) -> None:
+        handle.wait()
+        if owner != self.rank and flat.data_ptr() != params[0].data_ptr():
+            for p, chunk in zip(params, flat.split([p.numel() for p in params]), strict=True):
+                p.copy_(chunk.view(p.shape))
+
+    def _broadcast(self, flat: Tensor, owner: int, *, async_op: bool = False) -> Any:
+        # As bytes: no backend knows every dtype.
+        return dist.broadcast(flat.view(torch.uint8), self._global(owner), group=self.group, async_op=async_op)
+
+    def _global(self, rank: int) -> int:
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     def _buckets(self) -> list[tuple[int, list[Tensor]]]:
-        """Trainable parameters by owner, dtype and device, cut into runs of about ``_BUCKET_NUMEL`` elements."""
-        open_buckets: dict[tuple[Any, ...], list[Tensor]] = {}
+        """Parameters that a step may change, by owner, dtype and device, in runs of about ``_bucket_numel`` elements."""
         buckets: list[tuple[int, list[Tensor]]] = []
+        current: dict[tuple[Any, ...], tuple[list[Tensor], int]] = {}
         for group in self.param_groups:
             for p in group["params"]:
-                if not p.requires_grad or p.numel() == 0:
+                # Optimizers go by the gradient: one that was left behind when the parameter was frozen still counts.
+                if not (p.requires_grad or p.grad is not None) or p.numel() == 0:
                     continue
                 key = (self._owner[p], p.dtype, p.device)
-                bucket = open_buckets.get(key)
-                if bucket is None or sum(q.numel() for q in bucket) + p.numel() > _BUCKET_NUMEL:
-                    bucket = open_buckets[key] = []
+                bucket, numel = current.get(key, ([], 0))
+                if not bucket or numel + p.numel() > self._bucket_numel:
+                    bucket, numel = [], 0
                     buckets.append((self._owner[p], bucket))
                 bucket.append(p)
+                current[key] = bucket, numel + p.numel()
         return buckets
 
     # ---- state ---------------------------------------------------------------------------------------------------
@@ -230,56 +273,63 @@ class OSS(Optimizer):
         """Collect the full state on one worker, for :meth:`state_dict` there. Collective; peaks at one full copy there.
 
         Args:
-            recipient_rank: Rank in the process group.
+            recipient_rank: Rank in the process group; −1 for all of them.
         """
+        if not _EVERYONE <= recipient_rank < self.world_size:
+            raise ValueError(
+                f"Invalid {recipient_rank=}. Must be one of the {self.world_size} ranks in the process group, or -1 for all."
+            )
         self._full_state = None
-        states: dict[int, dict[str, Any]] = {}
-        params = [p for group in self.param_groups for p in group["params"]]
-        described: list[Any] = [None] * self.world_size
+        params = self._params()
         mine = {
-            i: {k: _describe(v) for k, v in self.state[p].items()}
+            i: {name: _describe(value) for name, value in self.state[p].items()}
             for i, p in enumerate(params)
-            if self.owns(p) and p in self.state
+            if p in self.state
         }
+        described: list[dict[int, dict[Any, _Description]]] = [mine] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(described, mine, group=self.group)
-        else:
-            described = [mine]
+        receives = recipient_rank in (self.rank, _EVERYONE)
+        states: dict[Any, Any] = {}
         for owner, entries in enumerate(described):
             for i, entry in entries.items():
                 for name, description in entry.items():
                     value = self._move_to(recipient_rank, owner, params[i], name, description)
-                    if self.rank == recipient_rank:
+                    if receives:
                         states.setdefault(i, {})[name] = value
-        if self.rank == recipient_rank:
-            groups = []
-            start = 0
-            for group in self.param_groups:
-                entry = {k: copy.copy(v) for k, v in group.items() if k != "params"}
-                entry["params"] = list(range(start, start + len(group["params"])))
-                start += len(group["params"])
-                groups.append(entry)
-            self._full_state = {"state": states, "param_groups": groups}
+        if receives:
+            states.update({k: _copy(v) for k, v in self.state.items() if not isinstance(k, Tensor)})
+            self._full_state = states
 
-    def _move_to(self, recipient: int, owner: int, param: Tensor, name: str, description: Any) -> Any:
+    def _move_to(self, recipient: int, owner: int, param: Tensor, name: Any, description: _Description) -> Any:
         """One state entry from its owner to the recipient: a copy, on the CPU where the state is."""
         kind, payload = description
         if kind != "tensor":
-            return payload
-        shape, dtype, device = payload
+            return copy.deepcopy(payload)
+        shape, stride, dtype, device = payload
         source = self.state[param][name].detach() if owner == self.rank else None
-        if owner == recipient:
+        if owner == recipient or self.world_size == 1:
             return None if source is None else source.clone()
+        if source is None and recipient not in (self.rank, _EVERYONE):
+            return None
         # NCCL moves device tensors only; a CPU scalar such as Adam's step rides on the parameter's device.
-        carrier = param.device
-        to_global = (lambda r: r) if self.group is None else (lambda r: dist.get_global_rank(self.group, r))
+        carrier = (
+            torch.empty(shape, dtype=dtype, device=param.device)
+            if source is None
+            else source.to(param.device).contiguous()
+        )
+        if carrier.numel() == 0:
+            pass
+        elif recipient == _EVERYONE:
+            self._broadcast(carrier.view(-1), owner)
+        elif source is not None:
+            dist.send(carrier.view(-1).view(torch.uint8), self._global(recipient), group=self.group)
+        else:
+            dist.recv(carrier.view(-1).view(torch.uint8), self._global(owner), group=self.group)
         if source is not None:
-            dist.send(source.to(carrier).contiguous(), to_global(recipient), group=self.group)
-        elif self.rank == recipient:
-            buffer = torch.empty(shape, dtype=dtype, device=carrier)
-            dist.recv(buffer, to_global(owner), group=self.group)
-            return buffer.to(device) if device == "cpu" else buffer
-        return None
+            return source.clone() if recipient == _EVERYONE else None
+        place = torch.device("cpu") if device == "cpu" else param.device
+        return torch.empty_strided(shape, stride, dtype=dtype, device=place).copy_(carrier)
 
     def state_dict(self) -> dict[str, Any]:
         """The full state, as the unsharded optimizer would give it; independent of the number of workers.
@@ -287,44 +337,79 @@ class OSS(Optimizer):
         Raises:
             RuntimeError: :meth:`consolidate_state_dict` was not called on this worker since the last step.
         """
-        if self.world_size == 1 and self._full_state is None:
-            self.consolidate_state_dict(0)
+        if self.world_size == 1:
+            self.consolidate_state_dict()
         if self._full_state is None:
             raise RuntimeError(
                 "The optimizer state is sharded. Call consolidate_state_dict(recipient_rank) on all workers after the last "
                 "step, then state_dict() on the recipient; or checkpoint each share with ray_adascale.checkpoint."
             )
-        return self._full_state
+        # The groups as they are now: a scheduler may have moved the LR since.
+        return {"state": self._full_state, "param_groups": _packed(self.param_groups)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a full state on every worker; each keeps its share. The argument is left as it is."""
-        params = [p for group in self.param_groups for p in group["params"]]
-        indices = [i for group in state_dict["param_groups"] for i in group["params"]]
-        if len(indices) != len(params):
-            raise ValueError(f"The state dict has {len(indices)} parameters, the optimizer {len(params)}.")
-        where = dict(zip(params, indices, strict=True))
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({k: copy.copy(v) for k, v in saved.items() if k != "params"})
-        state = {}
-        groups = []
-        start = 0
-        for local, index in zip(self._local.param_groups, self._group_of_local, strict=True):
-            count = len(local["params"])
-            hyperparameters = {k: v for k, v in self.param_groups[index].items() if k != "params"}
-            groups.append({**hyperparameters, "params": list(range(start, start + count))})
-            for offset, p in enumerate(local["params"]):
-                if where[p] in state_dict["state"]:
-                    state[start + offset] = state_dict["state"][where[p]]
-            start += count
-        self._local.load_state_dict({"state": state, "param_groups": groups})
-        self._source.state = self._local.state
-        self._full_state = None
+        """Load a full state on every worker; each keeps a copy of its share. The argument is left as it is.
+
+        Raises:
+            ValueError: The groups differ in number or size.
+        """
+        saved_groups = state_dict["param_groups"]
+        saved_sizes = [len(group["params"]) for group in saved_groups]
+        sizes = [len(group["params"]) for group in self.param_groups]
+        if saved_sizes != sizes:
+            raise ValueError(
+                f"The state dict has parameter groups of {saved_sizes} parameters, the optimizer of {sizes} parameters."
+            )
+        saved = state_dict["state"]
+        where = dict(zip(self._params(), [i for group in saved_groups for i in group["params"]], strict=True))
+        for group, other in zip(self.param_groups, saved_groups, strict=True):
+            group.update({k: _copy(v) for k, v in other.items() if k != "params"})
+        for local, group in zip(self._local.param_groups, self.param_groups, strict=True):
+            local.update(_hyperparameters(group))
+        mine = [p for group in self._local.param_groups for p in group["params"]]
+        state = {i: _copy(saved[where[p]]) for i, p in enumerate(mine) if where[p] in saved}
+        numbers = set(where.values())
+        state.update({k: _copy(v) for k, v in saved.items() if k not in numbers})
+        self._local.load_state_dict({"state": state, "param_groups": _packed(self._local.param_groups)})
+        self.state = self._local.state
+
+    def _params(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("OSS belongs to a process group and can't be pickled or copied; use its state_dict().")
 
 
-def _describe(value: Any) -> tuple[str, Any]:
+_Description = tuple[str, Any]
+
+
+def _describe(value: Any) -> _Description:
+    """What the other workers need to know of a state entry; the value itself unless it is a tensor."""
     if isinstance(value, Tensor):
-        return "tensor", (tuple(value.shape), value.dtype, value.device.type)
+        # Strides as a clone has them.
+        dense = torch.empty_like(value, device="meta")
+        return "tensor", (tuple(value.shape), dense.stride(), value.dtype, value.device.type)
     return "value", value
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {k: _copy(v) for k, v in value.items()}
+    return copy.deepcopy(value)
+
+
+def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in group.items() if k not in _PER_PARAMETER}
+
+
+def _packed(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Groups as in a state dict: numbers in place of parameters, and nothing that aliases the live ones."""
+    packed = []
+    start = 0
+    for group in groups:
+        numbers = list(range(start, start + len(group["params"])))
+        packed.append({**{k: _copy(v) for k, v in group.items() if k != "params"}, "params": numbers})
+        start += len(numbers)
+    return packed

@@ -1,8 +1,9 @@
 """An optimizer's state as named tensors for a checkpoint, whatever the sharding, and back.
 
 State of a parameter's shape is stored flattened under ``optim/<parameter>/<name>``, so that any later split, by element
-or by parameter, is a run of the same logical tensor. Other tensors and numbers keep their shape and kind, under
-``optim.tensor/``, ``optim.int/``, ``optim.float/`` and ``optim.bool/``. Hyperparameters are JSON and travel apart.
+or by parameter, is a run of the same logical tensor. Other tensors, numbers and None keep their shape and kind, under
+``optim.tensor/``, ``optim.int/``, ``optim.float/``, ``optim.bool/`` and ``optim.none/``. Hyperparameters are JSON and
+travel apart.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +24,13 @@ from .oss import OSS
 
 __all__ = ["hyperparameters", "load_hyperparameters", "load_optimizer", "optimizer_tensors", "parameter_names"]
 
-_NUMBERS: dict[str, type] = {"optim.int": int, "optim.float": float, "optim.bool": bool}
-_DTYPES = {int: torch.int64, float: torch.float64, bool: torch.bool}
+# In this order, since a bool is an int.
+_NUMBERS: dict[str, tuple[type, torch.dtype]] = {
+    "optim.bool": (bool, torch.bool),
+    "optim.int": (int, torch.int64),
+    "optim.float": (float, torch.float64),
+}
+_KINDS = frozenset({"optim", "optim.tensor", "optim.none", *_NUMBERS})
 # How a step is computed, not what: these follow the machine at hand.
 _IMPLEMENTATION = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 
@@ -32,7 +39,8 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]
     """The name of each of the optimizer's parameters: the model's own, or its place for one that is not the model's."""
     names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    return {p: names.get(p, f"parameter.{i}") for i, p in enumerate(params)}
+    # No module can have a parameter with an empty part in its name.
+    return {p: names.get(p, f".{i}") for i, p in enumerate(params)}
 
 
 def _inner(optimizer: Optimizer) -> Optimizer:
@@ -51,47 +59,65 @@ def optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict
     """This worker's part of the optimizer state, by key. The tensors are the live ones.
 
     Raises:
-        TypeError: The state holds something that is neither a tensor nor a number.
+        TypeError: The state holds something that is neither a tensor nor a number nor None, or that is not of a
+            parameter.
     """
     sharded = isinstance(_inner(optimizer), OSS)
     holder, params = _held(optimizer)
+    for key in holder.state:
+        if not isinstance(key, Tensor):
+            raise _unsupported(holder, repr(key), "it belongs to no parameter")
     out: dict[str, Tensor | TensorShard] = {}
     for p in params:
         for name, value in holder.state.get(p, {}).items():
-            place = f"{names[p]}/{name}"
+            if not isinstance(name, str):
+                raise _unsupported(holder, repr(name), "its name is not a string")
+            place = f"{names[p]}/{quote(name, safe='')}"
             if isinstance(value, Tensor):
                 if value.shape == p.shape and p.dim() > 0:
                     flat = value.detach().reshape(-1)
                     out[f"optim/{place}"] = TensorShard(flat, 0, flat.numel()) if sharded else flat
                 else:
                     out[f"optim.tensor/{place}"] = value.detach()
-            elif isinstance(value, bool | int | float):
-                kind = next(k for k, t in _NUMBERS.items() if type(value) is t)
-                out[f"{kind}/{place}"] = torch.tensor(value, dtype=_DTYPES[type(value)])
-            elif value is not None:
-                raise TypeError(
-                    f"Can't checkpoint the state {name!r} of {type(holder).__name__}: it is a {type(value).__name__}, and "
-                    "only tensors and numbers go into a checkpoint."
-                )
+            elif value is None:
+                out[f"optim.none/{place}"] = torch.zeros((), dtype=torch.bool)
+            else:
+                kind = next((kind for kind, (of, _) in _NUMBERS.items() if isinstance(value, of)), None)
+                if kind is None or (kind == "optim.int" and not -(2**63) <= value < 2**63):
+                    raise _unsupported(holder, f"{name!r} of {names[p]}", f"it is a {type(value).__name__}")
+                out[f"{kind}/{place}"] = torch.tensor(value, dtype=_NUMBERS[kind][1])
     return out
 
 
+def _unsupported(optimizer: Optimizer, what: str, why: str) -> TypeError:
+    return TypeError(
+        f"Can't checkpoint the state {what} in {type(optimizer).__name__}: {why}, and only tensors, numbers of up to "
+        "64 bits and None, for each parameter by name, go into a checkpoint."
+    )
+
+
 def load_optimizer(directory: str | Path, optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
-    """Reads this worker's part of the state, for whatever split the optimizer has now. Not collective."""
+    """Reads this worker's part of the state, for whatever split the optimizer has now. Not collective.
+
+    Raises:
+        CheckpointError: A parameter has another number of elements there.
+    """
     holder, params = _held(optimizer)
-    index = checkpoint.tensor_index(directory)
     by_name = {names[p]: (i, p) for i, p in enumerate(params)}
     into: dict[str, Tensor] = {}
     places: list[tuple[str, int, str, Tensor]] = []
-    for key, info in index.items():
+    for key, info in checkpoint.tensor_index(directory).items():
         kind, _, rest = key.partition("/")
-        if kind not in {"optim", "optim.tensor", *_NUMBERS}:
-            continue
         name, _, entry = rest.rpartition("/")
-        if name in by_name:
-            i, p = by_name[name]
-            into[key] = torch.empty(info.shape, dtype=info.dtype, device=p.device if kind == "optim" else "cpu")
-            places.append((key, i, entry, p))
+        if kind not in _KINDS or name not in by_name:
+            continue
+        i, p = by_name[name]
+        if kind == "optim" and info.shape.numel() != p.numel():
+            raise checkpoint.CheckpointError(
+                f"{directory}, key {key!r}: holds {info.shape.numel()} elements, and {name} has {p.numel()}."
+            )
+        into[key] = torch.empty(info.shape, dtype=info.dtype, device=p.device if kind == "optim" else "cpu")
+        places.append((key, i, unquote(entry), p))
     checkpoint.load(directory, into)
     state: dict[int, dict[str, Any]] = {}
     for key, i, entry, p in places:
@@ -99,14 +125,33 @@ def load_optimizer(directory: str | Path, optimizer: Optimizer, names: Mapping[T
         value: Any = into[key]
         if kind == "optim":
             value = value.view(p.shape)
+            if not p.is_contiguous():  # strides as the optimizer made them, which fused kernels insist on
+                value = torch.empty_like(p, dtype=value.dtype, requires_grad=False).copy_(value)
+        elif kind == "optim.none":
+            value = None
         elif kind in _NUMBERS:
             value = value.item()
         state.setdefault(i, {})[entry] = value
     # The optimizer's own loader puts each entry where it wants it (Adam's step, for one).
     holder.load_state_dict({"state": state, "param_groups": holder.state_dict()["param_groups"]})
+    _restore_dtypes(holder, params, state)
     inner = _inner(optimizer)
     if isinstance(inner, OSS):
         inner.state = holder.state
+
+
+def _restore_dtypes(optimizer: Optimizer, params: list[Tensor], saved: dict[int, dict[str, Any]]) -> None:
+    """torch's loader casts state to the parameter's dtype, which loses float32 averages of bfloat16 weights, and counts.
+
+    An optimizer with a loader of its own knows better what it wants, and "step" is the one entry that torch leaves alone.
+    """
+    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+        return
+    for i, entries in saved.items():
+        live = optimizer.state[params[i]]
+        for name, value in entries.items():
+            if name != "step" and isinstance(value, Tensor) and live[name].dtype != value.dtype:
+                live[name] = value.to(live[name].device)
 
 
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -140,8 +185,10 @@ def load_hyperparameters(optimizer: Optimizer, groups: list[dict[str, Any]]) -> 
             live = group.get(key)
             if isinstance(live, Tensor):
                 live.fill_(value)
+            elif isinstance(value, list) and not isinstance(live, list):
+                group[key] = tuple(value)  # JSON knows lists only
             else:
-                group[key] = tuple(value) if isinstance(value, list) else value
+                group[key] = value
 
 
 def _is_json(value: Any) -> bool:

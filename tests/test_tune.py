@@ -1,0 +1,345 @@
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ray import tune
+from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, PopulationBasedTraining, TrialScheduler
+from ray.tune.search import BasicVariantGenerator, Searcher
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from ray_adascale import AdaScaleConfig, Recipe, Workload, tune_recipe
+from ray_adascale.data import epoch_order
+from ray_adascale.probe import probe_noise
+from ray_adascale.schedule import EffectiveSchedule
+from ray_adascale.tune import _describe_config, _grid_size, _workload_name
+from ray_adascale.workload import build, resolve
+
+B0, T, LENGTH, DIM = 16, 200, 72, 8  # 4.5 base steps an epoch: batches run across borders
+
+
+def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    x, y = batch
+    # Draws from the generator in each pass: a probe that did not put it back would change the training.
+    return (model(x + 1e-3 * torch.randn_like(x)) - y).square().mean()
+
+
+def linear(config: dict[str, Any]) -> Workload:
+    """A linear regression whose residuals are nearly all noise, of variance 1."""
+    generator = torch.Generator().manual_seed(1)
+    x, truth = torch.randn(LENGTH, DIM, generator=generator), torch.linspace(-0.3, 0.3, DIM)
+    y = (x @ truth + torch.randn(LENGTH, generator=generator)).unsqueeze(1)
+    model = nn.Linear(DIM, 1, bias=False)
+    lr = config.pop("lr")
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.5)
+    sick = math.nan if lr == 0.5 else 1.0
+    return Workload(
+        model=model,
+        optimizer=optimizer,
+        scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.5),
+        scheduler_unit="epoch",
+        train_dataset=TensorDataset(x, y),
+        loss_fn=loss_fn,
+        # In float64 from the weights alone: another last bit of any weight is another error.
+        evaluate=lambda model: {"error": sick * (model.weight[0].double() - truth.double()).square().sum().item()},
+        metric=config.get("metric", "error"),
+        mode="min",
+    )
+
+
+def batch_of_step(workload: Workload, step: int, seed: int) -> list[Tensor]:
+    """What step ``step`` (from 0) trains on: the epochs' orders, one after the other, cut into batches."""
+    epochs = (step + 1) * B0 // LENGTH + 1
+    order = torch.cat([epoch_order(LENGTH, seed=seed, epoch=epoch) for epoch in range(epochs)])
+    rows = order[step * B0 : (step + 1) * B0]
+    return [tensor[rows] for tensor in workload.train_dataset.tensors]
+
+
+def plain_loop(hyperparameters: dict[str, Any], seed: int) -> float:
+    """The base run as anybody would write it."""
+    torch.manual_seed(seed)
+    workload = build(linear, hyperparameters)
+    calls = 0
+    assert workload.scheduler is not None
+    assert workload.evaluate is not None
+    for step in range(T):
+        while calls < step * B0 // LENGTH:
+            workload.scheduler.step()
+            calls += 1
+        workload.optimizer.zero_grad()
+        workload.loss_fn(workload.model, batch_of_step(workload, step, seed)).backward()
+        workload.optimizer.step()
+    return workload.evaluate(workload.model)["error"]
+
+
+@pytest.fixture(scope="module")
+def searched(ray_session: Path) -> Recipe:
+    """Four trials, two of which fail: SGD refuses a negative LR, and with 0.5 the metric is NaN."""
+    return tune_recipe(
+        linear,
+        {"lr": tune.grid_search([5e-5, 0.02, -1.0, 0.5])},
+        base_batch_size=B0,
+        total_steps=T,
+        num_samples=1,
+        scheduler=None,
+        seed=3,
+        probe_every=10,
+        storage_path=ray_session,
+        verbose=0,
+    )
+
+
+@pytest.mark.ray
+def test_recipe_says_what_was_found_and_how(searched: Recipe, tmp_path: Path) -> None:
+    assert searched.hyperparameters == {"lr": 0.02}
+    assert (searched.base_batch_size, searched.total_steps, searched.seed) == (B0, T, 3)
+    assert (searched.base_steps_per_epoch, searched.scheduler_unit) == (LENGTH / B0, "epoch")
+    assert (searched.metric, searched.mode) == ("error", "min")
+    assert searched.workload == "tests.test_tune:linear"
+    assert searched.versions["torch"] == torch.__version__
+    found = searched.search
+    assert (found["num_samples"], found["completed"], found["stopped_early"]) == (1, 2, 0)
+    assert (found["search_alg"], found["scheduler"]) == ("random", None)
+    assert found["wall_s"] > 0
+    searched.save(tmp_path / "recipe.json")
+    assert Recipe.load(tmp_path / "recipe.json") == searched
+
+
+@pytest.mark.ray
+def test_failed_trials_are_named_and_the_others_go_on(searched: Recipe) -> None:
+    failed = {entry["trial"]: entry["error"] for entry in searched.search["failed"]}
+    assert searched.search["best_trial"] not in failed
+    by_config, by_metric = sorted(failed.values(), key=lambda error: error.startswith("FloatingPointError"))
+    assert re.match("ValueError: Invalid learning rate", by_config)
+    assert re.match(r"FloatingPointError: error is nan at effective step 20 of 200\.$", by_metric)
+
+
+@pytest.mark.ray
+def test_trial_is_bit_identical_to_a_plain_loop(searched: Recipe) -> None:
+    assert searched.score == plain_loop({"lr": 0.02}, seed=3)
+    assert searched.score < plain_loop({"lr": 5e-5}, seed=3)
+
+
+@pytest.mark.ray
+def test_lr_curve_is_the_schedule_of_the_winner(searched: Recipe) -> None:
+    workload = build(linear, searched.hyperparameters)
+    schedule = EffectiveSchedule(
+        workload.optimizer, workload.scheduler, unit="epoch", base_steps_per_epoch=LENGTH / B0, total_steps=T
+    )
+    assert searched.lr_curve == schedule.curve(T)
+    assert len(searched.lr_curve[0]) == 45  # the last step begins in epoch 44
+
+
+@pytest.mark.ray
+def test_noise_is_probed_on_every_tenth_step(searched: Recipe) -> None:
+    assert [probe.effective_steps for probe in searched.noise] == list(range(0, T, 10))
+    # Exactly the first one: the same weights, the same batch, the same draws.
+    torch.manual_seed(3)
+    workload = build(linear, searched.hyperparameters)
+    first = probe_noise(workload.model, loss_fn, batch_of_step(workload, 0, seed=3))
+    assert (searched.noise[0].sigma2, searched.noise[0].mu2) == first
+    # Of all, the mean: the gradient of an example is -2·residual·x, so σ² = 4·E[residual²·‖x‖²]/B0, here with the
+    # residuals of the least-squares fit. A probe is off by 60 % (8 dimensions, two halves), the mean of 20 by 13 %;
+    # three of those.
+    x, y = (tensor.double() for tensor in workload.train_dataset.tensors)
+    residual = y - x @ torch.linalg.lstsq(x, y).solution
+    expected = 4 * (residual.square() * x.square().sum(1, keepdim=True)).mean().item() / B0
+    assert sum(probe.sigma2 for probe in searched.noise) / 20 == pytest.approx(expected, rel=0.4)
+
+
+FILE = """
+import torch
+from torch import nn
+from ray_adascale import Workload
+
+def loss_fn(model, x):
+    return (model(x) - TARGET).square().mean()
+
+TARGET = 1.0
+
+def workload(config):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"])
+    return Workload(model=model, optimizer=optimizer, train_dataset=torch.ones(64, 2), loss_fn=loss_fn)
+"""
+
+
+class ListSearcher(Searcher):
+    """Suggests the LRs of a list, one trial at a time."""
+
+    def __init__(self, lrs: list[float]) -> None:
+        super().__init__()
+        self.lrs = lrs
+        self.results: list[float] = []
+
+    def set_search_properties(self, metric: str | None, mode: str | None, config: dict[str, Any], **spec: Any) -> bool:
+        self._metric, self._mode = metric, mode
+        return True
+
+    def suggest(self, trial_id: str) -> dict[str, Any] | str:
+        return {"lr": self.lrs.pop(0)} if self.lrs else Searcher.FINISHED
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        assert result is not None
+        self.results.append(result[self.metric])
+
+
+@pytest.mark.ray
+def test_asha_stops_what_lags_with_any_searcher_and_a_workload_from_a_file(
+    ray_session: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Ray runs already, so its workers have never heard of this folder: the function travels with its code.
+    (tmp_path / "a_workload_of_mine.py").write_text(FILE)
+    searcher = ListSearcher([0.1, 1e-5, 1e-4])
+    recipe = tune_recipe(
+        resolve(f"{tmp_path / 'a_workload_of_mine.py'}:workload"),
+        {"unused": 1},
+        base_batch_size=8,
+        total_epochs=10,
+        num_samples=3,
+        search_alg=searcher,
+        max_concurrent_trials=1,  # in order: whoever reaches a rung first goes on, however bad
+        storage_path=ray_session,
+    )
+    assert recipe.total_steps == 80
+    assert recipe.hyperparameters["lr"] == 0.1
+    assert recipe.scheduler_unit is None
+    assert recipe.lr_curve == [[0.1]]
+    assert recipe.metric == "loss"
+    assert recipe.score < 1e-3
+    assert (recipe.search["completed"], recipe.search["stopped_early"]) == (1, 2)
+    assert (recipe.search["search_alg"], recipe.search["scheduler"]) == ("ListSearcher", "asha")
+    assert recipe.workload == f"{tmp_path / 'a_workload_of_mine.py'}:workload"
+    assert searcher.results[0] == -recipe.score
+    assert max(searcher.results) == searcher.results[0]
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = err.splitlines()
+    assert re.fullmatch(r"trial 1 of 3: loss \S+ at unused=1, lr=0.1 \(best \S+\)", lines[0]), lines
+    assert lines[1] == "trial 2 of 3: stopped early at unused=1, lr=1e-05, at effective step 16 of 80"
+    assert len(lines) == 3
+
+
+class PauseOnce(FIFOScheduler):
+    """Pauses every trial at its third report, as HyperBand may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paused: set[str] = set()
+
+    def on_trial_result(self, controller: Any, trial: Any, result: dict[str, Any]) -> str:
+        if result["training_iteration"] == 3 and trial.trial_id not in self.paused:
+            self.paused.add(trial.trial_id)
+            return TrialScheduler.PAUSE
+        return TrialScheduler.CONTINUE
+
+
+@pytest.mark.ray
+def test_paused_trial_resumes_where_it_was(ray_session: Path) -> None:
+    scheduler = PauseOnce()
+    recipe = tune_recipe(
+        linear,
+        {"lr": tune.uniform(0.01, 0.03)},
+        base_batch_size=B0,
+        total_steps=T,
+        num_samples=1,
+        scheduler=scheduler,
+        seed=5,
+        storage_path=ray_session,
+        verbose=0,
+    )
+    assert len(scheduler.paused) == 1
+    assert recipe.hyperparameters["lr"] == np.random.default_rng(5).uniform(0.01, 0.03)
+    assert recipe.score == plain_loop(recipe.hyperparameters, seed=5)
+    assert [probe.effective_steps for probe in recipe.noise] == list(range(0, T, 20))
+    assert recipe.search["scheduler"] == "PauseOnce"
+
+
+@pytest.mark.ray
+def test_metric_that_is_not_measured_ends_the_search_at_once(
+    ray_session: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ValueError, match=r"metric='accuracy': evaluate returned 'error'\. Name one"):
+        tune_recipe(
+            linear,
+            {"lr": 0.01, "metric": "accuracy"},
+            base_batch_size=B0,
+            total_steps=T,
+            num_samples=100,
+            max_concurrent_trials=1,
+            storage_path=ray_session,
+        )
+    assert "trial" not in capsys.readouterr().err  # none has ended before, and nothing is said of those that never ran
+
+
+@pytest.mark.ray
+def test_all_trials_failed(ray_session: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"1 of 1 failed\. The first, \w+ at lr=-1: ValueError: .*learning rate"):
+        tune_recipe(
+            linear,
+            {"lr": -1.0},
+            base_batch_size=B0,
+            total_steps=T,
+            num_samples=1,
+            storage_path=ray_session,
+            verbose=0,
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"workload": "file.py:f"}, "Invalid workload of type str"),
+        ({"param_space": [1]}, "Invalid param_space of type list"),
+        ({"total_steps": None}, "total_steps=None with total_epochs=None. Give one"),
+        ({"total_epochs": 2}, "total_steps=200 with total_epochs=2. Give one"),
+        ({"total_steps": 0}, "total_steps=0"),
+        ({"base_batch_size": 0}, "base_batch_size=0"),
+        ({"num_samples": 0}, "Invalid num_samples=0"),
+        ({"probe_every": 0}, "Invalid probe_every=0"),
+        ({"seed": -1}, "Invalid seed=-1"),
+        ({"max_concurrent_trials": 0}, "Invalid max_concurrent_trials=0"),
+        ({"resources_per_trial": {"CPU": -1}}, "Invalid resources_per_trial"),
+        ({"config": {"precision": "bf16"}}, "Invalid config of type dict"),
+        ({"config": AdaScaleConfig(base_batch_size=8)}, "base_batch_size=8.: the search is given 16"),
+        ({"config": AdaScaleConfig(total_epochs=8)}, "total_epochs=8.: the search is given None"),
+        ({"scheduler": "hyperband"}, "Invalid scheduler='hyperband'. Must be 'asha', None or"),
+        ({"scheduler": PopulationBasedTraining(hyperparam_mutations={"lr": [1, 2]})}, "no single config makes"),
+        (
+            {"scheduler": AsyncHyperBandScheduler(metric="error", mode="min")},
+            "with metric='error'. Leave its metric and mode out",
+        ),
+        (
+            {"search_alg": BasicVariantGenerator(), "max_concurrent_trials": 2},
+            "Give the limit to the BasicVariantGenerator",
+        ),
+    ],
+)
+def test_mistakes_are_found_before_anything_starts(
+    changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray_adascale.tune.quiet_init", lambda: pytest.fail("Ray was started"))
+    arguments: dict[str, Any] = {
+        "workload": linear,
+        "param_space": {},
+        "base_batch_size": B0,
+        "total_steps": T,
+    } | changes
+    with pytest.raises(ValueError, match=message):
+        tune_recipe(arguments.pop("workload"), arguments.pop("param_space"), **arguments)
+
+
+def test_small_things() -> None:
+    assert (
+        _grid_size({"a": tune.grid_search([1, 2]), "b": {"c": tune.grid_search([1, 2, 3]), "d": tune.uniform(0, 1)}})
+        == 6
+    )
+    assert _describe_config({"lr": 0.123456, "layers": [1] * 50}) == f"lr=0.1235, layers={str([1] * 50)[:37]}..."
+    assert _describe_config({}) == "an empty config"
+    assert _workload_name(linear) == "tests.test_tune:linear"
