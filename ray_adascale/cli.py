@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ray-adascale: {e}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("ray-adascale: interrupted; the same command with the same --name goes on", file=sys.stderr)
+        print("ray-adascale: interrupted", file=sys.stderr)
         return 130
     except RuntimeError as e:
         print(f"ray-adascale: {e}", file=sys.stderr)
@@ -157,10 +157,27 @@ def _train(args: argparse.Namespace) -> int:
         run_config=ray.train.RunConfig(name=name, storage_path=storage),
     )
     started = time.monotonic()
-    result = trainer.fit()
+    try:
+        result = trainer.fit()
+    except ray.train.TrainingFailedError as e:
+        print(f"ray-adascale: run {name!r} failed. {_reason(e)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"ray-adascale: interrupted; the same command with --name {name} goes on", file=sys.stderr)
+        return 130
     print(_summary(result.metrics, time.monotonic() - started, str(result.return_value["stopped"])))
     print(f"Checkpoint: {result.checkpoint.path}")
     return 0
+
+
+def _reason(error: Exception) -> str:
+    """What a worker said, where one did: the first line of the first failure, which is what a user can act on."""
+    failures: dict[int, Exception] = getattr(error, "worker_failures", {})
+    if not failures:
+        return str(error)
+    rank, failure = min(failures.items())
+    # Ray puts the remote traceback before the exception's own text.
+    return f"Worker {rank}: {str(failure).strip().splitlines()[-1]}"
 
 
 def _workers(text: str) -> int | tuple[int, int]:

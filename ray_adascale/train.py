@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import random
 import shutil
+import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -277,15 +279,28 @@ class AdaScaleTrainer(TorchTrainer):
         Raises:
             ray.train.TrainingFailedError: A worker failed more often than ``FailureConfig`` allows. The last checkpoint
                 stays usable: the same call resumes from it.
+            KeyboardInterrupt: Ctrl-C; the workers have ended, and the same call resumes.
         """
         if not self._progress:
-            return super().fit()
+            return self._fit()
         quiet_init()
         board = _Board.remote()  # type: ignore[attr-defined]
         self._settings["board"] = board
         try:
             with ProgressLine(lambda: ray.get(board.get.remote(), timeout=5), label=f"{self.run_config.name}: "):
-                return super().fit()
+                return self._fit()
         finally:
             self._settings["board"] = None
             ray.kill(board)
+
+    def _fit(self) -> ray.train.Result:
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        handler = signal.getsignal(signal.SIGINT) if in_main_thread else None
+        try:
+            return super().fit()
+        except SystemExit as e:
+            # Ray's own handler of Ctrl-C aborts the workers and then exits with 0, as if the run had ended well.
+            raise KeyboardInterrupt from e
+        finally:
+            if handler is not None:
+                signal.signal(signal.SIGINT, handler)  # Ray leaves its own behind
