@@ -70,6 +70,8 @@ class AdaScale(Optimizer):
         base_batch_size: B0 in examples; with ``batch_size`` it gives the scale.
         batch_size: B in examples, over all workers and passes.
         rule: Maps a :class:`RuleInput` to (LR factor, clock increment). Default: AdaScale's (r, r).
+        precondition: Maps (parameter, gradient) to what norms are taken of, for statistics in another metric than the
+            Euclidean one. Costs a copy of one gradient at a time.
 
     Raises:
         ValueError: An argument is out of its range, or the optimizer is wrapped already.
@@ -95,6 +97,7 @@ class AdaScale(Optimizer):
         base_batch_size: float | None = None,
         batch_size: float | None = None,
         rule: ScalingRule | None = None,
+        precondition: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise ValueError(f"Invalid optimizer of type {type(optimizer).__name__}. Must be a torch.optim.Optimizer.")
@@ -123,6 +126,7 @@ class AdaScale(Optimizer):
         self._window = averaging_window
         self._total_steps = total_steps
         self._single_gain = single_gain
+        self._precondition = precondition
         self._rule: ScalingRule = AdaScaleRule() if rule is None else rule
 
         self.sample_weights: Sequence[float] | None = None
@@ -150,6 +154,7 @@ class AdaScale(Optimizer):
             if scale is not None or not base_batch_size or not batch_size:
                 raise ValueError(f"Give scale, or both of {base_batch_size=} and {batch_size=}.")
             scale = batch_size / base_batch_size
+        self._base_batch_size = base_batch_size
         self.set_scale(float(self.num_samples if scale is None else scale))
 
     # ---- what a torch.optim.Optimizer has ------------------------------------------------------------------------
@@ -234,8 +239,8 @@ class AdaScale(Optimizer):
             averages = self._with(sample)
             gains, overall = self._gains(averages)
             before = self._effective_steps
-            factors = [self._apply_rule(r, before)[0] for r in gains]
-            self.lr_factor, increment = self._apply_rule(overall, before)
+            factors = [self._apply_rule(r, i)[0] for i, r in enumerate(gains)]
+            self.lr_factor, increment = self._apply_rule(overall, None)
             self._step_with(factors)
             self._averages = averages
             self._previous_gain = overall
@@ -248,9 +253,16 @@ class AdaScale(Optimizer):
         self._begin_step()
         return loss
 
-    def _apply_rule(self, r: float, effective_steps: float) -> tuple[float, float]:
+    def _apply_rule(self, r: float, group: int | None) -> tuple[float, float]:
         return self._rule(
-            RuleInput(gain=r, scale=self._scale, effective_steps=effective_steps, total_steps=self._total_steps)
+            RuleInput(
+                gain=r,
+                scale=self._scale,
+                effective_steps=self._effective_steps,
+                total_steps=self._total_steps,
+                base_batch_size=self._base_batch_size,
+                group=group,
+            )
         )
 
     def _step_with(self, factors: Sequence[float]) -> None:
@@ -405,6 +417,14 @@ class AdaScale(Optimizer):
     last_mu2 = math.nan
     """μ² of the last step alone, unaveraged."""
 
+    def group_moments(self) -> tuple[list[float], list[float]]:
+        """Averaged (σ², μ²) of each gain's group, unclipped, with the gradients in place; NaN before the first sample."""
+        averages = self._averages
+        if self._sample is not None and self._sample.finite:
+            averages = self._with(self._sample)
+        sigma2, mu2 = averages.value.tolist()
+        return sigma2, mu2
+
     def average_moments(self) -> tuple[float, float]:
         """Averaged (σ², μ²), summed over groups; NaN before the first sample."""
         if not self._has_averages():
@@ -508,7 +528,9 @@ class AdaScale(Optimizer):
             self._observer = None
         if not self._unhooked and not (self.num_samples == 1 and self._scale == 1):
             groups = [group["params"] for group in self.param_groups]
-            self._observer = HookObserver(groups, self._on_pass, local=self.num_samples > 1)
+            self._observer = HookObserver(
+                groups, self._on_pass, local=self.num_samples > 1, precondition=self._precondition
+            )
 
     @torch.no_grad()
     def _on_pass(self) -> None:

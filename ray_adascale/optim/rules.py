@@ -31,12 +31,17 @@ class RuleInput:
         scale: S.
         effective_steps: τ before this step.
         total_steps: T, or None where the optimizer is used without a schedule's end.
+        base_batch_size: B0 in examples, where it is known.
+        group: Index of the parameter group whose LR factor is asked for, with ``gain`` that group's; None: of the whole
+            optimizer, which moves the clock.
     """
 
     gain: float
     scale: float
     effective_steps: float
     total_steps: float | None = None
+    base_batch_size: float | None = None
+    group: int | None = None
 
 
 ScalingRule = Callable[[RuleInput], tuple[float, float]]

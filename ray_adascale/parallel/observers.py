@@ -101,9 +101,18 @@ class HookObserver(GradientObserver):
 
     Args:
         local: Take the norm of each gradient sample. False where only the end of the pass matters.
+        precondition: Maps (parameter, gradient) to what the norm is taken of.
     """
 
-    def __init__(self, groups: Sequence[Sequence[Tensor]], on_pass: Callable[[], None], *, local: bool = True) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Sequence[Tensor]],
+        on_pass: Callable[[], None],
+        *,
+        local: bool = True,
+        precondition: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> None:
+        self._precondition = precondition
         self._local = local
         self._on_pass = weakref.WeakMethod(on_pass) if hasattr(on_pass, "__self__") else (lambda: on_pass)
         self._params: list[Tensor] = []
@@ -136,9 +145,12 @@ class HookObserver(GradientObserver):
                 if not observer._pass_running:
                     observer._start_pass()
                 if observer._local:
-                    observer._norms[index] = _norm(grad)
+                    observer._norms[index] = observer._norm_of(index, grad)
 
         return hook
+
+    def _norm_of(self, index: int, grad: Tensor) -> Tensor:
+        return _norm(grad if self._precondition is None else self._precondition(self._params[index], grad.detach()))
 
     def _start_pass(self) -> None:
         self._pass_running = True
@@ -171,11 +183,11 @@ class HookObserver(GradientObserver):
         total = sum(p.numel() for p in self._params)
         norms: list[Tensor | None] = []
         seen = 0
-        for param in self._params:
+        for index, param in enumerate(self._params):
             middle = seen + param.numel() / 2
             seen += param.numel()
             mine = int(middle * world_size / max(total, 1)) == rank
-            norms.append(_norm(param.grad) if mine and param.grad is not None else None)
+            norms.append(self._norm_of(index, param.grad) if mine and param.grad is not None else None)
         return add_sq_norms(norms, self._group_sizes, self.device)
 
     def detach(self) -> None:
