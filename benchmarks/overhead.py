@@ -203,7 +203,8 @@ class AdaScaleKind(Kind):
 
     def build(self, model: nn.Module, place: Place) -> Stepper:
         inner = SGD(model.parameters(), **sgd_settings(place))
-        return Stepper(ddp(model, place), AdaScale(inner, num_gradients_to_accumulate=place.passes))
+        parallel = ddp(model, place)
+        return Stepper(parallel, AdaScale(inner, num_gradients_to_accumulate=place.passes, model=parallel))
 
 
 class AdaScaleOSS(Kind):
@@ -212,7 +213,8 @@ class AdaScaleOSS(Kind):
 
     def build(self, model: nn.Module, place: Place) -> Stepper:
         inner = OSS(model.parameters(), SGD, **sgd_settings(place))
-        return Stepper(ddp(model, place), AdaScale(inner, num_gradients_to_accumulate=place.passes))
+        parallel = ddp(model, place)
+        return Stepper(parallel, AdaScale(inner, num_gradients_to_accumulate=place.passes, model=parallel))
 
 
 class OSSKind(Kind):

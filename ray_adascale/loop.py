@@ -149,7 +149,6 @@ class Run:
                 self.module,
                 device_ids=[self.backend.device] if self.backend.device.type == "cuda" else None,
                 find_unused_parameters=config.find_unused_parameters,
-                gradient_as_bucket_view=True,
             )
         self._scaler = torch.amp.GradScaler(self.backend.device.type) if config.precision == "fp16" else None
         sharded = config.sharding == "oss" or (config.sharding == "auto" and workers > 1)
@@ -165,6 +164,7 @@ class Run:
             base_batch_size=self.plan.base_batch_size,
             batch_size=self.plan.global_batch_size,
             rule=make_rule(config.rule),
+            model=self.model,
         )
         self.optimizer.rider = self._rider
 
@@ -519,13 +519,13 @@ class Run:
         folder = self.backend.checkpoint_folder(self._iterations)
         if folder is None:
             return None
-        self._check_agreement()
-        rank = self.backend.rank
-        tensors: dict[str, Any] = {f"model/{key}": value for key, value in self.module.state_dict().items()}
-        tensors.update(optimizer_tensors(self.optimizer, self._names))
-        tensors.update({f"adascale/{key}": value for key, value in self.optimizer.statistics_state().items()})
-        tensors.update({f"rng/{rank}/{key}": value for key, value in capture_rng(self.backend.device).items()})
-        tensors["schedule/lr_curve"] = torch.tensor(self.lr_curve, dtype=torch.float64)
+        error: Exception | None = None
+        tensors: dict[str, Any] = {}
+        try:
+            tensors = self._tensors()
+        except Exception as e:  # raised below, once the others know that they need not wait for this worker
+            error = e
+        self._check_agreement(error)
         files = {}
         self._write_row()
         if self._trace is not None:
@@ -533,6 +533,16 @@ class Run:
             files[_TRACE] = self._trace.path
         checkpoint.save(folder, tensors, self._state(), files=files, process_group=self._control)
         return folder
+
+    def _tensors(self) -> dict[str, Any]:
+        """This worker's part of the checkpoint."""
+        rank = self.backend.rank
+        tensors: dict[str, Any] = {f"model/{key}": value for key, value in self.module.state_dict().items()}
+        tensors.update(optimizer_tensors(self.optimizer, self._names))
+        tensors.update({f"adascale/{key}": value for key, value in self.optimizer.statistics_state().items()})
+        tensors.update({f"rng/{rank}/{key}": value for key, value in capture_rng(self.backend.device).items()})
+        tensors["schedule/lr_curve"] = torch.tensor(self.lr_curve, dtype=torch.float64)
+        return tensors
 
     def _state(self) -> dict[str, Any]:
         plan: BatchPlan = self.plan
@@ -561,18 +571,29 @@ class Run:
             "versions": {"ray_adascale": __version__, "torch": torch.__version__},
         }
 
-    def _check_agreement(self) -> None:
+    def _check_agreement(self, error: Exception | None) -> None:
+        """All workers together: raises where they are at different places, or where one can't take part."""
+        if error is not None and self.plan.world_size == 1:
+            raise error
         if self.plan.world_size == 1:
             return
-        mine = torch.tensor([self.effective_steps, self.schedule.lrs[0], float(self._iterations)], dtype=torch.float64)
+        place = [self.effective_steps, self.schedule.lrs[0], float(self._iterations), float(error is not None)]
+        mine = torch.tensor(place, dtype=torch.float64)
         if self._control is None:
             mine = mine.to(self.backend.device)
         everyone = [torch.empty_like(mine) for _ in range(self.plan.world_size)]
         dist.all_gather(everyone, mine, group=self._control)
+        if error is not None:
+            raise error
+        failed = [rank for rank, row in enumerate(everyone) if row[3] != 0]
+        if failed:
+            raise RuntimeError(
+                f"No checkpoint was written: rank {failed[0]} has state that can't be saved; see its error."
+            )
         if any(not torch.equal(other, everyone[0]) for other in everyone):
             table = "; ".join(
                 f"rank {rank}: τ={tau!r}, lr={lr!r}, step={step:.0f}"
-                for rank, (tau, lr, step) in enumerate(row.tolist() for row in everyone)
+                for rank, (tau, lr, step, _) in enumerate(row.tolist() for row in everyone)
             )
             raise RuntimeError(f"Workers disagree about where the run is, so no checkpoint was written. {table}")
 

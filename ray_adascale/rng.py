@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["capture_rng", "empty_rng", "restore_rng"]
+__all__ = ["capture_rng", "empty_rng", "restore_rng", "seed_everything"]
 
 
 def capture_rng(device: torch.device) -> dict[str, Tensor]:
@@ -47,3 +47,10 @@ def restore_rng(state: Mapping[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds Python's, NumPy's global and torch's generators (the CPU's and every device's)."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import shutil
 import signal
 import tempfile
@@ -15,12 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow.fs
 import ray
 import ray.train
 import ray.train.torch
-import torch
 import torch.distributed as dist
 from ray.train.torch import TorchTrainer
 from ray.util.annotations import PublicAPI
@@ -36,7 +33,8 @@ from .config import AdaScaleConfig
 from .loop import Run
 from .progress import ProgressLine
 from .recipe import Recipe
-from .workload import WorkloadFn, build
+from .rng import seed_everything
+from .workload import WorkloadFn, build, with_unit
 
 __all__ = ["AdaScaleTrainer", "RayTrainBackend", "prepare"]
 
@@ -169,23 +167,16 @@ class _Board:
         return self._metrics
 
 
-def _seed_everything(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 (the global generator is the one that users' code draws from)
-
-
 def _train_workload(settings: dict[str, Any]) -> dict[str, Any]:
     """What each worker of an :class:`AdaScaleTrainer` runs; rank 0's return value is the result's."""
     config: AdaScaleConfig = settings["config"]
-    _seed_everything(config.seed)
+    seed_everything(config.seed)
     workload = build(settings["workload"], settings["hyperparameters"])
-    if config.scheduler_unit is None:
-        config = replace(config, scheduler_unit=workload.scheduler_unit)
+    config = with_unit(config, workload)
     backend = RayTrainBackend()
     backend.board = settings["board"]
     if backend.rank > 0:
-        _seed_everything(config.seed + backend.rank)  # the same weights everywhere, but dropout of one's own
+        seed_everything(config.seed + backend.rank)  # the same weights everywhere, but dropout of one's own
     run = Run(
         workload.model,
         workload.optimizer,

@@ -9,7 +9,6 @@ import logging
 import math
 import os
 import platform
-import random
 import shutil
 import sys
 import tempfile
@@ -23,7 +22,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import ray
 import torch
 from ray import cloudpickle, tune
@@ -46,7 +44,8 @@ from .config import AdaScaleConfig
 from .loop import Run
 from .probe import probe_noise
 from .recipe import NoiseProbe, Recipe
-from .workload import Workload, WorkloadFn, build
+from .rng import seed_everything
+from .workload import WorkloadFn, build, with_unit
 
 __all__ = ["tune_recipe"]
 
@@ -166,17 +165,11 @@ class _TuneBackend(Backend):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _seed_everything(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 (the global generator is the one that users' code draws from)
-
-
 def _run_trial(hyperparameters: dict[str, Any], settings: _Settings) -> None:
     """The base run of one config: what Tune calls, in a process that may have run other trials before."""
     gc.collect()  # a trial that was stopped leaves reference cycles behind, and its model may hang on them
     torch.set_num_threads(settings.threads)
-    _seed_everything(settings.config.seed)
+    seed_everything(settings.config.seed)
     workload = build(settings.workload, hyperparameters)
     backend = _TuneBackend(workload.metric, workload.mode, checkpoints=settings.checkpoints)
 
@@ -191,7 +184,7 @@ def _run_trial(hyperparameters: dict[str, Any], settings: _Settings) -> None:
         workload.optimizer,
         workload.scheduler,
         workload.train_dataset,
-        _with_unit(settings.config, workload),
+        with_unit(settings.config, workload),
         collate_fn=workload.collate_fn,
         evaluate=evaluate,
         backend=backend,
@@ -210,16 +203,6 @@ def _run_trial(hyperparameters: dict[str, Any], settings: _Settings) -> None:
         run.backward(loss)
         backend.add_loss(loss)
         run.step()
-
-
-def _with_unit(config: AdaScaleConfig, workload: Workload) -> AdaScaleConfig:
-    """The settings with the workload's scheduler unit; None without a scheduler, where there is nothing to count."""
-    unit = workload.scheduler_unit if workload.scheduler is not None else None
-    if config.scheduler_unit is not None and config.scheduler_unit != unit:
-        raise ValueError(
-            f"Invalid AdaScaleConfig(scheduler_unit={config.scheduler_unit!r}): the workload says {unit!r}. Leave it out."
-        )
-    return replace(config, scheduler_unit=unit)
 
 
 # ---- on the driver ---------------------------------------------------------------------------------------------------
@@ -364,7 +347,7 @@ def tune_recipe(
         resources_per_trial: What Ray reserves for a trial, ``{"CPU": 1}`` by default. With a "GPU" the trial trains on
             it. torch uses as many threads as there are CPUs.
         max_concurrent_trials: Default: as many as fit on the cluster.
-        probe_every: Optimizer steps between two probes of the noise; one costs about as much as a step.
+        probe_every: Optimizer steps between two probes of the noise; one costs as much as a step, two for tiny models.
         storage_path: Where Tune keeps results; default ``~/ray_results``.
         name: Of the search, its folder under ``storage_path``.
         verbose: 0 is silent; 1 prints a line about each finished trial to standard error.

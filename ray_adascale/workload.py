@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypeAlias
@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-__all__ = ["Workload", "WorkloadFn", "build", "resolve"]
+from .config import AdaScaleConfig
+
+__all__ = ["Workload", "WorkloadFn", "build", "resolve", "with_unit"]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -124,6 +126,16 @@ class Workload:
 
 
 WorkloadFn: TypeAlias = Callable[[dict[str, Any]], Workload]
+
+
+def with_unit(config: AdaScaleConfig, workload: Workload) -> AdaScaleConfig:
+    """The settings with the workload's scheduler unit; None without a scheduler, where there is nothing to count."""
+    unit = workload.scheduler_unit if workload.scheduler is not None else None
+    if config.scheduler_unit is not None and config.scheduler_unit != unit:
+        raise ValueError(
+            f"Invalid AdaScaleConfig(scheduler_unit={config.scheduler_unit!r}): the workload says {unit!r}. Leave it out."
+        )
+    return replace(config, scheduler_unit=unit)
 
 
 def build(workload_fn: WorkloadFn, config: dict[str, Any]) -> Workload:

@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from ray_adascale import OSS, AdaScale, LinearRule, RuleInput
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from ray_adascale import OSS, AdaScale, LinearRule, RuleInput
 
 from .reference import ReferenceAdaScale
 
@@ -53,7 +54,8 @@ def sample_gradient(model: nn.Module, batch: tuple[Tensor, Tensor], groups: list
     params = dict(twin.named_parameters())
     F.cross_entropy(twin(batch[0]), batch[1]).backward()
     return [
-        np.concatenate([params[names[id(p)]].grad.double().numpy().ravel() for p in group["params"]]) for group in groups
+        np.concatenate([params[names[id(p)]].grad.double().numpy().ravel() for p in group["params"]])
+        for group in groups
     ]
 
 
@@ -64,6 +66,7 @@ def weights(model: nn.Module) -> Tensor:
 # ---- the numbers -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("fast", [False, True], ids=["hooks", "accumulated"])
 @pytest.mark.parametrize("single_gain", [False, True])
 @pytest.mark.parametrize(
     ("ours", "theirs"),
@@ -81,12 +84,19 @@ def weights(model: nn.Module) -> Tensor:
     ids=["default", "smoothing", "paper", "floor", "clip-averages", "effective"],
 )
 def test_gains_weights_and_clock_equal_the_reference(
-    ours: dict[str, Any], theirs: dict[str, Any], single_gain: bool
+    ours: dict[str, Any], theirs: dict[str, Any], single_gain: bool, fast: bool
 ) -> None:
     model = make_model()
     n, scale = 3, 5.0  # S and n differ, as they do when base and micro-batch differ in size
     optimizer = torch.optim.SGD(two_groups(model), lr=0.05)
-    adascale = AdaScale(optimizer, scale=scale, num_gradients_to_accumulate=n, single_gain=single_gain, **ours)
+    adascale = AdaScale(
+        optimizer,
+        scale=scale,
+        num_gradients_to_accumulate=n,
+        single_gain=single_gain,
+        model=model if fast else None,
+        **ours,
+    )
     reference = ReferenceAdaScale(scale=scale, n=n, single_gain=single_gain, **theirs)
     data = batches(n * 20, 4)
     for step in range(20):
@@ -227,7 +237,9 @@ def test_rule_sets_the_factor_and_the_clock() -> None:
         return 3.0, 2.5
 
     model = make_model()
-    adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), scale=4.0, num_gradients_to_accumulate=2, rule=rule)
+    adascale = AdaScale(
+        torch.optim.SGD(model.parameters(), lr=0.1), scale=4.0, num_gradients_to_accumulate=2, rule=rule
+    )
     before = weights(model).clone()
     for batch in batches(2, 4):
         (F.cross_entropy(model(batch[0]), batch[1]) / 2).backward()
@@ -242,12 +254,19 @@ def test_rule_sets_the_factor_and_the_clock() -> None:
 # ---- several workers -------------------------------------------------------------------------------------------------
 
 
-def _ddp_against_reference(sharded: bool) -> tuple[list[float], float, float]:
-    rank, world, passes, scale = torch.distributed.get_rank(), torch.distributed.get_world_size(), 2, 6.0
+def _ddp_against_reference(
+    sharded: bool, fast: bool = False, passes: int = 2, view: bool = False
+) -> tuple[list[float], float, float]:
+    rank, world, scale = torch.distributed.get_rank(), torch.distributed.get_world_size(), 6.0
     model = make_model()
-    ddp = DistributedDataParallel(model)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=view)
     optimizer: Any = torch.optim.SGD(two_groups(model), lr=0.05, momentum=0.9)
-    adascale = AdaScale(OSS.wrap(optimizer) if sharded else optimizer, scale=scale, num_gradients_to_accumulate=passes)
+    adascale = AdaScale(
+        OSS.wrap(optimizer) if sharded else optimizer,
+        scale=scale,
+        num_gradients_to_accumulate=passes,
+        model=ddp if fast else None,
+    )
     reference = ReferenceAdaScale(scale=scale, n=world * passes)
     momentum = [0.0, 0.0]
     data = batches(world * passes * 6, 4)
@@ -281,6 +300,13 @@ def _ddp_against_reference(sharded: bool) -> tuple[list[float], float, float]:
 def test_workers_under_ddp_equal_the_reference_and_one_another(pool: Any, world: int, sharded: bool) -> None:
     results = pool(world).run(_ddp_against_reference, sharded)
     assert all(result == results[0] for result in results)
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("view", [False, True], ids=["copy", "bucket-view"])
+def test_samples_taken_from_accumulated_gradients_are_the_same(pool: Any, passes: int, view: bool) -> None:
+    results = pool(2).run(_ddp_against_reference, False, True, passes, view)
+    assert results[0] == results[1]
 
 
 def _one_rank_without_gradients() -> float:
@@ -366,7 +392,9 @@ def test_a_non_finite_gradient_changes_nothing_and_the_run_goes_on(bad: float) -
     adascale.zero_grad()
     assert adascale.last_step_skipped
     assert torch.equal(weights(model), before)
-    assert {k: v.tolist() for k, v in adascale.state_dict()["adascale"].items()} == {k: v.tolist() for k, v in state.items()}
+    assert {k: v.tolist() for k, v in adascale.state_dict()["adascale"].items()} == {
+        k: v.tolist() for k, v in state.items()
+    }
     _accumulated(model, adascale, data[6:8])
     adascale.step()
     assert not adascale.last_step_skipped
@@ -563,6 +591,23 @@ def test_tensor_learning_rate_and_an_inner_step_that_raises() -> None:
         adascale.step()
     assert optimizer.param_groups[0]["lr"] is rate
     assert adascale.effective_steps == clock
+
+
+def test_held_back_gradients_are_let_go_in_time_and_counted_once() -> None:
+    # 40 tensors of 40,000 elements: several flushes a pass, of large and of small tensors.
+    gains = []
+    for fast in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(200, 200) for _ in range(40)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        adascale = AdaScale(optimizer, scale=4.0, num_gradients_to_accumulate=3, model=model if fast else None)
+        for x in torch.randn(3, 5, 200, generator=torch.Generator().manual_seed(1)):
+            (model(x).square().mean() * 1e6).backward()
+        gains.append([adascale.gain(), *adascale.group_moments()[0]])
+        if fast:
+            assert adascale._observer._held == [[]]
+            assert adascale._observer._held_numel == 0
+    np.testing.assert_allclose(gains[0], gains[1], rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import ray.train
+
 from ray_adascale import AdaScaleConfig, Recipe, cli, cluster, train, tune
 from ray_adascale.loop import METRICS
 

@@ -21,12 +21,13 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from ray_adascale import OSS, AdaScale
-from ray_adascale.optim.oss import partition
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, StepLR
+
+from ray_adascale import OSS, AdaScale
+from ray_adascale.optim.oss import partition
 
 from .pool import ProcessPool
 
@@ -268,13 +269,32 @@ def test_more_ranks_than_parameters(pool: Pool) -> None:
     assert sorted(result[2] for result in results) == [0, 0, 1]
 
 
+class Counting(OSS):
+    """Knows how many broadcasts were under way at most."""
+
+    now = most = 0
+
+    def _broadcast(self, flat: Tensor, owner: int, *, async_op: bool = False) -> Any:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        return super()._broadcast(flat, owner, async_op=async_op)
+
+    def _receive(self, *args: Any) -> None:
+        super()._receive(*args)
+        self.now -= 1
+
+
 def _constructor() -> tuple[Tensor, Tensor]:
     model, twin = build(), build()
     train(twin, SGD(groups(twin), lr=0.1, momentum=0.9), batches(5))
     # Buckets of ten elements: several for each owner, more than are under way at a time, and of a parameter alone.
-    ours = OSS(groups(model), SGD, None, broadcast_bucket_size=10, force_broadcast_object=False, lr=0.1, momentum=0.9)
+    ours = Counting(
+        groups(model), SGD, None, broadcast_bucket_size=10, force_broadcast_object=False, lr=0.1, momentum=0.9
+    )
     assert len(ours._buckets()) > 4
     train(model, ours, batches(5))
+    # Each holds a copy of its parameters, so not all at once.
+    assert (ours.now, ours.most) == (0, 0 if ours.world_size == 1 else 4)
     # FairScale's default class.
     assert isinstance(OSS(build().parameters(), lr=0.1).optim, SGD)
     assert "SGD" in repr(ours)
@@ -287,8 +307,9 @@ def test_builds_the_optimizer_as_fairscale_does(pool: Pool, world_size: int) -> 
 
 
 def _other_layouts() -> tuple[Tensor, Tensor]:
-    """Channels-last, transposed, complex and integer-like dtypes go through the broadcast unharmed."""
+    """Channels-last, transposed, complex and half-precision parameters go through the broadcast unharmed."""
     ends = []
+    plain: Any = None
     for sharded in (False, True):
         torch.manual_seed(1)
         params = [
@@ -376,6 +397,7 @@ def test_sub_process_group(pool: Pool) -> None:
 
 def _add_param_group(name: str) -> tuple[Tensor, Tensor]:
     ends = []
+    plain: Any = None
     for sharded in (False, True):
         model = build()
         built = OPTIMIZERS[name](model.first)
@@ -698,6 +720,9 @@ def _plain_dict_on_all_ranks(state: dict[str, Any]) -> list[bool]:
     assert [group["lr"] for group in ours.param_groups] == [0.02, 0.01, 0.01]
     ours.consolidate_state_dict(-1)
     assert_same(ours.state_dict(), state)
+    ours.step()  # however little it did
+    with pytest.raises(RuntimeError, match="after the last step"):
+        ours.state_dict()
     return [ours.owns(p) == (p in ours.state) for p in model.parameters()]
 
 
@@ -718,6 +743,31 @@ def test_a_tensor_lr_is_not_shared_with_a_state_dict() -> None:
     ours.load_state_dict(state)
     ours.param_groups[0]["lr"].fill_(0.125)
     assert float(state["param_groups"][0]["lr"]) == 0.5
+
+
+def _rare_dtypes(recipient: int) -> None:
+    params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    optimizer = SGD(params, lr=0.1)
+    for i, p in enumerate(params):
+        optimizer.state[p] = {
+            "short": torch.tensor([i], dtype=torch.int16),
+            "mask": torch.tensor([True, False]),
+            "float8": torch.tensor([0.5, i]).to(torch.float8_e5m2),
+            "complex": torch.tensor(1j * i),
+            "transposed": torch.arange(6).view(2, 3).t(),
+            "nothing": torch.zeros(0, 3),
+            "list": [i, torch.tensor(i)],
+        }
+    expected = copy.deepcopy(optimizer.state_dict())
+    ours = OSS.wrap(optimizer)
+    ours.consolidate_state_dict(recipient)
+    if recipient in (ours.rank, -1):
+        assert_same(ours.state_dict(), expected)
+
+
+@pytest.mark.parametrize("recipient", [0, -1])
+def test_state_of_any_dtype_and_kind_is_collected(pool: Pool, recipient: int) -> None:
+    pool(2).run(_rare_dtypes, recipient)
 
 
 def test_state_that_belongs_to_no_parameter_is_kept() -> None:
@@ -827,14 +877,14 @@ def _one_fails() -> str:
 
 
 def test_a_rank_that_fails_in_its_step_fails_the_others_within_the_groups_timeout(pool: Pool) -> None:
-    own = ProcessPool(2)  # the group is broken after this
+    processes = pool(4)
     start = time.monotonic()
     try:
-        waited, failed = own.run(_one_fails)
+        results = processes.run(_one_fails)
     finally:
-        own.kill()
-    assert failed == "ArithmeticError"
-    assert waited not in ("nothing", "ArithmeticError")
+        processes.kill()  # their sub-group is broken
+    assert results.pop(1) == "ArithmeticError"
+    assert not {"nothing", "ArithmeticError"} & set(results)
     assert time.monotonic() - start < 20
 
 

@@ -17,6 +17,9 @@ import torch
 import torch.nn.functional as F
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
 from ray_adascale import (
     AdaScaleConfig,
     AdaScaleTrainer,
@@ -30,8 +33,6 @@ from ray_adascale import (
 from ray_adascale.data import epoch_order
 from ray_adascale.loop import METRICS
 from ray_adascale.trace import read_trace
-from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 pytestmark = [
     pytest.mark.ray,
@@ -255,7 +256,7 @@ def test_ctrl_c_ends_the_workers_and_leaves_a_checkpoint_to_resume_from(tmp_path
             assert time.monotonic() < deadline
             time.sleep(0.2)
         os.kill(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=60)
     finally:
         if process.poll() is None:
             process.kill()

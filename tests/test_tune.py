@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -18,7 +19,7 @@ from ray_adascale import AdaScaleConfig, Recipe, Workload, tune_recipe
 from ray_adascale.data import epoch_order
 from ray_adascale.probe import probe_noise
 from ray_adascale.schedule import EffectiveSchedule
-from ray_adascale.tune import _describe_config, _grid_size, _workload_name
+from ray_adascale.tune import _describe_config, _Finished, _grid_size, _winner, _workload_name
 from ray_adascale.workload import build, resolve
 
 B0, T, LENGTH, DIM = 16, 200, 72, 8  # 4.5 base steps an epoch: batches run across borders
@@ -278,18 +279,31 @@ def test_metric_that_is_not_measured_ends_the_search_at_once(
     assert "trial" not in capsys.readouterr().err  # none has ended before, and nothing is said of those that never ran
 
 
-@pytest.mark.ray
-def test_all_trials_failed(ray_session: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"1 of 1 failed\. The first, \w+ at lr=-1: ValueError: .*learning rate"):
-        tune_recipe(
-            linear,
-            {"lr": -1.0},
-            base_batch_size=B0,
-            total_steps=T,
-            num_samples=1,
-            storage_path=ray_session,
-            verbose=0,
-        )
+def ended(score: float | None, error: Exception | None = None, **changes: Any) -> _Finished:
+    outcome = {"metric": "error", "mode": "min", "score": score, "total_steps": T} | changes
+    metrics = {} if score is None else {"outcome": json.dumps(outcome)}
+    return _Finished(f"t{score}", {"lr": 0.1}, metrics, error)
+
+
+def test_winner_is_the_best_at_its_end_of_the_trials_that_reached_it() -> None:
+    trials = [ended(None), ended(0.3), ended(0.2), ended(0.1, ValueError("late")), ended(0.4)]
+    assert _winner(trials)[0] is trials[2]
+    assert _winner([ended(0.3, mode="max"), ended(0.2, mode="max")])[0].trial_id == "t0.3"
+    with pytest.raises(ValueError, match=r"Trials differ in mode: 'min' at lr=0.1, 'max' at lr=0.1"):
+        _winner([ended(0.3), ended(0.2, mode="max")])
+
+
+def test_search_without_a_winner_says_why() -> None:
+    mistake = ValueError("Invalid learning rate: -1\nand more")
+    with pytest.raises(
+        RuntimeError, match=r"1 of 1 failed. The first, tNone at lr=0.1: ValueError: .* rate: -1$"
+    ) as info:
+        _winner([ended(None, mistake)])
+    assert info.value.__cause__ is mistake
+    with pytest.raises(RuntimeError, match=r"1 of 2 failed, the scheduler stopped the others. The first"):
+        _winner([ended(None), ended(None, mistake)])
+    with pytest.raises(RuntimeError, match="the scheduler stopped all 2"):
+        _winner([ended(None), ended(None)])
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,13 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .. import gain as gain_math
 from ..gain import Average
-from ..parallel.observers import GradientObserver, HookObserver
+from ..parallel.observers import AccumulationObserver, GradientObserver, HookObserver
 from .rules import AdaScaleRule, RuleInput, ScalingRule
 
 __all__ = ["AdaScale"]
@@ -70,6 +71,8 @@ class AdaScale(Optimizer):
         base_batch_size: B0 in examples; with ``batch_size`` it gives the scale.
         batch_size: B in examples, over all workers and passes.
         rule: Maps a :class:`RuleInput` to (LR factor, clock increment). Default: AdaScale's (r, r).
+        model: The module whose gradients these are, ``DistributedDataParallel`` or bare. With it statistics cost less
+            (see ``AccumulationObserver``), provided that gradients are cleared between steps.
         precondition: Maps (parameter, gradient) to what norms are taken of, for statistics in another metric than the
             Euclidean one. Costs a copy of one gradient at a time.
 
@@ -97,6 +100,7 @@ class AdaScale(Optimizer):
         base_batch_size: float | None = None,
         batch_size: float | None = None,
         rule: ScalingRule | None = None,
+        model: nn.Module | None = None,
         precondition: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
@@ -127,6 +131,7 @@ class AdaScale(Optimizer):
         self._total_steps = total_steps
         self._single_gain = single_gain
         self._precondition = precondition
+        self._own_gradients = _keeps_own_gradients(model, world_size)
         self._rule: ScalingRule = AdaScaleRule() if rule is None else rule
 
         self.sample_weights: Sequence[float] | None = None
@@ -519,6 +524,8 @@ class AdaScale(Optimizer):
     def _begin_step(self) -> None:
         self._passes = 0
         self._mean_sq_norm: Tensor | None = None  # A so far, this worker's part
+        if isinstance(self._observer, AccumulationObserver):
+            self._observer.first_pass = True
         self._sample: _Sample | None = None
 
     def _attach(self) -> None:
@@ -528,9 +535,11 @@ class AdaScale(Optimizer):
             self._observer = None
         if not self._unhooked and not (self.num_samples == 1 and self._scale == 1):
             groups = [group["params"] for group in self.param_groups]
-            self._observer = HookObserver(
-                groups, self._on_pass, local=self.num_samples > 1, precondition=self._precondition
-            )
+            local = self.num_samples > 1
+            if self._own_gradients and self._precondition is None:
+                self._observer = AccumulationObserver(groups, self._on_pass, local=local)
+            else:
+                self._observer = HookObserver(groups, self._on_pass, local=local, precondition=self._precondition)
 
     @torch.no_grad()
     def _on_pass(self) -> None:
@@ -548,6 +557,8 @@ class AdaScale(Optimizer):
             part = observer.local_sq_norms() * (weight / c**2)
             self._mean_sq_norm = part if self._mean_sq_norm is None else self._mean_sq_norm + part
         self._passes += 1
+        if isinstance(observer, AccumulationObserver):
+            observer.first_pass = self._passes == self._accumulate
         if self._passes == self._accumulate:
             self._sample = self._reduce(observer)
 
@@ -653,3 +664,10 @@ class AdaScale(Optimizer):
         each, overall = torch.where(known, each, 1.0), torch.where(known.any(), overall, 1.0)
         *gains, whole = torch.cat([each, overall.reshape(1)]).tolist()
         return gains, whole
+
+
+def _keeps_own_gradients(model: nn.Module | None, world_size: int) -> bool:
+    """Whether ``.grad`` is this worker's own gradient until the end of backward."""
+    if isinstance(model, DistributedDataParallel):
+        return not model.gradient_as_bucket_view
+    return model is not None and world_size == 1

@@ -5,23 +5,27 @@ norms of the gradient sample that the last backward pass produced on this worker
 norms of the gradient that will be stepped with (the shares of all workers add up). Everything else, weights, loss scale,
 the sum over workers, is the caller's.
 
-Norms are taken per parameter and summed in parameter order in float64, so they don't depend on buckets.
+Norms are taken in parameter order and summed in float64, whatever buckets gradients are reduced in.
 """
 
 from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["GradientObserver", "HookObserver", "add_sq_norms", "queue_end_of_backward", "sq_norm"]
+__all__ = ["AccumulationObserver", "GradientObserver", "HookObserver", "queue_end_of_backward", "sq_norm"]
 
 # Longest run of float32 squares that is summed in float32: one pass over a million elements is off by 1e-5 on a CPU,
 # blocks of this length, summed in float64, by 1e-8, at the same speed.
 _BLOCK = 16384
+# Elements up to which tensors are joined before their norm is taken, and elements that are held back at most for it.
+_SMALL = 4096
+_HELD = 1 << 18
 
 
 def queue_end_of_backward(callback: Callable[[], None]) -> None:
@@ -39,7 +43,7 @@ def _norm(tensor: Tensor) -> Tensor:
         tensor = tensor.coalesce().values()
     if tensor.dtype not in (torch.float32, torch.float64):
         return torch.linalg.vector_norm(tensor, dtype=torch.float32)  # squares of fp16 overflow from 256 on
-    if tensor.device.type == "cpu" and tensor.numel() > 4 * _BLOCK and tensor.is_contiguous():
+    if tensor.numel() > 4 * _BLOCK and tensor.device.type == "cpu" and tensor.is_contiguous():
         flat = tensor.view(-1)
         whole = flat.numel() // _BLOCK * _BLOCK
         blocks = torch.linalg.vector_norm(flat[:whole].view(-1, _BLOCK), dim=1)
@@ -50,18 +54,35 @@ def _norm(tensor: Tensor) -> Tensor:
     return torch.linalg.vector_norm(tensor)
 
 
+def _norms(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Norms whose squares add up to that of all tensors together: one for each large tensor, one for all small ones.
+
+    Most tensors of a model are small (biases, norms), and a kernel for each costs more than its arithmetic.
+    """
+    large: list[Tensor] = []
+    small: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel() > _SMALL or tensor.is_sparse:
+            large.append(tensor)
+        else:
+            small.setdefault((tensor.device, tensor.dtype), []).append(
+                tensor if tensor.dim() == 1 else tensor.flatten()
+            )
+    return [_norm(tensor) for tensor in (*large, *(torch.cat(part) for part in small.values()))]
+
+
 def sq_norm(tensor: Tensor) -> Tensor:
     """``‖x‖²`` as a 0-dim float64 tensor on x's device. Sparse tensors are coalesced first."""
     return _norm(tensor).double().square()
 
 
-def add_sq_norms(norms: Sequence[Tensor | None], group_sizes: Sequence[int], device: torch.device) -> Tensor:
-    """Sum of squares per group, in the order given: float64 ``[groups]`` on ``device``. None counts as zero."""
+def _sum_of_squares(norms: Sequence[Tensor], device: torch.device) -> Tensor:
+    """0-dim float64 on ``device``."""
     if not norms:
-        return torch.zeros(len(group_sizes), dtype=torch.float64, device=device)
-    zero = torch.zeros((), device=device)
-    squares = torch.stack([zero if norm is None else norm.to(device) for norm in norms]).double().square_()
-    return torch.stack([group.sum() for group in squares.split(list(group_sizes))])
+        return torch.zeros((), dtype=torch.float64, device=device)
+    if any(norm.device != device for norm in norms):
+        norms = [norm.to(device) for norm in norms]
+    return torch.stack(list(norms)).double().square_().sum()
 
 
 class GradientObserver(ABC):
@@ -115,29 +136,28 @@ class HookObserver(GradientObserver):
         self._precondition = precondition
         self._local = local
         self._on_pass = weakref.WeakMethod(on_pass) if hasattr(on_pass, "__self__") else (lambda: on_pass)
-        self._params: list[Tensor] = []
-        self._group_sizes: list[int] = []
-        self._norms: list[Tensor | None] = []
-        self._handles: list[torch.utils.hooks.RemovableHandle | None] = []
+        self._groups: list[list[Tensor]] = []
+        self._norms: list[list[Tensor]] = []  # of the pass that runs, per group
+        self._handles: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
         self._pass_running = False
         for params in groups:
             self.add_group(params)
 
     def add_group(self, params: Sequence[Tensor]) -> None:
-        self._params.extend(params)
-        self._group_sizes.append(len(params))
-        self._norms.extend([None] * len(params))
-        self._handles.extend([None] * len(params))
+        self._groups.append(list(params))
+        self._norms.append([])
+        self._shares: dict[tuple[int, int], list[list[Tensor]]] = {}
         self.refresh_trainable()
 
     def refresh_trainable(self) -> None:
         """Hook parameters that were unfrozen since; a parameter that needs no gradient can't carry a hook."""
-        for index, param in enumerate(self._params):
-            if param.requires_grad and self._handles[index] is None:
-                self._handles[index] = param.register_hook(self._make_hook(index))
+        for group, params in enumerate(self._groups):
+            for param in params:
+                if param.requires_grad and param not in self._handles:
+                    self._handles[param] = param.register_hook(self._make_hook(group, param))
 
-    def _make_hook(self, index: int) -> Callable[[Tensor], None]:
-        ref = weakref.ref(self)
+    def _make_hook(self, group: int, param: Tensor) -> Callable[[Tensor], None]:
+        ref, param_ref = weakref.ref(self), weakref.ref(param)
 
         def hook(grad: Tensor) -> None:
             observer = ref()
@@ -145,18 +165,23 @@ class HookObserver(GradientObserver):
                 if not observer._pass_running:
                     observer._start_pass()
                 if observer._local:
-                    observer._norms[index] = observer._norm_of(index, grad)
+                    if observer._precondition is not None:
+                        grad = observer._precondition(param_ref(), grad.detach())  # type: ignore[arg-type]
+                    observer._norms[group].append(_norm(grad))
 
         return hook
-
-    def _norm_of(self, index: int, grad: Tensor) -> Tensor:
-        return _norm(grad if self._precondition is None else self._precondition(self._params[index], grad.detach()))
 
     def _start_pass(self) -> None:
         self._pass_running = True
         ref = weakref.ref(self)
 
-        def end() -> None:
+        def before_reduction() -> None:
+            observer = ref()
+            if observer is not None:
+                observer._gradients_ready()
+                queue_end_of_backward(after_reduction)
+
+        def after_reduction() -> None:
             observer = ref()
             if observer is not None:
                 observer._pass_running = False
@@ -164,34 +189,105 @@ class HookObserver(GradientObserver):
                 if on_pass is not None:
                     on_pass()
 
-        # Twice: the first call runs when backward has ended, and by then DDP has queued its own wait for the reduction;
-        # the second comes after that.
-        queue_end_of_backward(lambda: queue_end_of_backward(end))
+        # The hook of a parameter runs before DDP hears of its gradient, so this is queued before DDP's own wait for the
+        # reduction; what is queued when it runs comes after that.
+        queue_end_of_backward(before_reduction)
+
+    def _gradients_ready(self) -> None:
+        """Backward has ended on this worker; DDP has not yet put reduced gradients into ``.grad``."""
 
     @property
     def device(self) -> torch.device:
-        return self._params[0].device if self._params else torch.device("cpu")
+        return next((p.device for params in self._groups for p in params), torch.device("cpu"))
 
     def local_sq_norms(self) -> Tensor:
-        out = add_sq_norms(self._norms, self._group_sizes, self.device)
-        self._norms = [None] * len(self._params)
+        device = self.device
+        out = torch.stack([_sum_of_squares(norms, device) for norms in self._norms])
+        self._norms = [[] for _ in self._groups]
         return out
 
     def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
-        # Each worker takes every world_size-th run of parameters of about equal size: the same answer for all, 1/N of the
-        # reading for each.
-        total = sum(p.numel() for p in self._params)
-        norms: list[Tensor | None] = []
+        if (rank, world_size) not in self._shares:
+            self._shares[rank, world_size] = self._share(rank, world_size)
+        device, precondition = self.device, self._precondition
+        sums = []
+        for params in self._shares[rank, world_size]:
+            if precondition is None:
+                norms = _norms(p.grad.detach() for p in params if p.grad is not None)
+            else:
+                norms = [_norm(precondition(p, p.grad.detach())) for p in params if p.grad is not None]
+            sums.append(_sum_of_squares(norms, device))
+        return torch.stack(sums)
+
+    def _share(self, rank: int, world_size: int) -> list[list[Tensor]]:
+        """The parameters, by group, whose reduced norm this worker takes: a run of about 1/N of all elements."""
+        total = sum(p.numel() for params in self._groups for p in params)
+        share: list[list[Tensor]] = []
         seen = 0
-        for index, param in enumerate(self._params):
-            middle = seen + param.numel() / 2
-            seen += param.numel()
-            mine = int(middle * world_size / max(total, 1)) == rank
-            norms.append(self._norm_of(index, param.grad) if mine and param.grad is not None else None)
-        return add_sq_norms(norms, self._group_sizes, self.device)
+        for params in self._groups:
+            mine = []
+            for param in params:
+                middle = seen + param.numel() / 2
+                seen += param.numel()
+                if int(middle * world_size / max(total, 1)) == rank:
+                    mine.append(param)
+            share.append(mine)
+        return share
 
     def detach(self) -> None:
-        for handle in self._handles:
-            if handle is not None:
-                handle.remove()
-        self._handles = [None] * len(self._params)
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+
+class AccumulationObserver(HookObserver):
+    """Takes a step's first gradient sample out of ``.grad`` at the end of its backward pass, instead of hook by hook.
+
+    Then ``.grad`` is this worker's own gradient: under DDP too, which reduces in buckets of its own and copies the result
+    back when all are done (not with ``gradient_as_bucket_view``, where ``.grad`` *is* the bucket). One look at all
+    gradients costs less than one at each, and overlaps the reduction. Later samples of a step are added to ``.grad`` at
+    once; their gradients are held back, about a megabyte at a time, until a norm is worth its call.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._held: list[list[Tensor]] = []
+        self._held_numel = 0
+        self.first_pass = True
+        """Whether the next pass is the first of a step; the optimizer says so."""
+        super().__init__(*args, **kwargs)
+
+    def add_group(self, params: Sequence[Tensor]) -> None:
+        self._held.append([])
+        super().add_group(params)
+
+    def _make_hook(self, group: int, param: Tensor) -> Callable[[Tensor], None]:
+        ref = weakref.ref(self)
+
+        def hook(grad: Tensor) -> None:
+            observer = ref()
+            if observer is not None:
+                if not observer._pass_running:
+                    observer._start_pass()
+                if not observer.first_pass and observer._local:
+                    observer._held[group].append(grad)
+                    observer._held_numel += grad.numel()
+                    if observer._held_numel > _HELD:
+                        observer._flush()
+
+        return hook
+
+    def _flush(self) -> None:
+        for norms, held in zip(self._norms, self._held, strict=True):
+            if held:
+                norms.extend(_norms(held))
+                held.clear()
+        self._held_numel = 0
+
+    def _gradients_ready(self) -> None:
+        if not self._local:
+            return
+        if self.first_pass:
+            for norms, params in zip(self._norms, self._groups, strict=True):
+                norms.extend(_norms(p.grad.detach() for p in params if p.grad is not None))
+        else:
+            self._flush()
