@@ -52,7 +52,14 @@ def test_train_hands_everything_on_and_says_how_it_went(
     called: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _recipe().save(tmp_path / "recipe.json")
-    arguments = ["train", WORKLOAD, "path=data", "depth=3", f"--recipe={tmp_path / 'recipe.json'}", "--num-workers=2..8"]
+    arguments = [
+        "train",
+        WORKLOAD,
+        "path=data",
+        "depth=3",
+        f"--recipe={tmp_path / 'recipe.json'}",
+        "--num-workers=2..8",
+    ]
     arguments += ["--use-gpu", "--per-worker-batch-size=16", "--rule=sqrt", "--seed=7", "--name=mine", "--address=here"]
     assert cli.main(arguments) == 0
     assert called["workload"].__name__ == "workload"

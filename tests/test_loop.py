@@ -51,7 +51,11 @@ def make_run(
     optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=momentum)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 7, gamma) if scheduler else None
     extra = {key: settings.pop(key) for key in ("evaluate", "recipe", "collate_fn") if key in settings}
-    defaults: dict[str, Any] = {"base_batch_size": 4, "total_steps": 40, "scheduler_unit": "step" if scheduler else None}
+    defaults: dict[str, Any] = {
+        "base_batch_size": 4,
+        "total_steps": 40,
+        "scheduler_unit": "step" if scheduler else None,
+    }
     config = AdaScaleConfig(**(defaults | settings))
     return Run(net, optimizer, schedule, dataset() if data is None else data, config, backend=backend, **extra)
 
@@ -334,7 +338,9 @@ def test_one_bad_batch_is_skipped_and_many_end_the_run() -> None:
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_loss_scaling_skips_overflows_and_reaches_the_end(accumulation: int) -> None:
     net = model()
-    run = make_run(net, per_worker_batch_size=8 // accumulation, accumulation=accumulation, precision="fp16", base_batch_size=8)
+    run = make_run(
+        net, per_worker_batch_size=8 // accumulation, accumulation=accumulation, precision="fp16", base_batch_size=8
+    )
     assert run._scaler is not None
     run._scaler.load_state_dict({**run._scaler.state_dict(), "scale": 2.0**40})
     rows = drive(run)

@@ -220,7 +220,10 @@ def test_mistakes_in_what_is_built_and_a_nan_loss_end_the_run_with_the_reason(ra
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"config": AdaScaleConfig(base_batch_size=64, per_worker_batch_size=8, total_steps=10)}, "larger than the global"),
+        (
+            {"config": AdaScaleConfig(base_batch_size=64, per_worker_batch_size=8, total_steps=10)},
+            "larger than the global",
+        ),
         ({"config": AdaScaleConfig(base_batch_size=8)}, "total_steps"),
         ({"config": AdaScaleConfig(total_steps=10)}, "base_batch_size"),
         ({"config": AdaScaleConfig(base_batch_size=8), "recipe": _recipe()}, "the recipe says 4"),
@@ -242,7 +245,15 @@ def test_prepare_outside_a_worker_says_where_it_belongs() -> None:
 
 
 def test_ctrl_c_ends_the_workers_and_leaves_a_checkpoint_to_resume_from(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ray_adascale.cli", "train", f"{Path(__file__)}:workload", "lr=0.1", "pause_s=0.05"]
+    command = [
+        sys.executable,
+        "-m",
+        "ray_adascale.cli",
+        "train",
+        f"{Path(__file__)}:workload",
+        "lr=0.1",
+        "pause_s=0.05",
+    ]
     command += ["--base-batch-size=4", "--total-steps=200", "--per-worker-batch-size=8", "--name=stopped"]
     command += [f"--storage-path={tmp_path}", "--num-workers=2", "--checkpoint-every=0.2"]
     # A Ray of its own, in a session of its own: the signal must reach nobody else.
