@@ -203,8 +203,7 @@ class AdaScaleKind(Kind):
 
     def build(self, model: nn.Module, place: Place) -> Stepper:
         inner = SGD(model.parameters(), **sgd_settings(place))
-        parallel = ddp(model, place)
-        return Stepper(parallel, AdaScale(inner, num_gradients_to_accumulate=place.passes, model=parallel))
+        return Stepper(ddp(model, place), AdaScale(inner, num_gradients_to_accumulate=place.passes))
 
 
 class AdaScaleOSS(Kind):
@@ -213,8 +212,7 @@ class AdaScaleOSS(Kind):
 
     def build(self, model: nn.Module, place: Place) -> Stepper:
         inner = OSS(model.parameters(), SGD, **sgd_settings(place))
-        parallel = ddp(model, place)
-        return Stepper(parallel, AdaScale(inner, num_gradients_to_accumulate=place.passes, model=parallel))
+        return Stepper(ddp(model, place), AdaScale(inner, num_gradients_to_accumulate=place.passes))
 
 
 class OSSKind(Kind):

@@ -149,6 +149,7 @@ class Run:
                 self.module,
                 device_ids=[self.backend.device] if self.backend.device.type == "cuda" else None,
                 find_unused_parameters=config.find_unused_parameters,
+                gradient_as_bucket_view=True,
             )
         self._scaler = torch.amp.GradScaler(self.backend.device.type) if config.precision == "fp16" else None
         sharded = config.sharding == "oss" or (config.sharding == "auto" and workers > 1)
@@ -164,7 +165,6 @@ class Run:
             base_batch_size=self.plan.base_batch_size,
             batch_size=self.plan.global_batch_size,
             rule=make_rule(config.rule),
-            model=self.model,
         )
         self.optimizer.rider = self._rider
 

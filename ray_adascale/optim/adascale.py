@@ -13,13 +13,12 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import gain as gain_math
 from ..gain import Average
-from ..parallel.observers import AccumulationObserver, GradientObserver, HookObserver
+from ..parallel.observers import GradientObserver, HookObserver
 from .rules import AdaScaleRule, RuleInput, ScalingRule
 
 __all__ = ["AdaScale"]
@@ -71,8 +70,6 @@ class AdaScale(Optimizer):
         base_batch_size: B0 in examples; with ``batch_size`` it gives the scale.
         batch_size: B in examples, over all workers and passes.
         rule: Maps a :class:`RuleInput` to (LR factor, clock increment). Default: AdaScale's (r, r).
-        model: The module whose gradients these are, ``DistributedDataParallel`` or bare. With it statistics cost less
-            (see ``AccumulationObserver``), provided that gradients are cleared between steps.
         precondition: Maps (parameter, gradient) to what norms are taken of, for statistics in another metric than the
             Euclidean one. Costs a copy of one gradient at a time.
 
@@ -100,7 +97,6 @@ class AdaScale(Optimizer):
         base_batch_size: float | None = None,
         batch_size: float | None = None,
         rule: ScalingRule | None = None,
-        model: nn.Module | None = None,
         precondition: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
@@ -131,7 +127,6 @@ class AdaScale(Optimizer):
         self._total_steps = total_steps
         self._single_gain = single_gain
         self._precondition = precondition
-        self._own_gradients = _keeps_own_gradients(model, world_size)
         self._rule: ScalingRule = AdaScaleRule() if rule is None else rule
 
         self.sample_weights: Sequence[float] | None = None
@@ -236,7 +231,7 @@ class AdaScale(Optimizer):
         sample = self._sample
         if sample is None and self._observer is not None and self._reducing:
             # No parameter got a gradient here; the other workers are in the reduction already.
-            sample = self._reduce(self._observer)
+            sample = self._gather(self._observer)
         if sample is None:
             sample = self._sample_without_passes()
         self.last_step_skipped = not sample.finite
@@ -524,7 +519,8 @@ class AdaScale(Optimizer):
     def _begin_step(self) -> None:
         self._passes = 0
         self._mean_sq_norm: Tensor | None = None  # A so far, this worker's part
-        if isinstance(self._observer, AccumulationObserver):
+        self._sent: tuple[Tensor, dist.Work | None] | None = None  # the all-reduce that is under way
+        if self._observer is not None:
             self._observer.first_pass = True
         self._sample: _Sample | None = None
 
@@ -536,19 +532,15 @@ class AdaScale(Optimizer):
         if not self._unhooked and not (self.num_samples == 1 and self._scale == 1):
             groups = [group["params"] for group in self.param_groups]
             local = self.num_samples > 1
-            if self._own_gradients and self._precondition is None:
-                self._observer = AccumulationObserver(groups, self._on_pass, local=local)
-            else:
-                self._observer = HookObserver(groups, self._on_pass, local=local, precondition=self._precondition)
+            self._observer = HookObserver(groups, self, local=local, precondition=self._precondition)
 
     @torch.no_grad()
-    def _on_pass(self) -> None:
-        """A backward pass has ended, reduced gradients (if it was the last) are in place."""
+    def on_local(self, observer: GradientObserver) -> None:
+        """The observer's word that a backward pass has ended on this worker; reduced gradients may yet be on their way."""
         if self._sample is not None:
             # The last step was complete and never taken: a GradScaler that found an overflow leaves step() out.
             self._previous = None
             self._begin_step()
-        observer = cast(GradientObserver, self._observer)
         if self.num_samples > 1:
             n = self.num_samples
             weight = 1 / n if self.sample_weights is None else self.sample_weights[self._passes]
@@ -557,24 +549,46 @@ class AdaScale(Optimizer):
             part = observer.local_sq_norms() * (weight / c**2)
             self._mean_sq_norm = part if self._mean_sq_norm is None else self._mean_sq_norm + part
         self._passes += 1
-        if isinstance(observer, AccumulationObserver):
-            observer.first_pass = self._passes == self._accumulate
-        if self._passes == self._accumulate:
-            self._sample = self._reduce(observer)
+        observer.first_pass = self._passes == self._accumulate
+        if self._passes == self._accumulate and observer.reduced_everywhere:
+            # Only A is still in parts. Sent off now, it travels behind the last gradients while we wait for those anyway.
+            self._sent = self._send([])
 
-    def _reduce(self, observer: GradientObserver) -> _Sample:
-        """Sum the parts of all workers, in one all-reduce, and turn them into σ² and μ²."""
-        rank, world_size = (dist.get_rank(self._process_group), self._world_size) if self._reducing else (0, 1)
-        reduced = observer.reduced_sq_norms(rank, world_size)
-        local = torch.zeros_like(reduced) if self._mean_sq_norm is None else self._mean_sq_norm
-        parts = [local, reduced, torch.tensor([self._passes], dtype=torch.float64, device=reduced.device)]
+    @torch.no_grad()
+    def on_reduced(self, observer: GradientObserver) -> None:
+        """The observer's word that reduced gradients are in place, if this was the step's last pass."""
+        if self._passes == self._accumulate:
+            self._sample = self._gather(observer)
+
+    def _send(self, more: Sequence[Tensor]) -> tuple[Tensor, dist.Work | None]:
+        """Start the one small all-reduce of a step: A, the passes seen, the rider, and whatever else is in parts."""
+        device = self._averages.total.device
+        local = self._mean_sq_norm
+        if local is None:
+            local = torch.zeros(len(self.param_groups), dtype=torch.float64, device=device)
+        parts = [*more, local, torch.tensor([self._passes], dtype=torch.float64, device=device)]
         if self.rider is not None:
-            parts.append(self.rider().to(reduced))
+            parts.append(self.rider().to(local))
         vector = torch.cat(parts)
-        if self._reducing:
-            dist.all_reduce(vector, group=self._process_group)
-        groups = len(reduced)
-        a, c, passes, self.rider_sum = vector.split([groups, groups, 1, len(vector) - 2 * groups - 1])
+        work = dist.all_reduce(vector, group=self._process_group, async_op=True) if self._reducing else None
+        return vector, work
+
+    def _gather(self, observer: GradientObserver) -> _Sample:
+        """Wait for the sums over workers, and turn them into σ² and μ²."""
+        groups = len(self.param_groups)
+        if observer.reduced_everywhere:
+            # Equal to the last bit on all workers, as their weights are: each takes C from its own copy.
+            c = observer.reduced_sq_norms(0, 1)
+            vector, work = self._send([]) if self._sent is None else self._sent
+            if work is not None:
+                work.wait()
+        else:
+            rank, world_size = (dist.get_rank(self._process_group), self._world_size) if self._reducing else (0, 1)
+            both, work = self._send([observer.reduced_sq_norms(rank, world_size)])
+            if work is not None:
+                work.wait()
+            c, vector = both[:groups], both[groups:]
+        a, passes, self.rider_sum = vector[:groups], vector[groups], vector[groups + 1 :]
         if not self._is_scaled_loss:
             c = c / self._accumulate**2
         unscale: Tensor | float = 1.0
@@ -582,7 +596,7 @@ class AdaScale(Optimizer):
             # scale(1) is the loss scale as a tensor; get_scale() would wait for the device.
             unscale = 1 / self._grad_scaler.scale(torch.ones((), device=c.device)).double()
             a, c = a * unscale**2, c * unscale**2
-        if self._single_gain:
+        if self._single_gain and groups > 1:
             a, c = a.sum(dim=0, keepdim=True), c.sum(dim=0, keepdim=True)
         finite = math.isfinite(float((a + c).sum()))
         if float(passes) == 0:
@@ -659,15 +673,9 @@ class AdaScale(Optimizer):
         known = averages.weight > 0
         sigma2, mu2 = torch.where(known, averages.total / torch.where(known, averages.weight, 1.0), 0.0)
         floor = self._variance_floor
-        each = gain_math.gain(sigma2, mu2, self._scale, variance_floor=floor)
+        each = torch.where(known, gain_math.gain(sigma2, mu2, self._scale, variance_floor=floor), 1.0)
+        if len(each) == 1:
+            return each.tolist(), each.item()
         overall = gain_math.gain(sigma2.sum(), mu2.sum(), self._scale, variance_floor=floor)
-        each, overall = torch.where(known, each, 1.0), torch.where(known.any(), overall, 1.0)
-        *gains, whole = torch.cat([each, overall.reshape(1)]).tolist()
+        *gains, whole = torch.cat([each, torch.where(known.any(), overall, 1.0).reshape(1)]).tolist()
         return gains, whole
-
-
-def _keeps_own_gradients(model: nn.Module | None, world_size: int) -> bool:
-    """Whether ``.grad`` is this worker's own gradient until the end of backward."""
-    if isinstance(model, DistributedDataParallel):
-        return not model.gradient_as_bucket_view
-    return model is not None and world_size == 1

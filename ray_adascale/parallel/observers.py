@@ -12,13 +12,19 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["AccumulationObserver", "GradientObserver", "HookObserver", "queue_end_of_backward", "sq_norm"]
+__all__ = [
+    "GradientObserver",
+    "HookObserver",
+    "PassListener",
+    "queue_end_of_backward",
+    "sq_norm",
+]
 
 # Longest run of float32 squares that is summed in float32: one pass over a million elements is off by 1e-5 on a CPU,
 # blocks of this length, summed in float64, by 1e-8, at the same speed.
@@ -38,7 +44,6 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
 
 def _norm(tensor: Tensor) -> Tensor:
     """Euclidean norm as a 0-dim tensor, float32 at least, on the tensor's device; no host synchronisation."""
-    tensor = tensor.detach()
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
     if tensor.dtype not in (torch.float32, torch.float64):
@@ -54,21 +59,15 @@ def _norm(tensor: Tensor) -> Tensor:
     return torch.linalg.vector_norm(tensor)
 
 
-def _norms(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Norms whose squares add up to that of all tensors together: one for each large tensor, one for all small ones.
+def _joint_norms(small: Sequence[Tensor]) -> list[Tensor]:
+    """Norms whose squares add up to that of all these tensors together: one for each device and dtype.
 
-    Most tensors of a model are small (biases, norms), and a kernel for each costs more than its arithmetic.
+    A kernel for each of a model's many biases costs more than its arithmetic.
     """
-    large: list[Tensor] = []
-    small: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel() > _SMALL or tensor.is_sparse:
-            large.append(tensor)
-        else:
-            small.setdefault((tensor.device, tensor.dtype), []).append(
-                tensor if tensor.dim() == 1 else tensor.flatten()
-            )
-    return [_norm(tensor) for tensor in (*large, *(torch.cat(part) for part in small.values()))]
+    parts: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in small:
+        parts.setdefault((tensor.device, tensor.dtype), []).append(tensor if tensor.dim() == 1 else tensor.flatten())
+    return [_norm(torch.cat(part)) for part in parts.values()]
 
 
 def sq_norm(tensor: Tensor) -> Tensor:
@@ -85,14 +84,23 @@ def _sum_of_squares(norms: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack(list(norms)).double().square_().sum()
 
 
-class GradientObserver(ABC):
-    """Watches the gradients of groups of parameters.
+class PassListener(Protocol):
+    """Whoever uses the norms. Held weakly by the observer."""
 
-    Args:
-        groups: Parameters of each parameter group.
-        on_pass: Called once at the end of each backward pass that reached a watched parameter, when reduced gradients
-            are in place.
-    """
+    def on_local(self, observer: GradientObserver) -> None:
+        """A backward pass that reached a watched parameter has ended on this worker."""
+
+    def on_reduced(self, observer: GradientObserver) -> None:
+        """The same pass, when reduced gradients are in place, if it reduced them."""
+
+
+class GradientObserver(ABC):
+    """Watches the gradients of groups of parameters, and tells its listener when a backward pass has ended."""
+
+    reduced_everywhere: bool = True
+    """Whether every worker holds the whole reduced gradient, equal to the last bit, as under DDP."""
+    first_pass: bool = True
+    """Whether the next pass is the first of an optimizer step; the listener says so."""
 
     @abstractmethod
     def local_sq_norms(self) -> Tensor:
@@ -117,10 +125,15 @@ class GradientObserver(ABC):
 class HookObserver(GradientObserver):
     """A hook on each parameter: always correct, needs no model.
 
-    The hook sees the gradient of one backward pass before it is accumulated into ``.grad`` and before DDP reduces it.
+    The hook sees the gradient of one backward pass before it is accumulated into ``.grad`` and before DDP reduces it. The
+    norm of a large gradient is taken at once, while it is in the cache. Small ones, most of a model's tensors, are held
+    back until the pass ends (about a megabyte at most) and share one call.
+
     The hooks hold no reference to the observer, so dropping the optimizer frees everything without :meth:`detach`.
 
     Args:
+        groups: Parameters of each parameter group.
+        listener: Told when a pass has ended.
         local: Take the norm of each gradient sample. False where only the end of the pass matters.
         precondition: Maps (parameter, gradient) to what the norm is taken of.
     """
@@ -128,16 +141,19 @@ class HookObserver(GradientObserver):
     def __init__(
         self,
         groups: Sequence[Sequence[Tensor]],
-        on_pass: Callable[[], None],
+        listener: PassListener,
         *,
         local: bool = True,
         precondition: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
-        self._precondition = precondition
+        self._listener = weakref.ref(listener)
         self._local = local
-        self._on_pass = weakref.WeakMethod(on_pass) if hasattr(on_pass, "__self__") else (lambda: on_pass)
+        self._precondition = precondition
         self._groups: list[list[Tensor]] = []
-        self._norms: list[list[Tensor]] = []  # of the pass that runs, per group
+        # Of the pass that runs, per group, each with its parameter's place in the group.
+        self._norms: list[list[tuple[int, Tensor]]] = []
+        self._held: list[list[tuple[int, Tensor]]] = []
+        self._held_numel = 0
         self._handles: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
         self._pass_running = False
         for params in groups:
@@ -146,28 +162,39 @@ class HookObserver(GradientObserver):
     def add_group(self, params: Sequence[Tensor]) -> None:
         self._groups.append(list(params))
         self._norms.append([])
+        self._held.append([])
         self._shares: dict[tuple[int, int], list[list[Tensor]]] = {}
         self.refresh_trainable()
 
     def refresh_trainable(self) -> None:
         """Hook parameters that were unfrozen since; a parameter that needs no gradient can't carry a hook."""
         for group, params in enumerate(self._groups):
-            for param in params:
+            for index, param in enumerate(params):
                 if param.requires_grad and param not in self._handles:
-                    self._handles[param] = param.register_hook(self._make_hook(group, param))
+                    self._handles[param] = param.register_hook(self._make_hook(group, index, param))
 
-    def _make_hook(self, group: int, param: Tensor) -> Callable[[Tensor], None]:
+    def _make_hook(self, group: int, index: int, param: Tensor) -> Callable[[Tensor], None]:
         ref, param_ref = weakref.ref(self), weakref.ref(param)
+        numel = param.numel()
 
         def hook(grad: Tensor) -> None:
             observer = ref()
-            if observer is not None:
-                if not observer._pass_running:
-                    observer._start_pass()
-                if observer._local:
-                    if observer._precondition is not None:
-                        grad = observer._precondition(param_ref(), grad.detach())  # type: ignore[arg-type]
-                    observer._norms[group].append(_norm(grad))
+            if observer is None:
+                return
+            if not observer._pass_running:
+                observer._start_pass()
+            if not observer._local:
+                return
+            grad = grad.detach()
+            if observer._precondition is not None:
+                grad = observer._precondition(param_ref(), grad)  # type: ignore[arg-type]
+            if numel > _SMALL or grad.is_sparse:
+                observer._norms[group].append((index, _norm(grad)))
+            else:
+                observer._held[group].append((index, grad))
+                observer._held_numel += numel
+                if observer._held_numel > _HELD:
+                    observer._flush()
 
         return hook
 
@@ -178,23 +205,33 @@ class HookObserver(GradientObserver):
         def before_reduction() -> None:
             observer = ref()
             if observer is not None:
-                observer._gradients_ready()
                 queue_end_of_backward(after_reduction)
+                observer._flush()
+                listener = observer._listener()
+                if listener is not None:
+                    listener.on_local(observer)
 
         def after_reduction() -> None:
             observer = ref()
             if observer is not None:
                 observer._pass_running = False
-                on_pass = observer._on_pass()
-                if on_pass is not None:
-                    on_pass()
+                listener = observer._listener()
+                if listener is not None:
+                    listener.on_reduced(observer)
 
         # The hook of a parameter runs before DDP hears of its gradient, so this is queued before DDP's own wait for the
         # reduction; what is queued when it runs comes after that.
         queue_end_of_backward(before_reduction)
 
-    def _gradients_ready(self) -> None:
-        """Backward has ended on this worker; DDP has not yet put reduced gradients into ``.grad``."""
+    @torch.no_grad()
+    def _flush(self) -> None:
+        """Take the norms of the gradients that were held back."""
+        for norms, held in zip(self._norms, self._held, strict=True):
+            if held:
+                held.sort(key=lambda entry: entry[0])  # in parameter order, whatever the order of the backward pass
+                norms.extend((held[0][0], norm) for norm in _joint_norms([grad for _, grad in held]))
+                held.clear()
+        self._held_numel = 0
 
     @property
     def device(self) -> torch.device:
@@ -202,9 +239,12 @@ class HookObserver(GradientObserver):
 
     def local_sq_norms(self) -> Tensor:
         device = self.device
-        out = torch.stack([_sum_of_squares(norms, device) for norms in self._norms])
-        self._norms = [[] for _ in self._groups]
-        return out
+        sums = []
+        for norms in self._norms:
+            norms.sort(key=lambda entry: entry[0])
+            sums.append(_sum_of_squares([norm for _, norm in norms], device))
+            norms.clear()
+        return torch.stack(sums)
 
     def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
         if (rank, world_size) not in self._shares:
@@ -212,11 +252,11 @@ class HookObserver(GradientObserver):
         device, precondition = self.device, self._precondition
         sums = []
         for params in self._shares[rank, world_size]:
-            if precondition is None:
-                norms = _norms(p.grad.detach() for p in params if p.grad is not None)
-            else:
-                norms = [_norm(precondition(p, p.grad.detach())) for p in params if p.grad is not None]
-            sums.append(_sum_of_squares(norms, device))
+            grads = [(p, p.grad) for p in params if p.grad is not None]
+            tensors = [g if precondition is None else precondition(p, g) for p, g in grads]
+            large = [_norm(g) for g in tensors if g.numel() > _SMALL or g.is_sparse]
+            small = [g for g in tensors if not (g.numel() > _SMALL or g.is_sparse)]
+            sums.append(_sum_of_squares(large + _joint_norms(small), device))
         return torch.stack(sums)
 
     def _share(self, rank: int, world_size: int) -> list[list[Tensor]]:
@@ -238,56 +278,3 @@ class HookObserver(GradientObserver):
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
-
-
-class AccumulationObserver(HookObserver):
-    """Takes a step's first gradient sample out of ``.grad`` at the end of its backward pass, instead of hook by hook.
-
-    Then ``.grad`` is this worker's own gradient: under DDP too, which reduces in buckets of its own and copies the result
-    back when all are done (not with ``gradient_as_bucket_view``, where ``.grad`` *is* the bucket). One look at all
-    gradients costs less than one at each, and overlaps the reduction. Later samples of a step are added to ``.grad`` at
-    once; their gradients are held back, about a megabyte at a time, until a norm is worth its call.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._held: list[list[Tensor]] = []
-        self._held_numel = 0
-        self.first_pass = True
-        """Whether the next pass is the first of a step; the optimizer says so."""
-        super().__init__(*args, **kwargs)
-
-    def add_group(self, params: Sequence[Tensor]) -> None:
-        self._held.append([])
-        super().add_group(params)
-
-    def _make_hook(self, group: int, param: Tensor) -> Callable[[Tensor], None]:
-        ref = weakref.ref(self)
-
-        def hook(grad: Tensor) -> None:
-            observer = ref()
-            if observer is not None:
-                if not observer._pass_running:
-                    observer._start_pass()
-                if not observer.first_pass and observer._local:
-                    observer._held[group].append(grad)
-                    observer._held_numel += grad.numel()
-                    if observer._held_numel > _HELD:
-                        observer._flush()
-
-        return hook
-
-    def _flush(self) -> None:
-        for norms, held in zip(self._norms, self._held, strict=True):
-            if held:
-                norms.extend(_norms(held))
-                held.clear()
-        self._held_numel = 0
-
-    def _gradients_ready(self) -> None:
-        if not self._local:
-            return
-        if self.first_pass:
-            for norms, params in zip(self._norms, self._groups, strict=True):
-                norms.extend(_norms(p.grad.detach() for p in params if p.grad is not None))
-        else:
-            self._flush()
