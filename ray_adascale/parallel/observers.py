@@ -29,9 +29,6 @@ __all__ = [
 # Longest run of float32 squares that is summed in float32: one pass over a million elements is off by 1e-5 on a CPU,
 # blocks of this length, summed in float64, by 1e-8, at the same speed.
 _BLOCK = 16384
-# Elements up to which tensors are joined before their norm is taken, and elements that are held back at most for it.
-_SMALL = 4096
-_HELD = 1 << 18
 
 
 def queue_end_of_backward(callback: Callable[[], None]) -> None:
@@ -42,46 +39,65 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def _norm(tensor: Tensor) -> Tensor:
+def _norm(tensor: Tensor, out: Tensor | None = None) -> Tensor:
     """Euclidean norm as a 0-dim tensor, float32 at least, on the tensor's device; no host synchronisation."""
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
-    if tensor.dtype not in (torch.float32, torch.float64):
-        return torch.linalg.vector_norm(tensor, dtype=torch.float32)  # squares of fp16 overflow from 256 on
+    dtype = tensor.dtype
+    if dtype is not torch.float32 and dtype is not torch.float64:
+        return torch.linalg.vector_norm(tensor, dtype=torch.float32, out=out)  # squares of fp16 overflow from 256 on
     if tensor.numel() > 4 * _BLOCK and tensor.device.type == "cpu" and tensor.is_contiguous():
         flat = tensor.view(-1)
         whole = flat.numel() // _BLOCK * _BLOCK
-        blocks = torch.linalg.vector_norm(flat[:whole].view(-1, _BLOCK), dim=1)
-        norm = torch.linalg.vector_norm(blocks.double())
+        norms = torch.linalg.vector_norm(flat[:whole].view(-1, _BLOCK), dim=1)
         if whole < flat.numel():
-            norm = torch.hypot(norm, torch.linalg.vector_norm(flat[whole:]).double())
-        return norm
-    return torch.linalg.vector_norm(tensor)
+            norms = torch.cat([norms, torch.linalg.vector_norm(flat[whole:]).view(1)])
+        return torch.linalg.vector_norm(norms, out=out)
+    return torch.linalg.vector_norm(tensor, out=out)
 
 
-def _joint_norms(small: Sequence[Tensor]) -> list[Tensor]:
-    """Norms whose squares add up to that of all these tensors together: one for each device and dtype.
+class _Slots:
+    """A place for the norm of each parameter's gradient, so that a hook writes a number and nothing is collected later.
 
-    A kernel for each of a model's many biases costs more than its arithmetic.
+    Norms of one device and dtype lie side by side, group after group in parameter order.
     """
-    parts: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in small:
-        parts.setdefault((tensor.device, tensor.dtype), []).append(tensor if tensor.dim() == 1 else tensor.flatten())
-    return [_norm(torch.cat(part)) for part in parts.values()]
+
+    def __init__(self, groups: Sequence[Sequence[Tensor]]) -> None:
+        self._groups = len(groups)
+        counts: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for g, params in enumerate(groups):
+            for p in params:
+                key = (p.device, p.dtype if p.dtype is torch.float64 else torch.float32)
+                counts.setdefault(key, [0] * len(groups))[g] += 1
+        self._buffers = {
+            (device, dtype): torch.zeros(sum(sizes), dtype=dtype, device=device)
+            for (device, dtype), sizes in counts.items()
+        }
+        self._sizes = counts
+        views = {key: iter(buffer.unbind()) for key, buffer in self._buffers.items()}
+        self.of: dict[Tensor, Tensor] = {}
+        for params in groups:
+            for p in params:
+                self.of[p] = next(views[p.device, p.dtype if p.dtype is torch.float64 else torch.float32])
+
+    def clear(self) -> None:
+        for buffer in self._buffers.values():
+            buffer.zero_()
+
+    def sum_of_squares(self, device: torch.device) -> Tensor:
+        """Per group, float64 ``[groups]`` on ``device``."""
+        out: Tensor | None = None
+        for key, buffer in self._buffers.items():
+            squares = buffer.double().square_()
+            sizes = self._sizes[key]
+            part = squares.sum().view(1) if len(sizes) == 1 else torch.stack([s.sum() for s in squares.split(sizes)])
+            out = part.to(device) if out is None else out + part.to(device)
+        return torch.zeros(self._groups, dtype=torch.float64, device=device) if out is None else out
 
 
 def sq_norm(tensor: Tensor) -> Tensor:
     """``‖x‖²`` as a 0-dim float64 tensor on x's device. Sparse tensors are coalesced first."""
     return _norm(tensor).double().square()
-
-
-def _sum_of_squares(norms: Sequence[Tensor], device: torch.device) -> Tensor:
-    """0-dim float64 on ``device``."""
-    if not norms:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    if any(norm.device != device for norm in norms):
-        norms = [norm.to(device) for norm in norms]
-    return torch.stack(list(norms)).double().square_().sum()
 
 
 class PassListener(Protocol):
@@ -125,11 +141,9 @@ class GradientObserver(ABC):
 class HookObserver(GradientObserver):
     """A hook on each parameter: always correct, needs no model.
 
-    The hook sees the gradient of one backward pass before it is accumulated into ``.grad`` and before DDP reduces it. The
-    norm of a large gradient is taken at once, while it is in the cache. Small ones, most of a model's tensors, are held
-    back until the pass ends (about a megabyte at most) and share one call.
-
-    The hooks hold no reference to the observer, so dropping the optimizer frees everything without :meth:`detach`.
+    The hook sees the gradient of one backward pass before it is accumulated into ``.grad`` and before DDP reduces it, and
+    takes its norm while it is in the cache. The hooks hold no reference to the observer, so dropping the optimizer frees
+    everything without :meth:`detach`.
 
     Args:
         groups: Parameters of each parameter group.
@@ -149,33 +163,33 @@ class HookObserver(GradientObserver):
         self._listener = weakref.ref(listener)
         self._local = local
         self._precondition = precondition
-        self._groups: list[list[Tensor]] = []
-        # Of the pass that runs, per group, each with its parameter's place in the group.
-        self._norms: list[list[tuple[int, Tensor]]] = []
-        self._held: list[list[tuple[int, Tensor]]] = []
-        self._held_numel = 0
+        self._groups = [list(params) for params in groups]
         self._handles: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
         self._pass_running = False
-        for params in groups:
-            self.add_group(params)
+        self._watch()
 
     def add_group(self, params: Sequence[Tensor]) -> None:
         self._groups.append(list(params))
-        self._norms.append([])
-        self._held.append([])
-        self._shares: dict[tuple[int, int], list[list[Tensor]]] = {}
+        self._watch()
+
+    def _watch(self) -> None:
+        self._samples = _Slots(self._groups)  # of the pass that runs
+        self._reduced = _Slots(self._groups)
+        self._shares: dict[tuple[int, int], list[Tensor]] = {}
+        self.detach()
         self.refresh_trainable()
 
     def refresh_trainable(self) -> None:
         """Hook parameters that were unfrozen since; a parameter that needs no gradient can't carry a hook."""
-        for group, params in enumerate(self._groups):
-            for index, param in enumerate(params):
+        for params in self._groups:
+            for param in params:
                 if param.requires_grad and param not in self._handles:
-                    self._handles[param] = param.register_hook(self._make_hook(group, index, param))
+                    self._handles[param] = param.register_hook(self._make_hook(param))
 
-    def _make_hook(self, group: int, index: int, param: Tensor) -> Callable[[Tensor], None]:
+    def _make_hook(self, param: Tensor) -> Callable[[Tensor], None]:
         ref, param_ref = weakref.ref(self), weakref.ref(param)
-        numel = param.numel()
+        slot, local, precondition = self._samples.of[param], self._local, self._precondition
+        plain = local and precondition is None
 
         def hook(grad: Tensor) -> None:
             observer = ref()
@@ -183,30 +197,22 @@ class HookObserver(GradientObserver):
                 return
             if not observer._pass_running:
                 observer._start_pass()
-            if not observer._local:
-                return
-            grad = grad.detach()
-            if observer._precondition is not None:
-                grad = observer._precondition(param_ref(), grad)  # type: ignore[arg-type]
-            if numel > _SMALL or grad.is_sparse:
-                observer._norms[group].append((index, _norm(grad)))
-            else:
-                observer._held[group].append((index, grad))
-                observer._held_numel += numel
-                if observer._held_numel > _HELD:
-                    observer._flush()
+            if plain:
+                _norm(grad.detach() if grad.requires_grad else grad, slot)
+            elif local:
+                _norm(precondition(param_ref(), grad.detach()), slot)  # type: ignore[misc, arg-type]
 
         return hook
 
     def _start_pass(self) -> None:
         self._pass_running = True
+        self._samples.clear()  # a parameter that gets no gradient in this pass counts as zero
         ref = weakref.ref(self)
 
         def before_reduction() -> None:
             observer = ref()
             if observer is not None:
                 queue_end_of_backward(after_reduction)
-                observer._flush()
                 listener = observer._listener()
                 if listener is not None:
                     listener.on_local(observer)
@@ -223,55 +229,36 @@ class HookObserver(GradientObserver):
         # reduction; what is queued when it runs comes after that.
         queue_end_of_backward(before_reduction)
 
-    @torch.no_grad()
-    def _flush(self) -> None:
-        """Take the norms of the gradients that were held back."""
-        for norms, held in zip(self._norms, self._held, strict=True):
-            if held:
-                held.sort(key=lambda entry: entry[0])  # in parameter order, whatever the order of the backward pass
-                norms.extend((held[0][0], norm) for norm in _joint_norms([grad for _, grad in held]))
-                held.clear()
-        self._held_numel = 0
-
     @property
     def device(self) -> torch.device:
         return next((p.device for params in self._groups for p in params), torch.device("cpu"))
 
     def local_sq_norms(self) -> Tensor:
-        device = self.device
-        sums = []
-        for norms in self._norms:
-            norms.sort(key=lambda entry: entry[0])
-            sums.append(_sum_of_squares([norm for _, norm in norms], device))
-            norms.clear()
-        return torch.stack(sums)
+        return self._samples.sum_of_squares(self.device)
 
+    @torch.no_grad()
     def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
         if (rank, world_size) not in self._shares:
             self._shares[rank, world_size] = self._share(rank, world_size)
-        device, precondition = self.device, self._precondition
-        sums = []
-        for params in self._shares[rank, world_size]:
-            grads = [(p, p.grad) for p in params if p.grad is not None]
-            tensors = [g if precondition is None else precondition(p, g) for p, g in grads]
-            large = [_norm(g) for g in tensors if g.numel() > _SMALL or g.is_sparse]
-            small = [g for g in tensors if not (g.numel() > _SMALL or g.is_sparse)]
-            sums.append(_sum_of_squares(large + _joint_norms(small), device))
-        return torch.stack(sums)
+        self._reduced.clear()
+        slots, precondition = self._reduced.of, self._precondition
+        for param in self._shares[rank, world_size]:
+            grad = param.grad
+            if grad is not None:
+                _norm(grad if precondition is None else precondition(param, grad), slots[param])
+        return self._reduced.sum_of_squares(self.device)
 
-    def _share(self, rank: int, world_size: int) -> list[list[Tensor]]:
-        """The parameters, by group, whose reduced norm this worker takes: a run of about 1/N of all elements."""
-        total = sum(p.numel() for params in self._groups for p in params)
-        share: list[list[Tensor]] = []
+    def _share(self, rank: int, world_size: int) -> list[Tensor]:
+        """The parameters whose reduced norm this worker takes: a run of about 1/N of all elements."""
+        params = [p for group in self._groups for p in group]
+        total = max(sum(p.numel() for p in params), 1)
+        share = []
         seen = 0
-        for params in self._groups:
-            mine = []
-            for param in params:
-                middle = seen + param.numel() / 2
-                seen += param.numel()
-                if int(middle * world_size / max(total, 1)) == rank:
-                    mine.append(param)
-            share.append(mine)
+        for param in params:
+            middle = seen + param.numel() / 2
+            seen += param.numel()
+            if int(middle * world_size / total) == rank:
+                share.append(param)
         return share
 
     def detach(self) -> None:
