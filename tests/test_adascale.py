@@ -799,3 +799,22 @@ def test_bookkeeping_holds_no_gradients() -> None:
         if isinstance(value, Tensor) and value.numel() > len(adascale.param_groups) * 2
     ]
     assert held == []
+
+
+def _host_reads(layers: int) -> int:
+    """Reads of a device scalar by the host in one step, by torch's own count."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+    adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), scale=4.0, num_gradients_to_accumulate=2)
+    for step in range(2):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            for _ in range(2):
+                (model(torch.ones(2, 4)).square().mean() / 2).backward()
+            adascale.step()
+            adascale.zero_grad()
+        if step == 1:
+            return sum(event.count for event in profile.key_averages() if event.key == "aten::_local_scalar_dense")
+    raise AssertionError
+
+
+def test_host_reads_do_not_grow_with_the_number_of_parameters() -> None:
+    assert _host_reads(2) == _host_reads(40)

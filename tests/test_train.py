@@ -244,6 +244,31 @@ def test_prepare_outside_a_worker_says_where_it_belongs() -> None:
         prepare(built.model, built.optimizer, built.scheduler, built.train_dataset, AdaScaleConfig())
 
 
+def test_gauges_follow_the_run_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray_adascale import train
+
+    seen: dict[str, list[tuple[float, dict[str, str]]]] = {}
+
+    class Gauge:
+        def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> None:
+            self.name = name
+
+        def set(self, value: float, tags: dict[str, str]) -> None:
+            seen.setdefault(self.name, []).append((value, tags))
+
+    clock = [100.0]
+    monkeypatch.setattr(train, "Gauge", Gauge)
+    monkeypatch.setattr(train.time, "monotonic", lambda: clock[0])
+    backend = object.__new__(train.RayTrainBackend)  # the real one asks Ray who it is
+    backend.rank, backend.board, backend._name, backend._gauges, backend._observed = 0, None, "mine", {}, -1.0
+    for gain, later in ((2.0, 0.5), (3.0, 0.6), (4.0, 0.0)):
+        backend.observe({**dict.fromkeys(METRICS, 1.0), "gain": gain}, total_steps=10)
+        clock[0] += later
+    tags = {"ray_train_run_name": "mine", "ray_train_worker_world_rank": "0"}  # what Ray's own dashboards filter by
+    assert seen["adascale_gain"] == [(2.0, tags), (4.0, tags)]
+    assert {"adascale_scale", "adascale_effective_steps", "adascale_efficiency"} < set(seen)
+
+
 def test_ctrl_c_ends_the_workers_and_leaves_a_checkpoint_to_resume_from(tmp_path: Path) -> None:
     command = [
         sys.executable,
