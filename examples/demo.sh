@@ -5,6 +5,8 @@ set -euo pipefail
 folder=$(realpath -m "${1:-runs/demo}")
 cd "$(dirname "$0")/.."
 mkdir -p "$folder"
+# Ray looks after its workers every 2 s; that is long for runs of a few seconds, which start and end by it.
+export RAY_TRAIN_HEALTH_CHECK_INTERVAL_S=0.5
 
 echo "== 1. Search for a schedule at batch 8 =="
 ray-adascale tune examples/digits.py:workload --base-batch-size 8 --total-steps 1800 --num-samples 8 \
@@ -13,7 +15,7 @@ ray-adascale tune examples/digits.py:workload --base-batch-size 8 --total-steps 
 echo
 echo "== 2. The same schedule on two workers, batch 64 =="
 ray-adascale train examples/digits.py:workload --recipe "$folder/recipe.json" --num-workers 2 \
-    --per-worker-batch-size 32 --report-every 2 --storage-path "$folder"
+    --per-worker-batch-size 32 --storage-path "$folder"
 
 echo
 echo "== 3. Against the base run and two other ways, three seeds, on data that the search never saw =="

@@ -103,7 +103,7 @@ def run(recipe: Recipe, folder: Path, seed: int, label: str, config: AdaScaleCon
         workload,
         recipe=recipe,
         hyperparameters={"split": "test"},
-        config=replace(config, report_every_s=2),
+        config=config,
         scaling_config=ScalingConfig(num_workers=workers),
         run_config=RunConfig(name=name, storage_path=str(folder)),
     )

@@ -25,11 +25,14 @@ class Backend(ABC):
         rank: This worker's number.
         world_size: Workers.
         device: Where this worker computes.
+        reports_evaluations: Report whenever the run has evaluated, not only at its intervals. Not where a report makes
+            the workers wait.
     """
 
     rank: int
     world_size: int
     device: torch.device
+    reports_evaluations: bool = True
 
     @abstractmethod
     def latest_checkpoint(self) -> Any:

@@ -396,7 +396,7 @@ class Run:
             evaluated = self._evaluate is not None and self.evaluate_due
             if evaluated:
                 self._run_evaluation()
-            if evaluated or report_due or checkpoint_due:
+            if (evaluated and self.backend.reports_evaluations) or report_due or checkpoint_due:
                 self._report(save=bool(checkpoint_due))
         return True
 

@@ -7,17 +7,21 @@ ends the run when τ reaches T, so the increment decides how many optimizer step
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = [
     "RULES",
     "AdaScaleRule",
+    "AdamScaleRule",
+    "LEGWRule",
     "LinearRule",
     "RuleInput",
     "ScalingRule",
     "SquareRootRule",
     "UnscaledRule",
+    "legw_factor",
     "make_rule",
 ]
 
@@ -95,6 +99,97 @@ class SquareRootRule:
 
 
 @dataclass(frozen=True)
+class AdamScaleRule:
+    """(r^power, r), with statistics in Adam's metric: experimental, for Adam and AdamW.
+
+    AdaptDL's ``AdamScale``. Adam moves by ḡ/√v, so the gain r is taken of gradients divided by √v (see
+    :func:`ray_adascale.scaling_rules.adam_preconditioner`, which ``Run`` puts in), and its square root scales the LR.
+
+    Attributes:
+        power: Exponent on r.
+    """
+
+    power: float = 0.5
+
+    def __call__(self, now: RuleInput) -> tuple[float, float]:
+        return now.gain**self.power, now.gain
+
+
+def legw_factor(scale: float, effective_steps: float, warmup_epochs: float, base_steps_per_epoch: float) -> float:
+    """``√S · min(1, τ / (S · warm-up epochs · base steps per epoch))``: You et al., arXiv 1901.08256.
+
+    Args:
+        scale: S.
+        effective_steps: τ.
+        warmup_epochs: Length of the warm-up at the base batch, in epochs.
+        base_steps_per_epoch: Dataset length / B0.
+    """
+    warmup = scale * warmup_epochs * base_steps_per_epoch
+    return math.sqrt(scale) * (min(1.0, effective_steps / warmup) if warmup > 0 else 1.0)
+
+
+@dataclass
+class LEGWRule:
+    """(√S with a linear warm-up that lasts S times as long, S): *linear-epoch gradual warm-up*, arXiv 1901.08256.
+
+    It warms up at S = 1 as well, from a factor of exactly 0, so the schedule must not have a warm-up of its own.
+
+    Attributes:
+        base_warmup_epochs: Length of the warm-up at the base batch, in epochs.
+        data_size: Examples in the dataset.
+    """
+
+    base_warmup_epochs: float
+    data_size: int
+    _scale: float | None = field(default=None, init=False, repr=False, compare=False)
+    _warned_length: bool = field(default=False, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not (self.base_warmup_epochs >= 0 and self.data_size > 0):
+            raise ValueError(
+                f"Invalid LEGW rule with base_warmup_epochs={self.base_warmup_epochs}, data_size={self.data_size}. The first "
+                "must be ≥ 0, the second the number of examples in the dataset."
+            )
+
+    def __call__(self, now: RuleInput) -> tuple[float, float]:
+        per_epoch = self.base_steps_per_epoch(now.base_batch_size)
+        self.watch(now.scale)
+        warmup = now.scale * self.base_warmup_epochs * per_epoch
+        if now.total_steps is not None and warmup > now.total_steps and not self._warned_length:
+            self._warned_length = True
+            warnings.warn(
+                f"LEGW's warm-up of {warmup:g} effective steps (scale {now.scale:g} × {self.base_warmup_epochs:g} epochs × "
+                f"{per_epoch:g} base steps) is longer than the whole run of {now.total_steps:g}: the LR never gets to √S. "
+                "Lower base_warmup_epochs or the scale.",
+                stacklevel=2,
+            )
+        return legw_factor(now.scale, now.effective_steps, self.base_warmup_epochs, per_epoch), now.scale
+
+    def base_steps_per_epoch(self, base_batch_size: float | None) -> float:
+        """Dataset length / B0.
+
+        Raises:
+            ValueError: B0 is not known.
+        """
+        if not isinstance(base_batch_size, int | float) or base_batch_size <= 0:
+            raise ValueError(
+                f"LEGW counts its warm-up in base batches, but {base_batch_size=}. Give base_batch_size=, the batch size that "
+                "the schedule was tuned at."
+            )
+        return self.data_size / base_batch_size
+
+    def watch(self, scale: float) -> None:
+        """Warn when S is another than at the last step."""
+        if self._scale is not None and scale != self._scale:
+            warnings.warn(
+                f"The scale changed from {self._scale:g} to {scale:g} under LEGW, whose warm-up is S times as long: the LR "
+                "may jump. Its authors define it for a constant batch size only.",
+                stacklevel=3,
+            )
+        self._scale = scale
+
+
+@dataclass(frozen=True)
 class UnscaledRule:
     """(1, S): the base schedule's LR at the larger batch, over as many examples as the base run; a control.
 
@@ -109,6 +204,7 @@ class UnscaledRule:
 
 
 RULES: dict[str, Callable[..., ScalingRule]] = {
+    "adamscale": AdamScaleRule,
     "adascale": AdaScaleRule,
     "linear": LinearRule,
     "sqrt": SquareRootRule,
@@ -126,6 +222,8 @@ def make_rule(rule: str | ScalingRule) -> ScalingRule:
         if rule not in RULES:
             raise ValueError(f"Invalid {rule=}. Known rules: {', '.join(RULES)}; or pass a callable.")
         return RULES[rule]()
+    if isinstance(rule, type):
+        raise ValueError(f"Invalid rule: the class {rule.__name__}. Pass an instance, {rule.__name__}(...).")
     if not callable(rule):
         raise ValueError(
             f"Invalid {rule=}. Must be one of {', '.join(RULES)} or a callable (RuleInput) -> (factor, clock)."

@@ -1,0 +1,387 @@
+"""Scaling rules with AdaptDL's names: how the learning rate follows the scale.
+
+A rule is used in one of two ways:
+
+* With :class:`ray_adascale.adaptive.AdaptiveDataParallel`, as in AdaptDL: ``rule.step()``, or the optimizer's own
+  ``step()``, which is patched.
+* As the trainer's: ``AdaScaleConfig(rule=scaling_rules.LEGWScale(5, 50_000))``. A rule is callable as
+  ``(RuleInput) -> (LR factor, clock increment)``; see :mod:`ray_adascale.optim.rules`, where the formulas are.
+
+A rule of one's own overrides :meth:`ScalingRuleBase.scale_lr`, and :meth:`ScalingRuleBase.clock` where the schedule should
+not advance by the gain.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.optim import Adam, AdamW, Optimizer
+
+from .optim.rules import AdamScaleRule, AdaScaleRule, LEGWRule, RuleInput, legw_factor
+
+__all__ = [
+    "VARIANCE_FLOOR",
+    "AdaScale",
+    "AdamScale",
+    "LEGWScale",
+    "LinearScale",
+    "NoiseStatistics",
+    "ScalingRuleBase",
+    "SqrtScale",
+    "adam_preconditioner",
+    "pick_factor",
+]
+
+VARIANCE_FLOOR = 1e-6
+"""AdaptDL's and FairScale's lower bound on σ². Gradients with a squared norm near or below it get too large a gain."""
+
+Factor = float | NDArray[np.float64]
+
+
+class NoiseStatistics(Protocol):
+    """What a rule may read as ``self.adp.gns``."""
+
+    @property
+    def raw_var_avg(self) -> NDArray[np.float64]:
+        """Averaged σ² of each parameter group, unclipped."""
+
+    @property
+    def raw_sqr_avg(self) -> NDArray[np.float64]:
+        """Averaged μ² of each parameter group, unclipped."""
+
+    def var_avg(self) -> float:
+        """Σ over groups of averaged σ², each at least the floor."""
+
+    def sqr_avg(self) -> float:
+        """Σ over groups of averaged μ², each at least 0."""
+
+    def gain(self, scale: float) -> float:
+        """r at any scale."""
+
+    def get_progress(self) -> float:
+        """Σ r over the optimizer steps."""
+
+
+def _gains(var: NDArray[np.float64], sqr: NDArray[np.float64], scale: float, floor: float) -> NDArray[np.float64]:
+    """``r = (σ² + μ²) / (σ²/S + μ²)`` of each group, σ² ≥ floor, μ² ≥ 0; 1 where both are zero (Johnson et al., 2020)."""
+    var, sqr = np.maximum(var, floor), np.maximum(sqr, 0.0)
+    denominator = var / scale + sqr
+    return np.where(denominator > 0, (var + sqr) / np.where(denominator > 0, denominator, 1.0), 1.0)
+
+
+def pick_factor(factor: Any, group: int | None) -> float:
+    """One group's LR factor from what ``scale_lr`` returned: a number for all groups, or one a group.
+
+    Args:
+        factor: Of ``scale_lr``.
+        group: Index of the parameter group; None for the mean over groups.
+
+    Raises:
+        ValueError: There are fewer factors than groups.
+    """
+    factors = np.atleast_1d(np.asarray(factor, dtype=np.float64)).ravel()
+    if group is None:
+        return float(factors.mean())
+    if len(factors) == 1:
+        return float(factors[0])
+    if group >= len(factors):
+        raise ValueError(f"scale_lr returned {len(factors)} factors for at least {group + 1} parameter groups.")
+    return float(factors[group])
+
+
+class ScalingRuleBase:
+    """A scaling rule: override :meth:`scale_lr`.
+
+    ::
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        rule = scaling_rules.AdaScale()
+        model = AdaptiveDataParallel(model, optimizer, scaling_rule=rule)
+        for x, y in data:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            rule.step()                # or optimizer.step(), which is the same
+
+    Attributes:
+        adp: The ``AdaptiveDataParallel`` it belongs to; ``adp.gns`` has the statistics.
+    """
+
+    # On the class, so that a subclass whose constructor forgets super().__init__() works too.
+    adp: Any = None
+    _optimizer: Optimizer | None = None
+    _orig_optimizer_step: Callable[..., Any] | None = None
+    _stepping = False
+
+    def initialize(self, adp: Any, optimizer: Optimizer, patch_optimizer: bool = False) -> None:
+        """Belong to an ``AdaptiveDataParallel`` and its optimizer.
+
+        Args:
+            adp: The model's wrapper.
+            optimizer: The plain optimizer.
+            patch_optimizer: Replace the optimizer's ``step`` and ``zero_grad`` by the rule's.
+
+        Raises:
+            ValueError: The optimizer is patched already: its LR would be scaled twice.
+        """
+        if patch_optimizer and hasattr(optimizer.step, "_patched_by_scaling_rule"):
+            raise ValueError("The optimizer is patched by a scaling rule already. Make a new one for a second model.")
+        self.adp = adp
+        self._optimizer = optimizer
+        self._orig_optimizer_step = optimizer.step
+        if patch_optimizer:
+            self._patch_optimizer(optimizer)
+
+    def _patch_optimizer(self, optimizer: Optimizer) -> None:
+        original = optimizer.step
+
+        # `wraps` also hands on the mark by which a scheduler that was built before knows its own wrapper of `step`.
+        @functools.wraps(original)
+        def step(_optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            # The rule's step ends in the optimizer's, which is this very function: then it is the original's turn.
+            return original(*args, **kwargs) if self._stepping else self.step(*args, **kwargs)
+
+        @functools.wraps(optimizer.zero_grad)
+        def zero_grad(_optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            self.zero_grad(*args, **kwargs)
+
+        step._patched_by_scaling_rule = True  # type: ignore[attr-defined]
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+        optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
+
+    def _initialized(self) -> Any:
+        if self.adp is None:
+            raise ValueError(
+                f"{type(self).__name__} belongs to no AdaptiveDataParallel yet. Pass it as scaling_rule=, or call "
+                "initialize(adp, optimizer)."
+            )
+        return self.adp
+
+    def scale_lr(self, scale: float) -> Any:
+        """The factor on the LR at ``scale``: a number, or an array of one number a parameter group."""
+        raise NotImplementedError(f"{type(self).__name__} does not override scale_lr(scale).")
+
+    def clock(self, now: RuleInput) -> float:
+        """How far one optimizer step of the trainer advances τ; the gain, as AdaptDL's progress does, unless overridden."""
+        return now.gain
+
+    def __call__(self, now: RuleInput) -> tuple[float, float]:
+        """(LR factor, clock increment): the rule as the trainer's.
+
+        Here is no ``AdaptiveDataParallel``: ``scale_lr`` is shown a stand-in whose ``gns`` has the statistics of this step up
+        to a common factor, which cancels in every gain.
+        """
+        before, self.adp = self.adp, _StandIn(now)
+        try:
+            factor = self.scale_lr(now.scale)
+        finally:
+            self.adp = before
+        return pick_factor(factor, now.group), self.clock(now)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """One optimizer step with the LR scaled for this step only; nothing while gradients are being accumulated.
+
+        Args:
+            *args: Of the optimizer's ``step``.
+            **kwargs: Likewise.
+
+        Raises:
+            ValueError: The rule belongs to no ``AdaptiveDataParallel``.
+        """
+        adp = self._initialized()
+        # The second: `step()` after a `with model.no_sync():` block, where the flag is up again.
+        if not adp.require_backward_grad_sync or not adp.gns.should_zero_grad:
+            return None
+        self._stepping = True
+        try:
+            return adp.gns.run_step(self.scale_lr, *args, **kwargs)
+        finally:
+            self._stepping = False
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Clears gradients; nothing while they are being accumulated.
+
+        Args:
+            *args: Of the optimizer's ``zero_grad``.
+            **kwargs: Likewise.
+
+        Raises:
+            ValueError: The rule belongs to no ``AdaptiveDataParallel``.
+        """
+        gns = self._initialized().gns
+        if gns.should_zero_grad:
+            gns.reset_accumulation(*args, **kwargs)
+
+
+class AdaScale(ScalingRuleBase):
+    """Factor r of each group: Johnson et al., ICML 2020 (arXiv 2007.05105). Clock: r."""
+
+    def scale_lr(self, scale: float) -> Any:
+        gns = self._initialized().gns
+        floor = getattr(gns, "variance_floor", None)
+        floor = floor if isinstance(floor, float) else VARIANCE_FLOOR  # an `adp` of somebody's test has no such thing
+        return _gains(gns.raw_var_avg, gns.raw_sqr_avg, scale, floor)
+
+    def __call__(self, now: RuleInput) -> tuple[float, float]:
+        own = type(self).scale_lr is AdaScale.scale_lr and type(self).clock is ScalingRuleBase.clock
+        return AdaScaleRule()(now) if own else super().__call__(now)
+
+
+class AdamScale(AdaScale):
+    """Factor √r, with statistics in Adam's metric; clock: r. Experimental; for Adam and AdamW.
+
+    AdaptDL's rule. Adam's step is ḡ/√v, so noise and signal are measured on gradients divided by √v
+    (:func:`adam_preconditioner`), and the LR follows the square root of that gain.
+
+    Known: at S = 1 it is plain Adam, bit for bit; with gradients that are all noise the factor is √S, with no noise it
+    is 1. √S is what the invariance of Adam's noise under the batch size gives (Malladi et al., arXiv 2205.10287), together
+    with changes of β₁, β₂ and ε that this rule does *not* make.
+
+    Unknown: whether a schedule transfers. AdaScale's proof is for SGD; there is none for this, and the clock r is
+    AdaScale's own, carried over. √v of a larger batch is smaller by itself, since it contains the noise, which scales
+    the step once more. Compare with a base run.
+    """
+
+    def scale_lr(self, scale: float, power: float = 0.5) -> Any:
+        return super().scale_lr(scale) ** power
+
+    def __call__(self, now: RuleInput) -> tuple[float, float]:
+        own = type(self).scale_lr is AdamScale.scale_lr and type(self).clock is ScalingRuleBase.clock
+        return AdamScaleRule()(now) if own else super().__call__(now)
+
+
+class LinearScale(ScalingRuleBase):
+    """Factor S, without a warm-up (AdaptDL's; the trainer's ``LinearRule`` has one). Clock: S. arXiv 1706.02677."""
+
+    def scale_lr(self, scale: float) -> Any:
+        return scale
+
+    def clock(self, now: RuleInput) -> float:
+        return now.scale
+
+
+class SqrtScale(ScalingRuleBase):
+    """Factor √S. Clock: S. Krizhevsky, arXiv 1404.5997."""
+
+    def scale_lr(self, scale: float) -> Any:
+        return math.sqrt(scale)
+
+    def clock(self, now: RuleInput) -> float:
+        return now.scale
+
+
+class LEGWScale(ScalingRuleBase):
+    """Factor ``√S · min(1, τ / (S · warm-up epochs · base steps per epoch))``. Clock: S. You et al., arXiv 1901.08256.
+
+    Base steps per epoch are ``data_size / base_batch_size``. With ``AdaptiveDataParallel``, τ is AdaptDL's progress (Σ r).
+
+    Args:
+        base_warmup_epochs: Length of the warm-up at the base batch, in epochs.
+        data_size: Examples in the dataset.
+    """
+
+    def __init__(self, base_warmup_epochs: float, data_size: int) -> None:
+        self._rule = LEGWRule(base_warmup_epochs, data_size)
+
+    def scale_lr(self, scale: float) -> Any:
+        adp = self._initialized()
+        per_epoch = self._rule.base_steps_per_epoch(getattr(adp, "base_batch_size", None))
+        return legw_factor(scale, adp.gns.get_progress(), self._rule.base_warmup_epochs, per_epoch)
+
+    def clock(self, now: RuleInput) -> float:
+        return now.scale
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        gns = self._initialized().gns
+        if gns.should_zero_grad and self.adp.require_backward_grad_sync:
+            self._rule.watch(gns.scale)
+        return super().step(*args, **kwargs)
+
+    def __call__(self, now: RuleInput) -> tuple[float, float]:
+        own = type(self).scale_lr is LEGWScale.scale_lr and type(self).clock is LEGWScale.clock
+        return self._rule(now) if own else super().__call__(now)
+
+
+class _StandIn:
+    """``adp`` and ``adp.gns`` in one, for a rule that the trainer calls with a :class:`RuleInput`."""
+
+    require_backward_grad_sync = True
+    should_zero_grad = True
+    variance_floor = 0.0
+    accum_count = 1
+    # Of σ² and μ² only the ratio follows from r. Far above AdaptDL's floor, so that a rule that applies it itself gets r.
+    _SIZE = 1e12
+
+    def __init__(self, now: RuleInput) -> None:
+        self._now = now
+        self.base_batch_size = now.base_batch_size
+        self.scale = self.accum_scale = now.scale
+        # r = (σ² + μ²) / (σ²/S + μ²)  ⇔  σ² : μ² = (r − 1) : (1 − r/S)
+        var, sqr = (now.gain - 1, 1 - now.gain / now.scale) if now.scale != 1 else (0.0, 1.0)
+        self.raw_var_avg = np.array([self._SIZE * var])
+        self.raw_sqr_avg = np.array([self._SIZE * sqr])
+
+    @property
+    def gns(self) -> _StandIn:
+        return self
+
+    def var_avg(self) -> float:
+        return float(self.raw_var_avg.sum())
+
+    def sqr_avg(self) -> float:
+        return float(self.raw_sqr_avg.sum())
+
+    def gain(self, scale: float) -> float:
+        return float(_gains(self.raw_var_avg, self.raw_sqr_avg, scale, 0.0)[0])
+
+    def get_progress(self) -> float:
+        return self._now.effective_steps
+
+
+def adam_preconditioner(optimizer: Optimizer) -> Callable[[Tensor, Tensor], Tensor]:
+    """For ``AdaScale(..., precondition=...)``: gradients as Adam divides them, so that norms are taken in its metric.
+
+    ``g / (√(v / (1 − β₂^t)) + ε)`` with v and t as the last step left them; ``g`` before the first step (Kingma & Ba, arXiv
+    1412.6980, algorithm 1, with the present step's own gradient left out of v: it is not known yet).
+
+    The state of every parameter must be here: not with OSS or other sharded state.
+
+    Args:
+        optimizer: ``Adam`` or ``AdamW``, the one that steps.
+
+    Returns:
+        Maps (parameter, gradient) to a float32 (or float64) tensor; no host synchronisation.
+
+    Raises:
+        ValueError: Another optimizer.
+    """
+    if not isinstance(optimizer, Adam | AdamW):
+        raise ValueError(
+            f"Adam-preconditioned statistics need torch.optim.Adam or AdamW, not {type(optimizer).__name__}. Choose another "
+            "rule; with OSS, leave optimizer state unsharded (sharding='none')."
+        )
+    index: dict[Tensor, int] = {}  # of the group, since load_state_dict makes new group dicts
+
+    def precondition(param: Tensor, grad: Tensor) -> Tensor:
+        dtype = torch.promote_types(grad.dtype, torch.float32)
+        state = optimizer.state.get(param)
+        if not state:
+            return grad.to(dtype)
+        if param not in index:
+            index.update((p, i) for i, group in enumerate(optimizer.param_groups) for p in group["params"])
+        group = optimizer.param_groups[index[param]]
+        # v̂ = v / (1 − β₂^t); v = max over steps with AMSGrad
+        second = state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
+        # `step` is a float32 tensor, maybe on the device, and 1 − 0.999 has three digits less than 0.999.
+        correction = 1 - group["betas"][1] ** torch.as_tensor(state["step"]).double()
+        root = (second.to(dtype) / correction).sqrt_()
+        return grad.to(dtype) / root.add_(group["eps"])
+
+    return precondition

@@ -1,0 +1,329 @@
+"""Scaling rules: AdaptDL's known values, with mocks as its own tests have them, and the trainer's pairs."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ray_adascale import OSS, AdaScaleConfig, RuleInput
+from ray_adascale import AdaScale as Wrapper
+from ray_adascale.adaptive import GradientNoiseScale
+from ray_adascale.optim.rules import RULES, AdamScaleRule, LEGWRule, make_rule
+from ray_adascale.scaling_rules import (
+    AdamScale,
+    AdaScale,
+    LEGWScale,
+    LinearScale,
+    ScalingRuleBase,
+    SqrtScale,
+    adam_preconditioner,
+    pick_factor,
+)
+
+from .reference import gain as reference_gain
+from .test_adascale import batches, make_model, weights
+
+
+def now(gain: float = 3.0, scale: float = 4.0, **kwargs: Any) -> RuleInput:
+    return RuleInput(gain=gain, scale=scale, **{"effective_steps": 0.0, **kwargs})
+
+
+# ---- AdaptDL's numbers -----------------------------------------------------------------------------------------------
+
+
+def test_known_values_of_the_adascale_rule() -> None:
+    adp = Mock(
+        require_backward_grad_sync=True,
+        gns=Mock(raw_var_avg=np.asarray([1, 0, 0, 2]), raw_sqr_avg=np.asarray([-1, 0, -1, 1])),
+    )
+    rule = AdaScale()
+    rule.initialize(adp, Mock(param_groups=[1, 0, 2, -1]))
+    expected = {
+        0.5: [0.5, 0.5, 0.5, 0.6],
+        1: [1.0, 1.0, 1.0, 1.0],
+        2: [2.0, 2.0, 2.0, 1.5],
+        4: [4.0, 4.0, 4.0, 2.0],
+        10: [10.0, 10.0, 10.0, 2.5],
+    }
+    for scale, answer in expected.items():
+        np.testing.assert_equal(rule.scale_lr(scale), answer)
+        adam = AdamScale()
+        adam.initialize(adp, Mock())
+        np.testing.assert_allclose(adam.scale_lr(scale), np.sqrt(answer), rtol=1e-15)
+
+
+def test_known_values_of_the_rules_that_look_at_the_scale_alone() -> None:
+    np.testing.assert_equal([LinearScale().scale_lr(s) for s in (0.5, 1, 2, 4, 10)], [0.5, 1, 2, 4, 10])
+    np.testing.assert_equal([SqrtScale().scale_lr(s) for s in (1, 4, 9, 16, 25)], [1, 2, 3, 4, 5])
+
+
+@pytest.mark.parametrize(
+    ("progress", "base_batch_size", "answers"),
+    [
+        (5, 100, [1 / 20, 1 / 40, 1 / 60, 1 / 80, 1 / 100]),
+        (400, 50, [1.0, 1.0, 2 / 3, 0.5, 0.4]),
+        (400, 100, [1.0, 2.0, 4 / 3, 1.0, 0.8]),
+    ],
+)
+def test_known_values_of_legw(progress: float, base_batch_size: int, answers: list[float]) -> None:
+    adp = Mock(gns=Mock(get_progress=Mock(return_value=progress)), base_batch_size=base_batch_size)
+    rule = LEGWScale(10, 1000)
+    rule.initialize(adp, Mock())
+    for scale, answer in zip((1, 4, 9, 16, 25), answers, strict=True):
+        np.testing.assert_equal(rule.scale_lr(scale), answer)
+        pair = LEGWScale(10, 1000)(now(scale=scale, effective_steps=progress, base_batch_size=base_batch_size))
+        assert pair == (answer, scale)
+
+
+def test_a_rule_before_initialize_is_refused() -> None:
+    for use in (AdaScale().step, AdaScale().zero_grad, lambda: AdaScale().scale_lr(2.0), LEGWScale(1, 2).step):
+        with pytest.raises(ValueError, match="initialize"):
+            use()
+    with pytest.raises(NotImplementedError, match="scale_lr"):
+        ScalingRuleBase().scale_lr(2.0)
+
+
+def test_an_optimizer_is_patched_once() -> None:
+    optimizer = torch.optim.SGD(make_model().parameters(), lr=0.1)
+    AdaScale().initialize(Mock(), optimizer, patch_optimizer=True)
+    with pytest.raises(ValueError, match="already"):
+        AdaScale().initialize(Mock(), optimizer, patch_optimizer=True)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_training_with_a_mock_model_wrapper(passes: int) -> None:
+    """The form of AdaptDL's own optimization tests: GradientNoiseScale by hand, every call in every iteration."""
+    x = torch.nn.Parameter(torch.tensor([1.0, 1.5]))
+    sgd = torch.optim.SGD([x], lr=0.05)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(sgd, [100])
+    adp = Mock(require_backward_grad_sync=True)
+    adp.gns = GradientNoiseScale(adp, sgd, accum_scale=1.0, num_replicas=1)
+    AdaScale().initialize(adp, sgd, patch_optimizer=True)
+    torch.manual_seed(0)
+    for i in range(200 * passes):
+        adp.require_backward_grad_sync = i % passes == passes - 1
+        sgd.zero_grad()
+        ((x - 3).square() * (1 + 0.2 * torch.randn(2))).sum().backward()
+        before = x.detach().clone()
+        sgd.step()
+        if adp.require_backward_grad_sync:
+            schedule.step()
+        else:
+            assert torch.equal(x, before)  # accumulating
+    assert x.tolist() == pytest.approx([3.0, 3.0], abs=0.01)
+    assert adp.gns.get_progress() == pytest.approx(200) if passes == 1 else 200 < adp.gns.get_progress() <= 400
+    assert sgd.param_groups[0]["lr"] == pytest.approx(0.005)
+
+
+def test_a_nan_is_not_averaged_and_not_stepped_with() -> None:
+    x = torch.nn.Parameter(torch.tensor([1.0]))
+    sgd = torch.optim.SGD([x], lr=0.1)
+    adp = Mock(require_backward_grad_sync=True)
+    adp.gns = GradientNoiseScale(adp, sgd, accum_scale=1.0, num_replicas=1)
+    AdaScale().initialize(adp, sgd, patch_optimizer=True)
+    for i in range(60):
+        sgd.zero_grad()
+        (x - (math.nan if i % 2 else 4.0)).square().sum().backward()
+        sgd.step()
+    assert x.item() == pytest.approx(4.0, abs=0.05)
+    assert math.isfinite(adp.gns.sqr_avg() + adp.gns.var_avg())
+    assert adp.gns.get_progress() == pytest.approx(30)
+
+
+# ---- the trainer's pairs ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "pair"),
+    [
+        (AdaScale(), (3.0, 3.0)),
+        (AdamScale(), (math.sqrt(3), 3.0)),
+        (LinearScale(), (4.0, 4.0)),
+        (SqrtScale(), (2.0, 4.0)),
+        (LEGWScale(2, 1000), (2.0 * 20 / 80, 4.0)),
+    ],
+)
+def test_each_rule_answers_with_factor_and_clock(rule: ScalingRuleBase, pair: tuple[float, float]) -> None:
+    given = now(effective_steps=20.0, base_batch_size=100)
+    assert rule(given) == pytest.approx(pair, rel=1e-15)
+    assert AdaScaleConfig(rule=rule).rule is rule
+    assert make_rule(rule) is rule
+    assert rule.adp is None
+
+
+def test_rules_by_name_and_refused_ones() -> None:
+    assert RULES["adamscale"]()(now(gain=9.0)) == (3.0, 9.0)
+    assert make_rule("adamscale") == AdamScaleRule()
+    with pytest.raises(ValueError, match=r"LinearScale\(\.\.\.\)"):
+        make_rule(LinearScale)  # type: ignore[arg-type]
+
+
+class _Cautious(ScalingRuleBase):
+    def scale_lr(self, scale: float) -> Any:
+        gns = self.adp.gns
+        var, sqr = np.maximum(gns.raw_var_avg, 1e-6), np.maximum(gns.raw_sqr_avg, 0.0)  # as AdaptDL's own rule reads it
+        return 0.5 * (var + sqr) / (var / scale + sqr) + 0.5 * gns.gain(scale)
+
+
+class _OwnClock(_Cautious):
+    def __init__(self) -> None:  # no super().__init__(), as is easily forgotten
+        pass
+
+    def clock(self, now: RuleInput) -> float:
+        return 2 * now.gain
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.5, 4.0, 64.0])
+@pytest.mark.parametrize("ratio", [0.0, 0.03, 1.0, 50.0, math.inf])
+def test_a_rule_that_only_overrides_scale_lr_is_a_trainers_rule(scale: float, ratio: float) -> None:
+    sigma2, mu2 = (1.0, 0.0) if ratio == math.inf else (ratio, 1.0)
+    r = reference_gain(sigma2, mu2, scale)
+    # 1e-11: σ²/μ² is read back from r, and AdaptDL's floor is 1e-18 of what is shown.
+    assert _Cautious()(now(gain=r, scale=scale, group=0)) == pytest.approx((r, r), rel=1e-11)
+    assert _OwnClock()(now(gain=r, scale=scale)) == pytest.approx((r, 2 * r), rel=1e-11)
+    if scale == 1:
+        assert _Cautious()(now(gain=r, scale=scale, group=0)) == (1.0, 1.0)
+
+
+def test_a_subclass_of_a_rule_keeps_what_it_does_not_override() -> None:
+    class Half(AdaScale):
+        def scale_lr(self, scale: float) -> Any:
+            return super().scale_lr(scale) / 2
+
+    class HalfLinear(LinearScale):
+        def scale_lr(self, scale: float) -> Any:
+            return scale / 2
+
+    assert Half()(now()) == pytest.approx((1.5, 3.0), rel=1e-11)
+    assert HalfLinear()(now()) == (2.0, 4.0)
+
+
+def test_one_factor_for_all_groups_or_one_each() -> None:
+    assert pick_factor(2, 5) == 2.0
+    assert pick_factor(np.array([1.0, 3.0]), 1) == 3.0
+    assert pick_factor(np.array([1.0, 3.0]), None) == 2.0
+    with pytest.raises(ValueError, match="2 factors for at least 3"):
+        pick_factor([1.0, 3.0], 2)
+
+
+def test_rules_drive_our_optimizer() -> None:
+    moved = {}
+    for name, rule in {"linear": LinearScale(), "own": _OwnClock(), "adascale": AdaScale()}.items():
+        model = make_model()
+        optimizer = Wrapper(
+            torch.optim.SGD(model.parameters(), lr=0.1), scale=4.0, num_gradients_to_accumulate=2, rule=rule
+        )
+        for batch in batches(2, 4):
+            (F.cross_entropy(model(batch[0]), batch[1]) / 2).backward()
+        r = optimizer.gain()
+        before = weights(model)
+        optimizer.step()
+        moved[name] = (before - weights(model)).norm().item()
+        assert optimizer.effective_steps == pytest.approx({"linear": 4.0, "own": 2 * r, "adascale": r}[name], rel=1e-9)
+    assert 1 < r < 4
+    assert moved["linear"] / moved["adascale"] == pytest.approx(4 / r)
+    assert moved["own"] == pytest.approx(moved["adascale"], rel=1e-9)
+
+
+# ---- LEGW ------------------------------------------------------------------------------------------------------------
+
+
+def test_legw_says_what_it_needs_and_when_it_cannot_work() -> None:
+    with pytest.raises(ValueError, match="base_batch_size"):
+        LEGWScale(5, 1000)(now())
+    with pytest.raises(ValueError, match="base_warmup_epochs=-1"):
+        LEGWScale(-1, 1000)
+    rule = LEGWScale(5, 1000)
+    with pytest.warns(UserWarning, match="longer than the whole run"):
+        rule(now(base_batch_size=100, total_steps=199.0))  # 4 × 5 × 10 = 200
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rule(now(base_batch_size=100, total_steps=199.0))  # once
+        LEGWScale(5, 1000)(now(base_batch_size=100, total_steps=200.0))
+    with pytest.warns(UserWarning, match="changed from 4 to 8"):
+        rule(now(scale=8.0, base_batch_size=100))
+
+
+def test_legw_warms_up_at_the_base_batch_too_and_may_have_no_warm_up() -> None:
+    rule = LEGWRule(1, 1000)
+    assert rule(now(scale=1.0, gain=1.0, effective_steps=5.0, base_batch_size=100)) == (0.5, 1.0)
+    assert LEGWRule(0, 1000)(now(base_batch_size=100)) == (2.0, 4.0)
+
+
+# ---- Adam's metric ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_the_preconditioned_gradient_is_adams_step_without_momentum(cls: Any, amsgrad: bool) -> None:
+    p = torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64))
+    q = torch.nn.Parameter(torch.ones(2))
+    groups = [{"params": [q], "betas": (0.5, 0.6)}, {"params": [p], "betas": (0.0, 0.9), "eps": 1e-3}]
+    optimizer = cls(groups, lr=0.01, weight_decay=0.0, amsgrad=amsgrad)
+    precondition = adam_preconditioner(optimizer)
+    g = torch.tensor([0.1, 2.0, -3.0], dtype=torch.float64)
+    assert torch.equal(precondition(p, g), g)  # no state yet
+    for factor in (1.0, 3.0, 0.5):
+        p.grad, q.grad = factor * g, torch.ones(2)
+        before = p.detach().clone()
+        optimizer.step()
+    # With β₁ = 0 Adam moves by lr times the gradient in its metric, v with this gradient already in it.
+    torch.testing.assert_close((before - p) / 0.01, precondition(p, p.grad), rtol=1e-12, atol=0)
+    optimizer.load_state_dict(optimizer.state_dict())
+    torch.testing.assert_close((before - p) / 0.01, precondition(p, p.grad), rtol=1e-12, atol=0)
+    assert precondition(q, torch.ones(2, dtype=torch.float16)).dtype == torch.float32
+
+
+def test_preconditioning_refuses_what_has_no_such_state() -> None:
+    params = list(make_model().parameters())
+    for optimizer in (torch.optim.SGD(params, lr=0.1), torch.optim.RMSprop(params), OSS(params, torch.optim.Adam)):
+        with pytest.raises(ValueError, match="Adam or AdamW"):
+            adam_preconditioner(optimizer)
+
+
+def test_gains_in_adams_metric_equal_the_reference_and_ignore_a_parameters_units() -> None:
+    gains = []
+    for unit in (1.0, 1000.0):
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2)]
+        adam = torch.optim.Adam(params, lr=0.01, eps=0.0)
+        optimizer = Wrapper(
+            adam,
+            scale=4.0,
+            num_gradients_to_accumulate=2,
+            smoothing=0.0,
+            rule=AdamScale(),
+            precondition=adam_preconditioner(adam),
+        )
+        for _ in range(3):
+            root = [
+                (adam.state[p]["exp_avg_sq"] / (1 - 0.999 ** adam.state[p]["step"].item())).sqrt()
+                if adam.state[p]
+                else 1.0
+                for p in params
+            ]
+            samples = []
+            for _ in range(2):
+                noise = [torch.randn(3, dtype=torch.float64) for _ in params]
+                loss = sum((p * (1 + n) * u).sum() for p, n, u in zip(params, noise, (1.0, unit), strict=True))
+                (loss / 2).backward()
+                grads = [(1 + n) * u / v for n, u, v in zip(noise, (1.0, unit), root, strict=True)]
+                samples.append(torch.cat(grads).numpy())
+            mean = (samples[0] + samples[1]) / 2
+            sigma2 = 4 * (sum(float(g @ g) for g in samples) / 2 - float(mean @ mean))
+            r = reference_gain(sigma2, float(mean @ mean) - sigma2 / 4, 4.0)
+            assert optimizer.gain() == pytest.approx(r, rel=1e-9)
+            tau = optimizer.effective_steps
+            optimizer.step()
+            assert optimizer.lr_factor == pytest.approx(math.sqrt(r), rel=1e-9)
+            assert optimizer.effective_steps - tau == pytest.approx(r, rel=1e-9)
+            optimizer.zero_grad()
+        gains.append(optimizer.gain())
+    assert gains[0] == pytest.approx(gains[1], rel=1e-9)
