@@ -12,13 +12,23 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
+    from .adaptive import AdaptiveDataParallel
     from .backend import LocalBackend
     from .checkpoint import CheckpointError, load_weights
     from .config import AdaScaleConfig
     from .loop import Run
     from .optim.adascale import AdaScale
     from .optim.oss import OSS
-    from .optim.rules import AdaScaleRule, LinearRule, RuleInput, SquareRootRule, UnscaledRule
+    from .optim.rules import (
+        AdamScaleRule,
+        AdaScaleRule,
+        LEGWRule,
+        LinearRule,
+        RuleInput,
+        SquareRootRule,
+        UnscaledRule,
+    )
+    from .optim.wrapper import AdaScaleWrapper
     from .recipe import Recipe, RecipeError
     from .train import AdaScaleTrainer, prepare
     from .tune import tune_recipe
@@ -30,7 +40,11 @@ __all__ = [
     "AdaScaleConfig",
     "AdaScaleRule",
     "AdaScaleTrainer",
+    "AdaScaleWrapper",
+    "AdamScaleRule",
+    "AdaptiveDataParallel",
     "CheckpointError",
+    "LEGWRule",
     "LinearRule",
     "LocalBackend",
     "Recipe",
@@ -47,6 +61,10 @@ __all__ = [
 ]
 
 _HOME = {
+    "AdaScaleWrapper": "optim.wrapper",
+    "AdamScaleRule": "optim.rules",
+    "AdaptiveDataParallel": "adaptive",
+    "LEGWRule": "optim.rules",
     "AdaScale": "optim.adascale",
     "AdaScaleConfig": "config",
     "AdaScaleRule": "optim.rules",

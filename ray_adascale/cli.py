@@ -76,7 +76,9 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--use-gpu", action="store_true", help="one GPU a worker")
     train.add_argument("--per-worker-batch-size", type=int, metavar="M", help="examples a pass (default: B0)")
     train.add_argument("--accumulation", type=int, default=1, help="passes a step (default: %(default)s)")
-    train.add_argument("--rule", default="adascale", help="adascale, linear, sqrt or unscaled (default: %(default)s)")
+    train.add_argument(
+        "--rule", default="adascale", help="adascale, adamscale, linear, sqrt, unscaled (default: %(default)s)"
+    )
     train.add_argument("--sharding", default="auto", help="auto, none or oss (default: %(default)s)")
     train.add_argument("--precision", default="fp32", help="fp32, bf16 or fp16 (default: %(default)s)")
     train.add_argument("--seed", type=int, default=0, help="default: %(default)s")

@@ -57,7 +57,8 @@ class AdaScaleConfig:
         accumulation: Backward passes per optimizer step.
         elastic: The number of workers may change. Where few workers would make less than a base batch, more passes are
             accumulated until S ≥ 1, instead of refusing. ``AdaScaleTrainer`` sets it for ``num_workers=(min, max)``.
-        rule: How the LR follows the scale: "adascale", or for comparison "linear", "sqrt", "unscaled", or a callable
+        rule: How the LR follows the scale: "adascale", "adamscale" (experimental, for Adam), or for comparison "linear",
+            "sqrt", "unscaled"; or a rule such as ``LEGWRule(5, 50_000)``; or a callable
             (RuleInput) -> (LR factor, clock increment).
         sharding: Where optimizer state lives: "auto" (sharded when there is more than one worker), "oss", or "none".
         precision: Autocast dtype of the forward pass; "fp16" scales the loss.

@@ -28,7 +28,7 @@ from .config import AdaScaleConfig, BatchPlan
 from .data import BatchSource, MicroBatch, make_source
 from .optim.adascale import AdaScale
 from .optim.oss import OSS
-from .optim.rules import make_rule
+from .optim.rules import AdamScaleRule, AdaScaleRule, make_rule
 from .optim.state import (
     hyperparameters,
     load_hyperparameters,
@@ -38,6 +38,7 @@ from .optim.state import (
 )
 from .recipe import Recipe
 from .rng import capture_rng, empty_rng, restore_rng
+from .scaling_rules import AdamScale, adam_preconditioner
 from .schedule import EffectiveSchedule, curve_difference
 from .trace import Trace, read_trace
 
@@ -152,7 +153,14 @@ class Run:
                 gradient_as_bucket_view=True,
             )
         self._scaler = torch.amp.GradScaler(self.backend.device.type) if config.precision == "fp16" else None
-        sharded = config.sharding == "oss" or (config.sharding == "auto" and workers > 1)
+        rule = make_rule(config.rule)
+        adam = isinstance(rule, AdamScaleRule | AdamScale)
+        if adam and config.sharding == "oss":
+            raise ValueError(
+                "Invalid AdaScaleConfig(sharding='oss') with the rule AdamScale: its statistics need Adam's state of every "
+                "parameter on every worker. Use sharding='none', or 'auto', which chooses it."
+            )
+        sharded = not adam and (config.sharding == "oss" or (config.sharding == "auto" and workers > 1))
         self.optimizer = AdaScale(
             OSS.wrap(optimizer) if sharded else optimizer,
             world_size=workers,
@@ -164,7 +172,8 @@ class Run:
             single_gain=True,
             base_batch_size=self.plan.base_batch_size,
             batch_size=self.plan.global_batch_size,
-            rule=make_rule(config.rule),
+            rule=rule,
+            precondition=adam_preconditioner(optimizer) if adam else None,
         )
         self.optimizer.rider = self._rider
 
@@ -191,6 +200,7 @@ class Run:
             self._trace = Trace(Path(scratch) / _TRACE)
         self._row: dict[str, Any] | None = None  # of the last step, while metrics may still be recorded for it
         self._last: dict[str, Any] = {}
+        self._loop_seconds = 0.0
         self.stopped: str | None = None
         """Why the loop ended: "total_steps reached", or None while it runs."""
         with self.backend.latest_checkpoint() as folder:
@@ -253,14 +263,15 @@ class Run:
         self._probed = sigma2, mu2
 
     def summary(self) -> dict[str, Any]:
-        """The last report's metrics and why the run stopped."""
-        return {**self._last, "stopped": self.stopped}
+        """The last report's metrics, why the run stopped, and the seconds spent in the loop since this start."""
+        return {**self._last, "stopped": self.stopped, "loop_seconds": self._loop_seconds}
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
         """Micro-batches on the device until τ reaches T; then evaluates, reports and saves a last time."""
         self.module.train()
+        entered = time.monotonic()
         batches = iter(self.source)
         try:
             while self.effective_steps < self.total_steps:
@@ -274,6 +285,7 @@ class Run:
             if self.stopped is None:
                 self._finish()
         finally:
+            self._loop_seconds = time.monotonic() - entered
             self._pass.close()
             self.source.close()
 
@@ -667,10 +679,13 @@ def _check_built(model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig)
         raise ValueError(f"Invalid optimizer of type {type(optimizer).__name__}. Must be a torch.optim.Optimizer.")
     if isinstance(model, DistributedDataParallel):
         raise ValueError("Pass the bare model: it is wrapped in DistributedDataParallel here.")
-    if not isinstance(optimizer, SGD | AdaScale | OSS) and config.rule == "adascale":
+    if isinstance(optimizer, AdaScale | OSS):
+        raise ValueError(f"Pass the bare optimizer: it is wrapped here, and {type(optimizer).__name__} would be twice.")
+    if not isinstance(optimizer, SGD) and isinstance(make_rule(config.rule), AdaScaleRule):
         warnings.warn(
             f"AdaScale is derived for SGD with momentum; {type(optimizer).__name__} divides by the gradient's own size, so "
-            "the right factor on its LR is not known (its own invariance suggests about √S, rule='sqrt'). The run goes on; "
+            "the right factor on its LR is not known (its own invariance suggests about √S: rule='sqrt', or the experimental "
+            "'adamscale'). The run goes on; "
             "compare with a base run before you trust it.",
             stacklevel=3,
         )

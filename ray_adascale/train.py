@@ -202,7 +202,7 @@ class AdaScaleTrainer(TorchTrainer):
     """Runs a workload on any number of Ray workers with the schedule of its base batch; no loop to write.
 
     ``fit()`` returns Ray Train's ``Result``: ``metrics`` are those of the last report, at τ ≥ T, and ``return_value`` adds
-    ``"stopped"``, why the run ended.
+    ``"stopped"``, why the run ended, and ``"loop_seconds"``, without the start of Ray's workers.
 
     Args:
         workload: A function from the hyperparameters to a :class:`ray_adascale.Workload`; called on every worker.

@@ -369,7 +369,7 @@ def test_statistics_are_saved_and_the_resumed_run_is_the_same(pool: Any) -> None
     pool(1).run(_resume)
 
 
-def _adam(wrap: bool) -> list[float]:
+def _adam(wrap: bool, size: float = 1.0) -> list[float]:
     bare = make_model()
     adam = torch.optim.Adam(bare.parameters(), lr=0.01)
     model: Any = bare
@@ -378,20 +378,82 @@ def _adam(wrap: bool) -> list[float]:
     factors = []
     for x, y in batches(6, 4):
         adam.zero_grad()
-        F.cross_entropy(model(x), y).backward()
+        (size * F.cross_entropy(model(x), y)).backward()
         adam.step()
         factors.append(model.gns.statistics.lr_factor if wrap else 1.0)
     return factors + weights(bare).tolist()
 
 
 def test_adam_scale_takes_its_statistics_in_adams_metric(pool: Any) -> None:
-    alone, plain = pool(1).run(_adam, True)[0], pool(1).run(_adam, False)[0]
-    # At S = 1 the floor is all that is left: AdaptDL's gain at scale 1 is exactly 1.
-    assert alone == plain
-    first, second = pool(2).run(_adam, True)
+    assert pool(1).run(_adam, True) == pool(1).run(_adam, False)
+    first, second = pool(2).run(_adam, True, 1e-4)
     assert first == second
-    # No noise: both workers have the same batch. In Adam's metric gradients are of size 1, so the floor adds nothing.
-    assert first[:6] == pytest.approx([1.0] * 6, abs=1e-4)
+    # Both workers have the same batch, so there is no noise. In Adam's metric gradients are of size 1, and AdaptDL's floor
+    # is nothing; the first step has no metric yet, and there it shows.
+    assert first[0] > 1.3
+    assert first[1:6] == pytest.approx([1.0] * 5, abs=1e-6)
+
+
+def _switch() -> None:
+    bare = make_model()
+    optimizer = torch.optim.SGD(bare.parameters(), lr=0.05)
+    model = AdaptiveDataParallel(bare, optimizer, base_batch_size=2, batch_size=4)
+    data = iter(batches(20, 4))
+    seen = []
+    for passes in (1, 1, 1, 2, 1, 1):
+        samples = []
+        for p in range(passes):
+            x, y = next(data)
+            samples.append(sample_gradient(bare, (x, y), optimizer.param_groups)[0])
+            with model.no_sync() if p < passes - 1 else contextlib.nullcontext():
+                F.cross_entropy(model(x), y).backward()
+        seen.append((samples, model.gns.raw_var_avg.item(), model.gns.raw_sqr_avg.item()))
+        optimizer.step()
+        optimizer.zero_grad()
+    # Each of the last three is of its own estimator's samples alone: there is one at most.
+    assert seen[3][1:] == pytest.approx(moments(seen[3][0], [0.5, 0.5], 4.0), rel=1e-9)
+    assert seen[4][1:] == (0.0, 1.0)  # nothing to compare with yet
+    assert seen[5][1:] == pytest.approx(differenced_moments(seen[5][0][0], seen[4][0][0], 2.0), rel=1e-9)
+
+
+def _switch_with_warning() -> None:
+    with pytest.warns(UserWarning, match="consecutive steps"):
+        _switch()
+
+
+def test_going_between_one_gradient_sample_and_several_starts_the_averages_anew(pool: Any) -> None:
+    pool(1).run(_switch_with_warning)
+
+
+def _left_out() -> None:
+    bare = make_model()
+    optimizer = torch.optim.SGD(bare.parameters(), lr=0.05)
+    model = AdaptiveDataParallel(bare, optimizer)
+    data = iter(batches(8, 4))
+    for step, passes in enumerate((2, 2, 2, 1)):
+        for p in range(passes):
+            x, y = next(data)
+            with model.no_sync() if p < passes - 1 else contextlib.nullcontext():
+                F.cross_entropy(model(x), y).backward()
+        if step != 2:  # a GradScaler that found an overflow doesn't call step()
+            optimizer.step()
+        for param in bare.parameters():
+            param.grad = None
+        assert model.gns.scale == passes
+    assert model.gns.statistics.steps == 3
+
+
+def test_a_complete_step_that_is_never_taken_leaves_nothing_behind(pool: Any) -> None:
+    pool(1).run(_left_out)
+
+
+def _legw_with_changing_scale() -> None:
+    with pytest.warns(UserWarning, match="changed from 2 to 4"):
+        _train("legw", 1, steps=2, per_step=True)
+
+
+def test_legw_warns_when_the_scale_changes(pool: Any) -> None:
+    pool(2).run(_legw_with_changing_scale)
 
 
 def _refused() -> None:

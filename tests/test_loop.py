@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from ray_adascale import AdaScaleConfig, LinearRule, LocalBackend, Recipe, Run, UnscaledRule, load_weights
+from ray_adascale import AdaScale, AdaScaleConfig, LinearRule, LocalBackend, Recipe, Run, UnscaledRule, load_weights
 from ray_adascale.data import epoch_order
 from ray_adascale.loop import METRICS
 from ray_adascale.trace import read_trace
@@ -594,6 +594,25 @@ def test_several_optimizers_and_wrapped_models_are_refused() -> None:
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1)] * 2
     with pytest.raises(ValueError, match="Only one is supported"):
         Run(net, optimizers, None, dataset(), config)  # type: ignore[arg-type]
+
+
+def test_the_rule_for_adam_reads_adams_own_scale() -> None:
+    net = model()
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+    settings: dict[str, Any] = {"base_batch_size": 4, "total_steps": 40, "per_worker_batch_size": 8, "accumulation": 2}
+    run = Run(net, optimizer, None, dataset(), AdaScaleConfig(rule="adamscale", **settings))
+    rows = drive(run)
+    assert run.optimizer.lr_factor == pytest.approx(math.sqrt(rows[-1]["gain"]))
+    assert 10 < len(rows) < 40
+    with pytest.raises(ValueError, match="AdamScale"):
+        Run(net, optimizer, None, dataset(), AdaScaleConfig(rule="adamscale", sharding="oss", **settings))
+
+
+def test_wrapped_optimizers_are_refused() -> None:
+    net = model()
+    wrapped = AdaScale(torch.optim.SGD(net.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="bare optimizer"):
+        Run(net, wrapped, None, dataset(), AdaScaleConfig(base_batch_size=4, total_steps=5))
 
 
 def test_an_optimizer_that_is_not_sgd_gets_a_warning_and_runs() -> None:

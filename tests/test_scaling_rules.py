@@ -192,6 +192,15 @@ def test_a_rule_that_only_overrides_scale_lr_is_a_trainers_rule(scale: float, ra
         assert _Cautious()(now(gain=r, scale=scale, group=0)) == (1.0, 1.0)
 
 
+def test_at_the_base_batch_a_rule_sees_no_noise() -> None:
+    class Ahead(ScalingRuleBase):
+        def scale_lr(self, scale: float) -> Any:
+            var, sqr = np.maximum(self.adp.gns.raw_var_avg, 1e-6), self.adp.gns.raw_sqr_avg
+            return (var + sqr) / (var / (8 * scale) + sqr)
+
+    assert Ahead()(now(gain=1.0, scale=1.0)) == (1.0, 1.0)
+
+
 def test_a_subclass_of_a_rule_keeps_what_it_does_not_override() -> None:
     class Half(AdaScale):
         def scale_lr(self, scale: float) -> Any:

@@ -144,6 +144,7 @@ class AdaScale(Optimizer):
         self._steps = 0
         self._previous_gain = 1.0
         self._averages = self._empty_averages()
+        self._sample: _Sample | None = None
         self._begin_step()
         self.set_num_gradients_to_accumulate(num_gradients_to_accumulate, update_smoothing=smoothing is None)
         if smoothing is not None:
@@ -232,6 +233,7 @@ class AdaScale(Optimizer):
         if sample is None and self._observer is not None and self._reducing:
             # No parameter got a gradient here; the other workers are in the reduction already.
             sample = self._gather(self._observer)
+            self._sample = sample  # a rule may ask for the gain meanwhile
         if sample is None:
             sample = self._sample_without_passes()
         self.last_step_skipped = not sample.finite
@@ -522,7 +524,7 @@ class AdaScale(Optimizer):
         self._sent: tuple[Tensor, dist.Work | None] | None = None  # the all-reduce that is under way
         if self._observer is not None:
             self._observer.first_pass = True
-        self._sample: _Sample | None = None
+        self._sample = None
 
     def _attach(self) -> None:
         """(Re)install the observer: none where a single sample at S = 1 has nothing to tell."""
