@@ -94,9 +94,11 @@ class ProgressLine:
                 live.update(Text(self._newest(shown), no_wrap=True))
             return
         last = ""
-        while not self._done.wait(self._interval_s):
+        done = False
+        while not done:
+            done = self._done.wait(self._interval_s)
             shown = self._newest(shown)
-            if shown and shown != last:
+            if shown and shown != last:  # also at the end, so that a short run has its line too
                 print(shown, file=self._console.file, flush=True)
                 last = shown
 
