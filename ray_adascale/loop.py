@@ -320,8 +320,6 @@ class Run:
             )
         self._autocast.close()
         self._loss += batch.weight * loss.detach()
-        if batch.is_last:
-            self.optimizer.sample_weights = self._weights
         # DDP averages over workers and passes add up, so ḡ = Σ w_i g_i needs each loss times n·w_i/passes.
         factor = self.plan.num_samples * batch.examples / (self.plan.global_batch_size * self.plan.accumulation)
         if factor != 1:

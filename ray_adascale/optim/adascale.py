@@ -144,6 +144,9 @@ class AdaScale(Optimizer):
         self._steps = 0
         self._previous_gain = 1.0
         self._averages = self._empty_averages()
+        self._known_gains: tuple[Average, float, tuple[list[float], float]] | None = (
+            None  # asked for more than once a step
+        )
         self._sample: _Sample | None = None
         self._begin_step()
         self.set_num_gradients_to_accumulate(num_gradients_to_accumulate, update_smoothing=smoothing is None)
@@ -672,12 +675,16 @@ class AdaScale(Optimizer):
         """(r of each group, r of the whole) as host numbers: one wait for the device."""
         if self._scale == 1:
             return [1.0] * averages.total.shape[1], 1.0
+        if self._known_gains is not None and self._known_gains[0] is averages and self._known_gains[1] == self._scale:
+            return self._known_gains[2]
         known = averages.weight > 0
         sigma2, mu2 = torch.where(known, averages.total / torch.where(known, averages.weight, 1.0), 0.0)
         floor = self._variance_floor
         each = torch.where(known, gain_math.gain(sigma2, mu2, self._scale, variance_floor=floor), 1.0)
         if len(each) == 1:
-            return each.tolist(), each.item()
+            self._known_gains = averages, self._scale, (each.tolist(), each.item())
+            return self._known_gains[2]
         overall = gain_math.gain(sigma2.sum(), mu2.sum(), self._scale, variance_floor=floor)
         *gains, whole = torch.cat([each, torch.where(known.any(), overall, 1.0).reshape(1)]).tolist()
-        return gains, whole
+        self._known_gains = averages, self._scale, (gains, whole)
+        return self._known_gains[2]
