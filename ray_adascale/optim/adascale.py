@@ -604,8 +604,10 @@ class AdaScale(Optimizer):
         if self._single_gain and groups > 1:
             a, c = a.sum(dim=0, keepdim=True), c.sum(dim=0, keepdim=True)
         finite = math.isfinite(float((a + c).sum()))
-        if float(passes) == 0:
-            return _Sample(None, None, finite)  # gradients that no backward pass has made
+        if float(passes) == 0 or not observer.complete:
+            # Gradients that no backward pass has made, or of a parameter that was frozen when the hooks were set: C counts
+            # them and A does not. The step is taken with the averages as they are.
+            return _Sample(None, None, finite)
         sigma2: Tensor | None = None
         mu2: Tensor | None = None
         if self.num_samples > 1:

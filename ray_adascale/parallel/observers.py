@@ -118,6 +118,9 @@ class GradientObserver(ABC):
     first_pass: bool = True
     """Whether the next pass is the first of an optimizer step; the listener says so."""
 
+    complete: bool = True
+    """Whether every gradient of the step was watched; False for the one step in which a parameter was first unfrozen."""
+
     @abstractmethod
     def local_sq_norms(self) -> Tensor:
         """``‖g_i‖²`` per group of the gradient sample of the last backward pass, float64 ``[groups]``; then forgets it.
@@ -242,10 +245,15 @@ class HookObserver(GradientObserver):
             self._shares[rank, world_size] = self._share(rank, world_size)
         self._reduced.clear()
         slots, precondition = self._reduced.of, self._precondition
+        unwatched = False
         for param in self._shares[rank, world_size]:
             grad = param.grad
             if grad is not None:
+                unwatched |= param not in self._handles
                 _norm(grad if precondition is None else precondition(param, grad), slots[param])
+        if unwatched:
+            self.refresh_trainable()
+        self.complete = not unwatched
         return self._reduced.sum_of_squares(self.device)
 
     def _share(self, rank: int, world_size: int) -> list[Tensor]:
