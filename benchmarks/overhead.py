@@ -42,6 +42,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ray_adascale.optim.adascale import AdaScale
 from ray_adascale.optim.oss import OSS
+from ray_adascale.parallel.sharded import ShardedDataParallel
 
 Batch = tuple[Tensor, Tensor]
 
@@ -234,14 +235,64 @@ class Zero(Kind):
         return Stepper(ddp(model, place), optimizer)
 
 
-class FairScale(Kind):
-    """The predecessor's AdaScale, where somebody installed it. Its gain has an absolute floor: a trajectory of its own."""
+class Sharded(Kind):
+    """Sharded gradients and state."""
 
-    name = "fairscale"
-    trajectory = None
+    name = "sharded"
+
+    def build(self, model: nn.Module, place: Place) -> Stepper:
+        optimizer = OSS(model.parameters(), SGD, **sgd_settings(place))
+        return Stepper(ShardedDataParallel(model, optimizer), optimizer)
+
+
+class AdaScaleSharded(Kind):
+    """What the trainer does beyond one worker."""
+
+    name = "adascale+sharded"
+    trajectory = "adascale"
+
+    def build(self, model: nn.Module, place: Place) -> Stepper:
+        inner = OSS(model.parameters(), SGD, **sgd_settings(place))
+        optimizer = AdaScale(inner, num_gradients_to_accumulate=place.passes)
+        return Stepper(ShardedDataParallel(model, optimizer), optimizer)
+
+
+class FairScaleKind(Kind):
+    """The predecessor, where somebody installed it."""
 
     def unavailable(self, device: str) -> str | None:
         return None if importlib.util.find_spec("fairscale") else "fairscale is not installed"
+
+
+class FairScaleSharded(FairScaleKind):
+    name = "fairscale-sharded"
+
+    def build(self, model: nn.Module, place: Place) -> Stepper:
+        from fairscale.nn.data_parallel import ShardedDataParallel as FairScaleShardedDataParallel
+        from fairscale.optim import OSS as FairScaleOSS
+
+        optimizer = FairScaleOSS(model.parameters(), SGD, **sgd_settings(place))
+        return Stepper(FairScaleShardedDataParallel(model, optimizer), optimizer)
+
+
+class FairScaleAdaScaleOSS(FairScaleKind):
+    name = "fairscale-adascale+oss"
+    trajectory = None
+
+    def build(self, model: nn.Module, place: Place) -> Stepper:
+        from fairscale.optim import OSS as FairScaleOSS
+        from fairscale.optim import AdaScale as FairScaleAdaScale
+
+        inner = FairScaleOSS(model.parameters(), SGD, **sgd_settings(place))
+        optimizer = FairScaleAdaScale(inner, world_size=place.world_size, num_gradients_to_accumulate=place.passes)
+        return Stepper(ddp(model, place), optimizer)
+
+
+class FairScale(FairScaleKind):
+    """The predecessor's AdaScale. Its gain has an absolute floor: a trajectory of its own."""
+
+    name = "fairscale"
+    trajectory = None
 
     def build(self, model: nn.Module, place: Place) -> Stepper:
         from fairscale.optim import AdaScale as FairScaleAdaScale
@@ -252,7 +303,21 @@ class FairScale(Kind):
 
 
 BASELINE = DDP.name
-KINDS: dict[str, Kind] = {k.name: k for k in (DDP(), AdaScaleKind(), AdaScaleOSS(), OSSKind(), Zero(), FairScale())}
+KINDS: dict[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        DDP(),
+        AdaScaleKind(),
+        AdaScaleSharded(),
+        Sharded(),
+        AdaScaleOSS(),
+        OSSKind(),
+        Zero(),
+        FairScale(),
+        FairScaleSharded(),
+        FairScaleAdaScaleOSS(),
+    )
+}
 
 
 # ---- measuring ----------------------------------------------------------------------------------------------------

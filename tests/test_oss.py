@@ -181,10 +181,11 @@ def assert_same(ours: Any, theirs: Any, path: str = "") -> None:
         assert ours == theirs, path
 
 
-def assert_agree(results: list[tuple[Tensor, Tensor]]) -> None:
+def assert_agree(results: list[tuple[Tensor, Tensor]], tolerance: float = 0.0) -> None:
     """(weights of the plain optimizer, weights under OSS), by rank."""
     for plain, sharded in results:
-        assert torch.equal(plain, sharded)
+        torch.testing.assert_close(sharded, plain, rtol=tolerance, atol=tolerance)
+        assert torch.equal(sharded, results[0][1])
         assert torch.equal(plain, results[0][0])
         assert torch.isfinite(plain).all()
 
@@ -243,58 +244,66 @@ def test_equals_ddp_with_the_plain_optimizer(pool: Pool, world_size: int, name: 
     ids=["bf16-sgd", "bf16-adamw", "frozen", "thawed", "thawed-bf16", "accumulate", "clip"],
 )
 def test_equals_ddp_however_it_is_trained(pool: Pool, world_size: int, name: str, options: dict[str, Any]) -> None:
-    assert_agree(pool(world_size).run(_run_both, name, **options))
+    # A CPU rounds bfloat16 differently at the end of a tensor than in its middle, so the cuts show: 50 roundings of 2^-9 of
+    # weights about 0.3 that hardly add up.
+    tolerance = 4e-3 if "low" in options else 0.0
+    assert_agree(pool(world_size).run(_run_both, name, **options), tolerance)
 
 
 def test_equals_ddp_on_four_ranks(pool: Pool) -> None:
     assert_agree(pool(4).run(_run_both, "adamw", low=torch.bfloat16))
 
 
-def _one_parameter() -> tuple[Tensor, Tensor, int]:
+class NormedSGD(SGD):
+    """Looks at the norm of a whole gradient, as LARS does: cut by element it would be another optimizer."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.div_(p.grad.norm() + 1)
+        return super().step(closure)
+
+
+def _one_parameter(optim: type[Optimizer]) -> tuple[Tensor, Tensor, int]:
     ends = []
     for sharded in (False, True):
         torch.manual_seed(1)
         model = nn.Linear(7, 3, bias=False)
-        optimizer: Optimizer = Adam(model.parameters(), lr=0.01)
+        optimizer: Any = optim(model.parameters(), lr=0.01, **({} if optim is Adam else {"momentum": 0.9}))  # type: ignore[call-arg]
         if sharded:
             optimizer = OSS.wrap(optimizer)
         train(DistributedDataParallel(model), optimizer, batches(STEPS, seed=dist.get_rank()))
         ends.append(weights(model))
-    return ends[0], ends[1], len(optimizer.state)
+    return ends[0], ends[1], sum(next(iter(entry.values())).numel() > 0 for entry in optimizer.state.values())
 
 
-def test_more_ranks_than_parameters(pool: Pool) -> None:
-    results = pool(3).run(_one_parameter)
+@pytest.mark.parametrize(
+    ("optim", "held"),
+    [(Adam, [1, 1, 1]), (NormedSGD, [0, 0, 1])],  # by element where that is known to be right, else whole
+)
+def test_more_ranks_than_parameters(pool: Pool, optim: type[Optimizer], held: list[int]) -> None:
+    results = pool(3).run(_one_parameter, optim)
     assert_agree([result[:2] for result in results])
-    assert sorted(result[2] for result in results) == [0, 0, 1]
-
-
-class Counting(OSS):
-    """Knows how many broadcasts were under way at most."""
-
-    now = most = 0
-
-    def _broadcast(self, flat: Tensor, owner: int, *, async_op: bool = False) -> Any:
-        self.now += 1
-        self.most = max(self.most, self.now)
-        return super()._broadcast(flat, owner, async_op=async_op)
-
-    def _receive(self, *args: Any) -> None:
-        super()._receive(*args)
-        self.now -= 1
+    assert sorted(result[2] for result in results) == held
 
 
 def _constructor() -> tuple[Tensor, Tensor]:
     model, twin = build(), build()
     train(twin, SGD(groups(twin), lr=0.1, momentum=0.9), batches(5))
-    # Buckets of ten elements: several for each owner, more than are under way at a time, and of a parameter alone.
-    ours = Counting(
-        groups(model), SGD, None, broadcast_bucket_size=10, force_broadcast_object=False, lr=0.1, momentum=0.9
+    # Buckets of ten elements: several, and of a parameter alone.
+    ours = OSS(
+        groups(model),
+        SGD,
+        None,
+        broadcast_buffer_size=10,
+        broadcast_fp16=False,
+        force_broadcast_object=False,
+        lr=0.1,
+        momentum=0.9,
     )
-    assert len(ours._buckets()) > 4
+    assert len(ours.buckets) > 4 or ours.world_size == 1
     train(model, ours, batches(5))
-    # Each holds a copy of its parameters, so not all at once.
-    assert (ours.now, ours.most) == (0, 0 if ours.world_size == 1 else 4)
     # FairScale's default class.
     assert isinstance(OSS(build().parameters(), lr=0.1).optim, SGD)
     assert "SGD" in repr(ours)
@@ -409,7 +418,7 @@ def _add_param_group(name: str) -> tuple[Tensor, Tensor]:
         optimizer.add_param_group({"params": [model.gain]})
         train(model, optimizer, batches(10, seed=2))
         if sharded:
-            assert all(optimizer.owns(p) for p in optimizer.state)
+            assert set(optimizer.state) <= {f.tensor for f in optimizer.fragments}
             optimizer.consolidate_state_dict()
             if optimizer.rank == 0:
                 assert_same(optimizer.state_dict(), plain.state_dict())
@@ -573,40 +582,56 @@ def test_partition_of_equal_and_of_few_items() -> None:
     assert partition([], 3) == []
 
 
-def _held() -> tuple[int, int, int, list[int]]:
+def _held(elementwise: bool) -> tuple[int, int, int, int]:
+    """(bytes of averages and of step counts, elements of all parameters and of the largest)"""
     model = build()
-    ours = OSS.wrap(AdamW(groups(model), lr=0.01))
+    ours = OSS.wrap((AdamW if elementwise else WholeAdamW)(groups(model), lr=0.01))
+    assert ours.splits_elements is elementwise
     train(model, ours, batches(2))
-    bytes_held = sum(value.numel() * value.element_size() for entry in ours.state.values() for value in entry.values())
-    full = sum(2 * 4 * p.numel() + 4 for p in model.parameters())  # two averages and a step count, in float32
-    largest = max(2 * 4 * p.numel() + 4 for p in model.parameters())
-    assert all(ours.owns(p) for p in ours.state)
+    counts = sum(entry["step"].nbytes for entry in ours.state.values())
+    averages = sum(value.nbytes for entry in ours.state.values() for value in entry.values()) - counts
+    assert set(ours.state) == {f.tensor for f in ours.fragments}
     assert ours.state is ours.optim.state
-    return bytes_held, full, largest, [i for i, p in enumerate(model.parameters()) if ours.owns(p)]
+    sizes = [p.numel() for p in model.parameters()]
+    return averages, counts, sum(sizes), max(sizes)
+
+
+class WholeAdamW(AdamW):
+    """Not known to be elementwise, as no subclass is."""
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_each_rank_holds_its_share_of_the_state_and_no_more(pool: Pool, world_size: int) -> None:
-    results = pool(world_size).run(_held)
-    full, largest = results[0][1:3]
+@pytest.mark.parametrize("elementwise", [True, False])
+def test_each_rank_holds_its_share_of_the_state_and_no_more(pool: Pool, world_size: int, elementwise: bool) -> None:
+    results = pool(world_size).run(_held, elementwise)
+    _, _, elements, largest = results[0]
     held = [result[0] for result in results]
-    assert sum(held) == full
-    assert max(held) <= full / world_size + largest
-    assert sorted(i for result in results for i in result[3]) == list(range(7))  # each parameter has one owner
+    assert sum(held) == 2 * 4 * elements
+    # By element the buckets' padding is all that is uneven: below 16 elements for each of 7 parameters.
+    slack = 7 * 16 if elementwise else largest
+    assert max(held) <= 2 * 4 * (elements / world_size + slack)
+    # A step count for each parameter, and one more where a cut goes through one.
+    assert 4 * 7 <= sum(result[1] for result in results) <= 4 * (7 + (world_size - 1) * elementwise)
 
 
-def _fine_tuning() -> tuple[int, int]:
+def _fine_tuning(elementwise: bool) -> tuple[int, int]:
     frozen = [nn.Parameter(torch.zeros(100), requires_grad=False), nn.Parameter(torch.zeros(2), requires_grad=False)]
     trained = [nn.Parameter(torch.zeros(n)) for n in (60, 40, 20)]
-    ours = OSS.wrap(SGD([*frozen, *trained], lr=0.1))
-    mine = [p for p in (*frozen, *trained) if ours.owns(p)]
-    return sum(p.numel() for p in mine if p.requires_grad), sum(p.numel() for p in mine)
+    ours = OSS.wrap(SGD([*frozen, *trained], lr=0.1) if elementwise else NormedSGD([*frozen, *trained], lr=0.1))
+    mine = ours.fragments
+    return sum(f.numel for f in mine if f.param.requires_grad), sum(f.numel for f in mine)
 
 
 def test_frozen_parameters_do_not_weigh_against_those_with_state(pool: Pool) -> None:
-    results = pool(2).run(_fine_tuning)
+    results = pool(2).run(_fine_tuning, False)
     assert [result[0] for result in results] == [60, 60]
     assert sorted(result[1] for result in results) == [62, 160]
+    trained, held = zip(*pool(2).run(_fine_tuning, True), strict=True)
+    assert (sum(trained), sum(held)) == (120, 222)
+    # Padded to 16 elements, the trained lie at 0 to 20, 32 to 72 and 80 to 140, and the cut is at 70; the frozen at 0 to 2
+    # and 16 to 116, and the cut is at 58.
+    assert sorted(trained) == [58, 62]
+    assert sorted(held) == [58 + 44, 62 + 58] or sorted(held) == [58 + 58, 62 + 44]
 
 
 def _wraps_a_used_optimizer() -> tuple[Tensor, Tensor]:
@@ -616,7 +641,7 @@ def _wraps_a_used_optimizer() -> tuple[Tensor, Tensor]:
     train(model, built, batches(20)[:10])
     ours = OSS.wrap(built)
     assert built.state is ours.state
-    assert all(ours.owns(p) for p in built.state)
+    assert set(built.state) <= {f.tensor for f in ours.fragments}
     train(model, ours, batches(20)[10:])
     return weights(twin), weights(model)
 
@@ -723,7 +748,7 @@ def _plain_dict_on_all_ranks(state: dict[str, Any]) -> list[bool]:
     ours.step()  # however little it did
     with pytest.raises(RuntimeError, match="after the last step"):
         ours.state_dict()
-    return [ours.owns(p) == (p in ours.state) for p in model.parameters()]
+    return [f.tensor in ours.state for f in ours.fragments]
 
 
 def test_loading_a_plain_state_dict_keeps_the_share_and_aliases_nothing(pool: Pool) -> None:
@@ -746,23 +771,27 @@ def test_a_tensor_lr_is_not_shared_with_a_state_dict() -> None:
 
 
 def _rare_dtypes(recipient: int) -> None:
-    params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    params = [nn.Parameter(torch.ones(4)) for _ in range(3)]
     optimizer = SGD(params, lr=0.1)
     for i, p in enumerate(params):
         optimizer.state[p] = {
             "short": torch.tensor([i], dtype=torch.int16),
-            "mask": torch.tensor([True, False]),
-            "float8": torch.tensor([0.5, i]).to(torch.float8_e5m2),
+            "mask": torch.tensor([True, False, False, True]),
+            "float8": torch.tensor([0.5, i, 2, 4]).to(torch.float8_e5m2),
             "complex": torch.tensor(1j * i),
             "transposed": torch.arange(6).view(2, 3).t(),
             "nothing": torch.zeros(0, 3),
-            "list": [i, torch.tensor(i)],
+            "list": [i, 2.5, None],
         }
     expected = copy.deepcopy(optimizer.state_dict())
     ours = OSS.wrap(optimizer)
     ours.consolidate_state_dict(recipient)
     if recipient in (ours.rank, -1):
         assert_same(ours.state_dict(), expected)
+    if ours.fragments:
+        ours.state[ours.fragments[0].tensor]["odd"] = object()
+    with pytest.raises(TypeError, match="object"):
+        ours.consolidate_state_dict(recipient)
 
 
 @pytest.mark.parametrize("recipient", [0, -1])

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from .. import gain as gain_math
 from ..gain import Average
 from ..parallel.observers import GradientObserver, HookObserver
+from .oss import OSS
 from .rules import AdaScaleRule, RuleInput, ScalingRule
 
 __all__ = ["AdaScale"]
@@ -26,6 +27,16 @@ __all__ = ["AdaScale"]
 # GradScaler looks for these on the optimizer it steps. Found on the wrapper by forwarding, they would hand it scaled
 # gradients; without them it unscales first and leaves out step() when a gradient is not finite.
 _NEVER_FORWARDED = frozenset({"_step_supports_amp_scaling", "grad_scale", "found_inf"})
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    """Only a DTensor has a device mesh; asking for that spares its import."""
+    return hasattr(tensor, "device_mesh")
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This worker's shard of a DTensor; any other tensor as it is."""
+    return cast(Any, tensor).to_local() if _is_dtensor(tensor) else tensor
 
 
 @dataclass
@@ -72,9 +83,11 @@ class AdaScale(Optimizer):
         rule: Maps a :class:`RuleInput` to (LR factor, clock increment). Default: AdaScale's (r, r).
         precondition: Maps (parameter, gradient) to what norms are taken of, for statistics in another metric than the
             Euclidean one. Costs a copy of one gradient at a time.
+        model: The model. Needed for one that is sharded with ``fully_shard``; the fast observers attach to it.
 
     Raises:
-        ValueError: An argument is out of its range, or the optimizer is wrapped already.
+        ValueError: An argument is out of its range, or the optimizer is wrapped already, or its parameters are sharded in
+            a way that is not supported.
     """
 
     def __init__(
@@ -98,6 +111,7 @@ class AdaScale(Optimizer):
         batch_size: float | None = None,
         rule: ScalingRule | None = None,
         precondition: Callable[[Tensor, Tensor], Tensor] | None = None,
+        model: torch.nn.Module | None = None,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise ValueError(f"Invalid optimizer of type {type(optimizer).__name__}. Must be a torch.optim.Optimizer.")
@@ -110,6 +124,8 @@ class AdaScale(Optimizer):
         if averaging_window is not None and not (averaging_window > 0 and cast(float, total_steps) > 0):
             raise ValueError(f"Invalid {averaging_window=}, {total_steps=}. Both must be positive.")
         self._optimizer = optimizer
+        if isinstance(optimizer, OSS):
+            optimizer.when_reducer_attached(self._attach)
         super().__setstate__({})  # gives the hook registries and step profiling of Optimizer, without owning groups
 
         self._process_group = process_group
@@ -127,6 +143,7 @@ class AdaScale(Optimizer):
         self._total_steps = total_steps
         self._single_gain = single_gain
         self._precondition = precondition
+        self._model = model
         self._rule: ScalingRule = AdaScaleRule() if rule is None else rule
 
         self.sample_weights: Sequence[float] | None = None
@@ -198,8 +215,21 @@ class AdaScale(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients, and what was collected of an unfinished or skipped step."""
+        if self._observer is not None:
+            self._observer.abandon_pass()
         self._begin_step()
         self._optimizer.zero_grad(set_to_none=set_to_none)
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradient that the next step will use to a norm, however it is sharded; collective. Leaves the gain.
+
+        Returns:
+            The norm before clipping, on the device.
+        """
+        if isinstance(self._optimizer, OSS):
+            return self._optimizer.clip_grad_norm(max_norm, norm_type)
+        norm = torch.nn.utils.clip_grad_norm_(self._params(), max_norm, norm_type)
+        return cast(Any, norm).full_tensor() if _is_dtensor(norm) else norm
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the wrapped optimizer and watches its gradients from the next step on."""
@@ -255,6 +285,8 @@ class AdaScale(Optimizer):
             self.last_mu2 = math.nan if sample.mu2 is None else float(sample.mu2.sum())
         else:
             self._previous = None
+            if isinstance(self._optimizer, OSS):
+                self._optimizer.discard_gradients()
         self._begin_step()
         return loss
 
@@ -358,13 +390,14 @@ class AdaScale(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # Hooks and process groups belong to this process; __setstate__ makes new hooks on the new parameters.
-        kept = {k: v for k, v in self.__dict__.items() if k not in ("_observer", "_process_group", "rider", "step")}
+        bound = ("_observer", "_process_group", "_model", "rider", "step")
+        kept = {k: v for k, v in self.__dict__.items() if k not in bound}
         return {k: v for k, v in kept.items() if not k.startswith("_optimizer_")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         super().__setstate__({})
-        self._observer, self._process_group, self.rider = None, None, None
+        self._observer, self._process_group, self._model, self.rider = None, None, None, None
         self._begin_step()
         self._attach()
 
@@ -475,7 +508,7 @@ class AdaScale(Optimizer):
         """Divide the accumulated gradients by the number of passes, where the loss was not (``is_scaled_loss=False``)."""
         if self._is_scaled_loss:
             raise RuntimeError("is_scaled_loss=True says that the loss was divided already.")
-        grads = [p.grad for p in self._params() if p.grad is not None]
+        grads = self._step_gradients()
         if grads:
             torch._foreach_div_(grads, self._accumulate)
 
@@ -507,6 +540,18 @@ class AdaScale(Optimizer):
     def _reducing(self) -> bool:
         return self._world_size > 1 and dist.is_available() and dist.is_initialized()
 
+    @property
+    def _sharded_gradients(self) -> bool:
+        """Whether this worker has only its share of the reduced gradient."""
+        inner = self._optimizer
+        return isinstance(inner, OSS) and inner.reducer is not None and inner.world_size > 1
+
+    def _step_gradients(self) -> list[Tensor]:
+        """The gradients that the wrapped optimizer will use on this worker."""
+        if isinstance(self._optimizer, OSS):
+            return self._optimizer.step_gradients()
+        return [_local(p.grad.detach()) for p in self._params() if p.grad is not None]
+
     def _params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
@@ -534,10 +579,38 @@ class AdaScale(Optimizer):
         if self._observer is not None:
             self._observer.detach()
             self._observer = None
+        sharded = any(_is_dtensor(p) for p in self._params())
+        if sharded and self._model is None and not self._unhooked:
+            raise ValueError(
+                "The optimizer's parameters are DTensors. Give AdaScale(..., model=model), the model that fully_shard was "
+                "applied to: gradient samples are measured on its unsharded parameters."
+            )
         if not self._unhooked and not (self.num_samples == 1 and self._scale == 1):
             groups = [group["params"] for group in self.param_groups]
             local = self.num_samples > 1
+            if sharded:
+                self._observer = self._fsdp2_observer(groups, local)
+                return
+            if isinstance(self._optimizer, OSS) and self._optimizer.reducer is not None and self._optimizer.world_size > 1:
+                if self._precondition is not None:
+                    raise ValueError(
+                        "precondition= needs whole gradients on every worker. Leave it out, or train with "
+                        "DistributedDataParallel."
+                    )
+                self._observer = self._optimizer.reducer.observe(self._optimizer, self)
+                return
             self._observer = HookObserver(groups, self, local=local, precondition=self._precondition)
+
+    def _fsdp2_observer(self, groups: Sequence[Sequence[Tensor]], local: bool) -> GradientObserver:
+        if self._precondition is not None:
+            raise ValueError(
+                "precondition= needs whole parameters and their optimizer state, which fully_shard splits over workers. "
+                "Leave it out, or train with DistributedDataParallel."
+            )
+        from ..parallel.fsdp2 import FSDP2Observer  # here, since DTensor takes half a second to import
+
+        model = cast(torch.nn.Module, self._model)
+        return FSDP2Observer(groups, self, model=model, world_size=self._world_size, local=local)
 
     @torch.no_grad()
     def on_local(self, observer: GradientObserver) -> None:
@@ -618,7 +691,7 @@ class AdaScale(Optimizer):
 
     def _differenced(self, unscale: Tensor | float) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """σ², μ² of a single gradient sample from this step's and the last one's gradient; keeps this one's."""
-        now = [None if p.grad is None else p.grad.detach() * unscale for p in self._params()]
+        now = [None if p.grad is None else _local(p.grad.detach()) * unscale for p in self._params()]
         before, self._previous = self._previous, now
         if before is None:
             return None, None
@@ -645,9 +718,14 @@ class AdaScale(Optimizer):
 
     def _sample_without_passes(self) -> _Sample:
         """Nothing was watched (a lone sample at S = 1, or unhooked): only look whether the gradients are finite."""
-        grads = [p.grad.detach() for p in self._params() if p.grad is not None]
+        grads = self._step_gradients()
         sparse = [g.coalesce().values() if g.is_sparse else g for g in grads]
         finite = not sparse or math.isfinite(float(torch.nn.utils.get_total_norm(sparse)))
+        if self._reducing and (self._sharded_gradients or any(_is_dtensor(p) for p in self._params())):
+            # Each worker has seen its shards only; all of them must skip the step, or none.
+            flag = torch.tensor(float(finite), device=self._averages.total.device)
+            dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._process_group)
+            finite = bool(flag)
         self.rider_sum = None if self.rider is None else self.rider()
         return _Sample(None, None, finite)
 

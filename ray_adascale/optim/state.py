@@ -1,9 +1,10 @@
 """An optimizer's state as named tensors for a checkpoint, whatever the sharding, and back.
 
 State of a parameter's shape is stored flattened under ``optim/<parameter>/<name>``, so that any later split, by element
-or by parameter, is a run of the same logical tensor. Other tensors, numbers and None keep their shape and kind, under
-``optim.tensor/``, ``optim.int/``, ``optim.float/``, ``optim.bool/`` and ``optim.none/``. Hyperparameters are JSON and
-travel apart.
+or by parameter, is a run of the same logical tensor. Where a parameter that lies in memory in another order of dimensions
+(channels-last) is split by element, it is ``optim@0-2-3-1/``, flattened in that order. Other tensors, numbers and None
+keep their shape and kind, under ``optim.tensor/``, ``optim.int/``, ``optim.float/``, ``optim.bool/`` and ``optim.none/``.
+Hyperparameters are JSON and travel apart.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 
 from .. import checkpoint
 from ..checkpoint import TensorShard
+from ..parallel.buckets import Fragment, memory_order
 from .adascale import AdaScale
 from .oss import OSS
 
@@ -31,6 +33,7 @@ _NUMBERS: dict[str, tuple[type, torch.dtype]] = {
     "optim.float": (float, torch.float64),
 }
 _KINDS = frozenset({"optim", "optim.tensor", "optim.none", *_NUMBERS})
+_ORDERED = "optim@"
 # How a step is computed, not what: these follow the machine at hand.
 _IMPLEMENTATION = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 
@@ -47,12 +50,20 @@ def _inner(optimizer: Optimizer) -> Optimizer:
     return optimizer._optimizer if isinstance(optimizer, AdaScale) else optimizer
 
 
-def _held(optimizer: Optimizer) -> tuple[Optimizer, list[Tensor]]:
-    """The plain optimizer that holds the state on this worker, and its parameters."""
+def _held(optimizer: Optimizer) -> tuple[Optimizer, list[Fragment]]:
+    """The plain optimizer that holds the state on this worker, and its parameters or parts of them, as it numbers them."""
     optimizer = _inner(optimizer)
+    fragments: dict[Tensor, Fragment] = {}
     if isinstance(optimizer, OSS):
+        fragments = {f.tensor: f for f in optimizer.fragments}
         optimizer = optimizer.optim
-    return optimizer, [p for group in optimizer.param_groups for p in group["params"]]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return optimizer, [fragments[p] if p in fragments else Fragment(p, 0, 0, p.numel(), p, 0) for p in params]
+
+
+def _order(param: Tensor) -> tuple[int, ...] | None:
+    """The order of a parameter's dimensions in memory, None for the usual one."""
+    return None if param.is_contiguous() else memory_order(param)
 
 
 def optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Tensor | TensorShard]:
@@ -63,29 +74,32 @@ def optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict
             parameter.
     """
     sharded = isinstance(_inner(optimizer), OSS)
-    holder, params = _held(optimizer)
+    holder, held = _held(optimizer)
     for key in holder.state:
         if not isinstance(key, Tensor):
             raise _unsupported(holder, repr(key), "it belongs to no parameter")
     out: dict[str, Tensor | TensorShard] = {}
-    for p in params:
-        for name, value in holder.state.get(p, {}).items():
+    for f in held:
+        p = f.param
+        for name, value in holder.state.get(f.tensor, {}).items():
             if not isinstance(name, str):
                 raise _unsupported(holder, repr(name), "its name is not a string")
             place = f"{names[p]}/{quote(name, safe='')}"
             if isinstance(value, Tensor):
-                if value.shape == p.shape and p.dim() > 0:
+                if value.shape == f.tensor.shape and p.dim() > 0:
                     flat = value.detach().reshape(-1)
-                    out[f"optim/{place}"] = TensorShard(flat, 0, flat.numel()) if sharded else flat
+                    order = None if f.whole else _order(p)
+                    kind = "optim" if order is None else _ORDERED + "-".join(map(str, order))
+                    out[f"{kind}/{place}"] = TensorShard(flat, f.start, p.numel()) if sharded else flat
                 else:
                     out[f"optim.tensor/{place}"] = value.detach()
             elif value is None:
                 out[f"optim.none/{place}"] = torch.zeros((), dtype=torch.bool)
             else:
-                kind = next((kind for kind, (of, _) in _NUMBERS.items() if isinstance(value, of)), None)
-                if kind is None or (kind == "optim.int" and not -(2**63) <= value < 2**63):
+                number = next((kind for kind, (of, _) in _NUMBERS.items() if isinstance(value, of)), None)
+                if number is None or (number == "optim.int" and not -(2**63) <= value < 2**63):
                     raise _unsupported(holder, f"{name!r} of {names[p]}", f"it is a {type(value).__name__}")
-                out[f"{kind}/{place}"] = torch.tensor(value, dtype=_NUMBERS[kind][1])
+                out[f"{number}/{place}"] = torch.tensor(value, dtype=_NUMBERS[number][1])
     return out
 
 
@@ -102,42 +116,64 @@ def load_optimizer(directory: str | Path, optimizer: Optimizer, names: Mapping[T
     Raises:
         CheckpointError: A parameter has another number of elements there.
     """
-    holder, params = _held(optimizer)
-    by_name = {names[p]: (i, p) for i, p in enumerate(params)}
-    into: dict[str, Tensor] = {}
-    places: list[tuple[str, int, str, Tensor]] = []
+    holder, held = _held(optimizer)
+    by_name = {names[f.param]: (i, f) for i, f in enumerate(held)}
+    into: dict[str, Tensor | TensorShard] = {}
+    places: list[tuple[str, int, str, Fragment]] = []
     for key, info in checkpoint.tensor_index(directory).items():
         kind, _, rest = key.partition("/")
         name, _, entry = rest.rpartition("/")
-        if kind not in _KINDS or name not in by_name:
+        of_elements = kind == "optim" or kind.startswith(_ORDERED)
+        if not (kind in _KINDS or of_elements) or name not in by_name:
             continue
-        i, p = by_name[name]
-        if kind == "optim" and info.shape.numel() != p.numel():
+        i, f = by_name[name]
+        if of_elements and info.shape.numel() != f.param.numel():
             raise checkpoint.CheckpointError(
-                f"{directory}, key {key!r}: holds {info.shape.numel()} elements, and {name} has {p.numel()}."
+                f"{directory}, key {key!r}: holds {info.shape.numel()} elements, and {name} has {f.param.numel()}."
             )
-        into[key] = torch.empty(info.shape, dtype=info.dtype, device=p.device if kind == "optim" else "cpu")
-        places.append((key, i, unquote(entry), p))
+        device = f.param.device if of_elements else "cpu"
+        if of_elements and not f.whole and _order(f.param) == _saved_order(kind):
+            part = torch.empty(f.numel, dtype=info.dtype, device=device)
+            into[key] = TensorShard(part, f.start, f.param.numel())
+        else:
+            into[key] = torch.empty(info.shape, dtype=info.dtype, device=device)
+        places.append((key, i, unquote(entry), f))
     checkpoint.load(directory, into)
     state: dict[int, dict[str, Any]] = {}
-    for key, i, entry, p in places:
+    for key, i, entry, f in places:
         kind = key.partition("/")[0]
-        value: Any = into[key]
-        if kind == "optim":
-            value = value.view(p.shape)
-            if not p.is_contiguous():  # strides as the optimizer made them, which fused kernels insist on
-                value = torch.empty_like(p, dtype=value.dtype, requires_grad=False).copy_(value)
+        got = into[key]
+        value: Any = got.tensor if isinstance(got, TensorShard) else got
+        if kind in _NUMBERS:
+            value = value.item()
         elif kind == "optim.none":
             value = None
-        elif kind in _NUMBERS:
-            value = value.item()
+        elif kind != "optim.tensor" and not isinstance(got, TensorShard):
+            value = f.of(_as_laid_out(value, _saved_order(kind), f.param))
+            value = value if f.whole else value.clone()  # not the whole for the sake of a part
         state.setdefault(i, {})[entry] = value
     # The optimizer's own loader puts each entry where it wants it (Adam's step, for one).
     holder.load_state_dict({"state": state, "param_groups": holder.state_dict()["param_groups"]})
-    _restore_dtypes(holder, params, state)
+    _restore_dtypes(holder, [f.tensor for f in held], state)
     inner = _inner(optimizer)
     if isinstance(inner, OSS):
         inner.state = holder.state
+
+
+def _saved_order(kind: str) -> tuple[int, ...] | None:
+    """The order of dimensions in which a key of this kind was flattened; None for the usual one."""
+    return tuple(map(int, kind.removeprefix(_ORDERED).split("-"))) if kind.startswith(_ORDERED) else None
+
+
+def _as_laid_out(flat: Tensor, order: tuple[int, ...] | None, param: Tensor) -> Tensor:
+    """A flattened entry in the parameter's shape, with strides as the optimizer made them, which fused kernels insist on."""
+    if order is None:
+        value = flat.view(param.shape)
+    else:
+        value = flat.view([param.shape[d] for d in order]).permute([order.index(d) for d in range(param.dim())])
+    if value.stride() == param.stride():
+        return value
+    return torch.empty_like(param, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
 def _restore_dtypes(optimizer: Optimizer, params: list[Tensor], saved: dict[int, dict[str, Any]]) -> None:

@@ -24,6 +24,7 @@ __all__ = [
     "PassListener",
     "queue_end_of_backward",
     "sq_norm",
+    "take_norm",
 ]
 
 # Longest run of float32 squares that is summed in float32: one pass over a million elements is off by 1e-5 on a CPU,
@@ -39,7 +40,7 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def _norm(tensor: Tensor, out: Tensor | None = None) -> Tensor:
+def take_norm(tensor: Tensor, out: Tensor | None = None) -> Tensor:
     """Euclidean norm as a 0-dim tensor, float32 at least, on the tensor's device; no host synchronisation."""
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
@@ -97,7 +98,7 @@ class _Slots:
 
 def sq_norm(tensor: Tensor) -> Tensor:
     """``‖x‖²`` as a 0-dim float64 tensor on x's device. Sparse tensors are coalesced first."""
-    return _norm(tensor).double().square()
+    return take_norm(tensor).double().square()
 
 
 class PassListener(Protocol):
@@ -139,6 +140,9 @@ class GradientObserver(ABC):
     @abstractmethod
     def detach(self) -> None:
         """Stop watching; release every hook."""
+
+    def abandon_pass(self) -> None:  # noqa: B027 (not every observer watches passes itself)
+        """Forget a backward pass that an exception ended: autograd drops what was queued for its end."""
 
 
 class HookObserver(GradientObserver):
@@ -201,9 +205,9 @@ class HookObserver(GradientObserver):
             if not observer._pass_running:
                 observer._start_pass()
             if plain:
-                _norm(grad.detach() if grad.requires_grad else grad, slot)
+                take_norm(grad.detach() if grad.requires_grad else grad, slot)
             elif local:
-                _norm(precondition(param_ref(), grad.detach()), slot)  # type: ignore[misc, arg-type]
+                take_norm(precondition(param_ref(), grad.detach()), slot)  # type: ignore[misc, arg-type]
 
         return hook
 
@@ -232,6 +236,9 @@ class HookObserver(GradientObserver):
         # reduction; what is queued when it runs comes after that.
         queue_end_of_backward(before_reduction)
 
+    def abandon_pass(self) -> None:
+        self._pass_running = False
+
     @property
     def device(self) -> torch.device:
         return next((p.device for params in self._groups for p in params), torch.device("cpu"))
@@ -250,7 +257,7 @@ class HookObserver(GradientObserver):
             grad = param.grad
             if grad is not None:
                 unwatched |= param not in self._handles
-                _norm(grad if precondition is None else precondition(param, grad), slots[param])
+                take_norm(grad if precondition is None else precondition(param, grad), slots[param])
         if unwatched:
             self.refresh_trainable()
         self.complete = not unwatched

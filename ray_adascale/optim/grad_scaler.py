@@ -1,0 +1,98 @@
+"""ShardedGradScaler: loss scaling where each worker sees a part of the gradient only. FairScale's name and constructor."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as _FSDPGradScaler
+from torch.optim import Optimizer
+
+from .adascale import AdaScale
+from .oss import OSS
+
+__all__ = ["ShardedGradScaler"]
+
+
+class _Share:
+    """A sharded optimizer as a GradScaler wants to see it: its parameters have the gradients that it will step with."""
+
+    def __init__(self, optimizer: Optimizer, oss: OSS) -> None:
+        self._optimizer = ref(optimizer)  # the key that this is kept under
+        self._oss = ref(oss)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        oss = self._oss()
+        return [] if oss is None else oss.optim.param_groups
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        optimizer = self._optimizer()
+        return None if optimizer is None else optimizer.step(*args, **kwargs)
+
+
+class ShardedGradScaler(_FSDPGradScaler):
+    """A ``torch.amp.GradScaler`` for sharded gradients: an overflow on one worker makes all of them skip the step.
+
+    It is the one that torch ships for its FSDP, and beyond that knows where :class:`ray_adascale.ShardedDataParallel` keeps
+    gradients. Whether all are finite costs one all-reduce of one number a step, and no host synchronisation of its own.
+
+    Args:
+        init_scale: First loss scale.
+        growth_factor: What it is multiplied by after ``growth_interval`` steps without overflow.
+        backoff_factor: What it is multiplied by after an overflow.
+        growth_interval: Steps.
+        enabled: False makes everything here do nothing.
+        process_group: The workers that skip together. Default: all.
+        device: Type of the device that the loss is on. Default: "cuda" where there is one, else "cpu".
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        device: str | None = None,
+    ) -> None:
+        super().__init__(
+            device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+            process_group=process_group,
+        )
+        self._shares: WeakKeyDictionary[Optimizer, _Share] = WeakKeyDictionary()
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Divide the gradients that ``optimizer`` will step with by the loss scale; all workers together."""
+        if not self.is_enabled():
+            return
+        target = self._target(optimizer)
+        if dist.is_available() and dist.is_initialized():
+            super().unscale_(target)
+        else:
+            torch.amp.GradScaler.unscale_(self, target)
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """``optimizer.step()``, unless a gradient is not finite on some worker."""
+        if not self.is_enabled():
+            return optimizer.step(*args, **kwargs)
+        return super().step(self._target(optimizer), *args, **kwargs)
+
+    def _target(self, optimizer: Any) -> Any:
+        """What torch's scaler is to work on: the optimizer, or its share of the gradients."""
+        oss = optimizer._optimizer if isinstance(optimizer, AdaScale) else optimizer
+        if not (isinstance(oss, OSS) and oss.reducer is not None and oss.world_size > 1):
+            return optimizer
+        oss.reducer.finish_reduction()
+        if optimizer not in self._shares:
+            self._shares[optimizer] = _Share(optimizer, oss)
+        return self._shares[optimizer]

@@ -1,0 +1,234 @@
+"""Flat buckets: parameters side by side in one buffer, divided into one shard per worker.
+
+The layout is a function of the parameters, their groups and the number of workers alone, so it is the same on all workers
+and after a restart. A shard may begin and end in the middle of a parameter (split by element), or never does (split by
+whole parameters).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Bucket", "Fragment", "Span", "make_buckets", "memory_order", "memory_view"]
+
+# Where each parameter begins: matrix kernels want aligned weights.
+_ALIGN_BYTES = 64
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
+    """The dimensions from the one that moves slowest in memory to the fastest; None unless dense and without overlap."""
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda d: (-strides[d], d)))
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def memory_view(tensor: Tensor) -> Tensor:
+    """A dense tensor's elements in the order in which they lie in memory; a 1-D view."""
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+
+
+@dataclass(frozen=True)
+class Span:
+    """Elements ``start`` to ``start + numel`` of a bucket's parameter ``index``, in memory order, that one worker owns."""
+
+    index: int
+    start: int
+    numel: int
+
+
+@dataclass(eq=False)
+class Fragment:
+    """This worker's part of a parameter.
+
+    Attributes:
+        param: The parameter.
+        group: Number of its parameter group.
+        start: First element, in the parameter's memory order.
+        numel: Elements.
+        tensor: What the inner optimizer updates; shares the parameter's memory. Of the parameter's shape where this worker
+            owns all of it, else 1-D.
+        offset: Where it begins in the bucket.
+    """
+
+    param: Tensor
+    group: int
+    start: int
+    numel: int
+    tensor: Tensor
+    offset: int
+
+    @property
+    def whole(self) -> bool:
+        return self.numel == self.param.numel()
+
+    def of(self, other: Tensor) -> Tensor:
+        """The same elements of a tensor of the parameter's shape (a gradient, a state), shaped as :attr:`tensor`.
+
+        A view where ``other`` lies in memory as the parameter does.
+        """
+        if self.whole:
+            return other
+        if other.is_sparse:
+            other = other.to_dense()
+        if other.stride() != self.param.stride():
+            other = torch.empty_like(self.param, dtype=other.dtype, device=other.device).copy_(other)
+        return memory_view(other)[self.start : self.start + self.numel]
+
+
+class Bucket:
+    """Parameters of one dtype and device in one flat buffer.
+
+    Args:
+        params: The parameters; a bucket keeps those of one group together.
+        groups: The parameter group of each.
+        owners: The worker that owns each, or None to split by element.
+        rank: This worker.
+        world_size: Workers.
+
+    Attributes:
+        params: In the order in which they lie in the buffer.
+        groups: The group of each.
+        offsets: Where each begins.
+        bounds: ``world_size + 1`` borders: worker r owns ``bounds[r]`` to ``bounds[r + 1]``.
+        flat: The buffer; every parameter is a view of it.
+        fragments: This worker's, in the order of the buffer.
+    """
+
+    def __init__(
+        self, params: Sequence[Tensor], groups: Sequence[int], owners: Sequence[int] | None, rank: int, world_size: int
+    ) -> None:
+        order = sorted(range(len(params)), key=lambda i: (0 if owners is None else owners[i], groups[i], i))
+        self.params = [params[i] for i in order]
+        self.groups = [groups[i] for i in order]
+        self.rank, self.world_size = rank, world_size
+        align = max(1, _ALIGN_BYTES // self.params[0].element_size())
+        self.offsets: list[int] = []
+        end = 0
+        for p in self.params:
+            self.offsets.append(-(-end // align) * align)
+            end = self.offsets[-1] + p.numel()
+        if owners is None:
+            shard = -(-end // world_size)
+            if shard > 64 * align:
+                shard = -(-shard // align) * align
+            self.bounds = [min(r * shard, shard * world_size) for r in range(world_size + 1)]
+        else:
+            owned = [owners[i] for i in order]
+            starts = [
+                next((o for o, w in zip(self.offsets, owned, strict=True) if w >= r), end) for r in range(world_size)
+            ]
+            self.bounds = [*starts, end]
+        self.flat = torch.empty(0, dtype=self.params[0].dtype, device=self.params[0].device)
+        self.fragments = [
+            Fragment(
+                self.params[span.index],
+                self.groups[span.index],
+                span.start,
+                span.numel,
+                torch.empty(0, dtype=self.flat.dtype, device=self.flat.device),
+                self.offsets[span.index] + span.start,
+            )
+            for span in self.spans(rank)
+        ]
+        self._addresses: list[int] = []
+        self.bind()
+
+    @property
+    def numel(self) -> int:
+        """Elements of the buffer, with padding."""
+        return self.bounds[-1]
+
+    @property
+    def equal_shards(self) -> bool:
+        return len({b - a for a, b in itertools.pairwise(self.bounds)}) == 1
+
+    def spans(self, rank: int) -> list[Span]:
+        """What a worker owns of each parameter."""
+        low, high = self.bounds[rank], self.bounds[rank + 1]
+        spans = []
+        for i, (p, offset) in enumerate(zip(self.params, self.offsets, strict=True)):
+            start, end = max(offset, low), min(offset + p.numel(), high)
+            if start < end or (p.numel() == 0 and rank == 0):
+                spans.append(Span(i, max(start - offset, 0), max(end - start, 0)))
+        return spans
+
+    def shards(self) -> list[Tensor]:
+        """The buffer's shards, one for each worker; views."""
+        return [self.flat[a:b] for a, b in itertools.pairwise(self.bounds)]
+
+    def bound(self) -> bool:
+        """Whether the parameters still lie where they were put (``param.data = ...``, ``model.to()`` move them)."""
+        return all(p.data_ptr() == a for p, a in zip(self.params, self._addresses, strict=True))
+
+    @torch.no_grad()
+    def bind(self) -> None:
+        """(Re)make the parameters views of the buffer, with the values that they have now."""
+        first = self.params[0]
+        if any((p.dtype, p.device) != (first.dtype, first.device) for p in self.params):
+            raise RuntimeError(
+                "Parameters that were of one dtype and device when they were sharded are not any more. Move and convert the "
+                "model before its optimizer is sharded."
+            )
+        self.flat = torch.zeros(self.numel, dtype=first.dtype, device=first.device)
+        for p, offset in zip(self.params, self.offsets, strict=True):
+            order = memory_order(p)
+            if order is None:
+                order = tuple(range(p.dim()))  # holes or overlaps go
+            strides = [0] * p.dim()
+            step = 1
+            for d in reversed(order):
+                strides[d] = step
+                step *= max(p.shape[d], 1)
+            view = self.flat.as_strided(p.shape, strides, offset)
+            view.copy_(p)
+            p.data = view
+        self._addresses = [p.data_ptr() for p in self.params]
+        for fragment in self.fragments:
+            p = fragment.param
+            part = p.detach() if fragment.whole else self.flat[fragment.offset : fragment.offset + fragment.numel]
+            # Kept as the same object: the inner optimizer's state hangs on it.
+            fragment.tensor.data = part.view_as(part)
+            fragment.tensor.requires_grad_(p.requires_grad)
+            fragment.tensor.__dict__.update(vars(p))  # marks that some optimizers look for
+
+
+def make_buckets(
+    params: Sequence[Tensor],
+    groups: Sequence[int],
+    owners: Sequence[int] | None,
+    *,
+    rank: int,
+    world_size: int,
+    numel: int,
+) -> list[Bucket]:
+    """Buckets of about ``numel`` elements in the order in which a backward pass fills them: last parameter first.
+
+    Parameters of another dtype or device, and those that are frozen now, lie in buckets of their own.
+    """
+    open_buckets: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}
+    closed: list[list[int]] = []
+    for i in reversed(range(len(params))):
+        p = params[i]
+        key = (p.dtype, p.device, p.requires_grad)
+        members = open_buckets.setdefault(key, [])
+        if members and sum(params[j].numel() for j in members) + p.numel() > numel:
+            closed.append(members)
+            open_buckets[key] = members = []
+        members.append(i)
+    closed += [members for members in open_buckets.values() if members]
+    closed.sort(key=lambda members: -members[-1])  # full when the earliest parameter of the model has its gradient
+    return [
+        Bucket(
+            [params[i] for i in members],
+            [groups[i] for i in members],
+            None if owners is None else [owners[i] for i in members],
+            rank,
+            world_size,
+        )
+        for members in closed
+    ]

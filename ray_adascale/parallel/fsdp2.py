@@ -1,0 +1,248 @@
+"""Squared norms of a model that is sharded with FSDP2 (``torch.distributed.fsdp.fully_shard``).
+
+FSDP2 keeps two tensors for each parameter: the shard, a ``DTensor`` that the optimizer steps, and the whole parameter, that
+the module computes with while it is unsharded. Autograd accumulates into the whole one; FSDP2 then copies the gradients of
+a module into one buffer, reduces and scatters it, and writes the shard's ``.grad``. So
+
+- a gradient sample's norm ``‖g_i‖²`` is taken by a hook on each *whole* parameter, as under DDP;
+- the reduced gradient's norm ``‖ḡ‖²`` is the sum over workers of the norms of their shards.
+
+Why not in a custom reduce-scatter (``FSDPModule.set_custom_reduce_scatter``), where the local gradients are at hand too: its
+input is one buffer without names, so there would be no norm per parameter group; padded, in the reduction's dtype, and for
+some dtypes divided already; accumulated over the passes without communication (``set_requires_gradient_sync(False)``), where
+each pass's own norm is needed; it is not called at all for a mesh of one worker; and it would displace a reduce-scatter of
+the user's (``set_symm_mem_for_comm``). The hooks see one pass's gradient of one parameter, before all of that.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.hooks import RemovableHandle
+
+from .observers import HookObserver, PassListener, take_norm
+
+__all__ = ["FSDP2Observer"]
+
+
+class FSDP2Observer(HookObserver):
+    """Hooks on the whole parameters of FSDP2 modules, set in the forward pass that first unshards them.
+
+    FSDP2 makes a whole parameter at the first all-gather and keeps the tensor from then on; should it make another, or the
+    parameter be unfrozen, the next forward pass hooks that. Gradients may be reduced in each pass or in the last one only
+    (``set_requires_gradient_sync``, ``set_requires_all_reduce``), but they must be in the last. One- and two-dimensional
+    meshes (HSDP), uneven and ``Shard(i)`` placements, mixed precision and several parameter groups are supported.
+
+    Args:
+        groups: Parameters of each parameter group.
+        listener: Told when a pass has ended.
+        model: The model, or a module that contains it; its ``fully_shard``-ed modules hold the parameters.
+        world_size: Workers that share the batch: those of the mesh, no more and no less.
+        local: Take the norm of each gradient sample. False where only the end of the pass matters.
+
+    Raises:
+        ValueError: A parameter is of no FSDP2 module of ``model``, or placed in a way that is not FSDP2's alone (tensor
+            parallelism), or nobody would reduce its gradient (``ignored_params``), or the mesh has another size.
+    """
+
+    reduced_everywhere = False
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[Tensor]],
+        listener: PassListener,
+        *,
+        model: nn.Module,
+        world_size: int,
+        local: bool = True,
+    ) -> None:
+        self._model = model
+        self._world_size = world_size
+        self._whole: dict[Tensor, Tensor] = {}  # the whole parameter that is hooked, by shard
+        self._owed: set[Tensor] = set()  # shards with a gradient that was not yet reduced
+        self._pre_forward: list[RemovableHandle] = []
+        self._reductions: list[RemovableHandle] = []
+        super().__init__(groups, listener, local=local)
+
+    def _watch(self) -> None:
+        watched = {p for params in self._groups for p in params}
+        self._sites: dict[nn.Module, list[tuple[nn.Module, str, Tensor]]] = {
+            module: [site for site in _sites(module) if site[2] in watched]
+            for module in self._model.modules()
+            if isinstance(module, FSDPModule)
+        }
+        found = {shard for sites in self._sites.values() for _, _, shard in sites}
+        for param in watched:
+            self._check(param, param in found)
+        super()._watch()
+
+    def _check(self, param: Tensor, found: bool) -> None:
+        if not isinstance(param, DTensor):
+            if param.requires_grad:
+                raise ValueError(_NOT_SHARDED.format(shape=tuple(param.shape)))
+            return
+        *outer, last = param.placements
+        if type(last) is not Shard or len(outer) > 1 or any(type(placement) is not Replicate for placement in outer):
+            raise ValueError(
+                f"A parameter of shape {tuple(param.shape)} is placed as {param.placements}. AdaScale supports (Shard,) "
+                "and, for HSDP, (Replicate, Shard): fully_shard alone, without tensor, expert or pipeline parallelism."
+            )
+        if param.device_mesh.size() != self._world_size:
+            raise ValueError(
+                f"A parameter of shape {tuple(param.shape)} is sharded over {param.device_mesh.size()} workers, but "
+                f"AdaScale has world_size={self._world_size}. Every worker of the batch must be on the mesh: give "
+                "fully_shard the whole mesh, or AdaScale the mesh's process group."
+            )
+        if not found:
+            raise ValueError(
+                f"A parameter of shape {tuple(param.shape)} was not found in a fully_shard-ed module of model=. Give "
+                "AdaScale the model whose parameters() the optimizer has."
+            )
+
+    # ---- hooks -------------------------------------------------------------------------------------------------------
+
+    def refresh_trainable(self) -> None:
+        """Have each module's forward pass hook what it unshards. Hooks of ours run after FSDP2's, which come first."""
+        if self._pre_forward:
+            return
+        ref = weakref.ref(self)
+
+        @torch.compiler.disable(reason="hooks on whole parameters are set outside of the graph, as FSDP2's are")
+        def pre_forward(module: nn.Module, args: Any) -> None:
+            observer = ref()
+            if observer is not None and torch.is_grad_enabled():
+                observer._hook(module)
+
+        for module, sites in self._sites.items():
+            if sites:
+                self._pre_forward.append(module.register_forward_pre_hook(pre_forward))
+
+    def _hook(self, module: nn.Module) -> None:
+        """Hook the parameters of an unsharded module that are not yet."""
+        for owner, name, shard in self._sites[module]:
+            whole = getattr(owner, name)
+            if whole is self._whole.get(shard) or whole is shard or not whole.requires_grad:
+                continue
+            if isinstance(whole, DTensor):
+                raise ValueError(
+                    f"The parameter {name!r} of a {type(owner).__name__} is a DTensor even while it is unsharded; "
+                    "AdaScale supports fully_shard alone, without tensor parallelism."
+                )
+            if shard not in self._whole:
+                self._reductions.append(shard.register_post_accumulate_grad_hook(self._owed.discard))
+            self._handles[shard] = whole.register_hook(self._make_hook(shard))
+            self._whole[shard] = whole
+
+    def _make_hook(self, param: Tensor) -> Callable[[Tensor], None]:
+        ref, slot, local = weakref.ref(self), self._samples.of[param], self._local
+
+        def hook(grad: Tensor) -> None:
+            observer = ref()
+            if observer is None:
+                return
+            if not observer._pass_running:
+                observer._start_pass()
+            observer._owed.add(param)
+            if local:
+                _norm_into(slot, grad.detach())
+
+        return hook
+
+    def local_sq_norms(self) -> Tensor:
+        # FSDP2 reduces to Σ g_i / f, f = N unless set. In terms of a mean over N workers, each local gradient is N/f · g_i.
+        for module, sites in self._sites.items():
+            factor = _divide_factor(module) if sites else None
+            if factor is not None and factor != self._world_size:
+                for shard in {shard for _, _, shard in sites}:
+                    self._samples.of[shard].mul_(self._world_size / factor)
+        return super().local_sq_norms()
+
+    def detach(self) -> None:
+        super().detach()
+        self._whole.clear()
+        for handles in (self._pre_forward, self._reductions):
+            for handle in handles:
+                handle.remove()
+            handles.clear()
+
+    # ---- the reduced gradient ----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
+        if self._owed:
+            self._owed.clear()
+            raise RuntimeError(_NOT_REDUCED)
+        self._reduced.clear()
+        late: set[Tensor] = set()
+        for param in (p for params in self._groups for p in params):
+            if param.grad is None:
+                continue
+            if not isinstance(param, DTensor):
+                raise RuntimeError(_NOT_SHARDED.format(shape=tuple(param.shape)))  # unfrozen since
+            if param not in self._whole:
+                late.add(param)
+            if _counts(param):
+                _norm_into(self._reduced.of[param], cast(DTensor, param.grad).to_local())
+        self.complete = not late
+        if late:
+            self._hook_late(late)
+        return self._reduced.sum_of_squares(self.device)
+
+    def _hook_late(self, late: set[Tensor]) -> None:
+        """Hook parameters whose module's forward was never called (``register_fsdp_forward_method``, ``unshard()``).
+
+        Collective, as FSDP2's reduction of their gradients was; this step is not complete, the next one is.
+        """
+        for module, sites in self._sites.items():
+            if any(shard in late for _, _, shard in sites):
+                fsdp = cast(FSDPModule, module)
+                fsdp.unshard()
+                self._hook(module)
+                fsdp.reshard()
+
+
+_NOT_SHARDED = (
+    "A plain parameter of shape {shape} is in the optimizer beside the sharded ones (ignored_params of fully_shard?): FSDP2 "
+    "does not reduce its gradient, so workers would drift apart. Shard it too, freeze it, or step it with an optimizer of "
+    "its own that AdaScale does not wrap."
+)
+_NOT_REDUCED = (
+    "The last backward pass of the step left gradients unreduced. Call model.set_requires_gradient_sync(True), and "
+    "set_requires_all_reduce(True) with HSDP, before the last of num_gradients_to_accumulate passes."
+)
+
+
+def _sites(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """(owner, name, shard) of each parameter below ``module``, leaving out FSDP2 modules inside of it."""
+    cast(FSDPModule, module).reshard()  # an evaluation leaves the root unsharded; the optimizer's are the shards
+    stack = [module]
+    while stack:
+        owner = stack.pop()
+        for name, param in owner.named_parameters(recurse=False, remove_duplicate=False):
+            yield owner, name, param
+        stack.extend(child for child in owner.children() if not isinstance(child, FSDPModule))
+
+
+def _divide_factor(module: nn.Module) -> float | None:
+    """What ``set_gradient_divide_factor`` was last given; None for the mean. torch has the setter only."""
+    factors = {group.gradient_divide_factor for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups}
+    return factors.pop() if factors else None
+
+
+def _counts(param: DTensor) -> bool:
+    """Whether this worker's shard is the one that is counted: the replicas of HSDP hold the same."""
+    return param.device_mesh.ndim == 1 or param.device_mesh.get_local_rank(0) == 0
+
+
+def _norm_into(slot: Tensor, grad: Tensor) -> None:
+    """Its norm; the slot has the shard's dtype and device, the gradient of a whole parameter may have others."""
+    if grad.device == slot.device and (grad.dtype is torch.float64) == (slot.dtype is torch.float64):
+        take_norm(grad, slot)
+    else:
+        slot.copy_(take_norm(grad))
