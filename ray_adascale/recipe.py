@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -21,10 +22,14 @@ import numpy as np
 
 from ._version import __version__
 
-__all__ = ["NoiseProbe", "Recipe", "RecipeError", "curve_length"]
+__all__ = ["NoiseProbe", "Recipe", "RecipeError", "Repeat", "curve_length"]
 
 FORMAT = "ray_adascale/recipe"
-VERSION = 1
+VERSION = 2
+"""2 added ``repeats``; a file of version 1 loads as one without."""
+
+
+_SINCE = {"repeats": 2}  # field -> the version that brought it
 
 
 class RecipeError(ValueError):
@@ -44,6 +49,21 @@ class NoiseProbe:
     effective_steps: float
     sigma2: float
     mu2: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeat:
+    """The winner's base run once more, with another seed.
+
+    Attributes:
+        seed: Of weights and of the order of examples, ≥ 0.
+        score: The metric's value at the end.
+        noise: The probes of this run.
+    """
+
+    seed: int
+    score: float
+    noise: list[NoiseProbe]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +90,8 @@ class Recipe:
         workload: Where the workload came from, ``"file.py:workload"`` or a qualified name. For people only.
         versions: Versions of ray_adascale, torch, ray, python at the search.
         created: Date and time in ISO 8601.
+        repeats: The same hyperparameters with further seeds, where the search was asked for them: what the score owes to
+            luck, and the spread of the noise.
 
     Raises:
         RecipeError: A field of the wrong type or out of range, naming it.
@@ -90,6 +112,7 @@ class Recipe:
     workload: str
     versions: dict[str, str]
     created: str
+    repeats: list[Repeat] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         put: dict[str, Any] = {
@@ -119,7 +142,8 @@ class Recipe:
         for name, value in put.items():
             object.__setattr__(self, name, value)
         object.__setattr__(self, "lr_curve", _checked_curve(self))
-        object.__setattr__(self, "noise", _checked_noise(self))
+        object.__setattr__(self, "noise", _checked_noise("noise", self.noise, self.total_steps))
+        object.__setattr__(self, "repeats", _checked_repeats(self))
 
     @property
     def fingerprint(self) -> str:
@@ -130,6 +154,15 @@ class Recipe:
         epoch = self.base_steps_per_epoch if self.scheduler_unit == "epoch" else None
         schedule = [self.base_batch_size, self.total_steps, self.scheduler_unit, epoch, self.lr_curve]
         return _sha256(schedule)[:16]
+
+    @property
+    def repeat_scores(self) -> tuple[float, float] | None:
+        """Mean and sample standard deviation of the repeats' scores; None with fewer than two.
+
+        The search's own score is left out: it was picked for being the best.
+        """
+        scores = [repeat.score for repeat in self.repeats]
+        return (statistics.mean(scores), statistics.stdev(scores)) if len(scores) > 1 else None
 
     def describe(self) -> str:
         """A few lines for people."""
@@ -145,6 +178,11 @@ class Recipe:
             *(f"  LR, group {g}  {curve} ({unit})" for g, curve in enumerate(curves)),
             f"  noise        {_describe_noise(self)}",
         ]
+        if self.repeats:
+            spread = self.repeat_scores
+            mean = "" if spread is None else f", mean {spread[0]:.6g}, standard deviation {spread[1]:.2g}"
+            scores = ", ".join(f"{repeat.score:.6g} (seed {repeat.seed})" for repeat in self.repeats)
+            lines.insert(3, f"  repeats      {scores}{mean}")
         return "\n".join(lines)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -158,8 +196,8 @@ class Recipe:
         document = {"format": FORMAT, "version": VERSION, **fields, "digest": _digest(fields)}
         lines = []
         for key, value in document.items():
-            if key in ("lr_curve", "noise") and value:
-                # A line per group and per probe, so that a diff shows which one changed and stays short.
+            if key in ("lr_curve", "noise", "repeats") and value:
+                # A line per group, probe and repeat, so that a diff shows which one changed and stays short.
                 rows = ",\n".join(f"    {json.dumps(row, allow_nan=False)}" for row in value)
                 text = f"[\n{rows}\n  ]"
             else:
@@ -196,11 +234,12 @@ class Recipe:
             raise RecipeError(f"{path} is not a recipe: it is not valid JSON ({error}).") from error
         try:
             fields, digest = _open_document(document, digest_required=not accept_edits)
-            fields["noise"] = _noise_from_json(fields["noise"])
+            fields["noise"] = _noise_from_json("noise", fields["noise"])
+            fields["repeats"] = _repeats_from_json(fields.get("repeats", []))
             recipe = cls(**fields)
         except RecipeError as error:
             raise RecipeError(f"{path}: {error}") from error
-        if digest != _digest(_fields(recipe)) and not accept_edits:
+        if digest != _digest(_fields(recipe), document["version"]) and not accept_edits:
             raise RecipeError(
                 f"{path}: the digest does not match. The file was edited after the search, so it no longer is what the "
                 "search found. Recipe.load(path, accept_edits=True) loads it all the same."
@@ -237,12 +276,14 @@ def _fields(recipe: Recipe) -> dict[str, Any]:
     """Name -> JSON value. Not ``dataclasses.asdict``, which would copy everything once more."""
     fields = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)}
     fields["noise"] = [dataclasses.asdict(probe) for probe in recipe.noise]
+    fields["repeats"] = [dataclasses.asdict(repeat) for repeat in recipe.repeats]
     return fields
 
 
-def _digest(fields: Mapping[str, Any]) -> str:
+def _digest(fields: Mapping[str, Any], version: int = VERSION) -> str:
     """Of the values, not of the text: another indentation, order or way to write 1e-05 is no edit."""
-    return _sha256({"format": FORMAT, "version": VERSION, **fields})
+    fields = {name: value for name, value in fields.items() if version >= _SINCE.get(name, 1)}
+    return _sha256({"format": FORMAT, "version": version, **fields})
 
 
 def _sha256(value: Any) -> str:
@@ -253,7 +294,6 @@ def _sha256(value: Any) -> str:
 def _open_document(document: Any, *, digest_required: bool) -> tuple[dict[str, Any], Any]:
     if not isinstance(document, dict):
         raise RecipeError(f"not a recipe: a JSON {type(document).__name__} instead of an object.")
-    names = [f.name for f in dataclasses.fields(Recipe)]
     # Format and version first: fields of a newer version are no reason to complain about unknown fields.
     for name in ("format", "version"):
         if name not in document:
@@ -266,6 +306,7 @@ def _open_document(document: Any, *, digest_required: bool) -> tuple[dict[str, A
             f"Invalid version={version}: written by a newer library. ray_adascale {__version__} reads version "
             f"{VERSION}; upgrade ray_adascale."
         )
+    names = [f.name for f in dataclasses.fields(Recipe) if version >= _SINCE.get(f.name, 1)]
     for name in [*names, "digest"]:
         if name not in document and (name != "digest" or digest_required):
             raise RecipeError(f"Missing field {name!r}. Restore the file, or run the search again.")
@@ -278,14 +319,31 @@ def _open_document(document: Any, *, digest_required: bool) -> tuple[dict[str, A
     return {name: document[name] for name in names}, digest
 
 
-def _noise_from_json(noise: Any) -> list[NoiseProbe]:
+def _noise_from_json(where: str, noise: Any) -> list[NoiseProbe]:
     names = [f.name for f in dataclasses.fields(NoiseProbe)]
     if not isinstance(noise, list):
-        raise RecipeError(f"Invalid noise: {type(noise).__name__}. Must be a list of probes.")
+        raise RecipeError(f"Invalid {where}: {type(noise).__name__}. Must be a list of probes.")
     for i, probe in enumerate(noise):
         if not isinstance(probe, dict) or sorted(probe) != sorted(names):
-            raise RecipeError(f"Invalid noise[{i}]: {_short(probe)}. Must have exactly the fields {', '.join(names)}.")
+            raise RecipeError(
+                f"Invalid {where}[{i}]: {_short(probe)}. Must have exactly the fields {', '.join(names)}."
+            )
     return [NoiseProbe(**probe) for probe in noise]
+
+
+def _repeats_from_json(repeats: Any) -> list[Repeat]:
+    names = [f.name for f in dataclasses.fields(Repeat)]
+    if not isinstance(repeats, list):
+        raise RecipeError(f"Invalid repeats: {type(repeats).__name__}. Must be a list of repeats.")
+    for i, repeat in enumerate(repeats):
+        if not isinstance(repeat, dict) or sorted(repeat) != sorted(names):
+            raise RecipeError(
+                f"Invalid repeats[{i}]: {_short(repeat)}. Must have exactly the fields {', '.join(names)}."
+            )
+    return [
+        Repeat(**{**repeat, "noise": _noise_from_json(f"repeats[{i}].noise", repeat["noise"])})
+        for i, repeat in enumerate(repeats)
+    ]
 
 
 # --- Checks: each returns the value as plain Python, or names the field -----------------------------------------------
@@ -315,22 +373,38 @@ def _checked_curve(recipe: Recipe) -> list[list[float]]:
     return checked
 
 
-def _checked_noise(recipe: Recipe) -> list[NoiseProbe]:
-    if not isinstance(recipe.noise, list | tuple):
-        raise RecipeError(f"Invalid noise: {type(recipe.noise).__name__}. Must be a list of NoiseProbe.")
+def _checked_noise(where: str, noise: Any, total_steps: int) -> list[NoiseProbe]:
+    if not isinstance(noise, list | tuple):
+        raise RecipeError(f"Invalid {where}: {type(noise).__name__}. Must be a list of NoiseProbe.")
     checked = []
-    for i, probe in enumerate(recipe.noise):
+    for i, probe in enumerate(noise):
         if not isinstance(probe, NoiseProbe):
-            raise RecipeError(f"Invalid noise[{i}]: {_short(probe)}. Must be a NoiseProbe.")
+            raise RecipeError(f"Invalid {where}[{i}]: {_short(probe)}. Must be a NoiseProbe.")
         numbers = {
-            f.name: _number(f"noise[{i}].{f.name}", getattr(probe, f.name)) for f in dataclasses.fields(NoiseProbe)
+            f.name: _number(f"{where}[{i}].{f.name}", getattr(probe, f.name)) for f in dataclasses.fields(NoiseProbe)
         }
-        if not 0 <= numbers["effective_steps"] <= recipe.total_steps:
+        if not 0 <= numbers["effective_steps"] <= total_steps:
             raise RecipeError(
-                f"Invalid noise[{i}].effective_steps={probe.effective_steps}. Must lie between 0 and "
-                f"total_steps={recipe.total_steps}."
+                f"Invalid {where}[{i}].effective_steps={probe.effective_steps}. Must lie between 0 and "
+                f"total_steps={total_steps}."
             )
         checked.append(NoiseProbe(**numbers))
+    return checked
+
+
+def _checked_repeats(recipe: Recipe) -> list[Repeat]:
+    if not isinstance(recipe.repeats, list | tuple):
+        raise RecipeError(f"Invalid repeats: {type(recipe.repeats).__name__}. Must be a list of Repeat.")
+    checked: list[Repeat] = []
+    for i, repeat in enumerate(recipe.repeats):
+        if not isinstance(repeat, Repeat):
+            raise RecipeError(f"Invalid repeats[{i}]: {_short(repeat)}. Must be a Repeat.")
+        seed = _integer(f"repeats[{i}].seed", repeat.seed, minimum=0)
+        if seed in (recipe.seed, *(earlier.seed for earlier in checked)):
+            raise RecipeError(f"Invalid repeats[{i}].seed={seed}. Must be a seed of its own, nor the search's.")
+        score = _number(f"repeats[{i}].score", repeat.score)
+        noise = _checked_noise(f"repeats[{i}].noise", repeat.noise, recipe.total_steps)
+        checked.append(Repeat(seed=seed, score=score, noise=noise))
     return checked
 
 

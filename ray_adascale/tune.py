@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import json
 import logging
 import math
 import os
 import platform
 import shutil
+import signal
+import statistics
 import sys
 import tempfile
+import threading
 import time
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -41,9 +43,10 @@ from ._version import __version__
 from .backend import Backend
 from .cluster import pickle_by_value, quiet_init
 from .config import AdaScaleConfig
+from .json_files import read_json, write_json
 from .loop import Run
-from .probe import probe_noise
-from .recipe import NoiseProbe, Recipe
+from .recipe import NoiseProbe, Recipe, Repeat
+from .record import base_config, train_base, workload_name
 from .rng import seed_everything
 from .workload import WorkloadFn, build, with_unit
 
@@ -72,6 +75,18 @@ class _Settings:
     probe_every: int
     threads: int
     checkpoints: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    """One repeat: whose config, and with what seed."""
+
+    rank: int
+    hyperparameters: dict[str, Any]
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{_describe_config(self.hyperparameters)}, seed {self.seed}"
 
 
 class _TuneBackend(Backend):
@@ -190,19 +205,13 @@ def _run_trial(hyperparameters: dict[str, Any], settings: _Settings) -> None:
         backend=backend,
     )
     backend.run = run
-    trained = [p for group in run.optimizer.param_groups for p in group["params"] if p.requires_grad]
-    for batch in run:
-        tau = run.effective_steps
-        # At S = 1 τ counts the optimizer steps. It stands still at a skipped one, which needs no second probe.
-        if tau % settings.probe_every == 0 and (not backend.noise or backend.noise[-1][0] < tau):
-            probed = probe_noise(run.module, workload.loss_fn, batch, parameters=trained)
-            if probed is not None and all(map(math.isfinite, probed)):
-                run.observe_noise(*probed)
-                backend.noise.append((tau, *probed))
-        loss = workload.loss_fn(run.model, batch)
-        run.backward(loss)
-        backend.add_loss(loss)
-        run.step()
+    train_base(run, workload, settings.probe_every, backend.noise, backend.add_loss)
+
+
+def _run_repeat(config: dict[str, Any], settings: _Settings, entries: list[_Entry]) -> None:
+    """A trial's config again, with another seed: what Tune calls for the repeats."""
+    entry = entries[config["repeat"]]
+    _run_trial(entry.hyperparameters, replace(settings, config=replace(settings.config, seed=entry.seed)))
 
 
 # ---- on the driver ---------------------------------------------------------------------------------------------------
@@ -233,13 +242,28 @@ class _Finished:
 class _Watch(tune.Callback):
     """Collects the trials as they end, and says a line about each."""
 
-    def __init__(self, total: int, *, verbose: bool) -> None:
+    def __init__(
+        self,
+        total: int,
+        *,
+        verbose: bool,
+        what: str = "trial",
+        earlier: bool = False,
+        describe: Callable[[Mapping[str, Any]], str] | None = None,
+    ) -> None:
         self.finished: dict[str, _Finished] = {}
         self.fatal: _MissingMetric | None = None
         self.interrupted = False
         self._total = total
         self._verbose = verbose
+        self.what = what
+        self._earlier = earlier
+        self._config_text = _describe_config if describe is None else describe
         self._best: dict[str, Any] | None = None
+
+    def __reduce__(self) -> Any:
+        # Tune pickles its callbacks for a search to be restored with; what comes back is the watch of that restart.
+        return _live_watch, (self.what,)
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         self._add(_Finished(trial.trial_id, dict(trial.config), dict(trial.last_result or {}), None))
@@ -253,24 +277,28 @@ class _Watch(tune.Callback):
 
     def on_experiment_end(self, trials: list[Any], **info: Any) -> None:
         for trial in trials:
-            if trial.status == "TERMINATED":  # a scheduler that stops a paused trial does so without a word
-                self._add(_Finished(trial.trial_id, dict(trial.config), dict(trial.last_result or {}), None))
-            elif trial.status != "ERROR":
+            if trial.status not in ("TERMINATED", "ERROR"):
                 self.interrupted = True
+                continue
+            # A scheduler that stops a paused trial does so without a word; and so end those of an earlier start.
+            error = _cause(trial) if trial.status == "ERROR" else None
+            found = _Finished(trial.trial_id, dict(trial.config), dict(trial.last_result or {}), error)
+            self._add(found, quiet=self._earlier)
 
-    def _add(self, trial: _Finished) -> None:
+    def _add(self, trial: _Finished, *, quiet: bool = False) -> None:
         if trial.trial_id in self.finished or self.fatal is not None:
             return
         self.finished[trial.trial_id] = trial
         outcome = trial.outcome
         if outcome is not None and (self._best is None or _better(outcome, self._best)):
             self._best = outcome
-        if self._verbose:
+        if self._verbose and not quiet:
             # To standard error, as the progress line of a training run: a command's own output stays clean.
-            print(f"trial {len(self.finished)} of {self._total}: {self._describe(trial)}", file=sys.stderr, flush=True)
+            place = f"{self.what} {len(self.finished)} of {self._total}"
+            print(f"{place}: {self._describe(trial)}", file=sys.stderr, flush=True)
 
     def _describe(self, trial: _Finished) -> str:
-        where = f"at {_describe_config(trial.config)}"
+        where = f"at {self._config_text(trial.config)}"
         if trial.error is not None:
             return f"failed {where}: {trial.error_line}"
         outcome = trial.outcome
@@ -279,6 +307,13 @@ class _Watch(tune.Callback):
             return f"stopped early {where}, at effective step {tau:.0f} of {total}"
         assert self._best is not None
         return f"{outcome['metric']} {outcome['score']:.4g} {where} (best {self._best['score']:.4g})"
+
+
+_watching: dict[str, _Watch] = {}  # "trial" or "repeat" -> the watch of the search that runs in this process
+
+
+def _live_watch(what: str) -> _Watch:
+    return _watching.get(what) or _Watch(0, verbose=False, what=what)
 
 
 class _StopOnMistake(tune.Stopper):
@@ -303,6 +338,8 @@ def tune_recipe(
     total_steps: int | None = None,
     total_epochs: float | None = None,
     num_samples: int = 8,
+    repeats: int = 0,
+    repeat_best: int = 3,
     search_alg: Any = None,
     scheduler: TrialScheduler | Literal["asha"] | None = "asha",
     seed: int = 0,
@@ -325,6 +362,13 @@ def tune_recipe(
     at its end), as one batch's is mostly noise; unless ``evaluate`` returns a ``"loss"`` of its own, which then is the
     one that counts.
 
+    With ``repeats``, the best few run again with so many seeds that the search has not seen, and the best *mean* over those
+    wins: a single seed's winner owes some of its score to luck. The recipe keeps the winner's repeats, their scores and
+    their noise, from which a forecast has its interval.
+
+    The same ``name`` and ``storage_path`` go on with a search that was interrupted: trials that have ended are kept, the
+    others start over (or from their checkpoints, where there are any).
+
     A trial whose metric is NaN or infinite, or that raises, fails alone. Trials that a scheduler pauses (HyperBand)
     resume from a checkpoint, saved at each of their reports; no checkpoints are written under ASHA and ``None``, which
     never pause a trial.
@@ -336,6 +380,8 @@ def tune_recipe(
         total_steps: T, optimizer steps of each trial; this or ``total_epochs``.
         total_epochs: Length of each trial in passes over the dataset.
         num_samples: Trials; with a ``grid_search`` in the space, times the size of the grid.
+        repeats: Seeds to run the best few again with, each a whole base run; 0 for none.
+        repeat_best: How many are the best few.
         search_alg: Any searcher of Tune's. Default: random search, seeded by ``seed``.
         scheduler: "asha" stops trials that are not in the best quarter at T/8 and at T/2, compared at equal
             effective steps; None lets each one end; or a scheduler of Tune's, built without ``metric`` and ``mode``
@@ -349,15 +395,15 @@ def tune_recipe(
         max_concurrent_trials: Default: as many as fit on the cluster.
         probe_every: Optimizer steps between two probes of the noise; one costs as much as a step, two for tiny models.
         storage_path: Where Tune keeps results; default ``~/ray_results``.
-        name: Of the search, its folder under ``storage_path``.
+        name: Of the search, its folder under ``storage_path``; the same name goes on with it.
         verbose: 0 is silent; 1 prints a line about each finished trial to standard error.
 
     Returns:
         The recipe, with ``hyperparameters`` the winning config.
 
     Raises:
-        ValueError: A setting can't work (raised before anything starts), or the workload's metric is not measured
-            (raised at the first report).
+        ValueError: A setting can't work (raised before anything starts), the search to go on with was another, or the
+            workload's metric is not measured (raised at the first report).
         RuntimeError: No trial reached T.
         KeyboardInterrupt: The search was interrupted (Tune itself would go on with the trials that it has).
     """
@@ -372,8 +418,10 @@ def tune_recipe(
         resources,
         max_concurrent_trials,
         probe_every,
+        repeats,
+        repeat_best,
     )
-    trial_config = _trial_config(config, base_batch_size, total_steps, total_epochs, seed)
+    trial_config = base_config(config, base_batch_size, total_steps, total_epochs, seed)
     tune_scheduler, scheduler_name = _make_scheduler(scheduler, total_steps, total_epochs)
     if search_alg is None:
         # Not TuneConfig's default, which draws from NumPy's global generator.
@@ -399,11 +447,34 @@ def tune_recipe(
         # ASHA and FIFO only go on or stop; of others, subclasses included, one doesn't know.
         checkpoints=type(tune_scheduler) not in (AsyncHyperBandScheduler, FIFOScheduler),
     )
-    watch = _Watch(num_samples * _grid_size(param_space), verbose=verbose > 0)
-    tuner = tune.Tuner(
+    run_config = tune.RunConfig(
+        name=name,
+        storage_path=_absolute(storage_path),
+        checkpoint_config=tune.CheckpointConfig(num_to_keep=1),
+        verbose=0,
+    )
+    folder = f"{run_config.storage_path}/{name}"
+    earlier = _check_same_search(
+        folder,
+        {
+            "workload": workload_name(workload),
+            "param_space": _describe_space(param_space),
+            "base_batch_size": base_batch_size,
+            "total_steps": total_steps,
+            "total_epochs": total_epochs,
+            "num_samples": num_samples,
+            "seed": seed,
+            "probe_every": probe_every,
+            "search_alg": search_name,
+            "scheduler": scheduler_name,
+        },
+    )
+    started = time.monotonic()
+    watch = _fit(
         tune.with_resources(tune.with_parameters(_run_trial, settings=settings), dict(resources)),
-        param_space=param_space,
-        tune_config=tune.TuneConfig(
+        param_space,
+        run_config,
+        tune.TuneConfig(
             metric=_OBJECTIVE,
             mode="max",
             num_samples=num_samples,
@@ -412,26 +483,51 @@ def tune_recipe(
             max_concurrent_trials=limit,
             reuse_actors=True,  # a process for each trial would import torch each time
         ),
-        run_config=tune.RunConfig(
-            name=name,
-            storage_path=_absolute(storage_path),
-            stop=_StopOnMistake(watch),
-            callbacks=[watch],
-            checkpoint_config=tune.CheckpointConfig(num_to_keep=1),
-            verbose=0,
-        ),
+        _Watch(num_samples * _grid_size(param_space), verbose=verbose > 0, earlier=earlier),
     )
-    started = time.monotonic()
-    with _quiet_tune():
-        tuner.fit()
+    trials = list(watch.finished.values())
+    ranking = _ranking(trials)
+    winner, outcome = ranking[0]
+    again: list[Repeat] = []
+    failed = [{"trial": t.trial_id, "error": t.error_line} for t in trials if t.error is not None]
+    completed = sum(t.outcome is not None for t in trials)
+    stopped_early = len(trials) - completed - len(failed)
+    if repeats:
+        entries = [
+            _Entry(rank=rank, hyperparameters=trial.config, seed=seed + 1 + i)
+            for rank, (trial, _) in enumerate(ranking[:repeat_best])
+            for i in range(repeats)
+        ]
+        repeated = _fit(
+            tune.with_resources(
+                tune.with_parameters(_run_repeat, settings=settings, entries=entries),
+                dict(resources),
+            ),
+            {"repeat": tune.grid_search(list(range(len(entries))))},
+            replace(run_config, name=f"{name}-repeats"),
+            tune.TuneConfig(
+                metric=_OBJECTIVE,
+                mode="max",
+                search_alg=BasicVariantGenerator(max_concurrent=max_concurrent_trials or 0),
+                scheduler=FIFOScheduler(),
+                reuse_actors=True,
+            ),
+            _Watch(
+                len(entries),
+                verbose=verbose > 0,
+                what="repeat",
+                earlier=earlier,
+                describe=lambda config: str(entries[config["repeat"]]),
+            ),
+        )
+        failed += [
+            {"trial": f"repeat at {entries[t.config['repeat']]}", "error": t.error_line}
+            for t in repeated.finished.values()
+            if t.error is not None
+        ]
+        rank, again = _best_mean(entries, list(repeated.finished.values()), outcome["mode"])
+        winner, outcome = ranking[rank]
     wall_s = time.monotonic() - started
-    if watch.fatal is not None:
-        raise ValueError(str(watch.fatal)) from watch.fatal
-    if watch.interrupted:
-        raise KeyboardInterrupt(f"The search {name!r} was interrupted after {len(watch.finished)} trials.")
-    winner, outcome = _winner(list(watch.finished.values()))
-    failed = [{"trial": t.trial_id, "error": t.error_line} for t in watch.finished.values() if t.error is not None]
-    completed = sum(t.outcome is not None for t in watch.finished.values())
     return Recipe(
         hyperparameters=winner.config,
         base_batch_size=base_batch_size,
@@ -447,7 +543,7 @@ def tune_recipe(
         search={
             "num_samples": num_samples,
             "completed": completed,
-            "stopped_early": len(watch.finished) - completed - len(failed),
+            "stopped_early": stopped_early,
             "failed": failed,
             "search_alg": search_name,
             "scheduler": scheduler_name,
@@ -455,7 +551,7 @@ def tune_recipe(
             "wall_s": wall_s,
             "name": name,
         },
-        workload=_workload_name(workload),
+        workload=workload_name(workload),
         versions={
             "ray_adascale": __version__,
             "torch": torch.__version__,
@@ -463,7 +559,91 @@ def tune_recipe(
             "python": platform.python_version(),
         },
         created=datetime.now(UTC).isoformat(timespec="seconds"),
+        repeats=again,
     )
+
+
+def _fit(trainable: Any, space: Any, run_config: Any, tune_config: Any, watch: _Watch) -> _Watch:
+    """Run a search, or go on with the one of this name, and give back what the watch has seen.
+
+    Raises:
+        ValueError: Every trial would make the same mistake.
+        KeyboardInterrupt: It was interrupted.
+    """
+    folder = f"{run_config.storage_path}/{run_config.name}"
+    _watching[watch.what] = watch
+    try:
+        if tune.Tuner.can_restore(folder):
+            tuner = tune.Tuner.restore(folder, trainable=trainable)
+        else:
+            run_config = replace(run_config, stop=_StopOnMistake(watch), callbacks=[watch])
+            tuner = tune.Tuner(trainable, param_space=space, tune_config=tune_config, run_config=run_config)
+        with _quiet_tune(), _interrupts(watch):
+            tuner.fit()
+    finally:
+        del _watching[watch.what]
+    if watch.fatal is not None:
+        raise ValueError(str(watch.fatal)) from watch.fatal
+    if watch.interrupted:
+        raise KeyboardInterrupt(f"The search {run_config.name!r} was interrupted after {len(watch.finished)} trials.")
+    return watch
+
+
+def _check_same_search(folder: str, settings: dict[str, Any]) -> bool:
+    """Whether this search was started before; notes what it is, if not.
+
+    Raises:
+        ValueError: Another search was started under this name.
+    """
+    path = f"{folder}/search.json"
+    before = read_json(path)
+    if before is None:
+        write_json(path, settings)
+        return False
+    for key, now in settings.items():
+        if before.get(key) != now:
+            raise ValueError(
+                f"Invalid {key}={now!r}: the search in {folder} was started with {before.get(key)!r}. Restore it to go on, "
+                "or choose another name."
+            )
+    return True
+
+
+def _describe_space(space: Any) -> Any:
+    """The search space as JSON, to tell whether it is the same."""
+    if isinstance(space, Mapping):
+        return {str(key): _describe_space(value) for key, value in space.items()}
+    if isinstance(space, list | tuple):
+        return [_describe_space(value) for value in space]
+    if space is None or isinstance(space, bool | int | float | str):
+        return space
+    if callable(space) or not hasattr(space, "__dict__"):
+        return type(space).__qualname__  # two functions can't be told apart
+    inside = {key: _describe_space(value) for key, value in vars(space).items()}  # Tune's distributions and samplers
+    return {"type": type(space).__qualname__, **inside}
+
+
+def _best_mean(entries: list[_Entry], trials: list[_Finished], mode: str) -> tuple[int, list[Repeat]]:
+    """(rank of the config with the best mean over its repeats, these repeats); one that failed puts its config out."""
+    found: dict[int, list[Repeat]] = {}
+    out: dict[int, str] = {}
+    for trial in trials:
+        entry, outcome = entries[trial.config["repeat"]], trial.outcome
+        if outcome is None:
+            out[entry.rank] = trial.error_line
+            continue
+        noise = [NoiseProbe(effective_steps=tau, sigma2=sigma2, mu2=mu2) for tau, sigma2, mu2 in outcome["noise"]]
+        found.setdefault(entry.rank, []).append(Repeat(seed=entry.seed, score=outcome["score"], noise=noise))
+    sign = 1 if mode == "max" else -1
+    means = {
+        rank: sign * statistics.mean(repeat.score for repeat in repeats)
+        for rank, repeats in found.items()
+        if rank not in out
+    }
+    if not means:
+        raise RuntimeError(f"Each of the best trials failed with another seed. The first: {out[min(out)]}")
+    best = max(sorted(means), key=means.__getitem__)  # of equals the one that the search found better
+    return best, sorted(found[best], key=lambda repeat: repeat.seed)
 
 
 def _check_arguments(
@@ -476,6 +656,8 @@ def _check_arguments(
     resources: Any,
     max_concurrent_trials: Any,
     probe_every: Any,
+    repeats: Any,
+    repeat_best: Any,
 ) -> None:
     if not callable(workload):
         raise ValueError(f"Invalid workload of type {type(workload).__name__}. Must be a function config -> Workload.")
@@ -488,6 +670,8 @@ def _check_arguments(
     for name, value, least in (
         ("num_samples", num_samples, 1),
         ("probe_every", probe_every, 1),
+        ("repeats", repeats, 0),
+        ("repeat_best", repeat_best, 1),
         ("seed", seed, 0),
         ("max_concurrent_trials", max_concurrent_trials, 1),
     ):
@@ -501,41 +685,6 @@ def _check_arguments(
         or not all(isinstance(v, int | float) and not isinstance(v, bool) and v >= 0 for v in resources.values())
     ):
         raise ValueError(f"Invalid resources_per_trial={resources!r}. Must be a dict such as {{'CPU': 1, 'GPU': 0.5}}.")
-
-
-def _trial_config(
-    config: AdaScaleConfig | None,
-    base_batch_size: int,
-    total_steps: int | None,
-    total_epochs: float | None,
-    seed: int,
-) -> AdaScaleConfig:
-    """The settings of a trial: the base batch in one process."""
-    if config is None:
-        config = AdaScaleConfig()
-    elif not isinstance(config, AdaScaleConfig):
-        raise ValueError(f"Invalid config of type {type(config).__name__}. Must be an AdaScaleConfig.")
-    given = {"base_batch_size": base_batch_size, "total_steps": total_steps, "total_epochs": total_epochs}
-    for name, mine in given.items():
-        theirs = getattr(config, name)
-        if theirs is not None and theirs != mine:
-            raise ValueError(f"Invalid AdaScaleConfig({name}={theirs!r}): the search is given {mine!r}. Leave it out.")
-    trial = replace(
-        config,
-        base_batch_size=base_batch_size,
-        total_steps=total_steps,
-        total_epochs=total_epochs,
-        per_worker_batch_size=base_batch_size,
-        accumulation=1,
-        elastic=False,
-        sharding="none",
-        rule="unscaled",  # at S = 1 all are the same; this one has no opinion on optimizers other than SGD
-        seed=seed,
-        report_every_s=math.inf,
-        checkpoint_every_s=math.inf,
-    )
-    trial.plan(1)
-    return trial
 
 
 def _make_scheduler(
@@ -565,26 +714,19 @@ def _make_scheduler(
     return scheduler, kind
 
 
-def _winner(trials: list[_Finished]) -> tuple[_Finished, dict[str, Any]]:
-    """The best of the trials that reached T, by their metric at the end; of equals the first to finish."""
-    best: tuple[_Finished, dict[str, Any]] | None = None
-    for trial in trials:
-        outcome = trial.outcome
-        if outcome is None:
-            continue
-        if best is None:
-            best = trial, outcome
-            continue
+def _ranking(trials: list[_Finished]) -> list[tuple[_Finished, dict[str, Any]]]:
+    """The trials that reached T, best first by their metric at the end; of equals the first to finish."""
+    ended = [(trial, outcome) for trial in trials if (outcome := trial.outcome) is not None]
+    for trial, outcome in ended[1:]:
         for key in ("metric", "mode", "total_steps"):
-            if outcome[key] != best[1][key]:
+            if outcome[key] != ended[0][1][key]:
                 raise ValueError(
-                    f"Trials differ in {key}: {best[1][key]!r} at {_describe_config(best[0].config)}, {outcome[key]!r} at "
-                    f"{_describe_config(trial.config)}. They can't be compared: keep it out of the search space."
+                    f"Trials differ in {key}: {ended[0][1][key]!r} at {_describe_config(ended[0][0].config)}, "
+                    f"{outcome[key]!r} at {_describe_config(trial.config)}. They can't be compared: keep it out of the "
+                    "search space."
                 )
-        if _better(outcome, best[1]):
-            best = trial, outcome
-    if best is not None:
-        return best
+    if ended:
+        return sorted(ended, key=lambda pair: (-1 if pair[1]["mode"] == "max" else 1) * pair[1]["score"])
     failed = [trial for trial in trials if trial.error is not None]
     if not failed:
         raise RuntimeError(f"No trial reached the end: the scheduler stopped all {len(trials)}.")
@@ -652,6 +794,26 @@ def _warn_where_nothing_fits(resources: Mapping[str, float]) -> None:
 
 
 @contextmanager
+def _interrupts(watch: _Watch) -> Iterator[None]:
+    """Notices Ctrl-C, after which Tune saves the search and returns as if it were done.
+
+    A hack, as Tune doesn't say so: it installs a handler that puts the one before back when the signal comes, and otherwise
+    leaves its own behind, which would swallow the next Ctrl-C of the program.
+    """
+    watched = threading.current_thread() is threading.main_thread() and not int(
+        os.environ.get("TUNE_DISABLE_SIGINT_HANDLER", "0")
+    )
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+        if watched and signal.getsignal(signal.SIGINT) is before:
+            watch.interrupted = True
+    finally:
+        if watched:
+            signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
 def _quiet_tune() -> Iterator[None]:
     """Tune as silent as it can be: this module says a line about each trial, and the recipe names those that failed."""
     # The traceback of each failed trial; and a line for each NaN or ∞ that TensorBoard is given, as a noise scale may be.
@@ -670,19 +832,3 @@ def _quiet_tune() -> Iterator[None]:
             del os.environ[_OUTPUT_ENGINE]
         else:
             os.environ[_OUTPUT_ENGINE] = output
-
-
-def _workload_name(workload: Any) -> str:
-    """``"package.module:name"``, or ``"path/to/file.py:name"`` for a function in a plain file."""
-    name = getattr(workload, "__qualname__", None) or type(workload).__qualname__
-    module = getattr(workload, "__module__", None) or "?"
-    if "." in module:
-        return f"{module}:{name}"
-    try:
-        file = inspect.getsourcefile(workload)
-    except TypeError:  # a callable object
-        file = None
-    if file is None or not Path(file).is_file():
-        return f"{module}:{name}"
-    path, here = Path(file).resolve(), Path.cwd()
-    return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{name}"

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray.exceptions
 import ray.train
 
-from ray_adascale import AdaScaleConfig, Recipe, cli, cluster, train, tune
+from ray_adascale import AdaScaleConfig, LocalBackend, Recipe, cli, cluster, json_files, throughput, train, tune
 from ray_adascale.loop import METRICS
+from ray_adascale.record import record_recipe
 
+from .test_forecast import regression
+from .test_report import row, write
 from .test_train import _recipe
 
+RECIPE_2 = Path(__file__).parent / "data" / "recipe_v2.json"
 WORKLOAD = f"{Path(__file__).with_name('test_train.py')}:workload"
+
+TRAIN = ["train", WORKLOAD, "--base-batch-size=4", "--total-steps=4"]
 
 
 class Result:
@@ -45,6 +54,8 @@ def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(cluster, "quiet_init", lambda address=None: seen.update(address=address))
     monkeypatch.setattr(train, "AdaScaleTrainer", Trainer)
     monkeypatch.setattr(tune, "tune_recipe", search)
+    # Into the storage, which by default is the user's.
+    monkeypatch.setattr(json_files, "write_json", lambda path, value: seen.update(path=path, saved=value))
     return seen
 
 
@@ -112,6 +123,18 @@ def test_tune_takes_the_space_beside_the_workload_and_writes_the_recipe(
         (["train", WORKLOAD, "depth", "--base-batch-size=4", "--total-steps=4"], "key=value"),
         (["train", WORKLOAD, "--base-batch-size=0", "--total-steps=4"], "base_batch_size"),
         (["tune", f"{WORKLOAD[:-8]}flat", "--base-batch-size=4", "--total-steps=4"], "param_space"),
+        ([*TRAIN, "-c", "grad_clips=1"], "grad_clips=...: AdaScaleConfig has no such field. It has accept_changes"),
+        ([*TRAIN, "-c", "shuffle=no"], "Invalid --config shuffle='no'. Must be true or false"),
+        ([*TRAIN, "-c", "num_loader_workers=1.5"], "num_loader_workers=1.5. Must be a whole number"),
+        ([*TRAIN, "-c", "grad_clip=high"], "grad_clip='high'. Must be a number or null"),
+        ([*TRAIN, "-c", "precision=fp64"], "precision='fp64'. Must be 'fp32', 'bf16', 'fp16'"),
+        ([*TRAIN, "-c", "grad_clip=-1"], "AdaScaleConfig(grad_clip=-1.0)"),
+        ([*TRAIN, "-c", "seed=1", "--seed=2"], "seed is given twice"),
+        ([*TRAIN, "-c", "seed"], "Must be key=value"),
+        (["resume", "/nowhere/x"], "no ray_adascale.json in"),
+        (["report", "/nowhere/x"], "Invalid run '/nowhere/x': no such file or folder"),
+        (["describe", "/nowhere/x"], "Invalid path '/nowhere/x'"),
+        (["forecast", "/nowhere/recipe.json"], "/nowhere/recipe.json"),
     ],
 )
 def test_mistakes_exit_with_2_and_name_the_value(
@@ -127,9 +150,12 @@ def test_a_failed_run_exits_with_1_and_the_workers_own_words(
     called["error"] = ray.train.WorkerGroupError("all of it", {1: RuntimeError("Traceback ...\nOSError: no disk")})
     assert cli.main(["train", WORKLOAD, "--base-batch-size=4", "--total-steps=4", "--name=x"]) == 1
     assert "Worker 1: OSError: no disk" in capsys.readouterr().err
+    called["error"] = ray.exceptions.ActorDiedError()
+    assert cli.main(["train", WORKLOAD, "--base-batch-size=4", "--total-steps=4", "--name=x"]) == 1
+    assert "run 'x' failed. The actor died" in capsys.readouterr().err
     called["error"] = KeyboardInterrupt()
     assert cli.main(["train", WORKLOAD, "--base-batch-size=4", "--total-steps=4", "--name=x"]) == 130
-    assert "--name x" in capsys.readouterr().err
+    assert re.search(r"`ray-adascale resume \S+/x` goes on", capsys.readouterr().err)
 
 
 def test_help_and_unknown_options(capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,3 +163,140 @@ def test_help_and_unknown_options(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as stopped:
             cli.main(arguments)
         assert stopped.value.code == code
+
+
+def test_any_setting_can_be_given(called: dict[str, Any]) -> None:
+    given = ["-c", "grad_clip=1", "-c", "shuffle=false", "-c", "precision=bf16", "--config=evaluate_every=null"]
+    assert cli.main([*TRAIN, *given, "--accumulation=2"]) == 0
+    expected = AdaScaleConfig(
+        base_batch_size=4, total_steps=4, accumulation=2, grad_clip=1.0, shuffle=False, precision="bf16"
+    )
+    assert called["config"] == expected
+    assert isinstance(called["config"].grad_clip, float)
+
+
+def test_resume_is_the_same_command_again(
+    called: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # the run's file is written for real
+    monkeypatch.setattr(cluster, "quiet_init", lambda address=None: called.update(address=address))
+
+    class Trainer:
+        def __init__(self, workload: Any, **kwargs: Any) -> None:
+            called.update(kwargs, workload=workload)
+
+        def fit(self) -> Any:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "AdaScaleTrainer", Trainer)
+    _recipe().save(tmp_path / "recipe.json")
+    monkeypatch.chdir(tmp_path)
+    first = [
+        "train",
+        WORKLOAD,
+        "path=data",
+        "--recipe=recipe.json",
+        "--num-workers=2",
+        "--name=mine",
+        "-c",
+        "grad_clip=1",
+    ]
+    assert cli.main([*first, "--storage-path=runs", "--rule=sqrt"]) == 130
+    before = dict(called)
+    called.clear()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")  # paths hold from any folder
+    assert cli.main(["resume", str(tmp_path / "runs" / "mine")]) == 130
+    assert {key: value for key, value in called.items() if key != "run_config"} == {
+        key: value for key, value in before.items() if key != "run_config"
+    }
+    for key in ("name", "storage_path"):
+        assert getattr(called["run_config"], key) == getattr(before["run_config"], key)
+    # By name, and on another number of workers.
+    assert (
+        cli.main(["resume", "mine", "--storage-path=../runs", "--num-workers=1..4", "--use-gpu", "--address=a"]) == 130
+    )
+    assert called["scaling_config"] == ray.train.ScalingConfig(num_workers=(1, 4), use_gpu=True)
+    assert called["address"] == "a"
+    assert called["config"] == before["config"]
+
+
+def test_forecast_prints_a_table_or_json_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["forecast", str(RECIPE_2), "--workers=1,4"]
+    assert cli.main([*common, f"--plot={tmp_path / 'f.png'}"]) == 0
+    out = capsys.readouterr().out
+    assert "Recipe d7fc38d57e4afeae: 100 base steps of 32 examples" in out
+    assert (tmp_path / "f.png").is_file()
+    assert cli.main([*common, "--json", "--per-worker-batch-size=64", "-c", "averaging_window=0.1"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["workers"], row["scale"]) for row in rows] == [(1, 2.0), (4, 8.0)]
+    for more, message in (
+        (["--run=x"], "--run needs --measure"),
+        (["--cost-per-worker-hour=2"], "cost_per_worker_hour=2.0 without throughput"),
+        (["--workers=1;2"], "Invalid --workers '1;2'"),
+    ):
+        assert cli.main([*common, *more]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_forecast_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def measure(workload: Any, hyperparameters: Any, **kwargs: Any) -> throughput.Throughput:
+        seen.update(kwargs, workload=workload, hyperparameters=hyperparameters)
+        return throughput.Throughput(per_worker_batch_size=32, pass_s=36.0)
+
+    monkeypatch.setattr(throughput, "measure_throughput", measure)
+    write(tmp_path / "run" / "trace.jsonl", [row(1)])
+    common = ["forecast", str(RECIPE_2), "--workers=1", "--rule=linear", "--json"]
+    more = [f"--measure={WORKLOAD}", f"--run={tmp_path / 'run'}", "--cost-per-worker-hour=2"]
+    assert cli.main([*common, *more]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["rows"]
+    assert (found["seconds"], found["cost"]) == (3600, 2)  # 100 steps of 36 s
+    assert seen["workload"].__name__ == "workload"
+    assert seen["hyperparameters"] == Recipe.load(RECIPE_2).hyperparameters
+    assert (seen["per_worker_batch_size"], seen["base_batch_size"]) == (32, 32)
+    assert seen["runs"] == [tmp_path / "run" / "trace.jsonl"]
+
+
+def test_report_and_describe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "run" / "trace.jsonl", [row(1), row(2)])
+    page = tmp_path / "page.html"
+    assert (
+        cli.main(
+            ["report", str(tmp_path / "run"), f"--recipe={RECIPE_2}", "-o", str(page), f"--tensorboard={tmp_path}"]
+        )
+        == 0
+    )
+    assert len(list((tmp_path / "run").glob("events*"))) == 1
+    assert capsys.readouterr().out == f"Written to {page}\n"
+    assert "d7fc38d57e4afeae" in page.read_text()
+    assert cli.main(["describe", str(RECIPE_2)]) == 0
+    assert "accuracy = 0.97 (max)" in capsys.readouterr().out
+    edited = tmp_path / "edited.json"
+    edited.write_text(RECIPE_2.read_text().replace('"momentum": 0.9', '"momentum": 0.8'))
+    assert cli.main(["describe", str(edited)]) == 1
+    assert "EDITED" in capsys.readouterr().out
+    assert cli.main(["describe", str(tmp_path / "run")]) == 0
+    assert "2 for 4.0 effective ones, mean gain 2.00 at scale 4 on 2 workers" in capsys.readouterr().out
+
+
+def test_describe_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = record_recipe(
+        regression, {}, base_batch_size=8, total_steps=4, probe_every=2, backend=LocalBackend(tmp_path / "run")
+    )
+    (folder,) = (tmp_path / "run").glob("checkpoint_*")
+    assert cli.main(["describe", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "step         4, effective step 4.0 of 4, the end, attempt 0" in out
+    assert "8 examples on 1 workers in 1 passes; base batch 8" in out
+    assert f"error {found.score:.4g}" in out
+    assert "the model's 2, 44 B" in out  # 10 weights and a bias
+    assert cli.main(["describe", str(tmp_path / "run")]) == 0
+    assert f"checkpoints  1, newest whole one {folder.name}" in capsys.readouterr().out
+    damaged = max(folder.rglob("*.distcp"), key=lambda path: path.stat().st_size)
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    assert cli.main(["describe", str(folder)]) == 1
+    assert "DAMAGED" in capsys.readouterr().out
+    assert cli.main(["describe", str(tmp_path / "run")]) == 0
+    assert "newest whole one none" in capsys.readouterr().out

@@ -14,10 +14,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ray_adascale.recipe import NoiseProbe, Recipe, RecipeError, curve_length
+from ray_adascale.recipe import NoiseProbe, Recipe, RecipeError, Repeat, curve_length
 from ray_adascale.schedule import EffectiveSchedule
 
 VERSION_1 = Path(__file__).parent / "data" / "recipe_v1.json"
+VERSION_2 = Path(__file__).parent / "data" / "recipe_v2.json"
+REPEATS = [
+    Repeat(seed=7, score=0.9, noise=[NoiseProbe(effective_steps=20, sigma2=3.5, mu2=0.5)]),
+    Repeat(seed=8, score=0.96, noise=[]),
+]
 
 
 def fields(**changes: Any) -> dict[str, Any]:
@@ -66,6 +71,51 @@ def test_the_committed_version_1_recipe_loads_for_ever_after() -> None:
     loaded = Recipe.load(VERSION_1)
     assert loaded == recipe()
     assert loaded.fingerprint == "d7fc38d57e4afeae"  # checkpoints hold it, so it may never change either
+    assert loaded.repeats == []
+
+
+def test_the_committed_version_2_recipe_loads_for_ever_after() -> None:
+    loaded = Recipe.load(VERSION_2)
+    assert loaded == recipe(repeats=REPEATS)
+    assert loaded.fingerprint == "d7fc38d57e4afeae"  # repeats are no part of the schedule
+
+
+def test_version_1_is_guarded_by_its_own_digest(tmp_path: Path) -> None:
+    document = json.loads(VERSION_1.read_text())
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps(document | {"score": 0.98}))
+    with pytest.raises(RecipeError, match="digest does not match"):
+        Recipe.load(path)
+    path.write_text(json.dumps(document | {"repeats": []}))
+    with pytest.raises(RecipeError, match="Unknown fields 'repeats'"):
+        Recipe.load(path)
+
+
+def test_repeats_say_what_the_score_owes_to_luck() -> None:
+    # 0.9 and 0.96: mean 0.93, each 0.03 off it, so √(2·0.03²/1) = 0.0424. The search's own 0.97 was picked for being best.
+    assert recipe(repeats=REPEATS).repeat_scores == pytest.approx((0.93, 0.0424264), rel=1e-5)
+    assert recipe().repeat_scores is None
+    assert recipe(repeats=REPEATS[:1]).repeat_scores is None
+    text = recipe(repeats=REPEATS).describe()
+    assert "repeats      0.9 (seed 7), 0.96 (seed 8), mean 0.93, standard deviation 0.042" in text
+
+
+@pytest.mark.parametrize(
+    ("repeats", "message"),
+    [
+        ([REPEATS[0], REPEATS[0]], r"Invalid repeats\[1\].seed=7. Must be a seed of its own"),
+        ([Repeat(seed=0, score=0.9, noise=[])], r"Invalid repeats\[0\].seed=0"),  # the search's
+        ([Repeat(seed=3, score=math.nan, noise=[])], r"Invalid repeats\[0\].score=nan"),
+        ([{"seed": 3}], r"Invalid repeats\[0\]: .* Must be a Repeat"),
+        (
+            [Repeat(seed=3, score=1, noise=[NoiseProbe(effective_steps=101, sigma2=1, mu2=1)])],
+            r"Invalid repeats\[0\].noise\[0\].effective_steps=101",
+        ),
+    ],
+)
+def test_repeats_are_checked(repeats: list[Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        recipe(repeats=repeats)
 
 
 json_values = st.recursive(
@@ -106,6 +156,13 @@ def recipes(draw: st.DrawFn) -> Recipe:
         workload=draw(st.text()),
         versions=draw(st.dictionaries(st.text(), st.text(min_size=1), max_size=2)),
         created=draw(st.datetimes()).isoformat(),
+        repeats=draw(
+            st.lists(
+                st.builds(Repeat, seed=st.integers(2**65, 2**66), score=finite, noise=st.just([])),
+                max_size=2,
+                unique_by=lambda repeat: repeat.seed,
+            )
+        ),
     )
 
 
@@ -166,7 +223,7 @@ def test_accepted_edits_are_still_checked(tmp_path: Path) -> None:
         Recipe.load(path, accept_edits=True)
 
 
-ALL = sorted(json.loads(VERSION_1.read_text()))
+ALL = sorted(json.loads(VERSION_2.read_text()))
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -182,7 +239,7 @@ def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
     "value", [[], {}, "", -1, 0.5, True, None, math.nan, math.inf, "text", [[]], [None], {"a": None}]
 )
 def test_a_damaged_field_is_named_or_noticed(tmp_path: Path, name: str, value: Any) -> None:
-    path = edit(saved(tmp_path / "r.json"), lambda d: d.update({name: value}))
+    path = edit(saved(tmp_path / "r.json", repeats=REPEATS), lambda d: d.update({name: value}))
     valid = {  # values that the field may have: then only the digest tells
         "hyperparameters": [{}, {"a": None}],
         "search": [{}, {"a": None}],
@@ -191,6 +248,7 @@ def test_a_damaged_field_is_named_or_noticed(tmp_path: Path, name: str, value: A
         "workload": ["", "text"],
         "score": [-1, 0.5],
         "noise": [[]],
+        "repeats": [[]],
         "digest": ["", "text"],
         # Valid by themselves, but then the curve has another length than they say.
         "base_steps_per_epoch": [0.5, None],
@@ -233,7 +291,12 @@ def test_a_damaged_field_is_named_or_noticed(tmp_path: Path, name: str, value: A
         (lambda d: d.update(created="yesterday"), "Invalid created='yesterday'"),
         (lambda d: d.update(notes="mine", author="me"), "Unknown fields 'author', 'notes'"),
         (lambda d: d.update(format="ray_adascale/checkpoint"), "Invalid format='ray_adascale/checkpoint'"),
-        (lambda d: d.update(version=2, new_field=1), "Invalid version=2: written by a newer.* reads version 1"),
+        (lambda d: d.update(version=3, new_field=1), "Invalid version=3: written by a newer.* reads version 2"),
+        (lambda d: d["repeats"].append([1, 2, 3]), r"Invalid repeats\[0\]: \[1, 2, 3\]"),
+        (
+            lambda d: d["repeats"].append({"seed": 1, "score": 1.0, "noise": [{"mu2": 1}]}),
+            r"Invalid repeats\[0\].noise\[0\].*exactly the fields",
+        ),
         (lambda d: d.update(version=0), "Invalid version=0"),
     ],
 )

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,22 @@ from torch.utils.data import TensorDataset
 from ray_adascale import AdaScaleConfig, Recipe, Workload, tune_recipe
 from ray_adascale.data import epoch_order
 from ray_adascale.probe import probe_noise
+from ray_adascale.recipe import NoiseProbe
+from ray_adascale.record import workload_name
 from ray_adascale.schedule import EffectiveSchedule
-from ray_adascale.tune import _describe_config, _Finished, _grid_size, _winner, _workload_name
+from ray_adascale.tune import (
+    _best_mean,
+    _describe_config,
+    _describe_space,
+    _Entry,
+    _Finished,
+    _grid_size,
+    _ranking,
+    _Watch,
+)
 from ray_adascale.workload import build, resolve
 
+LRS = [0.01, 0.02, 5e-5]
 B0, T, LENGTH, DIM = 16, 200, 72, 8  # 4.5 base steps an epoch: batches run across borders
 
 
@@ -128,7 +141,7 @@ def test_trial_is_bit_identical_to_a_plain_loop(searched: Recipe) -> None:
 
 
 @pytest.mark.ray
-def test_lr_curve_is_the_schedule_of_the_winner(searched: Recipe) -> None:
+def test_lr_curve_is_the_schedule_of_the_ranking(searched: Recipe) -> None:
     workload = build(linear, searched.hyperparameters)
     schedule = EffectiveSchedule(
         workload.optimizer, workload.scheduler, unit="epoch", base_steps_per_epoch=LENGTH / B0, total_steps=T
@@ -279,6 +292,61 @@ def test_metric_that_is_not_measured_ends_the_search_at_once(
     assert "trial" not in capsys.readouterr().err  # none has ended before, and nothing is said of those that never ran
 
 
+@pytest.mark.ray
+def test_interrupted_search_goes_on_and_repeats_decide(
+    ray_session: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def search(**changes: Any) -> Recipe:
+        settings: dict[str, Any] = {
+            "base_batch_size": B0,
+            "total_steps": T,
+            "num_samples": 1,
+            "repeats": 2,
+            "repeat_best": 2,
+            "scheduler": None,
+            "max_concurrent_trials": 1,
+            "seed": 3,
+            "storage_path": ray_session,
+            "name": "interrupted",
+        }
+        return tune_recipe(linear, {"lr": tune.grid_search(LRS)}, **(settings | changes))
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a TorchTrainer of another test has left Ray's
+    add = _Watch._add
+
+    def add_and_interrupt(self: _Watch, trial: _Finished, **kwargs: Any) -> None:
+        add(self, trial, **kwargs)
+        if not kwargs:  # not at the end of it all
+            signal.raise_signal(signal.SIGINT)  # Ctrl-C: Tune's handler saves the search; a second one would not wait
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt, match="interrupted after 1 trials"):
+        patched.setattr(_Watch, "_add", add_and_interrupt)
+        search()
+    before = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in before] == ["trial 1 of 3"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    recipe = search()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    lines = capsys.readouterr().err.splitlines()
+    # The first trial is not run again.
+    assert sorted(line.split(":")[0] for line in lines if line.startswith("trial")) == ["trial 1 of 3", "trial 2 of 3"]
+    assert f"lr={LRS[0]}" in before[0]
+    assert not any(f"lr={LRS[0]}" in line for line in lines if line.startswith("trial"))
+    repeats = [line for line in lines if line.startswith("repeat")]
+    assert len(repeats) == 4
+    assert re.fullmatch(r"repeat 1 of 4: error \S+ at lr=0\.01, seed 4 \(best \S+\)", repeats[0])
+    # The search's own winner is another: this one is better on the seeds that the search has not seen.
+    assert recipe.hyperparameters == {"lr": LRS[1]}
+    assert recipe.score == plain_loop({"lr": LRS[1]}, seed=3) > plain_loop({"lr": LRS[0]}, seed=3)
+    assert [(repeat.seed, repeat.score) for repeat in recipe.repeats] == [
+        (seed, plain_loop({"lr": LRS[1]}, seed=seed)) for seed in (4, 5)
+    ]
+    assert [len(repeat.noise) for repeat in recipe.repeats] == [T // 20] * 2
+    assert recipe.search["completed"] == 3
+    with pytest.raises(ValueError, match=r"Invalid seed=9: the search in \S+ was started with 3"):
+        search(seed=9)
+
+
 def ended(score: float | None, error: Exception | None = None, **changes: Any) -> _Finished:
     outcome = {"metric": "error", "mode": "min", "score": score, "total_steps": T} | changes
     metrics = {} if score is None else {"outcome": json.dumps(outcome)}
@@ -287,10 +355,10 @@ def ended(score: float | None, error: Exception | None = None, **changes: Any) -
 
 def test_winner_is_the_best_at_its_end_of_the_trials_that_reached_it() -> None:
     trials = [ended(None), ended(0.3), ended(0.2), ended(0.1, ValueError("late")), ended(0.4)]
-    assert _winner(trials)[0] is trials[2]
-    assert _winner([ended(0.3, mode="max"), ended(0.2, mode="max")])[0].trial_id == "t0.3"
+    assert _ranking(trials)[0][0] is trials[2]
+    assert _ranking([ended(0.3, mode="max"), ended(0.2, mode="max")])[0][0].trial_id == "t0.3"
     with pytest.raises(ValueError, match=r"Trials differ in mode: 'min' at lr=0.1, 'max' at lr=0.1"):
-        _winner([ended(0.3), ended(0.2, mode="max")])
+        _ranking([ended(0.3), ended(0.2, mode="max")])
 
 
 def test_search_without_a_winner_says_why() -> None:
@@ -298,12 +366,36 @@ def test_search_without_a_winner_says_why() -> None:
     with pytest.raises(
         RuntimeError, match=r"1 of 1 failed. The first, tNone at lr=0.1: ValueError: .* rate: -1$"
     ) as info:
-        _winner([ended(None, mistake)])
+        _ranking([ended(None, mistake)])
     assert info.value.__cause__ is mistake
     with pytest.raises(RuntimeError, match=r"1 of 2 failed, the scheduler stopped the others. The first"):
-        _winner([ended(None), ended(None, mistake)])
+        _ranking([ended(None), ended(None, mistake)])
     with pytest.raises(RuntimeError, match="the scheduler stopped all 2"):
-        _winner([ended(None), ended(None)])
+        _ranking([ended(None), ended(None)])
+
+
+def repeated(index: int, score: float | None, mode: str = "min") -> _Finished:
+    """A repeat that has ended; without a score it failed."""
+    if score is None:
+        return _Finished(f"r{index}", {"repeat": index}, {}, FloatingPointError("error is nan"))
+    outcome = {"mode": mode, "score": score, "noise": [[20, 3.0, 1.0]]}
+    return _Finished(f"r{index}", {"repeat": index}, {"outcome": json.dumps(outcome)}, None)
+
+
+def test_best_mean_over_the_repeats_wins() -> None:
+    entries = [_Entry(rank=rank, hyperparameters={}, seed=seed) for rank in (0, 1) for seed in (4, 5)]
+    # Ended in any order. Means 0.3 and 0.25: the second is better where small is.
+    scores = {3: 0.1, 0: 0.2, 2: 0.4, 1: 0.4}
+    rank, repeats = _best_mean(entries, [repeated(i, score) for i, score in scores.items()], "min")
+    assert rank == 1
+    assert [(repeat.seed, repeat.score) for repeat in repeats] == [(4, 0.4), (5, 0.1)]
+    assert repeats[0].noise == [NoiseProbe(effective_steps=20, sigma2=3, mu2=1)]
+    assert _best_mean(entries, [repeated(i, score, "max") for i, score in scores.items()], "max")[0] == 0
+    # A config that fails with another seed is out, however good its other repeats.
+    scores_or_none = {0: 0.2, 1: 0.4, 2: 0.0, 3: None}
+    assert _best_mean(entries, [repeated(i, score) for i, score in scores_or_none.items()], "min")[0] == 0
+    with pytest.raises(RuntimeError, match=r"with another seed\. The first: FloatingPointError: error is nan"):
+        _best_mean(entries, [repeated(i, None) for i in range(4)], "min")
 
 
 @pytest.mark.parametrize(
@@ -317,6 +409,8 @@ def test_search_without_a_winner_says_why() -> None:
         ({"base_batch_size": 0}, "base_batch_size=0"),
         ({"num_samples": 0}, "Invalid num_samples=0"),
         ({"probe_every": 0}, "Invalid probe_every=0"),
+        ({"repeats": -1}, "Invalid repeats=-1"),
+        ({"repeat_best": 0}, "Invalid repeat_best=0"),
         ({"seed": -1}, "Invalid seed=-1"),
         ({"max_concurrent_trials": 0}, "Invalid max_concurrent_trials=0"),
         ({"resources_per_trial": {"CPU": -1}}, "Invalid resources_per_trial"),
@@ -356,4 +450,24 @@ def test_small_things() -> None:
     )
     assert _describe_config({"lr": 0.123456, "layers": [1] * 50}) == f"lr=0.1235, layers={str([1] * 50)[:37]}..."
     assert _describe_config({}) == "an empty config"
-    assert _workload_name(linear) == "tests.test_tune:linear"
+    assert workload_name(linear) == "tests.test_tune:linear"
+
+
+def test_search_spaces_are_told_apart() -> None:
+    def spaces() -> list[Any]:
+        return [
+            {"lr": tune.loguniform(0.1, 1)},
+            {"lr": tune.uniform(0.1, 1)},
+            {"lr": tune.loguniform(0.1, 2)},
+            {"lr": tune.quniform(0.1, 1, 0.1)},
+            {"lr": tune.quniform(0.1, 1, 0.05)},
+            {"lr": tune.choice([0.1, 1])},
+            {"lr": tune.grid_search([0.1, 1])},
+            {"lr": tune.sample_from(lambda spec: 0.1)},
+            {"lr": 0.1},
+        ]
+
+    described = [json.dumps(_describe_space(space)) for space in spaces()]
+    assert len(set(described)) == len(described)
+    assert [json.dumps(_describe_space(space)) for space in spaces()] == described  # as in another process
+    assert not any("0x" in text for text in described)
