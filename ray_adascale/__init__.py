@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from .backend import LocalBackend
     from .checkpoint import CheckpointError, load_weights
     from .config import AdaScaleConfig
+    from .forecast import Forecast, forecast_recipe
     from .loop import Run
     from .optim.adascale import AdaScale
-    from .optim.oss import OSS
+    from .optim.grad_scaler import ShardedGradScaler
+    from .optim.oss import OSS, register_elementwise
     from .optim.rules import (
         AdamScaleRule,
         AdaScaleRule,
@@ -29,7 +31,11 @@ if TYPE_CHECKING:
         UnscaledRule,
     )
     from .optim.wrapper import AdaScaleWrapper
+    from .parallel.sharded import ShardedDataParallel, ShardedDDP
     from .recipe import Recipe, RecipeError
+    from .record import record_recipe
+    from .report import write_report
+    from .throughput import Throughput, measure_throughput
     from .train import AdaScaleTrainer, prepare
     from .tune import tune_recipe
     from .workload import Workload
@@ -44,6 +50,7 @@ __all__ = [
     "AdamScaleRule",
     "AdaptiveDataParallel",
     "CheckpointError",
+    "Forecast",
     "LEGWRule",
     "LinearRule",
     "LocalBackend",
@@ -51,16 +58,29 @@ __all__ = [
     "RecipeError",
     "RuleInput",
     "Run",
+    "ShardedDDP",
+    "ShardedDataParallel",
+    "ShardedGradScaler",
     "SquareRootRule",
+    "Throughput",
     "UnscaledRule",
     "Workload",
     "__version__",
+    "forecast_recipe",
     "load_weights",
+    "measure_throughput",
     "prepare",
+    "record_recipe",
+    "register_elementwise",
     "tune_recipe",
+    "write_report",
 ]
 
 _HOME = {
+    "register_elementwise": "optim.oss",
+    "ShardedGradScaler": "optim.grad_scaler",
+    "ShardedDataParallel": "parallel.sharded",
+    "ShardedDDP": "parallel.sharded",
     "AdaScaleWrapper": "optim.wrapper",
     "AdamScaleRule": "optim.rules",
     "AdaptiveDataParallel": "adaptive",
@@ -70,6 +90,7 @@ _HOME = {
     "AdaScaleRule": "optim.rules",
     "AdaScaleTrainer": "train",
     "CheckpointError": "checkpoint",
+    "Forecast": "forecast",
     "LinearRule": "optim.rules",
     "LocalBackend": "backend",
     "OSS": "optim.oss",
@@ -78,11 +99,16 @@ _HOME = {
     "RuleInput": "optim.rules",
     "Run": "loop",
     "SquareRootRule": "optim.rules",
+    "Throughput": "throughput",
     "UnscaledRule": "optim.rules",
     "Workload": "workload",
+    "forecast_recipe": "forecast",
     "load_weights": "checkpoint",
+    "measure_throughput": "throughput",
     "prepare": "train",
+    "record_recipe": "record",
     "tune_recipe": "tune",
+    "write_report": "report",
 }
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -26,14 +27,18 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from . import storage
-from .storage import CheckpointError, TensorShard
+from .storage import MANIFEST, CheckpointError, TensorShard
 
 __all__ = [
+    "MANIFEST",
     "WEIGHTS_PREFIX",
     "CheckpointError",
+    "Save",
     "TensorInfo",
     "TensorShard",
+    "begin_save",
     "is_complete",
+    "is_sealed",
     "latest_valid",
     "load",
     "load_state",
@@ -65,7 +70,7 @@ def save(
     tensors: Mapping[str, Tensor | TensorShard],
     state: Mapping[str, Any] | None = None,
     *,
-    files: Mapping[str, Path] | None = None,
+    files: Mapping[str, tuple[Path, int]] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Writes a checkpoint. Collective: every rank of the group calls it, or (no group, or one rank) one process.
@@ -80,7 +85,8 @@ def save(
             the whole. A rank may leave out any key.
         state: JSON values, from rank 0; those of other ranks are ignored. Floats come back to the last bit, NaN and
             ±inf included; tuples come back as lists.
-        files: Further files to copy into the checkpoint, by the name they get there; from rank 0, like ``state``.
+        files: Further files to copy into the checkpoint, by the name they get there: (path, how many bytes of it, from
+            its start), so that a file that grows is cut at a known place. From rank 0, like ``state``.
         process_group: Default: all ranks. "Rank 0" is that of the group.
 
     Raises:
@@ -88,6 +94,39 @@ def save(
         CheckpointError: The folder holds a checkpoint already, the ranks disagree about a key, shards are missing or
             overlap, or a rank could not write. Names every rank that failed, and the cause, on every rank.
     """
+    saving = _plan(directory, tensors, state, files, process_group)
+    saving.write()
+    saving.finish()
+
+
+def begin_save(
+    directory: StrPath,
+    tensors: Mapping[str, Tensor | TensorShard],
+    state: Mapping[str, Any] | None = None,
+    *,
+    files: Mapping[str, tuple[Path, int]] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> Save:
+    """Like :func:`save`, but only copies what this rank will write (to the CPU) and starts a thread that writes it.
+
+    Collective. Once it has returned the tensors may change. There is no checkpoint before all ranks have called
+    :meth:`Save.finish`, which raises what went wrong in any rank's thread.
+
+    Raises:
+        TypeError, CheckpointError: As :func:`save`, except for what only writing can tell.
+    """
+    saving = _plan(directory, tensors, state, files, process_group)
+    saving.start()
+    return saving
+
+
+def _plan(
+    directory: StrPath,
+    tensors: Mapping[str, Tensor | TensorShard],
+    state: Mapping[str, Any] | None,
+    files: Mapping[str, tuple[Path, int]] | None,
+    process_group: dist.ProcessGroup | None,
+) -> Save:
     path = Path(directory)
     ranks = _Ranks(process_group, f"No checkpoint was saved to {path}.")
     writer = storage.Writer(path, state, files)
@@ -104,16 +143,70 @@ def save(
         plans, metadata = planner.create_global_plan(plans)
         return writer.prepare_global_plan(plans)
 
-    def write() -> list[Any]:
-        return writer.write_data(planner.finish_plan(mine), planner).wait()
-
-    def finish(results: list[list[Any]]) -> list[None]:
-        assert metadata is not None
-        writer.finish(metadata, results)
-        return [None] * ranks.count
-
     mine = ranks.exchange(plan, divide)
-    ranks.exchange(write, finish)
+    return Save(ranks, writer, planner, planner.finish_plan(mine), metadata)
+
+
+class Save:
+    """A checkpoint on its way to disk; :func:`begin_save` returns it. No part but :meth:`finish` is collective."""
+
+    def __init__(
+        self,
+        ranks: _Ranks,
+        writer: storage.Writer,
+        planner: storage.ShardSavePlanner,
+        plan: dcp.SavePlan,
+        metadata: dcp.Metadata | None,
+    ) -> None:
+        self._ranks, self._writer, self._planner, self._plan, self._metadata = ranks, writer, planner, plan, metadata
+        self._results: list[Any] = []
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Copy this rank's share and write the copy in a thread."""
+        try:
+            self._planner.freeze(self._plan)
+        except Exception as e:  # out of memory: the others learn of it in finish, and need not wait until then
+            self._error = e
+            return
+        # A daemon: a process that ends for another reason does not wait for its disk.
+        self._thread = threading.Thread(target=self.write, name="ray_adascale-checkpoint", daemon=True)
+        self._thread.start()
+
+    def write(self) -> None:
+        """Write this rank's share. Keeps an error for :meth:`finish`, where all ranks raise it."""
+        try:
+            self._results = self._writer.write_data(self._plan, self._planner).wait()
+        except BaseException as e:
+            self._error = e
+        self._planner.thaw()  # the copy's memory is free again
+
+    @property
+    def running(self) -> bool:
+        """Whether this rank is still writing."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Wait for this rank's files, and seal the checkpoint with a manifest. Collective.
+
+        Raises:
+            CheckpointError: A rank could not write. No manifest exists then. The same on every rank.
+        """
+        if self._thread is not None:
+            self._thread.join()
+
+        def mine() -> list[Any]:
+            if self._error is not None:
+                raise self._error
+            return self._results
+
+        def seal(results: list[list[Any]]) -> list[None]:
+            assert self._metadata is not None
+            self._writer.finish(self._metadata, results)
+            return [None] * self._ranks.count
+
+        self._ranks.exchange(mine, seal)
 
 
 @dataclass(frozen=True)
@@ -223,6 +316,11 @@ def is_complete(directory: StrPath) -> bool:
     except CheckpointError:
         return False
     return True
+
+
+def is_sealed(directory: StrPath) -> bool:
+    """Whether the checkpoint was completed once, damaged since or not: it has a manifest."""
+    return (Path(directory) / MANIFEST).exists()
 
 
 def latest_valid(directories: Sequence[_Path]) -> _Path | None:

@@ -55,12 +55,19 @@ class AdaScaleConfig:
             scheduler, because a wrong guess is silently wrong.
         per_worker_batch_size: Examples per backward pass on one worker. Default: the base batch size.
         accumulation: Backward passes per optimizer step.
+        global_batch_size: B, to stay the same on any number of workers: accumulation follows them, ``accumulation`` is the
+            fewest passes and ``per_worker_batch_size`` the most examples of one. B need not divide evenly. Default: each
+            worker's batch stays the same, and B follows the workers.
+        min_examples_per_worker: Examples per backward pass on one worker below which a worker would be idle most of the
+            time. Where ``global_batch_size`` would give less, B grows instead.
         elastic: The number of workers may change. Where few workers would make less than a base batch, more passes are
             accumulated until S ≥ 1, instead of refusing. ``AdaScaleTrainer`` sets it for ``num_workers=(min, max)``.
         rule: How the LR follows the scale: "adascale", "adamscale" (experimental, for Adam), or for comparison "linear",
             "sqrt", "unscaled"; or a rule such as ``LEGWRule(5, 50_000)``; or a callable
             (RuleInput) -> (LR factor, clock increment).
-        sharding: Where optimizer state lives: "auto" (sharded when there is more than one worker), "oss", or "none".
+        sharding: Where gradients and optimizer state live: "none" (all on every worker, DDP), "oss" (each worker holds 1/N of
+            the state), "zero2" (and gets 1/N of the gradients: ShardedDataParallel), "fsdp2" (and holds 1/N of the weights
+            between uses: torch's fully_shard), or "auto": "zero2" on more than one worker for an optimizer that has state.
         precision: Autocast dtype of the forward pass; "fp16" scales the loss.
         grad_clip: Largest gradient norm, None for no clipping. A threshold does not transfer over scales: the gradient
             of a larger batch is less noisy, so it is clipped less often.
@@ -74,7 +81,11 @@ class AdaScaleConfig:
         pin_memory: ``DataLoader`` pinning.
         find_unused_parameters: DDP's flag, for models that don't use every parameter in every pass.
         evaluate_every: Effective steps between evaluations. Default: a tenth of the run.
-        checkpoint_every_s: Seconds between checkpoints.
+        checkpoint_every_s: Seconds between checkpoints: what a lost worker costs at most, beside the time to write one.
+        async_checkpoint: Training waits only until a checkpoint's tensors are copied to the CPU; a thread writes them, and
+            an error of it is raised at the next step boundary. The last checkpoint of a run is always waited for.
+        accept_changes: Go on from a checkpoint of another base batch size, T or LR curve, with a warning, instead of
+            refusing.
         report_every_s: Seconds between reports to Ray. Each is a barrier that Ray Train lets pass once in about 2 s, so a
             short interval makes the workers wait; gauges, trace and progress line don't.
 
@@ -88,9 +99,11 @@ class AdaScaleConfig:
     scheduler_unit: Literal["step", "epoch"] | None = None
     per_worker_batch_size: int | None = None
     accumulation: int = 1
+    global_batch_size: int | None = None
+    min_examples_per_worker: int = 1
     elastic: bool = False
     rule: str | ScalingRule = "adascale"
-    sharding: Literal["auto", "none", "oss"] = "auto"
+    sharding: Literal["auto", "none", "oss", "zero2", "fsdp2"] = "auto"
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     grad_clip: float | None = None
     averaging_window: float = 0.05
@@ -104,6 +117,8 @@ class AdaScaleConfig:
     find_unused_parameters: bool = False
     evaluate_every: float | None = None
     checkpoint_every_s: float = 300.0
+    async_checkpoint: bool = True
+    accept_changes: bool = False
     report_every_s: float = 10.0
 
     def __post_init__(self) -> None:
@@ -112,6 +127,8 @@ class AdaScaleConfig:
             "total_steps",
             "per_worker_batch_size",
             "accumulation",
+            "global_batch_size",
+            "min_examples_per_worker",
             "max_nonfinite_steps",
             "dataset_length",
         ):
@@ -135,11 +152,16 @@ class AdaScaleConfig:
             raise ValueError(f"Invalid AdaScaleConfig(num_loader_workers={self.num_loader_workers!r}). Must be ≥ 0.")
         for name, allowed in (
             ("scheduler_unit", (None, "step", "epoch")),
-            ("sharding", ("auto", "none", "oss")),
+            ("sharding", ("auto", "none", "oss", "zero2", "fsdp2")),
             ("precision", ("fp32", "bf16", "fp16")),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"Invalid AdaScaleConfig({name}={getattr(self, name)!r}). Must be one of {allowed}.")
+        if self.per_worker_batch_size is not None and self.per_worker_batch_size < self.min_examples_per_worker:
+            raise ValueError(
+                f"Invalid AdaScaleConfig(min_examples_per_worker={self.min_examples_per_worker}): more than "
+                f"per_worker_batch_size={self.per_worker_batch_size}."
+            )
         make_rule(self.rule)
 
     def with_recipe(self, recipe: Recipe | None) -> AdaScaleConfig:
@@ -175,6 +197,8 @@ class AdaScaleConfig:
             raise ValueError("AdaScaleConfig(base_batch_size=...) is needed: the batch size the schedule was tuned at.")
         per_worker = self.base_batch_size if self.per_worker_batch_size is None else self.per_worker_batch_size
         accumulation = self.accumulation
+        if self.global_batch_size is not None:
+            return self._fixed_plan(self.base_batch_size, per_worker, world_size)
         if self.elastic:
             accumulation = max(accumulation, math.ceil(self.base_batch_size / (per_worker * world_size)))
         batch = per_worker * world_size * accumulation
@@ -185,6 +209,18 @@ class AdaScaleConfig:
                 "accumulation or num_workers, so that the scale is at least 1."
             )
         return BatchPlan(self.base_batch_size, batch, world_size, accumulation)
+
+    def _fixed_plan(self, base: int, per_worker: int, world_size: int) -> BatchPlan:
+        """``global_batch_size`` in as few passes as ``per_worker`` examples each allow."""
+        assert self.global_batch_size is not None
+        if self.global_batch_size < base:
+            raise ValueError(
+                f"Invalid AdaScaleConfig(global_batch_size={self.global_batch_size}): smaller than "
+                f"base_batch_size={base}, so the scale would be below 1."
+            )
+        accumulation = max(self.accumulation, math.ceil(self.global_batch_size / (per_worker * world_size)))
+        smallest = self.min_examples_per_worker * world_size * accumulation
+        return BatchPlan(base, max(self.global_batch_size, smallest), world_size, accumulation)
 
     def resolve_total_steps(self, base_steps_per_epoch: float | None) -> int:
         """T, from ``total_steps`` or ``total_epochs``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 import tempfile
@@ -9,13 +10,14 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -27,7 +29,8 @@ from .backend import Backend, LocalBackend
 from .config import AdaScaleConfig, BatchPlan
 from .data import BatchSource, MicroBatch, make_source
 from .optim.adascale import AdaScale
-from .optim.oss import OSS
+from .optim.grad_scaler import ShardedGradScaler
+from .optim.oss import OSS, has_state
 from .optim.rules import AdamScaleRule, AdaScaleRule, make_rule
 from .optim.state import (
     hyperparameters,
@@ -36,13 +39,18 @@ from .optim.state import (
     optimizer_tensors,
     parameter_names,
 )
+from .parallel.fsdp2 import shard_model
+from .parallel.sharded import ShardedDataParallel
 from .recipe import Recipe
+from .resume import ProgressNote, changes_since
 from .rng import capture_rng, empty_rng, restore_rng
 from .scaling_rules import AdamScale, adam_preconditioner
 from .schedule import EffectiveSchedule, curve_difference
 from .trace import Trace, read_trace
 
 __all__ = ["METRICS", "Run"]
+
+_log = logging.getLogger(__name__)
 
 METRICS = (
     "gain",
@@ -78,8 +86,8 @@ class Run:
     The loop ends when τ reaches T. It begins where the newest checkpoint of ``backend`` stands.
 
     Args:
-        model: The bare model. :attr:`model` is the one to call: on the device, and wrapped in DDP where there are several
-            workers.
+        model: The bare model. :attr:`model` is the one to call: on the device, and wrapped for data parallelism where
+            there are several workers.
         optimizer: One optimizer with the LRs of the base batch. Use :attr:`optimizer` from here on.
         scheduler: A ``torch.optim.lr_scheduler`` on it, or None. Never step it.
         dataset: Map-style, an iterable of batches, or a Ray Data shard; see :func:`ray_adascale.data.make_source`.
@@ -144,25 +152,41 @@ class Run:
         self._names = parameter_names(self.module, optimizer)
         workers = self.plan.world_size
         self._control = dist.new_group(backend="gloo") if workers > 1 and dist.get_backend() == "nccl" else None
+        rule = make_rule(config.rule)
+        adam = isinstance(rule, AdamScaleRule | AdamScale)
+        if adam and config.sharding not in ("auto", "none"):
+            raise ValueError(
+                f"Invalid AdaScaleConfig(sharding={config.sharding!r}) with the rule AdamScale: its statistics need Adam's "
+                "state of every parameter on every worker. Use sharding='none', or 'auto', which chooses it."
+            )
+        sharding = "none" if adam or workers == 1 else config.sharding
+        if sharding == "auto":
+            sharding = "zero2" if has_state(optimizer) else "none"
         self.model: nn.Module = self.module
-        if workers > 1:
+        if sharding == "fsdp2":
+            if config.precision == "fp16":
+                raise ValueError("AdaScaleConfig(sharding='fsdp2', precision='fp16') is not supported. Use 'bf16'.")
+            shard_model(self.module, optimizer, self.backend.device)
+            self._names = parameter_names(self.module, optimizer)
+        if sharding in ("oss", "zero2"):
+            optimizer = OSS.wrap(optimizer)
+        if sharding == "zero2":
+            self.model = ShardedDataParallel(self.module, optimizer)
+        elif workers > 1 and sharding != "fsdp2":
             self.model = DistributedDataParallel(
                 self.module,
                 device_ids=[self.backend.device] if self.backend.device.type == "cuda" else None,
                 find_unused_parameters=config.find_unused_parameters,
                 gradient_as_bucket_view=True,
             )
-        self._scaler = torch.amp.GradScaler(self.backend.device.type) if config.precision == "fp16" else None
-        rule = make_rule(config.rule)
-        adam = isinstance(rule, AdamScaleRule | AdamScale)
-        if adam and config.sharding == "oss":
-            raise ValueError(
-                "Invalid AdaScaleConfig(sharding='oss') with the rule AdamScale: its statistics need Adam's state of every "
-                "parameter on every worker. Use sharding='none', or 'auto', which chooses it."
-            )
-        sharded = not adam and (config.sharding == "oss" or (config.sharding == "auto" and workers > 1))
+            if workers > 2 and not config.find_unused_parameters:
+                _settle_buckets(self.model)
+        self._scaler: torch.amp.GradScaler | None = None
+        if config.precision == "fp16":
+            self._scaler = ShardedGradScaler(device=self.backend.device.type)
         self.optimizer = AdaScale(
-            OSS.wrap(optimizer) if sharded else optimizer,
+            optimizer,
+            model=self.module if sharding == "fsdp2" else None,
             world_size=workers,
             num_gradients_to_accumulate=self.plan.accumulation,
             grad_scaler=self._scaler,
@@ -203,9 +227,15 @@ class Run:
         self._loop_seconds = 0.0
         self.stopped: str | None = None
         """Why the loop ended: "total_steps reached", or None while it runs."""
+        self._saving: tuple[checkpoint.Save, Path, dict[str, Any]] | None = None  # in flight, and the metrics then
+        self._notice: str | None = None
+        self._polled = time.monotonic()
+        note = self.backend.progress_file if self.backend.rank == 0 else None
+        self._note = None if note is None else ProgressNote(note)
         with self.backend.latest_checkpoint() as folder:
             if folder is not None:
                 self._load(folder)
+            self._log_start(folder)
         self._restart_clocks()
 
     # ---- what the loop looks at ----------------------------------------------------------------------------------
@@ -297,8 +327,10 @@ class Run:
         self._backward_done = False
         self._weights.append(batch.weight)
         # Forward and backward of a pass that is not the step's last leave the gradients where they are.
-        if not batch.is_last and isinstance(self.model, DistributedDataParallel):
+        if not batch.is_last and isinstance(self.model, DistributedDataParallel | ShardedDataParallel):
             self._pass.enter_context(self.model.no_sync())
+        elif isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(batch.is_last)
         self._autocast = ExitStack()
         if self.config.precision != "fp32":
             dtype = torch.bfloat16 if self.config.precision == "bf16" else torch.float16
@@ -346,8 +378,7 @@ class Run:
         if self._scaler is not None and not self._unscaled:
             self._scaler.unscale_(self.optimizer)
             self._unscaled = True
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        return torch.nn.utils.clip_grad_norm_(params, max_norm)
+        return self.optimizer.clip_grad_norm(max_norm)
 
     def step(self, **metrics: Any) -> bool:
         """After each :meth:`backward`. On a step's last micro-batch: clips, steps with lr·r, advances τ and the schedule.
@@ -384,7 +415,7 @@ class Run:
             self.optimizer.step()
         taken = self.optimizer.steps > steps_before
         shared = self.optimizer.rider_sum if self.optimizer.rider_sum is not None else self._rider()
-        loss, report_due, checkpoint_due = shared.tolist()
+        loss, report_due, checkpoint_due, poll_due, busy = shared.tolist()
         self.optimizer.zero_grad()
         self._batch, self._unscaled = None, False
         self.source.commit()
@@ -399,24 +430,39 @@ class Run:
         metrics_now = self._metrics(own.get("loss", loss), lr)
         self._last = {**metrics_now, **self._extra}
         self._write_row()
-        self._row = {"step": self._iterations, "attempt": self._attempt, **metrics_now, **own}
+        place = {"step": self._iterations, "attempt": self._attempt, "position": self.source.position}
+        self._row = {**place, **metrics_now, **own}
+        if self._note is not None:
+            self._note.write(self._iterations)
         if self.backend.rank == 0:
             self.backend.observe(self._last, self.total_steps)
         if self.effective_steps < self.total_steps:
             evaluated = self._evaluate is not None and self.evaluate_due
             if evaluated:
                 self._run_evaluation()
-            if (evaluated and self.backend.reports_evaluations) or report_due or checkpoint_due:
-                self._report(save=bool(checkpoint_due))
+            if self._saving is not None and not busy:
+                self._hand_over()
+            # While a worker uploads, a report would wait for it, and so would a checkpoint.
+            report, save = bool(report_due and not busy), bool(checkpoint_due and not busy)
+            if poll_due and self._preempted():
+                self._report(save=True)
+            else:
+                if save and self.config.async_checkpoint:
+                    self._save_in_background()
+                    save = False
+                if (evaluated and self.backend.reports_evaluations) or report or save:
+                    self._report(save=save)
         return True
 
     def _rider(self) -> Tensor:
-        """What one step shares beside its statistics: the loss, and rank 0's word on whether a report is due."""
+        """What one step shares beside its statistics: the loss, what is due by rank 0's clock, and who is still writing."""
         now = time.monotonic()
         first = self.backend.rank == 0
         flags = [
             float(first and now - self._reported >= self.config.report_every_s),
-            float(first and now - self._saved >= self.config.checkpoint_every_s),
+            float(first and self._saving is None and now - self._saved >= self.config.checkpoint_every_s),
+            float(first and now - self._polled >= self.backend.preemption_poll_s),
+            float((self._saving is not None and self._saving[0].running) or self.backend.uploading),
         ]
         return torch.cat([self._loss.reshape(1), torch.tensor(flags, dtype=torch.float64, device=self._loss.device)])
 
@@ -520,15 +566,28 @@ class Run:
 
         Raises:
             RuntimeError: Not at a step boundary, or workers disagree about τ, LR or step.
+            CheckpointError: A worker could not write, this checkpoint or the one before.
         """
+        return self._checkpoint(checkpoint.save)[0]
+
+    def _save_in_background(self) -> None:
+        """Copy what goes into a checkpoint, and have a thread write it. ``_hand_over`` does the rest, steps later."""
+        folder, saving = self._checkpoint(checkpoint.begin_save)
+        self._saved = time.monotonic()
+        if folder is not None:
+            assert saving is not None
+            self._saving = saving, folder, dict(self._last)
+
+    def _checkpoint(self, save: Callable[..., checkpoint.Save | None]) -> tuple[Path | None, checkpoint.Save | None]:
         if not self.at_boundary:
             raise RuntimeError(
                 "A checkpoint between the passes of an optimizer step would lose their gradients. Save at a step boundary: "
                 "after run.step() has returned True, before the next backward pass (run.at_boundary)."
             )
+        self._hand_over()  # at most one in flight
         folder = self.backend.checkpoint_folder(self._iterations)
         if folder is None:
-            return None
+            return None, None
         error: Exception | None = None
         tensors: dict[str, Any] = {}
         try:
@@ -540,14 +599,42 @@ class Run:
         self._write_row()
         if self._trace is not None:
             self._trace.flush()
-            files[_TRACE] = self._trace.path
-        checkpoint.save(folder, tensors, self._state(), files=files, process_group=self._control)
-        return folder
+            files[_TRACE] = self._trace.path, self._trace.path.stat().st_size
+        with _discarded_on_error(folder):
+            return folder, save(folder, tensors, self._state(), files=files, process_group=self._control)
+
+    def _hand_over(self) -> None:
+        """Seal the checkpoint in flight, if there is one, and hand it to the backend. All workers together.
+
+        Raises:
+            CheckpointError: A worker's thread could not write it; says which, and why.
+        """
+        if self._saving is None:
+            return
+        saving, folder, metrics = self._saving
+        self._saving = None
+        with _discarded_on_error(folder):
+            saving.finish()
+        self.backend.report_in_background(metrics, folder)
+
+    def _preempted(self) -> bool:
+        """Whether there is a new notice. All workers together."""
+        self._polled = time.monotonic()
+        notice, before = self.backend.preemption_notice(), self._notice
+        self._notice = notice
+        new = notice is not None and notice != before
+        if new and self.backend.rank == 0:
+            _log.warning("Preemption notice: %s. Writing a checkpoint at step %d.", notice, self._iterations)
+        return new
 
     def _tensors(self) -> dict[str, Any]:
         """This worker's part of the checkpoint."""
         rank = self.backend.rank
-        tensors: dict[str, Any] = {f"model/{key}": value for key, value in self.module.state_dict().items()}
+        # Parameters are equal everywhere. Buffers (BatchNorm's averages) are each worker's own after a step, and DDP goes on
+        # with rank 0's.
+        own = {name for name, _ in self.module.named_buffers()} if rank > 0 else ()
+        weights = self.module.state_dict()
+        tensors: dict[str, Any] = {f"model/{key}": value for key, value in weights.items() if key not in own}
         tensors.update(optimizer_tensors(self.optimizer, self._names))
         tensors.update({f"adascale/{key}": value for key, value in self.optimizer.statistics_state().items()})
         tensors.update({f"rng/{rank}/{key}": value for key, value in capture_rng(self.backend.device).items()})
@@ -559,6 +646,8 @@ class Run:
         return {
             "effective_steps": self.effective_steps,
             "total_steps": self.total_steps,
+            "scheduler_unit": self.config.scheduler_unit,
+            "base_steps_per_epoch": self.base_steps_per_epoch,
             "progress": self._progress,
             "iterations": self._iterations,
             "nonfinite": self._nonfinite,
@@ -610,7 +699,7 @@ class Run:
     def _load(self, folder: Path) -> None:
         state = checkpoint.load_state(folder)
         index = checkpoint.tensor_index(folder)
-        self._check_unchanged(folder, state, index)
+        changed = self._check_unchanged(folder, state, index)
         into: dict[str, Any] = {f"model/{key}": value for key, value in self.module.state_dict().items()}
         statistics = {
             key.removeprefix("adascale/"): torch.empty(info.shape, dtype=info.dtype)
@@ -620,8 +709,13 @@ class Run:
         into.update({f"adascale/{key}": value for key, value in statistics.items()})
         checkpoint.load(folder, into)
         load_optimizer(folder, self.optimizer, self._names)
-        self.schedule.load_state_dict(state["schedule"])
-        load_hyperparameters(self.optimizer, state["param_groups"])
+        if changed:  # and accepted: the new settings hold, from this τ on
+            self.schedule.load_state_dict({"calls": self.schedule.due(state["effective_steps"])})
+            # σ² is of a base batch, so of another now.
+            statistics["total"][0] *= state["plan"]["base_batch_size"] / self.plan.base_batch_size
+        else:
+            self.schedule.load_state_dict(state["schedule"])
+            load_hyperparameters(self.optimizer, state["param_groups"])
         self.optimizer.load_statistics_state(statistics)
         self.source.load_state_dict(state["data"])
         if self._scaler is not None and state["scaler"]:
@@ -645,26 +739,97 @@ class Run:
         checkpoint.load(folder, {f"{prefix}{k}": v for k, v in rng.items()})
         restore_rng(rng, self.backend.device)
 
-    def _check_unchanged(self, folder: Path, state: Mapping[str, Any], index: Mapping[str, Any]) -> None:
-        changed = [
-            f"{name} is {now}, was {before}"
-            for name, now, before in (
-                ("base_batch_size", self.plan.base_batch_size, state["plan"]["base_batch_size"]),
-                ("total_steps", self.total_steps, state["total_steps"]),
-            )
-            if now != before
-        ]
-        shape = index["schedule/lr_curve"].shape
-        saved = torch.empty(shape, dtype=torch.float64)
+    def _check_unchanged(self, folder: Path, state: Mapping[str, Any], index: Mapping[str, Any]) -> bool:
+        """Whether base batch, T or LR curve were changed, and that on purpose."""
+        saved = torch.empty(index["schedule/lr_curve"].shape, dtype=torch.float64)
         checkpoint.load(folder, {"schedule/lr_curve": saved})
-        difference = curve_difference(saved.tolist(), self.lr_curve)
-        if difference is not None:
-            changed.append(f"the learning-rate curve differs: {difference}")
-        if changed:
+        now = {
+            "base_batch_size": self.plan.base_batch_size,
+            "total_steps": self.total_steps,
+            "lr_curve": self.lr_curve,
+            "scheduler_unit": self.config.scheduler_unit,
+            "base_steps_per_epoch": self.base_steps_per_epoch,
+        }
+        changed = changes_since(state, saved.tolist(), now)
+        if not changed:
+            return False
+        what = f"The run was changed since its checkpoint {Path(folder).name}: {'; '.join(changed)}."
+        if not self.config.accept_changes:
             raise ValueError(
-                f"The run was changed since its checkpoint {Path(folder).name}: {'; '.join(changed)}. Restore the settings, or "
-                "start a new run under another name."
+                f"{what} Restore the settings, start a new run under another name, or accept them with "
+                "AdaScaleConfig(accept_changes=True)."
             )
+        if self.backend.rank == 0:
+            warnings.warn(
+                f"{what} Accepted: it goes on at effective step {state['effective_steps']:.1f} with the new settings.",
+                stacklevel=4,
+            )
+        return True
+
+    def _log_start(self, folder: Path | None) -> None:
+        """Say where the run resumes, and what was lost."""
+        if self.backend.rank != 0:
+            return
+        last = None if self._note is None else self._note.last
+        if folder is None:
+            if last:
+                _log.warning("No checkpoint was completed in the %d optimizer steps before; the run begins anew.", last)
+            return
+        if last is None:
+            lost = f"Lost are the steps since then, at most {self.config.checkpoint_every_s:g} s and a checkpoint's writing"
+        else:
+            lost = f"At most {max(last - self._iterations, 0)} optimizer steps were lost"
+        _log.log(
+            logging.INFO if last is not None and last <= self._iterations else logging.WARNING,
+            "Resumed from %s: optimizer step %d, effective step %.2f of %d, start %d, %d workers. %s.",
+            Path(folder).name,
+            self._iterations,
+            self.effective_steps,
+            self.total_steps,
+            self._attempt,
+            self.plan.world_size,
+            lost,
+        )
+
+
+@contextmanager
+def _discarded_on_error(folder: Path) -> Iterator[None]:
+    """Leaves no half of a checkpoint behind: it is no use, and a full disk needs the room."""
+    try:
+        yield
+    except BaseException:
+        if not checkpoint.is_sealed(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+class _EveryParameter(nn.Module):
+    """A forward pass that uses every parameter, and has zero for its gradients."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module  # DDP wants its buffers
+
+    def forward(self) -> Tensor:
+        used = [p for p in self.module.parameters() if p.requires_grad]
+        return torch.stack([(p.flatten()[:1] * 0).sum().float() for p in used]).sum()
+
+
+def _settle_buckets(model: DistributedDataParallel) -> None:
+    """Have DDP regroup its buckets now, in an order that depends on the parameters alone.
+
+    It does so once, after its first backward pass, by the order in which gradients came. So the first step after a start
+    sums over workers in another order than that step did in a run that was never stopped; from three workers on that
+    shows in the last bit. A backward pass through a stand-in is the only way to have it behind us: the user's own needs
+    their loss. Gradients come in reverse order of the parameters then, which is what most models do.
+    """
+    module = model.module
+    model.module = _EveryParameter(module)
+    try:
+        model().backward()
+    finally:
+        model.module = module
+    model.zero_grad()
 
 
 def _check_built(model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig) -> None:
@@ -675,8 +840,8 @@ def _check_built(model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig)
         )
     if not isinstance(optimizer, Optimizer):
         raise ValueError(f"Invalid optimizer of type {type(optimizer).__name__}. Must be a torch.optim.Optimizer.")
-    if isinstance(model, DistributedDataParallel):
-        raise ValueError("Pass the bare model: it is wrapped in DistributedDataParallel here.")
+    if isinstance(model, DistributedDataParallel | ShardedDataParallel):
+        raise ValueError("Pass the bare model: it is wrapped for data parallelism here.")
     if isinstance(optimizer, AdaScale | OSS):
         raise ValueError(f"Pass the bare optimizer: it is wrapped here, and {type(optimizer).__name__} would be twice.")
     if not isinstance(optimizer, SGD) and isinstance(make_rule(config.rule), AdaScaleRule):

@@ -25,7 +25,6 @@ import json
 import math
 import os
 import re
-import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -159,6 +158,22 @@ def write_text(directory: Path, name: str, text: str) -> FileDigest:
     return FileDigest(name, len(data), hashlib.sha256(data).hexdigest())
 
 
+def copy_start(source: Path, size: int, target: Path) -> FileDigest:
+    """Copies the first ``size`` bytes of a file that may be growing meanwhile."""
+    sha256, left = hashlib.sha256(), size
+    with source.open("rb") as reading, target.open("wb") as writing:
+        while left > 0:
+            data = reading.read(min(left, 1 << 20))
+            if not data:
+                raise CheckpointError(f"{source} has {size - left} bytes; {size} were to be copied to {target.name}.")
+            sha256.update(data)
+            writing.write(data)
+            left -= len(data)
+        writing.flush()
+        os.fsync(writing.fileno())
+    return FileDigest(target.name, size, sha256.hexdigest())
+
+
 def encode_state(state: Mapping[str, Any] | None) -> str:
     """``state`` as JSON. Floats come back to the last bit (``repr``); NaN and ±inf as Python's json spells them.
 
@@ -277,6 +292,7 @@ class ShardSavePlanner(DefaultSavePlanner):
     def __init__(self, tensors: Mapping[str, Tensor | TensorShard]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._tensors = tensors
+        self._copies: dict[MetadataIndex, Tensor] = {}
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -344,6 +360,19 @@ class ShardSavePlanner(DefaultSavePlanner):
         value = self._tensors[index.fqn]
         return value.tensor if isinstance(value, TensorShard) else super().lookup_object(index)
 
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        copied = self._copies.get(write_item.index)
+        return super().resolve_data(write_item) if copied is None else copied
+
+    def freeze(self, plan: SavePlan) -> None:
+        """Copies what the plan writes to the CPU, and lets go of the live tensors: they may change from now on."""
+        for item in plan.items:
+            self._copies[item.index] = cast(Tensor, super().resolve_data(item)).to("cpu", copy=True)
+        self._tensors, self.state_dict = {}, {}
+
+    def thaw(self) -> None:
+        self._copies = {}
+
 
 def _data(item: WriteItem) -> TensorWriteData:
     assert item.tensor_data is not None
@@ -391,7 +420,9 @@ class _HashingFileSystem(FileSystem):
 class Writer(FileSystemWriter):
     """DCP's writer of one file a rank, which leaves a JSON index and a manifest where DCP leaves a pickle."""
 
-    def __init__(self, path: Path, state: Mapping[str, Any] | None, files: Mapping[str, Path] | None = None) -> None:
+    def __init__(
+        self, path: Path, state: Mapping[str, Any] | None, files: Mapping[str, tuple[Path, int]] | None = None
+    ) -> None:
         # More than one thread would be faster on some disks, but DCP loses the exceptions of its threads.
         # And up to torch 2.13 it calls fsync before Python has written its buffer out, so the stream does that here.
         super().__init__(path, single_file_per_rank=True, sync_files=False, thread_count=1, overwrite=False)
@@ -413,29 +444,26 @@ class Writer(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = super().write_data(plan, planner).wait() if plan.items else []  # nothing to write: no empty file
+        files = list(self._files.written)
+        if self._state_json is not None:  # rank 0
+            files.append(write_text(self._directory, STATE, self._state_json))
+            files += [copy_start(source, size, self._directory / name) for name, (source, size) in self._extra.items()]
         sync_directory(self._directory)
         # The digests travel to rank 0 with the results, in the collective that there is anyway.
-        results += [WriteResult(MetadataIndex(""), file.size, file) for file in self._files.written]
+        results += [WriteResult(MetadataIndex(""), file.size, file) for file in files]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, once every rank has written: the JSON files, and last the manifest."""
+        """On rank 0, once every rank has written: the index, and last the manifest."""
         stored, files = {}, []
         for result in (result for rank in results for result in rank):
             if isinstance(result.storage_data, FileDigest):
                 files.append(result.storage_data)
             else:
                 stored[result.index] = result.storage_data
-        assert self._state_json is not None
-        files.append(write_text(self._directory, STATE, self._state_json))
         files.append(write_text(self._directory, TENSORS, json.dumps(_encode_index(metadata, stored))))
-        for name, source in self._extra.items():
-            shutil.copyfile(source, self._directory / name)
-            with (self._directory / name).open("rb") as file:
-                os.fsync(file.fileno())
-            files.append(digest(self._directory, name))
         sync_directory(self._directory)
         entries = {file.name: {"size": file.size, "sha256": file.sha256} for file in files}
         assert len(entries) == len(files), "two files of one name"

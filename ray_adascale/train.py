@@ -8,9 +8,11 @@ import signal
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,8 @@ __all__ = ["AdaScaleTrainer", "RayTrainBackend", "prepare"]
 
 _GAUGES = ("gain", "scale", "effective_steps", "efficiency", "loss")
 _GAUGE_INTERVAL_S = 1.0
+_PREEMPTION_POLL_S = 5.0
+"""A poll is a barrier of 3 to 4 ms: below a thousandth of the time. Notices come 30 s or more ahead."""
 
 
 class RayTrainBackend(Backend):
@@ -47,6 +51,7 @@ class RayTrainBackend(Backend):
 
     # Every report is a barrier, which Ray lets pass once in 2 s; an evaluation's metrics go along with the next one.
     reports_evaluations = False
+    preemption_poll_s = _PREEMPTION_POLL_S
 
     def __init__(self) -> None:
         context = ray.train.get_context()
@@ -55,6 +60,9 @@ class RayTrainBackend(Backend):
         self.device = ray.train.torch.get_device()
         self._name = context.get_experiment_name()
         self._storage = context.get_storage()
+        if isinstance(self._storage.storage_filesystem, pyarrow.fs.LocalFileSystem):
+            self.progress_file = Path(self._storage.experiment_fs_path) / "progress"
+        self._uploading = threading.Event()
         self._gauges: dict[str, Gauge] = {}
         self._observed = -math.inf
         self.board: Any = None
@@ -62,27 +70,47 @@ class RayTrainBackend(Backend):
 
     @contextmanager
     def latest_checkpoint(self) -> Iterator[Path | None]:
-        found = ray.train.get_checkpoint()
-        if found is None:
+        newest = ray.train.get_checkpoint()
+        if newest is None:
             yield None
             return
-        with found.as_directory() as folder:
-            error = None
+        with ExitStack() as held:  # a folder downloaded for the check stays until it has been loaded
+            found: list[str | None] = [None, None]
             if self.rank == 0:
                 try:
-                    checkpoint.verify(folder)  # once, not on every worker: it reads all of it
+                    found[0] = self._newest_usable(newest, held).path
                 except checkpoint.CheckpointError as e:
-                    error = str(e)
+                    found[1] = str(e)
             if self.world_size > 1:
-                errors = [error]
-                dist.broadcast_object_list(errors, src=0)  # our own words, not a file's content
-                error = errors[0]
-            if error is not None:
-                raise checkpoint.CheckpointError(
-                    f"The newest checkpoint of run {self._name!r} can't be used. {error} Delete its folder to resume from "
-                    "the one before."
+                dist.broadcast_object_list(found, src=0)  # a path and words of our own, not a file's content
+            path, error = found
+            if path is None:
+                raise checkpoint.CheckpointError(error)
+            yield Path(held.enter_context(ray.train.Checkpoint(path, newest.filesystem).as_directory()))
+
+    def _newest_usable(self, newest: ray.train.Checkpoint, held: ExitStack) -> ray.train.Checkpoint:
+        """The first that verifies, of the newest and then the others, later ones first. On rank 0: it reads all of it."""
+        mode = ray.train.CheckpointConsistencyMode.COMMITTED
+        reported = ray.train.get_all_reported_checkpoints(consistency_mode=mode, timeout_s=60)
+        steps = {r.checkpoint.path: int(r.metrics.get("optimizer_steps", 0)) for r in reported}
+        others = sorted(
+            (r.checkpoint for r in reported if r.checkpoint.path != newest.path), key=lambda c: steps[c.path]
+        )
+        for candidate in (newest, *reversed(others)):
+            try:
+                checkpoint.verify(held.enter_context(candidate.as_directory()))
+            except (checkpoint.CheckpointError, OSError) as e:
+                warnings.warn(
+                    f"Skipped the checkpoint {candidate.path} of optimizer step {steps.get(candidate.path, '?')}: {e}",
+                    RuntimeWarning,
+                    stacklevel=2,
                 )
-            yield Path(folder)
+            else:
+                return candidate
+        raise checkpoint.CheckpointError(
+            f"None of the {len(others) + 1} checkpoints of run {self._name!r} can be used; the warnings say why. Put a good "
+            "copy back, or begin anew under another RunConfig(name)."
+        )
 
     def checkpoint_folder(self, step: int) -> Path:
         return Path(tempfile.mkdtemp(prefix=f"ray_adascale-checkpoint-{step}-"))
@@ -95,6 +123,36 @@ class RayTrainBackend(Backend):
             ray.train.report(dict(metrics), checkpoint=ray.train.Checkpoint.from_directory(str(folder)))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def report_in_background(self, metrics: Mapping[str, Any], folder: Path) -> None:
+        def upload(local: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
+            try:
+                return self._storage.persist_current_checkpoint(local, name)
+            finally:
+                self._uploading.clear()
+                shutil.rmtree(folder, ignore_errors=True)
+
+        # An error of the upload reaches Ray from its thread, and fails the worker with its cause.
+        self._uploading.set()
+        ray.train.report(
+            dict(metrics),
+            checkpoint=ray.train.Checkpoint.from_directory(str(folder)),
+            checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
+            delete_local_checkpoint_after_upload=False,
+            checkpoint_upload_fn=upload,
+        )
+
+    @property
+    def uploading(self) -> bool:
+        return self._uploading.is_set()
+
+    def preemption_notice(self) -> str | None:
+        info = ray.train.get_preemption_info()
+        if info is None:
+            return None
+        when = "" if info.deadline_ms is None else f" at {datetime.fromtimestamp(info.deadline_ms / 1000):%H:%M:%S}"
+        nodes = ", ".join(info.preempted_node_ids)
+        return f"node {nodes} with worker {', '.join(map(str, info.preempted_ranks))} goes away{when}"
 
     def observe(self, metrics: Mapping[str, Any], total_steps: int) -> None:
         now = time.monotonic()
@@ -213,7 +271,7 @@ class AdaScaleTrainer(TorchTrainer):
         config: How to run it. Default: ``AdaScaleConfig()`` with the recipe's numbers.
         scaling_config: Ray Train's. ``num_workers=(min, max)`` makes the run elastic.
         run_config: Ray Train's. The same name and storage path resume a run.
-        torch_config: Ray Train's.
+        torch_config: Ray Train's. Default: a worker that hangs fails the others after 300 s.
         progress: Show a progress line while ``fit()`` waits.
 
     Raises:
@@ -264,7 +322,8 @@ class AdaScaleTrainer(TorchTrainer):
             train_loop_config=self._settings,
             scaling_config=scaling_config,
             run_config=run_config,
-            torch_config=torch_config,
+            # Ray's own default would let the others wait half an hour for a worker that died.
+            torch_config=ray.train.torch.TorchConfig(timeout_s=300) if torch_config is None else torch_config,
         )
 
     def fit(self) -> ray.train.Result:

@@ -133,3 +133,32 @@ def test_wrong_arguments_are_refused_before_anything_starts(
 def test_the_baseline_always_runs() -> None:
     settings, _, _ = load_overhead().parse(["--kinds", "zero"])
     assert settings.kinds == ["ddp", "zero"]
+
+
+def test_the_checkpoint_benchmark_measures_every_kind_at_every_size(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.json"
+    command = [sys.executable, str(BENCHMARKS / "checkpoint.py"), "--smoke", "--json", str(path)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=90, env={**os.environ, "LC_ALL": "C.UTF-8"})
+    assert run.returncode == 0, run.stderr
+    results = json.loads(path.read_text())["results"]
+    kinds = ["background", "waiting", "torch.save"]
+    assert [(r["parameters"], r["kind"]) for r in results] == [(n, kind) for n in (1024, 2048) for kind in kinds]
+    for r in results:
+        assert 0 < r["stall_q1"] <= r["stall_s"] <= r["stall_q3"]
+        assert r["written_s"] >= r["stall_s"]
+        assert r["bytes"] > 8 * r["parameters"]  # the weights and the momentum
+    assert sum(line.startswith("| 0.00") for line in run.stdout.splitlines()) == len(results)
+
+
+def test_the_elastic_experiment_runs_every_plan(tmp_path: Path) -> None:
+    path = tmp_path / "elastic.json"
+    command = [sys.executable, str(BENCHMARKS / "elastic.py"), "--smoke", "--json", str(path)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=90, env={**os.environ, "LC_ALL": "C.UTF-8"})
+    assert run.returncode == 0, run.stderr
+    results = {tuple(r["scales"]): r for r in json.loads(path.read_text())}
+    assert set(results) == {(1,), (4,), (8,), (16,), (4, 8, 16), (16, 8, 4)}
+    assert results[1,]["steps"] == 60
+    assert results[1,]["examples"] == 480
+    for changing in ((4, 8, 16), (16, 8, 4)):  # at S = 4 for a while, at 16 for a while
+        assert results[16,]["steps"] < results[changing]["steps"] < results[4,]["steps"]
+    assert "| 4 → 8 → 16 |" in run.stdout

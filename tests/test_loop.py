@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -389,7 +390,7 @@ def _interrupted(folder: str | None, stop: int | None, **settings: Any) -> tuple
     net = model(dropout=0.2)
     backend = LocalBackend(folder)
     if stop is not None:
-        settings["checkpoint_every_s"] = 1e-9  # after every step
+        settings |= {"checkpoint_every_s": 1e-9, "async_checkpoint": False}  # after every step
     run = make_run(net, backend=backend, total_steps=60, **settings)
     torch.manual_seed(100 + torch.distributed.get_rank() if torch.distributed.is_initialized() else 100)
     if run._attempt > 0:
@@ -489,9 +490,48 @@ def test_weights_load_into_a_plain_module(tmp_path: Path) -> None:
     ],
 )
 def test_a_changed_run_does_not_resume(tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    drive(make_run(model(), backend=LocalBackend(tmp_path), checkpoint_every_s=1e-9), stop_after=3)
+    _three_steps(tmp_path)
     with pytest.raises(ValueError, match=message):
         make_run(model(), backend=LocalBackend(tmp_path), **change)
+
+
+def _three_steps(folder: Path, **settings: Any) -> None:
+    settings |= {"checkpoint_every_s": 1e-9, "async_checkpoint": False}
+    drive(make_run(model(), backend=LocalBackend(folder), **settings), stop_after=3)
+
+
+def test_the_refusal_shows_both_curves_where_they_differ(tmp_path: Path) -> None:
+    _three_steps(tmp_path)
+    with pytest.raises(ValueError, match="accept_changes=True") as caught:
+        make_run(model(), backend=LocalBackend(tmp_path), gamma=0.5)  # StepLR every 7 steps, was 0.9
+    points = re.findall(r"(\d+): lr ([\d.]+\d) → ([\d.]+\d)", str(caught.value))
+    assert len(points) == 5
+    for tau, was, now in points:
+        assert float(was) == pytest.approx(0.1 * 0.9 ** (int(tau) // 7), rel=1e-5)
+        assert float(now) == pytest.approx(0.1 * 0.5 ** (int(tau) // 7), rel=1e-5)
+        assert int(tau) >= 7  # before, they agree
+
+
+def test_an_accepted_change_goes_on_with_the_new_curve(tmp_path: Path) -> None:
+    _three_steps(tmp_path)
+    with pytest.warns(UserWarning, match=r"curve differs.*Accepted.*effective step 3\.0"):
+        run = make_run(model(), backend=LocalBackend(tmp_path), lr=0.4, gamma=0.5, total_steps=50, accept_changes=True)
+    assert run.effective_steps == 3
+    rows = drive(run)
+    assert [row["effective_steps"] for row in rows] == list(range(4, 51))
+    assert [row["lr"] for row in rows] == pytest.approx([0.4 * 0.5 ** (t // 7) for t in range(3, 50)])
+    # The next start finds nothing changed.
+    assert drive(make_run(model(), backend=LocalBackend(tmp_path), lr=0.4, gamma=0.5, total_steps=50)) == []
+
+
+def test_an_accepted_base_batch_rescales_the_variance_of_a_base_batch(tmp_path: Path) -> None:
+    _three_steps(tmp_path, per_worker_batch_size=8, accumulation=2)
+    state = {"per_worker_batch_size": 8, "accumulation": 2, "backend": LocalBackend(tmp_path)}
+    before, mu2 = make_run(model(), **state).optimizer.average_moments()
+    with pytest.warns(UserWarning, match="base_batch_size is 8, was 4"):
+        run = make_run(model(), base_batch_size=8, accept_changes=True, **state)
+    assert run.scale == 2
+    assert run.optimizer.average_moments() == pytest.approx((before / 2, mu2))
 
 
 def test_a_finished_run_does_nothing_when_started_again(tmp_path: Path) -> None:

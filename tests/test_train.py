@@ -56,6 +56,8 @@ def workload(config: dict[str, Any]) -> Workload:
         steps[0] += 1
         if steps[0] == config.get("fail_at") and not Path(config["flag"]).exists():
             Path(config["flag"]).touch()
+            if config.get("kill"):
+                os.kill(os.getpid(), signal.SIGKILL)
             raise OSError("the cat sat on the switch")
         if config.get("pause_s"):
             time.sleep(config["pause_s"])
@@ -162,7 +164,7 @@ def test_a_recipe_runs_on_two_workers_fails_resumes_and_ends_as_if_nothing_happe
         return AdaScaleTrainer(
             workload,
             recipe=recipe,
-            hyperparameters={"fail_at": 15, "flag": str(tmp_path / "flag")},
+            hyperparameters={"fail_at": 31, "pause_s": 0.05, "flag": str(tmp_path / "flag")},
             config=AdaScaleConfig(
                 per_worker_batch_size=4, accumulation=2, seed=2, checkpoint_every_s=1e-3, report_every_s=1e-3
             ),
@@ -172,6 +174,7 @@ def test_a_recipe_runs_on_two_workers_fails_resumes_and_ends_as_if_nothing_happe
 
     with pytest.raises(ray.train.TrainingFailedError, match="the cat sat on the switch"):
         trainer(_recipe()).fit()
+    damaged = _damage_the_newest(ray_session / "recipe")
     with pytest.raises(ray.train.TrainingFailedError, match="not the recipe's"):
         trainer(_recipe(lr_curve=[[0.1 * 0.97**t for t in range(60)]])).fit()
     result = trainer(_recipe()).fit()
@@ -189,10 +192,45 @@ def test_a_recipe_runs_on_two_workers_fails_resumes_and_ends_as_if_nothing_happe
     trace = read_trace(Path(result.path) / "trace.jsonl")
     assert [row["step"] for row in trace] == list(range(1, result.metrics["optimizer_steps"] + 1))
     assert {row["attempt"] for row in trace} == {0, 1}
+    # The newest checkpoint was of no use, so the run fell back to one before it.
+    assert max(row["step"] for row in trace if row["attempt"] == 0) < damaged
     shares = json.loads((Path(result.checkpoint.path) / "tensors.json").read_text())
     files = {chunk["file"] for key, entry in shares.items() if key.startswith("optim/") for chunk in entry["chunks"]}
     assert len(files) == 2  # the momentum is sharded: each worker wrote its own
     assert "gain" in capfd.readouterr().err  # the progress line
+
+
+@pytest.mark.slow
+def test_workers_killed_under_ray_are_restarted_and_end_as_if_nothing_happened(
+    ray_session: Path, pool: Any, tmp_path: Path
+) -> None:
+    result = AdaScaleTrainer(
+        workload,
+        recipe=_recipe(),
+        hyperparameters={"fail_at": 31, "kill": True, "pause_s": 0.05, "flag": str(tmp_path / "flag")},
+        config=AdaScaleConfig(per_worker_batch_size=4, accumulation=2, seed=2, checkpoint_every_s=0.3),
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(
+            name="killed", storage_path=str(ray_session), failure_config=ray.train.FailureConfig(max_failures=1)
+        ),
+        progress=False,
+    ).fit()
+    assert flat(load_weights(result.checkpoint.path)).tolist() == pool(2).run(_without_ray)[0]
+    trace = read_trace(Path(result.path) / "trace.jsonl")
+    assert [row["step"] for row in trace] == list(range(1, result.metrics["optimizer_steps"] + 1))
+    assert [row["attempt"] for row in trace][-1] == 1
+    assert int((Path(result.path) / "progress").read_text()) == trace[-1]["step"]
+
+
+def _damage_the_newest(run: Path) -> int:
+    """Flips a bit in the checkpoint that Ray will hand out; returns its optimizer step."""
+    newest = json.loads((run / "checkpoint_manager_snapshot.json").read_text())["latest_checkpoint_result"]
+    assert len(list(run.glob("checkpoint_*/manifest.json"))) > 1
+    file = run / newest["checkpoint_dir_name"] / "__1_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    return int(newest["metrics"]["optimizer_steps"])
 
 
 def bad_workload(config: dict[str, Any]) -> Workload:
@@ -267,6 +305,60 @@ def test_gauges_follow_the_run_once_a_second(monkeypatch: pytest.MonkeyPatch) ->
     tags = {"ray_train_run_name": "mine", "ray_train_worker_world_rank": "0"}  # what Ray's own dashboards filter by
     assert seen["adascale_gain"] == [(2.0, tags), (4.0, tags)]
     assert {"adascale_scale", "adascale_effective_steps", "adascale_efficiency"} < set(seen)
+
+
+def test_a_preemption_notice_says_what_goes_and_when(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray_adascale import train
+
+    info: list[Any] = [None]
+    monkeypatch.setattr(ray.train, "get_preemption_info", lambda: info[0])
+    backend = object.__new__(train.RayTrainBackend)
+    assert backend.preemption_poll_s < 30  # clouds tell 30 s to 2 min ahead
+    assert backend.preemption_notice() is None
+    info[0] = ray.train.PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={"b": [3, 2], "a": [0]})
+    assert backend.preemption_notice() == "node a, b with worker 0, 2, 3 goes away"
+    info[0] = ray.train.PreemptionInfo(deadline_ms=1_700_000_000_000, preempted_node_to_ranks={"a": [0]})
+    assert str(backend.preemption_notice()).startswith("node a with worker 0 goes away at ")
+
+
+class _Reported:
+    """A checkpoint that Ray has registered: its folder, and the step in its metrics."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.checkpoint = ray.train.Checkpoint.from_directory(str(folder))
+        self.metrics = {"optimizer_steps": step}
+
+
+def test_the_newest_usable_of_rays_checkpoints_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray_adascale import checkpoint, train
+
+    reported = []
+    for step in (20, 10, 30):  # in the order of a score, say
+        checkpoint.save(tmp_path / str(step), {"x": torch.ones(1)})
+        reported.append(_Reported(tmp_path / str(step), step))
+    monkeypatch.setattr(ray.train, "get_checkpoint", lambda: reported[2].checkpoint)
+    monkeypatch.setattr(ray.train, "get_all_reported_checkpoints", lambda **_: reported)
+    backend = object.__new__(train.RayTrainBackend)
+    backend.rank, backend.world_size, backend._name = 0, 1, "mine"
+
+    def found() -> str:
+        with backend.latest_checkpoint() as path:
+            assert path is not None
+            return path.name
+
+    assert found() == "30"
+    (tmp_path / "30" / "state.json").write_text("{ }")
+    with pytest.warns(RuntimeWarning, match=r"Skipped the checkpoint .*30 of optimizer step 30: .*state\.json"):
+        assert found() == "20"
+    (tmp_path / "20" / "manifest.json").unlink()
+    with pytest.warns(RuntimeWarning):
+        assert found() == "10"
+    (tmp_path / "10" / "__0_0.distcp").unlink()
+    with pytest.warns(RuntimeWarning), pytest.raises(checkpoint.CheckpointError, match="None of the 3 checkpoints"):
+        found()
+    monkeypatch.setattr(ray.train, "get_checkpoint", lambda: None)
+    with backend.latest_checkpoint() as path:
+        assert path is None
 
 
 def test_ctrl_c_ends_the_workers_and_leaves_a_checkpoint_to_resume_from(tmp_path: Path) -> None:

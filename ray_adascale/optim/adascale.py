@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from .. import gain as gain_math
 from ..gain import Average
 from ..parallel.observers import GradientObserver, HookObserver
-from .oss import OSS
+from .oss import OSS, GradientReducer
 from .rules import AdaScaleRule, RuleInput, ScalingRule
 
 __all__ = ["AdaScale"]
@@ -591,13 +591,14 @@ class AdaScale(Optimizer):
             if sharded:
                 self._observer = self._fsdp2_observer(groups, local)
                 return
-            if isinstance(self._optimizer, OSS) and self._optimizer.reducer is not None and self._optimizer.world_size > 1:
+            if self._sharded_gradients:
                 if self._precondition is not None:
                     raise ValueError(
                         "precondition= needs whole gradients on every worker. Leave it out, or train with "
                         "DistributedDataParallel."
                     )
-                self._observer = self._optimizer.reducer.observe(self._optimizer, self)
+                oss = cast(OSS, self._optimizer)
+                self._observer = cast(GradientReducer, oss.reducer).observe(oss, self)
                 return
             self._observer = HookObserver(groups, self, local=local, precondition=self._precondition)
 
@@ -644,7 +645,7 @@ class AdaScale(Optimizer):
         local = self._mean_sq_norm
         if local is None:
             local = torch.zeros(len(self.param_groups), dtype=torch.float64, device=device)
-        parts = [*more, local, torch.tensor([self._passes], dtype=torch.float64, device=device)]
+        parts = [*more, local, torch.full((1,), self._passes, dtype=torch.float64, device=device)]
         if self.rider is not None:
             parts.append(self.rider().to(local))
         vector = torch.cat(parts)

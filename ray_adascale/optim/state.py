@@ -16,6 +16,7 @@ from urllib.parse import quote, unquote
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from .. import checkpoint
@@ -58,7 +59,33 @@ def _held(optimizer: Optimizer) -> tuple[Optimizer, list[Fragment]]:
         fragments = {f.tensor: f for f in optimizer.fragments}
         optimizer = optimizer.optim
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    return optimizer, [fragments[p] if p in fragments else Fragment(p, 0, 0, p.numel(), p, 0) for p in params]
+    return optimizer, [fragments[p] if p in fragments else Fragment(p, 0, *_held_of(p), p, 0) for p in params]
+
+
+def _held_of(param: Tensor) -> tuple[int, int]:
+    """(first element, elements) that this worker holds of a parameter; of FSDP2's, a run of rows."""
+    if not isinstance(param, DTensor):
+        return 0, param.numel()
+    if list(param.placements) != [Shard(0)]:
+        raise TypeError(
+            f"Can't checkpoint optimizer state placed as {list(param.placements)}: only fully_shard's own placement, rows over "
+            "a mesh of one dimension."
+        )
+    rows = -(-param.shape[0] // param.device_mesh.size())
+    first = min(param.device_mesh.get_local_rank() * rows, param.shape[0])
+    return first * (param.numel() // max(param.shape[0], 1)), param.to_local().numel()
+
+
+def _placed(part: Tensor, param: DTensor) -> DTensor:
+    """This worker's rows of a state entry as the optimizer has it."""
+    return DTensor.from_local(
+        part.view(param.to_local().shape),
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
 
 
 def _order(param: Tensor) -> tuple[int, ...] | None:
@@ -86,7 +113,11 @@ def optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict
                 raise _unsupported(holder, repr(name), "its name is not a string")
             place = f"{names[p]}/{quote(name, safe='')}"
             if isinstance(value, Tensor):
-                if value.shape == f.tensor.shape and p.dim() > 0:
+                if isinstance(value, DTensor):
+                    if value.shape != p.shape:
+                        raise _unsupported(holder, f"{name!r} of {names[p]}", "it is sharded, and not as its parameter")
+                    out[f"optim/{place}"] = TensorShard(value.to_local().detach().reshape(-1), f.start, p.numel())
+                elif value.shape == f.tensor.shape and p.dim() > 0:
                     flat = value.detach().reshape(-1)
                     order = None if f.whole else _order(p)
                     kind = "optim" if order is None else _ORDERED + "-".join(map(str, order))
@@ -132,7 +163,8 @@ def load_optimizer(directory: str | Path, optimizer: Optimizer, names: Mapping[T
                 f"{directory}, key {key!r}: holds {info.shape.numel()} elements, and {name} has {f.param.numel()}."
             )
         device = f.param.device if of_elements else "cpu"
-        if of_elements and not f.whole and _order(f.param) == _saved_order(kind):
+        partial = not f.whole or isinstance(f.param, DTensor)
+        if of_elements and partial and _order(f.param) == _saved_order(kind):
             part = torch.empty(f.numel, dtype=info.dtype, device=device)
             into[key] = TensorShard(part, f.start, f.param.numel())
         else:
@@ -148,6 +180,11 @@ def load_optimizer(directory: str | Path, optimizer: Optimizer, names: Mapping[T
             value = value.item()
         elif kind == "optim.none":
             value = None
+        elif kind != "optim.tensor" and isinstance(f.param, DTensor):
+            if not isinstance(got, TensorShard):
+                whole = _as_laid_out(value, _saved_order(kind), torch.empty(f.param.shape, device="meta"))
+                value = whole.reshape(-1)[f.start : f.start + f.numel].clone()
+            value = _placed(value, f.param)
         elif kind != "optim.tensor" and not isinstance(got, TensorShard):
             value = f.of(_as_laid_out(value, _saved_order(kind), f.param))
             value = value if f.whole else value.clone()  # not the whole for the sake of a part
@@ -171,7 +208,7 @@ def _as_laid_out(flat: Tensor, order: tuple[int, ...] | None, param: Tensor) -> 
         value = flat.view(param.shape)
     else:
         value = flat.view([param.shape[d] for d in order]).permute([order.index(d) for d in range(param.dim())])
-    if value.stride() == param.stride():
+    if value.stride() == param.stride() or param.is_meta:
         return value
     return torch.empty_like(param, dtype=value.dtype, requires_grad=False).copy_(value)
 

@@ -8,7 +8,8 @@ broadcast from each owner take together about as long as the all-reduce. NCCL ha
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,11 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def _global(group: dist.ProcessGroup | None, rank: int) -> int:
     return rank if group is None else dist.get_global_rank(group, rank)
+
+
+def _renamed(name: str, before: str) -> Callable[..., Any]:
+    """A collective that torch 2.13 gave another name, and warns of the old one."""
+    return getattr(dist, name, None) or getattr(dist, before)
 
 
 class Buffers:
@@ -92,7 +98,8 @@ class Reduction:
         elif backend == "nccl" and len(set(sizes)) == 1:
             self._taken = buffers.take(own, flat.dtype, flat.device)
             self._summands = self._taken[:own].view(1, own)
-            self._works.append(dist.reduce_scatter_tensor(self._summands[0], flat, group=group, async_op=True))
+            reduce_scatter = _renamed("reduce_scatter_single", "reduce_scatter_tensor")
+            self._works.append(reduce_scatter(self._summands[0], flat, group=group, async_op=True))
         else:
             shards = flat.split(sizes)
             self._summands = shards[rank].view(1, own)
@@ -119,7 +126,8 @@ class Reduction:
 def gather_shards(shards: Sequence[Tensor], flat: Tensor, group: dist.ProcessGroup | None) -> list[dist.Work]:
     """Start sending every worker's shard to all; the shards are views of ``flat``, which is whole when all works are done."""
     if _backend(group, flat.device) == "nccl" and len({shard.numel() for shard in shards}) == 1:
-        return [dist.all_gather_into_tensor(flat, shards[dist.get_rank(group)], group=group, async_op=True)]
+        all_gather = _renamed("all_gather_single", "all_gather_into_tensor")
+        return [all_gather(flat, shards[dist.get_rank(group)], group=group, async_op=True)]
     return [
         dist.broadcast(_bytes(shard), _global(group, owner), group=group, async_op=True)
         for owner, shard in enumerate(shards)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -115,11 +115,12 @@ class _GradientBucket:
         for r, spans in enumerate(self.spans):
             position = bucket.bounds[r]
             for span in spans:
+                if span.numel == 0:
+                    continue  # may lie behind this shard
                 begin = bucket.offsets[span.index] + span.start
                 if begin > position:
                     pieces.append((-1, 0, begin - position))
-                if span.numel:
-                    pieces.append((span.index, span.start, span.start + span.numel))
+                pieces.append((span.index, span.start, span.start + span.numel))
                 position = begin + span.numel
             rest = bucket.bounds[r] + sizes[r] - position + self.bounds[r + 1] - self.bounds[r] - sizes[r]
             if rest:
@@ -177,9 +178,9 @@ class _GradientBucket:
                 [float(self.seen[i]) for i in self._flag_params], dtype=summand.dtype, device=summand.device
             )
         summand.index_copy_(0, self._flag_positions, flags)
+        if self.half or self.wire_dtype is not None:
+            summand.mul_(1 / self.bucket.world_size)
         wire = summand if self.wire_dtype is None else summand.to(self.wire_dtype)
-        if wire.dtype.itemsize < 4:
-            wire.mul_(1 / self.bucket.world_size)
         self._wire = wire
         self.work = Reduction(wire, self.bounds, self.group, self.buffers)
 
@@ -236,6 +237,7 @@ class BucketObserver(GradientObserver):
         self._listener = weakref.ref(listener)
         self._device = next((b.flat.device for b in optimizer.buckets), torch.device("cpu"))
         self._norms: list[tuple[int, Tensor]] = []
+        self._indices: dict[tuple[int, ...], Tensor] = {}
 
     @property
     def listener(self) -> PassListener | None:
@@ -249,15 +251,17 @@ class BucketObserver(GradientObserver):
         """Take the norms of one bucket of a gradient sample."""
         self._norms += [(g, take_norm(flat[start:end])) for g, start, end in bucket.segments]
 
-    def _sum(self, norms: Iterable[tuple[int, Tensor]]) -> Tensor:
-        groups = [g for g, _ in norms]
-        if not groups:
+    def _sum(self, norms: Sequence[tuple[int, Tensor]]) -> Tensor:
+        if not norms:
             return torch.zeros(self._groups, dtype=torch.float64, device=self._device)
         squares = torch.stack([norm.to(self._device, torch.float64) for _, norm in norms]).square_()
         if self._groups == 1:
             return squares.sum().view(1)
         out = torch.zeros(self._groups, dtype=torch.float64, device=self._device)
-        return out.index_add_(0, torch.tensor(groups, device=self._device), squares)
+        groups = tuple(g for g, _ in norms)
+        if groups not in self._indices:  # kept, since making one waits for the device
+            self._indices[groups] = torch.tensor(groups, device=self._device)
+        return out.index_add_(0, self._indices[groups], squares)
 
     def local_sq_norms(self) -> Tensor:
         norms, self._norms = self._norms, []
@@ -268,7 +272,7 @@ class BucketObserver(GradientObserver):
         owner = self._owner()
         if owner is None:
             raise RuntimeError("The ShardedDataParallel of this optimizer is gone; keep the wrapped model.")
-        owner.finish_reduction()
+        owner.finish_reduction(self.optimizer)
         norms = []
         for bucket in owner._buckets_of(self.optimizer):
             if bucket.held and bucket.shard is not None:
@@ -302,7 +306,7 @@ class ShardedDataParallel(nn.Module):
         sharded_optimizer: The :class:`ray_adascale.OSS` of its parameters, bare or in AdaScale, or a list of several. Every
             trainable parameter must be in one.
         process_group: Must be the optimizers'. Default: theirs.
-        broadcast_buffers: Rank 0's buffers go to all before each forward pass in training mode, outside ``no_sync``.
+        broadcast_buffers: Rank 0's buffers go to all before the first forward pass of a step, in training mode.
         sync_models_at_startup: Rank 0's parameters and buffers go to all now.
         reduce_buffer_size: Accepted for FairScale's sake; the size of a bucket is the optimizer's.
         auto_refresh_trainable: Look at every forward pass for parameters that were unfrozen or added; else call
@@ -332,10 +336,11 @@ class ShardedDataParallel(nn.Module):
         optimizers = [_sharded(optimizer) for optimizer in given]
         if not optimizers:
             raise TypeError("ShardedDataParallel needs the sharded optimizer: ShardedDataParallel(module, OSS(...)).")
-        groups = {id(optimizer.group): optimizer.group for optimizer in optimizers}
+        groups = [optimizer.group for optimizer in optimizers]
         if process_group is not None:
-            groups.setdefault(id(process_group), process_group)
-        if len(groups) > 1:
+            groups.append(process_group)
+        default = dist.group.WORLD if dist.is_available() else None
+        if len({id(default if group is None else group) for group in groups}) > 1:
             raise ValueError("The process group must be the one that the optimizer is sharded over: OSS(..., group=group).")
         self.module = module
         self.broadcast_buffers = broadcast_buffers
@@ -345,13 +350,13 @@ class ShardedDataParallel(nn.Module):
         self._world_size = optimizers[0].world_size
         self._wire_dtype = torch.float16 if reduce_fp16 else None
         self._syncing = True
+        self._buffers_due = True
         self._pass_running = False
-        self._reduced = False
+        self._reduced: set[int] = set()  # the optimizers, by id, whose gradients are with their owners
         self._observers: dict[int, BucketObserver] = {}
         self._buckets: dict[Bucket, _GradientBucket] = {}
         self._place: dict[Tensor, tuple[_GradientBucket, int]] = {}
         self._memory = Buffers()
-        self._checked = -1  # trainable parameters of the module, when last looked
         self._handles: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
         self._in_flight: deque[_GradientBucket] = deque()
         self._order: list[_GradientBucket] = []
@@ -360,10 +365,13 @@ class ShardedDataParallel(nn.Module):
         if sync_models_at_startup and self._world_size > 1:
             for optimizer in optimizers:
                 for bucket in optimizer.buckets:
+                    if not bucket.bound():
+                        bucket.bind()
                     dist.broadcast(bucket.flat.view(torch.uint8), self._first, group=self._group)
             self._broadcast([*_rest(module, optimizers), *module.buffers()])
-        for optimizer in optimizers:
-            optimizer.attach_reducer(self)
+        self._parts = [_Part(self, optimizer) for optimizer in optimizers]  # the optimizers hold them weakly
+        for optimizer, part in zip(optimizers, self._parts, strict=True):
+            optimizer.attach_reducer(part)
 
     # ---- what a data-parallel module has -------------------------------------------------------------------------
 
@@ -371,8 +379,10 @@ class ShardedDataParallel(nn.Module):
         if self._world_size > 1:
             if self.auto_refresh_trainable:
                 self.refresh_trainable()
-            if self.broadcast_buffers and self._syncing and self.training and torch.is_grad_enabled():
-                self._broadcast(list(self.module.buffers()))
+            if self.training and torch.is_grad_enabled():
+                if self.broadcast_buffers and self._buffers_due:
+                    self._broadcast(list(self.module.buffers()))
+                self._buffers_due = self._syncing  # as DDP: at the first pass of a step
         return self.module(*inputs, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -412,14 +422,12 @@ class ShardedDataParallel(nn.Module):
         for param in self._place:
             if param.requires_grad and param not in self._handles:
                 self._handles[param] = param.register_post_accumulate_grad_hook(_hook(self, *self._place[param]))
-        if self._checked != (known := sum(p.requires_grad for p in self.module.parameters())):
-            for name, param in self.module.named_parameters():
-                if param.requires_grad and param not in self._place:
-                    raise ValueError(
-                        f"The parameter {name!r} is trainable and in no sharded optimizer, so its gradient would never be "
-                        "reduced. Give it to OSS (add_param_group), or freeze it."
-                    )
-            self._checked = known
+        for name, param in self.module.named_parameters():
+            if param.requires_grad and param not in self._place:
+                raise ValueError(
+                    f"The parameter {name!r} is trainable and in no sharded optimizer, so its gradient would never be "
+                    "reduced. Give it to OSS (add_param_group), or freeze it."
+                )
 
     # ---- reduction -----------------------------------------------------------------------------------------------
 
@@ -521,11 +529,11 @@ class ShardedDataParallel(nn.Module):
     def _wait(self) -> None:
         while self._in_flight:
             self._in_flight.popleft().finish()
-        self._reduced = True
+        self._reduced.update(id(optimizer) for optimizer in self._optimizers)
 
-    def finish_reduction(self) -> None:
+    def finish_reduction(self, optimizer: OSS) -> None:
         """Take part in the reduction that the other workers are in, where no backward pass reached a parameter here."""
-        if self._reduced or self._world_size == 1:
+        if id(optimizer) in self._reduced or self._world_size == 1:
             return
         syncing, self._syncing = self._syncing, True
         try:
@@ -537,13 +545,36 @@ class ShardedDataParallel(nn.Module):
             observer.local_sq_norms()  # that was no gradient sample
         self._wait()
 
-    def discard(self) -> None:
-        """Forget gradients, reduced or not."""
-        self._reduced = False
-        self._pass_running = False  # an exception may have ended the pass; autograd then drops what was queued for its end
+    def discard(self, optimizer: OSS | None = None) -> None:
+        """Forget gradients, reduced or not, of one optimizer or of all."""
+        # An exception may have ended the pass; autograd then drops what was queued for its end.
+        self._pass_running = False
         self._in_flight.clear()
-        for bucket in self._buckets.values():
-            bucket.discard()
+        for of in self._optimizers if optimizer is None else [optimizer]:
+            self._reduced.discard(id(of))
+            if id(of) in self._observers:
+                self._observers[id(of)].local_sq_norms()  # of a pass that did not come to its end
+            for bucket in self._buckets_of(of):
+                bucket.discard()
+            if self._world_size == 1:
+                for fragment in of.fragments:
+                    fragment.tensor.grad = None
+
+
+class _Part:
+    """What one of several optimizers sees of it: another one's gradients are not its to forget."""
+
+    def __init__(self, owner: ShardedDataParallel, optimizer: OSS) -> None:
+        self._owner, self._optimizer = weakref.proxy(owner), optimizer  # which it holds anyway
+
+    def finish_reduction(self) -> None:
+        self._owner.finish_reduction(self._optimizer)
+
+    def discard(self) -> None:
+        self._owner.discard(self._optimizer)
+
+    def observe(self, optimizer: OSS, listener: PassListener) -> BucketObserver:
+        return self._owner.observe(optimizer, listener)
 
 
 ShardedDDP = ShardedDataParallel
