@@ -265,7 +265,10 @@ class FairScaleKind(Kind):
 
 
 class FairScaleSharded(FairScaleKind):
+    """It stops averaging gradients once zero_grad(set_to_none=True) was called, so it ends elsewhere."""
+
     name = "fairscale-sharded"
+    trajectory = None
 
     def build(self, model: nn.Module, place: Place) -> Stepper:
         from fairscale.nn.data_parallel import ShardedDataParallel as FairScaleShardedDataParallel

@@ -120,6 +120,10 @@ def _add_forecast(commands: Any) -> None:
     _add_config(predict)
 
 
+# Who gives a range expects nodes to go; who does not wants to hear of the first failure.
+_ELASTIC_FAILURES = 20
+
+
 def _add_train(commands: Any) -> None:
     train = _command(commands, "train", _train, "run a recipe on any number of workers")
     train.add_argument("workload", help="the same as for the search")
@@ -129,7 +133,7 @@ def _add_train(commands: Any) -> None:
     train.add_argument("--total-steps", type=int, metavar="T", help="without a recipe")
     train.add_argument("--total-epochs", type=float, help="without a recipe")
     _add_batch_options(train)
-    train.add_argument("--sharding", help="auto, none or oss (default: auto)")
+    train.add_argument("--sharding", help="auto, none, oss, zero2 or fsdp2 (default: auto)")
     train.add_argument("--precision", help="fp32, bf16 or fp16 (default: fp32)")
     train.add_argument("--seed", type=int, help="default: 0")
     train.add_argument("--checkpoint-every", type=float, metavar="S", help="default: 300 seconds")
@@ -192,6 +196,13 @@ def _add_workers(parser: argparse.ArgumentParser, *, default: str | None) -> Non
         action=argparse.BooleanOptionalAction,
         default=None if default is None else False,
         help="one GPU a worker",
+    )
+    parser.add_argument(
+        "--max-failures",
+        type=int,
+        metavar="N",
+        help="restarts after lost workers (default: "
+        + ("as before)" if default is None else f"0; with a range {_ELASTIC_FAILURES})"),
     )
 
 
@@ -298,7 +309,13 @@ def _train(args: argparse.Namespace) -> int:
     config = _config(args, names, checkpoint_every_s=args.checkpoint_every, report_every_s=args.report_every)
     workload = resolve(args.workload)
     name = args.name or _new_name(args.workload.rpartition(":")[2])
-    run_config = ray.train.RunConfig(name=name, storage_path=_storage(args.storage_path))
+    workers = _workers(args.num_workers)
+    failures = (_ELASTIC_FAILURES if isinstance(workers, tuple) else 0) if args.max_failures is None else args.max_failures
+    run_config = ray.train.RunConfig(
+        name=name,
+        storage_path=_storage(args.storage_path),
+        failure_config=ray.train.FailureConfig(max_failures=failures),
+    )
     folder = f"{run_config.storage_path}/{name}"
     quiet_init(args.address)
     trainer = AdaScaleTrainer(
@@ -306,7 +323,7 @@ def _train(args: argparse.Namespace) -> int:
         recipe=recipe,
         hyperparameters=dict(_override(text) for text in args.overrides),
         config=config,
-        scaling_config=ray.train.ScalingConfig(num_workers=_workers(args.num_workers), use_gpu=args.use_gpu),
+        scaling_config=ray.train.ScalingConfig(num_workers=workers, use_gpu=args.use_gpu),
         run_config=run_config,
     )
     write_json(f"{folder}/{_RUN_FILE}", _arguments(args, name, run_config.storage_path))
@@ -336,8 +353,8 @@ def _resume(args: argparse.Namespace) -> int:
             f"Invalid run {args.run!r}: no {_RUN_FILE} in {folder}. `ray-adascale train` writes it; a run that was started "
             "otherwise goes on when it is started again with the same name and storage path."
         )
-    given = {key: getattr(args, key) for key in ("num_workers", "use_gpu", "address")}
-    again = {**saved, **{key: value for key, value in given.items() if value is not None}}
+    given = {key: getattr(args, key) for key in ("num_workers", "use_gpu", "max_failures", "address")}
+    again = {"max_failures": None, **saved, **{key: value for key, value in given.items() if value is not None}}
     return _train(argparse.Namespace(**again))
 
 

@@ -300,3 +300,17 @@ def test_describe_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "DAMAGED" in capsys.readouterr().out
     assert cli.main(["describe", str(tmp_path / "run")]) == 0
     assert "newest whole one none" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "failures"),
+    [
+        (["--num-workers=2"], 0),
+        (["--num-workers=2..8"], 20),
+        (["--num-workers=2..8", "--max-failures=3"], 3),
+        (["--num-workers=2", "--max-failures=5"], 5),
+    ],
+)
+def test_a_range_of_workers_survives_lost_ones(called: dict[str, Any], options: list[str], failures: int) -> None:
+    assert cli.main([*TRAIN, *options]) == 0
+    assert called["run_config"].failure_config.max_failures == failures

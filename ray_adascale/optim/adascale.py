@@ -67,7 +67,7 @@ class AdaScale(Optimizer):
         num_gradients_to_accumulate: Backward passes per optimizer step.
         is_scaled_loss: The loss is divided by ``num_gradients_to_accumulate`` before each backward pass.
         debias_ewma: Debiased moving average (FairScale's default), or, if False, the paper's: a plain mean at first.
-        process_group: Workers that reduce gradients together. Default: the default group, if there is one.
+        process_group: Workers that reduce gradients together. Default: OSS's, or the default group, if there is one.
         grad_scaler: The ``torch.amp.GradScaler`` that scales the loss, so that statistics are of unscaled gradients.
         variance_floor: Lower bound on each σ². 1e-6 reproduces FairScale to the digit; 0 (default) makes the gain
             independent of the gradients' magnitude.
@@ -128,6 +128,8 @@ class AdaScale(Optimizer):
             optimizer.when_reducer_attached(self._attach)
         super().__setstate__({})  # gives the hook registries and step profiling of Optimizer, without owning groups
 
+        if process_group is None and isinstance(optimizer, OSS):
+            process_group = optimizer.group
         self._process_group = process_group
         if world_size is None:
             world_size = dist.get_world_size(process_group) if dist.is_available() and dist.is_initialized() else 1
@@ -598,7 +600,9 @@ class AdaScale(Optimizer):
                         "DistributedDataParallel."
                     )
                 oss = cast(OSS, self._optimizer)
-                self._observer = cast(GradientReducer, oss.reducer).observe(oss, self)
+                self._observer = cast(GradientReducer, oss.reducer).observe(
+                    oss, self, accumulating=self._accumulate > 1
+                )
                 return
             self._observer = HookObserver(groups, self, local=local, precondition=self._precondition)
 

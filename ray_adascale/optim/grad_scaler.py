@@ -28,6 +28,11 @@ class _Share:
         oss = self._oss()
         return [] if oss is None else oss.optim.param_groups
 
+    def discard_gradients(self) -> None:
+        oss = self._oss()
+        if oss is not None:
+            oss.discard_gradients()
+
     def step(self, *args: Any, **kwargs: Any) -> Any:
         optimizer = self._optimizer()
         return None if optimizer is None else optimizer.step(*args, **kwargs)
@@ -85,7 +90,11 @@ class ShardedGradScaler(_FSDPGradScaler):
         """``optimizer.step()``, unless a gradient is not finite on some worker."""
         if not self.is_enabled():
             return optimizer.step(*args, **kwargs)
-        return super().step(self._target(optimizer), *args, **kwargs)
+        target = self._target(optimizer)
+        result = super().step(target, *args, **kwargs)
+        if target is not optimizer:
+            target.discard_gradients()  # used up; or, after an overflow, not to be added to
+        return result
 
     def _target(self, optimizer: Any) -> Any:
         """What torch's scaler is to work on: the optimizer, or its share of the gradients."""

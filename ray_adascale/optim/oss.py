@@ -104,8 +104,8 @@ class GradientReducer(Protocol):
     def discard(self) -> None:
         """Forget gradients, reduced or not."""
 
-    def observe(self, optimizer: OSS, listener: PassListener) -> GradientObserver:
-        """Take norms of the optimizer's gradients from now on."""
+    def observe(self, optimizer: OSS, listener: PassListener, *, accumulating: bool) -> GradientObserver:
+        """Take norms of the optimizer's gradients from now on; ``accumulating``: of several passes a step."""
 
 
 class OSS(Optimizer):
@@ -369,18 +369,12 @@ class OSS(Optimizer):
 
     def _gather(self) -> None:
         """Get everybody's share of the updated parameters."""
-        works = []
-        moved: list[Tensor] = []
-        for bucket in self.buckets:
-            # Optimizers go by the gradient: one that was left behind when the parameter was frozen still counts.
-            if any(p.requires_grad or p.grad is not None for p in bucket.params):
-                works += gather_shards(bucket.shards(), bucket.flat, self.group)
-                moved += bucket.params
-        for work in works:
-            work.wait()
+        # Optimizers go by the gradient: one that was left behind when the parameter was frozen still counts.
+        moved = [b for b in self.buckets if any(p.requires_grad or p.grad is not None for p in b.params)]
         if moved:
+            gather_shards([(bucket.flat, bucket.bounds) for bucket in moved], self.group)
             # As an update in place would: autograd then notices a backward pass through weights that have changed.
-            torch.autograd.graph.increment_version(moved)
+            torch.autograd.graph.increment_version([p for bucket in moved for p in bucket.params])
 
     # ---- under ShardedDataParallel -------------------------------------------------------------------------------
 
@@ -445,8 +439,10 @@ class OSS(Optimizer):
         wanted = set(chosen)
         mine = [f.tensor for f in self.fragments if f.param in wanted and f.tensor.grad is not None]
         norm_type = float(norm_type)
-        device = params[0].device
-        total = torch.nn.utils.get_total_norm([t.grad for t in mine], norm_type).to(device)  # type: ignore[misc]
+        # The same dtype on all workers, whatever lies on each.
+        wide = any(p.dtype in (torch.float64, torch.complex128) for p in params)
+        total = torch.nn.utils.get_total_norm([t.grad for t in mine], norm_type)  # type: ignore[misc]
+        total = total.to(params[0].device, torch.float64 if wide else torch.float32)
         if norm_type == float("inf"):
             dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self.group)
         else:

@@ -1,8 +1,9 @@
 """Reducing the shards of a buffer to their owners, and gathering them again, the fastest way that a backend has.
 
 Measured for two and three gloo workers on one machine (``benchmarks/collectives.py``): gloo's own reduce-scatter and
-all-gather take about twice as long as its all-reduce. An all-to-all, after which each owner adds up what it got, and a
-broadcast from each owner take together about as long as the all-reduce. NCCL has both collectives in place.
+all-gather take about twice as long as its all-reduce. An all-to-all, after which each owner adds up what it got, and
+messages from each owner to all others, received in place, take together about as long as the all-reduce. NCCL has both
+collectives in place.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 __all__ = ["Buffers", "Reduction", "gather_shards"]
+
+
+_TAG = 7_451  # of messages that are no collective, apart from the user's own
 
 
 def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str:
@@ -123,13 +127,37 @@ class Reduction:
             self._buffers.give_back(self._taken)
 
 
-def gather_shards(shards: Sequence[Tensor], flat: Tensor, group: dist.ProcessGroup | None) -> list[dist.Work]:
-    """Start sending every worker's shard to all; the shards are views of ``flat``, which is whole when all works are done."""
-    if _backend(group, flat.device) == "nccl" and len({shard.numel() for shard in shards}) == 1:
-        all_gather = _renamed("all_gather_single", "all_gather_into_tensor")
-        return [all_gather(flat, shards[dist.get_rank(group)], group=group, async_op=True)]
-    return [
-        dist.broadcast(_bytes(shard), _global(group, owner), group=group, async_op=True)
-        for owner, shard in enumerate(shards)
-        if shard.numel()
-    ]
+def gather_shards(buffers: Sequence[tuple[Tensor, Sequence[int]]], group: dist.ProcessGroup | None) -> None:
+    """Send every worker's shard of each buffer to all, in place.
+
+    Args:
+        buffers: (buffer, bounds) with worker r's shard at ``bounds[r]`` to ``bounds[r + 1]``; the same on all workers.
+        group: Process group; the default one if None.
+    """
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    receives: list[dist.Work | None] = []
+    sends: list[tuple[Tensor, int]] = []
+    for flat, bounds in buffers:
+        shards = [flat[a:b] for a, b in itertools.pairwise(bounds)]
+        backend = _backend(group, flat.device)
+        if backend == "gloo" and flat.device.type == "cpu":
+            for distance in range(1, world_size):
+                source, target = (rank - distance) % world_size, (rank + distance) % world_size
+                if shards[source].numel():
+                    receives.append(dist.irecv(_bytes(shards[source]), _global(group, source), group=group, tag=_TAG))
+                if shards[rank].numel():
+                    sends.append((shards[rank], target))
+        elif backend == "nccl" and len({shard.numel() for shard in shards}) == 1:
+            all_gather = _renamed("all_gather_single", "all_gather_into_tensor")
+            receives.append(all_gather(flat, shards[rank], group=group, async_op=True))
+        else:
+            receives += [
+                dist.broadcast(_bytes(shard), _global(group, owner), group=group, async_op=True)
+                for owner, shard in enumerate(shards)
+                if shard.numel()
+            ]
+    # All receives stand before the first message comes: one that is not expected yet waits for a round trip.
+    works = receives + [dist.isend(_bytes(shard), _global(group, to), group=group, tag=_TAG) for shard, to in sends]
+    for work in works:
+        if work is not None:
+            work.wait()

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from ..optim.oss import OSS
 from .buckets import Bucket, memory_view
 from .collectives import Buffers, Reduction
-from .observers import GradientObserver, PassListener, queue_end_of_backward, take_norm
+from .observers import GradientObserver, HookObserver, PassListener, queue_end_of_backward, take_norm
 
-__all__ = ["BucketObserver", "ShardedDDP", "ShardedDataParallel"]
+__all__ = ["BucketObserver", "ShardHookObserver", "ShardedDDP", "ShardedDataParallel"]
 
 # Reductions under way at a time: one on the network while the next bucket fills. Their buffers are kept from step to step.
 _IN_FLIGHT = 2
@@ -65,6 +65,10 @@ class _GradientBucket:
         self.own_segments = self._segments(own, bucket.bounds[bucket.rank + 1], shift=lambda position: position - own)
         self._zeros = torch.zeros(0, dtype=bucket.flat.dtype, device=device)
         self._pieces = self._plan(sizes)
+        self._parts: list[Tensor] = []  # of the shard, for each fragment
+        self.observed = False
+        self._norms: list[tuple[int, Tensor]] | None = None
+        self._plain = [p.is_contiguous() for p in bucket.params]
         self.shard: Tensor | None = None
         """The sum over passes of this worker's reduced shard, with flags; valid while ``held``."""
         self.held = False
@@ -79,7 +83,7 @@ class _GradientBucket:
     def begin_pass(self) -> None:
         self.arrived = [False] * len(self.bucket.params)
         self.missing = sum(p.requires_grad for p in self.bucket.params)
-        self.launched = False
+        self.launched = self.observed = False
 
     @property
     def active(self) -> bool:
@@ -91,9 +95,7 @@ class _GradientBucket:
         shard = max(r for r in range(self.bucket.world_size) if self.bucket.bounds[r] <= position)
         return position - self.bucket.bounds[shard] + self.bounds[shard]
 
-    def _segments(
-        self, low: int, high: int, *, shift: Callable[[int], int]
-    ) -> list[tuple[int, int, int]]:
+    def _segments(self, low: int, high: int, *, shift: Callable[[int], int]) -> list[tuple[int, int, int]]:
         """(parameter group, start, end) of the buffer's elements from ``low`` to ``high``, in as few as there are."""
         segments: list[tuple[int, int, int]] = []
         bucket = self.bucket
@@ -109,7 +111,7 @@ class _GradientBucket:
         return segments
 
     def _plan(self, sizes: Sequence[int]) -> list[tuple[int, int, int]]:
-        """What lies side by side in the buffer: (parameter, from, to) in memory order, or (−1, 0, zeros)."""
+        """What lies side by side in the buffer: (parameter, from, to) in memory order, −1 for all of it; or (−1, 0, zeros)."""
         pieces: list[tuple[int, int, int]] = []
         bucket = self.bucket
         for r, spans in enumerate(self.spans):
@@ -120,7 +122,8 @@ class _GradientBucket:
                 begin = bucket.offsets[span.index] + span.start
                 if begin > position:
                     pieces.append((-1, 0, begin - position))
-                pieces.append((span.index, span.start, span.start + span.numel))
+                whole = span.numel == bucket.params[span.index].numel()
+                pieces.append((span.index, -1 if whole else span.start, span.start + span.numel))
                 position = begin + span.numel
             rest = bucket.bounds[r] + sizes[r] - position + self.bounds[r + 1] - self.bounds[r] - sizes[r]
             if rest:
@@ -135,29 +138,23 @@ class _GradientBucket:
 
         In memory of their own if they are to be kept; else in a buffer that :meth:`release` gives back.
         """
-        bucket = self.bucket
-        flats: list[Tensor | None] = []
-        for i, p in enumerate(bucket.params):
+        flat, size = self.bucket.flat, self.bounds[-1]
+        flats: list[Tensor] = []
+        for i, (p, plain) in enumerate(zip(self.bucket.params, self._plain, strict=True)):
             grad = p.grad
             if grad is None:
-                flats.append(None)
+                flats.append(torch.zeros(p.numel(), dtype=flat.dtype, device=flat.device))
                 continue
             p.grad = None
             self.seen[i] = True
-            grad = grad.detach()
-            if grad.is_sparse:
-                grad = grad.to_dense()
-            if grad.stride() != p.stride() and not (p.is_contiguous() and grad.is_contiguous()):
-                grad = torch.empty_like(p, dtype=grad.dtype).copy_(grad)
-            flats.append(memory_view(grad))
-        parts = []
-        for index, start, end in self._pieces:
-            flat = self._zeros if index < 0 else flats[index]
-            if flat is None:
-                flat = torch.zeros(end, dtype=bucket.flat.dtype, device=bucket.flat.device)
-            part = flat if (start, end) == (0, flat.numel()) else flat[start:end]
-            parts.append(part if part.dtype == bucket.flat.dtype else part.to(bucket.flat.dtype))
-        flat, size = bucket.flat, self.bounds[-1]
+            if plain and grad.dtype is flat.dtype and grad.layout is torch.strided and grad.is_contiguous():
+                flats.append(grad.view(-1))
+            else:
+                flats.append(_laid_out(grad, p))
+        parts = [
+            flats[index] if start < 0 else (self._zeros if index < 0 else flats[index])[start:end]
+            for index, start, end in self._pieces
+        ]
         if keep:
             return torch.cat(parts)
         self._taken = self.buffers.take(size, flat.dtype, flat.device)
@@ -192,6 +189,7 @@ class _GradientBucket:
         flat = self.bucket.flat
         if self.shard is None or (self.shard.dtype, self.shard.device) != (flat.dtype, flat.device):
             self.shard = flat.new_empty(self.bounds[self.bucket.rank + 1] - self.bounds[self.bucket.rank])
+            self._parts = self._parts_of(self.shard)
             self.held = False
         fresh = torch.empty_like(self.shard) if self.held else self.shard
         self.work.wait(fresh)
@@ -208,12 +206,29 @@ class _GradientBucket:
             # Only now the host must look: another worker may have used what this one did not.
             used = (self.shard[self.own_size : self.own_size + len(mine)] != 0).tolist()
         self.seen = [False] * len(self.bucket.params)
-        start = self.bucket.bounds[self.bucket.rank]
-        for fragment, has in zip(self.bucket.fragments, used, strict=True):
-            part = self.shard[fragment.offset - start : fragment.offset - start + fragment.numel]
-            if fragment.whole:
-                part = part.as_strided(fragment.param.shape, fragment.param.stride())
+        for fragment, part, has in zip(self.bucket.fragments, self._parts, used, strict=True):
             fragment.tensor.grad = part if has else None
+        self._norms = None
+        if self.observed:
+            self.own_norms()  # while the shard is in the cache
+
+    def own_norms(self) -> list[tuple[int, Tensor]]:
+        """(parameter group, norm) of this worker's shard of the reduced gradient."""
+        assert self.shard is not None
+        if self._norms is None:
+            shard = self.shard
+            self._norms = [(g, take_norm(shard[start:end])) for g, start, end in self.own_segments]
+        return self._norms
+
+    def _parts_of(self, shard: Tensor) -> list[Tensor]:
+        """Each fragment's gradient, a view."""
+        start = self.bucket.bounds[self.bucket.rank]
+        parts = []
+        for fragment in self.bucket.fragments:
+            part = shard[fragment.offset - start : fragment.offset - start + fragment.numel]
+            whole = fragment.whole
+            parts.append(part.as_strided(fragment.param.shape, fragment.param.stride()) if whole else part)
+        return parts
 
     def discard(self) -> None:
         self.held = False
@@ -221,6 +236,47 @@ class _GradientBucket:
         self.seen = [False] * len(self.bucket.params)
         for fragment in self.bucket.fragments:
             fragment.tensor.grad = None
+
+
+def _laid_out(grad: Tensor, param: Tensor) -> Tensor:
+    """A gradient of any layout and dtype as its parameter lies in memory; 1-D."""
+    grad = grad.detach()
+    if grad.is_sparse:
+        grad = grad.to_dense()
+    if grad.stride() != param.stride() or grad.dtype != param.dtype:
+        grad = torch.empty_like(param, requires_grad=False).copy_(grad)
+    return memory_view(grad)
+
+
+def _own_norms(owner: ShardedDataParallel | None, optimizer: OSS) -> list[tuple[int, Tensor]]:
+    """(parameter group, norm) of this worker's shards of the reduced gradient, once they are here."""
+    if owner is None:
+        raise RuntimeError("The ShardedDataParallel of this optimizer is gone; keep the wrapped model.")
+    owner.finish_reduction(optimizer)
+    return [norm for bucket in owner._buckets_of(optimizer) if bucket.held for norm in bucket.own_norms()]
+
+
+class ShardHookObserver(HookObserver):
+    """A hook on each parameter for the gradient samples, and the owned shards for the reduced gradient."""
+
+    reduced_everywhere = False
+
+    def __init__(self, owner: ShardedDataParallel, optimizer: OSS, listener: PassListener) -> None:
+        self._owner = weakref.ref(owner)
+        self._optimizer = weakref.ref(optimizer)
+        super().__init__([group["params"] for group in optimizer.param_groups], listener)
+
+    @torch.no_grad()
+    def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
+        optimizer = self._optimizer()
+        out = torch.zeros(len(self._groups), dtype=torch.float64, device=self.device)
+        for g, norm in () if optimizer is None else _own_norms(self._owner(), optimizer):
+            out[g] += norm.to(self.device, torch.float64).square()
+        unfrozen = any(p.requires_grad and p not in self._handles for params in self._groups for p in params)
+        self.complete = not unfrozen
+        if unfrozen:
+            self.refresh_trainable()
+        return out
 
 
 class BucketObserver(GradientObserver):
@@ -269,15 +325,7 @@ class BucketObserver(GradientObserver):
 
     @torch.no_grad()
     def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
-        owner = self._owner()
-        if owner is None:
-            raise RuntimeError("The ShardedDataParallel of this optimizer is gone; keep the wrapped model.")
-        owner.finish_reduction(self.optimizer)
-        norms = []
-        for bucket in owner._buckets_of(self.optimizer):
-            if bucket.held and bucket.shard is not None:
-                norms += [(g, take_norm(bucket.shard[start:end])) for g, start, end in bucket.own_segments]
-        return self._sum(norms)
+        return self._sum(_own_norms(self._owner(), self.optimizer))
 
     def add_group(self, params: Sequence[Tensor]) -> None:
         """Nothing to do: the buckets of a new group are found at the next forward pass."""
@@ -286,6 +334,7 @@ class BucketObserver(GradientObserver):
         owner = self._owner()
         if owner is not None:
             owner._observers.pop(id(self.optimizer), None)
+            owner._watched.discard(id(self.optimizer))
 
 
 class ShardedDataParallel(nn.Module):
@@ -341,7 +390,9 @@ class ShardedDataParallel(nn.Module):
             groups.append(process_group)
         default = dist.group.WORLD if dist.is_available() else None
         if len({id(default if group is None else group) for group in groups}) > 1:
-            raise ValueError("The process group must be the one that the optimizer is sharded over: OSS(..., group=group).")
+            raise ValueError(
+                "The process group must be the one that the optimizer is sharded over: OSS(..., group=group)."
+            )
         self.module = module
         self.broadcast_buffers = broadcast_buffers
         self.auto_refresh_trainable = auto_refresh_trainable
@@ -354,9 +405,12 @@ class ShardedDataParallel(nn.Module):
         self._pass_running = False
         self._reduced: set[int] = set()  # the optimizers, by id, whose gradients are with their owners
         self._observers: dict[int, BucketObserver] = {}
+        self._watched: set[int] = set()  # optimizers, by id, whose reduced gradient's norm is wanted
         self._buckets: dict[Bucket, _GradientBucket] = {}
         self._place: dict[Tensor, tuple[_GradientBucket, int]] = {}
         self._memory = Buffers()
+        self._known: list[nn.Parameter] = []
+        self._trainable: list[bool] = []
         self._handles: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
         self._in_flight: deque[_GradientBucket] = deque()
         self._order: list[_GradientBucket] = []
@@ -377,7 +431,7 @@ class ShardedDataParallel(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self._world_size > 1:
-            if self.auto_refresh_trainable:
+            if self.auto_refresh_trainable and self._changed():
                 self.refresh_trainable()
             if self.training and torch.is_grad_enabled():
                 if self.broadcast_buffers and self._buffers_due:
@@ -413,6 +467,8 @@ class ShardedDataParallel(nn.Module):
         """
         if self._world_size == 1:
             return
+        self._known = list(self.module.parameters())
+        self._trainable = [p.requires_grad for p in self._known]
         for optimizer in self._optimizers:
             for bucket in optimizer.buckets:
                 if bucket not in self._buckets:
@@ -428,6 +484,11 @@ class ShardedDataParallel(nn.Module):
                     f"The parameter {name!r} is trainable and in no sharded optimizer, so its gradient would never be "
                     "reduced. Give it to OSS (add_param_group), or freeze it."
                 )
+
+    def _changed(self) -> bool:
+        """Whether a parameter was frozen, unfrozen, or added to an optimizer."""
+        buckets = sum(len(optimizer.buckets) for optimizer in self._optimizers)
+        return buckets != len(self._buckets) or [p.requires_grad for p in self._known] != self._trainable
 
     # ---- reduction -----------------------------------------------------------------------------------------------
 
@@ -448,8 +509,15 @@ class ShardedDataParallel(nn.Module):
             for tensor, part in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
 
-    def observe(self, optimizer: OSS, listener: PassListener) -> BucketObserver:
-        """Take norms of the optimizer's gradients from now on."""
+    def observe(self, optimizer: OSS, listener: PassListener, *, accumulating: bool) -> GradientObserver:
+        """Take norms of the optimizer's gradients from now on.
+
+        Of whole buckets where each backward pass is an optimizer step. Where gradients of several passes add up, each
+        pass's own would have to be kept apart for that, which costs more than a hook on each parameter does.
+        """
+        self._watched.add(id(optimizer))
+        if accumulating:
+            return ShardHookObserver(self, optimizer, listener)
         observer = self._observers[id(optimizer)] = BucketObserver(self, optimizer, listener)
         return observer
 
@@ -500,8 +568,10 @@ class ShardedDataParallel(nn.Module):
         flat = bucket.collect(keep=keep)
         for optimizer in self._optimizers:
             observer = self._observers.get(id(optimizer))
-            if observer is not None and bucket.bucket in optimizer.buckets:
-                observer.add_bucket(bucket, flat)
+            if bucket.bucket in optimizer.buckets:
+                bucket.observed = id(optimizer) in self._watched
+                if observer is not None:
+                    observer.add_bucket(bucket, flat)
         if bucket.accumulated is not None:
             flat = bucket.accumulated.add_(flat)
             bucket.release()
@@ -573,8 +643,8 @@ class _Part:
     def discard(self) -> None:
         self._owner.discard(self._optimizer)
 
-    def observe(self, optimizer: OSS, listener: PassListener) -> BucketObserver:
-        return self._owner.observe(optimizer, listener)
+    def observe(self, optimizer: OSS, listener: PassListener, *, accumulating: bool) -> GradientObserver:
+        return self._owner.observe(optimizer, listener, accumulating=accumulating)
 
 
 ShardedDDP = ShardedDataParallel

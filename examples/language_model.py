@@ -1,0 +1,161 @@
+"""A character-level language model on text that comes with Python, as a workload.
+
+    python examples/language_model.py                       # the base run in this process, then S = 8 with 4 passes
+    python examples/language_model.py --smoke               # the same, short
+
+    ray-adascale tune  examples/language_model.py:workload --base-batch-size 8 --total-steps 600 -o recipe.json
+    ray-adascale train examples/language_model.py:workload --recipe recipe.json --num-workers 2 --per-worker-batch-size 32
+
+The text: docstrings of the standard library. The model: two causal convolutions, trained with momentum SGD. For Adam
+see docs/caveats.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from ray import tune
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from ray_adascale import AdaScaleConfig, Run, Workload
+
+MODULES = (
+    "argparse ast asyncio collections contextlib datetime decimal difflib email.message functools inspect io json logging "
+    "pathlib pickle random re shutil socket statistics string subprocess tempfile textwrap threading typing unittest zipfile"
+)
+LETTERS = "".join(chr(i) for i in range(32, 127)) + "\n"
+LENGTH = 48  # characters of one example
+
+param_space = {"lr": tune.loguniform(0.02, 0.5)}
+
+
+def text() -> str:
+    """Docstrings of modules, their classes and functions; about 300,000 characters, by the version of Python."""
+    found: dict[str, None] = {}
+    for name in MODULES.split():
+        module = importlib.import_module(name)
+        for value in (
+            module,
+            *(v for _, v in sorted(vars(module).items()) if inspect.isclass(v) or inspect.isroutine(v)),
+        ):
+            members = (
+                [v for _, v in sorted(vars(value).items()) if inspect.isroutine(v)] if inspect.isclass(value) else []
+            )
+            for thing in (value, *members):
+                found[inspect.getdoc(thing) or ""] = None
+    return "\n".join(found)
+
+
+class Chunks(Dataset[tuple[Tensor, Tensor]]):
+    """Each example: LENGTH characters, and the same shifted by one."""
+
+    def __init__(self, codes: Tensor) -> None:
+        self._codes = codes
+
+    def __len__(self) -> int:
+        return (len(self._codes) - 1) // LENGTH
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        piece = self._codes[i * LENGTH : (i + 1) * LENGTH + 1]
+        return piece[:-1], piece[1:]
+
+
+class CharacterModel(nn.Module):
+    """Two causal convolutions: each letter is guessed from the seven before it."""
+
+    def __init__(self, width: int = 96, reach: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(len(LETTERS), width)
+        self.layers = nn.ModuleList(nn.Conv1d(width, width, reach) for _ in range(2))
+        self.out = nn.Linear(width, len(LETTERS))
+        self._padding = reach - 1, 0
+
+    def forward(self, codes: Tensor) -> Tensor:
+        x = self.embed(codes).transpose(1, 2)
+        for layer in self.layers:
+            x = F.relu(layer(F.pad(x, self._padding)))
+        return self.out(x.transpose(1, 2))
+
+
+def workload(config: dict[str, Any]) -> Workload:
+    letter = {c: i for i, c in enumerate(LETTERS)}
+    codes = torch.tensor([letter[c] for c in text() if c in letter])
+    cut = len(codes) * 9 // 10
+    train, test = Chunks(codes[:cut]), Chunks(codes[cut:])
+    x_test = torch.stack([test[i][0] for i in range(min(len(test), 256))])
+    y_test = torch.stack([test[i][1] for i in range(min(len(test), 256))])
+    model = CharacterModel()
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.get("lr", 0.2), momentum=0.9)
+    # The base run's schedule: a short warm-up and a cosine, counted in its steps.
+    total = config.get("total_steps", 600)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda t: min(1.0, (t + 1) / (0.05 * total)) * (1 + math.cos(math.pi * min(t / total, 1.0))) / 2
+    )
+
+    def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        codes, following = batch
+        return F.cross_entropy(model(codes).flatten(0, 1), following.flatten())
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        device = next(model.parameters()).device
+        nats = F.cross_entropy(model(x_test.to(device)).flatten(0, 1), y_test.to(device).flatten())
+        return {"bits": nats.item() / math.log(2)}  # a character
+
+    return Workload(
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        scheduler_unit="step",
+        train_dataset=train,
+        loss_fn=loss_fn,
+        evaluate=evaluate,
+        metric="bits",
+        mode="min",
+    )
+
+
+def train(config: AdaScaleConfig) -> dict[str, Any]:
+    """One run in this process. On Ray workers: ``AdaScaleTrainer(workload, config=config, ...)``."""
+    torch.manual_seed(0)
+    built = workload({"total_steps": config.total_steps})
+    run = Run(
+        built.model,
+        built.optimizer,
+        built.scheduler,
+        built.train_dataset,
+        replace(config, scheduler_unit=built.scheduler_unit),
+        evaluate=built.evaluate,
+    )
+    for batch in run:
+        run.backward(built.loss_fn(run.model, batch))
+        run.step()
+    return run.summary()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--smoke", action="store_true", help="a fifth of the steps")
+    total = 120 if parser.parse_args().smoke else 600
+    base = AdaScaleConfig(base_batch_size=8, total_steps=total)
+    for name, config in (
+        ("base batch", base),
+        ("AdaScale", replace(base, per_worker_batch_size=16, accumulation=4)),
+        ("linear LR", replace(base, per_worker_batch_size=16, accumulation=4, rule="linear")),
+    ):
+        end = train(config)
+        print(
+            f"{name:10s}  S = {end['scale']:g}: {end['bits']:.2f} bits a character after {end['optimizer_steps']} steps",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
