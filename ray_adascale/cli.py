@@ -310,7 +310,9 @@ def _train(args: argparse.Namespace) -> int:
     workload = resolve(args.workload)
     name = args.name or _new_name(args.workload.rpartition(":")[2])
     workers = _workers(args.num_workers)
-    failures = (_ELASTIC_FAILURES if isinstance(workers, tuple) else 0) if args.max_failures is None else args.max_failures
+    failures = args.max_failures
+    if failures is None:
+        failures = _ELASTIC_FAILURES if isinstance(workers, tuple) else 0
     run_config = ray.train.RunConfig(
         name=name,
         storage_path=_storage(args.storage_path),
