@@ -132,7 +132,7 @@ class OSS(Optimizer):
         ValueError: An argument is out of its range, or a parameter can't lie in a bucket.
     """
 
-    _BUCKET_NUMEL = 1 << 21
+    _BUCKET_NUMEL = 1 << 22
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ from .observers import GradientObserver, HookObserver, PassListener, queue_end_o
 __all__ = ["BucketObserver", "ShardHookObserver", "ShardedDDP", "ShardedDataParallel"]
 
 # Reductions under way at a time: one on the network while the next bucket fills. Their buffers are kept from step to step.
-_IN_FLIGHT = 2
+_IN_FLIGHT = 1
 
 
 class _GradientBucket:
@@ -564,6 +564,8 @@ class ShardedDataParallel(nn.Module):
                 self._take(bucket)
 
     def _take(self, bucket: _GradientBucket) -> None:
+        if self._syncing and len(self._in_flight) == _IN_FLIGHT:
+            self._in_flight.popleft().finish()  # first, so that its buffers can be used again
         keep = not self._syncing and bucket.accumulated is None
         flat = bucket.collect(keep=keep)
         for optimizer in self._optimizers:
@@ -576,8 +578,6 @@ class ShardedDataParallel(nn.Module):
             flat = bucket.accumulated.add_(flat)
             bucket.release()
         if self._syncing:
-            if len(self._in_flight) == _IN_FLIGHT:
-                self._in_flight.popleft().finish()
             bucket.launch(flat)
             self._in_flight.append(bucket)
         else:
