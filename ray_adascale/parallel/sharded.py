@@ -1,8 +1,8 @@
 """ShardedDataParallel: every gradient goes to the worker that owns it, and to no other. FairScale's name and constructor.
 
 A parameter's gradient is complete when its last backward function has run. When all of a bucket's are, they are laid side
-by side in one flat buffer, their norm is taken for AdaScale (if each pass is a step), and the shards leave for their owners while the
-backward pass goes on. What is left after it is 1/N of the gradient on every worker.
+by side in one flat buffer, their norm is taken for AdaScale (if each pass is a step), and the shards leave for their
+owners while the backward pass goes on. What is left after it is 1/N of the gradient on every worker.
 """
 
 from __future__ import annotations
