@@ -3,19 +3,20 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CONSTRAINTS ?= .ci/constraints.txt
 DEMO ?= runs/demo
 
 # Ray starts many Python processes; without cached bytecode each recompiles torch and Ray (3 to 4 times slower).
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(if $(TMPDIR),$(TMPDIR),/tmp)/ray_adascale-pycache
 
-.PHONY: setup demo test test-all check format bench clean
+.PHONY: setup demo test test-all test-oldest docs check format bench clean
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml .ci/constraints.txt
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $@
 
 demo: $(STAMP)  ## search at batch 8, then the same schedule on two workers, then the comparison table
@@ -26,6 +27,16 @@ test: $(STAMP)  ## everything but the slow tests
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -q
+
+.ci/constraints-oldest.txt: .ci/constraints.txt
+	sed 's/^torch==.*/torch==2.11.0/' $< > $@
+
+# Not part of CI: torch of that version, as pip finds it, brings several GB of CUDA libraries along.
+test-oldest:  ## everything but the slow tests on the oldest torch that is supported, in .venv-oldest
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=.ci/constraints-oldest.txt
+
+docs: $(STAMP)  ## docs/api.md, from the docstrings
+	$(BIN)/python docs/make_api.py
 
 check: $(STAMP)  ## lint, format, types
 	$(BIN)/ruff check .
@@ -40,4 +51,4 @@ bench: $(STAMP)  ## step-time overhead against DDP, in one interleaved run
 	$(BIN)/python benchmarks/overhead.py
 
 clean:
-	rm -rf $(VENV) runs build dist *.egg-info
+	rm -rf $(VENV) .venv-oldest runs build dist *.egg-info

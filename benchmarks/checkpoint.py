@@ -93,13 +93,13 @@ def background(run: Run, folder: Path) -> tuple[float, float, int]:
     began = time.perf_counter()
     run._save_in_background()
     copied = time.perf_counter()
-    assert run._saving is not None
-    saving, path, _ = run._saving
-    while saving.running:
+    assert run._saver._flying is not None
+    _, path, _ = run._saver._flying
+    while run._saver.busy:
         time.sleep(0.001)
     dist.barrier()  # the others' files: at this point a run has gone on for some steps
     sealing = time.perf_counter()
-    run._hand_over()
+    run._saver.hand_over()
     ended = time.perf_counter()
     return copied - began + ended - sealing, ended - began, size_of(path)
 
@@ -145,7 +145,7 @@ def measure(layers: int, settings: Settings, folder: Path) -> list[Result]:
     found: dict[str, list[tuple[float, float, int]]] = {kind: [] for kind in KINDS}
     for number in range(settings.rounds + 1):  # the first to warm up
         for kind in random.Random(number).sample(KINDS, len(KINDS)):
-            run._iterations += 1  # a folder of its own
+            run.place.iterations += 1  # a folder of its own
             dist.barrier()
             stall, written, size = MEASURE[kind](run, folder)
             slowest = torch.tensor([stall, written], dtype=torch.float64)

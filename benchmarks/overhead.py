@@ -2,6 +2,7 @@
 
     python benchmarks/overhead.py                                   # three models, 1 and 4 accumulation passes
     python benchmarks/overhead.py --models narrow --kinds adascale --rounds 40 --json overhead.json
+    python benchmarks/overhead.py --device cuda                     # ResNet-50 in bf16, one process, two passes (n = 2)
 
 All kinds run *interleaved*, in the same two processes: a round is one block of steps of each kind in shuffled order, and
 what is reported is the median over rounds of (kind's block / baseline's block of the same round). A machine that gets
@@ -28,7 +29,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -42,6 +43,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ray_adascale.optim.adascale import AdaScale
 from ray_adascale.optim.oss import OSS
+from ray_adascale.parallel.ddp import measure_buckets
 from ray_adascale.parallel.sharded import ShardedDataParallel
 
 Batch = tuple[Tensor, Tensor]
@@ -56,6 +58,7 @@ _PROFILED_STEPS = 2
 _BLOCK_S = 0.3  # a block this long has little to fear from the clock or from one interruption
 _MOST_STEPS_PER_BLOCK = 50
 _LOSS_TOLERANCE = 1e-4  # relative; kinds of one trajectory differ by the rounding of some hundred steps only
+_LOSS_TOLERANCE_BF16 = 1e-2  # eps of bf16 is 8e-3
 
 
 # ---- models -------------------------------------------------------------------------------------------------------
@@ -69,6 +72,10 @@ class Spec:
     input_shape: tuple[int, ...]
     classes: int
     batch: int
+    bf16: bool = False
+    """Forward passes under autocast."""
+    layout: dict[str, Any] = field(default_factory=dict)
+    """Arguments of ``.to`` for the model and its input."""
 
 
 def mlp(depth: int, width: int) -> nn.Module:
@@ -103,6 +110,37 @@ def resnet18(width: int, stages: int = 4, classes: int = 10) -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
 
 
+class Bottleneck(nn.Module):
+    """1×1, 3×3, 1×1 convolutions; the stride is on the middle one."""
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        out = 4 * width
+        self.body = nn.Sequential(
+            *(nn.Conv2d(channels, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)),
+            *(nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)),
+            *(nn.Conv2d(width, out, 1, bias=False), nn.BatchNorm2d(out)),
+        )
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or channels != out:
+            self.shortcut = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.body(x) + self.shortcut(x), inplace=True)
+
+
+def resnet50(width: int = 64, blocks: Sequence[int] = (3, 4, 6, 3), classes: int = 1000) -> nn.Module:
+    """ResNet-50 for 224×224 images: 25.6 M parameters in 161 tensors."""
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+    layers.append(nn.MaxPool2d(3, 2, 1))
+    channels = width
+    for stage, count in enumerate(blocks):
+        for block in range(count):
+            layers.append(Bottleneck(channels, width << stage, 2 if stage > 0 and block == 0 else 1))
+            channels = 4 * (width << stage)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+
+
 def specs(*, smoke: bool) -> dict[str, Spec]:
     """The models by name; ``smoke``: the same architectures, tiny."""
     narrow, wide, channels = (16, 32, 4) if smoke else (256, 1024, 16)
@@ -116,7 +154,18 @@ def specs(*, smoke: bool) -> dict[str, Spec]:
         "wide": Spec(build=lambda: mlp(shallow, wide), input_shape=(wide,), classes=wide, batch=large),
         # Much arithmetic per parameter, as in real training. A quarter of the original's width keeps a step near 0.1 s.
         "resnet": Spec(build=lambda: resnet18(channels, stages), input_shape=(3, side, side), classes=10, batch=small),
+        "resnet50": Spec(
+            build=(lambda: resnet50(4, (1, 1), 10)) if smoke else resnet50,
+            input_shape=(3, 32, 32) if smoke else (3, 224, 224),
+            classes=10 if smoke else 1000,
+            batch=2 if smoke else 128,
+            bf16=True,
+            layout={"memory_format": torch.channels_last},
+        ),
     }
+
+
+_ON_CPU = ["narrow", "wide", "resnet"]
 
 
 # ---- kinds --------------------------------------------------------------------------------------------------------
@@ -144,6 +193,9 @@ class Place:
 class Stepper:
     """A model, its optimizer, and what one optimizer step is: zero_grad, forward and backward passes, step."""
 
+    bf16 = False
+    """Forward passes under autocast."""
+
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -163,7 +215,9 @@ class Stepper:
         self.steps += 1
 
     def _backward(self, batch: Batch, passes: int) -> None:
-        (F.cross_entropy(self.model(batch[0]), batch[1]) / passes).backward()
+        with torch.autocast(batch[0].device.type, dtype=torch.bfloat16, enabled=self.bf16):
+            loss = F.cross_entropy(self.model(batch[0]), batch[1]) / passes
+        loss.backward()
 
 
 class Kind(ABC):
@@ -186,7 +240,7 @@ def sgd_settings(place: Place) -> dict[str, Any]:
     return {"lr": _LR, "momentum": _MOMENTUM, "fused": True if place.device.type == "cuda" else None}
 
 
-def ddp(model: nn.Module, place: Place) -> nn.Module:
+def ddp(model: nn.Module, place: Place) -> DistributedDataParallel:
     device_ids = [place.device.index] if place.device.type == "cuda" else None
     return DistributedDataParallel(model, device_ids=device_ids)
 
@@ -205,6 +259,19 @@ class AdaScaleKind(Kind):
     def build(self, model: nn.Module, place: Place) -> Stepper:
         inner = SGD(model.parameters(), **sgd_settings(place))
         return Stepper(ddp(model, place), AdaScale(inner, num_gradients_to_accumulate=place.passes))
+
+
+class AdaScaleBuckets(Kind):
+    """Norms of DDP's buckets in its communication hook, instead of a hook on each parameter."""
+
+    name = "adascale+buckets"
+    trajectory = "adascale"
+
+    def build(self, model: nn.Module, place: Place) -> Stepper:
+        inner = SGD(model.parameters(), **sgd_settings(place))
+        wrapped = ddp(model, place)
+        measure_buckets(wrapped)
+        return Stepper(wrapped, AdaScale(inner, num_gradients_to_accumulate=place.passes, model=wrapped))
 
 
 class AdaScaleOSS(Kind):
@@ -311,6 +378,7 @@ KINDS: dict[str, Kind] = {
     for kind in (
         DDP(),
         AdaScaleKind(),
+        AdaScaleBuckets(),
         AdaScaleSharded(),
         Sharded(),
         AdaScaleOSS(),
@@ -364,8 +432,10 @@ class Result:
     ratio_q3: float
     cpu_ratio: float
     aten_calls: float
+    bf16: bool = False
     kernel_launches: float | None = None
-    synchronizations: float | None = None
+    synchronizations: float | None = None  # of a stream: the host stands still until all that was launched is done
+    event_waits: float | None = None
 
 
 def synchronize(device: torch.device) -> None:
@@ -377,7 +447,7 @@ def make_batches(spec: Spec, place: Place, count: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(place.rank)
     return [
         (
-            torch.randn(spec.batch, *spec.input_shape, generator=generator).to(place.device),
+            torch.randn(spec.batch, *spec.input_shape, generator=generator).to(place.device, **spec.layout),
             torch.randint(spec.classes, (spec.batch,), generator=generator).to(place.device),
         )
         for _ in range(count)
@@ -419,7 +489,8 @@ def count_calls(stepper: Stepper, batches: Sequence[Batch], place: Place) -> dic
     if on_gpu:
         found["kernel_launches"] = per_step(["cudaLaunch", "cuLaunch"])
         # Not cudaDeviceSynchronize: the profiler itself calls it when it stops.
-        found["synchronizations"] = per_step(["cudaStreamSynchronize", "cudaEventSynchronize"])
+        found["synchronizations"] = per_step(["cudaStreamSynchronize"])
+        found["event_waits"] = per_step(["cudaEventSynchronize"])
     return found
 
 
@@ -433,9 +504,11 @@ def choose_steps(baseline: Stepper, batches: Sequence[Batch], place: Place) -> i
 def measure(name: str, spec: Spec, place: Place, settings: Settings) -> list[Result]:
     """All kinds on one model with one number of passes, interleaved. Collective; rank 0's result is the one to use."""
     torch.manual_seed(0)
-    original = spec.build().to(place.device)
+    original = spec.build().to(place.device, **spec.layout)
     models = {kind: copy.deepcopy(original) for kind in settings.kinds}
     steppers = {kind: KINDS[kind].build(models[kind], place) for kind in settings.kinds}
+    for stepper in steppers.values():
+        stepper.bf16 = spec.bf16
     batches = make_batches(spec, place, 2 * place.passes)
 
     for stepper in steppers.values():
@@ -486,8 +559,10 @@ def measure(name: str, spec: Spec, place: Place, settings: Settings) -> list[Res
                 ratio_q3=q3,
                 cpu_ratio=statistics.median((cpu[:, index] / cpu[:, baseline]).tolist()),
                 aten_calls=counts.get("aten_calls", math.nan),
+                bf16=spec.bf16,
                 kernel_launches=counts.get("kernel_launches"),
                 synchronizations=counts.get("synchronizations"),
+                event_waits=counts.get("event_waits"),
             )
         )
     return results
@@ -534,7 +609,9 @@ def disagreements(results: Sequence[Result]) -> list[str]:
         same = [r for r in peers if r.trajectory is not None and r.trajectory == result.trajectory]
         if not math.isfinite(result.loss):
             found.append(f"{result.model}/{result.passes}: {result.kind} ended at loss {result.loss}.")
-        elif same and not math.isclose(result.loss, same[0].loss, rel_tol=_LOSS_TOLERANCE):
+        elif same and not math.isclose(
+            result.loss, same[0].loss, rel_tol=_LOSS_TOLERANCE_BF16 if result.bf16 else _LOSS_TOLERANCE
+        ):
             found.append(f"{result.model}/{result.passes}: {result.kind} ended at loss {result.loss:.6f}, ")
             found[-1] += f"{same[0].kind} at {same[0].loss:.6f}."
     return found
@@ -544,13 +621,13 @@ def table(results: Sequence[Result]) -> str:
     """Markdown, so that it can be pasted into README.md as it is."""
     on_gpu = any(result.kernel_launches is not None for result in results)
     header = ["model", "passes", "kind", "ms a step", "× ddp", "quartiles", "× ddp, CPU time", "aten calls", "loss"]
-    rows = [header + (["launches", "synchronizations"] if on_gpu else [])]
+    rows = [header + (["launches", "stream synchronizations", "event waits"] if on_gpu else [])]
     for r in results:
         ratio, quartiles = f"{r.ratio:.3f}", f"{r.ratio_q1:.3f}–{r.ratio_q3:.3f}"
         row = [r.model, str(r.passes), r.kind, f"{r.ms_per_step:.2f}", ratio, quartiles]
         row += [f"{r.cpu_ratio:.3f}", f"{r.aten_calls:.0f}", f"{r.loss:.4f}"]
         if on_gpu:
-            row += [f"{r.kernel_launches or 0:.0f}", f"{r.synchronizations or 0:.1f}"]
+            row += [f"{r.kernel_launches or 0:.0f}", f"{r.synchronizations or 0:.1f}", f"{r.event_waits or 0:.1f}"]
         rows.append(row)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
@@ -586,7 +663,8 @@ def machine(settings: Settings) -> dict[str, Any]:
 def parse(argv: Sequence[str] | None) -> tuple[Settings, Path | None, dict[str, str]]:
     """Settings, where the JSON goes, and the kinds that can't run here with the reason."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--models", nargs="+", choices=list(specs(smoke=False)), default=list(specs(smoke=False)))
+    help_models = "default: the three first ones (cuda: resnet50)"
+    parser.add_argument("--models", nargs="+", choices=list(specs(smoke=False)), help=help_models)
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), help=f"default: all; {BASELINE} always runs")
     parser.add_argument("--accumulation", nargs="+", type=int, help="passes a step; default: 1 4 (cuda: 2)")
     parser.add_argument("--rounds", type=int, help="default: 20 (--smoke: 2)")
@@ -610,7 +688,7 @@ def parse(argv: Sequence[str] | None) -> tuple[Settings, Path | None, dict[str, 
     if rounds < 1 or min(accumulation) < 1 or (steps is not None and steps < 1):
         parser.error("--rounds, --steps-per-round and --accumulation must be at least 1")
     settings = Settings(
-        models=list(dict.fromkeys(args.models)),
+        models=list(dict.fromkeys(args.models or (["resnet50"] if args.device == "cuda" else _ON_CPU))),
         kinds=[name for name in dict.fromkeys(asked) if name not in reasons],
         accumulation=list(dict.fromkeys(accumulation)),
         rounds=rounds,

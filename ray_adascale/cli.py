@@ -33,6 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     try:
+        Path.cwd()
+    except FileNotFoundError:
+        print("ray-adascale: the current directory was deleted. Change to one that exists.", file=sys.stderr)
+        return 2
+    try:
         return args.command(args)
     except (ValueError, FileNotFoundError, IsADirectoryError, PermissionError) as e:
         print(f"ray-adascale: {e}", file=sys.stderr)
@@ -88,8 +93,22 @@ def _add_tune(commands: Any) -> None:
     )
     tune.add_argument("--seed", type=int, default=0, help="of every trial (default: %(default)s)")
     tune.add_argument("--evaluate-every", type=float, metavar="STEPS", help="effective steps (default: T/10)")
-    tune.add_argument("--cpus-per-trial", type=float, default=1, help="default: %(default)s")
-    tune.add_argument("--gpus-per-trial", type=float, default=0, help="0.25 puts four on a GPU (default: %(default)s)")
+    tune.add_argument(
+        "--scheduler",
+        choices=("asha", "none"),
+        default="asha",
+        help="asha stops trials that lag (default); none lets each one end",
+    )
+    tune.add_argument("--cpus-per-trial", type=float, help="default: 1")
+    tune.add_argument("--gpus-per-trial", type=float, help="0.25 puts four on a GPU (default: 0)")
+    tune.add_argument(
+        "--num-workers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="Ray workers of one trial, where the base batch needs several (default: %(default)s)",
+    )
+    tune.add_argument("--use-gpu", action="store_true", help="with --num-workers: one GPU a worker")
     tune.add_argument("--max-concurrent-trials", type=int, help="default: as many as fit")
     tune.add_argument("-o", "--output", default="recipe.json", metavar="FILE", help="default: %(default)s")
     _add_config(tune)
@@ -220,12 +239,27 @@ def _tune(args: argparse.Namespace) -> int:
 
     The same --name and --storage-path go on with a search that was interrupted.
     """
+    from ray.train import ScalingConfig
+
     from .cluster import quiet_init
     from .tune import tune_recipe
 
     workload = resolve(args.workload)
     space = resolve(args.param_space or f"{args.workload.rpartition(':')[0]}:param_space")
-    resources = {"CPU": args.cpus_per_trial, **({"GPU": args.gpus_per_trial} if args.gpus_per_trial else {})}
+    given = {"CPU": args.cpus_per_trial, "GPU": args.gpus_per_trial}
+    resources = {key: value for key, value in given.items() if value is not None}
+    scaling_config = None
+    if args.num_workers != 1:
+        if resources:
+            raise ValueError(
+                f"Invalid --num-workers {args.num_workers} with --cpus-per-trial or --gpus-per-trial. Each worker has a CPU, "
+                "or with --use-gpu a GPU."
+            )
+        scaling_config = ScalingConfig(num_workers=args.num_workers, use_gpu=args.use_gpu)
+    elif args.use_gpu:
+        raise ValueError(
+            "Invalid --use-gpu with one worker a trial. Use --gpus-per-trial 1, or less than 1 to share one."
+        )
     config = _config(args, ("evaluate_every",))
     name = args.name or _new_name("recipe")
     quiet_init(args.address)
@@ -240,7 +274,9 @@ def _tune(args: argparse.Namespace) -> int:
             repeats=args.repeats,
             seed=args.seed,
             config=config,
-            resources_per_trial=resources,
+            scheduler=None if args.scheduler == "none" else args.scheduler,
+            resources_per_trial=None if scaling_config is not None else {"CPU": 1, **resources},
+            scaling_config=scaling_config,
             max_concurrent_trials=args.max_concurrent_trials,
             storage_path=args.storage_path,
             name=name,
@@ -357,6 +393,11 @@ def _resume(args: argparse.Namespace) -> int:
         )
     given = {key: getattr(args, key) for key in ("num_workers", "use_gpu", "max_failures", "address")}
     again = {"max_failures": None, **saved, **{key: value for key, value in given.items() if value is not None}}
+    where, _, function = saved["workload"].rpartition(":")
+    if where.endswith(".py"):
+        again["workload"] = f"{_found(where, saved)}:{function}"
+    if saved["recipe"] is not None:
+        again["recipe"] = _found(saved["recipe"], saved)
     return _train(argparse.Namespace(**again))
 
 
@@ -429,20 +470,46 @@ def _typed(name: str, value: Any) -> Any:
 
 
 def _arguments(args: argparse.Namespace, name: str, storage: str | None) -> dict[str, Any]:
-    """What `resume` hands to `_train`: the arguments, with paths that hold from any folder."""
+    """What `resume` hands to `_train`: the arguments, with paths that hold from other folders and, in a job, other nodes."""
     kept = {key: value for key, value in vars(args).items() if key != "command"}
     where, _, function = args.workload.rpartition(":")
+    # A job's working directory has another name in the next job, so files in it go by their place within it.
+    folder = Path.cwd()
+    earlier = getattr(args, "working_dir", None)
+    if earlier is not None and where.endswith(".py") and not _absolute(where).is_relative_to(folder):
+        folder = Path(earlier)  # resumed from elsewhere
+
+    def place(path: str) -> str:
+        full = _absolute(path)
+        return str(full.relative_to(folder) if full.is_relative_to(folder) else full)
+
     if where.endswith(".py"):
-        kept["workload"] = f"{Path(where).expanduser().resolve()}:{function}"
+        kept["workload"] = f"{place(where)}:{function}"
     if args.recipe is not None:
-        kept["recipe"] = str(Path(args.recipe).expanduser().resolve())
-    return {**kept, "name": name, "storage_path": storage}
+        kept["recipe"] = place(args.recipe)
+    return {**kept, "name": name, "storage_path": storage, "working_dir": str(folder)}
+
+
+def _found(path: str, saved: dict[str, Any]) -> str:
+    """A file of a run that is to be resumed: in this folder, or in the one where the run was started."""
+    folders = dict.fromkeys([str(Path.cwd()), saved.get("working_dir", ".")])
+    for folder in folders:
+        if Path(folder, path).is_file():
+            return str(Path(folder, path))
+    raise ValueError(
+        f"Invalid run {saved['name']!r}: {path!r}, which it was started with, is not in {' or '.join(folders)}. Resume in the "
+        "folder that has it."
+    )
+
+
+def _absolute(path: str) -> Path:
+    return Path(path).expanduser().resolve()
 
 
 def _storage(path: str | None) -> str | None:
     if path is None or "://" in path:
         return path
-    return str(Path(path).expanduser().resolve())  # workers have another working directory
+    return str(_absolute(path))  # workers have another working directory
 
 
 def _new_name(what: str) -> str:
@@ -457,7 +524,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _reason(error: Exception) -> str:
-    """What a worker said, where one did: the first line of the first failure, which is what a user can act on."""
+    """What a worker said, where one did: the last line of the first failure, which is what a user can act on."""
     failures: dict[int, Exception] = getattr(error, "worker_failures", {})
     if not failures:
         return str(error)
@@ -485,7 +552,7 @@ def _override(text: str) -> tuple[str, Any]:
 
 
 def _summary(metrics: dict[str, Any], seconds: float, stopped: str) -> str:
-    from .loop import METRICS
+    from .metrics import METRICS
 
     own = ", ".join(
         f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in metrics.items() if k not in METRICS

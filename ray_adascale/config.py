@@ -88,6 +88,8 @@ class AdaScaleConfig:
             refusing.
         report_every_s: Seconds between reports to Ray. Each is a barrier that Ray Train lets pass once in about 2 s, so a
             short interval makes the workers wait; gauges, trace and progress line don't.
+        trace_rows: Steps that the trace keeps: all of the newest half, and of older ones every 2nd, 4th, 8th, ..., so that
+            they fit into the other half; beside those with metrics of their own, as evaluations have. None keeps all.
 
     Raises:
         ValueError: A field is out of its range.
@@ -120,6 +122,7 @@ class AdaScaleConfig:
     async_checkpoint: bool = True
     accept_changes: bool = False
     report_every_s: float = 10.0
+    trace_rows: int | None = 40_000
 
     def __post_init__(self) -> None:
         for name in (
@@ -131,6 +134,7 @@ class AdaScaleConfig:
             "min_examples_per_worker",
             "max_nonfinite_steps",
             "dataset_length",
+            "trace_rows",
         ):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):

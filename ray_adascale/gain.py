@@ -89,9 +89,10 @@ def gain(sigma2: Tensor, mu2: Tensor, scale: float, *, variance_floor: float = 0
     sigma2 = sigma2.clamp(min=variance_floor)
     mu2 = mu2.clamp(min=0.0)
     denominator = sigma2 / scale + mu2
-    # 0/0 (all gradients zero) is a gain of 1; the inner `where` keeps the division itself free of NaN.
-    r = (sigma2 + mu2) / torch.where(denominator > 0, denominator, 1.0)
-    r = torch.where(denominator > 0, r, 1.0)
+    # 0/0 (all gradients zero) is a gain of 1; filling the denominator first keeps the division itself free of NaN. Not
+    # torch.where(..., 1.0): that copies its number to the device, and on a GPU waits for the copy.
+    unknown = ~(denominator > 0)
+    r = ((sigma2 + mu2) / denominator.masked_fill(unknown, 1.0)).masked_fill(unknown, 1.0)
     return r.clamp(min=min(1.0, scale), max=max(1.0, scale))  # rounding may leave the interval by one ulp
 
 
@@ -162,20 +163,27 @@ class Average:
     def value(self) -> Tensor:
         return self.total / self.weight
 
-    def update(self, sample: Tensor, decay: Tensor | float, *, debias: bool = True) -> Average:
-        """The average after one more sample.
+    def update(
+        self, sample: Tensor, decay: Tensor | float, *, debias: bool = True, use: Tensor | None = None
+    ) -> Average:
+        """The average after one more sample. No host synchronisation.
 
         Args:
             sample: Same shape as ``total``.
             decay: θ, the weight of the past, in [0, 1).
             debias: True: ``total ← θ·total + (1−θ)·x``, ``weight ← θ·weight + (1−θ)``. False (the paper's Appendix
                 B.3): plain mean of all samples while t < 1/(1−θ), then ``θ·old + (1−θ)·x``.
+            use: Bool, 0-dim: where false the average stays as it is, whatever the sample.
         """
-        theta = torch.as_tensor(decay, dtype=torch.float64, device=self.total.device)
+        theta = decay
         count = self.count + 1
         if not debias:
-            theta = torch.where(count < 1 / (1 - theta), 1 - 1 / count.double(), theta)
             # A plain mean is the recursion with θ_t = 1 − 1/t, whose weights sum to 1 from the first sample on.
+            mean_of_all = 1 - 1 / count.double()
+            theta = torch.where(count < 1 / (1 - theta), mean_of_all, torch.zeros_like(mean_of_all) + theta)
         total = theta * self.total + (1 - theta) * sample
         weight = theta * self.weight + (1 - theta)
+        if use is not None:
+            total, weight = torch.where(use, total, self.total), torch.where(use, weight, self.weight)
+            count = torch.where(use, count, self.count)
         return Average(total, weight, count)

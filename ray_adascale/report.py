@@ -21,7 +21,7 @@ import numpy as np
 
 from ._version import __version__
 from .forecast import Forecast, NoiseCurve, pyplot, replay
-from .loop import METRICS
+from .metrics import METRICS
 from .recipe import Recipe
 from .trace import read_trace
 

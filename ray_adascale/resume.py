@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .schedule import curve_difference
 
-__all__ = ["ProgressNote", "changes_since", "lr_at"]
+if TYPE_CHECKING:
+    from .loop import Run
+
+__all__ = ["ProgressNote", "changes_since", "check_unchanged", "log_start", "lr_at"]
+
+_log = logging.getLogger(__name__)
 
 
 def changes_since(state: Mapping[str, Any], saved: Sequence[Sequence[float]], now: Mapping[str, Any]) -> list[str]:
@@ -49,6 +56,74 @@ def changes_since(state: Mapping[str, Any], saved: Sequence[Sequence[float]], no
         points = f" At effective step: {', '.join(table)}." if table else ""
         changed.append(f"the learning-rate curve differs: {difference}{points}")
     return changed
+
+
+def check_unchanged(
+    state: Mapping[str, Any],
+    saved: Sequence[Sequence[float]],
+    now: Mapping[str, Any],
+    *,
+    name: str,
+    accept: bool,
+    loud: bool,
+) -> bool:
+    """Whether base batch, T or LR curve were changed, and that on purpose.
+
+    Args:
+        state, saved, now: See :func:`changes_since`.
+        name: The checkpoint's.
+        accept: The user accepts changes.
+        loud: Warn of those that were accepted; one worker is enough.
+
+    Raises:
+        ValueError: They were changed and that was not accepted. Shows both curves where they differ.
+    """
+    changed = changes_since(state, saved, now)
+    if not changed:
+        return False
+    what = f"The run was changed since its checkpoint {name}: {'; '.join(changed)}."
+    if not accept:
+        raise ValueError(
+            f"{what} Restore the settings, start a new run under another name, or accept them with "
+            "AdaScaleConfig(accept_changes=True)."
+        )
+    if loud:
+        warnings.warn(
+            f"{what} Accepted: it goes on at effective step {state['effective_steps']:.1f} with the new settings.",
+            stacklevel=5,  # who made the Run
+        )
+    return True
+
+
+def log_start(run: Run, folder: Path | None, last: int | None) -> None:
+    """Say where a run resumes, and what was lost.
+
+    Args:
+        run: It stands where the checkpoint is.
+        folder: The checkpoint; None if it begins.
+        last: Optimizer steps that the start before this one took; None if not known.
+    """
+    if folder is None:
+        if last:
+            _log.warning("No checkpoint was completed in the %d optimizer steps before; the run begins anew.", last)
+        return
+    step = run.place.iterations
+    if last is None:
+        seconds = run.config.checkpoint_every_s
+        lost = f"Lost are the steps since then, at most {seconds:g} s and a checkpoint's writing"
+    else:
+        lost = f"At most {max(last - step, 0)} optimizer steps were lost"
+    _log.log(
+        logging.INFO if last is not None and last <= step else logging.WARNING,
+        "Resumed from %s: optimizer step %d, effective step %.2f of %d, start %d, %d workers. %s.",
+        folder.name,
+        step,
+        run.effective_steps,
+        run.total_steps,
+        run.place.attempt,
+        run.plan.world_size,
+        lost,
+    )
 
 
 def lr_at(

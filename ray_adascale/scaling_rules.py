@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any, Protocol
 
@@ -289,6 +289,8 @@ class LEGWScale(ScalingRuleBase):
 
     def __init__(self, base_warmup_epochs: float, data_size: int) -> None:
         self._rule = LEGWRule(base_warmup_epochs, data_size)
+        self._first_lrs: list[float] | None = None
+        self._lrs_changed = False
 
     def scale_lr(self, scale: float) -> Any:
         adp = self._initialized()
@@ -302,7 +304,22 @@ class LEGWScale(ScalingRuleBase):
         gns = self._initialized().gns
         if gns.should_zero_grad and self.adp.require_backward_grad_sync:
             self._rule.watch(gns.scale)
+            self._watch_lrs()
         return super().step(*args, **kwargs)
+
+    def check_curve(self, curve: Sequence[Sequence[float]]) -> None:
+        """Warn when the schedule has a warm-up of its own; see :meth:`LEGWRule.check_curve`."""
+        self._rule.check_curve(curve)
+
+    def _watch_lrs(self) -> None:
+        """The same where no curve is known: the loop's scheduler shows it as it goes."""
+        assert self._optimizer is not None
+        lrs = [float(group["lr"]) for group in self._optimizer.param_groups]
+        if self._first_lrs is None:
+            self._first_lrs = lrs
+        elif not self._lrs_changed and lrs != self._first_lrs:
+            self._lrs_changed = True
+            self._rule.check_curve(list(zip(self._first_lrs, lrs, strict=False)))
 
     def __call__(self, now: RuleInput) -> tuple[float, float]:
         own = type(self).scale_lr is LEGWScale.scale_lr and type(self).clock is LEGWScale.clock

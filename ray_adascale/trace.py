@@ -1,19 +1,32 @@
 """The step trace: a file of JSON lines, one object per optimizer step, that survives being killed.
 
-Appending is the only thing done to the file while training runs, so a crash costs at most the last line. After a crash
-the trainer resumes from a checkpoint and cuts the trace back to it: steps taken since are taken again.
+While training runs the file is appended to, so a crash costs at most the last line. After a crash the trainer resumes from
+a checkpoint and cuts the trace back to it: steps taken since are taken again.
+
+Every checkpoint carries a copy, so a trace must not grow with the run for ever. Beyond ``keep`` rows older ones are thinned
+out: of what is older than the newest ``keep / 2`` steps every 2nd stays, then every 4th, 8th, ..., so that these fit into
+the other half. Strides are powers of two and depend on the newest step alone, so it makes no difference to the final trace
+how often it was thinned, and where.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 __all__ = ["Trace", "read_trace"]
+
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+_SCALARS = frozenset({bool, int, float, str, type(None)})
+_RARE = 100
+"""A row stays, however old, if it has a key that fewer than one in so many of the newest rows have: an evaluation's."""
 
 
 class Trace:
@@ -22,17 +35,25 @@ class Trace:
     Args:
         path: The file; it and its folder are made if missing.
         flush_every: Rows that wait in memory before they are written, ≥ 1.
+        keep: Rows that :meth:`shorten` leaves, ≥ 2, beside those with keys that are rare; None for all.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, flush_every: int = 100) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, flush_every: int = 100, keep: int | None = None) -> None:
         if flush_every < 1:
             raise ValueError(f"Invalid {flush_every=}. Must be at least 1 row.")
+        if keep is not None and keep < 2:
+            raise ValueError(f"Invalid {keep=}. Must be at least 2 rows, or None for all.")
         self.path = Path(path)
         self.flush_every = flush_every
+        self.keep = keep
         self._pending: list[bytes] = []
+        self._steps = array("q")  # of each row, if rows may have to go,
+        self._kinds = array("i")  # and which keys it has:
+        self._keys: dict[tuple[str, ...], int] = {}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             _mend(self.path)
+            self._index_rows()
         self._file: BinaryIO | None = self.path.open("ab")
 
     def append(self, row: Mapping[str, Any]) -> None:
@@ -53,10 +74,11 @@ class Trace:
         if self._file is None:
             raise ValueError(f"The trace {self.path} is closed.")
         for key, value in row.items():
-            if not isinstance(key, str):
-                raise TypeError(f"Invalid key {key!r}: {type(key).__name__}. Keys of a trace row are strings.")
-            _check(key, value)
-        self._pending.append(json.dumps(dict(row), separators=(",", ":")).encode() + b"\n")
+            if type(value) not in _SCALARS or type(key) is not str:
+                _check(key, value)
+        self._pending.append(_encode(dict(row)).encode() + b"\n")
+        if self.keep is not None:
+            self._index(row)
         if len(self._pending) >= self.flush_every:
             self.flush()
 
@@ -67,8 +89,63 @@ class Trace:
             self._file.flush()
             self._pending.clear()
 
+    def take_up(self, path: str | os.PathLike[str]) -> None:
+        """Appends the rows of another trace, that of the checkpoint which the run resumes from."""
+        for row in read_trace(path):
+            self.append(row)
+
     def truncate_after(self, step: int) -> None:
         """Drops rows with ``row["step"] > step``: cuts the trace back to a checkpoint taken at ``step``."""
+        self._rewrite(lambda: (line for line, row in _rows(self.path) if row["step"] <= step))
+        self._index_rows()
+
+    def shorten(self, *, always: bool = False) -> None:
+        """Thins out older rows where there are more than ``keep``, and writes the waiting ones.
+
+        Args:
+            always: Also where there are fewer, because this is done last: then the outcome depends on the steps taken
+                and not on when the trace was thinned before.
+        """
+        self.flush()
+        if self.keep is None or not self._steps or (len(self._steps) <= self.keep and not always):
+            return
+        newest, special = max(self._steps), self._special_kinds()
+        stays = [
+            kind in special or _stays(step, newest, self.keep)
+            for step, kind in zip(self._steps, self._kinds, strict=True)
+        ]
+        if all(stays):
+            return
+
+        def lines() -> Iterator[bytes]:
+            with self.path.open("rb") as file:
+                yield from itertools.compress(file, stays)
+
+        self._rewrite(lines)
+        self._steps = array("q", itertools.compress(self._steps, stays))
+        self._kinds = array("i", itertools.compress(self._kinds, stays))
+
+    def _special_kinds(self) -> set[int]:
+        """Kinds of rows that have a key which few of the newest rows have."""
+        assert self.keep is not None
+        newest = self._kinds[-(self.keep // 2) :]
+        kinds, having = Counter(newest), Counter[str]()
+        for keys, kind in self._keys.items():
+            having.update(dict.fromkeys(keys, kinds[kind]))
+        return {kind for keys, kind in self._keys.items() if any(having[key] * _RARE < len(newest) for key in keys)}
+
+    def _index(self, row: Mapping[str, Any]) -> None:
+        self._steps.append(row["step"])
+        self._kinds.append(self._keys.setdefault(tuple(row), len(self._keys)))
+
+    def _index_rows(self) -> None:
+        self._steps, self._kinds = array("q"), array("i")
+        if self.keep is not None:
+            for _, row in _rows(self.path):
+                self._index(row)
+
+    def _rewrite(self, lines: Callable[[], Iterator[bytes]]) -> None:
+        """Puts these lines in the place of the file's, or, where that fails, leaves it as it is."""
         if self._file is None:
             raise ValueError(f"The trace {self.path} is closed.")
         self.flush()
@@ -77,7 +154,7 @@ class Trace:
         kept = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         try:
             with kept.open("wb") as file:
-                file.writelines(line for line, row in _rows(self.path) if row["step"] <= step)
+                file.writelines(lines())
             os.replace(kept, self.path)
         finally:
             kept.unlink(missing_ok=True)
@@ -144,6 +221,16 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
+def _stays(step: int, newest: int, keep: int) -> bool:
+    """Whether a step's row is among those kept once the step ``newest`` is reached."""
+    half = keep // 2
+    older = newest - half
+    stride = 1
+    while older > half * stride:
+        stride *= 2
+    return step > older or step % stride == 0
+
+
 def _mend(path: Path) -> None:
     """Makes a file that a crash left ready for appending: it ends with a line break or is empty."""
     with path.open("rb+") as file:
@@ -158,7 +245,9 @@ def _mend(path: Path) -> None:
             file.write(b"\n")
 
 
-def _check(key: str, value: Any) -> None:
+def _check(key: object, value: Any) -> None:
+    if not isinstance(key, str):
+        raise TypeError(f"Invalid key {key!r}: {type(key).__name__}. Keys of a trace row are strings.")
     if isinstance(value, list):
         for item in value:
             _check(key, item)

@@ -33,15 +33,17 @@ from .backend import Backend
 from .cluster import pickle_by_value, quiet_init
 from .config import AdaScaleConfig
 from .loop import Run
-from .progress import ProgressLine
+from .progress import RunProgress
 from .recipe import Recipe
 from .rng import seed_everything
-from .workload import WorkloadFn, build, with_unit
+from .tensorboard import LiveEvents
+from .workload import Workload, WorkloadFn, build, with_unit
 
 __all__ = ["AdaScaleTrainer", "RayTrainBackend", "prepare"]
 
 _GAUGES = ("gain", "scale", "effective_steps", "efficiency", "loss")
 _GAUGE_INTERVAL_S = 1.0
+_EVENTS = "tensorboard"  # the folder of event files in a run's
 _PREEMPTION_POLL_S = 5.0
 """A poll is a barrier of 3 to 4 ms: below a thousandth of the time. Notices come 30 s or more ahead."""
 
@@ -65,6 +67,12 @@ class RayTrainBackend(Backend):
         self._uploading = threading.Event()
         self._gauges: dict[str, Gauge] = {}
         self._observed = -math.inf
+        self.events: LiveEvents | None = None
+        """TensorBoard's, on rank 0."""
+        if self.rank == 0:
+            here = isinstance(self._storage.storage_filesystem, pyarrow.fs.LocalFileSystem)
+            target = self._storage.experiment_fs_path if here else tempfile.mkdtemp(prefix="ray_adascale-events-")
+            self.events = LiveEvents(Path(target, _EVENTS))
         self.board: Any = None
         """A ``_Board`` actor that shows the newest metrics to the driver, or None."""
 
@@ -112,7 +120,7 @@ class RayTrainBackend(Backend):
             "copy back, or begin anew under another RunConfig(name)."
         )
 
-    def checkpoint_folder(self, step: int) -> Path:
+    def checkpoint_folder(self, step: int) -> Path | None:
         return Path(tempfile.mkdtemp(prefix=f"ray_adascale-checkpoint-{step}-"))
 
     def report(self, metrics: Mapping[str, Any], folder: Path | None) -> None:
@@ -155,6 +163,8 @@ class RayTrainBackend(Backend):
         return f"node {nodes} with worker {', '.join(map(str, info.preempted_ranks))} goes away{when}"
 
     def observe(self, metrics: Mapping[str, Any], total_steps: int) -> None:
+        if self.events is not None:
+            self.events.add(metrics)
         now = time.monotonic()
         if now - self._observed < _GAUGE_INTERVAL_S:
             return
@@ -170,6 +180,13 @@ class RayTrainBackend(Backend):
     def keep_trace(self, path: Path) -> None:
         target = f"{self._storage.experiment_fs_path}/trace.jsonl"
         pyarrow.fs.copy_files(str(path), target, destination_filesystem=self._storage.storage_filesystem)
+        if self.events is None:
+            return
+        self.events.close()
+        folder, target = self.events.folder, f"{self._storage.experiment_fs_path}/{_EVENTS}"
+        if str(folder) != target and folder.is_dir():
+            pyarrow.fs.copy_files(str(folder), target, destination_filesystem=self._storage.storage_filesystem)
+            shutil.rmtree(folder.parent, ignore_errors=True)
 
 
 @PublicAPI(stability="alpha")
@@ -228,22 +245,27 @@ class _Board:
         return self._metrics
 
 
+def build_on_worker(function: WorkloadFn, hyperparameters: dict[str, Any], seed: int, rank: int) -> Workload:
+    """The workload with the same weights on every worker, and random numbers of its own (dropout) from there on."""
+    seed_everything(seed)
+    workload = build(function, hyperparameters)
+    if rank > 0:
+        seed_everything(seed + rank)
+    return workload
+
+
 def _train_workload(settings: dict[str, Any]) -> dict[str, Any]:
     """What each worker of an :class:`AdaScaleTrainer` runs; rank 0's return value is the result's."""
     config: AdaScaleConfig = settings["config"]
-    seed_everything(config.seed)
-    workload = build(settings["workload"], settings["hyperparameters"])
-    config = with_unit(config, workload)
     backend = RayTrainBackend()
     backend.board = settings["board"]
-    if backend.rank > 0:
-        seed_everything(config.seed + backend.rank)  # the same weights everywhere, but dropout of one's own
+    workload = build_on_worker(settings["workload"], settings["hyperparameters"], config.seed, backend.rank)
     run = Run(
         workload.model,
         workload.optimizer,
         workload.scheduler,
         workload.train_dataset,
-        config,
+        with_unit(config, workload),
         collate_fn=workload.collate_fn,
         evaluate=workload.evaluate,
         recipe=settings["recipe"],
@@ -272,7 +294,7 @@ class AdaScaleTrainer(TorchTrainer):
         scaling_config: Ray Train's. ``num_workers=(min, max)`` makes the run elastic.
         run_config: Ray Train's. The same name and storage path resume a run.
         torch_config: Ray Train's. Default: a worker that hangs fails the others after 300 s.
-        progress: Show a progress line while ``fit()`` waits.
+        progress: Show how far the run is while ``fit()`` waits: live on a terminal, else a line every few seconds.
 
     Raises:
         ValueError: A setting can't work; raised here, on the driver, before any worker starts.
@@ -340,7 +362,7 @@ class AdaScaleTrainer(TorchTrainer):
         board = _Board.remote()  # type: ignore[attr-defined]
         self._settings["board"] = board
         try:
-            with ProgressLine(lambda: ray.get(board.get.remote(), timeout=5), label=f"{self.run_config.name}: "):
+            with RunProgress(lambda: ray.get(board.get.remote(), timeout=5), label=str(self.run_config.name)):
                 return self._fit()
         finally:
             self._settings["board"] = None

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import math
 import os
 import platform
-import shutil
 import signal
 import statistics
-import sys
-import tempfile
 import threading
 import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,191 +23,33 @@ from typing import Any, Literal
 import ray
 import torch
 from ray import cloudpickle, tune
+from ray.train import ScalingConfig
 from ray.tune.schedulers import (
     AsyncHyperBandScheduler,
     FIFOScheduler,
+    MedianStoppingRule,
     PopulationBasedTraining,
     PopulationBasedTrainingReplay,
     TrialScheduler,
 )
 from ray.tune.search import BasicVariantGenerator, Searcher
 from ray.util.annotations import PublicAPI
-from torch import Tensor, nn
+from ray.util.state import list_nodes
+from ray.util.state.exception import RayStateApiException
 
-from . import checkpoint
 from ._version import __version__
-from .backend import Backend
 from .cluster import pickle_by_value, quiet_init
 from .config import AdaScaleConfig
 from .json_files import read_json, write_json
-from .loop import Run
+from .progress import SearchProgress
 from .recipe import NoiseProbe, Recipe, Repeat
-from .record import base_config, train_base, workload_name
-from .rng import seed_everything
-from .workload import WorkloadFn, build, with_unit
+from .record import base_config, workload_name
+from .trial import EPOCHS, OBJECTIVE, OUTCOME, Entry, MissingMetric, Settings, describe_config, run_repeat, run_trial
+from .workload import WorkloadFn
 
 __all__ = ["tune_recipe"]
 
-_OBJECTIVE = "objective"  # the workload's metric, negated where small is better: what Tune maximises
-_OUTCOME = "outcome"  # JSON, in a trial's last report only: what the recipe needs of the trial beside its score
-_EPOCHS = "epochs"  # τ in passes over the dataset: ASHA's clock where T is given in epochs
 _OUTPUT_ENGINE = "RAY_AIR_NEW_OUTPUT"
-_PROGRESS_FILE = "trial.json"  # what a trial has collected so far, beside the run's own files in a checkpoint
-
-
-class _MissingMetric(ValueError):
-    """The workload's metric is not among what was measured: a mistake in the workload, not a trial that went badly."""
-
-
-# ---- in a trial's process --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Settings:
-    """What every trial is given beside its config."""
-
-    workload: WorkloadFn
-    config: AdaScaleConfig
-    probe_every: int
-    threads: int
-    checkpoints: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Entry:
-    """One repeat: whose config, and with what seed."""
-
-    rank: int
-    hyperparameters: dict[str, Any]
-    seed: int
-
-    def __str__(self) -> str:
-        return f"{_describe_config(self.hyperparameters)}, seed {self.seed}"
-
-
-class _TuneBackend(Backend):
-    """One trial, in one process. Reports to Tune whenever the run has evaluated, and at its end.
-
-    Attributes:
-        run: Set once it is made; the run is made with its backend, so not before.
-        noise: τ, σ² and μ² of each probe.
-        evaluated: The keys that the workload's ``evaluate`` has returned.
-    """
-
-    def __init__(self, metric: str, mode: str, *, checkpoints: bool) -> None:
-        self.rank, self.world_size = 0, 1
-        cuda = torch.cuda.is_available()  # Ray shows a trial only the GPUs that it was given
-        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        self.run: Run | None = None
-        self.noise: list[tuple[float, float, float]] = []
-        self.evaluated: tuple[str, ...] = ()
-        self._metric = metric
-        self._mode = mode
-        self._checkpoints = checkpoints
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._loss_count = 0
-
-    def add_loss(self, loss: Tensor) -> None:
-        """Count a step's training loss into the mean of the next report; waits for nothing on a GPU."""
-        self._loss_sum += loss.detach()
-        self._loss_count += 1
-
-    @contextmanager
-    def latest_checkpoint(self) -> Iterator[Path | None]:
-        found = tune.get_checkpoint()
-        if found is None:
-            yield None
-            return
-        with found.as_directory() as folder:
-            checkpoint.verify(folder)
-            own = json.loads(Path(folder, _PROGRESS_FILE).read_text(encoding="utf-8"))
-            self.noise = [(tau, sigma2, mu2) for tau, sigma2, mu2 in own["noise"]]
-            yield Path(folder)
-
-    def checkpoint_folder(self, step: int) -> Path | None:
-        return Path(tempfile.mkdtemp(prefix=f"ray_adascale-trial-{step}-")) if self._checkpoints else None
-
-    def report(self, metrics: Mapping[str, Any], folder: Path | None) -> None:
-        run = self.run
-        assert run is not None
-        report = dict(metrics)
-        if self._loss_count and "loss" not in self.evaluated:
-            # A single batch's loss is mostly noise, and a search that compares those picks the luckiest trial.
-            report["loss"] = self._loss_sum.item() / self._loss_count
-            self._loss_sum.zero_()
-            self._loss_count = 0
-        if self._metric not in report:
-            found = ", ".join(map(repr, self.evaluated)) or "nothing"
-            raise _MissingMetric(
-                f"Invalid metric={self._metric!r}: evaluate returned {found}. Name one of them in "
-                "Workload(metric=...), or 'loss' for the training loss."
-            )
-        value = float(report[self._metric])
-        if not math.isfinite(value):
-            raise FloatingPointError(
-                f"{self._metric} is {value} at effective step {run.effective_steps:.0f} of {run.total_steps}."
-            )
-        report[_OBJECTIVE] = value if self._mode == "max" else -value
-        report["total_steps"] = run.total_steps
-        if run.base_steps_per_epoch is not None:
-            report[_EPOCHS] = run.effective_steps / run.base_steps_per_epoch
-        if run.stopped is not None:
-            report[_OUTCOME] = json.dumps(
-                {
-                    "metric": self._metric,
-                    "mode": self._mode,
-                    "score": value,
-                    "total_steps": run.total_steps,
-                    "base_steps_per_epoch": run.base_steps_per_epoch,
-                    "scheduler_unit": run.config.scheduler_unit,
-                    "lr_curve": run.lr_curve,
-                    "noise": self.noise,
-                }
-            )
-        elif self._checkpoints:  # the last report needs none: nobody resumes a trial that is done
-            folder = run.save_checkpoint()
-        if folder is None:
-            tune.report(report)
-            return
-        Path(folder, _PROGRESS_FILE).write_text(json.dumps({"noise": self.noise}), encoding="utf-8")
-        try:
-            tune.report(report, checkpoint=tune.Checkpoint.from_directory(str(folder)))
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _run_trial(hyperparameters: dict[str, Any], settings: _Settings) -> None:
-    """The base run of one config: what Tune calls, in a process that may have run other trials before."""
-    gc.collect()  # a trial that was stopped leaves reference cycles behind, and its model may hang on them
-    torch.set_num_threads(settings.threads)
-    seed_everything(settings.config.seed)
-    workload = build(settings.workload, hyperparameters)
-    backend = _TuneBackend(workload.metric, workload.mode, checkpoints=settings.checkpoints)
-
-    def evaluate(model: nn.Module) -> Mapping[str, float]:
-        # Also without an evaluate of the workload's: Run reports when it has evaluated.
-        found = {} if workload.evaluate is None else workload.evaluate(model)
-        backend.evaluated = tuple(found)
-        return found
-
-    run = Run(
-        workload.model,
-        workload.optimizer,
-        workload.scheduler,
-        workload.train_dataset,
-        with_unit(settings.config, workload),
-        collate_fn=workload.collate_fn,
-        evaluate=evaluate,
-        backend=backend,
-    )
-    backend.run = run
-    train_base(run, workload, settings.probe_every, backend.noise, backend.add_loss)
-
-
-def _run_repeat(config: dict[str, Any], settings: _Settings, entries: list[_Entry]) -> None:
-    """A trial's config again, with another seed: what Tune calls for the repeats."""
-    entry = entries[config["repeat"]]
-    _run_trial(entry.hyperparameters, replace(settings, config=replace(settings.config, seed=entry.seed)))
 
 
 # ---- on the driver ---------------------------------------------------------------------------------------------------
@@ -229,7 +67,7 @@ class _Finished:
     @property
     def outcome(self) -> dict[str, Any] | None:
         """What the last report of a trial that reached T holds; None for any other trial."""
-        text = self.metrics.get(_OUTCOME)
+        text = self.metrics.get(OUTCOME)
         return None if self.error is not None or text is None else json.loads(text)
 
     @property
@@ -252,25 +90,30 @@ class _Watch(tune.Callback):
         describe: Callable[[Mapping[str, Any]], str] | None = None,
     ) -> None:
         self.finished: dict[str, _Finished] = {}
-        self.fatal: _MissingMetric | None = None
+        self.fatal: MissingMetric | None = None
         self.interrupted = False
-        self._total = total
-        self._verbose = verbose
+        self.progress = SearchProgress(what, total) if verbose else None
         self.what = what
         self._earlier = earlier
-        self._config_text = _describe_config if describe is None else describe
+        self._config_text = describe_config if describe is None else describe
         self._best: dict[str, Any] | None = None
 
     def __reduce__(self) -> Any:
         # Tune pickles its callbacks for a search to be restored with; what comes back is the watch of that restart.
         return _live_watch, (self.what,)
 
+    def on_trial_result(
+        self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
+    ) -> None:
+        if self.progress is not None and "total_steps" in result:
+            self.progress.advance(trial.trial_id, result["effective_steps"] / result["total_steps"])
+
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         self._add(_Finished(trial.trial_id, dict(trial.config), dict(trial.last_result or {}), None))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         error = _cause(trial)
-        if isinstance(error, _MissingMetric) and self.fatal is None:
+        if isinstance(error, MissingMetric) and self.fatal is None:
             self.fatal = error
             return  # every trial would say the same: the search ends with this very error
         self._add(_Finished(trial.trial_id, dict(trial.config), dict(trial.last_result or {}), error))
@@ -292,10 +135,13 @@ class _Watch(tune.Callback):
         outcome = trial.outcome
         if outcome is not None and (self._best is None or _better(outcome, self._best)):
             self._best = outcome
-        if self._verbose and not quiet:
-            # To standard error, as the progress line of a training run: a command's own output stays clean.
-            place = f"{self.what} {len(self.finished)} of {self._total}"
-            print(f"{place}: {self._describe(trial)}", file=sys.stderr, flush=True)
+        if self.progress is None:
+            return
+        if quiet:
+            self.progress.skip(trial.trial_id)
+            return
+        best = "" if self._best is None else f"{self._best['metric']} {self._best['score']:.4g}"
+        self.progress.finish(trial.trial_id, self._describe(trial), best)
 
     def _describe(self, trial: _Finished) -> str:
         where = f"at {self._config_text(trial.config)}"
@@ -345,6 +191,7 @@ def tune_recipe(
     seed: int = 0,
     config: AdaScaleConfig | None = None,
     resources_per_trial: Mapping[str, float] | None = None,
+    scaling_config: ScalingConfig | None = None,
     max_concurrent_trials: int | None = None,
     probe_every: int = 20,
     storage_path: str | os.PathLike[str] | None = None,
@@ -373,6 +220,10 @@ def tune_recipe(
     resume from a checkpoint, saved at each of their reports; no checkpoints are written under ASHA and ``None``, which
     never pause a trial.
 
+    Where one process can't hold the base batch, or would take too long, give ``scaling_config``: each trial is then spread
+    over so many Ray Train workers, still at the base batch (S = 1). Its noise comes from the steps themselves, as there are
+    n ≥ 2 gradient samples in each. It costs some seconds to start each trial, and each report a moment of waiting.
+
     Args:
         workload: A function from a config to a :class:`ray_adascale.Workload`.
         param_space: Tune's search space. The values chosen must be JSON's: search over names and numbers.
@@ -388,12 +239,18 @@ def tune_recipe(
             (reports have ``effective_steps`` for its ``time_attr``).
         seed: Of the random search, and the same in each trial: of its weights and of the order of its examples.
         config: Further settings of the loop: precision, grad_clip, evaluate_every ... What belongs to scale
-            (per_worker_batch_size, accumulation, elastic, sharding, rule) or to Ray Train (report_every_s,
-            checkpoint_every_s) is not used here, nor is its ``seed``.
+            (per_worker_batch_size, accumulation, global_batch_size, elastic, sharding, rule) or to Ray Train
+            (report_every_s, checkpoint_every_s) is not used here, nor is its ``seed``. With ``scaling_config`` these are
+            used: sharding, checkpoint_every_s, and as in a run with a ``global_batch_size`` accumulation (the fewest passes)
+            and per_worker_batch_size (the most examples of one).
         resources_per_trial: What Ray reserves for a trial, ``{"CPU": 1}`` by default. With a "GPU" the trial trains on
             it. torch uses as many threads as there are CPUs.
-        max_concurrent_trials: Default: as many as fit on the cluster.
-        probe_every: Optimizer steps between two probes of the noise; one costs as much as a step, two for tiny models.
+        scaling_config: Ray Train's, of the workers of one trial: ``ScalingConfig(num_workers=4, use_gpu=True)``. Default: a
+            trial is one process. Schedulers that stop trials then need Ray's dashboard, which cleans up after them.
+        max_concurrent_trials: Default: as many as fit on the cluster. With ``scaling_config`` never more than fit on the
+            cluster as it is at the start.
+        probe_every: Optimizer steps between two probes of the noise; one costs as much as a step, two for tiny models, and
+            with ``scaling_config`` nothing.
         storage_path: Where Tune keeps results; default ``~/ray_results``.
         name: Of the search, its folder under ``storage_path``; the same name goes on with it.
         verbose: 0 is silent; 1 prints a line about each finished trial to standard error.
@@ -407,7 +264,11 @@ def tune_recipe(
         RuntimeError: No trial reached T.
         KeyboardInterrupt: The search was interrupted (Tune itself would go on with the trials that it has).
     """
-    resources = {"CPU": 1} if resources_per_trial is None else resources_per_trial
+    if scaling_config is not None:
+        _check_scaling(scaling_config, resources_per_trial, search_alg)
+        resources = scaling_config.total_resources
+    else:
+        resources = {"CPU": 1} if resources_per_trial is None else resources_per_trial
     _check_arguments(
         workload,
         param_space,
@@ -421,8 +282,13 @@ def tune_recipe(
         repeats,
         repeat_best,
     )
-    trial_config = base_config(config, base_batch_size, total_steps, total_epochs, seed)
+    trial_config = replace(
+        base_config(config, base_batch_size, total_steps, total_epochs, seed), global_batch_size=None
+    )
     tune_scheduler, scheduler_name = _make_scheduler(scheduler, total_steps, total_epochs)
+    if scaling_config is not None:
+        trial_config = _spread(trial_config, config, int(scaling_config.num_workers))
+        max_concurrent_trials = _concurrency(resources, tune_scheduler, max_concurrent_trials)
     if search_alg is None:
         # Not TuneConfig's default, which draws from NumPy's global generator.
         searcher = BasicVariantGenerator(random_state=seed, max_concurrent=max_concurrent_trials or 0)
@@ -439,14 +305,6 @@ def tune_recipe(
 
     quiet_init()
     _warn_where_nothing_fits(resources)
-    settings = _Settings(
-        workload=pickle_by_value(workload),
-        config=trial_config,
-        probe_every=probe_every,
-        threads=max(1, int(resources.get("CPU", 1))),
-        # ASHA and FIFO only go on or stop; of others, subclasses included, one doesn't know.
-        checkpoints=type(tune_scheduler) not in (AsyncHyperBandScheduler, FIFOScheduler),
-    )
     run_config = tune.RunConfig(
         name=name,
         storage_path=_absolute(storage_path),
@@ -454,6 +312,19 @@ def tune_recipe(
         verbose=0,
     )
     folder = f"{run_config.storage_path}/{name}"
+    settings = Settings(
+        workload=pickle_by_value(workload),
+        config=trial_config,
+        probe_every=probe_every,
+        threads=max(1, int(resources.get("CPU", 1))),
+        # ASHA and FIFO only go on or stop; of others, subclasses included, one doesn't know.
+        checkpoints=type(tune_scheduler) not in (AsyncHyperBandScheduler, FIFOScheduler),
+        scaling_config=scaling_config,
+        folder=f"{folder}/workers",
+    )
+    # Workers ask for themselves. What only waits for them must take no CPU that they need: Tune refuses to reserve nothing,
+    # so it reserves a byte.
+    reserved = dict(resources) if scaling_config is None else {"CPU": 0, "memory": 1}
     earlier = _check_same_search(
         folder,
         {
@@ -465,23 +336,25 @@ def tune_recipe(
             "num_samples": num_samples,
             "seed": seed,
             "probe_every": probe_every,
+            "num_workers": None if scaling_config is None else scaling_config.num_workers,
             "search_alg": search_name,
             "scheduler": scheduler_name,
         },
     )
     started = time.monotonic()
     watch = _fit(
-        tune.with_resources(tune.with_parameters(_run_trial, settings=settings), dict(resources)),
+        tune.with_resources(tune.with_parameters(run_trial, settings=settings), reserved),
         param_space,
         run_config,
         tune.TuneConfig(
-            metric=_OBJECTIVE,
+            metric=OBJECTIVE,
             mode="max",
             num_samples=num_samples,
             search_alg=searcher,
             scheduler=tune_scheduler,
             max_concurrent_trials=limit,
-            reuse_actors=True,  # a process for each trial would import torch each time
+            # A process for each trial would import torch each time. But one that waits for workers must end with its trial.
+            reuse_actors=scaling_config is None,
         ),
         _Watch(num_samples * _grid_size(param_space), verbose=verbose > 0, earlier=earlier),
     )
@@ -494,23 +367,25 @@ def tune_recipe(
     stopped_early = len(trials) - completed - len(failed)
     if repeats:
         entries = [
-            _Entry(rank=rank, hyperparameters=trial.config, seed=seed + 1 + i)
+            Entry(rank=rank, hyperparameters=trial.config, seed=seed + 1 + i)
             for rank, (trial, _) in enumerate(ranking[:repeat_best])
             for i in range(repeats)
         ]
         repeated = _fit(
             tune.with_resources(
-                tune.with_parameters(_run_repeat, settings=settings, entries=entries),
-                dict(resources),
+                tune.with_parameters(
+                    run_repeat, settings=replace(settings, folder=f"{folder}-repeats/workers"), entries=entries
+                ),
+                reserved,
             ),
             {"repeat": tune.grid_search(list(range(len(entries))))},
             replace(run_config, name=f"{name}-repeats"),
             tune.TuneConfig(
-                metric=_OBJECTIVE,
+                metric=OBJECTIVE,
                 mode="max",
                 search_alg=BasicVariantGenerator(max_concurrent=max_concurrent_trials or 0),
                 scheduler=FIFOScheduler(),
-                reuse_actors=True,
+                reuse_actors=scaling_config is None,
             ),
             _Watch(
                 len(entries),
@@ -547,6 +422,7 @@ def tune_recipe(
             "failed": failed,
             "search_alg": search_name,
             "scheduler": scheduler_name,
+            "num_workers": 1 if scaling_config is None else scaling_config.num_workers,
             "best_trial": winner.trial_id,
             "wall_s": wall_s,
             "name": name,
@@ -578,7 +454,7 @@ def _fit(trainable: Any, space: Any, run_config: Any, tune_config: Any, watch: _
         else:
             run_config = replace(run_config, stop=_StopOnMistake(watch), callbacks=[watch])
             tuner = tune.Tuner(trainable, param_space=space, tune_config=tune_config, run_config=run_config)
-        with _quiet_tune(), _interrupts(watch):
+        with _quiet_tune(), _interrupts(watch), watch.progress or nullcontext():
             tuner.fit()
     finally:
         del _watching[watch.what]
@@ -623,7 +499,7 @@ def _describe_space(space: Any) -> Any:
     return {"type": type(space).__qualname__, **inside}
 
 
-def _best_mean(entries: list[_Entry], trials: list[_Finished], mode: str) -> tuple[int, list[Repeat]]:
+def _best_mean(entries: list[Entry], trials: list[_Finished], mode: str) -> tuple[int, list[Repeat]]:
     """(rank of the config with the best mean over its repeats, these repeats); one that failed puts its config out."""
     found: dict[int, list[Repeat]] = {}
     out: dict[int, str] = {}
@@ -687,6 +563,84 @@ def _check_arguments(
         raise ValueError(f"Invalid resources_per_trial={resources!r}. Must be a dict such as {{'CPU': 1, 'GPU': 0.5}}.")
 
 
+def _check_scaling(scaling_config: Any, resources_per_trial: Any, search_alg: Any) -> None:
+    if not isinstance(scaling_config, ScalingConfig):
+        raise ValueError(
+            f"Invalid scaling_config of type {type(scaling_config).__name__}. Must be a ray.train.ScalingConfig."
+        )
+    workers = scaling_config.num_workers
+    if isinstance(workers, tuple) or workers < 2:
+        raise ValueError(
+            f"Invalid ScalingConfig(num_workers={workers}) for a trial. Must be a fixed number of at least 2; a trial in one "
+            "process needs no scaling_config."
+        )
+    if resources_per_trial is not None:
+        raise ValueError(
+            f"Invalid {resources_per_trial=} with scaling_config. Say what a worker needs, in "
+            "ScalingConfig(resources_per_worker=...)."
+        )
+    if search_alg is not None and not isinstance(search_alg, Searcher | str):
+        raise ValueError(
+            f"Invalid search_alg: a {type(search_alg).__name__} with scaling_config. How many trials run at once has to be "
+            "limited from outside: give a Searcher, or None."
+        )
+
+
+def _spread(base: AdaScaleConfig, given: AdaScaleConfig | None, num_workers: int) -> AdaScaleConfig:
+    """The base run's settings on several workers: the same batch, in parts."""
+    given = AdaScaleConfig() if given is None else given
+    spread = replace(
+        base,
+        global_batch_size=base.base_batch_size,
+        per_worker_batch_size=given.per_worker_batch_size,
+        accumulation=given.accumulation,
+        sharding=given.sharding,
+        checkpoint_every_s=given.checkpoint_every_s,
+        async_checkpoint=False,  # what a trial has collected so far goes with it, and has to be of the same step
+    )
+    plan = spread.plan(num_workers)
+    if plan.scale != 1:
+        raise ValueError(
+            f"Invalid ScalingConfig({num_workers=}) for a base batch of {base.base_batch_size}: in {plan.accumulation} passes "
+            f"each worker needs at least {spread.min_examples_per_worker} examples. Use fewer workers or passes."
+        )
+    return spread
+
+
+def _concurrency(resources: Mapping[str, float], scheduler: TrialScheduler, most: int | None) -> int:
+    """How many trials with workers of their own may run at once.
+
+    Raises:
+        ValueError: The scheduler stops trials, and nobody would clean up after those.
+    """
+    if type(scheduler) not in (FIFOScheduler, AsyncHyperBandScheduler, MedianStoppingRule):
+        raise ValueError(
+            f"Invalid scheduler: {type(scheduler).__name__} with scaling_config. It may pause trials, which those with workers "
+            "of their own can't do. Use 'asha', MedianStoppingRule or None."
+        )
+    quiet_init()
+    if type(scheduler) is not FIFOScheduler and not _dashboard_answers():
+        raise ValueError(
+            "A scheduler that stops trials needs Ray's dashboard when trials have workers of their own (scaling_config): "
+            "without it what a stopped trial has reserved is never freed, and the search hangs. Start Ray with it (pip install "
+            "'ray[default]'; ray.init(include_dashboard=True)), or use scheduler=None."
+        )
+    have = ray.cluster_resources()
+    fit = min((int(have.get(key, 0) / value) for key, value in resources.items() if value > 0), default=1)
+    return max(1, fit if most is None else min(fit, most))
+
+
+def _dashboard_answers() -> bool:
+    """Whether the state API does, by which Ray Train finds out that a run is over whose driver is gone."""
+    here = ray.get_runtime_context()
+    try:
+        # Another Ray's dashboard, on the port that this one would have had, does not count.
+        found = list_nodes(here.gcs_address, filters=[("node_id", "=", here.get_node_id())], timeout=10)
+    except RayStateApiException:
+        return False
+    return bool(found)
+
+
 def _make_scheduler(
     scheduler: Any, total_steps: int | None, total_epochs: float | None
 ) -> tuple[TrialScheduler, str | None]:
@@ -694,7 +648,7 @@ def _make_scheduler(
     if scheduler is None:
         return FIFOScheduler(), None
     if isinstance(scheduler, str) and scheduler == "asha":
-        clock, length = ("effective_steps", total_steps) if total_steps is not None else (_EPOCHS, total_epochs)
+        clock, length = ("effective_steps", total_steps) if total_steps is not None else (EPOCHS, total_epochs)
         assert length is not None
         return AsyncHyperBandScheduler(time_attr=clock, max_t=length, grace_period=length / 8), "asha"
     if not isinstance(scheduler, TrialScheduler):
@@ -721,8 +675,8 @@ def _ranking(trials: list[_Finished]) -> list[tuple[_Finished, dict[str, Any]]]:
         for key in ("metric", "mode", "total_steps"):
             if outcome[key] != ended[0][1][key]:
                 raise ValueError(
-                    f"Trials differ in {key}: {ended[0][1][key]!r} at {_describe_config(ended[0][0].config)}, "
-                    f"{outcome[key]!r} at {_describe_config(trial.config)}. They can't be compared: keep it out of the "
+                    f"Trials differ in {key}: {ended[0][1][key]!r} at {describe_config(ended[0][0].config)}, "
+                    f"{outcome[key]!r} at {describe_config(trial.config)}. They can't be compared: keep it out of the "
                     "search space."
                 )
     if ended:
@@ -734,7 +688,7 @@ def _ranking(trials: list[_Finished]) -> list[tuple[_Finished, dict[str, Any]]]:
     others = "" if len(failed) == len(trials) else ", the scheduler stopped the others"
     raise RuntimeError(
         f"No trial reached the end: {len(failed)} of {len(trials)} failed{others}. The first, {first.trial_id} at "
-        f"{_describe_config(first.config)}: {first.error_line}"
+        f"{describe_config(first.config)}: {first.error_line}"
     ) from first.error
 
 
@@ -753,14 +707,6 @@ def _cause(trial: Any) -> Exception:
         return cause if isinstance(cause, Exception) else error
     lines = Path(text).read_text(encoding="utf-8").strip().splitlines() if text and Path(text).is_file() else []
     return RuntimeError(lines[-1] if lines else "unknown error")
-
-
-def _describe_config(config: Mapping[str, Any]) -> str:
-    parts = []
-    for key, value in config.items():
-        text = f"{value:.4g}" if isinstance(value, float) else repr(value)
-        parts.append(f"{key}={text if len(text) <= 40 else text[:37] + '...'}")
-    return ", ".join(parts) or "an empty config"
 
 
 def _grid_size(space: Any) -> int:
@@ -788,7 +734,7 @@ def _warn_where_nothing_fits(resources: Mapping[str, float]) -> None:
     if short:
         warnings.warn(
             f"A trial needs {short}, and the cluster has { ({key: have.get(key, 0) for key in short}) }: the search waits "
-            "until nodes are added. Lower resources_per_trial if none will be.",
+            "until nodes are added. Lower what a trial needs if none will be.",
             stacklevel=3,
         )
 

@@ -210,7 +210,7 @@ def _load_file(path: Path, spec: str) -> ModuleType:
     sys.modules[name] = module  # dataclasses look their module up while it is being executed
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script's argument parser exits, for one
         raise _import_failed(spec, error) from error
     finally:
         del sys.modules[name]
@@ -232,7 +232,7 @@ def _would_find(stem: str, path: Path, *, folder_on_path: bool = False) -> bool:
 def _import(name: str, spec: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # "No module named 'a'" when importing a.b means that the user's own name is wrong; any other name is an import
         # inside the user's code.
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
@@ -242,8 +242,9 @@ def _import(name: str, spec: str) -> ModuleType:
         raise _import_failed(spec, error) from error
 
 
-def _import_failed(spec: str, error: Exception) -> ValueError:
-    return ValueError(f"Invalid workload {spec!r}: importing it failed with {type(error).__name__}: {error}")
+def _import_failed(spec: str, error: BaseException) -> ValueError:
+    hint = " Does it run as a script without `if __name__ == '__main__'`?" if isinstance(error, SystemExit) else ""
+    return ValueError(f"Invalid workload {spec!r}: importing it failed with {type(error).__name__}: {error}.{hint}")
 
 
 def _contents(module: ModuleType) -> str:

@@ -1,7 +1,9 @@
-"""2 → 1 → 2 workers on a Ray test cluster, in a process of its own: ``python -m tests.cluster_run FOLDER``.
+"""A run on a Ray test cluster, in a process of its own: ``python -m tests.cluster_run resize|drain FOLDER``.
 
-Prints a JSON object: seconds from the removal of a node to the first checkpoint on one worker, and from its return to the
-first on two. FOLDER gets the run and, from each worker, the examples that it saw.
+resize: 2 → 1 → 2 workers. Prints a JSON object: seconds from the removal of a node to the first checkpoint on one worker,
+and from its return to the first on two. FOLDER gets the run and, from each worker, the examples that it saw.
+
+drain: a node is announced to go away. Prints seconds from there to the checkpoint, and the steps at it and later.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
@@ -88,17 +91,83 @@ def wait_for(what: str, found: Any, within_s: float = 150.0) -> Any:
     return result
 
 
-def main(folder: Path) -> None:
+def main(what: str, folder: Path) -> None:
     import ray
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     try:
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-        print(json.dumps(resize(cluster, folder)), flush=True)
+        print(json.dumps({"resize": resize, "drain": drain}[what](cluster, folder)), flush=True)
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+def in_background(trainer: AdaScaleTrainer) -> tuple[threading.Thread, dict[str, Any]]:
+    """The thread that waits for the run, and a dict that gets its "result" or "error"."""
+    ended: dict[str, Any] = {}
+
+    def fit() -> None:
+        try:
+            ended["result"] = trainer.fit()
+        except BaseException as e:
+            ended["error"] = repr(e)
+
+    thread = threading.Thread(target=fit, daemon=True)
+    thread.start()
+    return thread, ended
+
+
+def drain(cluster: Any, folder: Path) -> dict[str, Any]:
+    import ray
+    from ray.train import RunConfig, ScalingConfig
+
+    cluster.add_node(num_cpus=1)
+    cluster.add_node(num_cpus=1)
+    trainer = AdaScaleTrainer(
+        workload,
+        hyperparameters={"folder": str(folder)},
+        config=AdaScaleConfig(**CONFIG, checkpoint_every_s=10_000.0, report_every_s=10_000.0),
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(name="drained", storage_path=str(folder)),
+        progress=False,
+    )
+    _, ended = in_background(trainer)
+    run = folder / "drained"
+
+    def step() -> int:
+        assert "error" not in ended, ended
+        return int((run / "progress").read_text() or 0) if (run / "progress").exists() else 0
+
+    wait_for("tenth step", lambda: step() >= 10)
+    assert not list(run.glob("checkpoint_*/manifest.json"))
+    node = next(n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU"))
+    began = time.time()
+    command = [
+        "drain-node",
+        "--address",
+        cluster.address,
+        "--node-id",
+        node,
+        "--reason",
+        "DRAIN_NODE_REASON_PREEMPTION",
+    ]
+    command += ["--reason-message", "a test", "--deadline-remaining-seconds", "120"]
+    subprocess.run([sys.executable, "-m", "ray.scripts.scripts", *command], check=True, capture_output=True, timeout=60)
+    told = time.time()
+    manifest = wait_for("checkpoint after the notice", lambda: next(run.glob("checkpoint_*/manifest.json"), None))
+    seconds = time.time() - began
+    wait_for("whole checkpoint", lambda: checkpoint.is_complete(manifest.parent))
+    at = checkpoint.load_state(manifest.parent)["iterations"]
+    wait_for("step after the checkpoint", lambda: step() >= at + 20)
+    return {
+        "seconds": round(seconds, 1),
+        "command_s": round(told - began, 1),
+        "checkpoint_step": at,
+        "later_step": step(),
+        "checkpoints": len(list(run.glob("checkpoint_*/manifest.json"))),
+    }
 
 
 def resize(cluster: Any, folder: Path) -> dict[str, Any]:
@@ -114,16 +183,7 @@ def resize(cluster: Any, folder: Path) -> dict[str, Any]:
         run_config=RunConfig(name="elastic", storage_path=str(folder), failure_config=FailureConfig(max_failures=3)),
         progress=False,
     )
-    ended: dict[str, Any] = {}
-
-    def fit() -> None:
-        try:
-            ended["result"] = trainer.fit()
-        except BaseException as e:
-            ended["error"] = repr(e)
-
-    thread = threading.Thread(target=fit, daemon=True)
-    thread.start()
+    thread, ended = in_background(trainer)
 
     def newest(workers: int, after: float) -> Any:
         assert "error" not in ended, ended
@@ -159,12 +219,13 @@ if __name__ == "__main__":
         RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S="10",
         RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.5",
         RAY_TRAIN_METRICS_ENABLED="0",
+        RAY_TRAIN_ENABLE_PREEMPTION_WATCHER="1",
         RAY_AUTH_MODE="disabled",
         RAY_USAGE_STATS_ENABLED="0",
     )
     from tests import cluster_run  # by its own name: what __main__ defines is pickled another way
 
     try:
-        cluster_run.main(Path(sys.argv[1]).resolve())
+        cluster_run.main(sys.argv[1], Path(sys.argv[2]).resolve())
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import warnings
 from typing import Any
 from unittest.mock import Mock
 
@@ -18,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, MultiStepLR
 
 from ray_adascale import AdaScale, scaling_rules
 from ray_adascale.adaptive import AdaptiveDataParallel
-from ray_adascale.scaling_rules import ScalingRuleBase
+from ray_adascale.scaling_rules import LEGWScale, ScalingRuleBase
 
 from .reference import differenced_moments, moments
 from .test_adascale import batches, make_model, sample_gradient, two_groups, weights
@@ -454,6 +455,25 @@ def _legw_with_changing_scale() -> None:
 
 def test_legw_warns_when_the_scale_changes(pool: Any) -> None:
     pool(2).run(_legw_with_changing_scale)
+
+
+def _legw_under_a_scheduler(gammas: list[float]) -> int:
+    bare = make_model()
+    optimizer = torch.optim.SGD(bare.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda call: gammas[call - 1])
+    model = AdaptiveDataParallel(bare, optimizer, scheduler, scaling_rule=LEGWScale(1, 100), base_batch_size=4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x, y in batches(5, 4):
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            scheduler.step()
+    return sum("begins by raising the LR" in str(w.message) for w in caught)
+
+
+@pytest.mark.parametrize(("gammas", "count"), [([1, 2, 2, 2, 2], 1), ([1, 0.5, 4, 1, 1], 0)], ids=["rises", "falls"])
+def test_legw_warns_once_of_a_scheduler_with_a_warm_up(pool: Any, gammas: list[float], count: int) -> None:
+    assert pool(2).run(_legw_under_a_scheduler, gammas) == [count] * 2
 
 
 def _refused() -> None:

@@ -6,17 +6,21 @@ A tolerance of 1e-6 (relative) is that of float32 gradients whose norms are summ
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
 import math
 import pickle
+import warnings
 import weakref
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -466,6 +470,36 @@ def test_state_loads_without_pickles_does_not_alias_and_continues_exactly() -> N
     assert other.effective_steps == adascale.effective_steps
 
 
+@pytest.mark.parametrize("split", [False, True], ids=["one-group", "two-groups"])
+def test_state_goes_through_a_distributed_checkpoint(split: bool, tmp_path: Path) -> None:
+    def ready() -> tuple[nn.Sequential, AdaScale]:
+        model = make_model()
+        groups: Any = two_groups(model) if split else model.parameters()
+        inner = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+        return model, AdaScale(inner, scale=4.0, num_gradients_to_accumulate=2)
+
+    def go_on(model: nn.Module, adascale: AdaScale, data: list[tuple[Tensor, Tensor]]) -> list[float]:
+        for i in range(0, len(data), 2):
+            _accumulated(model, adascale, data[i : i + 2])
+            adascale.step()
+            adascale.zero_grad()
+        return [adascale.effective_steps, adascale.gain(), *weights(model).tolist()]
+
+    data = batches(16, 4)
+    model, adascale = ready()
+    go_on(model, adascale, data[:8])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of a process that has no others
+        dcp.save({"model": model.state_dict(), "optimizer": adascale.state_dict()}, checkpoint_id=tmp_path)
+        twin, other = ready()
+        go_on(twin, other, data[8:12])  # elsewhere, and with momentum buffers to load into
+        into = {"model": twin.state_dict(), "optimizer": other.state_dict()}
+        dcp.load(into, checkpoint_id=tmp_path)
+    twin.load_state_dict(into["model"])
+    other.load_state_dict(into["optimizer"])
+    assert go_on(twin, other, data[8:]) == go_on(model, adascale, data[8:])
+
+
 def test_a_plain_optimizer_state_loads_with_a_warning() -> None:
     model, adascale = _ready()
     plain = torch.optim.SGD(model.parameters(), lr=0.3).state_dict()
@@ -635,6 +669,34 @@ def test_squares_that_overflow_the_gradients_dtype(dtype: torch.dtype) -> None:
     assert adascale.gain() == pytest.approx(20 / 16, rel=1e-6)
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["host", "device"])
+def test_parameters_of_several_dtypes_count_together(fused: bool) -> None:
+    torch.manual_seed(0)
+    dtypes = (torch.float32, torch.float64, torch.bfloat16)
+    params = [nn.Parameter(torch.zeros(4, dtype=dtype)) for dtype in dtypes]
+    groups = [{"params": params[:2]}, {"params": params[2:]}]
+    adascale = AdaScale(torch.optim.SGD(groups, lr=0.1, fused=fused), scale=4.0, num_gradients_to_accumulate=2)
+    reference = ReferenceAdaScale(scale=4.0, n=2)
+    for _ in range(5):
+        samples = []
+        for _ in range(2):
+            # Eighths up to 3 and their sums are exact in bf16 too.
+            gradients = [(torch.randint(0, 25, (4,)) / 8).to(p.dtype) for p in params]
+            sum((p * g).sum().double() / 2 for p, g in zip(params, gradients, strict=True)).backward()  # type: ignore[union-attr]
+            flat = [g.double().numpy() for g in gradients]
+            samples.append([np.concatenate(flat[:2]), flat[2]])
+        expected = reference.step(samples)
+        before = [p.detach().clone() for p in params]
+        adascale.step()
+        for p, old, group in zip(params, before, (0, 0, 1), strict=True):
+            moved = 0.1 * expected.gains[group] * p.grad.double()  # type: ignore[union-attr]
+            tolerance = 4 * torch.finfo(p.dtype).eps if p.dtype is not torch.float64 else 1e-6
+            torch.testing.assert_close(p.double(), old.double() - moved, rtol=tolerance, atol=tolerance)
+        adascale.zero_grad()
+        assert [adascale.gain(0), adascale.gain(1)] == pytest.approx(expected.gains, rel=1e-6)
+        assert adascale.effective_steps == pytest.approx(expected.effective_steps, rel=1e-6)
+
+
 def test_clipping_after_backward_does_not_change_the_gain() -> None:
     gains = []
     for clip in (False, True):
@@ -665,6 +727,37 @@ def test_activation_checkpointing_counts_each_gradient_once() -> None:
                 adascale.zero_grad()
         gains.append((adascale.gain(), adascale.effective_steps))
     assert gains[0] == gains[1]
+
+
+def _compiled(compile_it: bool, parallel: bool) -> list[float]:
+    rank = torch.distributed.get_rank() if parallel else 0
+    model = make_model()
+    module: nn.Module = DistributedDataParallel(model) if parallel else model
+    adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), scale=4.0, num_gradients_to_accumulate=2)
+    # aot_eager: torch.compile's graphs, forward and backward, without a C++ compiler's minute.
+    forward = torch.compile(module, backend="aot_eager") if compile_it else module
+    data = batches(16, 4)
+    trace = []
+    for step in range(4):
+        for p in range(2):
+            x, y = data[4 * step + 2 * p + rank]
+            with cast(DistributedDataParallel, module).no_sync() if parallel and p == 0 else contextlib.nullcontext():
+                (F.cross_entropy(forward(x), y) / 2).backward()
+        adascale.step()
+        adascale.zero_grad()
+        trace.append(adascale.gain())
+    return [*trace, adascale.effective_steps, *weights(model).tolist()]
+
+
+def test_a_compiled_model_gives_the_same_gains() -> None:
+    np.testing.assert_allclose(_compiled(True, False), _compiled(False, False), rtol=1e-12)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_under_ddp_gives_the_same_gains(pool: Any) -> None:
+    plain, compiled = pool(2).run(_compiled, False, True), pool(2).run(_compiled, True, True)
+    assert compiled[0] == compiled[1]
+    np.testing.assert_allclose(compiled[0], plain[0], rtol=1e-12)
 
 
 def test_gain_is_idempotent_and_never_moves_the_clock() -> None:
@@ -828,7 +921,7 @@ def _host_reads(layers: int) -> int:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
     adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), scale=4.0, num_gradients_to_accumulate=2)
     for step in range(2):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
             for _ in range(2):
                 (model(torch.ones(2, 4)).square().mean() / 2).backward()
             adascale.step()

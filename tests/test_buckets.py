@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -245,9 +243,3 @@ def test_memory_order_by_example() -> None:
     assert memory_order(torch.zeros(())) == ()
     for not_dense in (torch.zeros(4, 4)[:, ::2], torch.zeros(1, 3).expand(4, 3), torch.zeros(4, 4)[:, :3]):
         assert memory_order(not_dense) is None
-
-
-def test_shards_are_the_buffer() -> None:
-    bucket = Bucket([nn.Parameter(torch.arange(10.0))], [0], None, 0, 3)
-    assert torch.equal(torch.cat(bucket.shards()), bucket.flat)
-    assert [s.numel() for s in bucket.shards()] == [b - a for a, b in itertools.pairwise(bucket.bounds)]

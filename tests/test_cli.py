@@ -144,6 +144,16 @@ def test_mistakes_exit_with_2_and_name_the_value(
     assert message in capsys.readouterr().err
 
 
+def test_a_recipe_edited_by_hand_is_not_run(
+    called: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edited = tmp_path / "edited.json"
+    edited.write_text(RECIPE_2.read_text().replace('"momentum": 0.9', '"momentum": 0.8'))
+    assert cli.main(["train", WORKLOAD, f"--recipe={edited}"]) == 2
+    assert "edited" in capsys.readouterr().err
+    assert not called
+
+
 def test_a_failed_run_exits_with_1_and_the_workers_own_words(
     called: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -314,3 +324,66 @@ def test_describe_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_a_range_of_workers_survives_lost_ones(called: dict[str, Any], options: list[str], failures: int) -> None:
     assert cli.main([*TRAIN, *options]) == 0
     assert called["run_config"].failure_config.max_failures == failures
+
+
+WORKLOAD_FILE = "param_space = {'lr': 0.1}\ndef workload(config): ...\n"
+
+
+def test_resume_finds_the_workload_where_a_jobs_working_directory_has_moved(
+    called: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored: dict[str, Any] = {}
+    monkeypatch.setattr(json_files, "write_json", lambda path, value: stored.update(value))
+    monkeypatch.setattr(json_files, "read_json", lambda path: dict(stored))
+    for job in ("first", "second"):
+        (tmp_path / job / "mine").mkdir(parents=True)
+        (tmp_path / job / "mine" / "moved_workload.py").write_text(WORKLOAD_FILE)
+        _recipe().save(tmp_path / job / "recipe.json")
+    monkeypatch.chdir(tmp_path / "first")
+    spec = "mine/moved_workload.py:workload"
+    assert cli.main(["train", spec, "--recipe=recipe.json", "--name=x", f"--storage-path={tmp_path}"]) == 0
+    assert (stored["workload"], stored["recipe"]) == (spec, "recipe.json")
+
+    (tmp_path / "first").rename(tmp_path / "gone")  # as the next job finds it: the same files in another folder
+    monkeypatch.chdir(tmp_path / "second")
+    called.clear()
+    assert cli.main(["resume", "x", f"--storage-path={tmp_path}"]) == 0
+    assert Path(called["workload"].__code__.co_filename) == tmp_path / "second" / "mine" / "moved_workload.py"
+
+    # From a folder without it, where the run was started counts; and it is still noted by its place in there.
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert cli.main(["resume", "x", f"--storage-path={tmp_path}"]) == 0
+    assert (stored["workload"], stored["working_dir"]) == (spec, str(tmp_path / "second"))
+    (tmp_path / "second" / "mine" / "moved_workload.py").unlink()
+    assert cli.main(["resume", "x", f"--storage-path={tmp_path}"]) == 2
+    said = capsys.readouterr().err
+    assert f"'mine/moved_workload.py', which it was started with, is not in {tmp_path / 'elsewhere'} or" in said
+
+
+def test_a_deleted_current_directory_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "here").rmdir()
+    assert cli.main(TRAIN) == 2
+    assert capsys.readouterr().err == ("ray-adascale: the current directory was deleted. Change to one that exists.\n")
+
+
+def test_trials_on_several_workers(called: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine_cli_workers.py").write_text(WORKLOAD_FILE)
+    command = ["tune", f"{tmp_path / 'mine_cli_workers.py'}:workload", "--base-batch-size=8", "--total-steps=60"]
+    command.append(f"--output={tmp_path / 'out.json'}")
+    assert cli.main([*command, "--num-workers=2", "--use-gpu", "--scheduler=none"]) == 0
+    assert called["scaling_config"] == ray.train.ScalingConfig(num_workers=2, use_gpu=True)
+    assert (called["resources_per_trial"], called["scheduler"]) == (None, None)
+    assert cli.main(command) == 0
+    assert (called["scaling_config"], called["resources_per_trial"], called["scheduler"]) == (None, {"CPU": 1}, "asha")
+    capsys.readouterr()
+    for more, message in (
+        (["--num-workers=2", "--gpus-per-trial=1"], "Invalid --num-workers 2 with --cpus-per-trial"),
+        (["--use-gpu"], "Invalid --use-gpu with one worker a trial"),
+    ):
+        assert cli.main([*command, *more]) == 2
+        assert message in capsys.readouterr().err

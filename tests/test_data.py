@@ -573,3 +573,53 @@ def test_a_users_loader_is_an_iterable_of_batches() -> None:
 def test_make_source_refuses_what_it_cannot_follow(dataset: Any, arguments: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         make_source(dataset, **{"global_batch_size": 4, **arguments})
+
+
+# ---- rows of tensors, a micro-batch at a time ------------------------------------------------------------------------
+
+
+def tensors(kind: str) -> TensorDataset:
+    x = torch.randn(20, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    y = torch.arange(20)
+    if kind == "channels last":
+        x = x.to(memory_format=torch.channels_last)
+    elif kind == "transposed":
+        x = x.transpose(1, 3)
+    elif kind == "half":
+        x = x.to(torch.bfloat16)
+    elif kind == "differentiable":
+        x.requires_grad_()
+    return TensorDataset(x, y, y % 2 == 0)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("kind", ["plain", "channels last", "transposed", "half", "differentiable"])
+def test_batches_of_tensors_are_torchs_own_to_the_bit_and_the_stride(kind: str, num_workers: int) -> None:
+    if kind == "differentiable" and num_workers:
+        return  # such tensors don't go between processes
+    data = tensors(kind)
+    order = [epoch_order(20, seed=0, epoch=0)[i : i + 8].tolist() for i in (0, 8)]
+    expected = list(DataLoader(data, batch_sampler=order, generator=torch.Generator()))
+    found = [m.batch for m in take(MapSource(data, global_batch_size=8, num_workers=num_workers), 2)]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert type(ours) is type(theirs)
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.dtype == b.dtype
+            assert a.stride() == b.stride()
+            assert torch.equal(a, b)
+            assert (a.grad_fn is None) == (b.grad_fn is None)
+
+
+def test_tensors_whose_rows_are_not_taken_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Doubled(TensorDataset):
+        def __getitem__(self, index: int) -> tuple[Any, ...]:
+            return tuple(2 * row for row in super().__getitem__(index))
+
+    data = TensorDataset(torch.arange(8))
+    (doubled,) = take(MapSource(Doubled(*data.tensors), global_batch_size=4, shuffle=False), 1)
+    assert doubled.batch[0].tolist() == [0, 2, 4, 6]
+    (collated,) = take(MapSource(data, global_batch_size=4, shuffle=False, collate_fn=len), 1)
+    assert collated.batch == 4  # of a list of examples, as ever
+    monkeypatch.setattr(TensorDataset, "__getitem__", lambda *_: pytest.fail("one by one"))
+    (quick,) = take(MapSource(data, global_batch_size=4, shuffle=False), 1)
+    assert quick.batch[0].tolist() == [0, 1, 2, 3]

@@ -242,14 +242,9 @@ def committed_examples(folder: Path, trace: list[dict[str, Any]]) -> list[int]:
     return seen
 
 
-@pytest.mark.slow
-@pytest.mark.ray
-@pytest.mark.timeout(600)
-def test_a_run_over_a_lost_and_a_new_node_sees_every_example_once(tmp_path: Path) -> None:
-    from . import cluster_run
-
+def on_a_cluster(what: str, folder: Path) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.cluster_run", str(tmp_path)],
+        [sys.executable, "-m", "tests.cluster_run", what, str(folder)],
         cwd=Path(__file__).parents[1],
         capture_output=True,
         text=True,
@@ -258,6 +253,27 @@ def test_a_run_over_a_lost_and_a_new_node_sees_every_example_once(tmp_path: Path
     assert done.returncode == 0, done.stderr[-4000:]
     out = json.loads(done.stdout.splitlines()[-1])
     print(out)
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+def test_a_node_that_is_announced_to_go_gets_one_checkpoint_and_the_run_goes_on(tmp_path: Path) -> None:
+    out = on_a_cluster("drain", tmp_path)
+    # The notice is polled every 5 s here and by Ray's own watcher; clouds tell 30 s or more ahead.
+    assert out["seconds"] < 25
+    assert out["checkpoints"] == 1
+    assert out["later_step"] > out["checkpoint_step"] >= 10
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+def test_a_run_over_a_lost_and_a_new_node_sees_every_example_once(tmp_path: Path) -> None:
+    from . import cluster_run
+
+    out = on_a_cluster("resize", tmp_path)
     assert out["down_s"] < 60
     assert out["up_s"] < 60
     trace = read_trace(tmp_path / "elastic" / "trace.jsonl")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+import importlib.util
 import os
 import re
 import runpy
 import subprocess
 import sys
+import tempfile
 import types
 from pathlib import Path
 
@@ -14,10 +17,12 @@ import numpy as np
 import pytest
 import torch
 
+from ray_adascale import Recipe
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def run(name: str, *arguments: str, folder: Path) -> str:
+def run(name: str, *arguments: str, folder: Path, within_s: float = 110) -> str:
     """The example in a process of its own, from another folder."""
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / name), "--smoke", *arguments],
@@ -25,7 +30,7 @@ def run(name: str, *arguments: str, folder: Path) -> str:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=within_s,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -125,8 +130,110 @@ def test_sharded_state_in_a_spawned_loop(tmp_path: Path) -> None:
         assert any(not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
 
 
+@pytest.mark.ray
+@pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
+def test_tune_asha_optuna(
+    ray_session: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("sklearn")
+    pytest.importorskip("optuna")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["tune_asha_optuna.py", "--smoke", "--storage", str(tmp_path)])
+    runpy.run_path(str(EXAMPLES / "tune_asha_optuna.py"), run_name="__main__")
+    said = capsys.readouterr()
+    found = re.search(
+        r"at batch 64 \(S = 8\): accuracy (\S+) after (\d+) optimizer steps for (\d+) effective ones", said.out
+    )
+    assert found
+    recipe = Recipe.load(tmp_path / "recipe.json")
+    assert recipe.search["search_alg"] == "OptunaSearch"
+    assert recipe.score > 0.9
+    assert float(found[1]) == pytest.approx(recipe.score, abs=0.04)  # of 397 images; seen: 0.01
+    assert 400 / 8 < int(found[2]) < 400
+    assert 400 <= int(found[3]) <= 408
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(300)  # 35 s on an idle machine of 2 cores, of which Ray takes most to start nodes and workers
+def test_elastic_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("sklearn")
+    # A Ray of its own: the suite's can't get another node. In its own folder, as another ray.init() would join what it finds
+    # in the usual one; a short name, since sockets lie in it.
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as scratch:
+        monkeypatch.setenv("RAY_TMPDIR", scratch)
+        out = run("elastic_run.py", folder=tmp_path, within_s=280)
+    stretches = re.findall(
+        r"^workers (\d): S (\d), n (\d), steps (\d+) to (\d+), mean gain (\S+), to tau (\S+)$", out, flags=re.MULTILINE
+    )
+    assert [(int(k), int(s), int(n)) for k, s, n, *_ in stretches] == [(1, 4, 2), (2, 8, 4)]
+    (_, _, _, first, last, small, tau), (_, _, _, again, end, large, total) = stretches
+    assert int(first) == 1
+    assert int(again) == int(last) + 1, "every step once"
+    assert 1 < float(small) < float(large) < 8
+    assert 1500 <= float(total) < 1500 + 8
+    mean = (float(small) * int(last) + float(large) * (int(end) - int(last))) / int(end)
+    assert mean * int(end) == pytest.approx(float(total), rel=0.005), (
+        "tau is the sum of the gains, over the change, too"
+    )
+    change = re.search(r"^change: tau (\S+) -> (\S+), gain (\S+) -> (\S+), lr (\S+) -> (\S+)$", out, flags=re.MULTILINE)
+    assert change
+    before, after, r_before, r_after, lr_before, lr_after = map(float, change.groups())
+    assert before == float(tau)
+    assert after - before == pytest.approx(r_after, abs=0.11)
+    assert r_after > r_before
+    assert lr_after == pytest.approx(lr_before, rel=0.02), "the schedule goes on where it was"
+
+
+def test_fairscale_after_differs_by_the_import() -> None:
+    def code(name: str) -> list[str]:
+        return (EXAMPLES / name).read_text().split('"""', 2)[2].splitlines()
+
+    changes = [
+        line
+        for line in difflib.ndiff(code("fairscale_before.py"), code("fairscale_after.py"))
+        if line[0] in "+-" and line[2:].strip()
+    ]
+    assert changes == ["- from fairscale.optim import AdaScale", "+ from ray_adascale import AdaScale"]
+
+
+def test_fairscale_after(tmp_path: Path) -> None:
+    rows = _numbers(run("fairscale_after.py", folder=tmp_path))
+    assert [epoch for epoch, *_ in rows] == [1, 2]
+    for epoch, steps, effective, gain, _, lr in rows:
+        assert 200 * epoch <= effective < 200 * epoch + 2  # 200 base batches an epoch
+        assert effective / 2 < steps < effective
+        assert 1.5 < gain < 2  # S = 2; seen: 1.889 and 1.913
+        assert lr == 0.05 * 0.5**epoch
+
+
+@pytest.mark.skipif(importlib.util.find_spec("fairscale") is None, reason="fairscale is not installed")
+def test_fairscale_after_is_as_before(tmp_path: Path) -> None:
+    before = _numbers(run("fairscale_before.py", folder=tmp_path))
+    after = _numbers(run("fairscale_after.py", folder=tmp_path))
+    assert len(before) == 2
+    # Equal as printed, but for rounding in the last place.
+    assert after == [pytest.approx(row, abs=1.1e-4) for row in before]
+
+
+def _numbers(said: str) -> list[tuple[float, ...]]:
+    found = re.findall(
+        r"^epoch (\d+): (\d+) steps for (\S+) effective ones, gain (\S+), loss (\S+), next lr (\S+)$",
+        said,
+        flags=re.MULTILINE,
+    )
+    return [tuple(map(float, row)) for row in found]
+
+
 def test_examples_say_how_they_are_called() -> None:
-    for name in ("own_loop.py", "language_model.py", "oss_spawn.py"):
+    for name in (
+        "own_loop.py",
+        "language_model.py",
+        "oss_spawn.py",
+        "elastic_run.py",
+        "tune_asha_optuna.py",
+        "fairscale_before.py",
+        "fairscale_after.py",
+    ):
         text = (EXAMPLES / name).read_text()
         assert f"python examples/{name}" in text.split('"""')[1], name
         assert "--smoke" in text

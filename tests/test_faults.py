@@ -413,8 +413,8 @@ def test_training_goes_on_while_one_checkpoint_is_written(tmp_path: Path, monkey
                 assert disk.begun == 1, "at most one in flight"
                 assert not list(tmp_path.glob("checkpoint_*/manifest.json"))
                 disk.may_write.set()
-                assert run._saving is not None
-                run._saving[0]._thread.join()  # type: ignore[union-attr]
+                assert run._saver._flying is not None
+                run._saver._flying[0]._thread.join()  # type: ignore[union-attr]
             if len(weights) == 21:
                 break
     (first,) = [folder for folder in tmp_path.glob("checkpoint_*") if checkpoint.is_sealed(folder)]
@@ -551,7 +551,7 @@ def damage(folder: Path, older: Path, chosen: random.Random) -> str:
 def standing(run: Run) -> tuple[Any, ...]:
     momentum = [state["momentum_buffer"].double() for state in run.optimizer.state.values()]
     return (
-        run._iterations,
+        run.place.iterations,
         run.effective_steps,
         run.source.position,
         run.schedule.calls,
@@ -574,7 +574,7 @@ def test_a_damaged_checkpoint_is_never_resumed_from(tmp_path: Path) -> None:
     for folder in (older, newest):
         shutil.copytree(folder, tmp_path / folder.name / folder.name)
         resumed = alone(tmp_path / folder.name)
-        good[resumed._iterations] = standing(resumed)
+        good[resumed.place.iterations] = standing(resumed)
     assert list(good) == [6, 7]
     seen: dict[str, int] = {}
     for seed in range(220):
@@ -594,12 +594,12 @@ def test_a_damaged_checkpoint_is_never_resumed_from(tmp_path: Path) -> None:
             except CheckpointError as e:
                 outcome = "refused" if "None of the" in str(e) else f"{seed} {done}: {e}"
             else:
-                if resumed._iterations == 0:
+                if resumed.place.iterations == 0:
                     outcome = "anew"  # only where no folder has a manifest: as after a kill during the first save
                     assert not list((tmp_path / "fuzz").glob("*/manifest.json")), (seed, done)
                 else:
-                    outcome = str(resumed._iterations)
-                    assert standing(resumed) == good[resumed._iterations], (seed, done)
+                    outcome = str(resumed.place.iterations)
+                    assert standing(resumed) == good[resumed.place.iterations], (seed, done)
         seen[outcome] = seen.get(outcome, 0) + 1
     assert seen["6"] > 150, seen  # most of the time the one before
     assert seen["refused"] > 3, seen

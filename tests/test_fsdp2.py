@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 from ray_adascale import AdaScale
+from ray_adascale.parallel import fsdp2
 
 from .reference import ReferenceAdaScale
 
@@ -366,7 +367,7 @@ def another_whole_parameter() -> tuple[float, float]:
         net, adascale = ready("root")
         for step in range(4):
             if replaced and step == 2:  # private: as FSDP2 does under some conditions, by version
-                for group in net._get_fsdp_state()._fsdp_param_groups:
+                for group in fsdp2._param_groups(net):
                     for param in group.fsdp_params:
                         del param._unsharded_param
             one_step(net, adascale, step)

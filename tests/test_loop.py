@@ -15,9 +15,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from ray_adascale import AdaScale, AdaScaleConfig, LinearRule, LocalBackend, Recipe, Run, UnscaledRule, load_weights
+import ray_adascale
+from ray_adascale import (
+    AdaScale,
+    AdaScaleConfig,
+    LEGWRule,
+    LinearRule,
+    LocalBackend,
+    Recipe,
+    Run,
+    UnscaledRule,
+    checkpoint,
+    load_weights,
+)
 from ray_adascale.data import epoch_order
 from ray_adascale.loop import METRICS
+from ray_adascale.snapshot import load_rng
 from ray_adascale.trace import read_trace
 
 from .reference import ReferenceAdaScale
@@ -110,6 +123,12 @@ def test_scale_one_is_the_plain_loop_bit_for_bit() -> None:
     assert len(rows) == 40
     assert run.effective_steps == 40
     assert all(row["gain"] == 1.0 for row in rows)
+
+
+def test_a_rule_that_warms_up_warns_of_a_schedule_that_does() -> None:
+    with pytest.warns(UserWarning, match="begins by raising the LR"):
+        make_run(model(), gamma=1.1, rule=LEGWRule(base_warmup_epochs=1, data_size=60))
+    make_run(model(), gamma=0.9, rule=LEGWRule(base_warmup_epochs=1, data_size=60))  # warnings are errors here
 
 
 @pytest.mark.parametrize("unit", ["step", "epoch"])
@@ -342,8 +361,8 @@ def test_loss_scaling_skips_overflows_and_reaches_the_end(accumulation: int) -> 
     run = make_run(
         net, per_worker_batch_size=8 // accumulation, accumulation=accumulation, precision="fp16", base_batch_size=8
     )
-    assert run._scaler is not None
-    run._scaler.load_state_dict({**run._scaler.state_dict(), "scale": 2.0**40})
+    assert run.scaler is not None
+    run.scaler.load_state_dict({**run.scaler.state_dict(), "scale": 2.0**40})
     rows = drive(run)
     assert run.effective_steps == 40
     assert len(rows) > 40  # some were skipped, and are not counted as steps
@@ -393,10 +412,12 @@ def _interrupted(folder: str | None, stop: int | None, **settings: Any) -> tuple
         settings |= {"checkpoint_every_s": 1e-9, "async_checkpoint": False}  # after every step
     run = make_run(net, backend=backend, total_steps=60, **settings)
     torch.manual_seed(100 + torch.distributed.get_rank() if torch.distributed.is_initialized() else 100)
-    if run._attempt > 0:
+    if run.place.attempt > 0:
         with backend.latest_checkpoint() as path:
             assert path is not None
-            run._load_rng(path)  # the seeding above is this test's; a resumed worker keeps the checkpoint's
+            load_rng(
+                path, backend.rank, backend.device
+            )  # the seeding above is this test's; a resumed worker keeps the checkpoint's
     rows = drive(run, stop_after=stop)
     return flat(net), rows, run.effective_steps
 
@@ -420,6 +441,23 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, sett
     trace = read_trace(tmp_path / "trace.jsonl")
     assert [row["step"] for row in trace] == list(range(1, len(rows) + 1))
     assert [row["attempt"] for row in trace][::4][:3] == [0, 0, 1]
+
+
+def test_a_thinned_trace_is_that_of_the_uninterrupted_run(tmp_path: Path) -> None:
+    _interrupted(str(tmp_path / "whole"), None, trace_rows=20)
+    for stop in (25, 20, None):
+        _interrupted(str(tmp_path / "cut"), stop, trace_rows=20)
+        newest = sorted((tmp_path / "cut").glob("checkpoint_*"))[-1]
+        assert len(read_trace(newest / "trace.jsonl")) <= 20
+    whole, cut = (
+        [
+            {key: value for key, value in row.items() if key not in ("examples_per_s", "attempt")}
+            for row in read_trace(tmp_path / name / "trace.jsonl")
+        ]
+        for name in ("whole", "cut")
+    )
+    assert repr(cut) == repr(whole)  # repr: NaN is NaN
+    assert [row["step"] for row in whole] == [8, 16, 24, 32, 40, 48, *range(51, 61)]
 
 
 def _two_workers(folder: str, stop: int | None) -> tuple[list[float], float]:
@@ -470,6 +508,16 @@ def test_checkpoints_are_refused_between_passes(tmp_path: Path) -> None:
             break
     assert run.at_boundary
     assert run.save_checkpoint() is not None
+
+
+def test_a_checkpoint_says_what_made_it(tmp_path: Path) -> None:
+    recipe = _recipe_of(make_run(model()))
+    drive(make_run(model(), backend=LocalBackend(tmp_path), **FROM_RECIPE, recipe=recipe))
+    (newest,) = tmp_path.glob("checkpoint_*")
+    state = checkpoint.load_state(newest)
+    assert state["recipe"] == recipe.fingerprint
+    assert state["versions"] == {"ray_adascale": ray_adascale.__version__, "torch": torch.__version__}
+    assert {"rng/0/python", "rng/0/numpy", "rng/0/torch"} <= set(checkpoint.tensor_index(newest))
 
 
 def test_weights_load_into_a_plain_module(tmp_path: Path) -> None:
@@ -663,9 +711,11 @@ def test_an_optimizer_that_is_not_sgd_gets_a_warning_and_runs() -> None:
     assert len(drive(run)) == 5
 
 
-def test_the_recipes_curve_is_enforced() -> None:
-    run = make_run(model())
-    recipe = Recipe(
+FROM_RECIPE: dict[str, Any] = {"base_batch_size": None, "total_steps": None, "scheduler_unit": None}
+
+
+def _recipe_of(run: Run) -> Recipe:
+    return Recipe(
         hyperparameters={"lr": 0.1},
         base_batch_size=4,
         total_steps=40,
@@ -682,7 +732,10 @@ def test_the_recipes_curve_is_enforced() -> None:
         versions={},
         created="2026-11-21",
     )
-    settings: dict[str, Any] = {"base_batch_size": None, "total_steps": None, "scheduler_unit": None, "recipe": recipe}
+
+
+def test_the_recipes_curve_is_enforced() -> None:
+    settings: dict[str, Any] = FROM_RECIPE | {"recipe": _recipe_of(make_run(model()))}
     assert make_run(model(), **settings).total_steps == 40
     with pytest.raises(ValueError, match="not the recipe's"):
         make_run(model(), lr=0.1001, **settings)

@@ -260,6 +260,17 @@ def test_legw_says_what_it_needs_and_when_it_cannot_work() -> None:
         rule(now(scale=8.0, base_batch_size=100))
 
 
+def test_legw_warns_of_a_schedule_with_a_warm_up_of_its_own() -> None:
+    flat, falling = [0.1] * 4, [0.1, 0.1, 0.05, 0.2]
+    rising = [0.1, 0.1, 0.3, 0.05]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        LEGWRule(5, 1000).check_curve([flat, falling])
+        LEGWRule(0, 1000).check_curve([rising])  # no warm-up of LEGW's
+    with pytest.warns(UserWarning, match=r"group 1: from 0\.1 to 0\.3"):
+        LEGWScale(5, 1000).check_curve([flat, rising])
+
+
 def test_legw_warms_up_at_the_base_batch_too_and_may_have_no_warm_up() -> None:
     rule = LEGWRule(1, 1000)
     assert rule(now(scale=1.0, gain=1.0, effective_steps=5.0, base_batch_size=100)) == (0.5, 1.0)

@@ -1023,6 +1023,42 @@ def test_gains_are_those_under_ddp_in_float32(pool: Pool) -> None:
             assert ours == pytest.approx(theirs, rel=1e-5)  # σ² is a difference of norms, each right to 1e-7
 
 
+def _lacks_a_synced_pass(lacking: int | None) -> tuple[Tensor, Tensor]:
+    """Two passes a step, none under no_sync(); rank 1 makes no backward pass in one of them."""
+    ends = []
+    overlapped: list[bool] = []
+    for sharded in (False, True):
+        model = build(torch.float64)
+        ddp, inner = wrapped(model, OPTIMIZERS["kinds"](model), sharded)
+        optimizer = AdaScale(inner, scale=5.0, num_gradients_to_accumulate=2, smoothing=0.6)
+        if sharded:
+            start = ddp._start_pass
+            ddp._start_pass = lambda sending, start=start: (overlapped.append(sending), start(sending))
+        for step in range(8):
+            for i, batch in enumerate(batches(2, 1000 * step + dist.get_rank(), torch.float64)):
+                loss = _loss(ddp, batch) / 2
+                if i != lacking or dist.get_rank() != 1:
+                    loss.backward()
+                    # What AdaScale knows not to be the last pass stays here, so that each step has one reduction.
+                    lacks = lacking is not None and dist.get_rank() == 1
+                    assert (sharded and i == 1 and not lacks) == all(p.grad is None for p in model.parameters())
+                elif not sharded:
+                    (loss * 0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(torch.cat([weights(model), torch.tensor([optimizer.gain(), optimizer.effective_steps])]))
+    assert overlapped == ([] if lacking is not None and dist.get_rank() == 1 else [True] * 8)  # in the last pass itself
+    return ends[0], ends[1]
+
+
+@pytest.mark.parametrize("lacking", [None, 0, 1])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_that_lacks_one_of_several_synced_passes_takes_part(
+    pool: Pool, world_size: int, lacking: int | None
+) -> None:
+    assert_agree(pool(world_size).run(_lacks_a_synced_pass, lacking), ROUNDING)
+
+
 def _overflow(unhooked: bool) -> tuple[Tensor, Tensor]:
     """An infinite gradient on one rank: nobody steps, and all go on."""
     rank = dist.get_rank()

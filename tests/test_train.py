@@ -9,8 +9,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pyarrow.fs
 import pytest
 import ray.train
 import torch
@@ -198,6 +200,14 @@ def test_a_recipe_runs_on_two_workers_fails_resumes_and_ends_as_if_nothing_happe
     files = {chunk["file"] for key, entry in shares.items() if key.startswith("optim/") for chunk in entry["chunks"]}
     assert len(files) == 2  # the momentum is sharded: each worker wrote its own
     assert "gain" in capfd.readouterr().err  # the progress line
+    # Event files, written as it went, of all the starts.
+    from .test_tensorboard import scalars  # here, as the command line loads this file outside its package
+
+    events = scalars(Path(result.path) / "tensorboard" / "steps")
+    places = [step for step, _ in events["gain"]]
+    assert places[0] == 1
+    assert places[-1] == result.metrics["optimizer_steps"]
+    assert len(set(places)) == len(places)
 
 
 @pytest.mark.slow
@@ -299,6 +309,7 @@ def test_gauges_follow_the_run_once_a_second(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(train.time, "monotonic", lambda: clock[0])
     backend = object.__new__(train.RayTrainBackend)  # the real one asks Ray who it is
     backend.rank, backend.board, backend._name, backend._gauges, backend._observed = 0, None, "mine", {}, -1.0
+    backend.events = None
     for gain, later in ((2.0, 0.5), (3.0, 0.6), (4.0, 0.0)):
         backend.observe({**dict.fromkeys(METRICS, 1.0), "gain": gain}, total_steps=10)
         clock[0] += later
@@ -319,6 +330,46 @@ def test_a_preemption_notice_says_what_goes_and_when(monkeypatch: pytest.MonkeyP
     assert backend.preemption_notice() == "node a, b with worker 0, 2, 3 goes away"
     info[0] = ray.train.PreemptionInfo(deadline_ms=1_700_000_000_000, preempted_node_to_ranks={"a": [0]})
     assert str(backend.preemption_notice()).startswith("node a with worker 0 goes away at ")
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_event_files_are_in_the_runs_folder_wherever_that_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool
+) -> None:
+    from ray_adascale import train
+
+    from .test_tensorboard import scalars
+
+    (tmp_path / "run").mkdir()
+    files: Any = pyarrow.fs.LocalFileSystem()
+    folder = str(tmp_path / "run")
+    if not local:  # as a bucket: only through the file system's own functions
+        files, folder = pyarrow.fs.SubTreeFileSystem(str(tmp_path), files), "run"
+
+    class Context:
+        def get_world_rank(self) -> int:
+            return 0
+
+        get_world_size = get_world_rank
+
+        def get_experiment_name(self) -> str:
+            return "mine"
+
+        def get_storage(self) -> Any:
+            return SimpleNamespace(storage_filesystem=files, experiment_fs_path=folder)
+
+    monkeypatch.setattr(ray.train, "get_context", Context)
+    monkeypatch.setattr(ray.train.torch, "get_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(train, "Gauge", lambda *_: SimpleNamespace(set=lambda *_: None))
+    backend = train.RayTrainBackend()
+    backend.observe(dict.fromkeys(METRICS, 1.0), total_steps=10)
+    written = tmp_path / "run" / "tensorboard" / "steps"
+    assert written.is_dir() == local
+    (tmp_path / "trace.jsonl").write_text("{}")
+    backend.keep_trace(tmp_path / "trace.jsonl")
+    assert scalars(written)["gain"] == [(1, 1.0)]
+    assert backend.events is not None
+    assert backend.events.folder.exists() == local  # nothing stays behind on the worker
 
 
 class _Reported:

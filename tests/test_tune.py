@@ -11,22 +11,29 @@ import numpy as np
 import pytest
 import torch
 from ray import tune
-from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, PopulationBasedTraining, TrialScheduler
+from ray.train import ScalingConfig
+from ray.tune.schedulers import (
+    AsyncHyperBandScheduler,
+    FIFOScheduler,
+    HyperBandScheduler,
+    PopulationBasedTraining,
+    TrialScheduler,
+)
 from ray.tune.search import BasicVariantGenerator, Searcher
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ray_adascale import AdaScaleConfig, Recipe, Workload, tune_recipe
+from ray_adascale import AdaScaleConfig, Recipe, Run, Workload, tune_recipe
 from ray_adascale.data import epoch_order
 from ray_adascale.probe import probe_noise
 from ray_adascale.recipe import NoiseProbe
 from ray_adascale.record import workload_name
 from ray_adascale.schedule import EffectiveSchedule
+from ray_adascale.trial import Entry, describe_config
 from ray_adascale.tune import (
     _best_mean,
-    _describe_config,
+    _concurrency,
     _describe_space,
-    _Entry,
     _Finished,
     _grid_size,
     _ranking,
@@ -347,6 +354,97 @@ def test_interrupted_search_goes_on_and_repeats_decide(
         search(seed=9)
 
 
+@pytest.mark.ray
+@pytest.mark.timeout(240)
+def test_trials_spread_over_workers_make_the_same_recipe(
+    ray_session: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def search(**changes: Any) -> Recipe:
+        settings: dict[str, Any] = {
+            "base_batch_size": B0,
+            "total_steps": T,
+            "num_samples": 1,
+            "repeats": 1,
+            "scheduler": None,
+            "seed": 3,
+            "probe_every": 10,
+            "scaling_config": ScalingConfig(num_workers=2),
+            "storage_path": ray_session,
+            "name": "spread",
+        }
+        return tune_recipe(linear, {"lr": tune.grid_search([0.02, -1.0])}, **(settings | changes))
+
+    with pytest.raises(ValueError, match=r"needs Ray's dashboard .* or use scheduler=None"):
+        search(scheduler="asha")
+    recipe = search()
+    assert recipe.hyperparameters == {"lr": 0.02}
+    # The same batches, each in two halves; the noise that loss_fn adds is each worker's own, so not to the last bit.
+    assert recipe.score == pytest.approx(plain_loop({"lr": 0.02}, seed=3), rel=0.02)
+    (repeat,) = recipe.repeats
+    assert (repeat.seed, len(repeat.noise)) == (4, T // 10)
+    assert repeat.score == pytest.approx(plain_loop({"lr": 0.02}, seed=4), rel=0.02)
+    assert recipe.search["num_workers"] == 2
+    (failed,) = recipe.search["failed"]
+    assert re.fullmatch("ValueError: Invalid learning rate: -1.0", failed["error"])
+    assert len(capsys.readouterr().err.splitlines()) == 3  # a line for each trial and the repeat, and nothing of Ray's
+
+    # Each step has shown its noise: two gradient samples of half the base batch, of which a probe makes the very same use.
+    assert [probe.effective_steps for probe in recipe.noise] == list(range(0, T, 10))
+    torch.manual_seed(3)
+    workload = build(linear, {"lr": 0.02})
+    first = probe_noise(workload.model, loss_fn, batch_of_step(workload, 0, seed=3))
+    assert (recipe.noise[0].sigma2, recipe.noise[0].mu2) == pytest.approx(first, rel=0.05)
+
+    # And a run at scale takes it.
+    built = build(linear, recipe.hyperparameters)
+    run = Run(
+        built.model,
+        built.optimizer,
+        built.scheduler,
+        built.train_dataset,
+        AdaScaleConfig(accumulation=2, scheduler_unit="epoch"),
+        recipe=recipe,
+    )
+    assert (run.scale, run.total_steps) == (2.0, T)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scaling_config": {"num_workers": 2}}, "Invalid scaling_config of type dict"),
+        ({"scaling_config": ScalingConfig(num_workers=1)}, r"num_workers=1\) for a trial. Must be a fixed number"),
+        ({"scaling_config": ScalingConfig(num_workers=(1, 2))}, r"num_workers=\(1, 2\)\) for a trial"),
+        ({"resources_per_trial": {"CPU": 2}}, "Say what a worker needs"),
+        ({"search_alg": BasicVariantGenerator()}, "How many trials run at once has to be limited from outside"),
+        ({"base_batch_size": 1}, "num_workers=2.* for a base batch of 1: in 1 passes each worker needs at least 1"),
+        ({"scheduler": HyperBandScheduler()}, "HyperBandScheduler with scaling_config. It may pause trials"),
+    ],
+)
+def test_mistakes_with_workers_of_trials_are_found_before_anything_starts(
+    changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray_adascale.tune.quiet_init", lambda: pytest.fail("Ray was started"))
+    arguments: dict[str, Any] = {
+        "scaling_config": ScalingConfig(num_workers=2),
+        "base_batch_size": B0,
+        "total_steps": T,
+    }
+    with pytest.raises(ValueError, match=message):
+        tune_recipe(linear, {}, **(arguments | changes))
+
+
+def test_no_more_trials_run_at_once_than_have_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray_adascale.tune.quiet_init", lambda: None)
+    monkeypatch.setattr("ray_adascale.tune.ray.cluster_resources", lambda: {"CPU": 9.0, "GPU": 4.0})
+    four = ScalingConfig(num_workers=4).total_resources
+    assert _concurrency(four, FIFOScheduler(), None) == 2
+    assert _concurrency(four, FIFOScheduler(), 1) == 1
+    assert _concurrency(four, FIFOScheduler(), 8) == 2
+    two_gpus = ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker={"CPU": 1, "GPU": 1}).total_resources
+    assert _concurrency(two_gpus, FIFOScheduler(), None) == 2
+    assert _concurrency(ScalingConfig(num_workers=16).total_resources, FIFOScheduler(), None) == 1  # nodes may be added
+
+
 def ended(score: float | None, error: Exception | None = None, **changes: Any) -> _Finished:
     outcome = {"metric": "error", "mode": "min", "score": score, "total_steps": T} | changes
     metrics = {} if score is None else {"outcome": json.dumps(outcome)}
@@ -383,7 +481,7 @@ def repeated(index: int, score: float | None, mode: str = "min") -> _Finished:
 
 
 def test_best_mean_over_the_repeats_wins() -> None:
-    entries = [_Entry(rank=rank, hyperparameters={}, seed=seed) for rank in (0, 1) for seed in (4, 5)]
+    entries = [Entry(rank=rank, hyperparameters={}, seed=seed) for rank in (0, 1) for seed in (4, 5)]
     # Ended in any order. Means 0.3 and 0.25: the second is better where small is.
     scores = {3: 0.1, 0: 0.2, 2: 0.4, 1: 0.4}
     rank, repeats = _best_mean(entries, [repeated(i, score) for i, score in scores.items()], "min")
@@ -448,8 +546,8 @@ def test_small_things() -> None:
         _grid_size({"a": tune.grid_search([1, 2]), "b": {"c": tune.grid_search([1, 2, 3]), "d": tune.uniform(0, 1)}})
         == 6
     )
-    assert _describe_config({"lr": 0.123456, "layers": [1] * 50}) == f"lr=0.1235, layers={str([1] * 50)[:37]}..."
-    assert _describe_config({}) == "an empty config"
+    assert describe_config({"lr": 0.123456, "layers": [1] * 50}) == f"lr=0.1235, layers={str([1] * 50)[:37]}..."
+    assert describe_config({}) == "an empty config"
     assert workload_name(linear) == "tests.test_tune:linear"
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
 import sys
 import traceback
 from collections.abc import Iterator
@@ -9,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from ray import cloudpickle
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ChainedScheduler, ReduceLROnPlateau, StepLR
 from torch.utils.data import IterableDataset
 
+from ray_adascale.cluster import pickle_by_value
 from ray_adascale.workload import Workload, build, resolve
 
 
@@ -217,9 +220,14 @@ def test_what_is_missing_is_named(write: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["w_broken.py", "w-broken.py"])
 @pytest.mark.parametrize(
     ("text", "cause"),
-    [("import no_such_dependency\n", ModuleNotFoundError), ("def f(:\n", SyntaxError), ("1 / 0\n", ZeroDivisionError)],
+    [
+        ("import no_such_dependency\n", ModuleNotFoundError),
+        ("def f(:\n", SyntaxError),
+        ("1 / 0\n", ZeroDivisionError),
+        ("import argparse\nargparse.ArgumentParser().parse_args(['--lr'])\n", SystemExit),  # a script, not a module
+    ],
 )
-def test_a_failing_import_keeps_its_traceback(write: Any, name: str, text: str, cause: type[Exception]) -> None:
+def test_a_failing_import_keeps_its_traceback(write: Any, name: str, text: str, cause: type[BaseException]) -> None:
     path = write(name, text)
     before = set(sys.modules)
     with pytest.raises(ValueError, match=f"importing it failed with {cause.__name__}") as caught:
@@ -227,3 +235,29 @@ def test_a_failing_import_keeps_its_traceback(write: Any, name: str, text: str, 
     assert isinstance(caught.value.__cause__, cause)
     assert name in "".join(traceback.format_exception(caught.value))
     assert set(sys.modules) == before
+
+
+COUNTING = """
+import pathlib
+with (pathlib.Path(__file__).parent / "imports").open("a") as file:
+    file.write("x")
+RATE = 0.5
+param_space = {"lr": RATE}
+def workload(config): return RATE
+"""
+
+
+@pytest.mark.parametrize("name", ["w_counting.py", "w-counting.py"])
+def test_what_a_file_does_at_import_is_done_once_and_on_no_worker(write: Any, tmp_path: Path, name: str) -> None:
+    path = write(name, COUNTING)
+    assert resolve(f"{path}:param_space") == {"lr": 0.5}
+    function = pickle_by_value(resolve(f"{path}:workload"))
+    try:
+        sent = cloudpickle.dumps(function)
+    finally:
+        if function.__module__ in sys.modules:
+            cloudpickle.unregister_pickle_by_value(sys.modules[function.__module__])
+    worker = "import pickle, sys; sys.stdout.write(str(pickle.load(sys.stdin.buffer)({})))"
+    ran = subprocess.run([sys.executable, "-c", worker], input=sent, capture_output=True, cwd=tmp_path, check=True)
+    assert ran.stdout == b"0.5"
+    assert (tmp_path / "imports").read_text() == "x"

@@ -8,17 +8,22 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .. import gain as gain_math
 from ..gain import Average
+from ..parallel.ddp import bucket_observer, reduces_in_one_round
 from ..parallel.observers import GradientObserver, HookObserver
+from .device_step import HostCopy, skippable_step, steps_on_device
+from .differenced import KeptGradient
+from .knowledge import Known, LastStep, numbers_of
 from .oss import OSS, GradientReducer
 from .rules import AdaScaleRule, RuleInput, ScalingRule
 
@@ -43,10 +48,17 @@ def _local(tensor: Tensor) -> Tensor:
 class _Sample:
     """The statistics of one complete optimizer step, summed over workers; before they are averaged in."""
 
-    sigma2: Tensor | None  # [groups], unclipped; None where one gradient sample says nothing (n = 1 at first)
-    mu2: Tensor | None
-    finite: bool
+    moments: Tensor | None  # σ² and μ², [2, groups], unclipped; None where there is nothing to learn them from
+    known: Tensor  # bool, 0-dim: whether they mean anything
+    finite: Tensor  # bool, 0-dim
     averages: Average | None = None  # with this sample, once somebody asked
+
+    def outcome(self) -> Tensor:
+        """Whether it is finite, and σ² and μ² over all groups (NaN where unknown); float64 ``[3]``."""
+        finite = self.finite.double().reshape(1)
+        if self.moments is None:
+            return torch.cat([finite, torch.full((2,), math.nan, dtype=torch.float64, device=finite.device)])
+        return torch.cat([finite, self.moments.sum(dim=1).masked_fill(~self.known, math.nan)])
 
 
 class AdaScale(Optimizer):
@@ -57,6 +69,12 @@ class AdaScale(Optimizer):
     it, and stop when it reaches the number of steps that the schedule was made for.
 
     Collective: the last backward pass of a step ends with one small all-reduce over ``process_group``.
+
+    A step costs the host one wait for the device, in which it reads r. None with a fused optimizer (``SGD``, ``Adam`` or
+    ``AdamW`` with ``fused=True``, also in OSS; parameters on one device; AdaScale's own rule): the LR then reaches it as a
+    float32 tensor, a step that is not finite is skipped on the device, and :meth:`step` waits only until r of the step
+    *before* has arrived. Whatever tells of the last step (:attr:`effective_steps`, :meth:`gain`, :attr:`steps`,
+    :attr:`last_step_skipped`, :meth:`state_dict`, ...) waits for it; :attr:`known_effective_steps` doesn't.
 
     Args:
         optimizer: The optimizer to wrap. ``AdaScale(OSS(...))`` is the nesting with sharded state.
@@ -83,7 +101,8 @@ class AdaScale(Optimizer):
         rule: Maps a :class:`RuleInput` to (LR factor, clock increment). Default: AdaScale's (r, r).
         precondition: Maps (parameter, gradient) to what norms are taken of, for statistics in another metric than the
             Euclidean one. Costs a copy of one gradient at a time.
-        model: The model. Needed for one that is sharded with ``fully_shard``; the fast observers attach to it.
+        model: The model. Needed for one that is sharded with ``fully_shard``, and for a ``DistributedDataParallel`` whose
+            buckets are to be measured (:func:`ray_adascale.parallel.ddp.measure_buckets`).
 
     Raises:
         ValueError: An argument is out of its range, or the optimizer is wrapped already, or its parameters are sharded in
@@ -157,15 +176,15 @@ class AdaScale(Optimizer):
         self._smoothing = 0.0
         self._accumulate = 0
         self._observer: GradientObserver | None = None
-        self._previous: list[Tensor | None] | None = None  # g_{t−1} of the differenced estimator
+        self._previous: KeptGradient | None = None  # g_{t−1} of the differenced estimator
+        self._pending: HostCopy | None = None  # the last step's outcome, of which the host does not know yet
+        self._last = LastStep()
         self._warned_single_sample = False
         self._effective_steps = 0.0
         self._steps = 0
         self._previous_gain = 1.0
         self._averages = self._empty_averages()
-        self._known_gains: tuple[Average, float, tuple[list[float], float]] | None = (
-            None  # asked for more than once a step
-        )
+        self._known: Known | None = None  # asked for more than once a step
         self._sample: _Sample | None = None
         self._begin_step()
         self.set_num_gradients_to_accumulate(num_gradients_to_accumulate, update_smoothing=smoothing is None)
@@ -217,8 +236,6 @@ class AdaScale(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients, and what was collected of an unfinished or skipped step."""
-        if self._observer is not None:
-            self._observer.abandon_pass()
         self._begin_step()
         self._optimizer.zero_grad(set_to_none=set_to_none)
 
@@ -236,6 +253,7 @@ class AdaScale(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the wrapped optimizer and watches its gradients from the next step on."""
         self._require_boundary("add_param_group")
+        self._settle()
         self._optimizer.add_param_group(param_group)
         if self._observer is not None:
             self._observer.add_group(self.param_groups[-1]["params"])
@@ -259,38 +277,76 @@ class AdaScale(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if 0 < self._passes < self._accumulate:
-            raise RuntimeError(
-                f"step() after {self._passes} of {self._accumulate} backward passes. Call it after the last one, or "
-                "set_num_gradients_to_accumulate() first."
-            )
+        lacks_passes = 0 < self._passes < self._accumulate
+        if lacks_passes and not (self._reducing and self._observer is not None):
+            raise self._too_early()
+        self._settle()
         sample = self._sample
         if sample is None and self._observer is not None and self._reducing:
-            # No parameter got a gradient here; the other workers are in the reduction already.
+            # A backward pass reached no parameter here: a sample of zero. The others are in the reduction already.
             sample = self._gather(self._observer)
+            if lacks_passes and not bool(sample.known):
+                raise self._too_early()  # everywhere, so it was not that
             self._sample = sample  # a rule may ask for the gain meanwhile
         if sample is None:
             sample = self._sample_without_passes()
-        self.last_step_skipped = not sample.finite
-        if sample.finite:
-            averages = self._with(sample)
-            gains, overall = self._gains(averages)
-            before = self._effective_steps
-            factors = [self._apply_rule(r, i)[0] for i, r in enumerate(gains)]
-            self.lr_factor, increment = self._apply_rule(overall, None)
-            self._step_with(factors)
+        averages = self._with(sample)
+        inner = self._optimizer.optim if isinstance(self._optimizer, OSS) else self._optimizer
+        if type(self._rule) is AdaScaleRule and steps_on_device(type(inner), self.param_groups):
+            numbers = numbers_of(averages, self._scale, self._variance_floor)
+            gains = numbers[: averages.total.shape[1]].unbind()
+            skippable_step(inner, ~sample.finite, lambda: self._step_with(gains))
             self._averages = averages
-            self._previous_gain = overall
-            self._effective_steps = before + increment
-            self._steps += 1
-            self.last_sigma2 = math.nan if sample.sigma2 is None else float(sample.sigma2.sum())
-            self.last_mu2 = math.nan if sample.mu2 is None else float(sample.mu2.sum())
+            self._pending = HostCopy(torch.cat([sample.outcome(), numbers]))
         else:
-            self._previous = None
-            if isinstance(self._optimizer, OSS):
-                self._optimizer.discard_gradients()
+            self._step_on_host(sample, averages)
         self._begin_step()
         return loss
+
+    def _too_early(self) -> RuntimeError:
+        return RuntimeError(
+            f"step() after {self._passes} of {self._accumulate} backward passes. Call it after the last one, or "
+            "set_num_gradients_to_accumulate() first."
+        )
+
+    def _step_on_host(self, sample: _Sample, averages: Average) -> None:
+        known = self._known
+        if sample.moments is None and known is not None and known.of(averages, self._scale):
+            finite, sigma2, mu2 = bool(sample.finite), math.nan, math.nan
+        else:
+            numbers = numbers_of(averages, self._scale, self._variance_floor)
+            outcome, sigma2, mu2, *rest = torch.cat([sample.outcome(), numbers]).tolist()
+            finite, known = outcome > 0, Known.from_numbers(averages, self._scale, rest)
+        if not finite:
+            self._previous = None
+            self._last = replace(self._last, skipped=True)
+            if isinstance(self._optimizer, OSS):
+                self._optimizer.discard_gradients()
+            return
+        self._known = known
+        before = self._effective_steps
+        factors = [self._apply_rule(r, i)[0] for i, r in enumerate(known.gains)]
+        factor, increment = self._apply_rule(known.gain, None)
+        self._step_with(factors)
+        self._averages = averages
+        self._advance(known.gain, before + increment, LastStep(False, factor, sigma2, mu2))
+
+    def _settle(self) -> None:
+        """Wait for the outcome of a step that was taken on the device, and act on it."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        finite, sigma2, mu2, *numbers = pending.read()
+        known = self._known = Known.from_numbers(self._averages, self._scale, numbers)
+        if finite:
+            last = LastStep(False, known.gain, sigma2, mu2)
+            self._advance(known.gain, self._effective_steps + known.gain, last)
+        else:
+            self._last = replace(self._last, skipped=True)
+
+    def _advance(self, gain: float, effective_steps: float, last: LastStep) -> None:
+        self._previous_gain, self._effective_steps, self._last = gain, effective_steps, last
+        self._steps += 1
 
     def _apply_rule(self, r: float, group: int | None) -> tuple[float, float]:
         return self._rule(
@@ -304,16 +360,25 @@ class AdaScale(Optimizer):
             )
         )
 
-    def _step_with(self, factors: Sequence[float]) -> None:
+    def _step_with(self, factors: Sequence[float] | Sequence[Tensor]) -> None:
         groups = self.param_groups
         lrs = [group["lr"] for group in groups]
         try:
             for i, group in enumerate(groups):
-                group["lr"] = lrs[i] * factors[i % len(factors)]  # a tensor LR becomes a new tensor
+                group["lr"] = self._scaled(lrs[i], factors[i % len(factors)])
             self._optimizer.step()
         finally:
             for group, lr in zip(groups, lrs, strict=True):
                 group["lr"] = lr
+
+    def _scaled(self, lr: float | Tensor, factor: float | Tensor) -> float | Tensor:
+        """``lr · factor``; a tensor LR becomes a new tensor."""
+        if not isinstance(factor, Tensor):
+            return lr * factor
+        if self._scale == 1:
+            return lr  # to the bit
+        # The kernels read float32, a 0-dim tensor may be on the host where the other is not.
+        return ((lr.reshape(()) if isinstance(lr, Tensor) else lr) * factor).float()
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state dict, with an entry ``"adascale"`` of tensors (copies, on the CPU).
@@ -329,6 +394,7 @@ class AdaScale(Optimizer):
     def statistics_state(self) -> dict[str, Tensor]:
         """AdaScale's own state without the wrapped optimizer's: tensors on the CPU that alias nothing."""
         self._require_boundary("statistics_state")
+        self._settle()
         state = {
             "total": self._averages.total.detach().cpu().clone(),
             "weight": self._averages.weight.detach().cpu().clone(),
@@ -338,10 +404,7 @@ class AdaScale(Optimizer):
             "steps": torch.tensor(self._steps),
             "num_samples": torch.tensor(self.num_samples),
         }
-        for i, previous in enumerate(self._previous or ()):
-            if previous is not None:
-                state[f"previous_gradient.{i}"] = previous.cpu().clone()
-        return state
+        return state if self._previous is None else {**state, **self._previous.state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a :meth:`state_dict`, which is left as it is. σ² is per base batch, so S and n may differ from then.
@@ -350,6 +413,7 @@ class AdaScale(Optimizer):
             ValueError: The statistics are of another number of parameter groups.
         """
         self._require_boundary("load_state_dict")
+        self._settle()
         inner = {key: value for key, value in state_dict.items() if key != "adascale"}
         statistics = state_dict.get("adascale")
         if statistics is not None:
@@ -374,6 +438,7 @@ class AdaScale(Optimizer):
     def load_statistics_state(self, state: dict[str, Tensor]) -> None:
         """Loads what :meth:`statistics_state` returned."""
         self._check_statistics(state)
+        self._settle()
         device = self._averages.total.device
         averages = Average(*(state[name].to(device, copy=True) for name in ("total", "weight", "count")))
         was, now = int(state["num_samples"]), self.num_samples
@@ -382,16 +447,11 @@ class AdaScale(Optimizer):
         self._effective_steps = float(state["effective_steps"])
         self._previous_gain = float(state["previous_gain"])
         self._steps = int(state["steps"])
-        self._previous = None
-        params = self._params()
-        if now == 1 and any(f"previous_gradient.{i}" in state for i in range(len(params))):
-            self._previous = [
-                state[f"previous_gradient.{i}"].to(p.device, copy=True) if f"previous_gradient.{i}" in state else None
-                for i, p in enumerate(params)
-            ]
+        self._previous = KeptGradient.from_state(state, self._params(), device) if now == 1 else None
 
     def __getstate__(self) -> dict[str, Any]:
         # Hooks and process groups belong to this process; __setstate__ makes new hooks on the new parameters.
+        self._settle()
         bound = ("_observer", "_process_group", "_model", "rider", "step")
         kept = {k: v for k, v in self.__dict__.items() if k not in bound}
         return {k: v for k, v in kept.items() if not k.startswith("_optimizer_")}
@@ -413,15 +473,12 @@ class AdaScale(Optimizer):
         Args:
             pg_idx: A parameter group's index; None for the whole optimizer (the groups' statistics summed).
         """
-        averages = self._averages
-        if self._sample is not None and self._sample.finite:
-            averages = self._with(self._sample)
-        gains, overall = self._gains(averages)
+        known = self._know()
         if pg_idx is None:
-            return overall
+            return known.gain
         if not 0 <= pg_idx < len(self.param_groups):
             raise ValueError(f"Invalid {pg_idx=}. The optimizer has {len(self.param_groups)} parameter groups.")
-        return gains[pg_idx % len(gains)]
+        return known.gains[pg_idx % len(known.gains)]
 
     @property
     def scale(self) -> float:
@@ -441,36 +498,52 @@ class AdaScale(Optimizer):
     @property
     def effective_steps(self) -> float:
         """τ, Σ r over the optimizer steps taken."""
+        self._settle()
+        return self._effective_steps
+
+    @property
+    def known_effective_steps(self) -> float:
+        """τ as far as the host knows without waiting: it may lack the last step's r, which is at most S (or 1, if larger)."""
         return self._effective_steps
 
     @property
     def steps(self) -> int:
         """Optimizer steps taken, without those that were skipped."""
+        self._settle()
         return self._steps
 
-    last_step_skipped = False
-    """Whether the last ``step()`` met a non-finite gradient and so did nothing."""
-    lr_factor = 1.0
-    """What the rule multiplied the LR by in the last step (of the whole optimizer, not of one group)."""
-    last_sigma2 = math.nan
-    """σ² of the last step alone, unaveraged."""
-    last_mu2 = math.nan
-    """μ² of the last step alone, unaveraged."""
+    @property
+    def last_step_skipped(self) -> bool:
+        """Whether the last ``step()`` met a non-finite gradient and so did nothing."""
+        self._settle()
+        return self._last.skipped
+
+    @property
+    def lr_factor(self) -> float:
+        """What the rule multiplied the LR by in the last step (of the whole optimizer, not of one group)."""
+        self._settle()
+        return self._last.lr_factor
+
+    @property
+    def last_sigma2(self) -> float:
+        """σ² of the last step alone, unaveraged; NaN where it was skipped or says nothing."""
+        self._settle()
+        return self._last.sigma2
+
+    @property
+    def last_mu2(self) -> float:
+        """μ² of the last step alone, unaveraged; NaN where it was skipped or says nothing."""
+        self._settle()
+        return self._last.mu2
 
     def group_moments(self) -> tuple[list[float], list[float]]:
         """Averaged (σ², μ²) of each gain's group, unclipped, with the gradients in place; NaN before the first sample."""
-        averages = self._averages
-        if self._sample is not None and self._sample.finite:
-            averages = self._with(self._sample)
-        sigma2, mu2 = averages.value.tolist()
-        return sigma2, mu2
+        known = self._know()
+        return known.sigma2, known.mu2
 
     def average_moments(self) -> tuple[float, float]:
         """Averaged (σ², μ²), summed over groups; NaN before the first sample."""
-        if not self._has_averages():
-            return math.nan, math.nan
-        sigma2, mu2 = self._averages.value.clamp(min=0).sum(dim=1).tolist()
-        return sigma2, mu2
+        return self._know(committed=True).total_moments()
 
     def set_scale(self, scale: float, update_estimate: bool = True) -> None:
         """Change S between steps. The averages stay as they are: σ² is per base batch and does not depend on S.
@@ -481,6 +554,7 @@ class AdaScale(Optimizer):
         """
         if not (math.isfinite(scale) and scale > 0):
             raise ValueError(f"Invalid {scale=}. Must be a positive number: global batch size / base batch size.")
+        self._settle()
         self._scale = float(scale)
         self._previous = None  # gradients of batches of different size have different noise
         self._attach()
@@ -497,6 +571,7 @@ class AdaScale(Optimizer):
         if num_gradients_to_accumulate < 1:
             raise ValueError(f"Invalid {num_gradients_to_accumulate=}. Must be at least 1.")
         self._require_boundary("set_num_gradients_to_accumulate")
+        self._settle()
         was = self.num_samples if self._accumulate else None
         self._accumulate = num_gradients_to_accumulate
         if update_smoothing:
@@ -573,7 +648,7 @@ class AdaScale(Optimizer):
         self._mean_sq_norm: Tensor | None = None  # A so far, this worker's part
         self._sent: tuple[Tensor, dist.Work | None] | None = None  # the all-reduce that is under way
         if self._observer is not None:
-            self._observer.first_pass = True
+            self._observer.last_pass = self._accumulate == 1
         self._sample = None
 
     def _attach(self) -> None:
@@ -604,7 +679,12 @@ class AdaScale(Optimizer):
                     oss, self, accumulating=self._accumulate > 1
                 )
                 return
-            self._observer = HookObserver(groups, self, local=local, precondition=self._precondition)
+            if isinstance(self._model, DistributedDataParallel) and local and self._accumulate == 1:
+                # Of several passes, a bucket holds the sum; a precondition is of one parameter.
+                self._observer = None if self._precondition else bucket_observer(self._model, groups, self)
+            if self._observer is None:
+                early = reduces_in_one_round(self._model)
+                self._observer = HookObserver(groups, self, local=local, precondition=self._precondition, early=early)
 
     def _fsdp2_observer(self, groups: Sequence[Sequence[Tensor]], local: bool) -> GradientObserver:
         if self._precondition is not None:
@@ -632,7 +712,7 @@ class AdaScale(Optimizer):
             part = observer.local_sq_norms() * (weight / c**2)
             self._mean_sq_norm = part if self._mean_sq_norm is None else self._mean_sq_norm + part
         self._passes += 1
-        observer.first_pass = self._passes == self._accumulate
+        observer.last_pass = self._passes + 1 == self._accumulate
         if self._passes == self._accumulate and observer.reduced_everywhere:
             # Only A is still in parts. Sent off now, it travels behind the last gradients while we wait for those anyway.
             self._sent = self._send([])
@@ -644,12 +724,12 @@ class AdaScale(Optimizer):
             self._sample = self._gather(observer)
 
     def _send(self, more: Sequence[Tensor]) -> tuple[Tensor, dist.Work | None]:
-        """Start the one small all-reduce of a step: A, the passes seen, the rider, and whatever else is in parts."""
+        """Start the one small all-reduce of a step: A, whether all passes were seen, the rider, and whatever else is in parts."""
         device = self._averages.total.device
         local = self._mean_sq_norm
         if local is None:
             local = torch.zeros(len(self.param_groups), dtype=torch.float64, device=device)
-        parts = [*more, local, torch.full((1,), self._passes, dtype=torch.float64, device=device)]
+        parts = [*more, local, torch.full((1,), self._passes == self._accumulate, dtype=torch.float64, device=device)]
         if self.rider is not None:
             parts.append(self.rider().to(local))
         vector = torch.cat(parts)
@@ -671,7 +751,7 @@ class AdaScale(Optimizer):
             if work is not None:
                 work.wait()
             c, vector = both[:groups], both[groups:]
-        a, passes, self.rider_sum = vector[:groups], vector[groups], vector[groups + 1 :]
+        a, complete, self.rider_sum = vector[:groups], vector[groups], vector[groups + 1 :]
         if not self._is_scaled_loss:
             c = c / self._accumulate**2
         unscale: Tensor | float = 1.0
@@ -681,95 +761,68 @@ class AdaScale(Optimizer):
             a, c = a * unscale**2, c * unscale**2
         if self._single_gain and groups > 1:
             a, c = a.sum(dim=0, keepdim=True), c.sum(dim=0, keepdim=True)
-        finite = math.isfinite(float((a + c).sum()))
-        if float(passes) == 0 or not observer.complete:
-            # Gradients that no backward pass has made, or of a parameter that was frozen when the hooks were set: C counts
-            # them and A does not. The step is taken with the averages as they are.
-            return _Sample(None, None, finite)
-        sigma2: Tensor | None = None
-        mu2: Tensor | None = None
+        finite, known = torch.isfinite((a + c).sum()), complete > 0
+        if not observer.complete:
+            # A gradient of a parameter that was frozen when the hooks were set, or (none of the passes is known) that no
+            # backward pass has made: C counts it and A does not. The step is taken with the averages as they are.
+            return _Sample(None, known, finite)
         if self.num_samples > 1:
-            sigma2, mu2 = gain_math.gradient_moments(a, c, scale=self._scale, count=self.num_samples)
-        elif self._scale > 1 and finite:
-            sigma2, mu2 = self._differenced(unscale)
-        return _Sample(sigma2, mu2, finite)
-
-    def _differenced(self, unscale: Tensor | float) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """σ², μ² of a single gradient sample from this step's and the last one's gradient; keeps this one's."""
-        now = [None if p.grad is None else _local(p.grad.detach()) * unscale for p in self._params()]
-        before, self._previous = self._previous, now
+            moments = gain_math.gradient_moments(a, c, scale=self._scale, count=self.num_samples)
+            return _Sample(torch.stack(moments), known, finite)
+        if self._scale == 1:
+            return _Sample(None, known, finite)
+        before, params = self._previous, self._params()
+        gradient = [None if p.grad is None else _local(p.grad.detach()) * unscale for p in params]
+        self._previous = KeptGradient(gradient, finite)
         if before is None:
-            return None, None
-        shape = (len(self.param_groups),)
-        difference, inner = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
-        index = 0
-        for i, group in enumerate(self.param_groups):
-            for _ in group["params"]:
-                g, h = now[index], before[index]
-                index += 1
-                if g is not None or h is not None:
-                    g = (
-                        torch.zeros_like(cast(Tensor, h))
-                        if g is None
-                        else g.to(torch.promote_types(g.dtype, torch.float32))
-                    )
-                    h = torch.zeros_like(g) if h is None else h.to(g.dtype)
-                    difference[i] += float((g - h).double().square().sum())
-                    inner[i] += float((g.double() * h.double()).sum())
+            return _Sample(None, known, finite)
+        products = self._previous.products_with(before, [len(group["params"]) for group in self.param_groups])
         if self._single_gain:
-            difference, inner = difference.sum(0, keepdim=True), inner.sum(0, keepdim=True)
-        device = self._averages.total.device
-        return gain_math.differenced_moments(difference.to(device), inner.to(device), scale=self._scale)
+            products = products[0].sum(0, keepdim=True), products[1].sum(0, keepdim=True)
+        moments = gain_math.differenced_moments(*products, scale=self._scale)
+        return _Sample(torch.stack(moments), known & before.finite, finite)
 
     def _sample_without_passes(self) -> _Sample:
         """Nothing was watched (a lone sample at S = 1, or unhooked): only look whether the gradients are finite."""
+        device = self._averages.total.device
+        yes = torch.ones((), dtype=torch.bool, device=device)
         grads = self._step_gradients()
         sparse = [g.coalesce().values() if g.is_sparse else g for g in grads]
-        finite = not sparse or math.isfinite(float(torch.nn.utils.get_total_norm(sparse)))
+        finite = (torch.nn.utils.get_total_norm(sparse) < math.inf).to(device) if sparse else yes
         if self._reducing and (self._sharded_gradients or any(_is_dtensor(p) for p in self._params())):
             # Each worker has seen its shards only; all of them must skip the step, or none.
-            flag = torch.tensor(float(finite), device=self._averages.total.device)
+            flag = finite.float()
             dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._process_group)
-            finite = bool(flag)
+            finite = flag > 0
         self.rider_sum = None if self.rider is None else self.rider()
-        return _Sample(None, None, finite)
+        return _Sample(None, ~yes, finite)
 
     # ---- averages and gain ---------------------------------------------------------------------------------------
-
-    def _has_averages(self) -> bool:
-        return bool((self._averages.weight > 0).any())
 
     def _with(self, sample: _Sample) -> Average:
         """The averages with this sample in them; computed once, committed by ``step()``."""
         if sample.averages is None:
             sample.averages = self._averages
-            if sample.sigma2 is not None and sample.mu2 is not None:
-                moments = torch.stack([sample.sigma2, sample.mu2])
+            if sample.moments is not None:
+                moments = sample.moments
                 if self._clip_samples:
                     moments = torch.stack([moments[0].clamp(min=self._variance_floor), moments[1].clamp(min=0.0)])
-                sample.averages = self._averages.update(moments, self._decay(), debias=self._debias)
+                use = sample.finite & sample.known
+                sample.averages = self._averages.update(moments, self._decay(), debias=self._debias, use=use)
         return sample.averages
 
     def _decay(self) -> float | Tensor:
         if self._window is None:
             return self._smoothing
+        previous_gain = torch.full((), self._previous_gain, dtype=torch.float64)
         total_steps = cast(float, self._total_steps)
-        return gain_math.effective_decay(self._previous_gain, window=self._window, total_steps=total_steps)
+        return gain_math.effective_decay(previous_gain, window=self._window, total_steps=total_steps)
 
-    def _gains(self, averages: Average) -> tuple[list[float], float]:
-        """(r of each group, r of the whole) as host numbers: one wait for the device."""
-        if self._scale == 1:
-            return [1.0] * averages.total.shape[1], 1.0
-        if self._known_gains is not None and self._known_gains[0] is averages and self._known_gains[1] == self._scale:
-            return self._known_gains[2]
-        known = averages.weight > 0
-        sigma2, mu2 = torch.where(known, averages.total / torch.where(known, averages.weight, 1.0), 0.0)
-        floor = self._variance_floor
-        each = torch.where(known, gain_math.gain(sigma2, mu2, self._scale, variance_floor=floor), 1.0)
-        if len(each) == 1:
-            self._known_gains = averages, self._scale, (each.tolist(), each.item())
-            return self._known_gains[2]
-        overall = gain_math.gain(sigma2.sum(), mu2.sum(), self._scale, variance_floor=floor)
-        *gains, whole = torch.cat([each, torch.where(known.any(), overall, 1.0).reshape(1)]).tolist()
-        self._known_gains = averages, self._scale, (gains, whole)
-        return self._known_gains[2]
+    def _know(self, *, committed: bool = False) -> Known:
+        """What the averages say, with the gradients in place unless ``committed``: one wait for the device."""
+        self._settle()
+        averages = self._averages if committed or self._sample is None else self._with(self._sample)
+        if self._known is None or not self._known.of(averages, self._scale):
+            numbers = numbers_of(averages, self._scale, self._variance_floor)
+            self._known = Known.from_numbers(averages, self._scale, numbers.tolist())
+        return self._known

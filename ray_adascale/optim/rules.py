@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 __all__ = [
@@ -132,7 +132,8 @@ def legw_factor(scale: float, effective_steps: float, warmup_epochs: float, base
 class LEGWRule:
     """(√S with a linear warm-up that lasts S times as long, S): *linear-epoch gradual warm-up*, arXiv 1901.08256.
 
-    It warms up at S = 1 as well, from a factor of exactly 0, so the schedule must not have a warm-up of its own.
+    It warms up at S = 1 as well, from a factor of exactly 0, so the schedule must not have a warm-up of its own
+    (:meth:`check_curve`).
 
     Attributes:
         base_warmup_epochs: Length of the warm-up at the base batch, in epochs.
@@ -177,6 +178,23 @@ class LEGWRule:
                 "the schedule was tuned at."
             )
         return self.data_size / base_batch_size
+
+    def check_curve(self, curve: Sequence[Sequence[float]]) -> None:
+        """Warn when the schedule has a warm-up of its own: a learning rate whose first change is a rise.
+
+        Args:
+            curve: The base run's learning rates, ``curve[group][scheduler call]``, without any factor.
+        """
+        for g, rates in enumerate(curve):
+            changed = next((rate for rate in rates if rate != rates[0]), rates[0])
+            if self.base_warmup_epochs > 0 and changed > rates[0]:
+                warnings.warn(
+                    f"The schedule begins by raising the LR (group {g}: from {rates[0]:g} to {changed:g}), and LEGW has a "
+                    f"warm-up of {self.base_warmup_epochs:g} epochs: both apply. Take the schedule's warm-up out, or set "
+                    "base_warmup_epochs=0.",
+                    stacklevel=3,
+                )
+                return
 
     def watch(self, scale: float) -> None:
         """Warn when S is another than at the last step."""

@@ -9,6 +9,8 @@ Hyperparameters are JSON and travel apart.
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ _KINDS = frozenset({"optim", "optim.tensor", "optim.none", *_NUMBERS})
 _ORDERED = "optim@"
 # How a step is computed, not what: these follow the machine at hand.
 _IMPLEMENTATION = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
+_WARNED: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # of entries that hyperparameters() leaves out
 
 
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
@@ -228,8 +231,12 @@ def _restore_dtypes(optimizer: Optimizer, params: list[Tensor], saved: dict[int,
 
 
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Each group's JSON-able entries, a tensor LR as a number."""
+    """Each group's JSON-able entries, a tensor LR as a number.
+
+    Warns, once for an optimizer, of entries that are not: after a resume these are what the program makes them.
+    """
     out = []
+    left_out: set[str] = set()
     for group in optimizer.param_groups:
         entry = {}
         for key, value in group.items():
@@ -239,7 +246,16 @@ def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
                 value = value.item()
             if _is_json(value):
                 entry[key] = value
+            else:
+                left_out.add(f"{key!r} ({type(value).__name__})")
         out.append(entry)
+    if left_out and optimizer not in _WARNED:
+        _WARNED.add(optimizer)
+        warnings.warn(
+            f"Not in the checkpoint: {', '.join(sorted(left_out))} of the optimizer's parameter groups. Only numbers, strings, "
+            "None and lists of them are; after a resume the rest is as the program builds it.",
+            stacklevel=2,
+        )
     return out
 
 

@@ -157,10 +157,6 @@ class Bucket:
                 spans.append(Span(i, max(start - offset, 0), max(end - start, 0)))
         return spans
 
-    def shards(self) -> list[Tensor]:
-        """The buffer's shards, one for each worker; views."""
-        return [self.flat[a:b] for a, b in itertools.pairwise(self.bounds)]
-
     def bound(self) -> bool:
         """Whether the parameters still lie where they were put (``param.data = ...``, ``model.to()`` move them)."""
         return all(p.data_ptr() == a for p, a in zip(self.params, self._addresses, strict=True))

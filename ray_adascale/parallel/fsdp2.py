@@ -76,7 +76,7 @@ class FSDP2Observer(HookObserver):
         super().__init__(groups, listener, local=local)
 
     def _watch(self) -> None:
-        watched = {p for params in self._groups for p in params}
+        watched = {p for params in self.groups for p in params}
         self._sites: dict[nn.Module, list[tuple[nn.Module, str, Tensor]]] = {
             module: [site for site in _sites(module) if site[2] in watched]
             for module in self._model.modules()
@@ -112,7 +112,7 @@ class FSDP2Observer(HookObserver):
 
     # ---- hooks -------------------------------------------------------------------------------------------------------
 
-    def refresh_trainable(self) -> None:
+    def hook_all(self) -> None:
         """Have each module's forward pass hook what it unshards. Hooks of ours run after FSDP2's, which come first."""
         if self._pre_forward:
             return
@@ -122,13 +122,13 @@ class FSDP2Observer(HookObserver):
         def pre_forward(module: nn.Module, args: Any) -> None:
             observer = ref()
             if observer is not None and torch.is_grad_enabled():
-                observer._hook(module)
+                observer._hook_module(module)
 
         for module, sites in self._sites.items():
             if sites:
                 self._pre_forward.append(module.register_forward_pre_hook(pre_forward))
 
-    def _hook(self, module: nn.Module) -> None:
+    def _hook_module(self, module: nn.Module) -> None:
         """Hook the parameters of an unsharded module that are not yet."""
         for owner, name, shard in self._sites[module]:
             whole = getattr(owner, name)
@@ -141,23 +141,18 @@ class FSDP2Observer(HookObserver):
                 )
             if shard not in self._whole:
                 self._reductions.append(shard.register_post_accumulate_grad_hook(self._owed.discard))
-            self._handles[shard] = whole.register_hook(self._make_hook(shard))
+            self.hook(shard, whole)
             self._whole[shard] = whole
 
-    def _make_hook(self, param: Tensor) -> Callable[[Tensor], None]:
-        ref, slot, local = weakref.ref(self), self._samples.of[param], self._local
+    def taker(self, param: Tensor) -> Callable[[Tensor], object]:
+        owed, slot, local = self._owed, self.samples.of[param], self._local
 
-        def hook(grad: Tensor) -> None:
-            observer = ref()
-            if observer is None:
-                return
-            if not observer._pass_running:
-                observer._start_pass()
-            observer._owed.add(param)
+        def take(grad: Tensor) -> None:
+            owed.add(param)
             if local:
-                _norm_into(slot, grad.detach())
+                _norm_into(slot, grad)
 
-        return hook
+        return take
 
     def local_sq_norms(self) -> Tensor:
         # FSDP2 reduces to Σ g_i / f, f = N unless set. In terms of a mean over N workers, each local gradient is N/f · g_i.
@@ -165,7 +160,7 @@ class FSDP2Observer(HookObserver):
             factor = _divide_factor(module) if sites else None
             if factor is not None and factor != self._world_size:
                 for shard in {shard for _, _, shard in sites}:
-                    self._samples.of[shard].mul_(self._world_size / factor)
+                    self.samples.of[shard].mul_(self._world_size / factor)
         return super().local_sq_norms()
 
     def detach(self) -> None:
@@ -183,9 +178,9 @@ class FSDP2Observer(HookObserver):
         if self._owed:
             self._owed.clear()
             raise RuntimeError(_NOT_REDUCED)
-        self._reduced.clear()
+        self.reduced.clear()
         late: set[Tensor] = set()
-        for param in (p for params in self._groups for p in params):
+        for param in (p for params in self.groups for p in params):
             if param.grad is None:
                 continue
             if not isinstance(param, DTensor):
@@ -193,11 +188,11 @@ class FSDP2Observer(HookObserver):
             if param not in self._whole:
                 late.add(param)
             if _counts(param):
-                _norm_into(self._reduced.of[param], cast(DTensor, param.grad).to_local())
+                _norm_into(self.reduced.of[param], cast(DTensor, param.grad).to_local())
         self.complete = not late
         if late:
             self._hook_late(late)
-        return self._reduced.sum_of_squares(self.device)
+        return self.reduced.sum_of_squares(self.device)
 
     def _hook_late(self, late: set[Tensor]) -> None:
         """Hook parameters whose module's forward was never called (``register_fsdp_forward_method``, ``unshard()``).
@@ -208,7 +203,7 @@ class FSDP2Observer(HookObserver):
             if any(shard in late for _, _, shard in sites):
                 fsdp = cast(FSDPModule, module)
                 fsdp.unshard()
-                self._hook(module)
+                self._hook_module(module)
                 fsdp.reshard()
 
 
@@ -236,8 +231,16 @@ def _sites(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 
 def _divide_factor(module: nn.Module) -> float | None:
     """What ``set_gradient_divide_factor`` was last given; None for the mean. torch has the setter only."""
-    factors = {group.gradient_divide_factor for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups}
+    factors = {group.gradient_divide_factor for group in _param_groups(module)}
     return factors.pop() if factors else None
+
+
+def _param_groups(module: nn.Module) -> list[Any]:
+    """What FSDP2 keeps of the parameters that it gathers together at this module; private to torch."""
+    state = cast(Any, module)._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [group for group in (state._fsdp_param_group,) if group is not None]  # torch 2.11
 
 
 def _counts(param: DTensor) -> bool:

@@ -10,20 +10,26 @@ Norms are taken in parameter order and summed in float64, whatever buckets gradi
 
 from __future__ import annotations
 
+import functools
+import inspect
+import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointFunction
 
 __all__ = [
     "GradientObserver",
+    "GroupSums",
     "HookObserver",
     "PassListener",
+    "in_compiled_autograd",
     "queue_end_of_backward",
-    "sq_norm",
+    "refuse_compiled",
     "take_norm",
 ]
 
@@ -38,6 +44,48 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
     torch has no public name for this; DDP, FSDP2 and FairScale use the same one. Only to be called inside a hook.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def in_compiled_autograd() -> bool:
+    """Whether the hook that asks is part of a backward pass that compiled autograd has taken over.
+
+    torch has no public name for this; ``torch.compiler.is_compiling()`` is also true of hooks that ``torch.compile`` comes upon
+    in a compiled training step, and those are fine.
+    """
+    module = sys.modules.get("torch._dynamo.compiled_autograd")  # imported by those who use it
+    return module is not None and module.in_compiled_autograd_region
+
+
+def refuse_compiled() -> None:
+    """To be called in the hook that begins a pass: raises under compiled autograd.
+
+    It would make what the hook does a part of the compiled graph, but not what is queued for the end: gains came out as 1.
+    """
+    if in_compiled_autograd():
+        raise RuntimeError(
+            "AdaScale can't measure gradients under compiled autograd. Leave torch._dynamo.config.compiled_autograd off; "
+            "torch.compile of the model is supported."
+        )
+
+
+def _refuse_nested() -> None:
+    """To be called in the hook that begins a pass: raises within reentrant activation checkpointing.
+
+    That runs a backward pass of its own for each checkpointed part, with an end of its own, and nothing tells when the outer
+    one ends. Where a gradient outside of the checkpointed parts came first, the pass is the outer one, and all is well.
+    """
+    # torch.compile, if it traces this hook, doesn't know frames; nor does it trace backward passes that are nested.
+    frame = None if torch.compiler.is_compiling() else inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.backward.__code__:
+            raise RuntimeError(_REENTRANT)
+        frame = frame.f_back
+
+
+_REENTRANT = (
+    "Reentrant activation checkpointing runs backward passes within the backward pass, so AdaScale can't tell gradient "
+    "samples apart. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+)
 
 
 def take_norm(tensor: Tensor, out: Tensor | None = None) -> Tensor:
@@ -96,9 +144,30 @@ class _Slots:
         return torch.zeros(self._groups, dtype=torch.float64, device=device) if out is None else out
 
 
-def sq_norm(tensor: Tensor) -> Tensor:
-    """``‖x‖²`` as a 0-dim float64 tensor on x's device. Sparse tensors are coalesced first."""
-    return take_norm(tensor).double().square()
+class GroupSums:
+    """Sums of squared norms, each of which belongs to a parameter group.
+
+    Args:
+        groups: Number of parameter groups.
+        device: Where the sums are wanted.
+    """
+
+    def __init__(self, groups: int, device: torch.device) -> None:
+        self._groups, self._device = groups, device
+        self._indices: dict[tuple[int, ...], Tensor] = {}
+
+    def __call__(self, norms: Sequence[tuple[int, Tensor]]) -> Tensor:
+        """Float64 ``[groups]`` from pairs (parameter group, norm); no host synchronisation."""
+        if not norms:
+            return torch.zeros(self._groups, dtype=torch.float64, device=self._device)
+        squares = torch.stack([norm.to(self._device, torch.float64) for _, norm in norms]).square_()
+        if self._groups == 1:
+            return squares.sum().view(1)
+        out = torch.zeros(self._groups, dtype=torch.float64, device=self._device)
+        groups = tuple(g for g, _ in norms)
+        if groups not in self._indices:  # kept, since making one waits for the device
+            self._indices[groups] = torch.tensor(groups, device=self._device)
+        return out.index_add_(0, self._indices[groups], squares)
 
 
 class PassListener(Protocol):
@@ -116,8 +185,9 @@ class GradientObserver(ABC):
 
     reduced_everywhere: bool = True
     """Whether every worker holds the whole reduced gradient, equal to the last bit, as under DDP."""
-    first_pass: bool = True
-    """Whether the next pass is the first of an optimizer step; the listener says so."""
+
+    last_pass: bool = False
+    """Whether the pass that runs or comes next is the last of an optimizer step, as far as the listener knows; it says so."""
 
     complete: bool = True
     """Whether every gradient of the step was watched; False for the one step in which a parameter was first unfrozen."""
@@ -141,9 +211,6 @@ class GradientObserver(ABC):
     def detach(self) -> None:
         """Stop watching; release every hook."""
 
-    def abandon_pass(self) -> None:  # noqa: B027 (not every observer watches passes itself)
-        """Forget a backward pass that an exception ended: autograd drops what was queued for its end."""
-
 
 class HookObserver(GradientObserver):
     """A hook on each parameter: always correct, needs no model.
@@ -152,11 +219,14 @@ class HookObserver(GradientObserver):
     takes its norm while it is in the cache. The hooks hold no reference to the observer, so dropping the optimizer frees
     everything without :meth:`detach`.
 
+    A subclass says what is hooked (:meth:`hook_all`, which calls :meth:`hook`) and where the reduced gradient is.
+
     Args:
         groups: Parameters of each parameter group.
         listener: Told when a pass has ended.
         local: Take the norm of each gradient sample. False where only the end of the pass matters.
         precondition: Maps (parameter, gradient) to what the norm is taken of.
+        early: Tell the listener of the sample before the reduction has come to its end, which hides what it sends.
     """
 
     def __init__(
@@ -166,54 +236,71 @@ class HookObserver(GradientObserver):
         *,
         local: bool = True,
         precondition: Callable[[Tensor, Tensor], Tensor] | None = None,
+        early: bool = True,
     ) -> None:
         self._listener = weakref.ref(listener)
         self._local = local
+        self._early = early
         self._precondition = precondition
-        self._groups = [list(params) for params in groups]
-        self._handles: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
-        self._pass_running = False
+        self.groups = [list(params) for params in groups]
+        self.hooked: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
+        self._passes = 0
+        # Autograd holds what is to be called at the end of the pass that runs, and lets go of it where an exception ends it.
+        self._end_of_pass: weakref.ref[Callable[[], None]] | None = None
         self._watch()
 
     def add_group(self, params: Sequence[Tensor]) -> None:
-        self._groups.append(list(params))
+        self.groups.append(list(params))
         self._watch()
 
     def _watch(self) -> None:
-        self._samples = _Slots(self._groups)  # of the pass that runs
-        self._reduced = _Slots(self._groups)
+        self.samples = _Slots(self.groups)  # of the pass that runs
+        self.reduced = _Slots(self.groups)
         self._shares: dict[tuple[int, int], list[Tensor]] = {}
         self.detach()
-        self.refresh_trainable()
+        self.hook_all()
 
-    def refresh_trainable(self) -> None:
+    def hook_all(self) -> None:
         """Hook parameters that were unfrozen since; a parameter that needs no gradient can't carry a hook."""
-        for params in self._groups:
+        for params in self.groups:
             for param in params:
-                if param.requires_grad and param not in self._handles:
-                    self._handles[param] = param.register_hook(self._make_hook(param))
+                if param.requires_grad and param not in self.hooked:
+                    self.hook(param, param)
 
-    def _make_hook(self, param: Tensor) -> Callable[[Tensor], None]:
-        ref, param_ref = weakref.ref(self), weakref.ref(param)
-        slot, local, precondition = self._samples.of[param], self._local, self._precondition
-        plain = local and precondition is None
+    def taker(self, param: Tensor) -> Callable[[Tensor], object]:
+        """What is called with each gradient of a parameter: puts its norm in its slot."""
+        slot, precondition = self.samples.of[param], self._precondition
+        if not self._local:
+            return lambda grad: None
+        if precondition is None:
+            return functools.partial(take_norm, out=slot)
+        param_ref = weakref.ref(param)
+        return lambda grad: take_norm(precondition(cast(Tensor, param_ref()), grad), slot)
+
+    def hook(self, param: Tensor, leaf: Tensor) -> None:
+        """Watch the gradients of ``leaf`` as those of ``param``."""
+        ref, take, seen = weakref.ref(self), self.taker(param), 0
 
         def hook(grad: Tensor) -> None:
+            nonlocal seen
             observer = ref()
             if observer is None:
                 return
-            if not observer._pass_running:
+            end = observer._end_of_pass
+            if end is None or end() is None:
                 observer._start_pass()
-            if plain:
-                take_norm(grad.detach() if grad.requires_grad else grad, slot)
-            elif local:
-                take_norm(precondition(param_ref(), grad.detach()), slot)  # type: ignore[misc, arg-type]
+            if seen == observer._passes:
+                raise RuntimeError(_REENTRANT)  # of a parameter in two checkpointed parts
+            seen = observer._passes
+            take(grad.detach() if grad.requires_grad else grad)
 
-        return hook
+        self.hooked[param] = leaf.register_hook(hook)
 
     def _start_pass(self) -> None:
-        self._pass_running = True
-        self._samples.clear()  # a parameter that gets no gradient in this pass counts as zero
+        refuse_compiled()
+        _refuse_nested()
+        self._passes += 1
+        self.samples.clear()  # a parameter that gets no gradient in this pass counts as zero
         ref = weakref.ref(self)
 
         def before_reduction() -> None:
@@ -221,51 +308,51 @@ class HookObserver(GradientObserver):
             if observer is not None:
                 queue_end_of_backward(after_reduction)
                 listener = observer._listener()
-                if listener is not None:
+                if listener is not None and observer._early:
                     listener.on_local(observer)
 
         def after_reduction() -> None:
             observer = ref()
             if observer is not None:
-                observer._pass_running = False
+                observer._end_of_pass = None
                 listener = observer._listener()
                 if listener is not None:
+                    if not observer._early:
+                        listener.on_local(observer)
                     listener.on_reduced(observer)
 
         # The hook of a parameter runs before DDP hears of its gradient, so this is queued before DDP's own wait for the
         # reduction; what is queued when it runs comes after that.
         queue_end_of_backward(before_reduction)
-
-    def abandon_pass(self) -> None:
-        self._pass_running = False
+        self._end_of_pass = weakref.ref(before_reduction)
 
     @property
     def device(self) -> torch.device:
-        return next((p.device for params in self._groups for p in params), torch.device("cpu"))
+        return next((p.device for params in self.groups for p in params), torch.device("cpu"))
 
     def local_sq_norms(self) -> Tensor:
-        return self._samples.sum_of_squares(self.device)
+        return self.samples.sum_of_squares(self.device)
 
     @torch.no_grad()
     def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
         if (rank, world_size) not in self._shares:
             self._shares[rank, world_size] = self._share(rank, world_size)
-        self._reduced.clear()
-        slots, precondition = self._reduced.of, self._precondition
+        self.reduced.clear()
+        slots, precondition = self.reduced.of, self._precondition
         unwatched = False
         for param in self._shares[rank, world_size]:
             grad = param.grad
             if grad is not None:
-                unwatched |= param not in self._handles
+                unwatched |= param not in self.hooked
                 take_norm(grad if precondition is None else precondition(param, grad), slots[param])
         if unwatched:
-            self.refresh_trainable()
+            self.hook_all()
         self.complete = not unwatched
-        return self._reduced.sum_of_squares(self.device)
+        return self.reduced.sum_of_squares(self.device)
 
     def _share(self, rank: int, world_size: int) -> list[Tensor]:
         """The parameters whose reduced norm this worker takes: a run of about 1/N of all elements."""
-        params = [p for group in self._groups for p in group]
+        params = [p for group in self.groups for p in group]
         total = max(sum(p.numel() for p in params), 1)
         share = []
         seen = 0
@@ -277,6 +364,6 @@ class HookObserver(GradientObserver):
         return share
 
     def detach(self) -> None:
-        for handle in self._handles.values():
+        for handle in self.hooked.values():
             handle.remove()
-        self._handles.clear()
+        self.hooked.clear()

@@ -20,7 +20,15 @@ from torch import Tensor, nn
 from ..optim.oss import OSS
 from .buckets import Bucket, memory_view
 from .collectives import Buffers, Reduction
-from .observers import GradientObserver, HookObserver, PassListener, queue_end_of_backward, take_norm
+from .observers import (
+    GradientObserver,
+    GroupSums,
+    HookObserver,
+    PassListener,
+    queue_end_of_backward,
+    refuse_compiled,
+    take_norm,
+)
 
 __all__ = ["BucketObserver", "ShardHookObserver", "ShardedDDP", "ShardedDataParallel"]
 
@@ -263,20 +271,20 @@ class ShardHookObserver(HookObserver):
 
     def __init__(self, owner: ShardedDataParallel, optimizer: OSS, listener: PassListener) -> None:
         self._owner = weakref.ref(owner)
-        self._optimizer = weakref.ref(optimizer)
+        self._optimizer = optimizer
         super().__init__([group["params"] for group in optimizer.param_groups], listener)
+
+    def _watch(self) -> None:
+        super()._watch()
+        self._sums = GroupSums(len(self.groups), self.device)
 
     @torch.no_grad()
     def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
-        optimizer = self._optimizer()
-        out = torch.zeros(len(self._groups), dtype=torch.float64, device=self.device)
-        for g, norm in () if optimizer is None else _own_norms(self._owner(), optimizer):
-            out[g] += norm.to(self.device, torch.float64).square()
-        unfrozen = any(p.requires_grad and p not in self._handles for params in self._groups for p in params)
+        unfrozen = any(p.requires_grad and p not in self.hooked for params in self.groups for p in params)
         self.complete = not unfrozen
         if unfrozen:
-            self.refresh_trainable()
-        return out
+            self.hook_all()
+        return self._sums(_own_norms(self._owner(), self._optimizer))
 
 
 class BucketObserver(GradientObserver):
@@ -293,42 +301,29 @@ class BucketObserver(GradientObserver):
         self._listener = weakref.ref(listener)
         self._device = next((b.flat.device for b in optimizer.buckets), torch.device("cpu"))
         self._norms: list[tuple[int, Tensor]] = []
-        self._indices: dict[tuple[int, ...], Tensor] = {}
+        self._watch()
+
+    def _watch(self) -> None:
+        self._sums = GroupSums(len(self.optimizer.param_groups), self._device)
 
     @property
     def listener(self) -> PassListener | None:
         return self._listener()
 
-    @property
-    def _groups(self) -> int:
-        return len(self.optimizer.param_groups)
-
     def add_bucket(self, bucket: _GradientBucket, flat: Tensor) -> None:
         """Take the norms of one bucket of a gradient sample."""
         self._norms += [(g, take_norm(flat[start:end])) for g, start, end in bucket.segments]
 
-    def _sum(self, norms: Sequence[tuple[int, Tensor]]) -> Tensor:
-        if not norms:
-            return torch.zeros(self._groups, dtype=torch.float64, device=self._device)
-        squares = torch.stack([norm.to(self._device, torch.float64) for _, norm in norms]).square_()
-        if self._groups == 1:
-            return squares.sum().view(1)
-        out = torch.zeros(self._groups, dtype=torch.float64, device=self._device)
-        groups = tuple(g for g, _ in norms)
-        if groups not in self._indices:  # kept, since making one waits for the device
-            self._indices[groups] = torch.tensor(groups, device=self._device)
-        return out.index_add_(0, self._indices[groups], squares)
-
     def local_sq_norms(self) -> Tensor:
         norms, self._norms = self._norms, []
-        return self._sum(norms)
+        return self._sums(norms)
 
     @torch.no_grad()
     def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
-        return self._sum(_own_norms(self._owner(), self.optimizer))
+        return self._sums(_own_norms(self._owner(), self.optimizer))
 
     def add_group(self, params: Sequence[Tensor]) -> None:
-        """Nothing to do: the buckets of a new group are found at the next forward pass."""
+        self._watch()  # its buckets are found at the next forward pass
 
     def detach(self) -> None:
         owner = self._owner()
@@ -401,10 +396,12 @@ class ShardedDataParallel(nn.Module):
         self._world_size = optimizers[0].world_size
         self._wire_dtype = torch.float16 if reduce_fp16 else None
         self._syncing = True
+        self._sending = True  # the pass that runs
         self._buffers_due = True
         self._pass_running = False
         self._reduced: set[int] = set()  # the optimizers, by id, whose gradients are with their owners
         self._observers: dict[int, BucketObserver] = {}
+        self._accumulating: dict[int, weakref.ref[ShardHookObserver]] = {}  # who knows which pass is a step's last
         self._watched: set[int] = set()  # optimizers, by id, whose reduced gradient's norm is wanted
         self._buckets: dict[Bucket, _GradientBucket] = {}
         self._place: dict[Tensor, tuple[_GradientBucket, int]] = {}
@@ -517,7 +514,10 @@ class ShardedDataParallel(nn.Module):
         """
         self._watched.add(id(optimizer))
         if accumulating:
-            return ShardHookObserver(self, optimizer, listener)
+            hooks = ShardHookObserver(self, optimizer, listener)
+            self._accumulating[id(optimizer)] = weakref.ref(hooks)
+            return hooks
+        self._accumulating.pop(id(optimizer), None)
         observer = self._observers[id(optimizer)] = BucketObserver(self, optimizer, listener)
         return observer
 
@@ -525,10 +525,11 @@ class ShardedDataParallel(nn.Module):
         return [self._buckets[bucket] for bucket in optimizer.buckets if bucket in self._buckets]
 
     def _on_gradient(self, bucket: _GradientBucket, index: int) -> None:
-        if not self._syncing and not self._observers:
-            return  # adds up in .grad
         if not self._pass_running:
-            self._start_pass()
+            sending = self._sends()
+            if not sending and not self._observers:
+                return  # adds up in .grad
+            self._start_pass(sending)
         if bucket.arrived[index]:
             if bucket.launched:
                 raise RuntimeError(
@@ -541,8 +542,18 @@ class ShardedDataParallel(nn.Module):
         if bucket.missing == 0:
             self._advance()
 
-    def _start_pass(self) -> None:
-        self._pass_running = True
+    def _sends(self) -> bool:
+        """Whether the gradients of the pass that begins go to their owners.
+
+        Under AdaScale those of a step's last pass alone, whatever ``no_sync`` says of the others: so that each step has one
+        reduction, which a worker that lacks a pass still finds in :meth:`finish_reduction`.
+        """
+        observers = [observer() for observer in self._accumulating.values()]
+        return self._syncing and all(observer is None or observer.last_pass for observer in observers)
+
+    def _start_pass(self, sending: bool) -> None:
+        refuse_compiled()
+        self._pass_running, self._sending = True, sending
         self._begin_pass()
         queue_end_of_backward(self._end_pass)
 
@@ -560,13 +571,13 @@ class ShardedDataParallel(nn.Module):
                 return
             self._next += 1
             bucket.launched = True
-            if bucket.active and (self._syncing or any(bucket.arrived)):
+            if bucket.active and (self._sending or any(bucket.arrived)):
                 self._take(bucket)
 
     def _take(self, bucket: _GradientBucket) -> None:
-        if self._syncing and len(self._in_flight) == _IN_FLIGHT:
+        if self._sending and len(self._in_flight) == _IN_FLIGHT:
             self._in_flight.popleft().finish()  # first, so that its buffers can be used again
-        keep = not self._syncing and bucket.accumulated is None
+        keep = not self._sending and bucket.accumulated is None
         flat = bucket.collect(keep=keep)
         for optimizer in self._optimizers:
             observer = self._observers.get(id(optimizer))
@@ -577,7 +588,7 @@ class ShardedDataParallel(nn.Module):
         if bucket.accumulated is not None:
             flat = bucket.accumulated.add_(flat)
             bucket.release()
-        if self._syncing:
+        if self._sending:
             bucket.launch(flat)
             self._in_flight.append(bucket)
         else:
@@ -590,7 +601,7 @@ class ShardedDataParallel(nn.Module):
         for observer, listener in listeners:
             if listener is not None:
                 listener.on_local(observer)
-        if self._syncing:
+        if self._sending:
             self._wait()
         for observer, listener in listeners:
             if listener is not None:
@@ -605,12 +616,9 @@ class ShardedDataParallel(nn.Module):
         """Take part in the reduction that the other workers are in, where no backward pass reached a parameter here."""
         if id(optimizer) in self._reduced or self._world_size == 1:
             return
-        syncing, self._syncing = self._syncing, True
-        try:
-            self._begin_pass()
-            self._advance(to_the_end=True)
-        finally:
-            self._syncing = syncing
+        self._sending = True
+        self._begin_pass()
+        self._advance(to_the_end=True)
         for observer in self._observers.values():
             observer.local_sq_norms()  # that was no gradient sample
         self._wait()

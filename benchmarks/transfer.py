@@ -1,0 +1,919 @@
+"""The paper's experiment: one schedule, tuned at S = 1, carried to S = 4, 16 and 64 by four methods, on three workloads.
+
+    python benchmarks/transfer.py --page docs/transfer.md      all of it: a good half hour on two quiet cores
+    python benchmarks/transfer.py --smoke                      whether it runs
+    python benchmarks/transfer.py --report-only --page p.md    the page of the runs so far
+
+First, on every workload, 15 schedules (five peak LRs, three shapes) run at S = 1 and at S = 16 and are scored on the search
+split: the best at S = 1 is the schedule to transfer, and how alike both rankings are is the robustness picture. Then that
+schedule runs with other seeds, scored on a test split that no choice was made on:
+
+    AdaScale   LR and clock by the gain r
+    LSW        linear scaling with warm-up (5/90 of the run), T/S steps
+    LSW+       the same, stretched to as many optimizer steps as AdaScale took with this seed
+    unscaled   the base schedule's LR, stretched to as many optimizer steps as AdaScale took with this seed
+
+At S = 1 all four are plain SGD, so it runs once. A run is one single-threaded process, and its n = min(S, 8) gradient samples a
+step are accumulation passes, not workers. Every run appends a line to a file; an interrupted benchmark goes on from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import json
+import math
+import multiprocessing
+import os
+import platform
+import shlex
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ray_adascale import AdaScaleConfig, LinearRule, Run, UnscaledRule, Workload
+from ray_adascale.rng import seed_everything
+from ray_adascale.workload import WorkloadFn, resolve
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+METHODS = ("AdaScale", "LSW", "LSW+", "unscaled")
+SHAPES = ("cosine", "step", "warmup")
+GRID_SCALE = 16
+GRID_SEEDS = (101, 102)
+EVALUATIONS = 20  # a run
+BY_HAND = "<!-- by hand: kept when the page is made anew -->", "<!-- end of the part by hand -->"
+
+
+# ---- workloads -------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def example(name: str) -> Any:
+    """``"mnist.py:workload"``: something of an example."""
+    return resolve(f"{EXAMPLES}/{name}")
+
+
+@functools.cache
+def text_splits() -> list[TensorDataset]:
+    """Chunks of the text for training, search and test: 8, 1 and 1 of 10 blocks of 20 neighbouring chunks."""
+    letters, length = example("language_model.py:LETTERS"), example("language_model.py:LENGTH")
+    code_of = {letter: code for code, letter in enumerate(letters)}
+    codes = torch.tensor([code_of[c] for c in example("language_model.py:text")() if c in code_of])
+    count = (len(codes) - 1) // length
+    x, y = (codes[start : start + count * length].view(count, length) for start in (0, 1))
+    block = torch.arange(count) // 20 % 10
+    return [TensorDataset(x[which], y[which]) for which in (block < 8, block == 8, block == 9)]
+
+
+def text(config: dict[str, Any]) -> Workload:
+    """The next character of docstrings of the standard library: the model of ``examples/language_model.py``, half as wide."""
+    model = example("language_model.py:CharacterModel")(width=48)
+    optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9)
+    train, search, test = text_splits()
+
+    def loss_fn(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+        codes, following = batch
+        return F.cross_entropy(model(codes).flatten(0, 1), following.flatten())
+
+    return Workload(
+        model=model,
+        optimizer=optimizer,
+        scheduler=example("mnist.py:schedule")(optimizer, config["schedule"], config["total_steps"]),
+        scheduler_unit="step",
+        train_dataset=train,
+        loss_fn=loss_fn,
+        evaluate=lambda model: {
+            "bits": loss_fn(model, (test if config["split"] == "test" else search).tensors).item() / math.log(2)
+        },
+        metric="bits",
+    )
+
+
+@functools.cache
+def table_splits() -> list[TensorDataset]:
+    """24 normal columns; the target is a sum of 16 tanh units of them, with noise of variance 0.25."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(18_000, 24, generator=generator)
+    hidden = torch.tanh(2 * x @ torch.randn(24, 16, generator=generator) / 24**0.5)
+    y = hidden @ torch.randn(16, 1, generator=generator) / 2 + 0.5 * torch.randn(len(x), 1, generator=generator)
+    return [TensorDataset(x[part], y[part]) for part in (slice(12_000), slice(12_000, 14_000), slice(14_000, None))]
+
+
+def tabular(config: dict[str, Any]) -> Workload:
+    """Regression on 24 columns with three linear layers and weight decay."""
+    model = nn.Sequential(nn.Linear(24, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9, weight_decay=1e-4)
+    train, search, test = table_splits()
+
+    def loss_fn(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+        return F.mse_loss(model(batch[0]), batch[1])
+
+    return Workload(
+        model=model,
+        optimizer=optimizer,
+        scheduler=example("mnist.py:schedule")(optimizer, config["schedule"], config["total_steps"]),
+        scheduler_unit="step",
+        train_dataset=train,
+        loss_fn=loss_fn,
+        evaluate=lambda model: {
+            "error": loss_fn(model, (test if config["split"] == "test" else search).tensors).item()
+        },
+        metric="error",
+    )
+
+
+def bits_without_context() -> float:
+    """Cross-entropy of the test split under the training split's frequencies of single characters."""
+    train, _, test = (split.tensors[1].flatten() for split in text_splits())
+    counts = torch.bincount(train, minlength=128) + 1
+    return -(counts[test] / counts.sum()).log2().mean().item()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A workload of the benchmark.
+
+    Attributes:
+        about: A sentence for the page.
+        workload: A function from a config with ``lr``, ``schedule``, ``total_steps`` and ``split``.
+        metric: Its metric, for headings.
+        perfect: The metric's best value. 1: larger is better; 0: smaller is better.
+        chance: The metric of the best answer that doesn't look at the input.
+        base_batch_size: B0.
+        total_steps: T.
+        lrs: Peak LRs of the grid.
+    """
+
+    about: str
+    workload: WorkloadFn
+    metric: str
+    perfect: int
+    chance: Callable[[], float]
+    base_batch_size: int
+    total_steps: int
+    lrs: tuple[float, ...]
+
+    def better(self, one: float, other: float) -> float:
+        """By how much ``one`` is the better score; negative where it is worse."""
+        return one - other if self.perfect else other - one
+
+    def loss(self, score: float) -> float:
+        """The score as something of which less is better: 1 − accuracy, or the score itself."""
+        return 1 - score if self.perfect else score
+
+
+CASES = {
+    "vision": Case(
+        "3,000 images of MNIST, two convolutions with group norm, shifted images, weight decay (`examples/mnist.py`)",
+        lambda config: example("mnist.py:workload")(config),
+        "accuracy",
+        1,
+        lambda: 0.1,
+        16,
+        2000,
+        (0.003, 0.006, 0.0125, 0.025, 0.05),
+    ),
+    "text": Case(
+        "next character of the standard library's docstrings (about 480,000 characters, by the version of Python), two "
+        "causal convolutions (text and model of `examples/language_model.py`)",
+        text,
+        "bits a character",
+        0,
+        bits_without_context,
+        8,
+        3000,
+        (0.05, 0.1, 0.2, 0.4, 0.8),
+    ),
+    "tabular": Case(
+        "regression on 24 columns, 12,000 rows, noise of variance 0.25, three linear layers, weight decay",
+        tabular,
+        "squared error",
+        0,
+        lambda: table_splits()[2].tensors[1].var().item(),
+        16,
+        4000,
+        (0.005, 0.01, 0.02, 0.04, 0.08),
+    ),
+}
+
+
+# ---- one run ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run. What makes it another run is a field."""
+
+    workload: str
+    method: str
+    scale: int
+    seed: int
+    lr: float
+    shape: str
+    total_steps: int
+    split: str
+    steps: int | None = None  # optimizer steps, where the method is given AdaScale's
+
+
+@dataclass(frozen=True)
+class Result:
+    """How it ended. ``score`` and ``train_loss`` are None where they aren't finite."""
+
+    score: float | None
+    train_loss: float | None
+    optimizer_steps: int
+    examples: int
+    mean_gain: float
+    curve_tau: list[float]
+    curve_score: list[float]
+    failed: bool
+    cpu_s: float
+    date: str
+
+
+Results = dict[Job, Result]
+
+
+def rule(job: Job) -> Any:
+    """The scaling rule of a method."""
+    if job.method == "AdaScale":
+        return "adascale"
+    return UnscaledRule(steps=job.steps) if job.method == "unscaled" else LinearRule(steps=job.steps)
+
+
+def train(job: Job) -> Result:
+    """One run in this process. Divergence is a result, not an error."""
+    began = time.process_time()
+    case = CASES[job.workload]
+    seed_everything(job.seed)
+    config = {"lr": job.lr, "schedule": job.shape, "total_steps": job.total_steps, "split": job.split}
+    built = case.workload(config)
+    curve: list[tuple[float, float]] = []
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        assert built.evaluate is not None
+        scores = built.evaluate(model)
+        curve.append((run.effective_steps, scores[built.metric]))
+        return scores
+
+    passes = min(job.scale, 8)
+    run = Run(
+        built.model,
+        built.optimizer,
+        built.scheduler,
+        built.train_dataset,
+        AdaScaleConfig(
+            base_batch_size=case.base_batch_size,
+            total_steps=job.total_steps,
+            scheduler_unit=built.scheduler_unit,
+            per_worker_batch_size=case.base_batch_size * job.scale // passes,
+            accumulation=passes,
+            rule=rule(job),
+            seed=job.seed,
+            evaluate_every=job.total_steps / EVALUATIONS,
+        ),
+        evaluate=evaluate,
+    )
+    score = train_loss = math.nan
+    try:
+        for batch in run:
+            run.backward(built.loss_fn(run.model, batch))
+            run.step()
+        score, train_loss = curve[-1][1], final_loss(built)
+    except FloatingPointError:  # no finite gradient for 50 steps in a row
+        pass
+    summary = run.summary()
+    chance = case.chance()
+    # Divergence often ends at finite weights that answer the same to everything.
+    learnt = (score - chance) / (case.perfect - chance)
+    return Result(
+        score=score if math.isfinite(score) else None,
+        train_loss=train_loss if math.isfinite(train_loss) else None,
+        optimizer_steps=summary.get("optimizer_steps", 0),
+        examples=run.source.position,
+        mean_gain=run.progress / max(1, summary.get("optimizer_steps", 0)),
+        curve_tau=[tau for tau, _ in curve],
+        curve_score=[value for _, value in curve],
+        failed=not learnt > 0.05,
+        cpu_s=time.process_time() - began,
+        date=datetime.date.today().isoformat(),
+    )
+
+
+def final_loss(built: Workload) -> float:
+    """Mean loss over the training split in eval mode, so without augmentation."""
+    built.model.eval()
+    total = 0.0
+    with torch.no_grad():
+        for batch in DataLoader(built.train_dataset, batch_size=500):
+            total += built.loss_fn(built.model, batch).item() * len(batch[0])
+    return total / len(built.train_dataset)
+
+
+# ---- all runs --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which runs there are. ``total_steps`` replaces each workload's T, for the smoke test."""
+
+    workloads: tuple[str, ...]
+    scales: tuple[int, ...]
+    seeds: tuple[int, ...]
+    grid_scale: int = GRID_SCALE
+    grid_seeds: tuple[int, ...] = GRID_SEEDS
+    every: int = 1  # of a grid's LRs
+    shapes: tuple[str, ...] = SHAPES
+    total_steps: int | None = None
+
+    def steps(self, workload: str) -> int:
+        """T."""
+        return self.total_steps or CASES[workload].total_steps
+
+    def grid(self, workload: str) -> list[tuple[float, str]]:
+        """The schedules: peak LR and shape."""
+        return [(lr, shape) for lr in CASES[workload].lrs[:: self.every] for shape in self.shapes]
+
+    def grid_job(self, workload: str, scale: int, seed: int, lr: float, shape: str) -> Job:
+        """AdaScale's run with a schedule of the grid."""
+        return Job(workload, "AdaScale", scale, seed, lr, shape, self.steps(workload), "search")
+
+    def grid_jobs(self) -> list[Job]:
+        """All runs of the grid; those that the choice of a schedule waits for come first."""
+        return [
+            self.grid_job(workload, scale, seed, lr, shape)
+            for scale in (1, self.grid_scale)
+            for workload in self.workloads
+            for seed in self.grid_seeds
+            for lr, shape in self.grid(workload)
+        ]
+
+    def job(self, workload: str, method: str, scale: int, seed: int, best: tuple[float, str]) -> Job:
+        """A run of the comparison, of a method that needs not be told its steps."""
+        return Job(workload, method, scale, seed, *best, self.steps(workload), "test")
+
+
+def grid_score(plan: Plan, results: Results, workload: str, scale: int, lr: float, shape: str) -> float:
+    """Mean over the grid's seeds of the score as a loss; infinite where a run failed."""
+    found = [results[plan.grid_job(workload, scale, seed, lr, shape)] for seed in plan.grid_seeds]
+    if any(r.failed or r.score is None for r in found):
+        return math.inf
+    return statistics.mean(CASES[workload].loss(r.score) for r in found if r.score is not None)
+
+
+def best_schedule(plan: Plan, results: Results, workload: str) -> tuple[float, str] | None:
+    """The grid's best at S = 1, or None as long as the grid is incomplete."""
+    if any(job not in results for job in plan.grid_jobs() if job.workload == workload and job.scale == 1):
+        return None
+    return min(plan.grid(workload), key=lambda cell: grid_score(plan, results, workload, 1, *cell))
+
+
+def stretched(plan: Plan, results: Results, workload: str, scale: int, seed: int, best: tuple[float, str]) -> list[Job]:
+    """LSW+ and unscaled, with the steps of AdaScale's run; none where that one is missing or failed."""
+    own = results.get(plan.job(workload, "AdaScale", scale, seed, best))
+    if own is None or own.failed:
+        return []
+    methods = ("LSW+", "unscaled")
+    return [replace(plan.job(workload, m, scale, seed, best), steps=own.optimizer_steps) for m in methods]
+
+
+def comparison(plan: Plan, results: Results, workload: str, scale: int, method: str) -> dict[int, Result]:
+    """Results by seed of a method at a scale, as far as they are there. At S = 1 all methods are one."""
+    best = best_schedule(plan, results, workload)
+    if best is None:
+        return {}
+    found: dict[int, Result] = {}
+    for seed in plan.seeds:
+        if scale == 1:
+            jobs = [plan.job(workload, "AdaScale", 1, seed, best)]
+        elif method in ("AdaScale", "LSW"):
+            jobs = [plan.job(workload, method, scale, seed, best)]
+        else:
+            jobs = [job for job in stretched(plan, results, workload, scale, seed, best) if job.method == method]
+        found.update((seed, results[job]) for job in jobs if job in results)
+    return found
+
+
+def read(path: Path) -> Results:
+    """The runs in a file. A last line that was torn by a crash doesn't count."""
+    results: Results = {}
+    for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
+        if line.endswith("\n"):
+            row = json.loads(line)
+            results[Job(**row["job"])] = Result(**row["result"])
+    return results
+
+
+def run_all(plan: Plan, path: Path, jobs: int) -> Results:
+    """Runs what the file doesn't have yet, in three rounds, since each round needs to know the one before."""
+    results = read(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():  # without a torn last line, which the next one would be glued to
+        path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")))
+
+    def main_jobs() -> list[Job]:
+        return [
+            plan.job(workload, method, scale, seed, best)
+            for scale in sorted(plan.scales, reverse=True)
+            for workload in plan.workloads
+            if (best := best_schedule(plan, results, workload)) is not None
+            for seed in plan.seeds
+            for method in (("AdaScale",) if scale == 1 else ("AdaScale", "LSW"))
+        ]
+
+    def stretched_jobs() -> list[Job]:
+        return [
+            job
+            for scale in sorted(plan.scales, reverse=True)
+            for workload in plan.workloads
+            if (best := best_schedule(plan, results, workload)) is not None
+            for seed in plan.seeds
+            if scale > 1
+            for job in stretched(plan, results, workload, scale, seed, best)
+        ]
+
+    context = multiprocessing.get_context("spawn")  # torch's threads don't survive a fork
+    with ExitStack() as stack:
+        pool = None
+        if jobs > 1:
+            pool = stack.enter_context(ProcessPoolExecutor(jobs, mp_context=context, initializer=prepare_process))
+        file = stack.enter_context(path.open("a"))
+        for what, wanted in (("grid", plan.grid_jobs), ("main", main_jobs), ("given steps", stretched_jobs)):
+            missing = [job for job in wanted() if job not in results]
+            for number, (job, result) in enumerate(execute(missing, pool), start=1):
+                results[job] = result
+                file.write(json.dumps({"job": asdict(job), "result": asdict(result)}) + "\n")
+                file.flush()
+                score = "failed" if result.failed else f"{result.score:.4f}"
+                print(
+                    f"{what} {number}/{len(missing)}: {job.workload}, {job.method}, S = {job.scale}, seed {job.seed}, "
+                    f"lr {job.lr:g} {job.shape}: {score} in {result.optimizer_steps} steps, {result.cpu_s:.1f} s",
+                    flush=True,
+                )
+    return results
+
+
+def execute(jobs: Sequence[Job], pool: ProcessPoolExecutor | None) -> Iterable[tuple[Job, Result]]:
+    """Jobs and their results, as they get done; in this process without a pool."""
+    if pool is None:
+        yield from ((job, train(job)) for job in jobs)
+        return
+    futures = {pool.submit(train, job): job for job in jobs}
+    for future in as_completed(futures):
+        yield futures[future], future.result()
+
+
+def prepare_process() -> None:
+    """One thread; and no word about batches beyond the noise scale, which are the point here."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message="The batch of .* exceeds the gradient noise scale")
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+def ranks(values: Sequence[float]) -> list[float]:
+    """Ranks from 1, those of equal values averaged."""
+    ordered = sorted(values)
+    return [ordered.index(v) + (ordered.count(v) + 1) / 2 for v in values]
+
+
+def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
+    """Spearman's ρ; NaN where all values of a side are equal."""
+    if len(set(one)) < 2 or len(set(other)) < 2:
+        return math.nan
+    return statistics.correlation(ranks(one), ranks(other))
+
+
+def spread(values: Sequence[float], digits: int = 4) -> str:
+    """Mean ± standard deviation."""
+    if len(values) < 2:
+        return "".join(f"{v:.{digits}f}" for v in values)
+    return f"{statistics.mean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
+
+
+def count(things: Sequence[Any], what: str) -> str:
+    """ "1 seed", "5 seeds"."""
+    return f"{len(things)} {what}{'' if len(things) == 1 else 's'}"
+
+
+def cells(found: Sequence[Result]) -> list[str]:
+    """Score, training loss, optimizer steps, examples and mean gain of a method's runs."""
+    if not found:
+        return ["not run", "", "", "", ""]
+    good = [r for r in found if not r.failed]
+    lost = len(found) - len(good)
+    if not good:
+        return [f"**failed** ({lost} of {lost})", "", "", "", ""]
+    return [
+        spread([r.score for r in good if r.score is not None])
+        + (f" (**{lost} of {len(found)} failed**)" if lost else ""),
+        spread([r.train_loss for r in good if r.train_loss is not None]),
+        f"{statistics.mean(r.optimizer_steps for r in good):,.0f}",
+        f"{statistics.mean(r.examples for r in good):,.0f}",
+        f"{statistics.mean(r.mean_gain for r in good):.2f}",
+    ]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """By how much AdaScale is better than another, paired by seed; ``low``, ``high``: 95 % interval of the mean."""
+
+    mean: float
+    low: float
+    high: float
+    failed: int  # of the other's runs; these are in no mean
+
+    @property
+    def verdict(self) -> str:
+        if math.isnan(self.mean):
+            return "the other failed" if self.failed else "not run"
+        if math.isinf(self.low):
+            word = "one seed only"
+        elif self.low > 0:
+            word = "better"
+        elif self.high < 0:
+            word = "worse"
+        else:
+            word = "no clear difference"
+        return word + (f"; the other failed {self.failed} times" if self.failed else "")
+
+    def __str__(self) -> str:
+        if math.isnan(self.mean):
+            return self.verdict
+        interval = "" if math.isinf(self.low) else f" [{self.low:+.4f}, {self.high:+.4f}]"
+        return f"{self.mean:+.4f}{interval}: {self.verdict}"
+
+
+def difference(case: Case, own: dict[int, Result], other: dict[int, Result]) -> Difference:
+    """Of the seeds that both have. The interval is Student's; of one seed there is none, and it is infinite."""
+    from scipy.stats import t
+
+    pairs = [(own[seed], other[seed]) for seed in own if seed in other]
+    by = [
+        case.better(a.score, b.score)
+        for a, b in pairs
+        if not (a.failed or b.failed) and a.score is not None and b.score is not None
+    ]
+    failed = sum(b.failed for _, b in pairs)
+    if not by:
+        return Difference(math.nan, math.nan, math.nan, failed)
+    half = math.inf
+    if len(by) > 1:
+        half = float(t.ppf(0.975, len(by) - 1)) * statistics.stdev(by) / math.sqrt(len(by))
+    mean = statistics.mean(by)
+    return Difference(mean, mean - half, mean + half, failed)
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def workload_table(plan: Plan, results: Results, workload: str) -> str:
+    """A row for every scale and method."""
+    case = CASES[workload]
+    rows = []
+    for scale in plan.scales:
+        for method in ("all alike",) if scale == 1 else METHODS:
+            found = comparison(plan, results, workload, scale, method)
+            rows.append([f"{scale}", method, *cells(list(found.values()))])
+    head = ["S", "method", f"test {case.metric}", "training loss", "optimizer steps", "examples", "mean gain"]
+    return markdown(head, rows)
+
+
+def differences(plan: Plan, results: Results) -> list[tuple[str, int, str, Difference]]:
+    """AdaScale at each scale against S = 1, and against the other methods at that scale."""
+    out = []
+    for workload in plan.workloads:
+        for scale in plan.scales:
+            if scale == 1:
+                continue
+            own = comparison(plan, results, workload, scale, "AdaScale")
+            base = comparison(plan, results, workload, 1, "AdaScale")
+            out.append((workload, scale, "S = 1", difference(CASES[workload], own, base)))
+            for method in METHODS[1:]:
+                other = comparison(plan, results, workload, scale, method)
+                out.append((workload, scale, method, difference(CASES[workload], own, other)))
+    return out
+
+
+def verdicts(plan: Plan, results: Results) -> str:
+    """Where AdaScale is clearly worse, in words, and the table of all differences."""
+    found = differences(plan, results)
+    lost = [
+        f"- {workload}, S = {scale}: worse than {against} by {-d.mean:.4f} {CASES[workload].metric} "
+        f"(95 % interval {-d.high:.4f} to {-d.low:.4f})."
+        for workload, scale, against, d in found
+        if d.high < 0
+    ]
+    for workload in plan.workloads:
+        for scale in plan.scales:
+            failed = sum(r.failed for r in comparison(plan, results, workload, scale, "AdaScale").values())
+            if failed:
+                lost.append(f"- {workload}, S = {scale}: {failed} of {len(plan.seeds)} AdaScale runs failed.")
+    against = ["S = 1", *METHODS[1:]]
+    rows = [
+        [workload, f"{scale}", *(str(d) for w, s, _, d in found if (w, s) == (workload, scale))]
+        for workload in plan.workloads
+        for scale in plan.scales
+        if scale > 1
+    ]
+    return "\n".join(
+        [
+            "By how much AdaScale is better (positive) or worse (negative) in the test metric, paired by seed, with the 95 % "
+            "interval of the mean. A difference is called one where the interval doesn't hold 0; of as many intervals as "
+            "these, one or two do so by chance.",
+            "",
+            markdown(["workload", "S", *(f"against {a}" for a in against)], rows),
+            "",
+            "**Where AdaScale loses:**" if lost else "AdaScale is nowhere clearly worse.",
+            "",
+            *lost,
+        ]
+    ).rstrip()
+
+
+def robustness(plan: Plan, results: Results) -> str:
+    """Rank correlations of the schedules' scores at S = 1 and at the grid's other scale."""
+    large = plan.grid_scale
+    rows = []
+    for workload in plan.workloads:
+        if any(job not in results for job in plan.grid_jobs() if job.workload == workload):
+            rows.append([workload, "not run"])
+            continue
+        grid = plan.grid(workload)
+
+        def scores(scale: int, seeds: Sequence[int] = plan.grid_seeds, workload: str = workload) -> list[float]:
+            narrow = replace(plan, grid_seeds=tuple(seeds))
+            return [grid_score(narrow, results, workload, scale, *cell) for cell in plan.grid(workload)]
+
+        small, big = scores(1), scores(large)
+        finite = [i for i, score in enumerate(small) if math.isfinite(score)]
+        first, last = plan.grid_seeds[:1], plan.grid_seeds[-1:]
+        crossed = [rank_correlation(scores(1, a), scores(large, b)) for a, b in ((first, last), (last, first))]
+        chosen = min(range(len(grid)), key=lambda i: small[i])
+        lr, shape = grid[chosen]
+        edge = ", at the edge of the grid" if lr in (grid[0][0], grid[-1][0]) and len({c[0] for c in grid}) > 2 else ""
+        rows.append(
+            [
+                workload,
+                f"lr {lr:g}, {shape}{edge}",
+                f"{ranks(big)[chosen]:g} of {len(grid)}",
+                f"{len(grid) - len(finite)}, {sum(map(math.isinf, big))}",
+                f"{rank_correlation(small, big):.2f}",
+                f"{rank_correlation([small[i] for i in finite], [big[i] for i in finite]):.2f}",
+                f"{statistics.mean(crossed):.2f}",
+                f"{rank_correlation(scores(1, first), scores(1, last)):.2f}" if first != last else "",
+            ]
+        )
+    head = [
+        "workload",
+        "best at S = 1",
+        f"its rank at S = {large}",
+        f"failed at S = 1, {large}",
+        f"ρ, S = 1 and {large}",
+        "ρ of those that didn't fail at S = 1",
+        f"ρ, S = 1 and {large}, one seed each",
+        "ρ, S = 1 twice, one seed each",
+    ]
+    return markdown(head, [row + [""] * (len(head) - len(row)) for row in rows])
+
+
+def plot(plan: Plan, results: Results, stem: Path) -> list[Path]:
+    """Three pictures: metric against S, metric against effective steps, the grid at S = 1 against the grid at scale."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    def panels(name: str, title: str, draw: Callable[[Any, str], None]) -> Path:
+        figure, axes = plt.subplots(
+            1, len(plan.workloads), figsize=(4.6 * len(plan.workloads), 4), layout="constrained", squeeze=False
+        )
+        for panel, workload in zip(axes[0], plan.workloads, strict=True):
+            draw(panel, workload)
+            case = CASES[workload]
+            panel.set(title=workload, yscale="log")
+            panel.set_ylabel(f"1 − {case.metric}" if case.perfect else case.metric)
+            panel.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%.3g"))
+            panel.yaxis.set_minor_formatter(matplotlib.ticker.FormatStrFormatter("%.3g"))
+            panel.tick_params(axis="both", which="both", labelsize=7)
+            panel.spines[["top", "right"]].set_visible(False)
+        if axes[0][0].get_legend_handles_labels()[1]:
+            axes[0][0].legend(frameon=False, fontsize=8)
+        figure.suptitle(title, fontsize=11)
+        path = stem.with_name(f"{stem.name}-{name}.png")
+        figure.savefig(path, dpi=110)
+        plt.close(figure)
+        return path
+
+    def by_scale(panel: Any, workload: str) -> None:
+        case = CASES[workload]
+        for number, method in enumerate(METHODS):
+            points = []
+            for place, scale in enumerate(plan.scales):
+                found = comparison(plan, results, workload, scale, method).values()
+                good = [case.loss(r.score) for r in found if not r.failed and r.score is not None]
+                if good:
+                    deviation = statistics.stdev(good) if len(good) > 1 else 0.0
+                    points.append((place + 0.06 * (number - 1.5), statistics.mean(good), deviation))
+                if len(good) < len(found):  # at the top edge, outside any scale
+                    panel.plot(
+                        place + 0.06 * (number - 1.5),
+                        0.98,
+                        "x",
+                        color=f"C{number}",
+                        transform=panel.get_xaxis_transform(),
+                        clip_on=False,
+                    )
+            if points:
+                x, y, error = zip(*points, strict=True)
+                panel.errorbar(x, y, error, fmt="o-", ms=4, lw=1.2, capsize=2, color=f"C{number}", label=method)
+        panel.set(xlabel="S   (×: runs that failed)", xticks=range(len(plan.scales)), xticklabels=plan.scales)
+
+    def by_tau(panel: Any, workload: str) -> None:
+        case = CASES[workload]
+        for number, scale in enumerate(plan.scales):
+            for first, r in enumerate(comparison(plan, results, workload, scale, "AdaScale").values()):
+                panel.plot(
+                    r.curve_tau,
+                    [case.loss(score) for score in r.curve_score],
+                    color=f"C{number}",
+                    lw=0.9,
+                    alpha=0.7,
+                    label=f"S = {scale}" if first == 0 else None,
+                )
+        panel.set(xlabel="effective steps τ")
+
+    def grid(panel: Any, workload: str) -> None:
+        if any(job not in results for job in plan.grid_jobs() if job.workload == workload):
+            return
+        lrs = list(dict.fromkeys(lr for lr, _ in plan.grid(workload)))
+        for lr, shape in plan.grid(workload):
+            x, y = (grid_score(plan, results, workload, scale, lr, shape) for scale in (1, plan.grid_scale))
+            if math.isfinite(x) and math.isfinite(y):
+                color = plt.colormaps["viridis"](lrs.index(lr) / len(lrs))
+                marker = dict(zip(SHAPES, "os^", strict=True))[shape]
+                label = shape if lr == lrs[0] else None
+                panel.plot(x, y, marker, color=color, label=label, alpha=0.9)
+        panel.set(xscale="log", xlabel="the same at S = 1   (dark to light: rising peak LR)")
+        panel.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%.3g"))
+        panel.xaxis.set_minor_formatter(matplotlib.ticker.FormatStrFormatter("%.3g"))
+        low, high = panel.get_xlim()
+        panel.plot([low, high], [low, high], color="0.6", lw=0.8, ls="--", zorder=0)
+
+    schedules = count(plan.grid(plan.workloads[0]), "schedule")
+    return [
+        panels("scale", "Test metric against scale, less is better: mean ± sd over seeds", by_scale),
+        panels("curves", "Test metric against effective steps, AdaScale, each seed", by_tau),
+        panels("grid", f"{schedules} at S = {plan.grid_scale} against S = 1, AdaScale, search split", grid),
+    ]
+
+
+def by_hand(page: Path) -> str:
+    """The hand-written part of the page that is there, markers included."""
+    begin, end = BY_HAND
+    old = page.read_text() if page.exists() else ""
+    if begin in old and end in old:
+        return begin + old.partition(begin)[2].partition(end)[0] + end
+    return f"{begin}\n{end}"
+
+
+def write_page(plan: Plan, results: Results, page: Path, command: str) -> None:
+    """The page and its plots beside it; the part by hand stays."""
+    page.parent.mkdir(parents=True, exist_ok=True)
+    kept = by_hand(page)
+    pictures = plot(plan, results, page.with_suffix(""))
+    mine = [
+        r
+        for job, r in results.items()
+        if job.workload in plan.workloads and job.total_steps == plan.steps(job.workload)
+    ]
+    dates = sorted({r.date for r in mine})
+    parts = [
+        "# Does the schedule transfer?",
+        "One schedule, tuned at the base batch, carried to larger batches by four methods, on three workloads of different "
+        "kinds. Validation metric on a test split that no choice was made on, mean ± standard deviation over "
+        f"{count(plan.seeds, 'seed')}.",
+        f"`{command}`, {' to '.join(dict.fromkeys([*dates[:1], *dates[-1:]]))}, torch {torch.__version__}, Python "
+        f"{platform.python_version()}; {len(mine)} runs of one thread each, {sum(r.cpu_s for r in mine) / 60:.0f} "
+        "minutes of CPU time in all.",
+        "## What it says",
+        kept,
+        f"![metric against scale]({pictures[0].name})",
+        "## AdaScale against the others",
+        verdicts(plan, results),
+        "## How",
+        HOW,
+    ]
+    for workload in plan.workloads:
+        case = CASES[workload]
+        best = best_schedule(plan, results, workload)
+        tuned = "grid incomplete" if best is None else f"peak LR {best[0]:g}, shape {best[1]}"
+        parts += [
+            f"## {workload.capitalize()}",
+            f"{case.about[0].upper()}{case.about[1:]}. B0 = {case.base_batch_size}, T = {plan.steps(workload):,}; tuned: "
+            f"{tuned}. The best answer without a look at the input scores {case.chance():.3f}.",
+            workload_table(plan, results, workload),
+        ]
+    parts += [
+        "## The same curve over effective steps",
+        f"![metric against effective steps]({pictures[1].name})",
+        "## Robustness: do schedules keep their order?",
+        f"Every schedule of the grid at S = 1 and, under AdaScale, at S = {plan.grid_scale}, on the search split, mean of "
+        f"{count(plan.grid_seeds, 'seed')}; Spearman's ρ between the two. A schedule that failed ranks last. The last two "
+        "columns are there for comparison: how far two seeds agree about the order at S = 1 is as much as one could hope for.",
+        robustness(plan, results),
+        f"![schedules at both scales]({pictures[2].name})",
+    ]
+    page.write_text("\n\n".join(parts) + "\n")
+
+
+HOW = """\
+- Every run is one process with one thread. The n = min(S, 8) gradient samples of a step are *simulated by accumulation*, not by
+  workers: the arithmetic is that of n workers, the speed isn't, and nothing is said about it here.
+- Momentum 0.9 throughout. The schedule is the best at S = 1 of a grid of 15, five peak LRs a factor of two apart times three
+  shapes (cosine; steps to a tenth and a hundredth at a half and three quarters; warm-up over a tenth, then linear to zero), on a
+  search split and with seeds of its own, two a schedule. Without that, linear scaling would be flattered: an LR too small at
+  S = 1 leaves room to be multiplied.
+- **AdaScale** runs until τ reaches T, with the defaults of `AdaScaleConfig`.
+- **LSW**: LR × S after a linear warm-up over 5/90 of the run, T/S optimizer steps, as many examples as the base run.
+- **LSW+**: the same, stretched to exactly the number of optimizer steps that AdaScale took with this seed.
+- **unscaled**: the base LR, the schedule stretched to that same number of steps. There are two other readings of "no scaling":
+  T/S steps, which saves examples and is far too short, and T steps, which saves no step and so is no way to scale. With
+  AdaScale's own number everything but the LR is the same.
+- LSW+ and unscaled so are given what no one knows beforehand: how long AdaScale will run.
+- Training loss: the mean over the training split at the end, in eval mode. Mean gain: Σ r / steps, measured under every method,
+  used only by AdaScale.
+- A run has failed when its gradient wasn't finite for 50 steps in a row, or when it ends no more than 5 % of the way from
+  chance to perfect, as after divergence to weights that answer the same to everything. Failed runs are counted, not averaged.
+- Seeds set weights, the order of examples and augmentation; methods are compared seed by seed."""
+
+
+# ---- command line ----------------------------------------------------------------------------------------------------
+
+
+def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--workloads", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--scales", type=int, nargs="+", default=[1, 4, 16, 64], help="beside 1; at most 8 or 8·k")
+    parser.add_argument("--seeds", type=int, default=5, help="how many (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
+    parser.add_argument("--json", type=Path, default=Path("runs/transfer.jsonl"), help="(default: %(default)s)")
+    parser.add_argument("--page", type=Path, help="write this Markdown page, and its plots beside it")
+    parser.add_argument("--report-only", action="store_true", help="run nothing; the page of the runs in --json")
+    parser.add_argument("--smoke", action="store_true", help="S = 1 and 4, one seed, two schedules, 60 steps")
+    args = parser.parse_args(argv)
+    if args.seeds < 1 or args.jobs < 1:
+        parser.error("--seeds and --jobs must be at least 1")
+    if any(s < 1 or s % min(s, 8) for s in args.scales):
+        parser.error("--scales must be 1 to 8, or multiples of 8, so that all passes of a step are equal")
+    workloads = tuple(dict.fromkeys(args.workloads))
+    if args.smoke:
+        return args, Plan(workloads, (1, 4), (1,), 4, (101,), 3, SHAPES[:1], 60)
+    return args, Plan(workloads, tuple(sorted({1, *args.scales})), tuple(range(1, args.seeds + 1)))
+
+
+def command_line(argv: Sequence[str]) -> str:
+    """How to run this again, without where the files went."""
+    kept: list[str] = []
+    skip = False
+    for word in argv:
+        if not skip and word not in ("--json", "--page", "--jobs", "--report-only"):
+            kept.append(word)
+        skip = word in ("--json", "--page", "--jobs")
+    return shlex.join(["python", "benchmarks/transfer.py", *kept])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    args, plan = parse(argv)
+    began = time.monotonic()
+    prepare_process()
+    print(f"load before: {os.getloadavg()[0]:.2f}; torch {torch.__version__}; results: {args.json}", file=sys.stderr)
+    results = read(args.json) if args.report_only else run_all(plan, args.json, args.jobs)
+    if args.page is not None:
+        write_page(plan, results, args.page, command_line(argv))
+    for workload in plan.workloads:
+        print(f"\n{workload}\n\n{workload_table(plan, results, workload)}")
+    print(f"\n{verdicts(plan, results)}\n\n{robustness(plan, results)}")
+    print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

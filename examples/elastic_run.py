@@ -1,0 +1,148 @@
+"""A run that grows while it runs: S follows the number of workers, and the schedule stays the base batch's.
+
+    python examples/elastic_run.py --smoke             # on this machine: a test cluster, to which a second node comes
+    python examples/elastic_run.py                     # the same, longer
+    python examples/elastic_run.py --address auto --workers 2 8 --storage s3://...     # on a cluster whose nodes come and go
+
+Shows, from the run's trace: at the change S and n double, the gain r rises, and the effective steps τ and the schedule's LR
+go on where they were. What a change costs, and shrinking: docs/elastic.md. The first two need nothing but this machine: they
+put up one node of one CPU, and add another after the first checkpoint, as an autoscaler would.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pyarrow.fs
+import ray
+import torch
+import torch.nn.functional as F
+from ray.cluster_utils import Cluster
+from ray.train import FailureConfig, Result, RunConfig, ScalingConfig
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from ray_adascale import AdaScaleConfig, AdaScaleTrainer, Workload
+from ray_adascale.trace import read_trace
+
+PASSES = 2  # a step; with one worker and one pass there would be a single gradient sample, and no variance
+
+
+def workload(config: dict[str, Any]) -> Workload:
+    """Scikit-learn's digits and a small net, as at the base batch of 8."""
+    images, labels = load_digits(return_X_y=True)
+    x, y = torch.as_tensor(images, dtype=torch.float32) / 16, torch.as_tensor(labels)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    train, test = order[:1450], order[1450:]
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=config["total_steps"])
+
+    def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        if torch.distributed.get_world_size() == 1:
+            time.sleep(config["pause_s"])  # this small model would be done before the second node comes
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        device = next(model.parameters()).device
+        return {"accuracy": (model(x[test].to(device)).argmax(1) == y[test].to(device)).float().mean().item()}
+
+    return Workload(
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        scheduler_unit="step",
+        train_dataset=TensorDataset(x[train], y[train]),
+        loss_fn=loss_fn,
+        evaluate=evaluate,
+        metric="accuracy",
+        mode="max",
+    )
+
+
+def make_trainer(workers: tuple[int, int], storage: str, total_steps: int, pause_s: float) -> AdaScaleTrainer:
+    return AdaScaleTrainer(
+        workload,
+        hyperparameters={"total_steps": total_steps, "pause_s": pause_s},
+        # Ray stops workers without warning when it adds others: what came after the last checkpoint is done again.
+        config=AdaScaleConfig(
+            base_batch_size=8,
+            total_steps=total_steps,
+            per_worker_batch_size=16,
+            accumulation=PASSES,
+            checkpoint_every_s=2.0,
+        ),
+        # Ray looks this often whether there is room for more workers; every 60 s by default.
+        scaling_config=ScalingConfig(num_workers=workers, elastic_resize_monitor_interval_s=3.0),
+        # Losing a node is a failure; growing is none.
+        run_config=RunConfig(name="elastic", storage_path=storage, failure_config=FailureConfig(max_failures=10)),
+        progress=False,
+    )
+
+
+def fit_while_a_node_comes(trainer: AdaScaleTrainer, cluster: Cluster, storage: str) -> Result:
+    """``trainer.fit()``; after the first checkpoint the cluster gets a node of one CPU, as from an autoscaler."""
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(trainer.fit)
+        while not running.done() and not list(Path(storage).glob("elastic/checkpoint_*/manifest.json")):
+            time.sleep(0.1)
+        cluster.add_node(num_cpus=1)
+        print("A second node has come.", flush=True)
+        return running.result()
+
+
+def tell(result: Result) -> None:
+    """What the trace says of each stretch with one number of workers, and of the changes between them."""
+    with tempfile.TemporaryDirectory() as folder:
+        trace = f"{folder}/trace.jsonl"
+        pyarrow.fs.copy_files(f"{result.path}/trace.jsonl", trace, source_filesystem=result.filesystem)
+        rows = read_trace(trace)
+    before = None
+    for workers, stretch in groupby(rows, key=lambda row: row["world_size"]):
+        steps = list(stretch)
+        if before is not None:
+            print(f"change: tau {before['effective_steps']:.1f} -> {steps[0]['effective_steps']:.1f}, ", end="")
+            print(f"gain {before['gain']:.2f} -> {steps[0]['gain']:.2f}, lr {before['lr']:.5f} -> {steps[0]['lr']:.5f}")
+        before = steps[-1]
+        print(
+            f"workers {workers}: S {before['scale']:g}, n {workers * PASSES}, steps {steps[0]['step']} to {before['step']}, "
+            f"mean gain {sum(row['gain'] for row in steps) / len(steps):.2f}, to tau {before['effective_steps']:.1f}"
+        )
+    assert result.metrics is not None
+    print(f"accuracy {result.metrics['accuracy']:.3f} after {len(rows)} optimizer steps")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--address", help="of a Ray cluster, or auto; default: a test cluster on this machine")
+    parser.add_argument("--workers", type=int, nargs=2, default=(1, 2), help="fewest and most (default: 1 2)")
+    parser.add_argument("--storage", help="a folder that all nodes see, or a URI; with --address")
+    parser.add_argument("--smoke", action="store_true", help="a shorter run")
+    args = parser.parse_args()
+    if (args.address is None) != (args.storage is None):
+        parser.error("--address and --storage go together")
+    total_steps = 1500 if args.smoke else 6000
+    workers = (args.workers[0], args.workers[1])
+    if args.address is not None:
+        ray.init(args.address, log_to_driver=False, logging_level="ERROR")
+        tell(make_trainer(workers, args.storage, total_steps, pause_s=0.0).fit())
+        return
+    with tempfile.TemporaryDirectory() as storage:
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        try:
+            ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
+            tell(fit_while_a_node_comes(make_trainer(workers, storage, total_steps, pause_s=0.05), cluster, storage))
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()

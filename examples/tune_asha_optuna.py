@@ -1,0 +1,125 @@
+"""A search with Optuna and ASHA at the base batch, then the schedule that it found on two workers.
+
+    python examples/tune_asha_optuna.py            # 16 trials
+    python examples/tune_asha_optuna.py --smoke    # the same, short
+
+Optuna proposes hyperparameters from what earlier trials scored; ASHA stops trials that fall behind, compared at equal effective
+steps. Any other searcher and scheduler of Ray Tune's goes into the same two arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from optuna.samplers import TPESampler
+from ray import tune
+from ray.train import RunConfig, ScalingConfig
+from ray.tune.schedulers import ASHAScheduler
+from ray.tune.search.optuna import OptunaSearch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from ray_adascale import AdaScaleConfig, AdaScaleTrainer, Recipe, Workload, tune_recipe
+
+BASE_BATCH = 8
+
+param_space = {
+    "lr": tune.loguniform(0.001, 0.3),
+    "momentum": tune.choice([0.0, 0.8, 0.9]),
+    "warmup": tune.uniform(0.0, 0.2),  # a share of the run
+}
+
+
+def workload(config: dict[str, Any]) -> Workload:
+    """Scikit-learn's digits and a small net; warm-up, then a cosine, counted in steps of the base batch."""
+    images, labels = load_digits(return_X_y=True)
+    x, y = torch.as_tensor(images, dtype=torch.float32) / 16, torch.as_tensor(labels)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    train, validation = order[:1400], order[1400:]
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=config["momentum"])
+    total_steps: int = config["total_steps"]
+    warmup = max(1, round(config["warmup"] * total_steps))
+    scheduler = torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1 / (warmup + 1), total_iters=warmup),
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=total_steps - warmup),
+        ],
+        milestones=[warmup],
+    )
+
+    def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        device = next(model.parameters()).device
+        right = model(x[validation].to(device)).argmax(1) == y[validation].to(device)
+        return {"accuracy": right.float().mean().item()}
+
+    return Workload(
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        scheduler_unit="step",
+        train_dataset=TensorDataset(x[train], y[train]),
+        loss_fn=loss_fn,
+        evaluate=evaluate,
+        metric="accuracy",
+        mode="max",
+    )
+
+
+def search(total_steps: int, num_samples: int, storage: str) -> Recipe:
+    proposals = OptunaSearch(sampler=TPESampler(seed=0, n_startup_trials=4))  # the first few at random
+    asha = ASHAScheduler(
+        time_attr="effective_steps", grace_period=total_steps // 8, max_t=total_steps, reduction_factor=4
+    )
+    return tune_recipe(
+        workload,
+        {**param_space, "total_steps": total_steps},
+        base_batch_size=BASE_BATCH,
+        total_steps=total_steps,
+        num_samples=num_samples,
+        search_alg=proposals,  # metric and mode are the workload's
+        scheduler=asha,
+        max_concurrent_trials=2,  # the more at a time, the less Optuna knows when it proposes the next
+        storage_path=storage,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--storage", type=Path, help="folder for results; default: a temporary one")
+    parser.add_argument("--smoke", action="store_true", help="6 short trials")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        storage = (args.storage or Path(scratch)).resolve()
+        storage.mkdir(parents=True, exist_ok=True)
+        recipe = search(400 if args.smoke else 1800, 6 if args.smoke else 16, str(storage))
+        recipe.save(storage / "recipe.json")
+        print(f"found at batch {BASE_BATCH}: {recipe.describe()}", flush=True)
+        result = AdaScaleTrainer(
+            workload,
+            recipe=recipe,
+            config=AdaScaleConfig(per_worker_batch_size=4 * BASE_BATCH),
+            scaling_config=ScalingConfig(num_workers=2),
+            run_config=RunConfig(name="scaled", storage_path=str(storage)),
+            progress=False,
+        ).fit()
+    end = result.metrics
+    assert end is not None
+    print(
+        f"at batch {BASE_BATCH * end['scale']:g} (S = {end['scale']:g}): accuracy {end['accuracy']:.3f} after "
+        f"{end['optimizer_steps']} optimizer steps for {end['effective_steps']:.0f} effective ones"
+    )
+
+
+if __name__ == "__main__":
+    main()

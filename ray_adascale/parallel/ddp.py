@@ -1,0 +1,228 @@
+"""Squared norms from the buckets of torch's ``DistributedDataParallel``, in its communication hook.
+
+DDP copies gradients into flat buckets and hands each to the hook when it is full, while the backward pass goes on. There
+the gradient sample's norm is one call for a bucket instead of one for a parameter, and so is the reduced gradient's once
+it is back. DDP takes one hook, for good; so a hook of the user's own is called from within this one.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from .observers import GradientObserver, GroupSums, PassListener, queue_end_of_backward, refuse_compiled, take_norm
+
+# No `from __future__ import annotations`: DDP compares a hook's annotations with the classes, not with their names.
+
+__all__ = ["CommHook", "DDPBucketObserver", "bucket_observer", "measure_buckets", "reduces_in_one_round"]
+
+CommHook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
+"""What ``DistributedDataParallel.register_comm_hook`` takes: (state, bucket) to the future of the reduced bucket."""
+
+
+class _Registered:
+    """What DDP holds for good. The observer comes and goes (other numbers of passes, another optimizer)."""
+
+    def __init__(self, hook: CommHook, state: Any, *, one_round: bool) -> None:
+        self.hook, self.state, self.one_round = hook, state, one_round
+        self.observer: weakref.ref[DDPBucketObserver] | None = None
+
+
+_REGISTERED: weakref.WeakKeyDictionary[DistributedDataParallel, _Registered] = weakref.WeakKeyDictionary()
+
+
+def measure_buckets(model: DistributedDataParallel, hook: CommHook | None = None, state: Any = None) -> None:
+    """Have ``AdaScale(..., model=model)`` take squared norms from DDP's buckets, where each backward pass is a step.
+
+    Call it before the first backward pass, and instead of ``model.register_comm_hook``: a hook of your own goes in here. ::
+
+        model = DistributedDataParallel(model)
+        measure_buckets(model, fp16_compress_hook)      # of torch.distributed.algorithms.ddp_comm_hooks
+        optimizer = AdaScale(optimizer, model=model)
+
+    With several passes to a step, or statistics in another metric, norms are taken by a hook on each parameter all the
+    same, and ``hook`` is all that is called here.
+
+    Args:
+        model: On the workers that share the batch.
+        hook: Reduces a bucket to its mean over workers, as ``register_comm_hook`` wants it. Default: an all-reduce.
+        state: Passed to ``hook``. None is torch's own hooks' default process group.
+
+    Raises:
+        ValueError: ``model`` is none, or has a communication hook.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise ValueError(
+            f"Invalid model of type {type(model).__name__}. Must be a torch.nn.parallel.DistributedDataParallel, whose "
+            "buckets are measured."
+        )
+    if hook is None:
+        registered = _Registered(allreduce_hook, model.process_group, one_round=True)
+    else:
+        registered = _Registered(hook, state, one_round=False)
+    try:
+        model.register_comm_hook(registered, _hook)
+    except RuntimeError as error:
+        raise ValueError(
+            "The model has a communication hook already, and DDP takes only one. Leave out register_comm_hook(state, hook), "
+            "and call measure_buckets(model, hook, state) alone, once."
+        ) from error
+    _REGISTERED[model] = registered
+
+
+def bucket_observer(
+    model: DistributedDataParallel, groups: Sequence[Sequence[Tensor]], listener: PassListener
+) -> "DDPBucketObserver | None":
+    """The observer of a model that was given to :func:`measure_buckets`; None for any other."""
+    registered = _REGISTERED.get(model)
+    return None if registered is None else DDPBucketObserver(groups, listener, model, registered)
+
+
+def reduces_in_one_round(model: object) -> bool:
+    """Whether all of a backward pass's collectives have been started when its last gradient is there, as far as is known.
+
+    A hook of the user's may start more when the first ones come back (PowerSGD does), whenever that is on each worker. A
+    collective of ours must then wait for DDP's own wait, or it might meet one of those.
+    """
+    registered = _REGISTERED.get(model) if isinstance(model, DistributedDataParallel) else None
+    return registered is None or registered.one_round
+
+
+def _hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    refuse_compiled()
+    observer = None if state.observer is None else state.observer()
+    if observer is not None:
+        observer._take(bucket)  # before the reduction, which may be in place
+    reduced = state.hook(state.state, bucket)
+    if observer is not None:
+        observer._sent(bucket, reduced)
+    return reduced
+
+
+class DDPBucketObserver(GradientObserver):
+    """One norm for each bucket and parameter group, or for each run of a group's parameters that lie side by side.
+
+    A parameter without a gradient in this pass is zeros in the bucket (``find_unused_parameters``), and counts as that. Passes
+    under ``no_sync()`` are not seen: the next bucket holds their sum.
+
+    Args:
+        groups: Parameters of each parameter group.
+        listener: Told when a pass has ended.
+        model: The model; all trainable parameters must be its own.
+        registered: Its communication hook.
+
+    Raises:
+        ValueError: A trainable parameter is not the model's, so that DDP would not reduce its gradient.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[Tensor]],
+        listener: PassListener,
+        model: DistributedDataParallel,
+        registered: _Registered,
+    ) -> None:
+        self._listener = weakref.ref(listener)
+        self._known = set(model.parameters())
+        self._group_of: dict[int, int] = {}
+        self._groups = 0
+        self._segments: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}
+        self._device = next((p.device for params in groups for p in params), torch.device("cpu"))
+        self._local: list[tuple[int, Tensor]] = []
+        self._reductions: list[tuple[list[tuple[int, int, int]], torch.futures.Future[Tensor]]] = []
+        for params in groups:
+            self.add_group(params)
+        self._registered = registered
+        registered.observer = weakref.ref(self)
+
+    def add_group(self, params: Sequence[Tensor]) -> None:
+        for param in params:
+            if param.requires_grad and param not in self._known:
+                raise ValueError(
+                    f"A parameter of shape {tuple(param.shape)} is in the optimizer and not in model=, so DDP would not "
+                    "reduce its gradient. Wrap a model that contains it, or freeze it."
+                )
+            self._group_of[id(param)] = self._groups
+        self._groups += 1
+        self._segments.clear()
+        self._sums = GroupSums(self._groups, self._device)
+
+    def _segments_of(self, bucket: dist.GradBucket) -> list[tuple[int, int, int]]:
+        """(parameter group, start, end) in the buffer. DDP lays its buckets out anew after the first pass."""
+        params = bucket.parameters()
+        key = tuple(map(id, params))
+        if key not in self._segments:
+            segments: list[tuple[int, int, int]] = []
+            end = 0
+            for param in params:
+                start, end = end, end + param.numel()
+                g = self._group_of.get(id(param))
+                if g is None:
+                    continue
+                if segments and segments[-1][0] == g and segments[-1][2] == start:
+                    start = segments.pop()[1]
+                segments.append((g, start, end))
+            self._segments[key] = segments
+        return self._segments[key]
+
+    @torch.no_grad()
+    def _take(self, bucket: dist.GradBucket) -> None:
+        self._local += _norms(bucket.buffer(), self._segments_of(bucket))
+
+    def _sent(self, bucket: dist.GradBucket, reduced: torch.futures.Future[Tensor]) -> None:
+        self._reductions.append((self._segments_of(bucket), reduced))
+        if not bucket.is_last():
+            return
+        early = self._registered.one_round
+        listener = self._listener()
+        if early and listener is not None:
+            listener.on_local(self)
+        ref = weakref.ref(self)
+
+        def before_wait() -> None:
+            queue_end_of_backward(after_wait)
+
+        def after_wait() -> None:
+            observer = ref()
+            listener = None if observer is None else observer._listener()
+            if observer is not None and listener is not None:
+                if not early:
+                    listener.on_local(observer)
+                listener.on_reduced(observer)
+
+        # DDP queues its wait when this hook has returned; what is queued when `before_wait` runs comes after that.
+        queue_end_of_backward(before_wait)
+
+    def local_sq_norms(self) -> Tensor:
+        norms, self._local = self._local, []
+        return self._sums(norms)
+
+    @torch.no_grad()
+    def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
+        norms = []
+        reductions, self._reductions = self._reductions, []
+        for segments, reduced in reductions:
+            # DDP has waited already; on a GPU this puts our stream behind the reduction.
+            norms += _norms(reduced.wait(), segments, rank, world_size)
+        return self._sums(norms)
+
+    def detach(self) -> None:
+        if self._registered.observer is not None and self._registered.observer() is self:
+            self._registered.observer = None
+
+
+def _norms(
+    flat: Tensor, segments: Sequence[tuple[int, int, int]], rank: int = 0, world_size: int = 1
+) -> list[tuple[int, Tensor]]:
+    """(parameter group, norm) of this worker's share of each segment."""
+    if flat.is_sparse:  # a bucket of its own
+        return [(g, take_norm(flat)) for g, _, _ in segments] if rank == 0 else []
+    return [
+        (g, take_norm(flat[a + (b - a) * rank // world_size : a + (b - a) * (rank + 1) // world_size]))
+        for g, a, b in segments
+    ]

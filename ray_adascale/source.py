@@ -1,0 +1,282 @@
+"""Where micro-batches come from: :class:`BatchSource`, and the one for map-style datasets, which resumes exactly."""
+
+from __future__ import annotations
+
+import abc
+import itertools
+import random
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
+
+from .order import StepSampler, count, stable_seed
+
+__all__ = ["BatchSource", "MapSource", "MicroBatch", "base_steps", "check_state", "labelled", "own_generator"]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one worker computes one gradient sample from.
+
+    Attributes:
+        batch: Whatever the dataset and ``collate_fn`` make of the examples.
+        examples: ``m_i``.
+        weight: ``w_i = m_i / B``; sums to 1 over the workers and passes of a step.
+        pass_index: Accumulation pass within the step, from 0.
+        is_last: True on the step's last pass, where the optimizer steps.
+    """
+
+    batch: Any
+    examples: int
+    weight: float
+    pass_index: int
+    is_last: bool
+
+
+class BatchSource(abc.ABC):
+    """Micro-batches without end, and a position that moves only when a step is committed.
+
+    Attributes:
+        global_batch_size: B, examples per optimizer step.
+    """
+
+    global_batch_size: int
+
+    @property
+    @abc.abstractmethod
+    def position(self) -> int:
+        """Examples consumed by committed steps, over all workers."""
+
+    @property
+    @abc.abstractmethod
+    def epoch(self) -> int:
+        """Epochs completed by committed steps: the same on every worker."""
+
+    @abc.abstractmethod
+    def __iter__(self) -> Iterator[MicroBatch]:
+        """Endless micro-batches from ``position`` on. One iterator at a time: another ends the one before."""
+
+    @abc.abstractmethod
+    def commit(self) -> None:
+        """Advances ``position`` by one step. Called once after each optimizer step; prefetching never moves it."""
+
+    @abc.abstractmethod
+    def base_steps_per_epoch(self, base_batch_size: int) -> float | None:
+        """Optimizer steps per epoch of a run at batch size B0; need not be whole. None where the length is unknown."""
+
+    @abc.abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """The position and what the order depends on, ready for JSON; the same on every worker."""
+
+    @abc.abstractmethod
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes to a saved position, for the next ``iter()``. The state may be that of another B or number of workers.
+
+        Raises:
+            ValueError: If a field on which the order depends differs, by its name.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends the iterator and shuts its loader processes down. The source can be iterated again."""
+
+
+class MapSource(BatchSource):
+    """A map-style dataset (``__getitem__`` and ``__len__``), exactly resumable at any number of workers.
+
+    With loader workers, torch's, Python's and NumPy's global generators are seeded before each micro-batch with a
+    function of (seed, stream position), so random augmentation depends neither on which process fetches nor on
+    restarts; across a change of the micro-batches' sizes it differs. Without loader workers examples are fetched in the
+    training process, whose generators are left alone: they belong to the user and to the checkpoint.
+
+    Args:
+        dataset: ``__getitems__`` is used where it has one.
+        global_batch_size: B, examples per optimizer step.
+        rank, world_size, accumulation, seed, shuffle, drop_last: See ``StepSampler``.
+        collate_fn: Makes a batch of a list of examples; torch's default if None.
+        num_workers: Loader processes; they live as long as the iterator, over all epochs.
+        pin_memory: Copies batches to page-locked memory, for a faster way to a GPU.
+        prefetch_factor: Micro-batches that each loader process loads in advance; torch's default if None.
+        worker_init_fn: Called with the worker's id in each loader process as it starts.
+        multiprocessing_context: How loader processes start ("fork", "spawn", "forkserver"); torch's default if None.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        global_batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        accumulation: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        prefetch_factor: int | None = None,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: str | None = None,
+    ) -> None:
+        count("num_workers", num_workers, 0)
+        self.sampler = StepSampler(
+            length=len(dataset),
+            global_batch_size=global_batch_size,
+            rank=rank,
+            world_size=world_size,
+            accumulation=accumulation,
+            seed=seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+        )
+        self.global_batch_size = self.sampler.global_batch_size
+        if collate_fn is None and _has_plain_rows(dataset):
+            dataset, collate_fn = _Rows(dataset.tensors), _as_it_is
+        self._loader: DataLoader[Any] = DataLoader(
+            _Seeded(dataset) if num_workers else dataset,
+            batch_sampler=_SeededRequests(self.sampler) if num_workers else self.sampler,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            prefetch_factor=prefetch_factor,
+            worker_init_fn=worker_init_fn,
+            multiprocessing_context=multiprocessing_context,
+            generator=own_generator(seed),
+        )
+        self._iterator: Generator[MicroBatch, None, None] | None = None
+
+    @property
+    def position(self) -> int:
+        return self.sampler.position
+
+    @property
+    def epoch(self) -> int:
+        return self.sampler.position // self.sampler.length
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        self.close()
+        self._iterator = labelled(iter(self._loader), self.sampler.micro_batch_sizes, self.global_batch_size)
+        return self._iterator
+
+    def commit(self) -> None:
+        self.sampler.position = self.sampler.next_position(self.sampler.position)
+
+    def base_steps_per_epoch(self, base_batch_size: int) -> float:
+        return base_steps(self.sampler.length, base_batch_size, drop_last=self.sampler.drop_last)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kind": "map", "position": self.position, **self._order_fields()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        check_state(state_dict, {"kind": "map", **self._order_fields()})
+        self.sampler.position = state_dict["position"]
+
+    def close(self) -> None:
+        # A closed generator lets go of the loader's iterator, which stops its processes as it goes.
+        if self._iterator is not None:
+            self._iterator.close()
+            self._iterator = None
+
+    def _order_fields(self) -> dict[str, Any]:
+        s = self.sampler
+        return {"seed": s.seed, "length": s.length, "shuffle": s.shuffle, "drop_last": s.drop_last}
+
+
+class _Rows(Dataset[Any]):
+    """The tensors of a ``TensorDataset``, a micro-batch at a time: what fetching and stacking its rows gives, in one call."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+
+    def __getitems__(self, indices: list[int]) -> list[Tensor]:
+        rows = torch.tensor(indices)
+        return [tensor[rows] for tensor in self._tensors]
+
+
+def _has_plain_rows(dataset: Any) -> bool:
+    """Whether selecting rows of the tensors is sure to give what torch's collation does, strides included."""
+    return type(dataset) is TensorDataset and all(type(t) is Tensor and t.is_contiguous() for t in dataset.tensors)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+class _Request(list[int]):
+    """The indices of one micro-batch, and the seed of whatever is random in fetching them."""
+
+    seed: int
+
+    @classmethod
+    def make(cls, indices: list[int], seed: int) -> _Request:
+        request = cls(indices)
+        request.seed = seed
+        return request
+
+
+class _SeededRequests(Sampler[_Request]):
+    """The sampler's micro-batches, each with a seed that depends on the run's seed and the stream position alone."""
+
+    def __init__(self, sampler: StepSampler) -> None:
+        self._sampler = sampler
+
+    def __iter__(self) -> Iterator[_Request]:
+        micro_batches = self._sampler.micro_batches(self._sampler.position)
+        return (_Request.make(i, stable_seed("fetch", self._sampler.seed, position)) for position, i in micro_batches)
+
+
+class _Seeded(Dataset[Any]):
+    """Fetches the examples of a ``_Request`` in a loader process, whose generators it seeds first."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitems__(self, request: _Request) -> list[Any]:
+        # The generator itself, not torch.manual_seed: that would queue a call for CUDA at every micro-batch.
+        torch.default_generator.manual_seed(request.seed)
+        random.seed(request.seed)
+        np.random.seed(request.seed % 2**32)  # noqa: NPY002 (the global one is what augmentations use)
+        fetch = getattr(self._dataset, "__getitems__", None)
+        return fetch(list(request)) if fetch else [self._dataset[index] for index in request]
+
+
+def labelled(batches: Iterator[Any], sizes: Sequence[int], global_batch_size: int) -> Generator[MicroBatch, None, None]:
+    last = len(sizes) - 1
+    for batch, (pass_index, size) in zip(batches, itertools.cycle(enumerate(sizes)), strict=False):
+        yield MicroBatch(batch, size, size / global_batch_size, pass_index, pass_index == last)
+
+
+def base_steps(length: int, base_batch_size: int, *, drop_last: bool) -> float:
+    count("base_batch_size", base_batch_size, 1)
+    if not drop_last:
+        return length / base_batch_size
+    if base_batch_size > length:
+        raise ValueError(f"Invalid {base_batch_size=} with drop_last=True: an epoch has only {length} examples.")
+    return float(length // base_batch_size)
+
+
+def check_state(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    position = state.get("position")
+    if not isinstance(position, int) or isinstance(position, bool) or position < 0:
+        raise ValueError(f"Invalid data state: position={position!r}. Must be the examples consumed so far.")
+    for name, value in expected.items():
+        if name not in state or state[name] != value:
+            raise ValueError(
+                f"The checkpoint was written with {name}={state.get(name)!r} in its data state, this run has"
+                f" {name}={value!r}. The order of examples would change: use the same dataset and settings, or begin a"
+                " new run."
+            )
+
+
+def own_generator(seed: int) -> torch.Generator:
+    """For a DataLoader, which else draws its base seed from the *global* generator at each iter().
+
+    A resumed run makes one iterator more than one that was never stopped, and would differ from there on.
+    """
+    return torch.Generator().manual_seed(stable_seed("loader", seed))

@@ -1,0 +1,144 @@
+"""One trial of a search whose base batch needs several workers: a trainer inside the trial."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray.train
+from ray import tune
+from ray.train.torch import TorchConfig, TorchTrainer
+from ray.util.queue import Empty, Queue
+
+from .loop import Run
+from .train import RayTrainBackend, build_on_worker
+from .trial import Collected, Settings
+from .workload import with_unit
+
+__all__ = ["run_on_workers"]
+
+_POLL_S = 0.2  # how late a trial may notice that its workers are done
+
+
+def run_on_workers(hyperparameters: dict[str, Any], settings: Settings) -> None:
+    """What Tune calls: starts the workers, hands on what they report, and reports last how it ended.
+
+    Not through Ray's ``TuneReportCallback``: each report is a barrier for the workers then, of up to two seconds, and the
+    last one gets lost where the trial's function returns before Tune has fetched it.
+    """
+    reports = Queue(actor_options={"num_cpus": 0})
+    trainer = TorchTrainer(
+        _train,
+        train_loop_config={"hyperparameters": hyperparameters, "settings": settings, "reports": reports},
+        scaling_config=settings.scaling_config,
+        # A trial that Tune starts again has the same id, so it resumes by itself.
+        run_config=ray.train.RunConfig(
+            name=tune.get_context().get_trial_id(),
+            storage_path=settings.folder,
+            checkpoint_config=ray.train.CheckpointConfig(num_to_keep=1),
+        ),
+        torch_config=TorchConfig(timeout_s=300),  # as in AdaScaleTrainer
+    )
+    ended: list[ray.train.Result | Exception] = []
+
+    def fit() -> None:
+        try:
+            ended.append(trainer.fit())
+        except Exception as e:
+            ended.append(e)
+
+    # A daemon: where Tune stops the trial, nobody waits for its workers to reach T.
+    threading.Thread(target=fit, name="ray_adascale-trial", daemon=True).start()
+    while not (ended and reports.empty()):
+        try:
+            tune.report(reports.get(timeout=_POLL_S))
+        except Empty:
+            continue
+    (result,) = ended
+    if isinstance(result, ray.train.WorkerGroupError):
+        _, failure = min(result.worker_failures.items())
+        raise failure  # as in a trial that is one process
+    if isinstance(result, Exception):
+        raise result
+    # Only now, as a scheduler may end the trial at its last report: the workers are gone by themselves.
+    tune.report(result.return_value)
+
+
+class _TrialBackend(RayTrainBackend):
+    """A worker of a trial. Rank 0 collects what goes to Tune; to Ray Train go checkpoints only."""
+
+    reports_evaluations = True
+    run: Run  # set once it is made; the run is made with its backend, so not before
+
+    def __init__(self, probe_every: int, reports: Queue) -> None:
+        super().__init__()
+        self.events = None  # Tune writes those of a trial
+        self.collected: Collected | None = None
+        self.last: dict[str, Any] = {}
+        self._probe_every = probe_every
+        self._reports = reports
+
+    def observe(self, metrics: Mapping[str, Any], total_steps: int) -> None:
+        super().observe(metrics, total_steps)
+        collected = self.collected
+        assert collected is not None
+        collected.add_loss(metrics["loss"])
+        tau = metrics["effective_steps"] - 1  # at the step's start; S = 1, so r = 1
+        new = not collected.noise or collected.noise[-1][0] < tau  # τ stands still at a skipped step
+        if tau % self._probe_every == 0 and new:
+            # n ≥ 2 gradient samples: the step itself has shown its noise, without a probe.
+            sample = self.run.optimizer.last_sigma2, self.run.optimizer.last_mu2
+            if all(map(math.isfinite, sample)):
+                collected.noise.append((tau, *sample))
+
+    @contextmanager
+    def latest_checkpoint(self) -> Iterator[Path | None]:
+        with super().latest_checkpoint() as folder:
+            if folder is not None and self.collected is not None:
+                self.collected.load(folder)
+            yield folder
+
+    def report(self, metrics: Mapping[str, Any], folder: Path | None) -> None:
+        if self.rank == 0:
+            assert self.collected is not None
+            if folder is not None:
+                self.collected.save(folder)
+            report = self.collected.report(self.run, metrics)
+            if self.run.stopped is None:
+                self._reports.put(report)
+            else:
+                self.last = report
+        if folder is not None:
+            super().report(metrics, folder)
+
+    def checkpoint_folder(self, step: int) -> Path | None:
+        # The last one would be of no use: nobody resumes a trial that is done.
+        return super().checkpoint_folder(step) if self.run.stopped is None else None
+
+
+def _train(given: dict[str, Any]) -> dict[str, Any]:
+    """What each worker runs; rank 0 returns the last report."""
+    settings: Settings = given["settings"]
+    backend = _TrialBackend(settings.probe_every, given["reports"])
+    workload = build_on_worker(settings.workload, given["hyperparameters"], settings.config.seed, backend.rank)
+    collected = Collected(workload.metric, workload.mode)
+    if backend.rank == 0:
+        backend.collected = collected
+    backend.run = run = Run(
+        workload.model,
+        workload.optimizer,
+        workload.scheduler,
+        workload.train_dataset,
+        with_unit(settings.config, workload),
+        collate_fn=workload.collate_fn,
+        evaluate=collected.evaluator(workload),
+        backend=backend,
+    )
+    for batch in run:
+        run.backward(workload.loss_fn(run.model, batch))
+        run.step()
+    return backend.last
