@@ -182,7 +182,7 @@ class _EveryParameter(nn.Module):
         super().__init__()
         self.module = module  # DDP wants its buffers
 
-    def forward(self) -> Tensor:
+    def forward(self, _: Tensor) -> Tensor:
         used = [p for p in self.module.parameters() if p.requires_grad]
         return torch.stack([(p.flatten()[:1] * 0).sum().float() for p in used]).sum()
 
@@ -198,7 +198,7 @@ def _settle_buckets(model: DistributedDataParallel) -> None:
     module = model.module
     model.module = _EveryParameter(module)
     try:
-        model().backward()
+        model(torch.zeros(())).backward()  # with device_ids, DDP insists on an input
     finally:
         model.module = module
     model.zero_grad()

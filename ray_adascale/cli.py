@@ -31,7 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 when it did what was asked, 1 when the run or search failed, 2 for a mistake in the call, 130
         when it was interrupted.
     """
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    # argparse takes positional arguments in one run only; key=value may stand after options, too.
+    if rest and not ("overrides" in args and all("=" in item and not item.startswith("-") for item in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides += rest
     try:
         Path.cwd()
     except FileNotFoundError:
@@ -524,13 +530,21 @@ def _numbers(text: str) -> list[int]:
 
 
 def _reason(error: Exception) -> str:
-    """What a worker said, where one did: the last line of the first failure, which is what a user can act on."""
-    failures: dict[int, Exception] = getattr(error, "worker_failures", {})
-    if not failures:
+    """What a worker said, where one did."""
+    from .train import is_rays, worker_failure
+
+    found = worker_failure(error)
+    if found is None:
         return str(error)
-    rank, failure = min(failures.items())
-    # Ray puts the remote traceback before the exception's own text.
-    return f"Worker {rank}: {str(failure).strip().splitlines()[-1]}"
+    rank, failure = found
+    text = str(failure).strip()
+    if is_rays(failure) and text:
+        # A remote traceback, or a long description of the worker, lies between what happened and what a user can act on.
+        lines = text.splitlines()
+        told = f"{lines[0]} {lines[-1]}" if len(lines) > 1 and lines[0].endswith(".") else lines[-1]
+        return f"Worker {rank}: {told}"
+    kind = type(failure).__name__  # without which a KeyError's text says nothing
+    return f"Worker {rank}: {kind}: {text}" if text else f"Worker {rank}: {kind}"
 
 
 def _workers(text: str) -> int | tuple[int, int]:

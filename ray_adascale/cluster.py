@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copyreg
+import functools
+import operator
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import ray
 from ray import cloudpickle
@@ -38,4 +41,29 @@ def pickle_by_value(function: _F) -> _F:
     in_package = "." in module.__name__ or hasattr(module, "__path__")
     if not installed and not in_package:
         cloudpickle.register_pickle_by_value(module)
+        _by_value.add(module.__name__)
     return function
+
+
+_by_value: set[str] = set()
+
+
+def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
+
+
+def _reduce_cached(cached: Any) -> Any:
+    """How to pickle what ``functools.cache`` made: by name, as ever, only where it can be imported under that name.
+
+    cloudpickle takes it for importable even in a module whose functions it carries along.
+    """
+    try:
+        found = operator.attrgetter(cached.__qualname__)(sys.modules[cached.__module__])
+    except (KeyError, AttributeError):
+        found = None
+    if found is cached and cached.__module__ not in _by_value:
+        return cached.__qualname__
+    return _cached, (cached.__wrapped__, cached.cache_parameters())
+
+
+copyreg.pickle(functools._lru_cache_wrapper, _reduce_cached)

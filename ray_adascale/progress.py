@@ -94,7 +94,8 @@ class RunProgress:
         self._console = Console(stderr=True) if console is None else console
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
-        self._first: tuple[float, float] | None = None
+        self._first: tuple[float, float] | None = None  # (time, τ) since when there is a pace
+        self._last = 0.0, 0.0  # when τ was last seen to move
 
     def line(self, metrics: Mapping[str, Any]) -> str:
         """The plain line for these metrics; time left from the pace since the first ones seen."""
@@ -104,9 +105,13 @@ class RunProgress:
     def _seconds_left(self, metrics: Mapping[str, Any]) -> float:
         now, tau, total = time.monotonic(), metrics["effective_steps"], metrics["total_steps"]
         if self._first is None or tau < self._first[1]:  # a restart goes back to the last checkpoint
-            self._first = now, tau
-        then, start = self._first
-        return (total - tau) * (now - then) / (tau - start) if tau > start else math.inf
+            self._first = self._last = now, tau
+        if tau != self._last[1]:
+            self._last = now, tau
+        (then, start), (at, _) = self._first, self._last
+        if tau <= start:
+            return math.inf
+        return max((total - tau) * (at - then) / (tau - start) - (now - at), 0.0)
 
     def render(self, metrics: Mapping[str, Any]) -> RenderableType:
         """What a terminal shows for these metrics: a bar over τ, the run's state, and the user's own metrics."""
@@ -126,7 +131,12 @@ class RunProgress:
         return Group(*rows)
 
     def __enter__(self) -> RunProgress:
-        self._thread = threading.Thread(target=self._run, name="ray_adascale-progress", daemon=True)
+        live = None
+        if self._console.is_terminal:
+            # Here and not in the thread: from now on what the program prints goes above the display.
+            live = _live(_line(f"{self._label}  starting"), self._console)
+            live.start()
+        self._thread = threading.Thread(target=self._run, args=(live,), name="ray_adascale-progress", daemon=True)
         self._thread.start()
         return self
 
@@ -137,9 +147,9 @@ class RunProgress:
         if self._thread is not None:
             self._thread.join(timeout=5)
 
-    def _run(self) -> None:
-        if self._console.is_terminal:
-            with _live(_line(f"{self._label}  starting"), self._console) as live:
+    def _run(self, live: Live | None) -> None:
+        if live is not None:
+            with live:
                 done = False
                 while not done:
                     done = self._done.wait(0.5)

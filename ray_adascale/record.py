@@ -129,6 +129,7 @@ def base_config(
         total_steps=total_steps,
         total_epochs=total_epochs,
         per_worker_batch_size=base_batch_size,
+        global_batch_size=None,
         accumulation=1,
         elastic=False,
         sharding="none",

@@ -214,7 +214,9 @@ class _Panel:
 def _panels(runs: list[RunTrace]) -> list[_Panel]:
     metrics = dict.fromkeys(key for run in runs for key in run.metrics)
     panels = [
-        _Panel("Training loss, and its means", "loss", ("loss",), log=_all_positive(runs, "loss"), noisy=True),
+        _Panel(
+            "Training loss, means (single steps faint)", "loss", ("loss",), log=_all_positive(runs, "loss"), noisy=True
+        ),
         *(_Panel(key, f"metric-{_slug(key)}", (key,), dots=True) for key in metrics),
         _Panel("Learning rate lr(⌊τ⌋), before the gain", "lr", ("lr",)),
         _Panel("Gain r, with its ceiling S dashed", "gain", ("gain",), ceiling="scale"),
@@ -269,11 +271,18 @@ def _draw(panel: _Panel, runs: list[RunTrace], png: Path | None) -> str:
         "font.family": "sans-serif",
     }
     with plt.rc_context(style):
-        figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
-        for i, run in enumerate(runs):
-            _draw_run(axes, panel, run, _COLORS[i % len(_COLORS)])
+        figure, axes = plt.subplots(figsize=(6, 3.1), layout="constrained")
         if panel.log:
             axes.set_yscale("log")
+        for i, run in enumerate(runs):
+            _draw_run(axes, panel, run, _COLORS[i % len(_COLORS)])
+        if panel.noisy:
+            axes.margins(y=0.2)
+            axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())  # by the means: the steps' range would press them flat
+            for i, run in enumerate(runs):
+                axes.plot(
+                    *_points(panel, run, panel.keys[0]), lw=0.6, alpha=0.18, zorder=1, color=_COLORS[i % len(_COLORS)]
+                )
         axes.set_xlabel("effective steps τ")
         axes.set_xlim(left=0)
         axes.grid(alpha=0.2, color=ink)
@@ -284,20 +293,22 @@ def _draw(panel: _Panel, runs: list[RunTrace], png: Path | None) -> str:
         else:
             axes.set_title(_literal(panel.title))
             axes.legend(frameon=False, fontsize="small")
-            figure.savefig(png, dpi=120)
+            figure.savefig(png, dpi=150)
         plt.close(figure)
     svg = text.getvalue()
     return svg[max(svg.find("<svg"), 0) :].replace(_INK, "currentColor")
 
 
+def _points(panel: _Panel, run: RunTrace, key: str) -> tuple[np.ndarray, np.ndarray]:
+    tau, values = _line(run, key, dots=panel.dots)
+    return (tau[values > 0], values[values > 0]) if panel.log else (tau, values)
+
+
 def _draw_run(axes: Any, panel: _Panel, run: RunTrace, color: str) -> None:
     for dash, key in zip(("-", ":"), panel.keys, strict=False):
-        tau, values = _line(run, key, dots=panel.dots)
-        if panel.log:
-            tau, values = tau[values > 0], values[values > 0]
+        tau, values = _points(panel, run, key)
         label = _literal(run.label) if key == panel.keys[0] else None
         if panel.noisy and len(tau) > 2 * _STRETCHES:
-            axes.plot(tau, values, lw=0.6, alpha=0.18, color=color)
             tau, values = _stretches(tau, values)
         axes.plot(tau, values, dash, marker="o" if panel.dots else None, ms=3, lw=1.3, color=color, label=label)
     if panel.ceiling is not None:
@@ -327,8 +338,12 @@ h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 figure { margin: 0; } figure svg { width: 100%; height: auto; color: var(--ink); }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; } th, td { padding: .25rem .8rem .25rem 0; text-align: right; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
+td { font-variant-numeric: tabular-nums; }
+th:first-child, td:first-child, th.text, td.text { text-align: left; }
+td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 9rem; } /* long names leave room for figures */
 th { border-bottom: 1px solid var(--line); font-weight: 600; }
+.legend { display: flex; flex-wrap: wrap; gap: 0 1.2rem; margin: 0 0 1rem; padding: .4rem 0; background: var(--paper); }
+@media (min-width: 60rem) { .legend { position: sticky; top: 0; } }
 .key { display: inline-block; width: .8rem; height: .8rem; border-radius: .2rem; margin-right: .4rem; }
 pre { overflow-x: auto; border: 1px solid var(--line); padding: .8rem; border-radius: .4rem; }
 """
@@ -345,8 +360,7 @@ def _page(
         _section("Runs", _runs_table(runs)),
         _section("Restarts and resizes", _events_table(runs)),
         _section("Forecast and actual", _forecast_table(runs, recipe, forecast)),
-        f'<h2>Plots</h2><p class="faint">Vertical lines: dotted where a run restarted, dashed where it was resized.</p>'
-        f'<div class="plots">{plots}</div>',
+        f'<section><h2>Plots</h2>{_plots_note(runs)}{_legend(runs)}<div class="plots">{plots}</div></section>',
         _section("Recipe", _recipe_text(recipe)),
     ]
     return (
@@ -362,16 +376,30 @@ def _section(title: str, body: str) -> str:
     return f"<h2>{title}</h2>\n{body}" if body else ""
 
 
-def _table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Cells are HTML already."""
-    head = "".join(f"<th>{html.escape(text)}</th>" for text in headings)
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>\n" for row in rows)
+def _table(headings: Sequence[str], rows: Iterable[Iterable[str]], *, text: Iterable[str] = ()) -> str:
+    """Cells are HTML already; the columns named in ``text`` hold words, not figures."""
+    kinds = [' class="text"' if heading in set(text) else "" for heading in headings]
+    head = "".join(f"<th{kind}>{html.escape(name)}</th>" for kind, name in zip(kinds, headings, strict=True))
+    body = "".join(
+        f"<tr>{''.join(f'<td{kind}>{cell}</td>' for kind, cell in zip(kinds, row, strict=True))}</tr>\n" for row in rows
+    )
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
 
 
 def _name(runs: list[RunTrace], i: int) -> str:
     color = _COLORS[i % len(_COLORS)]
     return f'<span class="key" style="background:{color}"></span>{html.escape(runs[i].label)}'
+
+
+def _plots_note(runs: list[RunTrace]) -> str:
+    marked = any(run.events for run in runs)
+    text = "Vertical lines: dotted where a run restarted, dashed where it was resized."
+    return f'<p class="faint">{text}</p>' if marked else ""
+
+
+def _legend(runs: list[RunTrace]) -> str:
+    """The runs' colours once more: below the fold their table is out of sight."""
+    return f'<div class="legend">{"".join(f"<span>{_name(runs, i)}</span>" for i in range(len(runs)))}</div>'
 
 
 def _runs_table(runs: list[RunTrace]) -> str:
@@ -402,7 +430,7 @@ def _runs_table(runs: list[RunTrace]) -> str:
                 f"{last['effective_steps']:,.0f}",
                 f"{run.mean_gain:.2f}",
                 f"{run.mean_gain / float(np.nanmean(scales)):.0%}",
-                f"{losses.mean():.4g}" if len(losses) else "",
+                _four(losses.mean()) if len(losses) else "",
                 *(_newest(run.column(key)) for key in metrics),
             ]
         )
@@ -415,16 +443,21 @@ def _steady(values: list[Any]) -> str:
     return " → ".join("?" if value is None else f"{value:g}" for value in way)
 
 
+def _four(value: float) -> str:
+    """Four digits, zeros at the end as well, so that a column lines up."""
+    return f"{value:#.4g}".removesuffix(".")
+
+
 def _newest(values: np.ndarray) -> str:
     values = values[np.isfinite(values)]
-    return f"{values[-1]:.4g}" if len(values) else ""
+    return _four(values[-1]) if len(values) else ""
 
 
 def _events_table(runs: list[RunTrace]) -> str:
     rows = [
         [_name(runs, i), f"{tau:,.0f}", html.escape(what)] for i, run in enumerate(runs) for tau, what in run.events
     ]
-    return _table(["run", "effective steps", "what"], rows) if rows else ""
+    return _table(["run", "effective steps", "what"], rows, text=["what"]) if rows else ""
 
 
 def _forecast_table(runs: list[RunTrace], recipe: Recipe | None, forecast: Forecast | None) -> str:

@@ -115,6 +115,8 @@ def load(run: Run, folder: Path) -> None:
     for each in fields(Place):
         setattr(run.place, each.name, saved[each.name])
     run.place.attempt += 1
+    if run.effective_steps < run.total_steps:  # a run that had ended, and then was given a larger T
+        run.place.stopped = None
     if saved["plan"]["world_size"] == run.plan.world_size:
         load_rng(folder, run.backend.rank, run.backend.device)
 

@@ -90,7 +90,10 @@ class LiveEvents:
                 folder = self.folder / axis
                 starts = len(list(folder.glob("events*")))  # before this one
                 self._writers[axis] = self._type(
-                    str(folder), purge_step=place if starts else None, filename_suffix=f".{starts}", flush_secs=5
+                    str(folder),
+                    purge_step=place if starts else None,
+                    filename_suffix=f".{starts}",
+                    flush_secs=1,  # a worker that is killed takes along what is not in the file
                 )
             for key, value in _scalars(metrics):
                 self._writers[axis].add_scalar(f"{prefix}{key}", value, place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 import signal
@@ -41,9 +42,12 @@ from .workload import Workload, WorkloadFn, build, with_unit
 
 __all__ = ["AdaScaleTrainer", "RayTrainBackend", "prepare"]
 
+_log = logging.getLogger(__name__)
+
 _GAUGES = ("gain", "scale", "effective_steps", "efficiency", "loss")
 _GAUGE_INTERVAL_S = 1.0
 _EVENTS = "tensorboard"  # the folder of event files in a run's
+_UPLOAD_PAUSES_S = (1.0, 2.0)  # between tries, as Ray's own
 _PREEMPTION_POLL_S = 5.0
 """A poll is a barrier of 3 to 4 ms: below a thousandth of the time. Notices come 30 s or more ahead."""
 
@@ -54,6 +58,7 @@ class RayTrainBackend(Backend):
     # Every report is a barrier, which Ray lets pass once in 2 s; an evaluation's metrics go along with the next one.
     reports_evaluations = False
     preemption_poll_s = _PREEMPTION_POLL_S
+    writes_events = True
 
     def __init__(self) -> None:
         context = ray.train.get_context()
@@ -68,8 +73,8 @@ class RayTrainBackend(Backend):
         self._gauges: dict[str, Gauge] = {}
         self._observed = -math.inf
         self.events: LiveEvents | None = None
-        """TensorBoard's, on rank 0."""
-        if self.rank == 0:
+        """TensorBoard's, on rank 0 of a run that writes them."""
+        if self.rank == 0 and self.writes_events:
             here = isinstance(self._storage.storage_filesystem, pyarrow.fs.LocalFileSystem)
             target = self._storage.experiment_fs_path if here else tempfile.mkdtemp(prefix="ray_adascale-events-")
             self.events = LiveEvents(Path(target, _EVENTS))
@@ -133,22 +138,46 @@ class RayTrainBackend(Backend):
             shutil.rmtree(folder, ignore_errors=True)
 
     def report_in_background(self, metrics: Mapping[str, Any], folder: Path) -> None:
+        failed: list[Exception] = []
+
+        def done() -> None:
+            shutil.rmtree(folder, ignore_errors=True)
+            self._uploading.clear()
+
         def upload(local: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
+            # Ray calls this again after some of AWS's errors, without a word when it gives up, and then kills the process:
+            # nobody would remove the folder. So the tries are ours, and Ray's later ones only hear the cause again.
+            if failed:
+                raise failed[0]
+            try:
+                return self._persist(local, name)
+            except Exception as e:  # reaches Ray from its thread, and fails the worker with its cause
+                failed.append(e)
+                raise
+            finally:
+                done()
+
+        self._uploading.set()
+        try:
+            ray.train.report(
+                dict(metrics),
+                checkpoint=ray.train.Checkpoint.from_directory(str(folder)),
+                checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
+                delete_local_checkpoint_after_upload=False,
+                checkpoint_upload_fn=upload,
+            )
+        except BaseException:  # before there was a thread to upload it
+            done()
+            raise
+
+    def _persist(self, local: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
+        for pause in _UPLOAD_PAUSES_S:
             try:
                 return self._storage.persist_current_checkpoint(local, name)
-            finally:
-                self._uploading.clear()
-                shutil.rmtree(folder, ignore_errors=True)
-
-        # An error of the upload reaches Ray from its thread, and fails the worker with its cause.
-        self._uploading.set()
-        ray.train.report(
-            dict(metrics),
-            checkpoint=ray.train.Checkpoint.from_directory(str(folder)),
-            checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
-            delete_local_checkpoint_after_upload=False,
-            checkpoint_upload_fn=upload,
-        )
+            except OSError as e:  # pyarrow's, of every kind of storage
+                _log.warning("The upload of %s failed; again in %g s. %s: %s", name, pause, type(e).__name__, e)
+                time.sleep(pause)
+        return self._storage.persist_current_checkpoint(local, name)
 
     @property
     def uploading(self) -> bool:
@@ -166,7 +195,7 @@ class RayTrainBackend(Backend):
         if self.events is not None:
             self.events.add(metrics)
         now = time.monotonic()
-        if now - self._observed < _GAUGE_INTERVAL_S:
+        if now - self._observed < _GAUGE_INTERVAL_S and metrics["effective_steps"] < total_steps:
             return
         self._observed = now
         tags = {"ray_train_run_name": self._name, "ray_train_worker_world_rank": str(self.rank)}
@@ -275,6 +304,18 @@ def _train_workload(settings: dict[str, Any]) -> dict[str, Any]:
         run.backward(workload.loss_fn(run.model, batch))
         run.step()
     return run.summary()
+
+
+def worker_failure(error: BaseException) -> tuple[int, Exception] | None:
+    """The worker's rank and its failure that say best why a run failed; None where no worker did."""
+    failures: Mapping[int, Exception] = getattr(error, "worker_failures", {})
+    # One that died, of which Ray tells, is the cause, and not those that then found its connection closed.
+    return min(failures.items(), key=lambda item: (not is_rays(item[1]), item[0]), default=None)
+
+
+def is_rays(error: Exception) -> bool:
+    """Whether it is an exception of Ray's own, around what happened elsewhere."""
+    return type(error).__module__.partition(".")[0] == "ray"
 
 
 @PublicAPI(stability="alpha")

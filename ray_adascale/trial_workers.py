@@ -15,7 +15,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.queue import Empty, Queue
 
 from .loop import Run
-from .train import RayTrainBackend, build_on_worker
+from .train import RayTrainBackend, build_on_worker, worker_failure
 from .trial import Collected, Settings
 from .workload import with_unit
 
@@ -43,12 +43,12 @@ def run_on_workers(hyperparameters: dict[str, Any], settings: Settings) -> None:
         ),
         torch_config=TorchConfig(timeout_s=300),  # as in AdaScaleTrainer
     )
-    ended: list[ray.train.Result | Exception] = []
+    ended: list[ray.train.Result | BaseException] = []
 
     def fit() -> None:
         try:
             ended.append(trainer.fit())
-        except Exception as e:
+        except BaseException as e:  # the loop below waits for it
             ended.append(e)
 
     # A daemon: where Tune stops the trial, nobody waits for its workers to reach T.
@@ -59,11 +59,9 @@ def run_on_workers(hyperparameters: dict[str, Any], settings: Settings) -> None:
         except Empty:
             continue
     (result,) = ended
-    if isinstance(result, ray.train.WorkerGroupError):
-        _, failure = min(result.worker_failures.items())
-        raise failure  # as in a trial that is one process
-    if isinstance(result, Exception):
-        raise result
+    if isinstance(result, BaseException):
+        failed = worker_failure(result)
+        raise result if failed is None else failed[1]  # as in a trial that is one process
     # Only now, as a scheduler may end the trial at its last report: the workers are gone by themselves.
     tune.report(result.return_value)
 
@@ -72,12 +70,12 @@ class _TrialBackend(RayTrainBackend):
     """A worker of a trial. Rank 0 collects what goes to Tune; to Ray Train go checkpoints only."""
 
     reports_evaluations = True
+    writes_events = False  # Tune does
     run: Run  # set once it is made; the run is made with its backend, so not before
 
     def __init__(self, probe_every: int, reports: Queue) -> None:
         super().__init__()
-        self.events = None  # Tune writes those of a trial
-        self.collected: Collected | None = None
+        self.collected: Collected | None = None  # on rank 0
         self.last: dict[str, Any] = {}
         self._probe_every = probe_every
         self._reports = reports
@@ -85,7 +83,7 @@ class _TrialBackend(RayTrainBackend):
     def observe(self, metrics: Mapping[str, Any], total_steps: int) -> None:
         super().observe(metrics, total_steps)
         collected = self.collected
-        assert collected is not None
+        assert collected is not None  # only rank 0 is told
         collected.add_loss(metrics["loss"])
         tau = metrics["effective_steps"] - 1  # at the step's start; S = 1, so r = 1
         new = not collected.noise or collected.noise[-1][0] < tau  # τ stands still at a skipped step
@@ -103,15 +101,15 @@ class _TrialBackend(RayTrainBackend):
             yield folder
 
     def report(self, metrics: Mapping[str, Any], folder: Path | None) -> None:
-        if self.rank == 0:
-            assert self.collected is not None
+        run, collected = self.run, self.collected
+        if collected is not None:
+            # A checkpoint may come between two evaluations, also before the first: Tune is told nothing then.
+            if run.stopped is not None:
+                self.last = collected.report(run, metrics)
+            elif run.place.evaluated_at == run.effective_steps:
+                self._reports.put(collected.report(run, metrics))
             if folder is not None:
-                self.collected.save(folder)
-            report = self.collected.report(self.run, metrics)
-            if self.run.stopped is None:
-                self._reports.put(report)
-            else:
-                self.last = report
+                collected.save(folder)
         if folder is not None:
             super().report(metrics, folder)
 

@@ -92,6 +92,7 @@ class _Watch(tune.Callback):
         self.finished: dict[str, _Finished] = {}
         self.fatal: MissingMetric | None = None
         self.interrupted = False
+        self.was_interrupted: Callable[[], bool] = lambda: False
         self.progress = SearchProgress(what, total) if verbose else None
         self.what = what
         self._earlier = earlier
@@ -119,6 +120,10 @@ class _Watch(tune.Callback):
         self._add(_Finished(trial.trial_id, dict(trial.config), dict(trial.last_result or {}), error))
 
     def on_experiment_end(self, trials: list[Any], **info: Any) -> None:
+        if self.was_interrupted():
+            # Tune has just ended those that ran, as if they were done; in what it saved before, they go on.
+            self.interrupted = True
+            return
         for trial in trials:
             if trial.status not in ("TERMINATED", "ERROR"):
                 self.interrupted = True
@@ -282,9 +287,7 @@ def tune_recipe(
         repeats,
         repeat_best,
     )
-    trial_config = replace(
-        base_config(config, base_batch_size, total_steps, total_epochs, seed), global_batch_size=None
-    )
+    trial_config = base_config(config, base_batch_size, total_steps, total_epochs, seed)
     tune_scheduler, scheduler_name = _make_scheduler(scheduler, total_steps, total_epochs)
     if scaling_config is not None:
         trial_config = _spread(trial_config, config, int(scaling_config.num_workers))
@@ -750,10 +753,10 @@ def _interrupts(watch: _Watch) -> Iterator[None]:
         os.environ.get("TUNE_DISABLE_SIGINT_HANDLER", "0")
     )
     before = signal.getsignal(signal.SIGINT)
+    watch.was_interrupted = lambda: watched and signal.getsignal(signal.SIGINT) is before
     try:
         yield
-        if watched and signal.getsignal(signal.SIGINT) is before:
-            watch.interrupted = True
+        watch.interrupted |= watch.was_interrupted()
     finally:
         if watched:
             signal.signal(signal.SIGINT, before)

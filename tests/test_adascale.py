@@ -669,6 +669,16 @@ def test_squares_that_overflow_the_gradients_dtype(dtype: torch.dtype) -> None:
     assert adascale.gain() == pytest.approx(20 / 16, rel=1e-6)
 
 
+@pytest.mark.parametrize(("value", "skipped"), [(1000.0, False), (math.inf, True), (math.nan, True)])
+def test_a_norm_that_overflows_fp16_skips_no_step_at_scale_one(value: float, skipped: bool) -> None:
+    param = nn.Parameter(torch.zeros(10_000, dtype=torch.float16))
+    adascale = AdaScale(torch.optim.SGD([param], lr=2.0**-10))
+    (param * value).sum().backward()  # ‖g‖ = 1000 · 100, and fp16 ends at 65504
+    adascale.step()
+    assert adascale.last_step_skipped == skipped
+    assert torch.equal(param.detach(), torch.full_like(param, 0.0 if skipped else -1000 / 1024))
+
+
 @pytest.mark.parametrize("fused", [False, True], ids=["host", "device"])
 def test_parameters_of_several_dtypes_count_together(fused: bool) -> None:
     torch.manual_seed(0)

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import ray.exceptions
 import ray.train
+from ray.exceptions import RayActorError
+from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
 
 from ray_adascale import AdaScaleConfig, LocalBackend, Recipe, cli, cluster, json_files, throughput, train, tune
 from ray_adascale.loop import METRICS
@@ -23,6 +25,14 @@ RECIPE_2 = Path(__file__).parent / "data" / "recipe_v2.json"
 WORKLOAD = f"{Path(__file__).with_name('test_train.py')}:workload"
 
 TRAIN = ["train", WORKLOAD, "--base-batch-size=4", "--total-steps=4"]
+
+
+# As Ray Train hands them on: the first holds what Ray says of the actor.
+DIED = WorkerHealthCheckFailedError(
+    "A health check failed.", RayActorError(None, "class_name: X\nThe actor is dead: out of memory")
+)
+HANGING = WorkerHealthCheckTimeoutError("A health check has been hanging.\nWorker info: Worker(\n  actor=...,\n)")
+DEAD = RayActorError(None, "The actor is dead")
 
 
 class Result:
@@ -157,15 +167,43 @@ def test_a_recipe_edited_by_hand_is_not_run(
 def test_a_failed_run_exits_with_1_and_the_workers_own_words(
     called: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    called["error"] = ray.train.WorkerGroupError("all of it", {1: RuntimeError("Traceback ...\nOSError: no disk")})
-    assert cli.main(["train", WORKLOAD, "--base-batch-size=4", "--total-steps=4", "--name=x"]) == 1
-    assert "Worker 1: OSError: no disk" in capsys.readouterr().err
+    for failures, said in (
+        ({1: OSError("no disk")}, "Worker 1: OSError: no disk\n"),
+        ({0: KeyError("depth"), 1: KeyError("depth")}, "Worker 0: KeyError: 'depth'\n"),
+        ({0: AssertionError()}, "Worker 0: AssertionError\n"),
+        (
+            {0: RuntimeError("Error(s) in loading:\n\tMissing key")},
+            "Worker 0: RuntimeError: Error(s) in loading:\n\tMissing",
+        ),
+        (
+            {0: RuntimeError("Connection closed by peer"), 2: DIED},
+            "Worker 2: A health check failed. The actor is dead: out of memory\n",
+        ),
+        ({0: HANGING}, "Worker 0: A health check has been hanging. Set the RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"),
+        ({0: DEAD}, "Worker 0: The actor is dead\n"),
+    ):
+        called["error"] = ray.train.WorkerGroupError("all of it", failures)
+        assert cli.main(["train", WORKLOAD, "--base-batch-size=4", "--total-steps=4", "--name=x"]) == 1
+        assert f"run 'x' failed. {said}" in capsys.readouterr().err
     called["error"] = ray.exceptions.ActorDiedError()
     assert cli.main(["train", WORKLOAD, "--base-batch-size=4", "--total-steps=4", "--name=x"]) == 1
     assert "run 'x' failed. The actor died" in capsys.readouterr().err
     called["error"] = KeyboardInterrupt()
     assert cli.main(["train", WORKLOAD, "--base-batch-size=4", "--total-steps=4", "--name=x"]) == 130
     assert re.search(r"`ray-adascale resume \S+/x` goes on", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [WORKLOAD, "a=1", "b=x", "--base-batch-size", "4", "--total-steps=4"],
+        [WORKLOAD, "--base-batch-size", "4", "a=1", "--total-steps=4", "b=x"],
+        [WORKLOAD, "a=1", "--base-batch-size=4", "--total-steps=4", "b=x"],
+    ],
+)
+def test_hyperparameters_may_stand_anywhere_after_the_workload(called: dict[str, Any], arguments: list[str]) -> None:
+    assert cli.main(["train", *arguments, "--name=x"]) == 0
+    assert called["hyperparameters"] == {"a": 1, "b": "x"}
 
 
 def test_help_and_unknown_options(capsys: pytest.CaptureFixture[str]) -> None:

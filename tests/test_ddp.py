@@ -159,12 +159,40 @@ def test_gains_are_those_of_hooks_on_parameters(pool: Pool, options: dict[str, A
     pool(2).run(_against_hooks, **options)
 
 
-def _power_sgd(passes: int) -> float:
+def _two_optimizers() -> None:
+    ends = []
+    for buckets in (False, True):
+        model = make_model(torch.float32)
+        ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4)
+        if buckets:
+            measure_buckets(ddp)
+        both = [AdaScale(torch.optim.SGD(model[i].parameters(), lr=0.05), scale=4.0, model=ddp) for i in (0, 2)]
+        trace = []
+        for x, y in batches(5, 4, torch.float32):
+            F.cross_entropy(ddp(torch.roll(x, dist.get_rank(), 1)), y).backward()
+            for adascale in both:
+                adascale.step()
+                adascale.zero_grad()
+            trace.append([adascale.gain() for adascale in both])
+        ends.append(np.array(trace))
+    np.testing.assert_allclose(ends[1], ends[0], rtol=1e-5)
+    assert (ends[0] > 1.01).any(axis=0).all()
+
+
+def test_two_optimizers_of_one_model_each_get_their_gain(pool: Pool) -> None:
+    pool(2).run(_two_optimizers)
+
+
+def _power_sgd(passes: int, measured: bool) -> float:
     """It starts collectives when others come back, in a thread of its own: ours must not meet those."""
     torch.manual_seed(1)
     model = nn.Linear(60, 50)
     ddp = DistributedDataParallel(model)
-    measure_buckets(ddp, powerSGD_hook, PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2))
+    state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    if measured:
+        measure_buckets(ddp, powerSGD_hook, state)
+    else:
+        ddp.register_comm_hook(state, powerSGD_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     adascale = AdaScale(optimizer, num_gradients_to_accumulate=passes, model=ddp)
     for step in range(8):
@@ -175,9 +203,9 @@ def _power_sgd(passes: int) -> float:
     return adascale.gain()
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-def test_a_hook_that_reduces_in_several_rounds(pool: Pool, passes: int) -> None:
-    gains = pool(2).run(_power_sgd, passes)
+@pytest.mark.parametrize(("passes", "measured"), [(1, True), (2, True), (1, False)])
+def test_a_hook_that_reduces_in_several_rounds(pool: Pool, passes: int, measured: bool) -> None:
+    gains = pool(2).run(_power_sgd, passes, measured)
     assert gains[0] == gains[1]
     assert math.isfinite(gains[0])
 

@@ -560,6 +560,12 @@ def test_what_is_changed_after_a_step_comes_after_that_step(change: Callable[[Ad
 
 
 @needs_gpu
+def test_numbers_come_to_the_host_whatever_the_default_device_is() -> None:
+    with torch.device("cuda"):
+        assert HostCopy(torch.arange(3.0)).read() == [0.0, 1.0, 2.0]
+
+
+@needs_gpu
 def test_a_step_on_a_gpu_synchronises_nothing() -> None:
     model = make_model("cuda")
     adascale = wrapped(model, fused=True, split=True, averaging_window=0.05, total_steps=200)

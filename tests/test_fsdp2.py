@@ -353,11 +353,13 @@ def test_equals_the_reference(pool: Any, case: str) -> None:
 @pytest.mark.parametrize("case", ["bf16", "float32 in float64"])
 def test_parameters_computed_in_another_dtype_equal_the_reference(pool: Any, case: str) -> None:
     # Both take norms of the very same gradients, scaled by an exact half. The mean of four of them, summed in float32,
-    # is off by 1e-7, and σ² ∝ A − C by several times that.
+    # is off by 1e-7, and σ² ∝ A − C by several times that. Of the weight that is used twice FSDP2 sums the two parts in
+    # float32 from torch 2.15 on, where plain autograd rounds the sum to bfloat16 (2e-3 of that gradient).
+    rel = 1e-4 if case == "bf16" else 3e-6
     for rows in pool(2).run(against_reference, case):
         for gain, expected, tau, clock in rows:
-            assert gain == pytest.approx(expected, rel=3e-6)
-            assert tau == pytest.approx(clock, rel=3e-6)
+            assert gain == pytest.approx(expected, rel=rel)
+            assert tau == pytest.approx(clock, rel=rel)
         assert 1 < gain < 4
 
 

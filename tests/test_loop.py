@@ -582,6 +582,19 @@ def test_an_accepted_base_batch_rescales_the_variance_of_a_base_batch(tmp_path: 
     assert run.optimizer.average_moments() == pytest.approx((before / 2, mu2))
 
 
+def test_a_finished_run_that_is_given_more_steps_ends_with_a_checkpoint_again(tmp_path: Path) -> None:
+    drive(make_run(model(), backend=LocalBackend(tmp_path)))
+    backend = LocalBackend(tmp_path)
+    with pytest.warns(UserWarning, match="total_steps is 50, was 40"):
+        run = make_run(model(), backend=backend, total_steps=50, accept_changes=True)
+    assert run.stopped is None
+    assert len(drive(run)) == 10
+    assert run.stopped == "total_steps reached"
+    assert backend.metrics["effective_steps"] == 50
+    assert (tmp_path / "checkpoint_0000000050" / "manifest.json").exists()
+    assert [row["step"] for row in read_trace(tmp_path / "trace.jsonl")] == list(range(1, 51))
+
+
 def test_a_finished_run_does_nothing_when_started_again(tmp_path: Path) -> None:
     net = model()
     drive(make_run(net, backend=LocalBackend(tmp_path)))

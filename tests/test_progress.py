@@ -78,8 +78,10 @@ def test_time_left_follows_the_pace_and_a_restart_begins_anew(monkeypatch: pytes
     assert line.line(metrics(10)).endswith("? left")
     clock[0] = 20.0
     assert line.line(metrics(30)).endswith("1:10 left")  # a step a second, 70 to go
+    clock[0] = 25.0
+    assert line.line(metrics(30)).endswith("1:05 left")  # no news since: it goes on as it went
     assert line.line(metrics(5)).endswith("? left")  # back at a checkpoint
-    clock[0] = 30.0
+    clock[0] = 35.0
     assert line.line(metrics(7, total=80_007)).endswith("111:06:40 left")
 
 

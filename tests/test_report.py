@@ -14,7 +14,7 @@ import pytest
 
 from ray_adascale import AdaScaleConfig
 from ray_adascale.forecast import forecast_recipe
-from ray_adascale.report import RunTrace, _line, _stretches, load_run, trace_path, write_report
+from ray_adascale.report import RunTrace, _draw, _line, _panels, _stretches, load_run, trace_path, write_report
 from ray_adascale.trace import Trace
 
 from .test_forecast import recipe
@@ -124,13 +124,19 @@ def test_page_says_what_the_runs_did(make: Callable[..., Page], tmp_path: Path) 
         *("run", "workers", "S", "steps", "effective steps", "mean gain", "efficiency", "loss, last 5 %", "accuracy")
     ]
     assert rows == [
-        ["base", "1", "1", "20", "20", "1.00", "100%", "0.05", "0.8"],
-        ["scaled", "2", "4", "10", "20", "2.00", "50%", "0.1", "0.8"],
+        ["base", "1", "1", "20", "20", "1.00", "100%", "0.05000", "0.8000"],
+        ["scaled", "2", "4", "10", "20", "2.00", "50%", "0.1000", "0.8000"],
     ]
     # r = 2.38 with these σ², μ² (see test_forecast): ⌈20 / 2.38⌉ = 9 steps, 10 % too few. The base run is not compared.
     assert page.tables[1][1:] == [["scaled", "4", "9", "10", "-10.0%"]]
     assert page.headings == ["Runs", "Forecast and actual", "Plots", "Recipe"]
     assert page.tags.count("figure") == page.tags.count("svg") == 7
+    text = (tmp_path / "out" / "report.html").read_text()
+    # Beside the plots the runs stand once more, in the colours of the table; there is nothing to say of vertical lines.
+    keys = re.findall(r'<span class="key" style="background:(#\w{6})"></span>(\w+)', text)
+    assert keys == [("#3b7dd8", "base"), ("#e0702a", "scaled"), ("#e0702a", "scaled"), *keys[:2]]
+    assert text.index("<h2>Plots</h2>") < text.index('<div class="legend">') < text.index("<figure>")
+    assert "Vertical lines" not in text
     pngs = sorted(path.name for path in (tmp_path / "out").glob("*.png"))
     assert pngs == [
         f"report-{name}.png" for name in ("efficiency", "gain", "loss", "lr", "metric-accuracy", "noise", "throughput")
@@ -176,6 +182,10 @@ def test_restarts_and_resizes_are_marked(make: Callable[..., Page], tmp_path: Pa
     ]
     assert page.tables[2][1:] == [["mine", "4 → 8", "", "5", "resized"]]
     assert page.tags.count("svg") == 6
+    text = (tmp_path / "out" / "report.html").read_text()
+    assert "Vertical lines" in text
+    assert '<th class="text">what</th>' in text
+    assert text.count('<td class="text">re') == 2
 
 
 def test_forecast_against_actual(make: Callable[..., Page], tmp_path: Path) -> None:
@@ -241,6 +251,23 @@ def test_long_runs_are_thinned_by_means() -> None:
     assert loss == pytest.approx(np.full(1200, 0.5))  # each the mean of ten
     assert tau[0] == pytest.approx(2 * 5.5)
     assert len(_line(RunTrace("x", rows), "loss", dots=True)[0]) == 12_000
+
+
+def test_single_losses_do_not_press_the_means_flat(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Every tenth step's loss is a thousand times smaller; the means lie near 1.
+    drawn: list[Any] = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, *args, **kwargs: drawn.append(self))
+    run = RunTrace("x", [row(s, loss=1e-3 if s % 10 == 0 else 1.0) for s in range(1, 601)])
+    _draw(_panels([run])[0], [run], None)
+    (axes,) = drawn[0].axes
+    means, steps = axes.lines
+    assert axes.get_yscale() == "log"
+    assert axes.get_xlim()[0] == 0
+    assert axes.get_xlim()[1] >= 1200
+    assert axes.get_ylim()[0] > 0.1
+    assert means.get_ydata() == pytest.approx(np.full(60, 0.9), rel=0.2)
+    assert steps.get_ydata().min() == 1e-3
+    assert steps.get_zorder() < means.get_zorder()
 
 
 def test_losses_are_averaged_over_equal_stretches() -> None:

@@ -5,6 +5,7 @@ import math
 import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from ray_adascale.probe import probe_noise
 from ray_adascale.recipe import NoiseProbe
 from ray_adascale.record import workload_name
 from ray_adascale.schedule import EffectiveSchedule
+from ray_adascale.trace import read_trace
 from ray_adascale.trial import Entry, describe_config
 from ray_adascale.tune import (
     _best_mean,
@@ -36,6 +38,7 @@ from ray_adascale.tune import (
     _describe_space,
     _Finished,
     _grid_size,
+    _interrupts,
     _ranking,
     _Watch,
 )
@@ -354,6 +357,23 @@ def test_interrupted_search_goes_on_and_repeats_decide(
         search(seed=9)
 
 
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_trials_that_ran_when_a_search_was_interrupted_have_not_ended(
+    interrupted: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watch = _Watch(2, verbose=True)
+    trial = SimpleNamespace(trial_id="a", config={"lr": 0.1}, status="TERMINATED", last_result={"total_steps": T})
+    with _interrupts(watch):
+        # As Tune does: a handler of its own, until the signal comes; and then trials that run are ended without a word.
+        before = signal.signal(signal.SIGINT, lambda *_: None)
+        if interrupted:
+            signal.signal(signal.SIGINT, before)
+        watch.on_experiment_end([trial])
+    assert watch.interrupted == interrupted
+    assert ("trial 1 of 2: stopped early" in capsys.readouterr().err) == (not interrupted)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 @pytest.mark.ray
 @pytest.mark.timeout(240)
 def test_trials_spread_over_workers_make_the_same_recipe(
@@ -406,6 +426,60 @@ def test_trials_spread_over_workers_make_the_same_recipe(
         recipe=recipe,
     )
     assert (run.scale, run.total_steps) == (2.0, T)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_interrupted_trial_on_workers_goes_on_from_its_checkpoint(
+    ray_session: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def search(name: str, **changes: Any) -> Recipe:
+        settings: dict[str, Any] = {
+            "base_batch_size": B0,
+            "total_steps": T,
+            "num_samples": 1,
+            "scheduler": None,
+            "seed": 3,
+            "probe_every": 10,
+            "config": AdaScaleConfig(checkpoint_every_s=0.05),
+            "scaling_config": ScalingConfig(num_workers=2),
+            "storage_path": ray_session,
+            "name": name,
+            "verbose": 0,
+        }
+        return tune_recipe(linear, {"lr": 0.02}, **(settings | changes))
+
+    def trace(name: str) -> list[dict[str, Any]]:
+        (path,) = ray_session.glob(f"{name}/workers/*/trace.jsonl")
+        return read_trace(path)
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    heard = _Watch.on_trial_result
+
+    def interrupt(
+        self: _Watch, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
+    ) -> None:
+        heard(self, iteration, trials, trial, result, **info)
+        if result["effective_steps"] == T // 2:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt, match="interrupted after 0 trials"):
+        patched.setattr(_Watch, "on_trial_result", interrupt)
+        search("cut")
+    resumed, whole = search("cut"), search("whole")
+    rows = trace("cut")
+    assert [row["step"] for row in rows] == list(range(1, T + 1))
+    assert {row["attempt"] for row in rows} == {0, 1}
+    assert {row["attempt"] for row in trace("whole")} == {0}
+    # As if nothing had happened, to the bit: the same batches, the same draws, the same noise.
+    assert resumed.score == whole.score
+    assert resumed.noise == whole.noise
+    assert [probe.effective_steps for probe in resumed.noise] == list(range(0, T, 10))
+    # The schedule is that of the same search in one process, and so a run takes it for the same.
+    alone = search("alone", scaling_config=None)
+    assert resumed.fingerprint == whole.fingerprint == alone.fingerprint
+    assert resumed.lr_curve == alone.lr_curve
 
 
 @pytest.mark.parametrize(

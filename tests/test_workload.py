@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import pickle
 import subprocess
 import sys
@@ -261,3 +262,35 @@ def test_what_a_file_does_at_import_is_done_once_and_on_no_worker(write: Any, tm
     ran = subprocess.run([sys.executable, "-c", worker], input=sent, capture_output=True, cwd=tmp_path, check=True)
     assert ran.stdout == b"0.5"
     assert (tmp_path / "imports").read_text() == "x"
+
+
+CACHED = """
+import functools
+calls = []
+@functools.lru_cache(maxsize=7)
+def data(): calls.append(1); return 0.5
+def workload(config): return data() + data() + len(calls)
+"""
+
+
+def test_a_cached_function_of_the_file_goes_to_the_workers_too(write: Any, tmp_path: Path) -> None:
+    function = pickle_by_value(resolve(f"{write('w_cached.py', CACHED)}:workload"))
+    try:
+        sent = cloudpickle.dumps(function)
+    finally:
+        cloudpickle.unregister_pickle_by_value(sys.modules[function.__module__])
+    # Train's controller sends it on.
+    worker = (
+        "import sys; from ray import cloudpickle as c; f = c.loads(c.dumps(c.load(sys.stdin.buffer))); print(f({}))"
+    )
+    ran = subprocess.run([sys.executable, "-c", worker], input=sent, capture_output=True, cwd=tmp_path, check=True)
+    assert ran.stdout.split() == [b"2.0"]
+
+
+def test_cached_functions_that_can_be_imported_are_pickled_by_name() -> None:
+    assert pickle.loads(pickle.dumps(cached_here)) is cached_here
+
+
+@functools.cache
+def cached_here() -> int:
+    return 1

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from .. import gain as gain_math
 from ..gain import Average
 from ..parallel.ddp import bucket_observer, reduces_in_one_round
-from ..parallel.observers import GradientObserver, HookObserver
+from ..parallel.observers import GradientObserver, HookObserver, take_norm
 from .device_step import HostCopy, skippable_step, steps_on_device
 from .differenced import KeptGradient
 from .knowledge import Known, LastStep, numbers_of
@@ -786,9 +786,9 @@ class AdaScale(Optimizer):
         """Nothing was watched (a lone sample at S = 1, or unhooked): only look whether the gradients are finite."""
         device = self._averages.total.device
         yes = torch.ones((), dtype=torch.bool, device=device)
-        grads = self._step_gradients()
-        sparse = [g.coalesce().values() if g.is_sparse else g for g in grads]
-        finite = (torch.nn.utils.get_total_norm(sparse) < math.inf).to(device) if sparse else yes
+        # The norm of norms is the norm; torch gives that of an fp16 gradient in fp16, where it may overflow by itself.
+        grads = [take_norm(g) if g.is_sparse or g.dtype is torch.float16 else g for g in self._step_gradients()]
+        finite = (torch.nn.utils.get_total_norm(grads) < math.inf).to(device) if grads else yes
         if self._reducing and (self._sharded_gradients or any(_is_dtensor(p) for p in self._params())):
             # Each worker has seen its shards only; all of them must skip the step, or none.
             flag = finite.float()

@@ -31,7 +31,7 @@ class HostCopy:
         self._event: torch.cuda.Event | None = None
         if numbers.is_cuda:
             # A copy into memory that is not pinned would wait for the whole stream.
-            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
             self._numbers.copy_(numbers, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(numbers.device))

@@ -26,11 +26,11 @@ CommHook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
 
 
 class _Registered:
-    """What DDP holds for good. The observer comes and goes (other numbers of passes, another optimizer)."""
+    """What DDP holds for good. Observers come and go (other numbers of passes), one for each optimizer of the model's."""
 
     def __init__(self, hook: CommHook, state: Any, *, one_round: bool) -> None:
         self.hook, self.state, self.one_round = hook, state, one_round
-        self.observer: weakref.ref[DDPBucketObserver] | None = None
+        self.observers: list[weakref.ref[DDPBucketObserver]] = []
 
 
 _REGISTERED: weakref.WeakKeyDictionary[DistributedDataParallel, _Registered] = weakref.WeakKeyDictionary()
@@ -89,17 +89,20 @@ def reduces_in_one_round(model: object) -> bool:
     A hook of the user's may start more when the first ones come back (PowerSGD does), whenever that is on each worker. A
     collective of ours must then wait for DDP's own wait, or it might meet one of those.
     """
-    registered = _REGISTERED.get(model) if isinstance(model, DistributedDataParallel) else None
-    return registered is None or registered.one_round
+    if not isinstance(model, DistributedDataParallel):
+        return True
+    registered = _REGISTERED.get(model)
+    # torch has no public name for the hooks that were given to register_comm_hook.
+    return not model._comm_hooks if registered is None else registered.one_round
 
 
 def _hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     refuse_compiled()
-    observer = None if state.observer is None else state.observer()
-    if observer is not None:
+    observers = [observer for ref in state.observers if (observer := ref()) is not None]
+    for observer in observers:
         observer._take(bucket)  # before the reduction, which may be in place
     reduced = state.hook(state.state, bucket)
-    if observer is not None:
+    for observer in observers:
         observer._sent(bucket, reduced)
     return reduced
 
@@ -138,7 +141,7 @@ class DDPBucketObserver(GradientObserver):
         for params in groups:
             self.add_group(params)
         self._registered = registered
-        registered.observer = weakref.ref(self)
+        registered.observers = [*(ref for ref in registered.observers if ref() is not None), weakref.ref(self)]
 
     def add_group(self, params: Sequence[Tensor]) -> None:
         for param in params:
@@ -212,8 +215,7 @@ class DDPBucketObserver(GradientObserver):
         return self._sums(norms)
 
     def detach(self) -> None:
-        if self._registered.observer is not None and self._registered.observer() is self:
-            self._registered.observer = None
+        self._registered.observers = [ref for ref in self._registered.observers if ref() is not self]
 
 
 def _norms(
