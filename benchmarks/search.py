@@ -251,10 +251,14 @@ def breakdown(task: Task, rounds: int) -> dict[str, float]:
 
 
 def import_seconds(rounds: int) -> dict[str, float]:
-    """Median seconds to import what a plain trial needs, and what one of ours does."""
+    """Median seconds to import what a plain trial needs, and what one of ours does.
+
+    With an optimizer each, as that loads a part of torch (``torch._dynamo``, and with it DTensors) that we need too.
+    """
+    optimizer = "; torch.optim.SGD([torch.ones(1)], lr=0.1)"
     code = {
-        "plain": "import torch, ray.tune, sklearn.datasets",
-        "tune_recipe": "import torch, ray.tune, sklearn.datasets, ray_adascale.trial",
+        "plain": f"import torch, ray.tune, sklearn.datasets{optimizer}",
+        "tune_recipe": f"import torch, ray.tune, sklearn.datasets, ray_adascale.trial{optimizer}",
     }
     found: dict[str, list[float]] = {kind: [] for kind in code}
     for number in range(rounds + 1):

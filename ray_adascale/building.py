@@ -12,11 +12,9 @@ from torch.optim import SGD, Optimizer
 
 from .config import AdaScaleConfig, BatchPlan
 from .optim.adascale import AdaScale
-from .optim.grad_scaler import ShardedGradScaler
 from .optim.oss import OSS, has_state
 from .optim.rules import AdamScaleRule, AdaScaleRule, LEGWRule, make_rule
 from .optim.state import parameter_names
-from .parallel.fsdp2 import shard_model
 from .parallel.sharded import ShardedDataParallel
 from .recipe import Recipe
 from .scaling_rules import AdamScale, LEGWScale, adam_preconditioner
@@ -34,12 +32,14 @@ class Wrapped:
         optimizer: The one to step.
         parameter_names: Name of each of its parameters in the bare model, as checkpoints have them.
         scaler: Scales the loss; None unless precision is "fp16".
+        sharding: What "auto" came to.
     """
 
     model: nn.Module
     optimizer: AdaScale
     parameter_names: dict[Tensor, str]
     scaler: torch.amp.GradScaler | None
+    sharding: str
 
 
 def check_built(model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig) -> None:
@@ -121,6 +121,8 @@ def wrap(
     if sharding == "fsdp2":
         if config.precision == "fp16":
             raise ValueError("AdaScaleConfig(sharding='fsdp2', precision='fp16') is not supported. Use 'bf16'.")
+        from .parallel.fsdp2 import shard_model  # here, since DTensor takes most of a second to import
+
         shard_model(module, optimizer, device)
         names = parameter_names(module, optimizer)
     if sharding in ("oss", "zero2"):
@@ -129,7 +131,11 @@ def wrap(
         model = ShardedDataParallel(module, optimizer)
     elif plan.world_size > 1 and sharding != "fsdp2":
         model = _data_parallel(module, device, find_unused=config.find_unused_parameters, workers=plan.world_size)
-    scaler = ShardedGradScaler(device=device.type) if config.precision == "fp16" else None
+    scaler = None
+    if config.precision == "fp16":
+        from .optim.grad_scaler import ShardedGradScaler  # likewise
+
+        scaler = ShardedGradScaler(device=device.type)
     adascale = AdaScale(
         optimizer,
         model=module if sharding == "fsdp2" else None,
@@ -145,7 +151,7 @@ def wrap(
         rule=rule,
         precondition=adam_preconditioner(optimizer) if adam else None,
     )
-    return Wrapped(model, adascale, names, scaler)
+    return Wrapped(model, adascale, names, scaler, sharding)
 
 
 def _choose_sharding(config: AdaScaleConfig, workers: int, optimizer: Optimizer, *, adam: bool) -> str:

@@ -19,15 +19,19 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from . import storage
-from .storage import MANIFEST, CheckpointError, TensorShard
+from . import manifest
+from .manifest import MANIFEST, CheckpointError, TensorShard
+
+if TYPE_CHECKING:
+    import torch.distributed.checkpoint as dcp
+
+    from . import storage  # imports DCP, which takes most of a second; so it is imported where it is needed
 
 __all__ = [
     "MANIFEST",
@@ -127,6 +131,8 @@ def _plan(
     files: Mapping[str, tuple[Path, int]] | None,
     process_group: dist.ProcessGroup | None,
 ) -> Save:
+    from . import storage
+
     path = Path(directory)
     ranks = _Ranks(process_group, f"No checkpoint was saved to {path}.")
     writer = storage.Writer(path, state, files)
@@ -301,11 +307,11 @@ def verify(directory: StrPath) -> None:
     Other files in the folder (of a save that was cut short, on more workers) are ignored.
     """
     path = Path(directory)
-    manifest = storage.read_manifest(path)
-    for file in manifest.values():
-        storage.check_size(path, file)  # all sizes first: a file cut short is found without reading the others
+    files = manifest.read_manifest(path)
+    for file in files.values():
+        manifest.check_size(path, file)  # all sizes first: a file cut short is found without reading the others
     with ThreadPoolExecutor(max_workers=4) as threads:  # hashing lets go of the GIL
-        for _ in threads.map(lambda file: storage.check_file(path, file), manifest.values()):
+        for _ in threads.map(lambda file: manifest.check_file(path, file), files.values()):
             pass
 
 
@@ -345,7 +351,7 @@ def load_state(directory: StrPath) -> dict[str, Any]:
         CheckpointError: Manifest or state.json are missing, damaged or malformed.
     """
     path = Path(directory)
-    return storage.read_json(path, storage.read_manifest(path)[storage.STATE])
+    return manifest.read_json(path, manifest.read_manifest(path)[manifest.STATE])
 
 
 def tensor_index(directory: StrPath) -> dict[str, TensorInfo]:
@@ -354,8 +360,10 @@ def tensor_index(directory: StrPath) -> dict[str, TensorInfo]:
     Raises:
         CheckpointError: Manifest or tensors.json are missing, damaged or malformed.
     """
+    from . import storage
+
     path = Path(directory)
-    tensors, _ = storage.read_index(path, storage.read_manifest(path))
+    tensors, _ = storage.read_index(path, manifest.read_manifest(path))
     return {key: TensorInfo(value.properties.dtype, value.size) for key, value in tensors.items()}
 
 
@@ -375,17 +383,19 @@ def load(directory: StrPath, into: Mapping[str, Tensor | TensorShard]) -> None:
         CheckpointError: The checkpoint does not have the key, or has it with another dtype or shape; nothing has been
             filled then. Or a file is missing or malformed; some tensors may have been filled.
     """
+    from . import storage
+
     path = Path(directory)
-    reader = storage.Reader(path, storage.read_manifest(path))
+    reader = storage.Reader(path, manifest.read_manifest(path))
     metadata = reader.read_metadata()
     index = metadata.state_dict_metadata
     for key, value in into.items():
-        storage.check_tensor(key, value)
+        manifest.check_tensor(key, value)
         if key not in index:
             near = difflib.get_close_matches(key, index, n=3, cutoff=0.0)
             raise CheckpointError(f"{path} has no tensor {key!r}; it has, among {len(index)}, {near}.")
         stored = index[key]
-        assert isinstance(stored, dcp.TensorStorageMetadata)
+        assert isinstance(stored, storage.TensorStorageMetadata)
         tensor, shape = (
             (value.tensor, torch.Size([value.numel])) if isinstance(value, TensorShard) else (value, value.shape)
         )

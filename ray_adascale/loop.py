@@ -8,12 +8,11 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -120,6 +119,7 @@ class Run:
         )
         self.model, self.optimizer = wrapped.model, wrapped.optimizer
         self.parameter_names, self.scaler = wrapped.parameter_names, wrapped.scaler
+        self._fully_sharded = wrapped.sharding == "fsdp2"
         if distributed:
             self.optimizer.rider = self._rider
 
@@ -244,8 +244,8 @@ class Run:
         # Forward and backward of a pass that is not the step's last leave the gradients where they are.
         if not batch.is_last and isinstance(self.model, DistributedDataParallel | ShardedDataParallel):
             self._no_sync.enter_context(self.model.no_sync())
-        elif isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(batch.is_last)
+        elif self._fully_sharded:
+            cast(Any, self.model).set_requires_gradient_sync(batch.is_last)
         if self.config.precision != "fp32":
             dtype = torch.bfloat16 if self.config.precision == "bf16" else torch.float16
             self._autocast.enter_context(torch.autocast(self.backend.device.type, dtype=dtype))

@@ -35,6 +35,27 @@ def test_the_torch_layer_works_without_ray() -> None:
     assert done.returncode == 0, done.stderr
 
 
+LIGHT = """
+import sys, torch
+import ray_adascale.loop
+heavy = [name for name in ("tensor", "checkpoint", "fsdp") if f"torch.distributed.{name}" in sys.modules]
+assert not heavy, heavy
+from ray_adascale import AdaScaleConfig, Run
+net = torch.nn.Linear(2, 1)
+data = [(torch.ones(2), torch.ones(1))] * 8
+run = Run(net, torch.optim.SGD(net.parameters(), lr=0.1), None, data, AdaScaleConfig(base_batch_size=2, total_steps=3))
+for x, y in run:
+    run.backward((run.model(x) - y).square().mean())
+    run.step()
+assert "torch.distributed.checkpoint" not in sys.modules
+"""
+
+
+def test_a_run_without_checkpoints_does_not_load_what_they_need() -> None:
+    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
 def test_unknown_names_are_refused() -> None:
     code = "import ray_adascale; ray_adascale.AdaScal"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

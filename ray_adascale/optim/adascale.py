@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .. import gain as gain_math
+from ..dtensor import is_dtensor
 from ..gain import Average
 from ..parallel.ddp import bucket_observer, reduces_in_one_round
 from ..parallel.observers import GradientObserver, HookObserver, take_norm
@@ -34,14 +35,9 @@ __all__ = ["AdaScale"]
 _NEVER_FORWARDED = frozenset({"_step_supports_amp_scaling", "grad_scale", "found_inf"})
 
 
-def _is_dtensor(tensor: Tensor) -> bool:
-    """Only a DTensor has a device mesh; asking for that spares its import."""
-    return hasattr(tensor, "device_mesh")
-
-
 def _local(tensor: Tensor) -> Tensor:
     """This worker's shard of a DTensor; any other tensor as it is."""
-    return cast(Any, tensor).to_local() if _is_dtensor(tensor) else tensor
+    return cast(Any, tensor).to_local() if is_dtensor(tensor) else tensor
 
 
 @dataclass
@@ -248,7 +244,7 @@ class AdaScale(Optimizer):
         if isinstance(self._optimizer, OSS):
             return self._optimizer.clip_grad_norm(max_norm, norm_type)
         norm = torch.nn.utils.clip_grad_norm_(self._params(), max_norm, norm_type)
-        return cast(Any, norm).full_tensor() if _is_dtensor(norm) else norm
+        return cast(Any, norm).full_tensor() if is_dtensor(norm) else norm
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the wrapped optimizer and watches its gradients from the next step on."""
@@ -656,7 +652,7 @@ class AdaScale(Optimizer):
         if self._observer is not None:
             self._observer.detach()
             self._observer = None
-        sharded = any(_is_dtensor(p) for p in self._params())
+        sharded = any(is_dtensor(p) for p in self._params())
         if sharded and self._model is None and not self._unhooked:
             raise ValueError(
                 "The optimizer's parameters are DTensors. Give AdaScale(..., model=model), the model that fully_shard was "
@@ -789,7 +785,7 @@ class AdaScale(Optimizer):
         # The norm of norms is the norm; torch gives that of an fp16 gradient in fp16, where it may overflow by itself.
         grads = [take_norm(g) if g.is_sparse or g.dtype is torch.float16 else g for g in self._step_gradients()]
         finite = (torch.nn.utils.get_total_norm(grads) < math.inf).to(device) if grads else yes
-        if self._reducing and (self._sharded_gradients or any(_is_dtensor(p) for p in self._params())):
+        if self._reducing and (self._sharded_gradients or any(is_dtensor(p) for p in self._params())):
             # Each worker has seen its shards only; all of them must skip the step, or none.
             flag = finite.float()
             dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._process_group)

@@ -13,19 +13,22 @@ import warnings
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from .. import checkpoint
 from ..checkpoint import TensorShard
+from ..dtensor import is_dtensor
 from ..parallel.buckets import Fragment, memory_order
 from .adascale import AdaScale
 from .oss import OSS
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = ["hyperparameters", "load_hyperparameters", "load_optimizer", "optimizer_tensors", "parameter_names"]
 
@@ -67,8 +70,10 @@ def _held(optimizer: Optimizer) -> tuple[Optimizer, list[Fragment]]:
 
 def _held_of(param: Tensor) -> tuple[int, int]:
     """(first element, elements) that this worker holds of a parameter; of FSDP2's, a run of rows."""
-    if not isinstance(param, DTensor):
+    if not is_dtensor(param):
         return 0, param.numel()
+    from torch.distributed.tensor import Shard
+
     if list(param.placements) != [Shard(0)]:
         raise TypeError(
             f"Can't checkpoint optimizer state placed as {list(param.placements)}: only fully_shard's own placement, rows over "
@@ -81,6 +86,8 @@ def _held_of(param: Tensor) -> tuple[int, int]:
 
 def _placed(part: Tensor, param: DTensor) -> DTensor:
     """This worker's rows of a state entry as the optimizer has it."""
+    from torch.distributed.tensor import DTensor
+
     return DTensor.from_local(
         part.view(param.to_local().shape),
         param.device_mesh,
@@ -116,7 +123,7 @@ def optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict
                 raise _unsupported(holder, repr(name), "its name is not a string")
             place = f"{names[p]}/{quote(name, safe='')}"
             if isinstance(value, Tensor):
-                if isinstance(value, DTensor):
+                if is_dtensor(value):
                     if value.shape != p.shape:
                         raise _unsupported(holder, f"{name!r} of {names[p]}", "it is sharded, and not as its parameter")
                     out[f"optim/{place}"] = TensorShard(value.to_local().detach().reshape(-1), f.start, p.numel())
@@ -166,7 +173,7 @@ def load_optimizer(directory: str | Path, optimizer: Optimizer, names: Mapping[T
                 f"{directory}, key {key!r}: holds {info.shape.numel()} elements, and {name} has {f.param.numel()}."
             )
         device = f.param.device if of_elements else "cpu"
-        partial = not f.whole or isinstance(f.param, DTensor)
+        partial = not f.whole or is_dtensor(f.param)
         if of_elements and partial and _order(f.param) == _saved_order(kind):
             part = torch.empty(f.numel, dtype=info.dtype, device=device)
             into[key] = TensorShard(part, f.start, f.param.numel())
@@ -183,7 +190,7 @@ def load_optimizer(directory: str | Path, optimizer: Optimizer, names: Mapping[T
             value = value.item()
         elif kind == "optim.none":
             value = None
-        elif kind != "optim.tensor" and isinstance(f.param, DTensor):
+        elif kind != "optim.tensor" and is_dtensor(f.param):
             if not isinstance(got, TensorShard):
                 whole = _as_laid_out(value, _saved_order(kind), torch.empty(f.param.shape, device="meta"))
                 value = whole.reshape(-1)[f.start : f.start + f.numel].clone()
