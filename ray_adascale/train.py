@@ -195,15 +195,15 @@ class RayTrainBackend(Backend):
         if self.events is not None:
             self.events.add(metrics)
         now = time.monotonic()
-        if now - self._observed < _GAUGE_INTERVAL_S and metrics["effective_steps"] < total_steps:
-            return
-        self._observed = now
-        tags = {"ray_train_run_name": self._name, "ray_train_worker_world_rank": str(self.rank)}
-        for name in _GAUGES:
-            if name not in self._gauges:
-                self._gauges[name] = Gauge(f"adascale_{name}", f"ray_adascale: {name}", tuple(tags))
-            self._gauges[name].set(float(metrics[name]), tags)
-        if self.board is not None:
+        due = now - self._observed >= _GAUGE_INTERVAL_S
+        if due:
+            self._observed = now
+            tags = {"ray_train_run_name": self._name, "ray_train_worker_world_rank": str(self.rank)}
+            for name in _GAUGES:
+                if name not in self._gauges:
+                    self._gauges[name] = Gauge(f"adascale_{name}", f"ray_adascale: {name}", tuple(tags))
+                self._gauges[name].set(float(metrics[name]), tags)
+        if self.board is not None and (due or metrics["effective_steps"] >= total_steps):
             self.board.put.remote({**metrics, "total_steps": total_steps})
 
     def keep_trace(self, path: Path) -> None:

@@ -125,6 +125,10 @@ def test_the_private_name_that_tells_of_compiled_autograd_is_where_it_was() -> N
     assert observers.in_compiled_autograd() is False
 
 
+@pytest.mark.skipif(
+    torch.torch_version.TorchVersion(torch.__version__) < (2, 12),
+    reason="torch 2.11 can't compile assignments to attributes of AdaScale: it raises in Dynamo, whole steps stay uncompiled",
+)
 @pytest.mark.filterwarnings("ignore")  # torch's own, of what it can't trace
 def test_a_compiled_training_step_gives_the_same_gains() -> None:
     torch.compiler.reset()
