@@ -154,7 +154,7 @@ def test_tune_asha_optuna(
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(300)  # 35 s on an idle machine of 2 cores, of which Ray takes most to start nodes and workers
+@pytest.mark.timeout(300)  # 47 s on an idle machine of 2 cores, of which Ray takes most to start nodes and workers
 def test_elastic_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("sklearn")
     # A Ray of its own: the suite's can't get another node. In its own folder, as another ray.init() would join what it finds
