@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,8 +23,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from . import scaling_rules
-from .optim.adascale import AdaScale, _Sample
+from .optim.adascale import AdaScale
 from .optim.rules import RuleInput
+from .optim.sampler import GradientSampler, Sample
 from .parallel.observers import GradientObserver
 from .scaling_rules import VARIANCE_FLOOR, ScalingRuleBase, adam_preconditioner, pick_factor
 
@@ -34,14 +35,52 @@ _SMOOTHING = 0.999
 """AdaptDL's weight of the past in the averages, per base batch: θ = 0.999^S."""
 
 
+class _OpenEndedSampler(GradientSampler):
+    """With as many passes to a step as there were when the gradients got reduced."""
+
+    statistics: Callable[[], _Statistics | None]
+    """Whose samples these are; held weakly."""
+
+    def on_local(self, observer: GradientObserver) -> None:
+        statistics = self.statistics()
+        gns = None if statistics is None else statistics.gns()
+        if statistics is None or gns is None:
+            return
+        if self.sample is not None:  # a complete step was left out, by a GradScaler
+            self.previous = None
+            self.begin_step()
+        last = gns._reduces()
+        gns.should_zero_grad = last
+        passes = self.passes + (1 if last else 2)
+        if self._mean_sq_norm is not None:
+            self._mean_sq_norm = self._mean_sq_norm * (self.accumulation / passes)  # each pass weighs 1/n
+        self.accumulation = passes
+        if last:
+            statistics.use_scale(gns.accum_scale * passes)
+        super().on_local(observer)
+
+    def on_reduced(self, observer: GradientObserver) -> None:
+        super().on_reduced(observer)
+        statistics = self.statistics()
+        if statistics is not None and self.passes == self.accumulation > 1:
+            statistics.scale_grad_by_num_grads_to_accum()
+
+    def _gather(self, observer: GradientObserver) -> Sample:
+        # finish() gathers by itself on a worker whose parameters got no gradient; the rule there reads it from here too.
+        self.sample = super()._gather(observer)
+        return self.sample
+
+
 class _Statistics(AdaScale):
     """AdaScale's statistics and step, with as many passes to a step as there were when the gradients got reduced.
 
     The loss isn't divided by the number of passes, which the loop need not know; the gradient is, once it is reduced.
     """
 
+    _sampler_type = _OpenEndedSampler
+
     def __init__(self, gns: GradientNoiseScale, optimizer: Optimizer, world_size: int, **kwargs: Any) -> None:
-        self._gns = weakref.ref(gns)
+        self.gns = weakref.ref(gns)
         self._alone: bool | None = None  # n = 1: which of the two estimators the averages are of
         # Two passes at least, so that the norm of each gradient sample is taken also on a lone worker.
         passes = 2 if world_size == 1 else 1
@@ -54,40 +93,24 @@ class _Statistics(AdaScale):
             rule=self._rule_of_step,
             **kwargs,
         )
-        self._accumulate = 1
-        self._scale = gns.accum_scale
+        cast(_OpenEndedSampler, self._sampler).statistics = weakref.ref(self)
+        self._sampler.accumulation = 1
+        self._sampler.scale = gns.accum_scale
 
     def _rule_of_step(self, now: RuleInput) -> tuple[float, float]:
-        gns = self._gns()
+        gns = self.gns()
         assert gns is not None
         return gns._apply(now)
 
-    def on_local(self, observer: GradientObserver) -> None:
-        gns = self._gns()
-        if gns is None:
-            return
-        if self._sample is not None:  # a complete step was left out, by a GradScaler
-            self._previous = None
-            self._begin_step()
-        last = gns._reduces()
-        gns.should_zero_grad = last
-        self._expect(self._passes + (1 if last else 2), last, gns.accum_scale)
-        super().on_local(observer)
-
-    def _expect(self, passes: int, last: bool, accum_scale: float) -> None:
-        """Make the step under way one of ``passes`` passes, and of the scale that follows."""
-        if self._mean_sq_norm is not None:
-            self._mean_sq_norm = self._mean_sq_norm * (self._accumulate / passes)  # each pass weighs 1/n
-        self._accumulate = passes
-        if not last:
-            return
-        scale = accum_scale * passes
-        if scale != self._scale:
-            self._scale, self._previous = scale, None
+    def use_scale(self, scale: float) -> None:
+        """The step under way turns out to be of this S, and of so many passes as the sampler says."""
+        sampler = self._sampler
+        if scale != sampler.scale:
+            sampler.scale, sampler.previous = scale, None
         alone = self.num_samples == 1
         if alone != self._alone:
             if self._alone is not None:
-                self._averages, self._previous = self._empty_averages(), None
+                self._averages, sampler.previous = self._empty_averages(), None
             self._alone = alone
         # AdaptDL counts a differenced sample, which comes of two gradients, as a batch of twice the size.
         self._smoothing = _SMOOTHING ** (2 * scale if alone else scale)
@@ -99,19 +122,10 @@ class _Statistics(AdaScale):
                 stacklevel=2,
             )
 
-    def on_reduced(self, observer: GradientObserver) -> None:
-        super().on_reduced(observer)
-        if self._passes == self._accumulate > 1:
-            self.scale_grad_by_num_grads_to_accum()
-
-    def _gather(self, observer: GradientObserver) -> _Sample:
-        # step() gathers by itself on a worker whose parameters got no gradient; the rule there reads it from here too.
-        self._sample = super()._gather(observer)
-        return self._sample
-
     def load_statistics_state(self, state: dict[str, Tensor]) -> None:
         self._alone = int(state["num_samples"]) == 1
-        self._accumulate = 1 if self._alone or self._world_size > 1 else 2  # n on the same side of 2 as it was
+        # n on the same side of 2 as it was
+        self._sampler.accumulation = 1 if self._alone or self._sampler.world_size > 1 else 2
         super().load_statistics_state(state)
 
 
@@ -173,6 +187,7 @@ class GradientNoiseScale:
 
     # ---- one step ------------------------------------------------------------------------------------------------
 
+    @torch._disable_dynamo  # as torch's own optimizers do: Dynamo fails at arrays that were tensors before
     def run_step(self, scale_lr: Callable[[float], Any], *args: Any, **kwargs: Any) -> Any:
         """One optimizer step with each group's LR times ``scale_lr(S)``; progress advances by the gain.
 
@@ -193,7 +208,7 @@ class GradientNoiseScale:
     def reset_accumulation(self, *args: Any, **kwargs: Any) -> None:
         """Clear gradients, and what was collected of an unfinished step."""
         self._orig_optimizer_zero_grad(*args, **kwargs)
-        self.statistics._begin_step()
+        self.statistics._sampler.begin_step()
         self.should_zero_grad = True
 
     @property
@@ -214,7 +229,7 @@ class GradientNoiseScale:
     @property
     def accum_count(self) -> int:
         """Backward passes since gradients were cleared or stepped with."""
-        return self.statistics._passes
+        return self.statistics._sampler.passes
 
     @property
     def scale(self) -> float:

@@ -919,7 +919,7 @@ def test_bookkeeping_holds_no_gradients() -> None:
     adascale.step()
     held = [
         value
-        for holder in (adascale, adascale._observer)
+        for holder in (adascale, adascale._sampler.observer)
         for value in vars(holder).values()
         if isinstance(value, Tensor) and value.numel() > len(adascale.param_groups) * 2
     ]

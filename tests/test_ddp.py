@@ -46,7 +46,7 @@ def _against_the_reference(oss: bool, view: bool, static: bool) -> list[float]:
     measure_buckets(ddp)
     inner: Any = torch.optim.SGD(by_kind(model), lr=0.05)
     adascale = AdaScale(OSS.wrap(inner) if oss else inner, scale=scale, model=ddp)
-    assert isinstance(adascale._observer, DDPBucketObserver)
+    assert isinstance(adascale._sampler.observer, DDPBucketObserver)
     reference = ReferenceAdaScale(scale=scale, n=world)
     gains = []
     for step in range(6):
@@ -71,8 +71,8 @@ def _against_the_reference(oss: bool, view: bool, static: bool) -> list[float]:
 
 def ddp_buckets(adascale: AdaScale) -> set[tuple[int, ...]]:
     """The parameters of each bucket that was seen."""
-    assert isinstance(adascale._observer, DDPBucketObserver)
-    return set(adascale._observer._segments)
+    assert isinstance(adascale._sampler.observer, DDPBucketObserver)
+    return set(adascale._sampler.observer._segments)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def _against_hooks(hook_name: str, dtype: torch.dtype = torch.float32, unused: b
             ddp.register_comm_hook(state, hook)
         inner = torch.optim.SGD(by_kind(model), lr=0.0)
         adascale = AdaScale(inner, scale=5.0, num_gradients_to_accumulate=passes, model=ddp)
-        assert type(adascale._observer) is (DDPBucketObserver if buckets and passes == 1 else HookObserver)
+        assert type(adascale._sampler.observer) is (DDPBucketObserver if buckets and passes == 1 else HookObserver)
         trace = []
         for step in range(5):
             for i, (x, y) in enumerate(batches(passes, 4)):
@@ -218,7 +218,7 @@ def _comes_and_goes() -> None:
     for passes, factor in ((1, 1.0), (2, 1.0), (1, 1.0), (1, math.inf), (1, 1.0)):
         # The registered hook outlives the observer that it measured for.
         adascale.set_num_gradients_to_accumulate(passes)
-        assert type(adascale._observer) is (DDPBucketObserver if passes == 1 else HookObserver)
+        assert type(adascale._sampler.observer) is (DDPBucketObserver if passes == 1 else HookObserver)
         before = weights(model), adascale.average_moments()
         for x, y in batches(passes, 4, torch.float32):
             loss = F.cross_entropy(ddp(torch.roll(x, dist.get_rank(), 1)), y) / passes
@@ -247,7 +247,7 @@ def _refused() -> None:
     ddp.register_comm_hook(None, fp16_compress_hook)
     with pytest.raises(ValueError, match="communication hook already"):
         measure_buckets(ddp)
-    assert type(AdaScale(torch.optim.SGD(ddp.parameters(), lr=0.1), model=ddp)._observer) is HookObserver
+    assert type(AdaScale(torch.optim.SGD(ddp.parameters(), lr=0.1), model=ddp)._sampler.observer) is HookObserver
 
     ddp = DistributedDataParallel(make_model())
     measure_buckets(ddp)

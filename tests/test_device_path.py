@@ -83,7 +83,7 @@ def train(
     spoiled: tuple[int, ...] = (),
 ) -> np.ndarray[Any, Any]:
     """Figures after each step (``ask``) or only after the last one, and the weights."""
-    passes = adascale._accumulate
+    passes = adascale._sampler.accumulation
     scheduler = None if schedule is None else schedule(adascale)
     trace = []
     for step in range(len(data) // passes):
@@ -225,7 +225,7 @@ def test_two_workers(pool: Any, kind: str, spoil: bool) -> None:
 
 def _waits(adascale: AdaScale, model: nn.Module) -> bool:
     """Whether the host knows the outcome of a step as soon as it has been taken."""
-    backward(model, batches(adascale._accumulate))
+    backward(model, batches(adascale._sampler.accumulation))
     adascale.step()
     adascale.zero_grad()
     known = adascale.known_effective_steps
@@ -336,7 +336,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 def _reads(adascale: AdaScale, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Host reads in the third step, forward pass to end, the outcome of the second being known."""
-    data = batches(adascale._accumulate)
+    data = batches(adascale._sampler.accumulation)
     for step in range(3):
         float(adascale.effective_steps)
         watch: AbstractContextManager[list[str]] = host_reads(monkeypatch) if step == 2 else nullcontext([])

@@ -8,53 +8,29 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from dataclasses import replace
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .. import gain as gain_math
 from ..dtensor import is_dtensor
 from ..gain import Average
-from ..parallel.ddp import bucket_observer, reduces_in_one_round
-from ..parallel.observers import GradientObserver, HookObserver, take_norm
 from .device_step import HostCopy, skippable_step, steps_on_device
 from .differenced import KeptGradient
 from .knowledge import Known, LastStep, numbers_of
-from .oss import OSS, GradientReducer
+from .oss import OSS
 from .rules import AdaScaleRule, RuleInput, ScalingRule
+from .sampler import GradientSampler, Sample
 
 __all__ = ["AdaScale"]
 
 # GradScaler looks for these on the optimizer it steps. Found on the wrapper by forwarding, they would hand it scaled
 # gradients; without them it unscales first and leaves out step() when a gradient is not finite.
 _NEVER_FORWARDED = frozenset({"_step_supports_amp_scaling", "grad_scale", "found_inf"})
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This worker's shard of a DTensor; any other tensor as it is."""
-    return cast(Any, tensor).to_local() if is_dtensor(tensor) else tensor
-
-
-@dataclass
-class _Sample:
-    """The statistics of one complete optimizer step, summed over workers; before they are averaged in."""
-
-    moments: Tensor | None  # σ² and μ², [2, groups], unclipped; None where there is nothing to learn them from
-    known: Tensor  # bool, 0-dim: whether they mean anything
-    finite: Tensor  # bool, 0-dim
-    averages: Average | None = None  # with this sample, once somebody asked
-
-    def outcome(self) -> Tensor:
-        """Whether it is finite, and σ² and μ² over all groups (NaN where unknown); float64 ``[3]``."""
-        finite = self.finite.double().reshape(1)
-        if self.moments is None:
-            return torch.cat([finite, torch.full((2,), math.nan, dtype=torch.float64, device=finite.device)])
-        return torch.cat([finite, self.moments.sum(dim=1).masked_fill(~self.known, math.nan)])
 
 
 class AdaScale(Optimizer):
@@ -105,6 +81,8 @@ class AdaScale(Optimizer):
             a way that is not supported.
     """
 
+    _sampler_type: ClassVar[type[GradientSampler]] = GradientSampler
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -139,40 +117,35 @@ class AdaScale(Optimizer):
         if averaging_window is not None and not (averaging_window > 0 and cast(float, total_steps) > 0):
             raise ValueError(f"Invalid {averaging_window=}, {total_steps=}. Both must be positive.")
         self._optimizer = optimizer
-        if isinstance(optimizer, OSS):
-            optimizer.when_reducer_attached(self._attach)
         super().__setstate__({})  # gives the hook registries and step profiling of Optimizer, without owning groups
 
         if process_group is None and isinstance(optimizer, OSS):
             process_group = optimizer.group
-        self._process_group = process_group
         if world_size is None:
             world_size = dist.get_world_size(process_group) if dist.is_available() and dist.is_initialized() else 1
         if world_size < 1:
             raise ValueError(f"Invalid {world_size=}. Must be at least 1.")
-        self._world_size = world_size
-        self._is_scaled_loss = is_scaled_loss
         self._debias = debias_ewma
-        self._grad_scaler = grad_scaler
         self._variance_floor = variance_floor
         self._clip_samples = clip == "samples"
         self._window = averaging_window
         self._total_steps = total_steps
         self._single_gain = single_gain
-        self._precondition = precondition
-        self._model = model
         self._rule: ScalingRule = AdaScaleRule() if rule is None else rule
-
-        self.sample_weights: Sequence[float] | None = None
-        """w of this worker's gradient sample in each pass, where micro-batches are unequal; None: all 1/n."""
-        self.rider: Callable[[], Tensor] | None = None
-        """1-D numbers to sum over workers in the same all-reduce; called once a step. Result: :attr:`rider_sum`."""
-        self.rider_sum: Tensor | None = None
+        self._sampler = self._sampler_type(
+            optimizer,
+            world_size=world_size,
+            process_group=process_group,
+            is_scaled_loss=is_scaled_loss,
+            grad_scaler=grad_scaler,
+            single_gain=single_gain,
+            precondition=precondition,
+            model=model,
+        )
+        if isinstance(optimizer, OSS):
+            optimizer.when_reducer_attached(self._sampler.attach)
 
         self._smoothing = 0.0
-        self._accumulate = 0
-        self._observer: GradientObserver | None = None
-        self._previous: KeptGradient | None = None  # g_{t−1} of the differenced estimator
         self._pending: HostCopy | None = None  # the last step's outcome, of which the host does not know yet
         self._last = LastStep()
         self._warned_single_sample = False
@@ -181,8 +154,6 @@ class AdaScale(Optimizer):
         self._previous_gain = 1.0
         self._averages = self._empty_averages()
         self._known: Known | None = None  # asked for more than once a step
-        self._sample: _Sample | None = None
-        self._begin_step()
         self.set_num_gradients_to_accumulate(num_gradients_to_accumulate, update_smoothing=smoothing is None)
         if smoothing is not None:
             if not 0 <= smoothing < 1:
@@ -222,17 +193,21 @@ class AdaScale(Optimizer):
         self._optimizer.defaults = value
 
     def __getattr__(self, name: str) -> Any:
-        # Only called for names that the wrapper lacks. `_optimizer` itself is missing while unpickling.
-        if name in _NEVER_FORWARDED or name == "_optimizer" or (name.startswith("__") and name.endswith("__")):
+        # Only called for names that the wrapper lacks. Its own two parts are missing while unpickling.
+        if (
+            name in _NEVER_FORWARDED
+            or name in ("_optimizer", "_sampler")
+            or (name.startswith("__") and name.endswith("__"))
+        ):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._optimizer, name)
 
     def __repr__(self) -> str:
-        return f"AdaScale(scale={self._scale:g}, n={self.num_samples}, {self._optimizer!r})"
+        return f"AdaScale(scale={self._sampler.scale:g}, n={self.num_samples}, {self._optimizer!r})"
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients, and what was collected of an unfinished or skipped step."""
-        self._begin_step()
+        self._sampler.begin_step()
         self._optimizer.zero_grad(set_to_none=set_to_none)
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -243,7 +218,7 @@ class AdaScale(Optimizer):
         """
         if isinstance(self._optimizer, OSS):
             return self._optimizer.clip_grad_norm(max_norm, norm_type)
-        norm = torch.nn.utils.clip_grad_norm_(self._params(), max_norm, norm_type)
+        norm = torch.nn.utils.clip_grad_norm_(self._sampler.params, max_norm, norm_type)
         return cast(Any, norm).full_tensor() if is_dtensor(norm) else norm
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -251,9 +226,7 @@ class AdaScale(Optimizer):
         self._require_boundary("add_param_group")
         self._settle()
         self._optimizer.add_param_group(param_group)
-        if self._observer is not None:
-            self._observer.add_group(self.param_groups[-1]["params"])
-        self._previous = None
+        self._sampler.add_group()
         if not self._single_gain:
             old, self._averages = self._averages, self._empty_averages()
             for name in ("total", "weight", "count"):
@@ -273,48 +246,31 @@ class AdaScale(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        lacks_passes = 0 < self._passes < self._accumulate
-        if lacks_passes and not (self._reducing and self._observer is not None):
-            raise self._too_early()
         self._settle()
-        sample = self._sample
-        if sample is None and self._observer is not None and self._reducing:
-            # A backward pass reached no parameter here: a sample of zero. The others are in the reduction already.
-            sample = self._gather(self._observer)
-            if lacks_passes and not bool(sample.known):
-                raise self._too_early()  # everywhere, so it was not that
-            self._sample = sample  # a rule may ask for the gain meanwhile
-        if sample is None:
-            sample = self._sample_without_passes()
+        sample = self._sampler.finish()
         averages = self._with(sample)
         inner = self._optimizer.optim if isinstance(self._optimizer, OSS) else self._optimizer
         if type(self._rule) is AdaScaleRule and steps_on_device(type(inner), self.param_groups):
-            numbers = numbers_of(averages, self._scale, self._variance_floor)
+            numbers = numbers_of(averages, self._sampler.scale, self._variance_floor)
             gains = numbers[: averages.total.shape[1]].unbind()
             skippable_step(inner, ~sample.finite, lambda: self._step_with(gains))
             self._averages = averages
             self._pending = HostCopy(torch.cat([sample.outcome(), numbers]))
         else:
             self._step_on_host(sample, averages)
-        self._begin_step()
+        self._sampler.begin_step()
         return loss
 
-    def _too_early(self) -> RuntimeError:
-        return RuntimeError(
-            f"step() after {self._passes} of {self._accumulate} backward passes. Call it after the last one, or "
-            "set_num_gradients_to_accumulate() first."
-        )
-
-    def _step_on_host(self, sample: _Sample, averages: Average) -> None:
+    def _step_on_host(self, sample: Sample, averages: Average) -> None:
         known = self._known
-        if sample.moments is None and known is not None and known.of(averages, self._scale):
+        if sample.moments is None and known is not None and known.of(averages, self._sampler.scale):
             finite, sigma2, mu2 = bool(sample.finite), math.nan, math.nan
         else:
-            numbers = numbers_of(averages, self._scale, self._variance_floor)
+            numbers = numbers_of(averages, self._sampler.scale, self._variance_floor)
             outcome, sigma2, mu2, *rest = torch.cat([sample.outcome(), numbers]).tolist()
-            finite, known = outcome > 0, Known.from_numbers(averages, self._scale, rest)
+            finite, known = outcome > 0, Known.from_numbers(averages, self._sampler.scale, rest)
         if not finite:
-            self._previous = None
+            self._sampler.previous = None
             self._last = replace(self._last, skipped=True)
             if isinstance(self._optimizer, OSS):
                 self._optimizer.discard_gradients()
@@ -333,7 +289,7 @@ class AdaScale(Optimizer):
         if pending is None:
             return
         finite, sigma2, mu2, *numbers = pending.read()
-        known = self._known = Known.from_numbers(self._averages, self._scale, numbers)
+        known = self._known = Known.from_numbers(self._averages, self._sampler.scale, numbers)
         if finite:
             last = LastStep(False, known.gain, sigma2, mu2)
             self._advance(known.gain, self._effective_steps + known.gain, last)
@@ -348,7 +304,7 @@ class AdaScale(Optimizer):
         return self._rule(
             RuleInput(
                 gain=r,
-                scale=self._scale,
+                scale=self._sampler.scale,
                 effective_steps=self._effective_steps,
                 total_steps=self._total_steps,
                 base_batch_size=self._base_batch_size,
@@ -371,7 +327,7 @@ class AdaScale(Optimizer):
         """``lr · factor``; a tensor LR becomes a new tensor."""
         if not isinstance(factor, Tensor):
             return lr * factor
-        if self._scale == 1:
+        if self._sampler.scale == 1:
             return lr  # to the bit
         # The kernels read float32, a 0-dim tensor may be on the host where the other is not.
         return ((lr.reshape(()) if isinstance(lr, Tensor) else lr) * factor).float()
@@ -400,7 +356,8 @@ class AdaScale(Optimizer):
             "steps": torch.tensor(self._steps),
             "num_samples": torch.tensor(self.num_samples),
         }
-        return state if self._previous is None else {**state, **self._previous.state()}
+        previous = self._sampler.previous
+        return state if previous is None else {**state, **previous.state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a :meth:`state_dict`, which is left as it is. σ² is per base batch, so S and n may differ from then.
@@ -418,10 +375,11 @@ class AdaScale(Optimizer):
         if statistics is None:
             warnings.warn("The state dict has no AdaScale statistics; the averages and τ start afresh.", stacklevel=2)
             self._averages = self._empty_averages()
-            self._effective_steps, self._steps, self._previous_gain, self._previous = 0.0, 0, 1.0, None
+            self._effective_steps, self._steps, self._previous_gain = 0.0, 0, 1.0
+            self._sampler.previous = None
         else:
             self.load_statistics_state(statistics)
-        self._begin_step()
+        self._sampler.begin_step()
 
     def _check_statistics(self, state: dict[str, Tensor]) -> None:
         expected, found = tuple(self._averages.total.shape), tuple(state["total"].shape)
@@ -443,21 +401,18 @@ class AdaScale(Optimizer):
         self._effective_steps = float(state["effective_steps"])
         self._previous_gain = float(state["previous_gain"])
         self._steps = int(state["steps"])
-        self._previous = KeptGradient.from_state(state, self._params(), device) if now == 1 else None
+        self._sampler.previous = KeptGradient.from_state(state, self._sampler.params, device) if now == 1 else None
 
     def __getstate__(self) -> dict[str, Any]:
-        # Hooks and process groups belong to this process; __setstate__ makes new hooks on the new parameters.
+        # __setstate__ makes a new step(), and new hooks on the new parameters.
         self._settle()
-        bound = ("_observer", "_process_group", "_model", "rider", "step")
-        kept = {k: v for k, v in self.__dict__.items() if k not in bound}
-        return {k: v for k, v in kept.items() if not k.startswith("_optimizer_")}
+        return {k: v for k, v in self.__dict__.items() if k != "step" and not k.startswith("_optimizer_")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         super().__setstate__({})
-        self._observer, self._process_group, self._model, self.rider = None, None, None, None
-        self._begin_step()
-        self._attach()
+        self._sampler.begin_step()
+        self._sampler.attach()
 
     # ---- what FairScale's AdaScale has ---------------------------------------------------------------------------
 
@@ -479,7 +434,7 @@ class AdaScale(Optimizer):
     @property
     def scale(self) -> float:
         """S, global batch size / base batch size."""
-        return self._scale
+        return self._sampler.scale
 
     @property
     def smoothing(self) -> float:
@@ -489,7 +444,7 @@ class AdaScale(Optimizer):
     @property
     def num_samples(self) -> int:
         """n, gradient samples in one optimizer step: workers × accumulation passes."""
-        return self._world_size * self._accumulate
+        return self._sampler.num_samples
 
     @property
     def effective_steps(self) -> float:
@@ -551,9 +506,9 @@ class AdaScale(Optimizer):
         if not (math.isfinite(scale) and scale > 0):
             raise ValueError(f"Invalid {scale=}. Must be a positive number: global batch size / base batch size.")
         self._settle()
-        self._scale = float(scale)
-        self._previous = None  # gradients of batches of different size have different noise
-        self._attach()
+        self._sampler.scale = float(scale)
+        self._sampler.previous = None  # gradients of batches of different size have different noise
+        self._sampler.attach()
         if self.num_samples == 1 and scale > 1 and not self._warned_single_sample:
             self._warned_single_sample = True
             warnings.warn(
@@ -568,39 +523,56 @@ class AdaScale(Optimizer):
             raise ValueError(f"Invalid {num_gradients_to_accumulate=}. Must be at least 1.")
         self._require_boundary("set_num_gradients_to_accumulate")
         self._settle()
-        was = self.num_samples if self._accumulate else None
-        self._accumulate = num_gradients_to_accumulate
+        was = self.num_samples
+        self._sampler.accumulation = num_gradients_to_accumulate
         if update_smoothing:
             self._smoothing = gain_math.count_decay(self.num_samples)
-        if was is not None and (was == 1) != (self.num_samples == 1):
+        if (was == 1) != (self.num_samples == 1):
             self._averages = self._empty_averages()
-        self._previous = None
-        self._attach()
+        self._sampler.previous = None
+        self._sampler.attach()
 
     def scale_grad_by_num_grads_to_accum(self) -> None:
         """Divide the accumulated gradients by the number of passes, where the loss was not (``is_scaled_loss=False``)."""
-        if self._is_scaled_loss:
+        if self._sampler.is_scaled_loss:
             raise RuntimeError("is_scaled_loss=True says that the loss was divided already.")
-        grads = self._step_gradients()
+        grads = self._sampler.step_gradients()
         if grads:
-            torch._foreach_div_(grads, self._accumulate)
+            torch._foreach_div_(grads, self._sampler.accumulation)
 
     def unhook(self) -> None:
         """Stop watching gradients; ``step()`` goes on with the averages as they are."""
-        if self._observer is not None:
-            self._observer.detach()
-        self._observer = None
-        self._unhooked = True
+        self._sampler.unhook()
 
-    # ---- one optimizer step's statistics -------------------------------------------------------------------------
+    # ---- what the trainer has a share in -------------------------------------------------------------------------
 
-    _unhooked = False
-    _scale = 1.0
+    @property
+    def sample_weights(self) -> Sequence[float] | None:
+        """w of this worker's gradient sample in each pass, where micro-batches are unequal; None: all 1/n."""
+        return self._sampler.weights
+
+    @sample_weights.setter
+    def sample_weights(self, weights: Sequence[float] | None) -> None:
+        self._sampler.weights = weights
+
+    @property
+    def rider(self) -> Callable[[], Tensor] | None:
+        """1-D numbers to sum over workers in the same all-reduce; called once a step. Result: :attr:`rider_sum`."""
+        return self._sampler.rider
+
+    @rider.setter
+    def rider(self, rider: Callable[[], Tensor] | None) -> None:
+        self._sampler.rider = rider
+
+    @property
+    def rider_sum(self) -> Tensor | None:
+        """The last step's :attr:`rider`, summed over workers."""
+        return self._sampler.rider_sum
 
     @property
     def at_boundary(self) -> bool:
         """Whether this is a step boundary: no backward pass since the last step."""
-        return self._passes == 0 and self._sample is None
+        return self._sampler.at_boundary
 
     def _require_boundary(self, what: str) -> None:
         if not self.at_boundary:
@@ -609,29 +581,9 @@ class AdaScale(Optimizer):
                 "a step boundary, after step() (or zero_grad()) and before the next backward pass."
             )
 
-    @property
-    def _reducing(self) -> bool:
-        return self._world_size > 1 and dist.is_available() and dist.is_initialized()
-
-    @property
-    def _sharded_gradients(self) -> bool:
-        """Whether this worker has only its share of the reduced gradient."""
-        inner = self._optimizer
-        return isinstance(inner, OSS) and inner.reducer is not None and inner.world_size > 1
-
-    def _step_gradients(self) -> list[Tensor]:
-        """The gradients that the wrapped optimizer will use on this worker."""
-        if isinstance(self._optimizer, OSS):
-            return self._optimizer.step_gradients()
-        return [_local(p.grad.detach()) for p in self._params() if p.grad is not None]
-
-    def _params(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
-
     def _empty_averages(self) -> Average:
         groups = 1 if self._single_gain else len(self.param_groups)
-        params = self._params()
-        device = params[0].device if params else torch.device("cpu")
+        device = self._sampler.device
         # One weight and one count a group, since a group may be added later.
         return Average(
             torch.zeros((2, groups), dtype=torch.float64, device=device),
@@ -639,163 +591,9 @@ class AdaScale(Optimizer):
             torch.zeros(groups, dtype=torch.int64, device=device),
         )
 
-    def _begin_step(self) -> None:
-        self._passes = 0
-        self._mean_sq_norm: Tensor | None = None  # A so far, this worker's part
-        self._sent: tuple[Tensor, dist.Work | None] | None = None  # the all-reduce that is under way
-        if self._observer is not None:
-            self._observer.last_pass = self._accumulate == 1
-        self._sample = None
-
-    def _attach(self) -> None:
-        """(Re)install the observer: none where a single sample at S = 1 has nothing to tell."""
-        if self._observer is not None:
-            self._observer.detach()
-            self._observer = None
-        sharded = any(is_dtensor(p) for p in self._params())
-        if sharded and self._model is None and not self._unhooked:
-            raise ValueError(
-                "The optimizer's parameters are DTensors. Give AdaScale(..., model=model), the model that fully_shard was "
-                "applied to: gradient samples are measured on its unsharded parameters."
-            )
-        if not self._unhooked and not (self.num_samples == 1 and self._scale == 1):
-            groups = [group["params"] for group in self.param_groups]
-            local = self.num_samples > 1
-            if sharded:
-                self._observer = self._fsdp2_observer(groups, local)
-                return
-            if self._sharded_gradients:
-                if self._precondition is not None:
-                    raise ValueError(
-                        "precondition= needs whole gradients on every worker. Leave it out, or train with "
-                        "DistributedDataParallel."
-                    )
-                oss = cast(OSS, self._optimizer)
-                self._observer = cast(GradientReducer, oss.reducer).observe(
-                    oss, self, accumulating=self._accumulate > 1
-                )
-                return
-            if isinstance(self._model, DistributedDataParallel) and local and self._accumulate == 1:
-                # Of several passes, a bucket holds the sum; a precondition is of one parameter.
-                self._observer = None if self._precondition else bucket_observer(self._model, groups, self)
-            if self._observer is None:
-                early = reduces_in_one_round(self._model)
-                self._observer = HookObserver(groups, self, local=local, precondition=self._precondition, early=early)
-
-    def _fsdp2_observer(self, groups: Sequence[Sequence[Tensor]], local: bool) -> GradientObserver:
-        if self._precondition is not None:
-            raise ValueError(
-                "precondition= needs whole parameters and their optimizer state, which fully_shard splits over workers. "
-                "Leave it out, or train with DistributedDataParallel."
-            )
-        from ..parallel.fsdp2 import FSDP2Observer  # here, since DTensor takes half a second to import
-
-        model = cast(torch.nn.Module, self._model)
-        return FSDP2Observer(groups, self, model=model, world_size=self._world_size, local=local)
-
-    @torch.no_grad()
-    def on_local(self, observer: GradientObserver) -> None:
-        """The observer's word that a backward pass has ended on this worker; reduced gradients may yet be on their way."""
-        if self._sample is not None:
-            # The last step was complete and never taken: a GradScaler that found an overflow leaves step() out.
-            self._previous = None
-            self._begin_step()
-        if self.num_samples > 1:
-            n = self.num_samples
-            weight = 1 / n if self.sample_weights is None else self.sample_weights[self._passes]
-            # The loss, and so the gradient, carried c = n·w_i (and 1/passes, if scaled): w_i‖g_i‖² = w_i/c²·‖c·g_i‖².
-            c = n * weight / (self._accumulate if self._is_scaled_loss else 1)
-            part = observer.local_sq_norms() * (weight / c**2)
-            self._mean_sq_norm = part if self._mean_sq_norm is None else self._mean_sq_norm + part
-        self._passes += 1
-        observer.last_pass = self._passes + 1 == self._accumulate
-        if self._passes == self._accumulate and observer.reduced_everywhere:
-            # Only A is still in parts. Sent off now, it travels behind the last gradients while we wait for those anyway.
-            self._sent = self._send([])
-
-    @torch.no_grad()
-    def on_reduced(self, observer: GradientObserver) -> None:
-        """The observer's word that reduced gradients are in place, if this was the step's last pass."""
-        if self._passes == self._accumulate:
-            self._sample = self._gather(observer)
-
-    def _send(self, more: Sequence[Tensor]) -> tuple[Tensor, dist.Work | None]:
-        """Start the one small all-reduce of a step: A, whether all passes were seen, the rider, and whatever else is in parts."""
-        device = self._averages.total.device
-        local = self._mean_sq_norm
-        if local is None:
-            local = torch.zeros(len(self.param_groups), dtype=torch.float64, device=device)
-        parts = [*more, local, torch.full((1,), self._passes == self._accumulate, dtype=torch.float64, device=device)]
-        if self.rider is not None:
-            parts.append(self.rider().to(local))
-        vector = torch.cat(parts)
-        work = dist.all_reduce(vector, group=self._process_group, async_op=True) if self._reducing else None
-        return vector, work
-
-    def _gather(self, observer: GradientObserver) -> _Sample:
-        """Wait for the sums over workers, and turn them into σ² and μ²."""
-        groups = len(self.param_groups)
-        if observer.reduced_everywhere:
-            # Equal to the last bit on all workers, as their weights are: each takes C from its own copy.
-            c = observer.reduced_sq_norms(0, 1)
-            vector, work = self._send([]) if self._sent is None else self._sent
-            if work is not None:
-                work.wait()
-        else:
-            rank, world_size = (dist.get_rank(self._process_group), self._world_size) if self._reducing else (0, 1)
-            both, work = self._send([observer.reduced_sq_norms(rank, world_size)])
-            if work is not None:
-                work.wait()
-            c, vector = both[:groups], both[groups:]
-        a, complete, self.rider_sum = vector[:groups], vector[groups], vector[groups + 1 :]
-        if not self._is_scaled_loss:
-            c = c / self._accumulate**2
-        unscale: Tensor | float = 1.0
-        if self._grad_scaler is not None and self._grad_scaler.is_enabled():
-            # scale(1) is the loss scale as a tensor; get_scale() would wait for the device.
-            unscale = 1 / self._grad_scaler.scale(torch.ones((), device=c.device)).double()
-            a, c = a * unscale**2, c * unscale**2
-        if self._single_gain and groups > 1:
-            a, c = a.sum(dim=0, keepdim=True), c.sum(dim=0, keepdim=True)
-        finite, known = torch.isfinite((a + c).sum()), complete > 0
-        if not observer.complete:
-            # A gradient of a parameter that was frozen when the hooks were set, or (none of the passes is known) that no
-            # backward pass has made: C counts it and A does not. The step is taken with the averages as they are.
-            return _Sample(None, known, finite)
-        if self.num_samples > 1:
-            moments = gain_math.gradient_moments(a, c, scale=self._scale, count=self.num_samples)
-            return _Sample(torch.stack(moments), known, finite)
-        if self._scale == 1:
-            return _Sample(None, known, finite)
-        before, params = self._previous, self._params()
-        gradient = [None if p.grad is None else _local(p.grad.detach()) * unscale for p in params]
-        self._previous = KeptGradient(gradient, finite)
-        if before is None:
-            return _Sample(None, known, finite)
-        products = self._previous.products_with(before, [len(group["params"]) for group in self.param_groups])
-        if self._single_gain:
-            products = products[0].sum(0, keepdim=True), products[1].sum(0, keepdim=True)
-        moments = gain_math.differenced_moments(*products, scale=self._scale)
-        return _Sample(torch.stack(moments), known & before.finite, finite)
-
-    def _sample_without_passes(self) -> _Sample:
-        """Nothing was watched (a lone sample at S = 1, or unhooked): only look whether the gradients are finite."""
-        device = self._averages.total.device
-        yes = torch.ones((), dtype=torch.bool, device=device)
-        # The norm of norms is the norm; torch gives that of an fp16 gradient in fp16, where it may overflow by itself.
-        grads = [take_norm(g) if g.is_sparse or g.dtype is torch.float16 else g for g in self._step_gradients()]
-        finite = (torch.nn.utils.get_total_norm(grads) < math.inf).to(device) if grads else yes
-        if self._reducing and (self._sharded_gradients or any(is_dtensor(p) for p in self._params())):
-            # Each worker has seen its shards only; all of them must skip the step, or none.
-            flag = finite.float()
-            dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._process_group)
-            finite = flag > 0
-        self.rider_sum = None if self.rider is None else self.rider()
-        return _Sample(None, ~yes, finite)
-
     # ---- averages and gain ---------------------------------------------------------------------------------------
 
-    def _with(self, sample: _Sample) -> Average:
+    def _with(self, sample: Sample) -> Average:
         """The averages with this sample in them; computed once, committed by ``step()``."""
         if sample.averages is None:
             sample.averages = self._averages
@@ -817,8 +615,9 @@ class AdaScale(Optimizer):
     def _know(self, *, committed: bool = False) -> Known:
         """What the averages say, with the gradients in place unless ``committed``: one wait for the device."""
         self._settle()
-        averages = self._averages if committed or self._sample is None else self._with(self._sample)
-        if self._known is None or not self._known.of(averages, self._scale):
-            numbers = numbers_of(averages, self._scale, self._variance_floor)
-            self._known = Known.from_numbers(averages, self._scale, numbers.tolist())
+        sample = self._sampler.sample
+        averages = self._averages if committed or sample is None else self._with(sample)
+        if self._known is None or not self._known.of(averages, self._sampler.scale):
+            numbers = numbers_of(averages, self._sampler.scale, self._variance_floor)
+            self._known = Known.from_numbers(averages, self._sampler.scale, numbers.tolist())
         return self._known

@@ -1,0 +1,353 @@
+"""The gradient samples of one optimizer step: from what is measured in its backward passes to σ² and μ²."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from .. import gain as gain_math
+from ..dtensor import is_dtensor
+from ..gain import Average
+from ..parallel.ddp import bucket_observer, reduces_in_one_round
+from ..parallel.observers import GradientObserver, HookObserver, take_norm
+from .differenced import KeptGradient
+from .oss import OSS, GradientReducer
+
+__all__ = ["GradientSampler", "Sample"]
+
+
+@dataclass
+class Sample:
+    """The statistics of one complete optimizer step, summed over workers; before they are averaged in.
+
+    Attributes:
+        moments: σ² and μ², ``[2, groups]``, unclipped; None where there is nothing to learn them from.
+        known: Whether they mean anything; bool, 0-dim.
+        finite: Whether the step's gradient is; bool, 0-dim.
+        averages: With this sample in them, once somebody asked.
+    """
+
+    moments: Tensor | None
+    known: Tensor
+    finite: Tensor
+    averages: Average | None = None
+
+    def outcome(self) -> Tensor:
+        """Whether it is finite, and σ² and μ² over all groups (NaN where unknown); float64 ``[3]``."""
+        finite = self.finite.double().reshape(1)
+        if self.moments is None:
+            return torch.cat([finite, torch.full((2,), math.nan, dtype=torch.float64, device=finite.device)])
+        return torch.cat([finite, self.moments.sum(dim=1).masked_fill(~self.known, math.nan)])
+
+
+class GradientSampler:
+    """Counts the backward passes of a step, sums what an observer measures in them, and makes a :class:`Sample` of it.
+
+    Collective: the last backward pass of a step ends with one small all-reduce.
+
+    Args:
+        optimizer: The wrapped one.
+        world_size: Workers that share the batch.
+        process_group: Theirs.
+        is_scaled_loss: The loss is divided by ``accumulation`` before each backward pass.
+        grad_scaler: Scales the loss further.
+        single_gain: Sum the statistics of all parameter groups.
+        precondition: Maps (parameter, gradient) to what norms are taken of.
+        model: Where norms may be taken of, beside the optimizer's parameters.
+
+    Attributes:
+        scale: S. Call :meth:`attach` after a change of this or of ``accumulation``, at a step boundary.
+        accumulation: Backward passes per optimizer step.
+        weights: Of this worker's sample in each pass; None: all 1/n.
+        rider: 1-D numbers to sum over workers in the same all-reduce; called once a step.
+        rider_sum: The result.
+        observer: Takes the norms; None where there is nothing to measure.
+        previous: g_{t−1} of the differenced estimator.
+        passes: Backward passes so far in this step.
+        sample: This step's, once its last pass has ended.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        world_size: int,
+        process_group: dist.ProcessGroup | None,
+        is_scaled_loss: bool,
+        grad_scaler: torch.amp.GradScaler | None,
+        single_gain: bool,
+        precondition: Callable[[Tensor, Tensor], Tensor] | None,
+        model: torch.nn.Module | None,
+    ) -> None:
+        self._optimizer = optimizer
+        self.world_size = world_size
+        self._process_group = process_group
+        self.is_scaled_loss = is_scaled_loss
+        self._grad_scaler = grad_scaler
+        self._single_gain = single_gain
+        self._precondition = precondition
+        self._model = model
+        self.scale = 1.0
+        self.accumulation = 1
+        self.weights: Sequence[float] | None = None
+        self.rider: Callable[[], Tensor] | None = None
+        self.rider_sum: Tensor | None = None
+        self.observer: GradientObserver | None = None
+        self.previous: KeptGradient | None = None
+        self._unhooked = False
+        self.begin_step()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Hooks and process groups belong to this process. Whoever unpickles it calls attach().
+        return {**self.__dict__, "observer": None, "_process_group": None, "_model": None, "rider": None}
+
+    @property
+    def num_samples(self) -> int:
+        """n, gradient samples in one optimizer step."""
+        return self.world_size * self.accumulation
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether there was no backward pass since the last step."""
+        return self.passes == 0 and self.sample is None
+
+    @property
+    def reducing(self) -> bool:
+        """Whether there are other workers to sum over."""
+        return self.world_size > 1 and dist.is_available() and dist.is_initialized()
+
+    @property
+    def params(self) -> list[Tensor]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the statistics are."""
+        return next(iter(self.params), torch.empty(0)).device
+
+    def step_gradients(self) -> list[Tensor]:
+        """The gradients that the optimizer will use on this worker."""
+        if isinstance(self._optimizer, OSS):
+            return self._optimizer.step_gradients()
+        return [_local(p.grad.detach()) for p in self.params if p.grad is not None]
+
+    # ---- where norms are taken -----------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """(Re)install the observer: none where a single sample at S = 1 has nothing to tell."""
+        if self.observer is not None:
+            self.observer.detach()
+            self.observer = None
+        if self._unhooked:
+            return
+        sharded = any(is_dtensor(p) for p in self.params)
+        if sharded and self._model is None:
+            raise ValueError(
+                "The optimizer's parameters are DTensors. Give AdaScale(..., model=model), the model that fully_shard was "
+                "applied to: gradient samples are measured on its unsharded parameters."
+            )
+        if self.num_samples > 1 or self.scale != 1:
+            groups = [group["params"] for group in self._optimizer.param_groups]
+            self.observer = self._fsdp2_observer(groups) if sharded else self._observer_of(groups)
+
+    def _observer_of(self, groups: Sequence[Sequence[Tensor]]) -> GradientObserver:
+        local = self.num_samples > 1
+        if self._sharded_gradients:
+            self._refuse_precondition("whole gradients on every worker", "or train with DistributedDataParallel")
+            oss = cast(OSS, self._optimizer)
+            return cast(GradientReducer, oss.reducer).observe(oss, self, accumulating=self.accumulation > 1)
+        model = self._model
+        if isinstance(model, DistributedDataParallel) and local and self.accumulation == 1 and not self._precondition:
+            # Of several passes, a bucket holds the sum; a precondition is of one parameter.
+            buckets = bucket_observer(model, groups, self)
+            if buckets is not None:
+                return buckets
+        early = reduces_in_one_round(model)
+        return HookObserver(groups, self, local=local, precondition=self._precondition, early=early)
+
+    def _fsdp2_observer(self, groups: Sequence[Sequence[Tensor]]) -> GradientObserver:
+        self._refuse_precondition(
+            "whole parameters and their optimizer state, which fully_shard splits over workers",
+            "or train with DistributedDataParallel",
+        )
+        from ..parallel.fsdp2 import FSDP2Observer  # here, since DTensor takes half a second to import
+
+        model = cast(torch.nn.Module, self._model)
+        return FSDP2Observer(groups, self, model=model, world_size=self.world_size, local=self.num_samples > 1)
+
+    def _refuse_precondition(self, needs: str, instead: str) -> None:
+        if self._precondition is not None:
+            raise ValueError(f"precondition= needs {needs}. Leave it out, {instead}.")
+
+    @property
+    def _sharded_gradients(self) -> bool:
+        """Whether this worker has only its share of the reduced gradient."""
+        inner = self._optimizer
+        return isinstance(inner, OSS) and inner.reducer is not None and inner.world_size > 1
+
+    def add_group(self) -> None:
+        """Watch the parameter group that the optimizer was given last."""
+        if self.observer is not None:
+            self.observer.add_group(self._optimizer.param_groups[-1]["params"])
+        self.previous = None
+
+    def unhook(self) -> None:
+        """Stop watching for good."""
+        if self.observer is not None:
+            self.observer.detach()
+        self.observer = None
+        self._unhooked = True
+
+    # ---- the passes of a step ------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Forget what was collected since the last step."""
+        self.passes = 0
+        self._mean_sq_norm: Tensor | None = None  # A so far, this worker's part
+        self._sent: tuple[Tensor, dist.Work | None] | None = None  # the all-reduce that is under way
+        self.sample: Sample | None = None
+        if self.observer is not None:
+            self.observer.last_pass = self.accumulation == 1
+
+    @torch.no_grad()
+    def on_local(self, observer: GradientObserver) -> None:
+        """The observer's word that a backward pass has ended on this worker; reduced gradients may yet be on their way."""
+        if self.sample is not None:
+            # The last step was complete and never taken: a GradScaler that found an overflow leaves step() out.
+            self.previous = None
+            self.begin_step()
+        if self.num_samples > 1:
+            n = self.num_samples
+            weight = 1 / n if self.weights is None else self.weights[self.passes]
+            # The loss, and so the gradient, carried c = n·w_i (and 1/passes, if scaled): w_i‖g_i‖² = w_i/c²·‖c·g_i‖².
+            c = n * weight / (self.accumulation if self.is_scaled_loss else 1)
+            part = observer.local_sq_norms() * (weight / c**2)
+            self._mean_sq_norm = part if self._mean_sq_norm is None else self._mean_sq_norm + part
+        self.passes += 1
+        observer.last_pass = self.passes + 1 == self.accumulation
+        if self.passes == self.accumulation and observer.reduced_everywhere:
+            # Only A is still in parts. Sent off now, it travels behind the last gradients while we wait for those anyway.
+            self._sent = self._send([])
+
+    @torch.no_grad()
+    def on_reduced(self, observer: GradientObserver) -> None:
+        """The observer's word that reduced gradients are in place, if this was the step's last pass."""
+        if self.passes == self.accumulation:
+            self.sample = self._gather(observer)
+
+    def finish(self) -> Sample:
+        """The step's sample, now that no further pass comes.
+
+        Raises:
+            RuntimeError: Passes are missing.
+        """
+        lacks_passes = 0 < self.passes < self.accumulation
+        observer = self.observer
+        if lacks_passes and not (self.reducing and observer is not None):
+            raise self._too_early()
+        if self.sample is None and observer is not None and self.reducing:
+            # A backward pass reached no parameter here: a sample of zero. The others are in the reduction already.
+            sample = self._gather(observer)
+            if lacks_passes and not bool(sample.known):
+                raise self._too_early()  # everywhere, so it was not that
+            self.sample = sample  # a rule may ask for the gain meanwhile
+        return self._sample_without_passes() if self.sample is None else self.sample
+
+    def _too_early(self) -> RuntimeError:
+        return RuntimeError(
+            f"step() after {self.passes} of {self.accumulation} backward passes. Call it after the last one, or "
+            "set_num_gradients_to_accumulate() first."
+        )
+
+    # ---- over all workers ----------------------------------------------------------------------------------------
+
+    def _send(self, more: Sequence[Tensor]) -> tuple[Tensor, dist.Work | None]:
+        """Start the one small all-reduce of a step: A, whether all passes were seen, the rider, and whatever else is in parts."""
+        device = self.device
+        local = self._mean_sq_norm
+        if local is None:
+            local = torch.zeros(len(self._optimizer.param_groups), dtype=torch.float64, device=device)
+        parts = [*more, local, torch.full((1,), self.passes == self.accumulation, dtype=torch.float64, device=device)]
+        if self.rider is not None:
+            parts.append(self.rider().to(local))
+        vector = torch.cat(parts)
+        work = dist.all_reduce(vector, group=self._process_group, async_op=True) if self.reducing else None
+        return vector, work
+
+    def _gather(self, observer: GradientObserver) -> Sample:
+        """Wait for the sums over workers, and turn them into σ² and μ²."""
+        groups = len(self._optimizer.param_groups)
+        if observer.reduced_everywhere:
+            # Equal to the last bit on all workers, as their weights are: each takes C from its own copy.
+            c = observer.reduced_sq_norms(0, 1)
+            vector, work = self._send([]) if self._sent is None else self._sent
+            if work is not None:
+                work.wait()
+        else:
+            rank, world_size = (dist.get_rank(self._process_group), self.world_size) if self.reducing else (0, 1)
+            both, work = self._send([observer.reduced_sq_norms(rank, world_size)])
+            if work is not None:
+                work.wait()
+            c, vector = both[:groups], both[groups:]
+        a, complete, self.rider_sum = vector[:groups], vector[groups], vector[groups + 1 :]
+        if not self.is_scaled_loss:
+            c = c / self.accumulation**2
+        unscale: Tensor | float = 1.0
+        if self._grad_scaler is not None and self._grad_scaler.is_enabled():
+            # scale(1) is the loss scale as a tensor; get_scale() would wait for the device.
+            unscale = 1 / self._grad_scaler.scale(torch.ones((), device=c.device)).double()
+            a, c = a * unscale**2, c * unscale**2
+        if self._single_gain and groups > 1:
+            a, c = a.sum(dim=0, keepdim=True), c.sum(dim=0, keepdim=True)
+        finite, known = torch.isfinite((a + c).sum()), complete > 0
+        if not observer.complete:
+            # A gradient of a parameter that was frozen when the hooks were set, or (none of the passes is known) that no
+            # backward pass has made: C counts it and A does not. The step is taken with the averages as they are.
+            return Sample(None, known, finite)
+        if self.num_samples > 1:
+            moments = gain_math.gradient_moments(a, c, scale=self.scale, count=self.num_samples)
+            return Sample(torch.stack(moments), known, finite)
+        if self.scale == 1:
+            return Sample(None, known, finite)
+        return self._differenced(unscale, known, finite)
+
+    def _differenced(self, unscale: Tensor | float, known: Tensor, finite: Tensor) -> Sample:
+        """From this gradient and the last step's, where there is one sample a step."""
+        before = self.previous
+        gradient = [None if p.grad is None else _local(p.grad.detach()) * unscale for p in self.params]
+        self.previous = KeptGradient(gradient, finite)
+        if before is None:
+            return Sample(None, known, finite)
+        products = self.previous.products_with(before, [len(g["params"]) for g in self._optimizer.param_groups])
+        if self._single_gain:
+            products = products[0].sum(0, keepdim=True), products[1].sum(0, keepdim=True)
+        moments = gain_math.differenced_moments(*products, scale=self.scale)
+        return Sample(torch.stack(moments), known & before.finite, finite)
+
+    def _sample_without_passes(self) -> Sample:
+        """Nothing was watched (a lone sample at S = 1, or unhooked): only look whether the gradients are finite."""
+        device = self.device
+        yes = torch.ones((), dtype=torch.bool, device=device)
+        # The norm of norms is the norm; torch gives that of an fp16 gradient in fp16, where it may overflow by itself.
+        grads = [take_norm(g) if g.is_sparse or g.dtype is torch.float16 else g for g in self.step_gradients()]
+        finite = (torch.nn.utils.get_total_norm(grads) < math.inf).to(device) if grads else yes
+        if self.reducing and (self._sharded_gradients or any(is_dtensor(p) for p in self.params)):
+            # Each worker has seen its shards only; all of them must skip the step, or none.
+            flag = finite.float()
+            dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._process_group)
+            finite = flag > 0
+        self.rider_sum = None if self.rider is None else self.rider()
+        return Sample(None, ~yes, finite)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This worker's shard of a DTensor; any other tensor as it is."""
+    return cast(Any, tensor).to_local() if is_dtensor(tensor) else tensor
