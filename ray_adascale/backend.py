@@ -28,6 +28,7 @@ class Backend(ABC):
         device: Where this worker computes.
         reports_evaluations: Report whenever the run has evaluated, not only at its intervals. Not where a report makes
             the workers wait.
+        keeps_trace: Whether :meth:`keep_trace` keeps it. Where not, no step's row is written.
         progress_file: Where rank 0 notes every optimizer step, so that the next start can say how many were lost. None
             where that would cost a request over the network.
         preemption_poll_s: Seconds between calls of :meth:`preemption_notice`; inf where there is never one.
@@ -37,6 +38,7 @@ class Backend(ABC):
     world_size: int
     device: torch.device
     reports_evaluations: bool = True
+    keeps_trace: bool = True
     progress_file: Path | None = None
     preemption_poll_s: float = math.inf
 
@@ -100,6 +102,7 @@ class LocalBackend(Backend):
         self.device = torch.device(device)
         self.folder = None if folder is None else Path(folder)
         self.keep = keep
+        self.keeps_trace = folder is not None
         self.progress_file = None if self.folder is None else self.folder / "progress"
         self.metrics: dict[str, Any] = {}
         """The last report."""

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import PackedSequence
 
 from .gain import gradient_moments
+from .parallel.observers import take_norm
 
 __all__ = ["probe_noise"]
 
@@ -191,12 +192,8 @@ def _undisturbed(model: nn.Module, tensors: list[Tensor]) -> Iterator[None]:
 
 
 def _sq_norm(x: Tensor) -> Tensor:
-    """‖x‖² as a float64 scalar, accumulated in float64 without a float64 copy of x."""
-    if x.layout != torch.strided:
-        x = x.coalesce().values()
-    if x.is_complex():
-        x = torch.view_as_real(x)
-    return torch.linalg.vector_norm(x, dtype=torch.float64).square()
+    """‖x‖² as a float64 scalar."""
+    return take_norm(torch.view_as_real(x) if x.is_complex() else x).double().square()
 
 
 def _sq_distance(x: Tensor, y: Tensor) -> Tensor:

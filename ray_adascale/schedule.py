@@ -14,6 +14,7 @@ import math
 import types
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal, get_args
 
 from torch.optim import Optimizer
@@ -84,6 +85,7 @@ class EffectiveSchedule:
         self._unit = unit
         self._base_steps_per_epoch = base_steps_per_epoch
         self._calls = 0
+        self._composite = scheduler is not None and sum(1 for _ in _nested(scheduler)) > 1
         # Taken while the scheduler is fresh: a curve can be had later too, and always begins at call 0.
         self._fresh = None if scheduler is None else _dry_copy(scheduler)
         self._last_call = None if total_steps is None else self._calls_before(_last_step(total_steps))
@@ -183,8 +185,11 @@ class EffectiveSchedule:
     def _replay(self, calls: int) -> None:
         if self._scheduler is None or calls <= self._calls:
             return
-        with warnings.catch_warnings():
-            _ignore_order_warnings()
+        # torch warns in a scheduler's first step() alone. A composite one's parts have theirs at any time.
+        may_warn = self._calls == 0 or self._composite
+        with warnings.catch_warnings() if may_warn else nullcontext():
+            if may_warn:
+                _ignore_order_warnings()
             while self._calls < calls:
                 self._scheduler.step()
                 self._calls += 1

@@ -35,12 +35,12 @@ class StepLog:
         self._trace: Trace | None = None
         self._note: ProgressNote | None = None
         self._row: dict[str, Any] | None = None  # of the last step, while metrics may still be recorded for it
-        if backend.rank == 0:
+        if backend.rank == 0 and backend.keeps_trace:
             scratch = tempfile.mkdtemp(prefix="ray_adascale-")
             weakref.finalize(self, shutil.rmtree, scratch, ignore_errors=True)
             self._trace = Trace(Path(scratch) / TRACE, keep=keep)
-            if backend.progress_file is not None:
-                self._note = ProgressNote(backend.progress_file)
+        if backend.rank == 0 and backend.progress_file is not None:
+            self._note = ProgressNote(backend.progress_file)
         self.last = None if self._note is None else self._note.last
 
     def resume(self, folder: Path) -> None:
@@ -53,8 +53,8 @@ class StepLog:
         if self._trace is not None:
             self._write_row()
             self._row = row
-            if self._note is not None:
-                self._note.write(row["step"])
+        if self._note is not None:
+            self._note.write(row["step"])
 
     def add(self, metrics: Mapping[str, Any]) -> None:
         """More metrics of the last step, if its row is not written yet."""

@@ -176,6 +176,8 @@ class _TuneBackend(Backend):
         run: Set once it is made; the run is made with its backend, so not before.
     """
 
+    keeps_trace = False
+
     def __init__(self, collected: Collected, *, checkpoints: bool) -> None:
         self.rank, self.world_size = 0, 1
         cuda = torch.cuda.is_available()  # Ray shows a trial only the GPUs that it was given
