@@ -1,22 +1,23 @@
-"""The command line: ``ray-adascale tune``, ``train`` and the rest, a few lines each over the public API."""
+"""The command line: what ``ray-adascale tune``, ``train`` and the rest do, a few lines each over the public API."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
+import os
+import socket
 import sys
 import time
-import types
-import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ._version import __version__
-from .config import AdaScaleConfig
+from .cli_arguments import BATCH, ELASTIC_FAILURES, make_parser, numbers, overrides, settings, workers
 from .recipe import Recipe
-from .workload import resolve
+from .workload import WorkloadFn, resolve
+
+if TYPE_CHECKING:
+    from .config import AdaScaleConfig
+    from .throughput import Throughput
 
 __all__ = ["main"]
 
@@ -45,196 +46,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         return args.command(args)
-    except (ValueError, FileNotFoundError, IsADirectoryError, PermissionError) as e:
-        print(f"ray-adascale: {e}", file=sys.stderr)
+    except (ValueError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as e:
+        print(f"ray-adascale: {_in_words(e)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("ray-adascale: interrupted", file=sys.stderr)
         return 130
     except (RuntimeError, OSError) as e:
-        print(f"ray-adascale: {e}", file=sys.stderr)
+        print(f"ray-adascale: {_in_words(e)}", file=sys.stderr)
         return 1
-
-
-# ---- what can be said ------------------------------------------------------------------------------------------------
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="ray-adascale",
-        description="Find a learning-rate schedule at a small batch; know what a larger run takes; run it untouched on any "
-        "number of Ray workers.",
-        epilog="A workload is a function config -> ray_adascale.Workload, named path/to/file.py:function or "
-        "package.module:function.",
-    )
-    parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (_add_tune, _add_forecast, _add_train, _add_resume, _add_report, _add_describe):
-        add(commands)
-    return parser
-
-
-def _command(commands: Any, name: str, function: Any, summary: str) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=summary, description=function.__doc__)
-    parser.set_defaults(command=function)
-    return parser
-
-
-def _add_tune(commands: Any) -> None:
-    tune = _command(commands, "tune", _tune, "search at the base batch, write a recipe")
-    tune.add_argument("workload", help="path/to/file.py:function or package.module:function, config -> Workload")
-    tune.add_argument("--base-batch-size", type=int, required=True, metavar="B0", help="examples per optimizer step")
-    tune.add_argument("--total-steps", type=int, metavar="T", help="optimizer steps of a trial")
-    tune.add_argument("--total-epochs", type=float, help="instead: passes over the dataset")
-    tune.add_argument("--num-samples", type=int, default=8, help="trials (default: %(default)s)")
-    tune.add_argument(
-        "--repeats",
-        type=int,
-        default=0,
-        help="run the best few again with so many other seeds, and take the best mean; gives the forecast its interval "
-        "(default: %(default)s)",
-    )
-    tune.add_argument(
-        "--param-space", metavar="FILE:NAME", help="Tune's search space (default: param_space beside the workload)"
-    )
-    tune.add_argument("--seed", type=int, default=0, help="of every trial (default: %(default)s)")
-    tune.add_argument("--evaluate-every", type=float, metavar="STEPS", help="effective steps (default: T/10)")
-    tune.add_argument(
-        "--scheduler",
-        choices=("asha", "none"),
-        default="asha",
-        help="asha stops trials that lag (default); none lets each one end",
-    )
-    tune.add_argument("--cpus-per-trial", type=float, help="default: 1")
-    tune.add_argument("--gpus-per-trial", type=float, help="0.25 puts four on a GPU (default: 0)")
-    tune.add_argument(
-        "--num-workers",
-        type=int,
-        default=1,
-        metavar="N",
-        help="Ray workers of one trial, where the base batch needs several (default: %(default)s)",
-    )
-    tune.add_argument("--use-gpu", action="store_true", help="with --num-workers: one GPU a worker")
-    tune.add_argument("--max-concurrent-trials", type=int, help="default: as many as fit")
-    tune.add_argument("-o", "--output", default="recipe.json", metavar="FILE", help="default: %(default)s")
-    _add_config(tune)
-    _add_ray_options(tune)
-
-
-def _add_forecast(commands: Any) -> None:
-    predict = _command(commands, "forecast", _forecast, "steps, time and cost of a recipe on any number of workers")
-    predict.add_argument("recipe", help="what `ray-adascale tune` wrote")
-    predict.add_argument(
-        "--workers", default="1,2,4,8,16,32", metavar="N,N,...", help="numbers of workers (default: %(default)s)"
-    )
-    _add_batch_options(predict)
-    predict.add_argument(
-        "--measure", metavar="WORKLOAD", help="time its steps on this machine for a few seconds, for wall time"
-    )
-    predict.add_argument(
-        "--run",
-        action="append",
-        default=[],
-        metavar="RUN",
-        help="a run on several workers with the same batch of a worker: its trace tells what synchronisation costs; needs "
-        "--measure; may be given again",
-    )
-    predict.add_argument("--cost-per-worker-hour", type=float, metavar="PRICE", help="in any currency; needs --measure")
-    predict.add_argument("--json", action="store_true", help="instead of the table")
-    predict.add_argument("--plot", metavar="FILE", help="draw it: .png, .svg, .pdf (needs matplotlib)")
-    _add_config(predict)
-
-
-# Who gives a range expects nodes to go; who does not wants to hear of the first failure.
-_ELASTIC_FAILURES = 20
-
-
-def _add_train(commands: Any) -> None:
-    train = _command(commands, "train", _train, "run a recipe on any number of workers")
-    train.add_argument("workload", help="the same as for the search")
-    train.add_argument("overrides", nargs="*", metavar="key=value", help="hyperparameters beside the recipe's")
-    train.add_argument("--recipe", metavar="FILE", help="what `ray-adascale tune` wrote")
-    train.add_argument("--base-batch-size", type=int, metavar="B0", help="without a recipe")
-    train.add_argument("--total-steps", type=int, metavar="T", help="without a recipe")
-    train.add_argument("--total-epochs", type=float, help="without a recipe")
-    _add_batch_options(train)
-    train.add_argument("--sharding", help="auto, none, oss, zero2 or fsdp2 (default: auto)")
-    train.add_argument("--precision", help="fp32, bf16 or fp16 (default: fp32)")
-    train.add_argument("--seed", type=int, help="default: 0")
-    train.add_argument("--checkpoint-every", type=float, metavar="S", help="default: 300 seconds")
-    train.add_argument("--report-every", type=float, metavar="S", help="default: 10 seconds")
-    _add_config(train)
-    _add_workers(train, default="1")
-    _add_ray_options(train)
-
-
-def _add_resume(commands: Any) -> None:
-    resume = _command(commands, "resume", _resume, "go on with a run that stopped")
-    resume.add_argument("run", help="its folder, or its name under --storage-path")
-    _add_workers(resume, default=None)
-    resume.add_argument("--address", help="of a running Ray cluster (default: RAY_ADDRESS, else a new local one)")
-    resume.add_argument("--storage-path", metavar="PATH", help="where the run's folder is (default: ~/ray_results)")
-
-
-def _add_report(commands: Any) -> None:
-    page = _command(commands, "report", _report, "one HTML page about runs, to see whether the schedule held")
-    page.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder or trace.jsonl; the base run first")
-    page.add_argument("--recipe", metavar="FILE", help="shows it, and compares forecast with actual steps")
-    page.add_argument(
-        "--tensorboard", metavar="FOLDER", help="write event files there too, against steps and against τ"
-    )
-    page.add_argument("-o", "--output", default="report.html", metavar="FILE", help="default: %(default)s")
-
-
-def _add_describe(commands: Any) -> None:
-    describe = _command(commands, "describe", _describe, "say what a recipe, a checkpoint or a run is")
-    describe.add_argument("path", help="a recipe's file, a checkpoint's folder, or a run's folder or trace.jsonl")
-
-
-def _add_batch_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--per-worker-batch-size", type=int, metavar="M", help="examples a pass (default: B0)")
-    parser.add_argument("--accumulation", type=int, help="passes a step (default: 1)")
-    parser.add_argument("--rule", help="adascale, adamscale, linear, sqrt, unscaled (default: adascale)")
-
-
-def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-c",
-        "--config",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="any field of AdaScaleConfig, such as grad_clip=1.0 or num_loader_workers=4; may be given again",
-    )
-
-
-def _add_workers(parser: argparse.ArgumentParser, *, default: str | None) -> None:
-    said = "as before" if default is None else default
-    parser.add_argument(
-        "--num-workers",
-        default=default,
-        metavar="N|MIN..MAX",
-        help=f"Ray workers; a range is elastic (default: {said})",
-    )
-    parser.add_argument(
-        "--use-gpu",
-        action=argparse.BooleanOptionalAction,
-        default=None if default is None else False,
-        help="one GPU a worker",
-    )
-    parser.add_argument(
-        "--max-failures",
-        type=int,
-        metavar="N",
-        help="restarts after lost workers (default: "
-        + ("as before)" if default is None else f"0; with a range {_ELASTIC_FAILURES})"),
-    )
-
-
-def _add_ray_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--address", help="of a running Ray cluster (default: RAY_ADDRESS, else a new local one)")
-    parser.add_argument("--storage-path", metavar="PATH", help="where results go (default: ~/ray_results)")
-    parser.add_argument("--name", help="of the run; the same name resumes (default: a new one)")
 
 
 # ---- the commands ----------------------------------------------------------------------------------------------------
@@ -243,15 +63,14 @@ def _add_ray_options(parser: argparse.ArgumentParser) -> None:
 def _tune(args: argparse.Namespace) -> int:
     """Search for hyperparameters at the base batch with Ray Tune, and write the best as a recipe.
 
-    The same --name and --storage-path go on with a search that was interrupted.
+    ray-adascale tune my/file.py:workload data=/mnt/images --base-batch-size 32 --total-steps 2000
     """
     from ray.train import ScalingConfig
 
-    from .cluster import quiet_init
     from .tune import tune_recipe
 
     workload = resolve(args.workload)
-    space = resolve(args.param_space or f"{args.workload.rpartition(':')[0]}:param_space")
+    space = _param_space(args)
     given = {"CPU": args.cpus_per_trial, "GPU": args.gpus_per_trial}
     resources = {key: value for key, value in given.items() if value is not None}
     scaling_config = None
@@ -266,9 +85,9 @@ def _tune(args: argparse.Namespace) -> int:
         raise ValueError(
             "Invalid --use-gpu with one worker a trial. Use --gpus-per-trial 1, or less than 1 to share one."
         )
-    config = _config(args, ("evaluate_every",))
+    config = settings(args, ("precision", "evaluate_every", "seed"))
     name = args.name or _new_name("recipe")
-    quiet_init(args.address)
+    _connect(args.address)
     try:
         recipe = tune_recipe(
             workload,
@@ -278,7 +97,7 @@ def _tune(args: argparse.Namespace) -> int:
             total_epochs=args.total_epochs,
             num_samples=args.num_samples,
             repeats=args.repeats,
-            seed=args.seed,
+            seed=config.seed,
             config=config,
             scheduler=None if args.scheduler == "none" else args.scheduler,
             resources_per_trial=None if scaling_config is not None else {"CPU": 1, **resources},
@@ -297,32 +116,27 @@ def _tune(args: argparse.Namespace) -> int:
 
 
 def _forecast(args: argparse.Namespace) -> int:
-    """Predict the optimizer steps of a recipe on each number of workers, and with --measure time and cost."""
+    """Predict the optimizer steps of a recipe on each number of workers, and with --measure time and cost.
+
+    ray-adascale forecast recipe.json --workers 1,2,4,8 --measure my/file.py:workload --cost-per-worker-hour 2.5
+
+    A pass is one forward and backward. Nothing is started on Ray.
+    """
     from rich.console import Console
 
     from .forecast import forecast_recipe
-    from .report import trace_path
-    from .throughput import measure_throughput
 
     recipe = Recipe.load(args.recipe)
-    config = _config(args, _BATCH)
-    throughput = None
+    config = settings(args, BATCH)
     if args.run and not args.measure:
         raise ValueError("--run needs --measure WORKLOAD: the time of a step on one worker, to compare with.")
-    if args.measure:
-        throughput = measure_throughput(
-            resolve(args.measure),
-            recipe.hyperparameters,
-            per_worker_batch_size=config.per_worker_batch_size or recipe.base_batch_size,
-            config=config,
-            runs=[trace_path(run) for run in args.run],
-            base_batch_size=recipe.base_batch_size,
-        )
+    if args.cost_per_worker_hour is not None and not args.measure:
+        raise ValueError("--cost-per-worker-hour needs --measure WORKLOAD: cost follows from the time of a step.")
     made = forecast_recipe(
         recipe,
-        workers=_numbers(args.workers),
+        workers=numbers(args.workers),
         config=config,
-        throughput=throughput,
+        throughput=_measured(args, recipe, config) if args.measure else None,
         cost_per_worker_hour=args.cost_per_worker_hour,
     )
     if args.plot:
@@ -334,40 +148,50 @@ def _forecast(args: argparse.Namespace) -> int:
     return 0
 
 
-_BATCH = ("per_worker_batch_size", "accumulation", "rule")
-
-
 def _train(args: argparse.Namespace) -> int:
-    """Run a workload on Ray workers, with the schedule of the base batch and AdaScale's gain."""
+    """Run a workload on Ray workers, with the schedule of the base batch and AdaScale's gain.
+
+    ray-adascale train my/file.py:workload --recipe recipe.json --num-workers 8 --use-gpu
+    ray-adascale train my/file.py:workload lr=0.1 --base-batch-size 32 --total-steps 2000 --num-workers 2..8
+    """
     import ray.exceptions
     import ray.train
 
-    from .cluster import quiet_init
     from .json_files import write_json
     from .train import AdaScaleTrainer
 
     recipe = None if args.recipe is None else Recipe.load(args.recipe)
-    names = ("base_batch_size", "total_steps", "total_epochs", *_BATCH, "sharding", "precision", "seed")
-    config = _config(args, names, checkpoint_every_s=args.checkpoint_every, report_every_s=args.report_every)
+    names = (
+        "base_batch_size",
+        "total_steps",
+        "total_epochs",
+        *BATCH,
+        "sharding",
+        "precision",
+        "evaluate_every",
+        "seed",
+    )
+    config = settings(args, names, checkpoint_every_s=args.checkpoint_every, report_every_s=args.report_every)
+    hyperparameters = overrides(args)
     workload = resolve(args.workload)
     name = args.name or _new_name(args.workload.rpartition(":")[2])
-    workers = _workers(args.num_workers)
+    num_workers = workers(args.num_workers)
     failures = args.max_failures
     if failures is None:
-        failures = _ELASTIC_FAILURES if isinstance(workers, tuple) else 0
+        failures = ELASTIC_FAILURES if isinstance(num_workers, tuple) else 0
     run_config = ray.train.RunConfig(
         name=name,
         storage_path=_storage(args.storage_path),
         failure_config=ray.train.FailureConfig(max_failures=failures),
     )
     folder = f"{run_config.storage_path}/{name}"
-    quiet_init(args.address)
+    _connect(args.address)
     trainer = AdaScaleTrainer(
         workload,
         recipe=recipe,
-        hyperparameters=dict(_override(text) for text in args.overrides),
+        hyperparameters=hyperparameters,
         config=config,
-        scaling_config=ray.train.ScalingConfig(num_workers=workers, use_gpu=args.use_gpu),
+        scaling_config=ray.train.ScalingConfig(num_workers=num_workers, use_gpu=args.use_gpu),
         run_config=run_config,
     )
     write_json(f"{folder}/{_RUN_FILE}", _arguments(args, name, run_config.storage_path))
@@ -386,19 +210,15 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _resume(args: argparse.Namespace) -> int:
-    """Go on with a run that `ray-adascale train` started, from its newest checkpoint, on as many workers as you like."""
-    from .json_files import read_json
+    """Go on with a run that `ray-adascale train` started, from its newest checkpoint, on as many workers as you like.
 
-    folder = args.run if "://" in args.run or Path(args.run).expanduser().is_dir() else None
-    folder = folder or f"{_storage(args.storage_path or '~/ray_results')}/{args.run}"
-    saved = read_json(f"{_storage(folder)}/{_RUN_FILE}")
-    if saved is None:
-        raise ValueError(
-            f"Invalid run {args.run!r}: no {_RUN_FILE} in {folder}. `ray-adascale train` writes it; a run that was started "
-            "otherwise goes on when it is started again with the same name and storage path."
-        )
+    A search goes on with the command that started it, and its --name.
+    """
+    saved = _saved_run(args.run, args.storage_path)
     given = {key: getattr(args, key) for key in ("num_workers", "use_gpu", "max_failures", "address")}
-    again = {"max_failures": None, **saved, **{key: value for key, value in given.items() if value is not None}}
+    # What this version can be told and the one that wrote the file could not is as it is by default.
+    default = vars(_parser().parse_args(["train", saved["workload"]]))
+    again = {**default, **saved, **{key: value for key, value in given.items() if value is not None}}
     where, _, function = saved["workload"].rpartition(":")
     if where.endswith(".py"):
         again["workload"] = f"{_found(where, saved)}:{function}"
@@ -408,7 +228,10 @@ def _resume(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    """Write one self-contained HTML page about runs, and its plots as PNG files beside it."""
+    """Write one self-contained HTML page about runs, and its plots as PNG files beside it.
+
+    ray-adascale report runs/base runs/big --recipe recipe.json -o report.html
+    """
     from .report import write_report
     from .tensorboard import write_events
 
@@ -428,51 +251,121 @@ def _describe(args: argparse.Namespace) -> int:
     return 0 if whole else 1
 
 
+_COMMANDS = {
+    "tune": _tune,
+    "forecast": _forecast,
+    "train": _train,
+    "resume": _resume,
+    "report": _report,
+    "describe": _describe,
+}
+
+
 # ---- between them ----------------------------------------------------------------------------------------------------
 
 
-def _config(args: argparse.Namespace, options: Sequence[str], **more: Any) -> AdaScaleConfig:
-    """The settings that options of their own and ``--config`` give."""
-    given = {name: getattr(args, name) for name in options} | more
-    given = {name: value for name, value in given.items() if value is not None}
-    for text in args.config:
-        name, value = _override(text)
-        if name in given:
-            raise ValueError(f"Invalid --config {text}: {name} is given twice.")
-        given[name] = _typed(name, value)
-    return AdaScaleConfig(**given)
+def _parser() -> argparse.ArgumentParser:
+    return make_parser(_COMMANDS)
 
 
-def _typed(name: str, value: Any) -> Any:
-    """A value of ``AdaScaleConfig``'s field, as its type says."""
-    fields = {field.name for field in dataclasses.fields(AdaScaleConfig)}
-    if name not in fields:
+def _connect(address: str | None) -> None:
+    """Connect to Ray, or start one.
+
+    Raises:
+        ValueError: There is no cluster at the address.
+        RuntimeError: Ray could not be started here.
+    """
+    from .cluster import quiet_init
+
+    address = address or os.environ.get("RAY_ADDRESS")
+    try:
+        _knock(address)
+        quiet_init(address)
+    except Exception as e:
+        said = str(e).strip().partition("\n")[0]
+        if address is None:
+            raise RuntimeError(f"Ray could not be started here. {type(e).__name__}: {said}") from e
         raise ValueError(
-            f"Invalid --config {name}=...: AdaScaleConfig has no such field. It has {', '.join(sorted(fields))}."
+            f"Invalid address {address!r}: no Ray cluster answers there ({said}). Start one with `ray start --head`, or leave "
+            "--address out (and RAY_ADDRESS unset) for a local one."
+        ) from e
+
+
+def _knock(address: str | None) -> None:
+    """Raise OSError where nobody listens: Ray would try for minutes, and log each try."""
+    host, colon, port = (address or "").rpartition("://")[2].rpartition(":")
+    if colon and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+
+
+def _param_space(args: argparse.Namespace) -> Any:
+    """The search space, with what was fixed on the command line."""
+    spec = args.param_space or f"{args.workload.rpartition(':')[0]}:param_space"
+    try:
+        space = resolve(spec)
+    except ValueError as e:
+        if args.param_space:
+            raise
+        raise ValueError(
+            f"No search space beside the workload: {e} Define param_space = {{...}} there, as for ray.tune.Tuner, or name one "
+            "with --param-space FILE:NAME."
+        ) from e
+    fixed = overrides(args)
+    return {**space, **fixed} if isinstance(space, dict) else space
+
+
+def _measured(args: argparse.Namespace, recipe: Recipe, config: AdaScaleConfig) -> Throughput:
+    """The throughput model that ``--measure`` and ``--run`` give."""
+    from .report import trace_path
+    from .throughput import measure_throughput
+
+    workload: WorkloadFn = resolve(args.measure)
+    runs = [trace_path(run) for run in args.run]
+    try:
+        return measure_throughput(
+            workload,
+            recipe.hyperparameters,
+            per_worker_batch_size=config.per_worker_batch_size or recipe.base_batch_size,
+            config=config,
+            runs=runs,
+            base_batch_size=recipe.base_batch_size,
         )
-    hint = typing.get_type_hints(AdaScaleConfig)[name]
-    kinds = (
-        typing.get_args(hint)
-        if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-        else (hint,)
+    except ValueError:
+        raise
+    except Exception as e:  # of the workload's own code
+        raise RuntimeError(f"Measuring {args.measure} failed. {type(e).__name__}: {e}") from e
+
+
+def _saved_run(run: str, storage_path: str | None) -> dict[str, Any]:
+    """The arguments of the `train` that started a run.
+
+    Args:
+        run: Its folder, or its name.
+        storage_path: Where a name's folder is.
+
+    Raises:
+        ValueError: There are none.
+    """
+    from .json_files import read_json
+
+    is_place = "://" in run or os.sep in run or Path(run).is_dir()
+    folder = run if is_place else f"{_storage(storage_path or '~/ray_results')}/{run}"
+    folder = str(_storage(folder))
+    try:
+        saved = read_json(f"{folder}/{_RUN_FILE}")
+    except ValueError as e:
+        raise ValueError(f"Invalid run {run!r}: {folder}/{_RUN_FILE} is damaged ({e}).") from e
+    if isinstance(saved, dict) and {"workload", "recipe", "name"} <= saved.keys():
+        return saved
+    if read_json(f"{folder}/search.json") is not None:
+        raise ValueError(
+            f"Invalid run {run!r}: a search. It goes on with the `ray-adascale tune` that started it, with --name "
+            f"{folder.rpartition('/')[2]} and the same --storage-path."
+        )
+    raise ValueError(
+        f"Invalid run {run!r}: no {_RUN_FILE} in {folder}. `ray-adascale train` writes it; a run that was started "
+        "otherwise goes on when it is started again with the same name and storage path."
     )
-    for kind in kinds:
-        if kind is type(None) and value is None:
-            return None
-        if typing.get_origin(kind) is typing.Literal and value in typing.get_args(kind):
-            return value
-        if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-        if kind in (int, bool, str) and type(value) is kind:
-            return value
-    wanted = " or ".join(
-        ", ".join(map(repr, typing.get_args(kind)))
-        if typing.get_origin(kind) is typing.Literal
-        else {type(None): "null", bool: "true or false", int: "a whole number", float: "a number"}.get(kind, "a name")
-        for kind in kinds
-        if kind in (type(None), bool, int, float, str) or typing.get_origin(kind) is typing.Literal
-    )
-    raise ValueError(f"Invalid --config {name}={value!r}. Must be {wanted}.")
 
 
 def _arguments(args: argparse.Namespace, name: str, storage: str | None) -> dict[str, Any]:
@@ -522,11 +415,11 @@ def _new_name(what: str) -> str:
     return f"{what}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"Invalid --workers {text!r}. Must be numbers with commas between them, as 1,2,4.") from None
+def _in_words(error: Exception) -> str:
+    """What it says; of a file's trouble without Python's brackets and numbers."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.strerror}: {error.filename}"
+    return str(error)
 
 
 def _reason(error: Exception) -> str:
@@ -545,24 +438,6 @@ def _reason(error: Exception) -> str:
         return f"Worker {rank}: {told}"
     kind = type(failure).__name__  # without which a KeyError's text says nothing
     return f"Worker {rank}: {kind}: {text}" if text else f"Worker {rank}: {kind}"
-
-
-def _workers(text: str) -> int | tuple[int, int]:
-    low, dots, high = text.partition("..")
-    try:
-        return (int(low), int(high)) if dots else int(low)
-    except ValueError:
-        raise ValueError(f"Invalid --num-workers {text!r}. Must be a number, or MIN..MAX for an elastic run.") from None
-
-
-def _override(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise ValueError(f"Invalid override {text!r}. Must be key=value.")
-    try:
-        return key, json.loads(value)
-    except json.JSONDecodeError:
-        return key, value  # a bare word is a string
 
 
 def _summary(metrics: dict[str, Any], seconds: float, stopped: str) -> str:

@@ -10,10 +10,11 @@ What the replay leaves out, on purpose: the sampling noise of a step's own σ² 
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ SHRINK = 0.25
 PAYS = 0.5
 """Adding workers pays while each adds at least this share of the first worker's speed."""
 
+_MOST = 4096  # workers, among which the number is looked for up to which adding them pays
 
 _GRID = 400  # points of a smoothed curve at most: twenty within the width of what smooths it
 
@@ -106,6 +108,7 @@ class Replay:
         progress: Σ r over the steps: equal to τ under AdaScale's own rule.
         tau: τ before each step.
         gains: r of each step.
+        total_steps: T.
     """
 
     steps: int
@@ -113,6 +116,13 @@ class Replay:
     progress: float
     tau: tuple[float, ...]
     gains: tuple[float, ...]
+    total_steps: float
+
+    @property
+    def exact_steps(self) -> float:
+        """The steps until τ = T, of the last one the share that was needed; at least 1. Has no jumps where ``steps`` has."""
+        last = self.effective_steps - self.tau[-1]
+        return max(self.steps - (self.effective_steps - self.total_steps) / last, 1.0)
 
     @property
     def mean_gain(self) -> float:
@@ -190,7 +200,7 @@ def replay(
         taus.append(tau)
         gains.append(r)
         tau, progress, efficiency = tau + increment, progress + r, r / scale
-    return Replay(len(taus), tau, progress, tuple(taus), tuple(gains))
+    return Replay(len(taus), tau, progress, tuple(taus), tuple(gains), total_steps)
 
 
 def limit_steps(curve: NoiseCurve, *, scale: float, total_steps: float) -> float:
@@ -214,15 +224,15 @@ class ForecastRow:
         scale: S = B / B0.
         num_samples: n = k · accumulation.
         steps: Optimizer steps.
-        low: Fewest steps over the seeds that the recipe has noise of; None without repeats.
-        high: Most steps.
+        low: Fewest steps among ``steps`` and the forecasts from each seed's noise alone; None without repeats.
+        high: Most steps among them.
         mean_gain: r̄, over optimizer steps.
         efficiency: r̄ / S, the share of the examples that turns into progress.
         seconds: Wall time; None without a throughput model.
-        speedup: Over the base run: in time, or in steps without a throughput model.
+        speedup: Over the base run: in time, or without a throughput model in passes one after the other.
         cost: Money; None without a price or without seconds.
-        marginal: Speed-up that each worker added since the row before brings; None in the first row.
-        pays: Whether that is at least half of what the first worker brings.
+        marginal: Speed-up that the last of these workers adds. Not rounded to whole steps, as ``speedup`` is.
+        pays: Whether there are no more workers than ``Forecast.pays_until``.
     """
 
     workers: int
@@ -238,13 +248,25 @@ class ForecastRow:
     seconds: float | None
     speedup: float
     cost: float | None
-    marginal: float | None
+    marginal: float
     pays: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """A forecast for a recipe: a row for each number of workers, and what to know about them."""
+    """A forecast for a recipe: a row for each number of workers, and what to know about them.
+
+    Attributes:
+        recipe: Its fingerprint.
+        rule: How the LR follows the scale.
+        total_steps: T.
+        base_batch_size: B0.
+        rows: By number of workers.
+        notes: What the forecast could not know.
+        pays_until: The number of workers up to which adding workers pays: further ones, up to twice as many, add less than
+            half of the first one's speed-up each. It comes from the model, whatever rows were asked for; above 64 it is
+            right to a sixteenth. None where 4,096 workers still pay.
+    """
 
     recipe: str
     rule: str
@@ -252,20 +274,11 @@ class Forecast:
     base_batch_size: int
     rows: tuple[ForecastRow, ...]
     notes: tuple[str, ...]
-
-    @property
-    def pays_until(self) -> int | None:
-        """The largest number of workers up to which every worker added paid; None with one row."""
-        best = None
-        for row in self.rows:
-            if not row.pays:
-                break
-            best = row.workers
-        return best if len({row.workers for row in self.rows}) > 1 else None
+    pays_until: int | None
 
     def to_json(self) -> str:
         """All of it as JSON."""
-        return json.dumps({**asdict(self), "pays_until": self.pays_until}, indent=2)
+        return json.dumps(asdict(self), indent=2)
 
     def table(self) -> Table:
         """For a terminal: ``rich.print(forecast.table())``."""
@@ -289,15 +302,10 @@ class Forecast:
 
     def lines(self) -> list[str]:
         """What stands below the table."""
-        paying = self.pays_until
-        if paying is None:
-            return list(self.notes)
-        largest = max(row.workers for row in self.rows)
-        verdict = (
-            f"Every worker up to {paying} adds at least half of what the first one does."
-            if paying == largest
-            else f"Adding workers stops paying after {paying}: each further one adds less than half of what the first does."
-        )
+        if self.pays_until is None:
+            verdict = f"Adding workers still pays at {_MOST:,}: each adds at least half as much as the first."
+        else:
+            verdict = f"Adding workers pays up to {self.pays_until:,}: further ones each add less than half as much as the first."
         return [verdict, *self.notes]
 
     def _columns(self) -> dict[str, list[str]]:
@@ -319,7 +327,7 @@ class Forecast:
         if any(row.seconds is not None for row in rows):
             columns["time"] = [_duration(row.seconds) for row in rows]
         columns["speed-\nup"] = [f"{row.speedup:.2f}" for row in rows]
-        columns["each\nadds"] = ["" if row.marginal is None else f"{row.marginal:.2f}" for row in rows]
+        columns["last\nadds"] = [f"{row.marginal:.2f}" for row in rows]
         if any(row.cost is not None for row in rows):
             columns["cost"] = ["" if row.cost is None else f"{row.cost:,.2f}" for row in rows]
         return columns
@@ -388,7 +396,7 @@ def forecast_recipe(
         config: As for :class:`ray_adascale.AdaScaleTrainer`: batch of a worker, accumulation, rule, averaging window. Passes
             are added where few workers would make less than a base batch. Not the rule "adamscale", whose statistics a
             search does not take.
-        throughput: Time of a step; see :func:`ray_adascale.measure_throughput`. Without one speed-up counts steps.
+        throughput: Time of a step; see :func:`ray_adascale.measure_throughput`. Without one, time is counted in passes.
         cost_per_worker_hour: Price, in any currency; needs ``throughput``.
 
     Raises:
@@ -411,31 +419,35 @@ def forecast_recipe(
             "Invalid rule='adamscale': its gain is taken in Adam's metric, and a search probes plain gradients. There is "
             "no forecast for it."
         )
-    seeds = [recipe.noise, *(repeat.noise for repeat in recipe.repeats if repeat.noise)]
-    pooled = NoiseCurve.from_probes((probe for noise in seeds for probe in noise), recipe.total_steps)
-    single = [NoiseCurve.from_probes(noise, recipe.total_steps) for noise in seeds] if len(seeds) > 1 else []
+    curves = noise_curves(recipe)
 
-    def steps(curve: NoiseCurve, plan: BatchPlan) -> Replay:
+    @functools.cache
+    def steps(curve: int, scale: float, count: int) -> Replay:
         return replay(
-            curve,
-            scale=plan.scale,
-            count=plan.num_samples,
+            curves[curve],
+            scale=scale,
+            count=count,
             total_steps=recipe.total_steps,
             base_batch_size=recipe.base_batch_size,
             rule=made,
             averaging_window=config.averaging_window,
         )
 
+    base = recipe.total_steps * _step_time(throughput, BatchPlan(recipe.base_batch_size, recipe.base_batch_size, 1, 1))
+
+    @functools.cache
+    def speedup(k: int) -> float:
+        plan = config.plan(k)
+        return base / (steps(0, plan.scale, min(plan.num_samples, 2)).exact_steps * _step_time(throughput, plan))
+
+    pays_until = _pays_until(speedup)
     rows: list[ForecastRow] = []
     for k in ks:
         plan = config.plan(k)
-        expected = steps(pooled, plan)
-        spread = [steps(curve, plan).steps for curve in single]
-        seconds = _seconds(throughput, plan, expected.steps)
-        base = _seconds(throughput, BatchPlan(recipe.base_batch_size, recipe.base_batch_size, 1, 1), recipe.total_steps)
-        speedup = base / seconds if base is not None and seconds else recipe.total_steps / expected.steps
-        marginal = (speedup - rows[-1].speedup) / (k - rows[-1].workers) if rows else None
-        worth = rows[0].speedup / rows[0].workers if rows else speedup / k
+        expected, *single = (steps(curve, plan.scale, min(plan.num_samples, 2)) for curve in range(len(curves)))
+        span = [expected.steps, *(one.steps for one in single)]
+        time = expected.steps * _step_time(throughput, plan)
+        seconds = None if throughput is None else time
         rows.append(
             ForecastRow(
                 workers=k,
@@ -444,17 +456,17 @@ def forecast_recipe(
                 scale=plan.scale,
                 num_samples=plan.num_samples,
                 steps=expected.steps,
-                low=min(spread, default=None),
-                high=max(spread, default=None),
+                low=min(span) if single else None,
+                high=max(span) if single else None,
                 mean_gain=expected.mean_gain,
                 efficiency=expected.mean_gain / plan.scale,
                 seconds=seconds,
-                speedup=speedup,
+                speedup=base / time,
                 cost=None
                 if cost_per_worker_hour is None or seconds is None
                 else k * seconds / 3600 * cost_per_worker_hour,
-                marginal=marginal,
-                pays=marginal is None or marginal >= PAYS * worth,
+                marginal=speedup(k) - (speedup(k - 1) if k > 1 else 0.0),
+                pays=pays_until is None or k <= pays_until,
             )
         )
     return Forecast(
@@ -463,15 +475,48 @@ def forecast_recipe(
         total_steps=recipe.total_steps,
         base_batch_size=recipe.base_batch_size,
         rows=tuple(rows),
-        notes=tuple(_notes(recipe, len(seeds), throughput)),
+        notes=tuple(_notes(recipe, max(len(curves) - 1, 1), throughput)),
+        pays_until=pays_until,
     )
 
 
-def _seconds(throughput: Throughput | None, plan: BatchPlan, steps: int) -> float | None:
+def noise_curves(recipe: Recipe) -> list[NoiseCurve]:
+    """The noise of all the recipe's seeds pooled; then that of each alone, where there are several.
+
+    Raises:
+        ValueError: The recipe holds no noise.
+    """
+    seeds = [recipe.noise, *(repeat.noise for repeat in recipe.repeats if repeat.noise)]
+    pooled = [probe for noise in seeds for probe in noise]
+    alone = seeds if len(seeds) > 1 else []
+    return [NoiseCurve.from_probes(noise, recipe.total_steps) for noise in (pooled, *alone)]
+
+
+def _step_time(throughput: Throughput | None, plan: BatchPlan) -> float:
+    """Seconds of a step; without a throughput model its passes, as if each took the same time and nothing else took any."""
     if throughput is None:
-        return None
-    per_worker = plan.global_batch_size // plan.num_samples
-    return steps * throughput.step_seconds(plan.world_size, plan.accumulation, per_worker)
+        return plan.accumulation
+    return throughput.step_seconds(plan.world_size, plan.accumulation, plan.global_batch_size // plan.num_samples)
+
+
+def _pays_until(speedup: Callable[[int], float]) -> int | None:
+    """The first number of workers from which further ones, up to twice as many, add less than ``PAYS · speedup(1)`` each.
+
+    On average over those added, as with a fixed batch three workers may need as many passes as two; where each worker adds
+    less than the one before, that is the last worker to add so much. Above 64 to a sixteenth. None if it is above ``_MOST``.
+    """
+    share = PAYS * speedup(1)
+    tried = list(range(1, 65))
+    while tried[-1] < _MOST:
+        tried.append(tried[-1] + tried[-1] // 16)
+    here = 1
+    while here <= _MOST:
+        more = (k for k in tried if here < k <= 2 * here and speedup(k) - speedup(here) >= share * (k - here))
+        found = next(more, None)
+        if found is None:
+            return here
+        here = found
+    return None
 
 
 def _notes(recipe: Recipe, seeds: int, throughput: Throughput | None) -> list[str]:
@@ -485,7 +530,9 @@ def _notes(recipe: Recipe, seeds: int, throughput: Throughput | None) -> list[st
     if probes < 200:
         notes.append(f"Only {probes} probes: at large scales the steps are rough.")
     if throughput is None:
-        notes.append("Without a throughput model: speed-up counts steps, as if a step took the same time everywhere.")
+        notes.append(
+            "Without a throughput model: speed-up counts passes, as if each took as long, and nothing else took any time."
+        )
     else:
         notes.extend(throughput.notes)
     return notes

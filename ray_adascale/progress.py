@@ -71,7 +71,7 @@ def _line(text: str) -> Text:
 
 
 class RunProgress:
-    """Shows the newest metrics that ``poll`` returns until the ``with`` block ends.
+    """Shows the newest metrics that ``poll`` returns until the ``with`` block ends; then a terminal's display goes.
 
     Args:
         poll: Returns the newest metrics, with ``total_steps``, or None while there are none. Called in a thread of its own.
@@ -134,7 +134,7 @@ class RunProgress:
         live = None
         if self._console.is_terminal:
             # Here and not in the thread: from now on what the program prints goes above the display.
-            live = _live(_line(f"{self._label}  starting"), self._console)
+            live = _live(_line(f"{self._label}  starting"), self._console, transient=True)
             live.start()
         self._thread = threading.Thread(target=self._run, args=(live,), name="ray_adascale-progress", daemon=True)
         self._thread.start()
@@ -161,8 +161,10 @@ class RunProgress:
         while not done:
             done = self._done.wait(self._interval_s)
             metrics = self._newest()
-            shown = last if metrics is None else self.line(metrics)
-            if shown != last:  # also at the end, so that a short run has its line too
+            if metrics is None or metrics["effective_steps"] >= metrics["total_steps"]:
+                continue  # of a run that has reached its end the result is told
+            shown = self.line(metrics)
+            if shown != last:  # also when it stops short, so that one knows where
                 print(shown, file=self._console.file, flush=True)
                 last = shown
 
@@ -198,7 +200,7 @@ class SearchProgress:
         self._show()
 
     def finish(self, trial_id: str, line: str, best: str) -> None:
-        """A trial has ended: ``line`` is said of it, and ``best`` is the best of all so far, or empty."""
+        """A trial has ended: ``line`` is said of it, and ``best`` is what leads so far, or empty."""
         self._running.pop(trial_id, None)
         self._done += 1
         self._best = best

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ._version import __version__
-from .forecast import Forecast, NoiseCurve, pyplot, replay
+from .forecast import Forecast, noise_curves, pyplot, replay
 from .metrics import METRICS
 from .recipe import Recipe
 from .trace import read_trace
@@ -105,6 +105,11 @@ def trace_path(run: str | os.PathLike[str]) -> Path:
     kept = sorted(path.glob("checkpoint_*/trace.jsonl"))
     if kept:
         return kept[-1]
+    if (path / "search.json").is_file():
+        raise ValueError(
+            f"Invalid run {str(run)!r}: a search, whose trials keep no trace. Give the folder of a run, as `ray-adascale train` "
+            "makes; the base run, too, can be one, with --num-workers 1."
+        )
     what = "no trace.jsonl in it or in its checkpoints" if path.is_dir() else "no such file or folder"
     raise ValueError(
         f"Invalid run {str(run)!r}: {what}. Give a trace.jsonl, or the folder of a run (its name under the storage path)."
@@ -124,7 +129,8 @@ def load_run(run: str | os.PathLike[str], *, label: str | None = None) -> RunTra
     path = trace_path(run)
     rows = read_trace(path)
     if not rows:
-        raise ValueError(f"Invalid run {str(run)!r}: its trace is empty, no optimizer step was taken.")
+        why = "no optimizer step was taken" if path.stat().st_size == 0 else "it is not JSON lines, one for each step"
+        raise ValueError(f"Invalid run {str(run)!r}: there are no steps in {path}; {why}.")
     for key in ("effective_steps", "optimizer_steps", "progress", "scale", "gain"):
         if math.isnan(_number(rows[-1].get(key))):
             raise ValueError(f"Invalid run {str(run)!r}: {path} has no {key!r} in its last row. Is it a run's trace?")
@@ -135,7 +141,7 @@ def load_run(run: str | os.PathLike[str], *, label: str | None = None) -> RunTra
 
 
 def write_report(
-    runs: Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str]],
+    runs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str]],
     output: str | os.PathLike[str] = "report.html",
     *,
     recipe: Recipe | None = None,
@@ -144,7 +150,8 @@ def write_report(
     """Write the page, and each of its plots as a PNG beside it (``report-loss.png`` ...).
 
     Args:
-        runs: Traces, or folders that hold one; the base run first, if there is one. As a mapping: by label.
+        runs: Traces, or folders that hold one: one of them, or several, the base run first, if there is one. As a mapping: by
+            label.
         output: The HTML file; its folder is made if missing.
         recipe: Shown; and its noise gives the forecast that the runs are compared with.
         forecast: A forecast made beforehand, whose rows are compared with the runs of the same scale and workers.
@@ -153,13 +160,17 @@ def write_report(
         The HTML file's path.
 
     Raises:
-        ValueError: A run has no trace, or matplotlib is missing.
+        ValueError: A run has no trace, the output is a folder, or matplotlib is missing.
     """
+    if isinstance(runs, str | os.PathLike):
+        runs = [runs]
     named = list(runs.items()) if isinstance(runs, Mapping) else [(None, run) for run in runs]
     if not named:
         raise ValueError("Invalid runs: none given. Give at least one trace.jsonl or run folder.")
     loaded = _distinct([load_run(run, label=label) for label, run in named])
     output = Path(output).expanduser()
+    if output.is_dir():
+        raise ValueError(f"Invalid output {str(output)!r}: a folder. Name the HTML file.")
     output.parent.mkdir(parents=True, exist_ok=True)
     figures = []
     for panel in _panels(loaded):
@@ -467,37 +478,57 @@ def _forecast_table(runs: list[RunTrace], recipe: Recipe | None, forecast: Forec
         return ""
     rows = []
     for i, run in enumerate(runs):
-        scales, last = {row["scale"] for row in run.rows}, run.last
-        if scales == {1}:
+        scales, taken = run.column("scale"), run.last["optimizer_steps"]
+        if (scales == 1).all():
             continue
-        name, taken = _name(runs, i), last["optimizer_steps"]
-        if len(scales) > 1:
-            rows.append([name, _steady(run.column("scale").tolist()), "", f"{taken:,}", "resized"])
-            continue
-        steps, total = predict(last["scale"], last["world_size"])
-        if steps is None:
-            rows.append([name, f"{last['scale']:g}", "", f"{taken:,}", "not forecast"])
-        elif last["effective_steps"] < total:
-            share = last["effective_steps"] / total
-            rows.append([name, f"{last['scale']:g}", f"{steps:,}", f"{taken:,}", f"not finished: at {share:.0%}"])
-        else:
-            rows.append([name, f"{last['scale']:g}", f"{steps:,}", f"{taken:,}", f"{steps / taken - 1:+.1%}"])
-    return _table(["run", "S", "steps forecast", "steps taken", "off by"], rows) if rows else ""
+        said = predict(run)
+        shown = ("", "", said) if isinstance(said, str) else said
+        rows.append([_name(runs, i), _steady(scales.tolist()), *shown[:2], f"{taken:,}", shown[2]])
+    return _table(["run", "S", "steps forecast", "over seeds", "steps taken", "off by"], rows) if rows else ""
 
 
 def _predictor(
     recipe: Recipe | None, forecast: Forecast | None
-) -> Callable[[float, int], tuple[int | None, int]] | None:
-    """(S, workers) -> (steps, T): from the forecast's rows where one is given, else replayed from the recipe's noise."""
+) -> Callable[[RunTrace], tuple[str, str, str] | str] | None:
+    """For a run: steps, those over seeds, and how far off they are; or why there are none.
+
+    From the forecast's rows where one is given, else replayed from the recipe's noise.
+    """
     if forecast is not None:
-        known = {(row.scale, row.workers): row.steps for row in forecast.rows}
-        return lambda scale, workers: (known.get((scale, workers)), forecast.total_steps)
-    if recipe is None or not recipe.noise:
+        total, known = forecast.total_steps, {(row.scale, row.workers): row for row in forecast.rows}
+    elif recipe is not None and recipe.noise:
+        total, curves = recipe.total_steps, noise_curves(recipe)
+    else:
         return None
-    seeds = [recipe.noise, *(repeat.noise for repeat in recipe.repeats)]
-    curve = NoiseCurve.from_probes((probe for noise in seeds for probe in noise), recipe.total_steps)
-    total = recipe.total_steps
-    return lambda scale, workers: (replay(curve, scale=scale, count=2, total_steps=total).steps, total)
+
+    def predict(run: RunTrace) -> tuple[str, str, str] | str:
+        last = run.last
+        if len(set(run.column("scale"))) > 1:
+            return "resized"
+        if recipe is not None and not _follows(run, recipe):
+            return "not this recipe's schedule"
+        if forecast is None:
+            if not math.isclose(last["progress"], last["effective_steps"], rel_tol=1e-6):
+                return "another rule than AdaScale's"
+            steps, *alone = (replay(curve, scale=last["scale"], count=2, total_steps=total).steps for curve in curves)
+            span = (steps, *alone) if alone else ()
+        else:
+            row = known.get((last["scale"], last["world_size"]))
+            if row is None:
+                return "not forecast"
+            steps, span = row.steps, () if row.low is None or row.high is None else (row.low, row.high)
+        done, taken = last["effective_steps"] / total, last["optimizer_steps"]
+        off = f"{steps / taken - 1:+.1%}" if done >= 1 else f"not finished: at {done:.0%}"
+        return f"{steps:,}", f"{min(span):,}–{max(span):,}" if span else "", off
+
+    return predict
+
+
+def _follows(run: RunTrace, recipe: Recipe) -> bool:
+    """Whether the run began at the recipe's learning rate; also where its trace doesn't tell."""
+    first = run.rows[0]
+    rate = _number(first.get("lr"))
+    return first["optimizer_steps"] != 1 or math.isnan(rate) or math.isclose(rate, recipe.lr_curve[0][0], rel_tol=1e-6)
 
 
 def _recipe_text(recipe: Recipe | None) -> str:

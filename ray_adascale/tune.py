@@ -13,6 +13,7 @@ import threading
 import time
 import uuid
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -77,8 +78,62 @@ class _Finished:
         return f"{type(self.error).__name__}: {lines[0]}" if lines else type(self.error).__name__
 
 
+class _BestTrial:
+    """What decides among trials: the best score. Called with each that has ended; (score, description) of the best so far."""
+
+    def __init__(self) -> None:
+        self._best: tuple[_Finished, dict[str, Any]] | None = None
+
+    def __call__(self, trial: _Finished) -> tuple[str, str]:
+        outcome = trial.outcome
+        if outcome is not None and (self._best is None or _better(outcome, self._best[1])):
+            self._best = trial, outcome
+        if self._best is None:
+            return "", ""
+        best, outcome = self._best
+        score = f"{outcome['score']:.4g}"
+        return f"best {score}", f"{outcome['metric']} {score} at {describe_config(best.config)}"
+
+
+class _BestMean:
+    """What decides among repeats: the best mean over all the seeds of a config. Called and returns as :class:`_BestTrial`."""
+
+    def __init__(self, entries: list[Entry]) -> None:
+        self._entries = entries
+        self._trials: list[_Finished] = []
+
+    def __call__(self, trial: _Finished) -> tuple[str, str]:
+        self._trials.append(trial)
+        wanted = Counter(entry.rank for entry in self._entries)
+        ended = Counter(self._entry(t).rank for t in self._trials)
+        whole = [t for t in self._trials if ended[self._entry(t).rank] == wanted[self._entry(t).rank]]
+        outcome = next((t.outcome for t in whole if t.outcome is not None), None)
+        if outcome is None:
+            return "", ""
+        try:
+            rank, repeats = _best_mean(self._entries, whole, outcome["mode"])
+        except RuntimeError:  # each of them has a repeat that failed
+            return "", ""
+        config = next(entry.hyperparameters for entry in self._entries if entry.rank == rank)
+        mean = f"{statistics.mean(repeat.score for repeat in repeats):.4g}"
+        over = f"over {len(repeats)} seed{'' if len(repeats) == 1 else 's'}"
+        return f"best mean {mean}", f"mean {outcome['metric']} {mean} {over} at {describe_config(config)}"
+
+    def _entry(self, trial: _Finished) -> Entry:
+        return self._entries[trial.config["repeat"]]
+
+
 class _Watch(tune.Callback):
-    """Collects the trials as they end, and says a line about each."""
+    """Collects the trials as they end, and says a line about each.
+
+    Args:
+        total: How many there will be.
+        verbose: Whether anything is said.
+        what: They are called, "trial" or "repeat".
+        earlier: The search was started before: those that end without a word may have been told then.
+        describe: A trial's config, for people.
+        best: See :class:`_BestTrial`.
+    """
 
     def __init__(
         self,
@@ -87,7 +142,8 @@ class _Watch(tune.Callback):
         verbose: bool,
         what: str = "trial",
         earlier: bool = False,
-        describe: Callable[[Mapping[str, Any]], str] | None = None,
+        describe: Callable[[Mapping[str, Any]], str] = describe_config,
+        best: Callable[[_Finished], tuple[str, str]] | None = None,
     ) -> None:
         self.finished: dict[str, _Finished] = {}
         self.fatal: MissingMetric | None = None
@@ -96,8 +152,8 @@ class _Watch(tune.Callback):
         self.progress = SearchProgress(what, total) if verbose else None
         self.what = what
         self._earlier = earlier
-        self._config_text = describe_config if describe is None else describe
-        self._best: dict[str, Any] | None = None
+        self._config_text = describe
+        self._best = _BestTrial() if best is None else best
 
     def __reduce__(self) -> Any:
         # Tune pickles its callbacks for a search to be restored with; what comes back is the watch of that restart.
@@ -137,18 +193,15 @@ class _Watch(tune.Callback):
         if trial.trial_id in self.finished or self.fatal is not None:
             return
         self.finished[trial.trial_id] = trial
-        outcome = trial.outcome
-        if outcome is not None and (self._best is None or _better(outcome, self._best)):
-            self._best = outcome
+        score, best = self._best(trial)
         if self.progress is None:
             return
         if quiet:
             self.progress.skip(trial.trial_id)
             return
-        best = "" if self._best is None else f"{self._best['metric']} {self._best['score']:.4g}"
-        self.progress.finish(trial.trial_id, self._describe(trial), best)
+        self.progress.finish(trial.trial_id, self._describe(trial, score), best)
 
-    def _describe(self, trial: _Finished) -> str:
+    def _describe(self, trial: _Finished, best: str) -> str:
         where = f"at {self._config_text(trial.config)}"
         if trial.error is not None:
             return f"failed {where}: {trial.error_line}"
@@ -156,8 +209,7 @@ class _Watch(tune.Callback):
         if outcome is None:
             tau, total = trial.metrics.get("effective_steps", 0), trial.metrics.get("total_steps", "?")
             return f"stopped early {where}, at effective step {tau:.0f} of {total}"
-        assert self._best is not None
-        return f"{outcome['metric']} {outcome['score']:.4g} {where} (best {self._best['score']:.4g})"
+        return f"{outcome['metric']} {outcome['score']:.4g} {where}{best and f' ({best})'}"
 
 
 _watching: dict[str, _Watch] = {}  # "trial" or "repeat" -> the watch of the search that runs in this process
@@ -396,6 +448,7 @@ def tune_recipe(
                 what="repeat",
                 earlier=earlier,
                 describe=lambda config: str(entries[config["repeat"]]),
+                best=_BestMean(entries),
             ),
         )
         failed += [
@@ -687,11 +740,13 @@ def _ranking(trials: list[_Finished]) -> list[tuple[_Finished, dict[str, Any]]]:
     failed = [trial for trial in trials if trial.error is not None]
     if not failed:
         raise RuntimeError(f"No trial reached the end: the scheduler stopped all {len(trials)}.")
-    first = failed[0]
+    line, alike = Counter(trial.error_line for trial in failed).most_common(1)[0]
+    first = next(trial for trial in failed if trial.error_line == line)
+    told = "The first" if alike == len(failed) else f"{alike} of them alike; the first"
     others = "" if len(failed) == len(trials) else ", the scheduler stopped the others"
     raise RuntimeError(
-        f"No trial reached the end: {len(failed)} of {len(trials)} failed{others}. The first, {first.trial_id} at "
-        f"{describe_config(first.config)}: {first.error_line}"
+        f"No trial reached the end: {len(failed)} of {len(trials)} failed{others}. {told}, {first.trial_id} at "
+        f"{describe_config(first.config)}: {line}"
     ) from first.error
 
 

@@ -17,7 +17,6 @@ DOCS = Path(__file__).parent.parent / "docs"
 # Whose parameters are described elsewhere, and where.
 ELSEWHERE = {
     "prepare": "its docstring says that they are Run's",
-    "Forecast": "made by forecast_recipe(), read by its users",
 }
 
 

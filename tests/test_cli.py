@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +126,59 @@ def test_tune_takes_the_space_beside_the_workload_and_writes_the_recipe(
     assert called["space"] == {"lr": 0.2}
 
 
+def test_tune_takes_the_same_words_as_train(called: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "mine_cli_words.py").write_text(
+        "param_space = {'lr': 0.1, 'depth': [1, 2]}\ndef workload(config): ...\n"
+    )
+    words = ["path=data", "--precision=bf16", "--evaluate-every=5", "--seed=7", "-c", "grad_clip=1", "depth=3"]
+    spec, target = f"{tmp_path / 'mine_cli_words.py'}:workload", f"--output={tmp_path / 'out.json'}"
+    assert cli.main(["tune", spec, *words, "--base-batch-size=8", "--total-epochs=2", target]) == 0
+    assert called["space"] == {"lr": 0.1, "depth": 3, "path": "data"}
+    expected = AdaScaleConfig(precision="bf16", evaluate_every=5.0, seed=7, grad_clip=1.0)
+    assert (called["config"], called["seed"]) == (expected, 7)
+    assert cli.main(["train", spec, *words, "--base-batch-size=8", "--total-epochs=2"]) == 0
+    assert called["hyperparameters"] == {"path": "data", "depth": 3}
+    assert called["config"] == dataclasses.replace(expected, base_batch_size=8, total_epochs=2.0)
+
+
+@pytest.mark.parametrize("how", ["option", "environment"])
+def test_no_cluster_at_the_address(
+    how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a fake: Ray itself is asked, or would be, and would take minutes."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound and not listening: nobody else gets the port, and nobody answers
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        for at, said in (
+            (address, "refused"),
+            (f"ray://{address}", "refused"),
+            ("nonsense", "Invalid address format"),
+        ):
+            if how == "environment":
+                monkeypatch.setenv("RAY_ADDRESS", at)
+            option = [f"--address={at}"] if how == "option" else []
+            assert cli.main([*TRAIN, "--name=x", f"--storage-path={tmp_path}", *option]) == 2
+            err = capsys.readouterr().err
+            assert err.startswith(f"ray-adascale: Invalid address {at!r}: no Ray cluster answers there (")
+            assert said in err
+            assert err.count("\n") == 1
+            if how == "environment":
+                break  # the rest is the same
+
+
+def test_ray_that_does_not_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(address: str | None = None) -> None:
+        raise TimeoutError("no redis\nand more") if address is None else ConnectionError("Could not find any")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cluster, "quiet_init", fail)
+    assert cli.main(TRAIN) == 1
+    assert capsys.readouterr().err == "ray-adascale: Ray could not be started here. TimeoutError: no redis\n"
+    assert cli.main([*TRAIN, "--address=auto"]) == 2
+    assert "Invalid address 'auto': no Ray cluster answers there (Could not find any)." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -132,7 +187,10 @@ def test_tune_takes_the_space_beside_the_workload_and_writes_the_recipe(
         (["train", WORKLOAD, "--num-workers=many", "--base-batch-size=4", "--total-steps=4"], "num-workers"),
         (["train", WORKLOAD, "depth", "--base-batch-size=4", "--total-steps=4"], "key=value"),
         (["train", WORKLOAD, "--base-batch-size=0", "--total-steps=4"], "base_batch_size"),
-        (["tune", f"{WORKLOAD[:-8]}flat", "--base-batch-size=4", "--total-steps=4"], "param_space"),
+        (
+            ["tune", f"{WORKLOAD[:-8]}flat", "--base-batch-size=4", "--total-steps=4"],
+            "No search space beside the workload",
+        ),
         ([*TRAIN, "-c", "grad_clips=1"], "grad_clips=...: AdaScaleConfig has no such field. It has accept_changes"),
         ([*TRAIN, "-c", "shuffle=no"], "Invalid --config shuffle='no'. Must be true or false"),
         ([*TRAIN, "-c", "num_loader_workers=1.5"], "num_loader_workers=1.5. Must be a whole number"),
@@ -141,10 +199,12 @@ def test_tune_takes_the_space_beside_the_workload_and_writes_the_recipe(
         ([*TRAIN, "-c", "grad_clip=-1"], "AdaScaleConfig(grad_clip=-1.0)"),
         ([*TRAIN, "-c", "seed=1", "--seed=2"], "seed is given twice"),
         ([*TRAIN, "-c", "seed"], "Must be key=value"),
-        (["resume", "/nowhere/x"], "no ray_adascale.json in"),
+        ([*TRAIN, "a=1", "a=2"], "Invalid override 'a=2': a is given twice"),
+        (["resume", "/nowhere/x"], "no ray_adascale.json in /nowhere/x."),
         (["report", "/nowhere/x"], "Invalid run '/nowhere/x': no such file or folder"),
         (["describe", "/nowhere/x"], "Invalid path '/nowhere/x'"),
-        (["forecast", "/nowhere/recipe.json"], "/nowhere/recipe.json"),
+        (["forecast", "/nowhere/recipe.json"], "ray-adascale: No such file or directory: /nowhere/recipe.json\n"),
+        (["forecast", f"{RECIPE_2}/x"], f"ray-adascale: Not a directory: {RECIPE_2}/x\n"),
     ],
 )
 def test_mistakes_exit_with_2_and_name_the_value(
@@ -211,6 +271,20 @@ def test_help_and_unknown_options(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as stopped:
             cli.main(arguments)
         assert stopped.value.code == code
+    for arguments in (["tune", WORKLOAD, "--base-batch-size=4"], [*TRAIN, "--total-epochs=1"]):
+        with pytest.raises(SystemExit) as stopped:  # a length, and one only
+            cli.main(arguments)
+        assert stopped.value.code == 2
+
+
+@pytest.mark.parametrize("command", ["tune", "forecast", "train", "resume", "report", "describe"])
+def test_every_option_is_explained(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    (parser,) = (action for action in cli._parser()._actions if isinstance(action.choices, dict))
+    for action in parser.choices[command]._actions:
+        assert action.help
+        assert action.metavar or action.choices or action.nargs == 0 or len(action.dest) <= 8, action.dest
 
 
 def test_any_setting_can_be_given(called: dict[str, Any]) -> None:
@@ -280,7 +354,7 @@ def test_forecast_prints_a_table_or_json_and_draws(tmp_path: Path, capsys: pytes
     assert [(row["workers"], row["scale"]) for row in rows] == [(1, 2.0), (4, 8.0)]
     for more, message in (
         (["--run=x"], "--run needs --measure"),
-        (["--cost-per-worker-hour=2"], "cost_per_worker_hour=2.0 without throughput"),
+        (["--cost-per-worker-hour=2"], "--cost-per-worker-hour needs --measure"),
         (["--workers=1;2"], "Invalid --workers '1;2'"),
     ):
         assert cli.main([*common, *more]) == 2
@@ -348,6 +422,41 @@ def test_describe_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "DAMAGED" in capsys.readouterr().out
     assert cli.main(["describe", str(tmp_path / "run")]) == 0
     assert "newest whole one none" in capsys.readouterr().out
+
+
+def test_what_cannot_be_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, text, message in (
+        ("search.json", "{}", "a search. It goes on with the `ray-adascale tune` that started it, with --name mine"),
+        ("ray_adascale.json", "{", "ray_adascale.json is damaged"),
+        ("ray_adascale.json", "[]", "no ray_adascale.json in"),
+    ):
+        folder = tmp_path / name / "mine"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+        assert cli.main(["resume", "mine", f"--storage-path={tmp_path / name}"]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_run_that_an_older_version_started_is_resumed(
+    called: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stored: dict[str, Any] = {}
+    monkeypatch.setattr(json_files, "write_json", lambda path, value: stored.update(value))
+    monkeypatch.setattr(json_files, "read_json", lambda path: dict(stored))
+    assert cli.main([*TRAIN, "--name=x", f"--storage-path={tmp_path}", "--rule=sqrt"]) == 0
+    before = called["config"]
+    for option in ("evaluate_every", "max_failures"):  # of which it knew nothing
+        del stored[option]
+    called.clear()
+    assert cli.main(["resume", "x", f"--storage-path={tmp_path}"]) == 0
+    assert called["config"] == before
+
+
+def test_a_workload_that_fails_as_it_is_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "mine_cli_fails.py").write_text("def workload(config):\n    return config['depth']\n")
+    spec = f"{tmp_path / 'mine_cli_fails.py'}:workload"
+    assert cli.main(["forecast", str(RECIPE_2), f"--measure={spec}"]) == 1
+    assert capsys.readouterr().err == f"ray-adascale: Measuring {spec} failed. KeyError: 'depth'\n"
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ def test_constant_noise_takes_total_steps_over_the_gain() -> None:
     assert again.gains == pytest.approx([16 / 7] * 7)
     assert again.effective_steps == again.progress == pytest.approx(16)
     assert again.tau == pytest.approx([16 / 7 * t for t in range(7)])
+    assert again.exact_steps == pytest.approx(15 * 7 / 16)  # of the seventh step only what was left
     assert limit_steps(curve((0, 3, 1)), scale=4, total_steps=15) == pytest.approx(15 * 7 / 16)
 
 
@@ -319,20 +320,16 @@ def rows_of(made: Forecast) -> list[tuple[Any, ...]]:
 
 def test_time_cost_and_where_it_stops_paying() -> None:
     # Under the linear rule k workers take 100/k steps of 1 + 0.5·(k−1)/k seconds: 100; 50·1.25; 25·1.375; 12.5→13·1.4375.
+    # Without the rounding k workers are k²/(1.5k − 0.5) times as fast, so the 4th adds 16/5.5 − 9/4 and the 8th 64/11.5 − 4.9.
     made = forecast_recipe(
         recipe([(0, 3, 1)]), workers=[8, 1, 2, 4], config=LINEAR, throughput=MODEL, cost_per_worker_hour=3600
     )
     assert rows_of(made) == [
-        (1, 100, 100, 1, 100, None, True),
+        (1, 100, 100, 1, 100, 1, True),
         (2, 50, 62.5, pytest.approx(1.6), 125, pytest.approx(0.6), True),
-        (4, 25, 34.375, pytest.approx(100 / 34.375), 137.5, pytest.approx(0.6545, rel=1e-3), True),
-        (8, 13, 18.6875, pytest.approx(100 / 18.6875), 149.5, pytest.approx(0.6105, rel=1e-3), True),
+        (4, 25, 34.375, pytest.approx(100 / 34.375), 137.5, pytest.approx(16 / 5.5 - 2.25), True),
+        (8, 13, 18.6875, pytest.approx(100 / 18.6875), 149.5, pytest.approx(64 / 11.5 - 4.9), True),
     ]
-    assert made.pays_until == 8
-    # Synchronisation of up to a second: 50 steps of 1.5 s are 1.33 times as fast, so the second worker adds a third.
-    slow = Throughput(per_worker_batch_size=8, pass_s=1.0, volume_s=1.0)
-    third = forecast_recipe(recipe([(0, 3, 1)]), workers=[1, 2], config=LINEAR, throughput=slow).rows[1]
-    assert (third.marginal, third.pays) == (pytest.approx(1 / 3), False)
     # A noiseless gradient: r = 1 whatever the batch, so further workers only cost.
     useless = forecast_recipe(recipe([(0, 0, 1)]), workers=[1, 2, 4], throughput=MODEL)
     assert [(row.steps, row.efficiency, row.pays) for row in useless.rows] == [
@@ -341,15 +338,58 @@ def test_time_cost_and_where_it_stops_paying() -> None:
         (100, 0.25, False),
     ]
     assert useless.pays_until == 1
-    assert "stops paying after 1" in useless.lines()[0]
+    assert "pays up to 1:" in useless.lines()[0]
     # Nothing but noise: r = S.
     assert [row.steps for row in forecast_recipe(recipe([(0, 1, 0)]), workers=[1, 2, 4, 8]).rows] == [100, 50, 25, 13]
 
 
-def test_without_throughput_speed_up_counts_steps() -> None:
+@pytest.mark.parametrize("workers", [[1], [1, 2, 4, 8], [3, 100]])
+def test_where_it_stops_paying_does_not_depend_on_what_was_asked(workers: list[int]) -> None:
+    # Steps of 1 + 0.1·(k−1) seconds: k workers are k/(0.9 + 0.1k) times as fast, and the k-th adds 90/((9 + k)·(8 + k)):
+    # 90/156 = 0.58 the 4th, 90/182 = 0.49 the 5th. The first one's half is 0.5.
+    hops = Throughput(per_worker_batch_size=8, pass_s=1.0, hop_s=0.1)
+    made = forecast_recipe(recipe([(0, 3, 1)], 10_000), workers=workers, config=LINEAR, throughput=hops)
+    assert made.pays_until == 4
+    assert [row.pays for row in made.rows] == [k <= 4 for k in workers]
+    assert [row.marginal for row in made.rows] == pytest.approx([90 / ((9 + k) * (8 + k)) for k in workers])
+    assert made.lines()[0].startswith("Adding workers pays up to 4:")
+
+
+def test_paying_for_many_workers() -> None:
+    # As above with a hundredth: 0.99/((0.99 + 0.01k)·(0.98 + 0.01k)) ≥ 0.5 up to k = 42.
+    hops = Throughput(per_worker_batch_size=8, pass_s=1.0, hop_s=0.01)
+    long = recipe([(0, 3, 1)], 10_000)
+    assert forecast_recipe(long, workers=[1], config=LINEAR, throughput=hops).pays_until == 42
+    # A thousandth: up to k = 414; above 64 to a sixteenth.
+    hops = Throughput(per_worker_batch_size=8, pass_s=1.0, hop_s=0.001)
+    assert forecast_recipe(long, workers=[1], config=LINEAR, throughput=hops).pays_until == pytest.approx(
+        414, rel=1 / 16
+    )
+    without = forecast_recipe(long, workers=[5000], config=LINEAR)
+    assert (without.pays_until, without.rows[0].pays) == (None, True)
+    assert "still pays at 4,096" in without.lines()[0]
+
+
+def test_a_staircase_pays_by_what_its_steps_bring_together() -> None:
+    # A batch of 64 in passes of 8: 3 workers need 3 passes as 64/24 is rounded up, 5 to 7 need 2 as 4 do, 8 need one.
+    fixed = AdaScaleConfig(global_batch_size=64, per_worker_batch_size=8)
+    made = forecast_recipe(recipe([(0, 1, 0)]), workers=[1, 2, 3, 4, 5, 8, 16], config=fixed)
+    assert [row.accumulation for row in made.rows] == [8, 4, 3, 2, 2, 1, 1]
+    assert [row.speedup for row in made.rows] == pytest.approx([100 / 13 / passes for passes in (8, 4, 3, 2, 2, 1, 1)])
+    assert made.rows[4].marginal == 0
+    assert made.pays_until == 8
+
+
+def test_passes_take_time_also_without_throughput() -> None:
+    # Nothing but noise, so r = S = 2; but the one worker takes two passes for each step.
+    made = forecast_recipe(recipe([(0, 1, 0)]), workers=[1], config=AdaScaleConfig(accumulation=2))
+    assert (made.rows[0].steps, made.rows[0].speedup) == (50, 1)
+
+
+def test_without_throughput_speed_up_counts_passes() -> None:
     made = forecast_recipe(recipe([(0, 1, 0)]), workers=[1, 4])
     assert [(row.seconds, row.cost, row.speedup) for row in made.rows] == [(None, None, 1), (None, None, 4)]
-    assert any("speed-up counts steps" in note for note in made.notes)
+    assert any("speed-up counts passes" in note for note in made.notes)
     with pytest.raises(ValueError, match=r"cost_per_worker_hour=2 without throughput"):
         forecast_recipe(recipe([(0, 1, 0)]), workers=[1, 4], cost_per_worker_hour=2)
 
@@ -381,6 +421,13 @@ def test_the_interval_is_that_of_the_seeds() -> None:
     assert (row.low, row.high) == (25, 100)
     assert 25 < row.steps < 100
     assert "25–100" in text(forecast_recipe(twice, workers=[4]))
+    # Two seeds with the gain at one end each, S = 4, and 1 at the other: alone they agree, and pooled it takes fewer steps.
+    crossed = recipe(
+        [(0, 3, 0), (49, 3, 0), (51, 0, 2), (99, 0, 2)],
+        repeats=[Repeat(seed=1, score=0.5, noise=probes([(0, 0, 2), (49, 0, 2), (51, 3, 0), (99, 3, 0)]))],
+    )
+    row = forecast_recipe(crossed, workers=[4]).rows[0]
+    assert row.low == row.steps < row.high - 5
     alone = forecast_recipe(recipe([(0, 3, 0)]), workers=[4])
     assert (alone.rows[0].low, alone.rows[0].high) == (None, None)
     assert "No interval" in alone.notes[0]
@@ -417,10 +464,10 @@ def test_table_and_json() -> None:
     assert max(map(len, lines)) <= 80
     # The gain, with μ² shrinking: r = (3 + e)/(3/4 + e), e = (r/4)^¼ has the solution 2.38.
     cells = next(line.split() for line in lines if line.split()[:1] == ["4"])
-    assert cells == ["4", "32", "4", "25", "2.38", "59%", "34.4", "s", "2.91", "0.64", "0.14"]
-    assert "Every worker up to 4 adds" in text(made)
+    assert cells == ["4", "32", "4", "25", "2.38", "59%", "34.4", "s", "2.91", "0.66", "0.14"]
+    assert "Adding workers pays up to" in text(made)
     read = json.loads(made.to_json())
-    assert read["pays_until"] == 4
+    assert read["pays_until"] == made.pays_until
     assert read["rows"][1]["seconds"] == 34.375
     assert read["recipe"] == recipe([(0, 3, 1)]).fingerprint
 

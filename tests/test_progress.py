@@ -48,6 +48,20 @@ def test_a_run_shorter_than_the_interval_has_its_line() -> None:
     )
 
 
+def test_the_end_is_left_to_the_result() -> None:
+    out = console(terminal=False)
+    with RunProgress(lambda: metrics(100.5), label="mine", interval_s=0.01, console=out):
+        time.sleep(0.1)
+    assert text_of(out) == ""
+    out = console(terminal=True)
+    with RunProgress(lambda: metrics(100.5), label="mine", console=out):
+        time.sleep(0.7)
+    assert isinstance(out.file, io.StringIO)
+    _, shown, after = out.file.getvalue().rpartition("100%")
+    assert shown
+    assert "\x1b[2K" in after  # erased
+
+
 def test_a_terminal_shows_a_bar_the_state_and_the_users_metrics() -> None:
     out = console(terminal=True)
     with RunProgress(lambda: {**metrics(25.0), "accuracy": 0.97123}, label="mine", console=out):
@@ -137,4 +151,4 @@ def test_a_searchs_lines_stay_above_its_display_and_the_display_goes(capsys: pyt
     assert shown.count("repeat 1 of 1: error 0.1 at lr=0.1, seed 4") == 1
     assert "repeats" in shown
     assert isinstance(out.file, io.StringIO)
-    assert out.file.getvalue().endswith(("\x1b[2K", "\x1b[?25h"))  # erased, and the cursor is back
+    assert "\x1b[2K" in out.file.getvalue().rpartition("best error")[2]  # erased

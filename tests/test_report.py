@@ -14,10 +14,11 @@ import pytest
 
 from ray_adascale import AdaScaleConfig
 from ray_adascale.forecast import forecast_recipe
+from ray_adascale.recipe import Repeat
 from ray_adascale.report import RunTrace, _draw, _line, _panels, _stretches, load_run, trace_path, write_report
 from ray_adascale.trace import Trace
 
-from .test_forecast import recipe
+from .test_forecast import probes, recipe
 
 NASTY = "<script>alert('$x_{$')</script>&amp;"
 
@@ -128,7 +129,7 @@ def test_page_says_what_the_runs_did(make: Callable[..., Page], tmp_path: Path) 
         ["scaled", "2", "4", "10", "20", "2.00", "50%", "0.1000", "0.8000"],
     ]
     # r = 2.38 with these σ², μ² (see test_forecast): ⌈20 / 2.38⌉ = 9 steps, 10 % too few. The base run is not compared.
-    assert page.tables[1][1:] == [["scaled", "4", "9", "10", "-10.0%"]]
+    assert page.tables[1][1:] == [["scaled", "4", "9", "", "10", "-10.0%"]]
     assert page.headings == ["Runs", "Forecast and actual", "Plots", "Recipe"]
     assert page.tags.count("figure") == page.tags.count("svg") == 7
     text = (tmp_path / "out" / "report.html").read_text()
@@ -180,7 +181,7 @@ def test_restarts_and_resizes_are_marked(make: Callable[..., Page], tmp_path: Pa
         ["mine", "4", "restarted"],
         ["mine", "6", "resized from 2 workers (S = 4) to 4 workers (S = 8)"],
     ]
-    assert page.tables[2][1:] == [["mine", "4 → 8", "", "5", "resized"]]
+    assert page.tables[2][1:] == [["mine", "4 → 8", "", "", "5", "resized"]]
     assert page.tags.count("svg") == 6
     text = (tmp_path / "out" / "report.html").read_text()
     assert "Vertical lines" in text
@@ -197,9 +198,22 @@ def test_forecast_against_actual(make: Callable[..., Page], tmp_path: Path) -> N
     )  # r = S: 5 steps
     page = make(done, half, other, forecast=made)
     assert page.tables[1][1:] == [
-        ["done", "4", "5", "10", "-50.0%"],
-        ["half", "4", "5", "5", "not finished: at 50%"],
-        ["other", "4", "", "10", "not forecast"],
+        ["done", "4", "5", "", "10", "-50.0%"],
+        ["half", "4", "5", "", "5", "not finished: at 50%"],
+        ["other", "4", "", "", "10", "not forecast"],
+    ]
+    # From a recipe: of two seeds, r = S and r = 1, so 5 and 20 steps; and nothing of what it can't be asked about.
+    rule = write(tmp_path / "rule" / "trace.jsonl", [row(s, progress=1.5 * s) for s in range(1, 11)])
+    lr = write(tmp_path / "lr" / "trace.jsonl", [row(s, lr=0.2) for s in range(1, 11)])
+    second = [Repeat(seed=1, score=0.5, noise=probes([(0, 0, 2)]))]
+    first = make(done, recipe=recipe([(0, 3, 0)], 20, repeats=second)).tables[1][1]
+    others = make(done, rule, lr, recipe=recipe([(0, 3, 0)], 20)).tables[1][1:]
+    assert (first[0], first[3], first[4]) == ("done", "5–20", "10")
+    assert 5 < int(first[2]) < 20
+    assert others == [
+        ["done", "4", "5", "", "10", "-50.0%"],
+        ["rule", "4", "", "", "10", "another rule than AdaScale's"],
+        ["lr", "4", "", "", "10", "not this recipe's schedule"],
     ]
 
 
@@ -221,7 +235,7 @@ def test_runs_are_found_and_told_apart(tmp_path: Path) -> None:
     ("rows", "message"),
     [
         (None, "no such file or folder"),
-        ([], "its trace is empty"),
+        ([], "no optimizer step was taken"),
         ([{"step": 1}], "has no 'effective_steps' in its last row"),
     ],
 )
@@ -231,6 +245,23 @@ def test_runs_that_are_none(tmp_path: Path, rows: list[dict[str, Any]] | None, m
     with pytest.raises(ValueError, match=message):
         write_report([tmp_path / "run"], tmp_path / "r.html")
     assert not (tmp_path / "r.html").exists()
+
+
+def test_what_is_given_in_place_of_a_run_or_a_page(tmp_path: Path) -> None:
+    recipe([(0, 3, 1)]).save(tmp_path / "recipe.json")
+    (tmp_path / "notes").write_text("a note")
+    (tmp_path / "search").mkdir()
+    (tmp_path / "search" / "search.json").write_text("{}")
+    run = write(tmp_path / "run" / "trace.jsonl", [row(1)])
+    for given, page, message in (
+        (tmp_path / "recipe.json", "r.html", "recipe.json is not a trace row"),
+        (tmp_path / "notes", "r.html", "no steps in .*notes; it is not JSON lines"),
+        (tmp_path / "search", "r.html", "search': a search, whose trials keep no trace"),
+        (run, "run", "run': a folder. Name the HTML file"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            write_report(given, tmp_path / page)
+    assert write_report(str(run), tmp_path / "r.html").is_file()  # one, and not a run for each of its letters
 
 
 def test_no_runs_and_no_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,7 @@ from ray_adascale.trace import read_trace
 from ray_adascale.trial import Entry, describe_config
 from ray_adascale.tune import (
     _best_mean,
+    _BestMean,
     _concurrency,
     _describe_space,
     _Finished,
@@ -344,7 +346,7 @@ def test_interrupted_search_goes_on_and_repeats_decide(
     assert not any(f"lr={LRS[0]}" in line for line in lines if line.startswith("trial"))
     repeats = [line for line in lines if line.startswith("repeat")]
     assert len(repeats) == 4
-    assert re.fullmatch(r"repeat 1 of 4: error \S+ at lr=0\.01, seed 4 \(best \S+\)", repeats[0])
+    assert re.fullmatch(r"repeat 1 of 4: error \S+ at lr=0\.01, seed 4", repeats[0])
     # The search's own winner is another: this one is better on the seeds that the search has not seen.
     assert recipe.hyperparameters == {"lr": LRS[1]}
     assert recipe.score == plain_loop({"lr": LRS[1]}, seed=3) > plain_loop({"lr": LRS[0]}, seed=3)
@@ -540,6 +542,11 @@ def test_search_without_a_winner_says_why() -> None:
     ) as info:
         _ranking([ended(None, mistake)])
     assert info.value.__cause__ is mistake
+    common = [ended(None, KeyError("depth")), ended(None, KeyError("depth"))]
+    with pytest.raises(
+        RuntimeError, match=r"3 of 3 failed. 2 of them alike; the first, \S+ at lr=0.1: KeyError: 'depth'$"
+    ):
+        _ranking([ended(None, mistake), *common])
     with pytest.raises(RuntimeError, match=r"1 of 2 failed, the scheduler stopped the others. The first"):
         _ranking([ended(None), ended(None, mistake)])
     with pytest.raises(RuntimeError, match="the scheduler stopped all 2"):
@@ -550,7 +557,7 @@ def repeated(index: int, score: float | None, mode: str = "min") -> _Finished:
     """A repeat that has ended; without a score it failed."""
     if score is None:
         return _Finished(f"r{index}", {"repeat": index}, {}, FloatingPointError("error is nan"))
-    outcome = {"mode": mode, "score": score, "noise": [[20, 3.0, 1.0]]}
+    outcome = {"metric": "error", "mode": mode, "score": score, "noise": [[20, 3.0, 1.0]]}
     return _Finished(f"r{index}", {"repeat": index}, {"outcome": json.dumps(outcome)}, None)
 
 
@@ -568,6 +575,37 @@ def test_best_mean_over_the_repeats_wins() -> None:
     assert _best_mean(entries, [repeated(i, score) for i, score in scores_or_none.items()], "min")[0] == 0
     with pytest.raises(RuntimeError, match=r"with another seed\. The first: FloatingPointError: error is nan"):
         _best_mean(entries, [repeated(i, None) for i in range(4)], "min")
+
+
+def test_what_decides_is_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    entries = [Entry(rank=rank, hyperparameters={"lr": 0.1 + rank}, seed=seed) for rank in (0, 1, 2) for seed in (4, 5)]
+    best = _BestMean(entries)
+    watch = _Watch(6, verbose=True, what="repeat", describe=lambda config: str(entries[config["repeat"]]), best=best)
+    # A single repeat decides nothing; nor does one whose sister failed. Small is good: means 0.3 and then 0.25.
+    shown = []
+    for i, score in ((2, 0.0), (4, 0.0), (5, None), (0, 0.2), (1, 0.4), (3, 0.5)):
+        watch._add(repeated(i, score))
+        assert watch.progress is not None
+        shown.append(watch.progress._best)
+    assert shown == [
+        "",
+        "",
+        "",
+        "",
+        "mean error 0.3 over 2 seeds at lr=0.1",
+        "mean error 0.25 over 2 seeds at lr=1.1",
+    ]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "repeat 1 of 6: error 0 at lr=1.1, seed 4"
+    assert lines[2] == "repeat 3 of 6: failed at lr=2.1, seed 5: FloatingPointError: error is nan"
+    assert lines[5] == "repeat 6 of 6: error 0.5 at lr=1.1, seed 5 (best mean 0.25)"
+
+    watch = _Watch(3, verbose=True)
+    for i, score in enumerate((0.3, None, 0.4)):
+        watch._add(replace(repeated(i, score), config={"lr": i}))
+    assert watch.progress is not None
+    assert watch.progress._best == "error 0.3 at lr=0"
+    assert capsys.readouterr().err.splitlines()[2] == "trial 3 of 3: error 0.4 at lr=2 (best 0.3)"
 
 
 @pytest.mark.parametrize(
