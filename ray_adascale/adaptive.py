@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from . import scaling_rules
+from .dynamo import uncompiled
 from .optim.adascale import AdaScale
 from .optim.rules import RuleInput
 from .optim.sampler import GradientSampler, Sample
@@ -47,8 +48,7 @@ class _OpenEndedSampler(GradientSampler):
         if statistics is None or gns is None:
             return
         if self.sample is not None:  # a complete step was left out, by a GradScaler
-            self.previous = None
-            self.begin_step()
+            self._drop_sample()
         last = gns._reduces()
         gns.should_zero_grad = last
         passes = self.passes + (1 if last else 2)
@@ -187,7 +187,7 @@ class GradientNoiseScale:
 
     # ---- one step ------------------------------------------------------------------------------------------------
 
-    @torch._disable_dynamo  # as torch's own optimizers do: Dynamo fails at arrays that were tensors before
+    @uncompiled  # Dynamo fails at arrays that were tensors before
     def run_step(self, scale_lr: Callable[[float], Any], *args: Any, **kwargs: Any) -> Any:
         """One optimizer step with each group's LR times ``scale_lr(S)``; progress advances by the gain.
 

@@ -193,7 +193,7 @@ def _undisturbed(model: nn.Module, tensors: list[Tensor]) -> Iterator[None]:
 
 def _sq_norm(x: Tensor) -> Tensor:
     """‖x‖² as a float64 scalar."""
-    return take_norm(torch.view_as_real(x) if x.is_complex() else x).double().square()
+    return take_norm(x).double().square()
 
 
 def _sq_distance(x: Tensor, y: Tensor) -> Tensor:

@@ -119,6 +119,7 @@ class ScalingRuleBase:
     _optimizer: Optimizer | None = None
     _orig_optimizer_step: Callable[..., Any] | None = None
     _stepping = False
+    _adding = False
 
     def initialize(self, adp: Any, optimizer: Optimizer, patch_optimizer: bool = False) -> None:
         """Belong to an ``AdaptiveDataParallel`` and its optimizer.
@@ -126,11 +127,15 @@ class ScalingRuleBase:
         Args:
             adp: The model's wrapper.
             optimizer: The plain optimizer.
-            patch_optimizer: Replace the optimizer's ``step`` and ``zero_grad`` by the rule's.
+            patch_optimizer: Replace the optimizer's ``step`` and ``zero_grad`` by the rule's, and have groups that are added
+                later (``add_param_group``) measured too.
 
         Raises:
-            ValueError: The optimizer is patched already: its LR would be scaled twice.
+            ValueError: The optimizer is patched already: its LR would be scaled twice. Or the rule belongs to another
+                ``AdaptiveDataParallel``, whose optimizer it would step no more.
         """
+        if self.adp is not None and self.adp is not adp:
+            raise ValueError(f"This {type(self).__name__} has a model already. Make one rule for each model.")
         if patch_optimizer and hasattr(optimizer.step, "_patched_by_scaling_rule"):
             raise ValueError("The optimizer is patched by a scaling rule already. Make a new one for a second model.")
         self.adp = adp
@@ -140,7 +145,7 @@ class ScalingRuleBase:
             self._patch_optimizer(optimizer)
 
     def _patch_optimizer(self, optimizer: Optimizer) -> None:
-        original = optimizer.step
+        original, original_add = optimizer.step, optimizer.add_param_group
 
         # `wraps` also hands on the mark by which a scheduler that was built before knows its own wrapper of `step`.
         @functools.wraps(original)
@@ -152,9 +157,21 @@ class ScalingRuleBase:
         def zero_grad(_optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             self.zero_grad(*args, **kwargs)
 
+        @functools.wraps(original_add)
+        def add_param_group(_optimizer: Optimizer, param_group: dict[str, Any]) -> None:
+            if self._adding:  # the statistics' own ends here too
+                original_add(param_group)
+                return
+            self._adding = True
+            try:
+                self._initialized().gns.statistics.add_param_group(param_group)
+            finally:
+                self._adding = False
+
         step._patched_by_scaling_rule = True  # type: ignore[attr-defined]
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
         optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
+        optimizer.add_param_group = MethodType(add_param_group, optimizer)  # type: ignore[method-assign]
 
     def _initialized(self) -> Any:
         if self.adp is None:
@@ -312,11 +329,12 @@ class LEGWScale(ScalingRuleBase):
         self._rule.check_curve(curve)
 
     def _watch_lrs(self) -> None:
-        """The same where no curve is known: the loop's scheduler shows it as it goes."""
+        """The same where no curve is known: the loop's scheduler shows it as it goes, from its beginning on."""
         assert self._optimizer is not None
         lrs = [float(group["lr"]) for group in self._optimizer.param_groups]
         if self._first_lrs is None:
             self._first_lrs = lrs
+            self._lrs_changed = self.adp.gns.get_progress() > 0  # a resumed run: who knows what its first change was
         elif not self._lrs_changed and lrs != self._first_lrs:
             self._lrs_changed = True
             self._rule.check_curve(list(zip(self._first_lrs, lrs, strict=False)))

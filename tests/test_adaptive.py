@@ -476,6 +476,87 @@ def test_legw_warns_once_of_a_scheduler_with_a_warm_up(pool: Any, gammas: list[f
     assert pool(2).run(_legw_under_a_scheduler, gammas) == [count] * 2
 
 
+def _legw_resumed_before_a_restart() -> int:
+    """Cosine annealing with warm restarts: its first change is a fall, the first after this resume is a rise."""
+    caught: list[warnings.WarningMessage] = []
+    state: dict[str, Any] = {}
+    for steps in (3, 3):
+        bare = make_model()
+        optimizer = torch.optim.SGD(bare.parameters(), lr=0.05)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=4)
+        model = AdaptiveDataParallel(bare, optimizer, scheduler, scaling_rule=LEGWScale(1, 100), base_batch_size=4)
+        with warnings.catch_warnings(record=True) as some:
+            warnings.simplefilter("always")
+            if state:
+                model.load_training_state(state)
+            for x, y in batches(steps, 4):
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                scheduler.step()
+        caught += some
+        state = model.training_state()
+    return sum("begins by raising the LR" in str(w.message) for w in caught)
+
+
+def test_legw_does_not_take_a_resume_for_the_beginning_of_the_schedule(pool: Any) -> None:
+    assert pool(2).run(_legw_resumed_before_a_restart) == [0, 0]
+
+
+def _group_added_later() -> None:
+    def train(add_at: int | None) -> tuple[AdaptiveDataParallel, list[torch.Tensor]]:
+        bare = make_model()
+        *rest, last = bare.parameters()
+        groups = [{"params": rest}, {"params": [last], "lr": 0.01}]
+        optimizer = torch.optim.SGD(groups if add_at is None else groups[:1], lr=0.05)
+        model = AdaptiveDataParallel(bare, optimizer)
+        for i, (x, y) in enumerate(batches(4, 8)):
+            if i == add_at:
+                before = model.gns.raw_var_avg
+                optimizer.add_param_group(groups[1])
+                np.testing.assert_array_equal(model.gns.raw_var_avg, [*before, 0.0])
+            optimizer.zero_grad()
+            mine = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
+            F.cross_entropy(model(x[mine]), y[mine]).backward()
+            optimizer.step()
+        return model, weights(bare)
+
+    model, expected = train(None)
+    other, found = train(0)
+    np.testing.assert_array_equal(other.gns.raw_var_avg, model.gns.raw_var_avg)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    other, _ = train(2)
+    assert all(other.gns.raw_var_avg > 0)
+    assert other.gns.statistics.steps == 4
+
+
+def test_a_group_added_later_is_measured_too(pool: Any) -> None:
+    pool(2).run(_group_added_later)
+
+
+def _compiled_step() -> list[list[float]]:
+    torch.compiler.reset()
+    results = []
+    for compiled in (False, True):
+        bare = make_model()
+        optimizer = torch.optim.SGD(bare.parameters(), lr=0.05, momentum=0.9, fused=True)
+        model = AdaptiveDataParallel(bare, optimizer)
+        step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, of what it can't trace
+            for x, y in batches(3, 4):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x * (1 + dist.get_rank())), y).backward()
+                step()
+        results.append([model.gain, model.gns.get_progress(), float(bare[0].weight.detach().sum())])
+    return results
+
+
+def test_a_compiled_step_is_the_same_step(pool: Any) -> None:
+    for plain, compiled in pool(2).run(_compiled_step):
+        assert compiled == pytest.approx(plain, rel=1e-12)
+        assert plain[0] > 1.01
+
+
 def _refused() -> None:
     sgd = torch.optim.SGD(make_model().parameters(), lr=0.1)
     for kwargs, words in (

@@ -23,6 +23,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from ray_adascale import OSS, AdaScale, LinearRule, RuleInput
@@ -669,6 +674,50 @@ def test_squares_that_overflow_the_gradients_dtype(dtype: torch.dtype) -> None:
     assert adascale.gain() == pytest.approx(20 / 16, rel=1e-6)
 
 
+def test_complex_parameters_count_as_their_real_and_imaginary_parts() -> None:
+    torch.manual_seed(0)
+    parts = torch.randn(5, 2, dtype=torch.float64)
+    noise = torch.randn(12, 5, 2, dtype=torch.float64)
+    gains = []
+    for passes in (1, 2):
+        for as_complex in (False, True):
+            param = nn.Parameter(torch.view_as_complex(parts.clone()) if as_complex else parts.clone())
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="One gradient sample a step")
+                adascale = AdaScale(
+                    torch.optim.SGD([param], lr=0.01), scale=4.0, num_gradients_to_accumulate=passes, smoothing=0.5
+                )
+            for step in noise.split(passes):
+                adascale.zero_grad()
+                for n in step:
+                    x = torch.view_as_real(param) if as_complex else param
+                    ((x - 1 + n).square().sum() / passes).backward()
+                adascale.step()
+                gains.append(adascale.gain())
+    for real, imaginary in ((gains[:12], gains[12:24]), (gains[24:30], gains[30:])):
+        assert imaginary == pytest.approx(real, rel=1e-12)
+        assert 1.01 < real[-1] < 3.99
+
+
+@pytest.mark.parametrize(("before", "after"), [("float32", "float64"), ("float64", "float32"), ("float64", "bfloat16")])
+def test_a_model_that_is_cast_after_wrapping(before: str, after: str) -> None:
+    gains = []
+    for cast_late in (False, True):
+        model = make_model(getattr(torch, before))
+        if not cast_late:
+            model.to(getattr(torch, after))
+        adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), scale=4.0, num_gradients_to_accumulate=2)
+        model.to(getattr(torch, after))
+        for pair in zip(*[iter(batches(6, 8, getattr(torch, after)))] * 2, strict=True):
+            adascale.zero_grad()
+            for x, y in pair:
+                (F.cross_entropy(model(x), y) / 2).backward()
+            adascale.step()
+        gains.append(adascale.gain())
+    assert gains[0] == pytest.approx(gains[1], rel=1e-6)
+    assert 1.01 < gains[0] < 3.99
+
+
 @pytest.mark.parametrize(("value", "skipped"), [(1000.0, False), (math.inf, True), (math.nan, True)])
 def test_a_norm_that_overflows_fp16_skips_no_step_at_scale_one(value: float, skipped: bool) -> None:
     param = nn.Parameter(torch.zeros(10_000, dtype=torch.float16))
@@ -943,3 +992,113 @@ def _host_reads(layers: int) -> int:
 
 def test_host_reads_do_not_grow_with_the_number_of_parameters() -> None:
     assert _host_reads(2) == _host_reads(40)
+
+
+# ---- what would be silently wrong -----------------------------------------------------------------------------------
+
+
+def backward(model: nn.Module, data: list[tuple[Tensor, Tensor]], passes: int) -> None:
+    for x, y in data:
+        (F.cross_entropy(model(x), y) / passes).backward()
+
+
+@pytest.mark.parametrize("passes", [2, 3])
+def test_more_passes_than_declared_are_refused(passes: int) -> None:
+    model = make_model()
+    adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), scale=4.0, num_gradients_to_accumulate=passes)
+    before = weights(model)
+    backward(model, batches(passes + 1, 8), passes)
+    with pytest.raises(RuntimeError, match=f"more than {passes} backward passes were added up"):
+        adascale.step()
+    assert torch.equal(weights(model), before)
+    assert adascale.effective_steps == 0
+    adascale.zero_grad()  # as good as new
+    backward(model, batches(passes, 8), passes)
+    adascale.step()
+    assert adascale.steps == 1
+
+
+@pytest.mark.parametrize("by", ["zero_grad", "model", "zeros"])
+def test_a_complete_step_that_is_never_taken_is_forgotten_once_gradients_are_cleared(by: str) -> None:
+    model = make_model()
+    adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), scale=4.0, num_gradients_to_accumulate=2)
+    data = batches(4, 8)
+    backward(model, data[:2], 2)  # a GradScaler found an overflow, say
+    if by == "zero_grad":
+        adascale.zero_grad()
+    else:
+        model.zero_grad(set_to_none=by == "model")
+    backward(model, data[2:], 2)
+    found = adascale.gain()
+    adascale.step()
+    alone = make_model()
+    other = AdaScale(torch.optim.SGD(alone.parameters(), lr=0.1), scale=4.0, num_gradients_to_accumulate=2)
+    backward(alone, data[2:], 2)
+    assert found == other.gain()
+
+
+def test_the_scale_can_not_be_changed_within_a_step() -> None:
+    model = make_model()
+    adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), scale=4.0, num_gradients_to_accumulate=2)
+    for count in (1, 2):
+        adascale.zero_grad()
+        backward(model, batches(count, 8), 2)
+        with pytest.raises(RuntimeError, match=r"set_scale\(\) between a backward pass and step"):
+            adascale.set_scale(8.0)
+        assert adascale.scale == 4.0
+
+
+def test_an_optimizer_with_many_evaluations_a_step_is_refused() -> None:
+    with pytest.raises(ValueError, match="can't wrap LBFGS"):
+        AdaScale(torch.optim.LBFGS(make_model().parameters()))
+
+
+@pytest.mark.parametrize(("full", "momentum"), [(False, 0.0), (False, 0.9), (True, 0.9)])
+def test_statistics_go_through_torchs_state_dict_functions(full: bool, momentum: float) -> None:
+    options = StateDictOptions(full_state_dict=full, cpu_offload=full)
+
+    def make() -> tuple[nn.Module, AdaScale]:
+        model = make_model(torch.float32)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+        return model, AdaScale(inner, scale=4.0, num_gradients_to_accumulate=2)
+
+    model, adascale = make()
+    for pair in zip(*[iter(batches(6, 8, torch.float32))] * 2, strict=True):
+        adascale.zero_grad()
+        backward(model, list(pair), 2)
+        adascale.step()
+    state = get_optimizer_state_dict(model, adascale, options=options)
+    loaded, other = make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        set_optimizer_state_dict(loaded, other, state, options=options)
+    assert other.effective_steps == adascale.effective_steps > 3
+    assert other.average_moments() == adascale.average_moments()
+    assert other.steps == adascale.steps
+    assert "adascale" not in other.param_groups[0]
+
+
+def _steps_of(compiled: bool, kwargs: dict[str, Any]) -> list[tuple[float, float]]:
+    """(gain, τ) after each of four steps, where forward, backward and optimizer step are compiled together."""
+    torch._dynamo.reset()
+    model = make_model(torch.float32)
+    adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1, **kwargs), num_gradients_to_accumulate=2)
+
+    def train(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> None:
+        adascale.zero_grad()
+        backward(model, [first, second], 2)
+        adascale.step()
+
+    step = torch.compile(train, backend="eager") if compiled else train
+    found = []
+    for pair in zip(*[iter(batches(8, 8, torch.float32))] * 2, strict=True):
+        step(*pair)
+        found.append((adascale.gain(), adascale.effective_steps))
+    return found
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"fused": True}, {"fused": True, "momentum": 0.9}], ids=str)
+def test_a_compiled_training_step(kwargs: dict[str, Any]) -> None:
+    eager = _steps_of(False, kwargs)
+    np.testing.assert_allclose(_steps_of(True, kwargs), eager, rtol=1e-5)
+    assert eager[-1][1] > 4

@@ -517,7 +517,7 @@ def refuse_constructions() -> None:
         wrap(params, model=net, precondition=lambda param, grad: grad)
     with pytest.raises(ValueError, match="was not found in a fully_shard-ed module"):
         wrap(params, model=Net())
-    with pytest.raises(ValueError, match="sharded over 2 workers, but AdaScale has world_size=3"):
+    with pytest.raises(ValueError, match="world_size=3: the process group has 2 workers"):
         wrap(params, model=net, world_size=3)
 
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from ray_adascale import AdaScale
 
 from .reference import gain, moments
 
@@ -54,6 +60,38 @@ def test_the_names_on_the_page_exist() -> None:
     assert AdaScaleWrapper
     assert OSS
     assert AdaScaleConfig(rule="adamscale")
+
+
+def test_statistics_travel_beside_a_state_dict_of_torchs_own_making() -> None:
+    """As the page says: torch.distributed.checkpoint.state_dict for the optimizer, ``statistics_state()`` beside it."""
+    trained: list[tuple[torch.nn.Module, AdaScale]] = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        model = torch.nn.Linear(8, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        trained.append((model, AdaScale(optimizer, world_size=1, num_gradients_to_accumulate=2)))
+
+    def train(model: torch.nn.Module, adascale: AdaScale) -> None:
+        for _ in range(3):
+            adascale.zero_grad()
+            for _ in range(2):
+                (model(torch.randn(4, 8)).square().mean() / 2).backward()
+            adascale.step()
+
+    (model, adascale), (other, resumed) = trained
+    train(model, adascale)
+    weights, state = copy.deepcopy(get_state_dict(model, adascale))  # of live tensors
+    statistics = adascale.statistics_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # says that the state has no statistics
+        set_state_dict(other, resumed, model_state_dict=weights, optim_state_dict=state)
+    resumed.load_statistics_state(statistics)
+    assert resumed.effective_steps == adascale.effective_steps > 3
+    for each in ((model, adascale), (other, resumed)):
+        torch.manual_seed(2)
+        train(*each)
+    assert resumed.gain() == adascale.gain()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
 def test_the_computed_numbers() -> None:

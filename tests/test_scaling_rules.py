@@ -97,6 +97,17 @@ def test_an_optimizer_is_patched_once() -> None:
         AdaScale().initialize(Mock(), optimizer, patch_optimizer=True)
 
 
+def test_a_rule_belongs_to_one_model() -> None:
+    rule, adp = LinearScale(), Mock()
+    first, second = (torch.optim.SGD(make_model().parameters(), lr=0.1) for _ in range(2))
+    rule.initialize(adp, first)
+    rule.initialize(adp, first)
+    with pytest.raises(ValueError, match="This LinearScale has a model already"):
+        rule.initialize(Mock(), second, patch_optimizer=True)
+    assert rule.adp is adp
+    assert "step" not in vars(second)
+
+
 @pytest.mark.parametrize("passes", [1, 2])
 def test_training_with_a_mock_model_wrapper(passes: int) -> None:
     """The form of AdaptDL's own optimization tests: GradientNoiseScale by hand, every call in every iteration."""

@@ -14,10 +14,11 @@ from typing import Any, ClassVar, Literal, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from .. import gain as gain_math
 from ..dtensor import is_dtensor
+from ..dynamo import uncompiled
 from ..gain import Average
 from .device_step import HostCopy, skippable_step, steps_on_device
 from .differenced import KeptGradient
@@ -110,6 +111,8 @@ class AdaScale(Optimizer):
             raise ValueError(f"Invalid optimizer of type {type(optimizer).__name__}. Must be a torch.optim.Optimizer.")
         if isinstance(optimizer, AdaScale):
             raise ValueError("The optimizer is wrapped in AdaScale already; its gain would be applied twice.")
+        if isinstance(optimizer, LBFGS):
+            raise ValueError("AdaScale can't wrap LBFGS, which evaluates the model several times within one step.")
         if clip not in ("samples", "averages"):
             raise ValueError(f"Invalid {clip=}. Must be 'samples' or 'averages'.")
         if averaging_window is not None and (smoothing is not None or total_steps is None):
@@ -125,6 +128,13 @@ class AdaScale(Optimizer):
             world_size = dist.get_world_size(process_group) if dist.is_available() and dist.is_initialized() else 1
         if world_size < 1:
             raise ValueError(f"Invalid {world_size=}. Must be at least 1.")
+        if world_size > 1 and dist.is_available() and dist.is_initialized():
+            workers = dist.get_world_size(process_group)
+            if workers != world_size:
+                raise ValueError(
+                    f"Invalid {world_size=}: the process group has {workers} workers. Leave it out, or give process_group=, the "
+                    "workers that share the batch."
+                )
         self._debias = debias_ewma
         self._variance_floor = variance_floor
         self._clip_samples = clip == "samples"
@@ -232,6 +242,7 @@ class AdaScale(Optimizer):
             for name in ("total", "weight", "count"):
                 getattr(self._averages, name)[..., :-1] = getattr(old, name)
 
+    @uncompiled  # Dynamo loses what is written around a fused optimizer's step
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One optimizer step with ``lr · r``; τ advances by r. A non-finite gradient changes nothing at all.
@@ -240,7 +251,7 @@ class AdaScale(Optimizer):
             closure: Evaluates the model once and returns the loss; the gain is that of the gradients it leaves.
 
         Raises:
-            RuntimeError: Called before all ``num_gradients_to_accumulate`` backward passes.
+            RuntimeError: Called after fewer or more backward passes than ``num_gradients_to_accumulate``.
         """
         loss = None
         if closure is not None:
@@ -341,7 +352,12 @@ class AdaScale(Optimizer):
             RuntimeError: Called between the passes of an optimizer step, or before the step that they lead to.
         """
         self._require_boundary("state_dict")
-        return {**self._optimizer.state_dict(), "adascale": self.statistics_state()}
+        inner, statistics = self._optimizer.state_dict(), self.statistics_state()
+        # torch.distributed.checkpoint.state_dict carries over "state" and "param_groups" only, and takes tensors for the
+        # model's. So the statistics are in the first group too, as numbers; without g_{t−1}, which starts afresh.
+        numbers = {k: v.tolist() for k, v in statistics.items() if not k.startswith("previous_gradient")}
+        first, *others = inner["param_groups"]
+        return {**inner, "param_groups": [{**first, "adascale": numbers}, *others], "adascale": statistics}
 
     def statistics_state(self) -> dict[str, Tensor]:
         """AdaScale's own state without the wrapped optimizer's: tensors on the CPU that alias nothing."""
@@ -367,8 +383,13 @@ class AdaScale(Optimizer):
         """
         self._require_boundary("load_state_dict")
         self._settle()
+        groups = state_dict["param_groups"]
         inner = {key: value for key, value in state_dict.items() if key != "adascale"}
+        inner["param_groups"] = [{k: v for k, v in group.items() if k != "adascale"} for group in groups]
         statistics = state_dict.get("adascale")
+        if statistics is None and "adascale" in groups[0]:
+            dtypes = {k: v.dtype for k, v in self.statistics_state().items()}
+            statistics = {k: torch.tensor(v, dtype=dtypes[k]) for k, v in groups[0]["adascale"].items()}
         if statistics is not None:
             self._check_statistics(statistics)
         self._optimizer.load_state_dict(inner)
@@ -458,6 +479,17 @@ class AdaScale(Optimizer):
         return self._effective_steps
 
     @property
+    def last_step_known(self) -> bool:
+        """Whether the host knows r of the last step, so that asking for it waits for nothing."""
+        return self._pending is None
+
+    @property
+    def last_gain(self) -> float:
+        """r of the last step that was taken, whatever gradients are in place; 1 before the first."""
+        self._settle()
+        return self._previous_gain
+
+    @property
     def steps(self) -> int:
         """Optimizer steps taken, without those that were skipped."""
         self._settle()
@@ -505,6 +537,7 @@ class AdaScale(Optimizer):
         """
         if not (math.isfinite(scale) and scale > 0):
             raise ValueError(f"Invalid {scale=}. Must be a positive number: global batch size / base batch size.")
+        self._require_boundary("set_scale")
         self._settle()
         self._sampler.scale = float(scale)
         self._sampler.previous = None  # gradients of batches of different size have different noise

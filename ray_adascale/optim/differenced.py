@@ -44,6 +44,8 @@ class KeptGradient:
                     g = torch.zeros_like(h)
                 else:
                     continue
+                if g.is_complex():
+                    g, h = torch.view_as_real(g), torch.view_as_real(h)
                 difference = difference + (g - h).double().square().sum().to(device)
                 inner = inner + (g.double() * h.double()).sum().to(device)
             differences.append(difference)

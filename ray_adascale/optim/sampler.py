@@ -214,16 +214,30 @@ class GradientSampler:
         self._mean_sq_norm: Tensor | None = None  # A so far, this worker's part
         self._sent: tuple[Tensor, dist.Work | None] | None = None  # the all-reduce that is under way
         self.sample: Sample | None = None
+        self._too_many = False
         if self.observer is not None:
             self.observer.last_pass = self.accumulation == 1
+
+    @torch.no_grad()
+    def on_begin(self, observer: GradientObserver) -> None:
+        """The observer's word that a backward pass begins."""
+        if self.sample is not None:
+            # Gradients were cleared since, or this pass adds to those of a complete step.
+            grads = (_local(p.grad.detach()) for p in self.params if p.grad is not None)
+            self._too_many = any(bool(take_norm(grad) != 0) for grad in grads)
+
+    def _drop_sample(self) -> None:
+        """The last step was complete and never taken: a GradScaler that found an overflow leaves step() out."""
+        too_many = self._too_many
+        self.previous = None
+        self.begin_step()
+        self._too_many = too_many
 
     @torch.no_grad()
     def on_local(self, observer: GradientObserver) -> None:
         """The observer's word that a backward pass has ended on this worker; reduced gradients may yet be on their way."""
         if self.sample is not None:
-            # The last step was complete and never taken: a GradScaler that found an overflow leaves step() out.
-            self.previous = None
-            self.begin_step()
+            self._drop_sample()
         if self.num_samples > 1:
             n = self.num_samples
             weight = 1 / n if self.weights is None else self.weights[self.passes]
@@ -247,8 +261,14 @@ class GradientSampler:
         """The step's sample, now that no further pass comes.
 
         Raises:
-            RuntimeError: Passes are missing.
+            RuntimeError: Passes are missing, or there were too many.
         """
+        if self._too_many:
+            raise RuntimeError(
+                f"Gradients of more than {self.accumulation} backward passes were added up before step(), so the gain is not "
+                "known. Add the losses and call backward() once, or set_num_gradients_to_accumulate() to the number of passes "
+                "(AdaptiveDataParallel: all but the last under no_sync())."
+            )
         lacks_passes = 0 < self.passes < self.accumulation
         observer = self.observer
         if lacks_passes and not (self.reducing and observer is not None):

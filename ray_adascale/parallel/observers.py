@@ -88,11 +88,23 @@ _REENTRANT = (
 )
 
 
+def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What the norm of a tensor of this dtype is taken in."""
+    return torch.float64 if dtype in _DOUBLE else torch.float32
+
+
+_DOUBLE = frozenset({torch.float64, torch.complex128})
+
+
 def take_norm(tensor: Tensor, out: Tensor | None = None) -> Tensor:
     """Euclidean norm as a 0-dim tensor, float32 at least, on the tensor's device; no host synchronisation."""
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
     dtype = tensor.dtype
+    if out is not None and out.dtype is not _norm_dtype(dtype):  # the model was cast since
+        return out.copy_(take_norm(tensor))
     if dtype is not torch.float32 and dtype is not torch.float64:
         return torch.linalg.vector_norm(tensor, dtype=torch.float32, out=out)  # squares of fp16 overflow from 256 on
     if tensor.numel() > 4 * _BLOCK and tensor.device.type == "cpu" and tensor.is_contiguous():
@@ -116,7 +128,7 @@ class _Slots:
         counts: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for g, params in enumerate(groups):
             for p in params:
-                key = (p.device, p.dtype if p.dtype is torch.float64 else torch.float32)
+                key = (p.device, _norm_dtype(p.dtype))
                 counts.setdefault(key, [0] * len(groups))[g] += 1
         self._buffers = {
             (device, dtype): torch.zeros(sum(sizes), dtype=dtype, device=device)
@@ -127,7 +139,7 @@ class _Slots:
         self.of: dict[Tensor, Tensor] = {}
         for params in groups:
             for p in params:
-                self.of[p] = next(views[p.device, p.dtype if p.dtype is torch.float64 else torch.float32])
+                self.of[p] = next(views[p.device, _norm_dtype(p.dtype)])
 
     def clear(self) -> None:
         for buffer in self._buffers.values():
@@ -172,6 +184,9 @@ class GroupSums:
 
 class PassListener(Protocol):
     """Whoever uses the norms. Held weakly by the observer."""
+
+    def on_begin(self, observer: GradientObserver) -> None:
+        """A backward pass has come to its first watched parameter. Only hooks on parameters tell."""
 
     def on_local(self, observer: GradientObserver) -> None:
         """A backward pass that reached a watched parameter has ended on this worker."""
@@ -300,6 +315,9 @@ class HookObserver(GradientObserver):
         refuse_compiled()
         _refuse_nested()
         self._passes += 1
+        listener = self._listener()
+        if listener is not None:
+            listener.on_begin(self)
         self.samples.clear()  # a parameter that gets no gradient in this pass counts as zero
         ref = weakref.ref(self)
 
