@@ -1,11 +1,12 @@
 """README.md and docs/*.md: every Python block runs, those of one page in one namespace, and links lead somewhere.
 
-A block that is not to be run says why, in a comment on the line before it: ``<!-- not run: reason -->``. A page of fragments
-gets its stand-ins from ``GIVEN``: small things by the names that the page uses.
+Commands are for test_doc_commands.py. A block that is not to be run says why, in a comment on the line before it:
+``<!-- not run: reason -->``. A page of fragments gets its stand-ins from ``GIVEN``: small things by the names that the page uses.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import types
 from collections.abc import Callable
@@ -19,15 +20,25 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
+from ray_adascale import AdaScaleConfig
+
 ROOT = Path(__file__).parent.parent
 # migrating.md runs on two gloo workers, in test_migrating.py.
-PAGES = sorted(
-    p for p in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")] if p.name != "migrating.md"
+ALL_PAGES = sorted(
+    [
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")),
+        *ROOT.glob("docs/*.md"),
+    ]
 )
+PAGES = [page for page in ALL_PAGES if page.name != "migrating.md"]
 FENCE = re.compile(
     r"^(?:<!-- not run: (?P<reason>[^\n]+?) -->\n+)?```(?P<kind>\w*)[^\n]*\n(?P<code>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
+
+
+def _name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,17 @@ def run_page(found: list[Block], namespace: dict[str, Any]) -> None:
     for block in found:
         if block.reason is None:
             exec(compile("\n" * block.line + block.code, str(block.page), "exec"), namespace)
+
+
+def own_loop() -> str:
+    """README's loop as it is after the change that its first diff shows."""
+    diff = re.search(r"^```diff\n(.*?)^```$", (ROOT / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert diff
+    lines = [line[1:] for line in diff[1].splitlines() if not line.startswith("-")]
+    code = "\n".join(lines) + "\n"
+    assert "ray_adascale.prepare(" in code
+    assert "TorchTrainer(" in code
+    return code
 
 
 def built(config: dict[str, Any]) -> tuple[Any, ...]:
@@ -175,7 +197,7 @@ def _pages() -> list[Any]:
         found = blocks(page.read_text(), page)
         if any(block.reason is None for block in found):
             marks = [pytest.mark.ray] if page.name in NEEDS_RAY else []
-            pages.append(pytest.param(page, id=page.name, marks=marks))
+            pages.append(pytest.param(page, id=_name(page), marks=marks))
     return pages
 
 
@@ -205,33 +227,85 @@ def test_a_wrong_block_fails_at_its_line() -> None:
     run_page(blocks(skipped, Path("page.md")), {})
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "docs" / "migrating.md"], ids=lambda p: p.name)
-def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
-        if "://" not in target:
-            assert (page.parent / target).exists(), target
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_options_that_are_named_exist(page: Path) -> None:
-    """`AdaScaleConfig(...)` with a keyword that it doesn't have, `ray-adascale` with an option that it doesn't take."""
-    import dataclasses
-
-    from ray_adascale import AdaScaleConfig
-    from ray_adascale.cli import _parser
-
-    fields = {field.name for field in dataclasses.fields(AdaScaleConfig)}
+@pytest.mark.parametrize("page", ALL_PAGES, ids=_name)
+def test_no_block_is_passed_over(page: Path) -> None:
+    """Each fence is one that FENCE sees, and of a kind for which there is a test or that holds no code."""
     text = page.read_text()
-    for call in re.findall(r"`AdaScaleConfig\(([^()`]*)\)", text):
+    found = list(FENCE.finditer(text))
+    assert len(re.findall(r"^\s*(?:```|~~~)", text, flags=re.MULTILINE)) == 2 * len(found)
+    assert {block["kind"] for block in found} <= {"python", "text", "diff", ""}
+
+
+@pytest.mark.ray
+def test_the_readmes_own_loop_runs(ray_session: Path) -> None:
+    """What README's first diff makes of a loop, on one worker without a GPU, two epochs; test_wheel.py has it elsewhere."""
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    import ray_adascale
+
+    code = own_loop()
+    for said, small in (
+        (
+            "num_workers=8, use_gpu=True)",
+            f"num_workers=1), run_config=RunConfig(name='readme', storage_path={str(ray_session)!r})",
+        ),
+        ("total_epochs=100", "total_epochs=2"),
+        ("TorchTrainer(", "result = TorchTrainer("),
+    ):
+        assert said in code
+        code = code.replace(said, small)
+    namespace: dict[str, Any] = {
+        "__name__": "__main__",
+        "build": built,
+        "F": F,
+        "ray_adascale": ray_adascale,
+        "AdaScaleConfig": ray_adascale.AdaScaleConfig,
+        "RunConfig": RunConfig,
+        "ScalingConfig": ScalingConfig,
+        "TorchTrainer": TorchTrainer,
+    }
+    exec(code, namespace)
+    # 600 examples in base batches of 128, for two epochs; the last step may go over.
+    assert 2 * 600 // 128 <= namespace["result"].metrics["effective_steps"] < 2 * 600 // 128 + 2
+    assert (ray_session / "readme" / "trace.jsonl").exists()
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them: small letters, no punctuation, hyphens for spaces."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ +(.+?) *$", text, flags=re.MULTILINE):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        name = re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
+        found.add(name if name not in found else f"{name}-{sum(other.startswith(name) for other in found)}")
+    return found
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=_name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):
+        if "://" in target:
+            continue
+        there = page.parent / target if target else page
+        assert there.exists(), target
+        if anchor:
+            assert anchor in anchors(there), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=_name)
+def test_fields_that_are_named_exist(page: Path) -> None:
+    """`AdaScaleConfig(...)` with a keyword that it doesn't have."""
+    fields = {field.name for field in dataclasses.fields(AdaScaleConfig)}
+    for call in re.findall(r"`AdaScaleConfig\(([^()`]*)\)", page.read_text()):
         for name in re.findall(r"(\w+)=", call):
             assert name in fields, name
-    commands = next(action.choices for action in _parser()._actions if isinstance(action.choices, dict))
-    for command, rest in re.findall(r"ray-adascale (\w+)((?:[^\n`\\]|\\\n)*)", text):
-        if command not in commands:
-            continue
-        known = {option for action in commands[command]._actions for option in action.option_strings}
-        for option in re.findall(r"(?<![\w-])--[a-z][\w-]*", rest):
-            assert option in known, f"ray-adascale {command} {option}"
+
+
+def test_the_map_has_every_module() -> None:
+    map_of_parts = (ROOT / "docs" / "architecture.md").read_text().partition("## One optimizer step")[0]
+    modules = {path.stem for path in (ROOT / "ray_adascale").rglob("*.py") if not path.stem.startswith("_")}
+    assert modules <= set(re.findall(r"\w+", map_of_parts))
 
 
 RAYS_OWN = ("No available agent to submit job", "Requesting resources", "No such file or directory", "401")

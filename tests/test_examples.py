@@ -154,9 +154,8 @@ def test_tune_asha_optuna(
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(300)  # 47 s on an idle machine of 2 cores, of which Ray takes most to start nodes and workers
+@pytest.mark.timeout(300)  # 36 s on an idle machine of 2 cores, of which Ray takes most to start nodes and workers
 def test_elastic_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("sklearn")
     # A Ray of its own: the suite's can't get another node. In its own folder, as another ray.init() would join what it finds
     # in the usual one; a short name, since sockets lie in it.
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as scratch:
@@ -170,7 +169,7 @@ def test_elastic_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert int(first) == 1
     assert int(again) == int(last) + 1, "every step once"
     assert 1 < float(small) < float(large) < 8
-    assert 1500 <= float(total) < 1500 + 8
+    assert 1000 <= float(total) < 1000 + 8
     mean = (float(small) * int(last) + float(large) * (int(end) - int(last))) / int(end)
     assert mean * int(end) == pytest.approx(float(total), rel=0.005), (
         "tau is the sum of the gains, over the change, too"

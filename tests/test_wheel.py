@@ -20,6 +20,8 @@ from pathlib import Path
 
 import pytest
 
+from .test_docs import own_loop
+
 ROOT = Path(__file__).parent.parent
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -47,17 +49,6 @@ def run(*command: str | Path, cwd: Path, env: dict[str, str], timeout: float = 3
     done = subprocess.run([str(c) for c in command], cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def own_loop() -> str:
-    """The README's loop as it is after the change that its first diff shows."""
-    diff = re.search(r"^```diff\n(.*?)^```$", (ROOT / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)
-    assert diff
-    lines = [line[1:] for line in diff[1].splitlines() if not line.startswith("-")]
-    code = "\n".join(lines) + "\n"
-    assert "ray_adascale.prepare(" in code
-    assert "TorchTrainer(" in code
-    return code
 
 
 @pytest.fixture(scope="module")
