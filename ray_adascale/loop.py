@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from .building import check_built, check_recipe, check_rule, wrap
 from .config import AdaScaleConfig
 from .data import BatchSource, MicroBatch, make_source, to_device
 from .metrics import METRICS, noise_scale, plain_numbers, too_large_for_the_noise
+from .optim.device_step import HostCopy
 from .parallel.sharded import ShardedDataParallel
 from .recipe import Recipe
 from .resume import log_start
@@ -33,6 +35,27 @@ from .snapshot import Place
 from .steplog import StepLog
 
 __all__ = ["METRICS", "Run"]
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """An optimizer step whose numbers may be on their way to the host.
+
+    Attributes:
+        numbers: Its loss over all workers; then the flags, unless they are known.
+        flags: See :meth:`Agenda.flags`; of all workers.
+        taken: False for a step that a GradScaler left out; None: ask the optimizer.
+        lr: The schedule's.
+        where: Its number and place in the data, for its row.
+        own: The user's metrics.
+    """
+
+    numbers: HostCopy
+    flags: list[float] | None
+    taken: bool | None
+    lr: float
+    where: dict[str, Any]
+    own: dict[str, Any]
 
 
 class Run:
@@ -46,6 +69,10 @@ class Run:
             run.step()
 
     The loop ends when τ reaches T. It begins where the newest checkpoint of ``backend`` stands.
+
+    With a fused optimizer (see :class:`ray_adascale.AdaScale`) the host reads a step's numbers in the next one, when they
+    have long arrived: the loop waits for the device only near the end, an evaluation, a report or a checkpoint, and where it
+    is asked for :attr:`effective_steps`, :attr:`gain` or :attr:`progress`. What is due then comes one step later.
 
     Args:
         model: The bare model. :attr:`model` is the one to call: on the device, and wrapped for data parallelism where
@@ -129,6 +156,8 @@ class Run:
         self._evaluate_every = config.evaluate_every or self.total_steps / 10
         self._probed: tuple[float, float] | None = None
         self._batch: MicroBatch | None = None
+        self._unread: _Unread | None = None
+        self._flags_read: Sequence[float] | None = None  # and not acted on yet
         self._weights: list[float] = []
         self._loss = torch.zeros((), dtype=torch.float64, device=self.backend.device)
         self._backward_done = False
@@ -166,6 +195,7 @@ class Run:
     @property
     def progress(self) -> float:
         """Σ r over the optimizer steps: τ under AdaScale's own rule; AdaptDL's ``progress`` under every rule."""
+        self._read()
         return self.place.progress
 
     @property
@@ -189,15 +219,25 @@ class Run:
 
         For a loop that evaluates by itself; it then hands the metrics to :meth:`record`.
         """
-        every = self._evaluate_every
+        if not self.at_boundary or (self._furthest() < self.total_steps and not self._evaluations_by(self._furthest())):
+            return False
         finished = self.effective_steps >= self.total_steps and self.place.evaluated_at < self.effective_steps
-        return self.at_boundary and (
-            finished or self.effective_steps // every > max(self.place.evaluated_at, 0.0) // every
-        )
+        return finished or self._evaluations_by(self.effective_steps) > 0
+
+    def _evaluations_by(self, effective_steps: float) -> float:
+        """Multiples of ``evaluate_every`` up to there, since the last evaluation."""
+        every = self._evaluate_every
+        return effective_steps // every - max(self.place.evaluated_at, 0.0) // every
+
+    def _furthest(self) -> float:
+        """What τ may be, as far as is known without waiting for the device."""
+        known = self.optimizer.known_effective_steps
+        return known if self.optimizer.last_step_known else known + max(self.scale, 1.0)
 
     def record(self, **metrics: Any) -> None:
         """Add metrics to this and every later report, until they are recorded anew. Also says that evaluation is done."""
         metrics = plain_numbers(metrics)
+        self._read()
         self.place.recorded.update(metrics)
         self._log.add(metrics)
         self.place.evaluated_at = self.effective_steps
@@ -208,6 +248,7 @@ class Run:
 
     def summary(self) -> dict[str, Any]:
         """The last report's metrics, why the run stopped, and the seconds spent in the loop since this start."""
+        self._read()
         return {**self.place.metrics, "stopped": self.stopped, "loop_seconds": self._loop_seconds}
 
     # ---- the loop ------------------------------------------------------------------------------------------------
@@ -218,7 +259,8 @@ class Run:
         entered = time.monotonic()
         batches = iter(self.source)
         try:
-            while self.effective_steps < self.total_steps:
+            # Where τ is not known to the last step, the run can't have ended with it.
+            while self.optimizer.known_effective_steps < self.total_steps:
                 batch = next(batches)
                 self._begin_pass(batch)
                 yield to_device(batch.batch, self.backend.device)
@@ -318,39 +360,63 @@ class Run:
             return False
         if self.config.grad_clip is not None:
             self.clip_grad_norm_(self.config.grad_clip)
+        self._read()  # the step before, which says what LR this one has
         lr = self.schedule.lrs[0]
-        steps_before = self.optimizer.steps
+        taken = None
         if self.scaler is not None:
+            steps_before = self.optimizer.steps
             self.scaler.step(self.optimizer)
             self.scaler.update()
+            taken = self.optimizer.steps > steps_before
         else:
             self.optimizer.step()
-        taken = self.optimizer.steps > steps_before
-        loss, *flags = self._shared()
+        numbers, flags = self._shared()
         self.optimizer.zero_grad()
         self._batch, self._unscaled = None, False
         self.source.commit()
         self.place.iterations += 1
         self._agenda.took(self.plan.global_batch_size)
-        if taken:
-            self.place.nonfinite = 0
-            self.place.progress += self.optimizer.gain()
-            self.schedule.advance_to(self.effective_steps)
-        else:
-            self._count_nonfinite(loss)
-        self._note_step(self._metrics(own.get("loss", loss), lr), own)
-        if self.effective_steps < self.total_steps:
-            self._do_what_is_due(*flags)
+        where = {"step": self.place.iterations, "attempt": self.place.attempt, "position": self.source.position}
+        self._unread = _Unread(HostCopy(numbers), flags, taken, lr, where, own)
+        if self._must_read():
+            self._read()
+            flags_read, self._flags_read = self._flags_read, None
+            assert flags_read is not None
+            if self.effective_steps < self.total_steps:
+                self._do_what_is_due(*flags_read)
         return True
 
-    def _note_step(self, metrics: dict[str, Any], own: dict[str, Any]) -> None:
-        """Keep a step's metrics for the next report, its row for the trace, its number for the next start."""
-        place = self.place
-        place.metrics = {**metrics, **place.recorded}
-        where = {"step": place.iterations, "attempt": place.attempt, "position": self.source.position}
-        self._log.step({**where, **metrics, **own})
+    def _must_read(self) -> bool:
+        """Whether something may be due at this boundary, so that the host must know of the step that was just taken."""
+        furthest = self._furthest()
+        if self.optimizer.last_step_known or furthest >= self.total_steps:
+            return True
+        if self._evaluate is not None and self._evaluations_by(furthest) > 0:
+            return True
+        if self._flags_read is None:
+            return False
+        *due, busy = self._flags_read
+        return any(due) or (self._saver.in_flight and not busy)
+
+    def _read(self) -> None:
+        """Let the host know of the last optimizer step, if it doesn't: advances the schedule, notes metrics and what is due."""
+        step, self._unread = self._unread, None
+        if step is None:
+            return
+        loss, *flags = step.numbers.read()
+        flags = step.flags or flags
+        self._flags_read = flags if self._flags_read is None else list(map(max, self._flags_read, flags))
+        if not self.optimizer.last_step_skipped if step.taken is None else step.taken:
+            self.place.nonfinite = 0
+            self.place.progress += self.optimizer.last_gain
+            self.schedule.advance_to(self.effective_steps)
+        else:
+            self._count_nonfinite(loss, step.where["step"])
+        metrics = self._metrics(step.own.get("loss", loss), step.lr)
+        self.place.metrics = {**metrics, **self.place.recorded}
+        self._log.step({**step.where, **metrics, **step.own})
         if self.backend.rank == 0:
-            self.backend.observe(place.metrics, self.total_steps)
+            self.backend.observe(self.place.metrics, self.total_steps)
 
     def _do_what_is_due(self, report: float, checkpoint: float, poll: float, busy: float) -> None:
         """Evaluate, hand over, save and report; the flags are non-zero for yes, and the same on all workers."""
@@ -370,28 +436,28 @@ class Run:
         if (evaluated and self.backend.reports_evaluations) or (report and not busy) or save:
             self._report(save=save)
 
-    def _shared(self) -> list[float]:
-        """The step's loss over all workers, and the flags of :meth:`_do_what_is_due`."""
+    def _shared(self) -> tuple[Tensor, list[float] | None]:
+        """The step's loss over all workers, and the flags of :meth:`_do_what_is_due`; those in one tensor, if summed."""
         if self.plan.world_size == 1:
-            return [self._loss.item(), *self._flags()]
+            return self._loss.reshape(1).clone(), self._flags()
         assert self.optimizer.rider_sum is not None
-        return self.optimizer.rider_sum.tolist()
+        return self.optimizer.rider_sum, None
 
     def _flags(self) -> list[float]:
         return self._agenda.flags(in_flight=self._saver.in_flight, busy=self._saver.busy)
 
     def _rider(self) -> Tensor:
         """What travels with a step's statistics, to be summed over workers."""
-        flags = torch.tensor(self._flags(), dtype=torch.float64, device=self._loss.device)
-        return torch.cat([self._loss.reshape(1), flags])
+        # Filled in place on the device: a copy from the host would wait for it.
+        return torch.stack([self._loss, *(torch.full_like(self._loss, flag) for flag in self._flags())])
 
-    def _count_nonfinite(self, loss: float) -> None:
+    def _count_nonfinite(self, loss: float, step: int) -> None:
         self.place.nonfinite += 1
         if self.place.nonfinite >= self.config.max_nonfinite_steps:
             loss_scale = 1.0 if self.scaler is None else self.scaler.get_scale()
             raise FloatingPointError(
                 f"The gradient was not finite in {self.place.nonfinite} optimizer steps in a row, up to step "
-                f"{self.place.iterations} at effective step {self.effective_steps:.1f} of {self.total_steps} "
+                f"{step} at effective step {self.effective_steps:.1f} of {self.total_steps} "
                 f"(loss {loss:g}, loss scale {loss_scale:g}). The weights are those before. Lower the learning rate, clip "
                 "gradients, or look at the data of this step."
             )
@@ -401,7 +467,7 @@ class Run:
         if math.isnan(sigma2) and self._probed is not None:
             sigma2, mu2 = self._probed
         noise = noise_scale(sigma2, mu2, self.plan.base_batch_size)
-        gain, scale = self.optimizer.gain(), self.plan.scale
+        gain, scale = self.optimizer.last_gain, self.plan.scale
         self._warn_about_noise(noise, gain)
         return {
             "gain": gain,
@@ -469,6 +535,7 @@ class Run:
             CheckpointError: A worker could not write, this checkpoint or the one before.
         """
         self._require_boundary()
+        self._read()
         return self._saver.save(self._where(), self._content)
 
     def _save_in_background(self) -> None:

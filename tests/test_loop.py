@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from ray_adascale.snapshot import load_rng
 from ray_adascale.trace import read_trace
 
 from .reference import ReferenceAdaScale
+from .test_device_path import host_reads
 
 # Advice on how far to scale, which toy data of 60 examples rightly gets; one test looks for it.
 pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
@@ -60,9 +62,10 @@ def make_run(
     gamma: float = 0.9,
     backend: LocalBackend | None = None,
     scheduler: bool = True,
+    fused: bool | None = None,
     **settings: Any,
 ) -> Run:
-    optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=momentum)
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=momentum, fused=fused)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 7, gamma) if scheduler else None
     extra = {key: settings.pop(key) for key in ("evaluate", "recipe", "collate_fn") if key in settings}
     defaults: dict[str, Any] = {
@@ -401,6 +404,135 @@ def test_clipping_by_hand_acts_on_the_last_pass_only() -> None:
     assert norms[1] is not None
 
 
+# ---- a fused optimizer: the host reads a step behind ------------------------------------------------------------------
+
+
+def _run_to_the_end(folder: str, fused: bool, **settings: Any) -> tuple[list[float], list[float], int]:
+    """Final weights, τ at each evaluation, and the boundaries at which the host had not read the step."""
+    evaluated: list[float] = []
+    net = model(torch.float64)
+
+    def evaluate(_: nn.Module) -> dict[str, float]:
+        evaluated.append(run.effective_steps)
+        return {"seen": float(len(evaluated))}
+
+    backend = LocalBackend(folder, device="cpu")
+    data = dataset(dtype=torch.float64)
+    run = make_run(
+        net,
+        data=data,
+        backend=backend,
+        evaluate=evaluate,
+        total_steps=150,
+        evaluate_every=50,
+        lr=0.05,
+        fused=fused,
+        **settings,
+    )
+    behind = 0
+    for x, y in run:
+        run.backward(F.cross_entropy(run.model(x), y))
+        run.step()
+        behind += run.at_boundary and not run.optimizer.last_step_known
+    return flat(net).tolist(), evaluated, behind
+
+
+def _compare_fused(folder: Path, outcomes: list[tuple[list[float], list[float], int]]) -> None:
+    (weights, evaluated, behind), (fused_weights, fused_evaluated, fused_behind) = outcomes
+    np.testing.assert_allclose(fused_weights, weights, rtol=1e-5)
+    np.testing.assert_allclose(fused_evaluated, evaluated, rtol=1e-6)
+    rows, fused_rows = (list(read_trace(folder / name / "trace.jsonl")) for name in ("False", "True"))
+    assert len(rows) == len(fused_rows)
+    assert behind == 0
+    assert fused_behind > len(rows) / 2
+    for row, fused_row in zip(rows, fused_rows, strict=True):
+        del row["examples_per_s"], fused_row["examples_per_s"]
+        assert fused_row == pytest.approx(row, rel=1e-3, nan_ok=True)  # μ² may be near zero
+
+
+@pytest.mark.parametrize("accumulation", [2, 3])
+def test_a_fused_run_is_the_same_run(tmp_path: Path, accumulation: int) -> None:
+    settings: dict[str, Any] = {"per_worker_batch_size": 4 * accumulation, "accumulation": accumulation}
+    _compare_fused(
+        tmp_path, [_run_to_the_end(str(tmp_path / str(fused)), fused, **settings) for fused in (False, True)]
+    )
+
+
+@pytest.mark.parametrize("sharding", ["none", "oss", "zero2"])
+def test_a_fused_run_on_two_workers_is_the_same_run(pool: Any, tmp_path: Path, sharding: str) -> None:
+    outcomes = []
+    for fused in (False, True):
+        both = pool(2).run(
+            _run_to_the_end, str(tmp_path / str(fused)), fused, per_worker_batch_size=4, sharding=sharding
+        )
+        assert both[0] == both[1]
+        outcomes.append(both[0])
+    _compare_fused(tmp_path, outcomes)
+
+
+def test_the_host_reads_what_has_arrived_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(model(), per_worker_batch_size=8, accumulation=2, total_steps=200, fused=True)
+    for number, (x, y) in enumerate(run):
+        if number not in (40, 41):  # both passes of the 21st step
+            run.backward(F.cross_entropy(run.model(x), y))
+            run.step()
+            continue
+        with host_reads(monkeypatch) as found:
+            run.backward(F.cross_entropy(run.model(x), y))
+            run.step()
+        assert found == ([] if number == 40 else ["tolist", "tolist"])  # of the step before: r, and the loss
+        assert not run.optimizer.last_step_known
+        if number == 41:
+            break
+    progress, tau = run.progress, run.effective_steps  # asking waits
+    assert progress == pytest.approx(tau)
+    assert run.summary()["optimizer_steps"] == 21
+    assert tau > 20  # beyond the first tenth of the run
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_fused_run_skips_bad_batches_and_ends_when_there_are_many(tmp_path: Path, accumulation: int) -> None:
+    def run_with(bad: range) -> tuple[Run, int]:
+        run = make_run(
+            model(),
+            backend=LocalBackend(tmp_path / str(len(bad)), device="cpu"),
+            fused=True,
+            per_worker_batch_size=4,
+            accumulation=accumulation,
+            max_nonfinite_steps=3,
+        )
+        steps = 0
+        for x, y in run:
+            run.backward(F.cross_entropy(run.model(x), y) * (math.nan if steps in bad else 1.0))
+            steps += run.step()
+        return run, steps
+
+    run, steps = run_with(range(4, 6))
+    rows = list(read_trace(tmp_path / "2" / "trace.jsonl"))
+    assert [row["step"] for row in rows if math.isnan(row["loss"])] == [5, 6]
+    assert run.summary()["optimizer_steps"] == steps - 2
+    assert torch.isfinite(flat(run.module)).all()
+    with pytest.raises(FloatingPointError, match="3 optimizer steps in a row, up to step 7 at"):
+        run_with(range(4, 40))
+
+
+def test_background_checkpoints_of_a_fused_run(tmp_path: Path) -> None:
+    backend = LocalBackend(tmp_path, device="cpu", keep=1000)
+    settings: dict[str, Any] = {"per_worker_batch_size": 8, "accumulation": 2, "total_steps": 200, "fused": True}
+    run = make_run(model(), backend=backend, checkpoint_every_s=1e-9, **settings)
+    steps = 0
+    for x, y in run:
+        run.backward(F.cross_entropy(run.model(x), y))
+        steps += run.step()
+        time.sleep(0.01)  # to write
+    written = [path for path in tmp_path.glob("checkpoint_*") if checkpoint.is_sealed(path)]
+    assert len(written) > 3
+    for path in written:
+        state = checkpoint.load_state(path)
+        assert state["iterations"] == int(path.name.removeprefix("checkpoint_"))
+        assert state["progress"] == pytest.approx(state["effective_steps"])
+
+
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
@@ -428,15 +560,23 @@ def _same(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> bool:
     ]
 
 
-@pytest.mark.parametrize("settings", [{}, {"per_worker_batch_size": 8, "accumulation": 2}], ids=["base", "scaled"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"per_worker_batch_size": 8, "accumulation": 2},
+        {"per_worker_batch_size": 8, "accumulation": 2, "fused": True},
+    ],
+    ids=["base", "scaled", "fused"],
+)
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, settings: dict[str, Any]) -> None:
     whole, rows, tau = _interrupted(None, None, **settings)
-    _, first, _ = _interrupted(str(tmp_path), 5, **settings)
+    _, first, _ = _interrupted(str(tmp_path), 6, **settings)
     _, second, _ = _interrupted(str(tmp_path), 4, **settings)
     resumed, third, end = _interrupted(str(tmp_path), None, **settings)
     assert torch.equal(resumed, whole)
     assert end == tau
-    # The checkpoint is taken inside step(), so every step that returned is in it.
+    # The checkpoint is taken inside step(), so every step that returned is in it; of a fused optimizer every second one.
     assert _same(first + second + third, rows)
     trace = read_trace(tmp_path / "trace.jsonl")
     assert [row["step"] for row in trace] == list(range(1, len(rows) + 1))

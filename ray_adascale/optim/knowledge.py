@@ -47,8 +47,7 @@ class Known:
         """Averaged (σ², μ²), each group's clipped to non-negative, summed; NaN before the first sample."""
         if all(math.isnan(x) for x in self.sigma2):
             return math.nan, math.nan
-        sigma2, mu2 = torch.tensor([self.sigma2, self.mu2], dtype=torch.float64).clamp(min=0).sum(dim=1).tolist()
-        return sigma2, mu2
+        return sum(0.0 if x < 0 else x for x in self.sigma2), sum(0.0 if x < 0 else x for x in self.mu2)
 
 
 @dataclass(frozen=True)
