@@ -1023,7 +1023,7 @@ def test_gains_are_those_under_ddp_in_float32(pool: Pool) -> None:
             assert ours == pytest.approx(theirs, rel=1e-5)  # σ² is a difference of norms, each right to 1e-7
 
 
-def _lacks_a_synced_pass(lacking: int | None) -> tuple[Tensor, Tensor]:
+def _lacks_a_synced_pass(lacking: int | None, clips: bool) -> tuple[Tensor, Tensor]:
     """Two passes a step, none under no_sync(); rank 1 makes no backward pass in one of them."""
     ends = []
     overlapped: list[bool] = []
@@ -1044,6 +1044,8 @@ def _lacks_a_synced_pass(lacking: int | None) -> tuple[Tensor, Tensor]:
                     assert (sharded and i == 1 and not lacks) == all(p.grad is None for p in model.parameters())
                 elif not sharded:
                     (loss * 0).backward()
+            if clips:
+                assert optimizer.clip_grad_norm(0.05) > 0.05
             optimizer.step()
             optimizer.zero_grad()
         ends.append(torch.cat([weights(model), torch.tensor([optimizer.gain(), optimizer.effective_steps])]))
@@ -1051,12 +1053,13 @@ def _lacks_a_synced_pass(lacking: int | None) -> tuple[Tensor, Tensor]:
     return ends[0], ends[1]
 
 
+@pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("lacking", [None, 0, 1])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_rank_that_lacks_one_of_several_synced_passes_takes_part(
-    pool: Pool, world_size: int, lacking: int | None
+    pool: Pool, world_size: int, lacking: int | None, clips: bool
 ) -> None:
-    assert_agree(pool(world_size).run(_lacks_a_synced_pass, lacking), ROUNDING)
+    assert_agree(pool(world_size).run(_lacks_a_synced_pass, lacking, clips), ROUNDING)
 
 
 def _overflow(unhooked: bool) -> tuple[Tensor, Tensor]:

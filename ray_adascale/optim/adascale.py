@@ -225,7 +225,11 @@ class AdaScale(Optimizer):
 
         Returns:
             The norm before clipping, on the device.
+
+        Raises:
+            RuntimeError: Called after fewer or more backward passes than ``num_gradients_to_accumulate``.
         """
+        self._sampler.complete()
         if isinstance(self._optimizer, OSS):
             return self._optimizer.clip_grad_norm(max_norm, norm_type)
         norm = torch.nn.utils.clip_grad_norm_(self._sampler.params, max_norm, norm_type)

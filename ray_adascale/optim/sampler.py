@@ -257,8 +257,10 @@ class GradientSampler:
         if self.passes == self.accumulation:
             self.sample = self._gather(observer)
 
-    def finish(self) -> Sample:
-        """The step's sample, now that no further pass comes.
+    def complete(self) -> None:
+        """No further pass comes in this step: take part in the reduction, if that is still under way on the others.
+
+        To be called before any other collective of theirs.
 
         Raises:
             RuntimeError: Passes are missing, or there were too many.
@@ -269,16 +271,21 @@ class GradientSampler:
                 "known. Add the losses and call backward() once, or set_num_gradients_to_accumulate() to the number of passes "
                 "(AdaptiveDataParallel: all but the last under no_sync())."
             )
+        if self.sample is not None:
+            return
         lacks_passes = 0 < self.passes < self.accumulation
-        observer = self.observer
-        if lacks_passes and not (self.reducing and observer is not None):
-            raise self._too_early()
-        if self.sample is None and observer is not None and self.reducing:
+        if self.observer is not None and self.reducing:
             # A backward pass reached no parameter here: a sample of zero. The others are in the reduction already.
-            sample = self._gather(observer)
+            sample = self._gather(self.observer)
             if lacks_passes and not bool(sample.known):
                 raise self._too_early()  # everywhere, so it was not that
             self.sample = sample  # a rule may ask for the gain meanwhile
+        elif lacks_passes:
+            raise self._too_early()
+
+    def finish(self) -> Sample:
+        """The step's sample, once it is :meth:`complete`."""
+        self.complete()
         return self._sample_without_passes() if self.sample is None else self.sample
 
     def _too_early(self) -> RuntimeError:
