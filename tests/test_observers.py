@@ -5,6 +5,7 @@ A function whose name starts with an underscore runs on each rank of the pool.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -42,6 +43,39 @@ def train(model: nn.Module, adascale: AdaScale, forward: Callable[[Tensor], Tens
             adascale.step()
             adascale.zero_grad()
     return [adascale.gain(), adascale.effective_steps]
+
+
+# ---- a thread for each GPU -------------------------------------------------------------------------------------------
+
+
+def test_two_threads_whose_hooks_come_first_begin_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    queued: list[Callable[[], None]] = []  # autograd keeps them until the pass has ended
+    monkeypatch.setattr(observers, "queue_end_of_backward", queued.append)
+    model = make_model()
+    adascale = ready(model)
+    observer = adascale._sampler.observer
+    assert isinstance(observer, observers.HookObserver)
+    clear = observer.samples.clear
+
+    def slowly() -> None:
+        time.sleep(0.2)
+        clear()
+
+    monkeypatch.setattr(observer.samples, "clear", slowly)
+    both = threading.Barrier(2)
+
+    def first_gradient(param: nn.Parameter) -> None:
+        hook = next(iter(param._backward_hooks.values()))  # as autograd's thread calls it
+        both.wait()
+        hook(torch.ones_like(param))
+
+    threads = [threading.Thread(target=first_gradient, args=(p,)) for p in (model[0].weight, model[2].weight)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(queued) == 1
+    assert observer.local_sq_norms().item() == model[0].weight.numel() + model[2].weight.numel()
 
 
 # ---- a backward pass within the backward pass --------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -260,6 +261,7 @@ class HookObserver(GradientObserver):
         self.groups = [list(params) for params in groups]
         self.hooked: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
         self._passes = 0
+        self._starting = threading.Lock()  # autograd has a thread for each GPU
         # Autograd holds what is to be called at the end of the pass that runs, and lets go of it where an exception ends it.
         self._end_of_pass: weakref.ref[Callable[[], None]] | None = None
         self._watch()
@@ -301,8 +303,7 @@ class HookObserver(GradientObserver):
             observer = ref()
             if observer is None:
                 return
-            end = observer._end_of_pass
-            if end is None or end() is None:
+            if not observer._pass_runs():
                 observer._start_pass()
             if seen == observer._passes:
                 raise RuntimeError(_REENTRANT)  # of a parameter in two checkpointed parts
@@ -311,9 +312,18 @@ class HookObserver(GradientObserver):
 
         self.hooked[param] = leaf.register_hook(hook)
 
+    def _pass_runs(self) -> bool:
+        end = self._end_of_pass
+        return end is not None and end() is not None
+
     def _start_pass(self) -> None:
         refuse_compiled()
         _refuse_nested()
+        with self._starting:
+            if not self._pass_runs():  # another thread's hook may have been quicker
+                self._begin_pass()
+
+    def _begin_pass(self) -> None:
         self._passes += 1
         listener = self._listener()
         if listener is not None:
