@@ -272,11 +272,18 @@ def _connect(address: str | None) -> None:
     """Connect to Ray, or start one.
 
     Raises:
-        ValueError: There is no cluster at the address.
+        ValueError: There is no cluster at the address, or this process is connected already.
         RuntimeError: Ray could not be started here.
     """
+    import ray
+
     from .cluster import quiet_init
 
+    if address is not None and ray.is_initialized():
+        raise ValueError(
+            f"Invalid --address {address}: Ray runs in this process already, so it would have no effect. Remove ray.init() from "
+            "the workload's file, or put it under `if __name__ == '__main__'`."
+        )
     address = address or os.environ.get("RAY_ADDRESS")
     try:
         _knock(address)

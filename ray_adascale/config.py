@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import warnings
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -171,6 +173,8 @@ class AdaScaleConfig:
     def with_recipe(self, recipe: Recipe | None) -> AdaScaleConfig:
         """These settings with the base batch size, total steps and scheduler unit of a recipe.
 
+        Warns of each setting that the recipe keeps (:attr:`ray_adascale.Recipe.settings`) and that is another here.
+
         Raises:
             ValueError: A setting says otherwise than the recipe.
         """
@@ -184,12 +188,25 @@ class AdaScaleConfig:
             raise ValueError(
                 f"Leave AdaScaleConfig(total_epochs) out: the recipe says total_steps={recipe.total_steps}."
             )
+        self._warn_of_other_settings(recipe)
         return replace(
             self,
             base_batch_size=recipe.base_batch_size,
             total_steps=recipe.total_steps,
             scheduler_unit=recipe.scheduler_unit,
         )
+
+    def _warn_of_other_settings(self, recipe: Recipe) -> None:
+        for name, theirs in (recipe.settings or {}).items():
+            mine = getattr(self, name)
+            if mine == theirs or (name == "grad_clip" and theirs is None and mine == math.inf):
+                continue
+            text = theirs if isinstance(theirs, str) else json.dumps(theirs)
+            warnings.warn(
+                f"The recipe was found with {name}={theirs!r}, and this is with {name}={mine!r}. To train as the search "
+                f"did: AdaScaleConfig({name}={theirs!r}), or -c {name}={text} on the command line.",
+                stacklevel=4,
+            )
 
     def plan(self, world_size: int) -> BatchPlan:
         """The batch that ``world_size`` workers make up.

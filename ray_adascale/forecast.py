@@ -412,7 +412,10 @@ def forecast_recipe(
             f"Invalid {cost_per_worker_hour=} without throughput. Cost follows from time: give throughput= as well, from "
             "measure_throughput() or Throughput.fit() (on the command line --measure WORKLOAD or --run RUN)."
         )
-    config = replace(AdaScaleConfig() if config is None else config, elastic=True).with_recipe(recipe)
+    # Precision and the like make no difference to it: nothing to warn of.
+    config = replace(AdaScaleConfig() if config is None else config, elastic=True).with_recipe(
+        replace(recipe, settings=None)
+    )
     made = make_rule(config.rule)
     if isinstance(made, AdamScaleRule):
         raise ValueError(

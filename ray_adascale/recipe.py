@@ -25,11 +25,13 @@ from ._version import __version__
 __all__ = ["NoiseProbe", "Recipe", "RecipeError", "Repeat", "curve_length"]
 
 FORMAT = "ray_adascale/recipe"
-VERSION = 2
-"""2 added ``repeats``; a file of version 1 loads as one without."""
+VERSION = 3
+"""2 added ``repeats`` and 3 ``settings``; a file of an earlier version loads as one without."""
 
+SETTINGS = ("precision", "grad_clip", "shuffle", "drop_last")
+"""The fields of ``AdaScaleConfig`` that a recipe keeps: those that change what the base run trains."""
 
-_SINCE = {"repeats": 2}  # field -> the version that brought it
+_SINCE = {"repeats": 2, "settings": 3}  # field -> the version that brought it
 
 
 class RecipeError(ValueError):
@@ -92,6 +94,9 @@ class Recipe:
         created: Date and time in ISO 8601.
         repeats: The same hyperparameters with further seeds, where the search was asked for them: what the score owes to
             luck, and the spread of the noise.
+        settings: The fields of ``AdaScaleConfig`` that change what is trained, as the search had them: ``precision``,
+            ``grad_clip``, ``shuffle``, ``drop_last``. A run that has them otherwise warns. One that is left out is
+            unknown; None: all are.
 
     Raises:
         RecipeError: A field of the wrong type or out of range, naming it.
@@ -113,6 +118,7 @@ class Recipe:
     versions: dict[str, str]
     created: str
     repeats: list[Repeat] = dataclasses.field(default_factory=list)
+    settings: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         put: dict[str, Any] = {
@@ -128,6 +134,7 @@ class Recipe:
             "workload": _text("workload", self.workload, empty=True),
             "versions": _json_object("versions", self.versions),
             "created": _text("created", self.created),
+            "settings": None if self.settings is None else _checked_settings(self.settings),
         }
         if self.base_steps_per_epoch is not None:
             put["base_steps_per_epoch"] = _number("base_steps_per_epoch", self.base_steps_per_epoch)
@@ -177,6 +184,7 @@ class Recipe:
             f"  config       {hyperparameters or 'empty'}",
             *(f"  LR, group {g}  {curve} ({unit})" for g, curve in enumerate(curves)),
             f"  noise        {_describe_noise(self)}",
+            f"  settings     {_describe_settings(self.settings)}",
         ]
         if self.repeats:
             spread = self.repeat_scores
@@ -408,6 +416,23 @@ def _checked_repeats(recipe: Recipe) -> list[Repeat]:
     return checked
 
 
+def _checked_settings(settings: Any) -> dict[str, Any]:
+    checked = _json_object("settings", settings)
+    for name, value in checked.items():
+        where = f"settings.{name}"
+        if name == "precision":
+            _one_of(where, value, ("fp32", "bf16", "fp16"))
+        elif name == "grad_clip":
+            checked[name] = None if value is None else _number(where, value)
+            if value is not None and value <= 0:
+                raise RecipeError(f"Invalid {where}={value}. Must be positive, or null for no clipping.")
+        elif name not in SETTINGS:
+            raise RecipeError(f"Invalid {where}. Must be one of {', '.join(SETTINGS)}.")
+        elif not isinstance(value, bool):
+            raise RecipeError(f"Invalid {where}={_short(value)}. Must be true or false.")
+    return checked
+
+
 def _json(where: str, value: Any) -> Any:
     """A copy of ``value`` in JSON's types."""
     if isinstance(value, np.generic):
@@ -487,6 +512,10 @@ def _describe_curve(curve: list[float]) -> str:
     if len(curve) == 1:
         return f"{curve[0]:.4g}"
     return f"{curve[0]:.4g} → {curve[-1]:.4g} over {len(curve)} values, highest {max(curve):.4g}"
+
+
+def _describe_settings(settings: dict[str, Any] | None) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in settings.items()) if settings else "not kept"
 
 
 def _describe_noise(recipe: Recipe) -> str:

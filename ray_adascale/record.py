@@ -20,11 +20,11 @@ from .backend import Backend, LocalBackend
 from .config import AdaScaleConfig
 from .loop import Run
 from .probe import probe_noise
-from .recipe import NoiseProbe, Recipe
+from .recipe import SETTINGS, NoiseProbe, Recipe
 from .rng import seed_everything
 from .workload import Workload, WorkloadFn, build, with_unit
 
-__all__ = ["base_config", "record_recipe", "train_base", "workload_name"]
+__all__ = ["base_config", "kept_settings", "record_recipe", "train_base", "workload_name"]
 
 
 def record_recipe(
@@ -103,6 +103,7 @@ def record_recipe(
             "python": platform.python_version(),
         },
         created=datetime.now(UTC).isoformat(timespec="seconds"),
+        settings=kept_settings(base),
     )
 
 
@@ -140,6 +141,14 @@ def base_config(
     )
     base.plan(1)
     return base
+
+
+def kept_settings(base: AdaScaleConfig) -> dict[str, Any]:
+    """What a recipe keeps of the base run's settings."""
+    kept = {name: getattr(base, name) for name in SETTINGS}
+    if kept["grad_clip"] == math.inf:  # which JSON can't say, and clips nothing
+        kept["grad_clip"] = None
+    return kept
 
 
 def train_base(

@@ -22,6 +22,7 @@ from . import checkpoint
 from .backend import Backend
 from .config import AdaScaleConfig
 from .loop import Run
+from .mistakes import building
 from .record import train_base
 from .rng import seed_everything
 from .workload import Workload, WorkloadFn, build, with_unit
@@ -226,19 +227,20 @@ def run_trial(hyperparameters: dict[str, Any], settings: Settings) -> None:
     gc.collect()  # a trial that was stopped leaves reference cycles behind, and its model may hang on them
     torch.set_num_threads(settings.threads)
     seed_everything(settings.config.seed)
-    workload = build(settings.workload, hyperparameters)
-    collected = Collected(workload.metric, workload.mode)
-    backend = _TuneBackend(collected, checkpoints=settings.checkpoints)
-    run = Run(
-        workload.model,
-        workload.optimizer,
-        workload.scheduler,
-        workload.train_dataset,
-        with_unit(settings.config, workload),
-        collate_fn=workload.collate_fn,
-        evaluate=collected.evaluator(workload),
-        backend=backend,
-    )
+    with building():
+        workload = build(settings.workload, hyperparameters)
+        collected = Collected(workload.metric, workload.mode)
+        backend = _TuneBackend(collected, checkpoints=settings.checkpoints)
+        run = Run(
+            workload.model,
+            workload.optimizer,
+            workload.scheduler,
+            workload.train_dataset,
+            with_unit(settings.config, workload),
+            collate_fn=workload.collate_fn,
+            evaluate=collected.evaluator(workload),
+            backend=backend,
+        )
     backend.run = run
     train_base(run, workload, settings.probe_every, collected.noise, collected.add_loss)
 

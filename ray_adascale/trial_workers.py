@@ -15,6 +15,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.queue import Empty, Queue
 
 from .loop import Run
+from .mistakes import building
 from .train import RayTrainBackend, build_on_worker, worker_failure
 from .trial import Collected, Settings
 from .workload import with_unit
@@ -122,20 +123,21 @@ def _train(given: dict[str, Any]) -> dict[str, Any]:
     """What each worker runs; rank 0 returns the last report."""
     settings: Settings = given["settings"]
     backend = _TrialBackend(settings.probe_every, given["reports"])
-    workload = build_on_worker(settings.workload, given["hyperparameters"], settings.config.seed, backend.rank)
-    collected = Collected(workload.metric, workload.mode)
-    if backend.rank == 0:
-        backend.collected = collected
-    backend.run = run = Run(
-        workload.model,
-        workload.optimizer,
-        workload.scheduler,
-        workload.train_dataset,
-        with_unit(settings.config, workload),
-        collate_fn=workload.collate_fn,
-        evaluate=collected.evaluator(workload),
-        backend=backend,
-    )
+    with building():
+        workload = build_on_worker(settings.workload, given["hyperparameters"], settings.config.seed, backend.rank)
+        collected = Collected(workload.metric, workload.mode)
+        if backend.rank == 0:
+            backend.collected = collected
+        backend.run = run = Run(
+            workload.model,
+            workload.optimizer,
+            workload.scheduler,
+            workload.train_dataset,
+            with_unit(settings.config, workload),
+            collate_fn=workload.collate_fn,
+            evaluate=collected.evaluator(workload),
+            backend=backend,
+        )
     for batch in run:
         run.backward(workload.loss_fn(run.model, batch))
         run.step()

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
 import platform
-import signal
-import statistics
-import threading
 import time
 import uuid
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Literal
 
 import ray
 import torch
-from ray import cloudpickle, tune
+from ray import tune
 from ray.train import ScalingConfig
 from ray.tune.schedulers import (
     AsyncHyperBandScheduler,
@@ -42,194 +37,15 @@ from ._version import __version__
 from .cluster import pickle_by_value, quiet_init
 from .config import AdaScaleConfig
 from .json_files import read_json, write_json
-from .progress import SearchProgress
 from .recipe import NoiseProbe, Recipe, Repeat
-from .record import base_config, workload_name
-from .trial import EPOCHS, OBJECTIVE, OUTCOME, Entry, MissingMetric, Settings, describe_config, run_repeat, run_trial
+from .record import base_config, kept_settings, workload_name
+from .trial import EPOCHS, OBJECTIVE, Entry, Settings, describe_config, run_repeat, run_trial
+from .watch import BestMean, Finished, StopOnMistake, Watch, best_mean, interrupts, watching
 from .workload import WorkloadFn
 
 __all__ = ["tune_recipe"]
 
 _OUTPUT_ENGINE = "RAY_AIR_NEW_OUTPUT"
-
-
-# ---- on the driver ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Finished:
-    """A trial that has ended, one way or another."""
-
-    trial_id: str
-    config: dict[str, Any]
-    metrics: dict[str, Any]
-    error: Exception | None
-
-    @property
-    def outcome(self) -> dict[str, Any] | None:
-        """What the last report of a trial that reached T holds; None for any other trial."""
-        text = self.metrics.get(OUTCOME)
-        return None if self.error is not None or text is None else json.loads(text)
-
-    @property
-    def error_line(self) -> str:
-        """The error's first line, with its type."""
-        lines = str(self.error).strip().splitlines()
-        return f"{type(self.error).__name__}: {lines[0]}" if lines else type(self.error).__name__
-
-
-class _BestTrial:
-    """What decides among trials: the best score. Called with each that has ended; (score, description) of the best so far."""
-
-    def __init__(self) -> None:
-        self._best: tuple[_Finished, dict[str, Any]] | None = None
-
-    def __call__(self, trial: _Finished) -> tuple[str, str]:
-        outcome = trial.outcome
-        if outcome is not None and (self._best is None or _better(outcome, self._best[1])):
-            self._best = trial, outcome
-        if self._best is None:
-            return "", ""
-        best, outcome = self._best
-        score = f"{outcome['score']:.4g}"
-        return f"best {score}", f"{outcome['metric']} {score} at {describe_config(best.config)}"
-
-
-class _BestMean:
-    """What decides among repeats: the best mean over all the seeds of a config. Called and returns as :class:`_BestTrial`."""
-
-    def __init__(self, entries: list[Entry]) -> None:
-        self._entries = entries
-        self._trials: list[_Finished] = []
-
-    def __call__(self, trial: _Finished) -> tuple[str, str]:
-        self._trials.append(trial)
-        wanted = Counter(entry.rank for entry in self._entries)
-        ended = Counter(self._entry(t).rank for t in self._trials)
-        whole = [t for t in self._trials if ended[self._entry(t).rank] == wanted[self._entry(t).rank]]
-        outcome = next((t.outcome for t in whole if t.outcome is not None), None)
-        if outcome is None:
-            return "", ""
-        try:
-            rank, repeats = _best_mean(self._entries, whole, outcome["mode"])
-        except RuntimeError:  # each of them has a repeat that failed
-            return "", ""
-        config = next(entry.hyperparameters for entry in self._entries if entry.rank == rank)
-        mean = f"{statistics.mean(repeat.score for repeat in repeats):.4g}"
-        over = f"over {len(repeats)} seed{'' if len(repeats) == 1 else 's'}"
-        return f"best mean {mean}", f"mean {outcome['metric']} {mean} {over} at {describe_config(config)}"
-
-    def _entry(self, trial: _Finished) -> Entry:
-        return self._entries[trial.config["repeat"]]
-
-
-class _Watch(tune.Callback):
-    """Collects the trials as they end, and says a line about each.
-
-    Args:
-        total: How many there will be.
-        verbose: Whether anything is said.
-        what: They are called, "trial" or "repeat".
-        earlier: The search was started before: those that end without a word may have been told then.
-        describe: A trial's config, for people.
-        best: See :class:`_BestTrial`.
-    """
-
-    def __init__(
-        self,
-        total: int,
-        *,
-        verbose: bool,
-        what: str = "trial",
-        earlier: bool = False,
-        describe: Callable[[Mapping[str, Any]], str] = describe_config,
-        best: Callable[[_Finished], tuple[str, str]] | None = None,
-    ) -> None:
-        self.finished: dict[str, _Finished] = {}
-        self.fatal: MissingMetric | None = None
-        self.interrupted = False
-        self.was_interrupted: Callable[[], bool] = lambda: False
-        self.progress = SearchProgress(what, total) if verbose else None
-        self.what = what
-        self._earlier = earlier
-        self._config_text = describe
-        self._best = _BestTrial() if best is None else best
-
-    def __reduce__(self) -> Any:
-        # Tune pickles its callbacks for a search to be restored with; what comes back is the watch of that restart.
-        return _live_watch, (self.what,)
-
-    def on_trial_result(
-        self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
-    ) -> None:
-        if self.progress is not None and "total_steps" in result:
-            self.progress.advance(trial.trial_id, result["effective_steps"] / result["total_steps"])
-
-    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self._add(_Finished(trial.trial_id, dict(trial.config), dict(trial.last_result or {}), None))
-
-    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        error = _cause(trial)
-        if isinstance(error, MissingMetric) and self.fatal is None:
-            self.fatal = error
-            return  # every trial would say the same: the search ends with this very error
-        self._add(_Finished(trial.trial_id, dict(trial.config), dict(trial.last_result or {}), error))
-
-    def on_experiment_end(self, trials: list[Any], **info: Any) -> None:
-        if self.was_interrupted():
-            # Tune has just ended those that ran, as if they were done; in what it saved before, they go on.
-            self.interrupted = True
-            return
-        for trial in trials:
-            if trial.status not in ("TERMINATED", "ERROR"):
-                self.interrupted = True
-                continue
-            # A scheduler that stops a paused trial does so without a word; and so end those of an earlier start.
-            error = _cause(trial) if trial.status == "ERROR" else None
-            found = _Finished(trial.trial_id, dict(trial.config), dict(trial.last_result or {}), error)
-            self._add(found, quiet=self._earlier)
-
-    def _add(self, trial: _Finished, *, quiet: bool = False) -> None:
-        if trial.trial_id in self.finished or self.fatal is not None:
-            return
-        self.finished[trial.trial_id] = trial
-        score, best = self._best(trial)
-        if self.progress is None:
-            return
-        if quiet:
-            self.progress.skip(trial.trial_id)
-            return
-        self.progress.finish(trial.trial_id, self._describe(trial, score), best)
-
-    def _describe(self, trial: _Finished, best: str) -> str:
-        where = f"at {self._config_text(trial.config)}"
-        if trial.error is not None:
-            return f"failed {where}: {trial.error_line}"
-        outcome = trial.outcome
-        if outcome is None:
-            tau, total = trial.metrics.get("effective_steps", 0), trial.metrics.get("total_steps", "?")
-            return f"stopped early {where}, at effective step {tau:.0f} of {total}"
-        return f"{outcome['metric']} {outcome['score']:.4g} {where}{best and f' ({best})'}"
-
-
-_watching: dict[str, _Watch] = {}  # "trial" or "repeat" -> the watch of the search that runs in this process
-
-
-def _live_watch(what: str) -> _Watch:
-    return _watching.get(what) or _Watch(0, verbose=False, what=what)
-
-
-class _StopOnMistake(tune.Stopper):
-    """Ends the whole search at a mistake that every trial would repeat."""
-
-    def __init__(self, watch: _Watch) -> None:
-        self._watch = watch
-
-    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
-        return False
-
-    def stop_all(self) -> bool:
-        return self._watch.fatal is not None
 
 
 @PublicAPI(stability="alpha")
@@ -273,7 +89,9 @@ def tune_recipe(
     The same ``name`` and ``storage_path`` go on with a search that was interrupted: trials that have ended are kept, the
     others start over (or from their checkpoints, where there are any).
 
-    A trial whose metric is NaN or infinite, or that raises, fails alone. Trials that a scheduler pauses (HyperBand)
+    A trial whose metric is NaN or infinite, or that raises, fails alone; but the search ends where its first trials all fail
+    alike while they are built, at configs that have no searched value in common (a workload that returns nothing, a wrong
+    name). Trials that a scheduler pauses (HyperBand)
     resume from a checkpoint, saved at each of their reports; no checkpoints are written under ASHA and ``None``, which
     never pause a trial.
 
@@ -297,7 +115,7 @@ def tune_recipe(
         seed: Of the random search, and the same in each trial: of its weights and of the order of its examples.
         config: Further settings of the loop: precision, grad_clip, evaluate_every ... What belongs to scale
             (per_worker_batch_size, accumulation, global_batch_size, elastic, sharding, rule) or to Ray Train
-            (report_every_s, checkpoint_every_s) is not used here, nor is its ``seed``. With ``scaling_config`` these are
+            (report_every_s, checkpoint_every_s) is refused, and so is another ``seed``. With ``scaling_config`` these are
             used: sharding, checkpoint_every_s, and as in a run with a ``global_batch_size`` accumulation (the fewest passes)
             and per_worker_batch_size (the most examples of one).
         resources_per_trial: What Ray reserves for a trial, ``{"CPU": 1}`` by default. With a "GPU" the trial trains on
@@ -317,7 +135,7 @@ def tune_recipe(
 
     Raises:
         ValueError: A setting can't work (raised before anything starts), the search to go on with was another, or the
-            workload's metric is not measured (raised at the first report).
+            workload's metric is not measured (raised at the first report), or no trial can be built.
         RuntimeError: No trial reached T.
         KeyboardInterrupt: The search was interrupted (Tune itself would go on with the trials that it has).
     """
@@ -343,18 +161,10 @@ def tune_recipe(
     tune_scheduler, scheduler_name = _make_scheduler(scheduler, total_steps, total_epochs)
     if scaling_config is not None:
         trial_config = _spread(trial_config, config, int(scaling_config.num_workers))
+    _check_config(config, trial_config)
+    if scaling_config is not None:
         max_concurrent_trials = _concurrency(resources, tune_scheduler, max_concurrent_trials)
-    if search_alg is None:
-        # Not TuneConfig's default, which draws from NumPy's global generator.
-        searcher = BasicVariantGenerator(random_state=seed, max_concurrent=max_concurrent_trials or 0)
-        limit, search_name = None, "random"
-    else:
-        searcher, limit = search_alg, max_concurrent_trials
-        search_name = search_alg if isinstance(search_alg, str) else type(search_alg).__name__
-        if limit is not None and not isinstance(search_alg, Searcher | str):
-            raise ValueError(
-                f"Invalid {max_concurrent_trials=} with a {search_name}. Give the limit to the {search_name}."
-            )
+    searcher, limit, search_name = _make_searcher(search_alg, seed, max_concurrent_trials)
     if name is None:
         name = f"recipe-{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
 
@@ -367,19 +177,6 @@ def tune_recipe(
         verbose=0,
     )
     folder = f"{run_config.storage_path}/{name}"
-    settings = Settings(
-        workload=pickle_by_value(workload),
-        config=trial_config,
-        probe_every=probe_every,
-        threads=max(1, int(resources.get("CPU", 1))),
-        # ASHA and FIFO only go on or stop; of others, subclasses included, one doesn't know.
-        checkpoints=type(tune_scheduler) not in (AsyncHyperBandScheduler, FIFOScheduler),
-        scaling_config=scaling_config,
-        folder=f"{folder}/workers",
-    )
-    # Workers ask for themselves. What only waits for them must take no CPU that they need: Tune refuses to reserve nothing,
-    # so it reserves a byte.
-    reserved = dict(resources) if scaling_config is None else {"CPU": 0, "memory": 1}
     earlier = _check_same_search(
         folder,
         {
@@ -391,74 +188,52 @@ def tune_recipe(
             "num_samples": num_samples,
             "seed": seed,
             "probe_every": probe_every,
+            "config": kept_settings(trial_config),
             "num_workers": None if scaling_config is None else scaling_config.num_workers,
             "search_alg": search_name,
             "scheduler": scheduler_name,
         },
     )
-    started = time.monotonic()
-    watch = _fit(
-        tune.with_resources(tune.with_parameters(run_trial, settings=settings), reserved),
-        param_space,
-        run_config,
-        tune.TuneConfig(
-            metric=OBJECTIVE,
-            mode="max",
-            num_samples=num_samples,
-            search_alg=searcher,
-            scheduler=tune_scheduler,
-            max_concurrent_trials=limit,
-            # A process for each trial would import torch each time. But one that waits for workers must end with its trial.
-            reuse_actors=scaling_config is None,
+    search = _Search(
+        settings=Settings(
+            workload=pickle_by_value(workload),
+            config=trial_config,
+            probe_every=probe_every,
+            threads=max(1, int(resources.get("CPU", 1))),
+            # ASHA and FIFO only go on or stop; of others, subclasses included, one doesn't know.
+            checkpoints=type(tune_scheduler) not in (AsyncHyperBandScheduler, FIFOScheduler),
+            scaling_config=scaling_config,
+            folder=f"{folder}/workers",
         ),
-        _Watch(num_samples * _grid_size(param_space), verbose=verbose > 0, earlier=earlier),
+        # Workers ask for themselves. What only waits for them must take no CPU that they need: Tune refuses to reserve
+        # nothing, so it reserves a byte.
+        reserved=dict(resources) if scaling_config is None else {"CPU": 0, "memory": 1},
+        run_config=run_config,
+        verbose=verbose > 0,
+        earlier=earlier,
     )
-    trials = list(watch.finished.values())
+    started = time.monotonic()
+    trials = search.run_trials(
+        param_space,
+        num_samples=num_samples,
+        search_alg=searcher,
+        scheduler=tune_scheduler,
+        max_concurrent_trials=limit,
+    )
     ranking = _ranking(trials)
-    winner, outcome = ranking[0]
+    rank = 0
     again: list[Repeat] = []
-    failed = [{"trial": t.trial_id, "error": t.error_line} for t in trials if t.error is not None]
-    completed = sum(t.outcome is not None for t in trials)
-    stopped_early = len(trials) - completed - len(failed)
+    failed_repeats: list[dict[str, str]] = []
     if repeats:
         entries = [
             Entry(rank=rank, hyperparameters=trial.config, seed=seed + 1 + i)
             for rank, (trial, _) in enumerate(ranking[:repeat_best])
             for i in range(repeats)
         ]
-        repeated = _fit(
-            tune.with_resources(
-                tune.with_parameters(
-                    run_repeat, settings=replace(settings, folder=f"{folder}-repeats/workers"), entries=entries
-                ),
-                reserved,
-            ),
-            {"repeat": tune.grid_search(list(range(len(entries))))},
-            replace(run_config, name=f"{name}-repeats"),
-            tune.TuneConfig(
-                metric=OBJECTIVE,
-                mode="max",
-                search_alg=BasicVariantGenerator(max_concurrent=max_concurrent_trials or 0),
-                scheduler=FIFOScheduler(),
-                reuse_actors=scaling_config is None,
-            ),
-            _Watch(
-                len(entries),
-                verbose=verbose > 0,
-                what="repeat",
-                earlier=earlier,
-                describe=lambda config: str(entries[config["repeat"]]),
-                best=_BestMean(entries),
-            ),
-        )
-        failed += [
-            {"trial": f"repeat at {entries[t.config['repeat']]}", "error": t.error_line}
-            for t in repeated.finished.values()
-            if t.error is not None
-        ]
-        rank, again = _best_mean(entries, list(repeated.finished.values()), outcome["mode"])
-        winner, outcome = ranking[rank]
-    wall_s = time.monotonic() - started
+        rank, again, failed_repeats = search.run_repeats(entries, ranking[0][1]["mode"], max_concurrent_trials)
+    failed = [{"trial": t.trial_id, "error": t.error_line} for t in trials if t.error is not None]
+    completed = sum(t.outcome is not None for t in trials)
+    winner, outcome = ranking[rank]
     return Recipe(
         hyperparameters=winner.config,
         base_batch_size=base_batch_size,
@@ -474,13 +249,13 @@ def tune_recipe(
         search={
             "num_samples": num_samples,
             "completed": completed,
-            "stopped_early": stopped_early,
-            "failed": failed,
+            "stopped_early": len(trials) - completed - len(failed),
+            "failed": failed + failed_repeats,
             "search_alg": search_name,
             "scheduler": scheduler_name,
             "num_workers": 1 if scaling_config is None else scaling_config.num_workers,
             "best_trial": winner.trial_id,
-            "wall_s": wall_s,
+            "wall_s": time.monotonic() - started,
             "name": name,
         },
         workload=workload_name(workload),
@@ -492,33 +267,109 @@ def tune_recipe(
         },
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         repeats=again,
+        settings=kept_settings(trial_config),
     )
 
 
-def _fit(trainable: Any, space: Any, run_config: Any, tune_config: Any, watch: _Watch) -> _Watch:
-    """Run a search, or go on with the one of this name, and give back what the watch has seen.
+@dataclass(frozen=True, kw_only=True)
+class _Search:
+    """What the trials of a search and its repeats have in common.
 
-    Raises:
-        ValueError: Every trial would make the same mistake.
-        KeyboardInterrupt: It was interrupted.
+    Attributes:
+        settings: What every trial is given.
+        reserved: What Ray reserves for one.
+        run_config: Tune's; the repeats have a folder of their own beside it.
+        verbose: Whether a line is said about each.
+        earlier: The search was started before.
     """
-    folder = f"{run_config.storage_path}/{run_config.name}"
-    _watching[watch.what] = watch
-    try:
-        if tune.Tuner.can_restore(folder):
-            tuner = tune.Tuner.restore(folder, trainable=trainable)
-        else:
-            run_config = replace(run_config, stop=_StopOnMistake(watch), callbacks=[watch])
-            tuner = tune.Tuner(trainable, param_space=space, tune_config=tune_config, run_config=run_config)
-        with _quiet_tune(), _interrupts(watch), watch.progress or nullcontext():
-            tuner.fit()
-    finally:
-        del _watching[watch.what]
-    if watch.fatal is not None:
-        raise ValueError(str(watch.fatal)) from watch.fatal
-    if watch.interrupted:
-        raise KeyboardInterrupt(f"The search {run_config.name!r} was interrupted after {len(watch.finished)} trials.")
-    return watch
+
+    settings: Settings
+    reserved: Mapping[str, float]
+    run_config: tune.RunConfig
+    verbose: bool
+    earlier: bool
+
+    def run_trials(self, param_space: dict[str, Any], *, num_samples: int, **choices: Any) -> list[Finished]:
+        """All trials, as they ended; ``choices`` are of ``tune.TuneConfig``."""
+        watch = Watch(
+            num_samples * _grid_size(param_space), verbose=self.verbose, earlier=self.earlier, space=param_space
+        )
+        trainable = tune.with_parameters(run_trial, settings=self.settings)
+        self._fit(trainable, param_space, self.run_config, watch, num_samples=num_samples, **choices)
+        return list(watch.finished.values())
+
+    def run_repeats(
+        self, entries: list[Entry], mode: str, max_concurrent: int | None
+    ) -> tuple[int, list[Repeat], list[dict[str, str]]]:
+        """The rank with the best mean, its repeats, and those of any rank that failed, for the recipe."""
+        watch = Watch(
+            len(entries),
+            verbose=self.verbose,
+            what="repeat",
+            earlier=self.earlier,
+            describe=lambda config: str(entries[config["repeat"]]),
+            best=BestMean(entries),
+        )
+        name = f"{self.run_config.name}-repeats"
+        settings = replace(self.settings, folder=f"{self.run_config.storage_path}/{name}/workers")
+        self._fit(
+            tune.with_parameters(run_repeat, settings=settings, entries=entries),
+            {"repeat": tune.grid_search(list(range(len(entries))))},
+            replace(self.run_config, name=name),
+            watch,
+            search_alg=BasicVariantGenerator(max_concurrent=max_concurrent or 0),
+            scheduler=FIFOScheduler(),
+        )
+        trials = list(watch.finished.values())
+        failed = [
+            {"trial": f"repeat at {entries[t.config['repeat']]}", "error": t.error_line}
+            for t in trials
+            if t.error is not None
+        ]
+        rank, repeats = best_mean(entries, trials, mode)
+        return rank, repeats, failed
+
+    def _fit(self, function: Any, space: Any, run_config: Any, watch: Watch, **choices: Any) -> None:
+        """Run trials, or go on with the search of this name, under the eyes of the watch.
+
+        Raises:
+            ValueError: Every trial would make the same mistake.
+            KeyboardInterrupt: It was interrupted.
+        """
+        trainable = tune.with_resources(function, dict(self.reserved))
+        folder = f"{run_config.storage_path}/{run_config.name}"
+        with watching(watch):
+            if tune.Tuner.can_restore(folder):
+                tuner = tune.Tuner.restore(folder, trainable=trainable)
+            else:
+                tune_config = tune.TuneConfig(
+                    metric=OBJECTIVE,
+                    mode="max",
+                    # A process for each trial would import torch each time. But one that waits for workers must end with it.
+                    reuse_actors=self.settings.scaling_config is None,
+                    **choices,
+                )
+                run_config = replace(run_config, stop=StopOnMistake(watch), callbacks=[watch])
+                tuner = tune.Tuner(trainable, param_space=space, tune_config=tune_config, run_config=run_config)
+            with _quiet_tune(), interrupts(watch), watch.progress or nullcontext():
+                tuner.fit()
+        if watch.fatal is not None:
+            raise ValueError(str(watch.fatal)) from watch.fatal
+        if watch.interrupted:
+            raise KeyboardInterrupt(
+                f"The search {run_config.name!r} was interrupted after {len(watch.finished)} trials."
+            )
+
+
+def _make_searcher(search_alg: Any, seed: int, max_concurrent: int | None) -> tuple[Any, int | None, str]:
+    """Tune's searcher, the limit of trials at once where Tune is to keep it, and the searcher's name for the recipe."""
+    if search_alg is None:
+        # Not TuneConfig's default, which draws from NumPy's global generator.
+        return BasicVariantGenerator(random_state=seed, max_concurrent=max_concurrent or 0), None, "random"
+    name = search_alg if isinstance(search_alg, str) else type(search_alg).__name__
+    if max_concurrent is not None and not isinstance(search_alg, Searcher | str):
+        raise ValueError(f"Invalid max_concurrent_trials={max_concurrent} with a {name}. Give the limit to the {name}.")
+    return search_alg, max_concurrent, name
 
 
 def _check_same_search(folder: str, settings: dict[str, Any]) -> bool:
@@ -553,29 +404,6 @@ def _describe_space(space: Any) -> Any:
         return type(space).__qualname__  # two functions can't be told apart
     inside = {key: _describe_space(value) for key, value in vars(space).items()}  # Tune's distributions and samplers
     return {"type": type(space).__qualname__, **inside}
-
-
-def _best_mean(entries: list[Entry], trials: list[_Finished], mode: str) -> tuple[int, list[Repeat]]:
-    """(rank of the config with the best mean over its repeats, these repeats); one that failed puts its config out."""
-    found: dict[int, list[Repeat]] = {}
-    out: dict[int, str] = {}
-    for trial in trials:
-        entry, outcome = entries[trial.config["repeat"]], trial.outcome
-        if outcome is None:
-            out[entry.rank] = trial.error_line
-            continue
-        noise = [NoiseProbe(effective_steps=tau, sigma2=sigma2, mu2=mu2) for tau, sigma2, mu2 in outcome["noise"]]
-        found.setdefault(entry.rank, []).append(Repeat(seed=entry.seed, score=outcome["score"], noise=noise))
-    sign = 1 if mode == "max" else -1
-    means = {
-        rank: sign * statistics.mean(repeat.score for repeat in repeats)
-        for rank, repeats in found.items()
-        if rank not in out
-    }
-    if not means:
-        raise RuntimeError(f"Each of the best trials failed with another seed. The first: {out[min(out)]}")
-    best = max(sorted(means), key=means.__getitem__)  # of equals the one that the search found better
-    return best, sorted(found[best], key=lambda repeat: repeat.seed)
 
 
 def _check_arguments(
@@ -617,6 +445,22 @@ def _check_arguments(
         or not all(isinstance(v, int | float) and not isinstance(v, bool) and v >= 0 for v in resources.values())
     ):
         raise ValueError(f"Invalid resources_per_trial={resources!r}. Must be a dict such as {{'CPU': 1, 'GPU': 0.5}}.")
+
+
+def _check_config(given: AdaScaleConfig | None, used: AdaScaleConfig) -> None:
+    """Refuse what was set and would have no effect."""
+    if given is None:
+        return
+    for field in fields(AdaScaleConfig):
+        mine, theirs = getattr(used, field.name), getattr(given, field.name)
+        if theirs not in (mine, field.default):
+            instead = (
+                "Give tune_recipe(seed=...)." if field.name == "seed" else "Leave it out; it is for runs at scale."
+            )
+            raise ValueError(
+                f"Invalid AdaScaleConfig({field.name}={theirs!r}) for a search: its trials have "
+                f"{field.name}={mine!r}. {instead}"
+            )
 
 
 def _check_scaling(scaling_config: Any, resources_per_trial: Any, search_alg: Any) -> None:
@@ -724,7 +568,7 @@ def _make_scheduler(
     return scheduler, kind
 
 
-def _ranking(trials: list[_Finished]) -> list[tuple[_Finished, dict[str, Any]]]:
+def _ranking(trials: list[Finished]) -> list[tuple[Finished, dict[str, Any]]]:
     """The trials that reached T, best first by their metric at the end; of equals the first to finish."""
     ended = [(trial, outcome) for trial in trials if (outcome := trial.outcome) is not None]
     for trial, outcome in ended[1:]:
@@ -748,23 +592,6 @@ def _ranking(trials: list[_Finished]) -> list[tuple[_Finished, dict[str, Any]]]:
         f"No trial reached the end: {len(failed)} of {len(trials)} failed{others}. {told}, {first.trial_id} at "
         f"{describe_config(first.config)}: {line}"
     ) from first.error
-
-
-def _better(outcome: dict[str, Any], best: dict[str, Any]) -> bool:
-    sign = 1 if outcome["mode"] == "max" else -1
-    return bool(sign * outcome["score"] > sign * best["score"])
-
-
-def _cause(trial: Any) -> Exception:
-    """Why the trial failed: the exception itself where it could be pickled, else one with its last words."""
-    # As it fails the driver has its files, and storage not yet; Trial's own methods look at storage.
-    pickled, text = trial.pickled_error_file, trial.error_file
-    if pickled is not None and Path(pickled).is_file():
-        error = cloudpickle.loads(Path(pickled).read_bytes())  # written a moment ago, by this very process
-        cause = getattr(error, "cause", None)  # what the trial raised, without Ray's account of the way it came
-        return cause if isinstance(cause, Exception) else error
-    lines = Path(text).read_text(encoding="utf-8").strip().splitlines() if text and Path(text).is_file() else []
-    return RuntimeError(lines[-1] if lines else "unknown error")
 
 
 def _grid_size(space: Any) -> int:
@@ -795,26 +622,6 @@ def _warn_where_nothing_fits(resources: Mapping[str, float]) -> None:
             "until nodes are added. Lower what a trial needs if none will be.",
             stacklevel=3,
         )
-
-
-@contextmanager
-def _interrupts(watch: _Watch) -> Iterator[None]:
-    """Notices Ctrl-C, after which Tune saves the search and returns as if it were done.
-
-    A hack, as Tune doesn't say so: it installs a handler that puts the one before back when the signal comes, and otherwise
-    leaves its own behind, which would swallow the next Ctrl-C of the program.
-    """
-    watched = threading.current_thread() is threading.main_thread() and not int(
-        os.environ.get("TUNE_DISABLE_SIGINT_HANDLER", "0")
-    )
-    before = signal.getsignal(signal.SIGINT)
-    watch.was_interrupted = lambda: watched and signal.getsignal(signal.SIGINT) is before
-    try:
-        yield
-        watch.interrupted |= watch.was_interrupted()
-    finally:
-        if watched:
-            signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

@@ -6,10 +6,12 @@ import dataclasses
 import json
 import re
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import ray.exceptions
 import ray.train
 from ray.exceptions import RayActorError
@@ -43,6 +45,14 @@ class Result:
 
     class checkpoint:
         path = "somewhere/checkpoint_1"
+
+
+@pytest.fixture(autouse=True)
+def no_ray() -> Iterator[None]:
+    """Whatever tests ran before: the process of a command has no Ray yet."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ray, "is_initialized", lambda: False)
+        yield
 
 
 @pytest.fixture
@@ -141,6 +151,16 @@ def test_tune_takes_the_same_words_as_train(called: dict[str, Any], tmp_path: Pa
     assert called["config"] == dataclasses.replace(expected, base_batch_size=8, total_epochs=2.0)
 
 
+def test_tune_refuses_what_is_for_runs_at_scale(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cluster, "quiet_init", lambda address=None: None)  # what tune_recipe itself does is not faked
+    (tmp_path / "mine_cli_scale.py").write_text("param_space = {'lr': 0.1}\ndef workload(config): ...\n")
+    common = ["tune", f"{tmp_path / 'mine_cli_scale.py'}:workload", "--base-batch-size=8", "--total-steps=60"]
+    assert cli.main([*common, "-c", "rule=linear"]) == 2
+    assert "Invalid AdaScaleConfig(rule='linear') for a search" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("how", ["option", "environment"])
 def test_no_cluster_at_the_address(
     how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -165,6 +185,19 @@ def test_no_cluster_at_the_address(
             assert err.count("\n") == 1
             if how == "environment":
                 break  # the rest is the same
+
+
+def test_an_address_is_refused_where_ray_runs_already(
+    called: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)  # the workload's file has called ray.init()
+    assert cli.main([*TRAIN, "--address=10.0.0.1:6379"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("ray-adascale: Invalid --address 10.0.0.1:6379: Ray runs in this process already")
+    assert err.count("\n") == 1
+    assert not called
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")  # which ray.init() has heeded
+    assert cli.main(TRAIN) == 0
 
 
 def test_ray_that_does_not_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

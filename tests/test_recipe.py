@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ray_adascale.config import AdaScaleConfig
 from ray_adascale.recipe import NoiseProbe, Recipe, RecipeError, Repeat, curve_length
 from ray_adascale.schedule import EffectiveSchedule
 
 VERSION_1 = Path(__file__).parent / "data" / "recipe_v1.json"
 VERSION_2 = Path(__file__).parent / "data" / "recipe_v2.json"
+VERSION_3 = Path(__file__).parent / "data" / "recipe_v3.json"
+SETTINGS = {"precision": "bf16", "grad_clip": 1.0, "shuffle": True, "drop_last": False}
 REPEATS = [
     Repeat(seed=7, score=0.9, noise=[NoiseProbe(effective_steps=20, sigma2=3.5, mu2=0.5)]),
     Repeat(seed=8, score=0.96, noise=[]),
@@ -78,6 +82,13 @@ def test_the_committed_version_2_recipe_loads_for_ever_after() -> None:
     loaded = Recipe.load(VERSION_2)
     assert loaded == recipe(repeats=REPEATS)
     assert loaded.fingerprint == "d7fc38d57e4afeae"  # repeats are no part of the schedule
+
+
+def test_the_committed_version_3_recipe_loads_for_ever_after() -> None:
+    loaded = Recipe.load(VERSION_3)
+    assert loaded == recipe(repeats=REPEATS, settings=SETTINGS)
+    assert loaded.fingerprint == "d7fc38d57e4afeae"  # nor are settings
+    assert Recipe.load(VERSION_2).settings is None
 
 
 def test_version_1_is_guarded_by_its_own_digest(tmp_path: Path) -> None:
@@ -163,6 +174,18 @@ def recipes(draw: st.DrawFn) -> Recipe:
                 unique_by=lambda repeat: repeat.seed,
             )
         ),
+        settings=draw(
+            st.none()
+            | st.fixed_dictionaries(
+                {},
+                optional={
+                    "precision": st.sampled_from(["fp32", "bf16", "fp16"]),
+                    "grad_clip": st.none() | st.floats(min_value=0, exclude_min=True, allow_infinity=False),
+                    "shuffle": st.booleans(),
+                    "drop_last": st.booleans(),
+                },
+            )
+        ),
     )
 
 
@@ -223,7 +246,7 @@ def test_accepted_edits_are_still_checked(tmp_path: Path) -> None:
         Recipe.load(path, accept_edits=True)
 
 
-ALL = sorted(json.loads(VERSION_2.read_text()))
+ALL = sorted(json.loads(VERSION_3.read_text()))
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -239,7 +262,7 @@ def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
     "value", [[], {}, "", -1, 0.5, True, None, math.nan, math.inf, "text", [[]], [None], {"a": None}]
 )
 def test_a_damaged_field_is_named_or_noticed(tmp_path: Path, name: str, value: Any) -> None:
-    path = edit(saved(tmp_path / "r.json", repeats=REPEATS), lambda d: d.update({name: value}))
+    path = edit(saved(tmp_path / "r.json", repeats=REPEATS, settings=SETTINGS), lambda d: d.update({name: value}))
     valid = {  # values that the field may have: then only the digest tells
         "hyperparameters": [{}, {"a": None}],
         "search": [{}, {"a": None}],
@@ -249,6 +272,7 @@ def test_a_damaged_field_is_named_or_noticed(tmp_path: Path, name: str, value: A
         "score": [-1, 0.5],
         "noise": [[]],
         "repeats": [[]],
+        "settings": [{}, None],
         "digest": ["", "text"],
         # Valid by themselves, but then the curve has another length than they say.
         "base_steps_per_epoch": [0.5, None],
@@ -291,7 +315,17 @@ def test_a_damaged_field_is_named_or_noticed(tmp_path: Path, name: str, value: A
         (lambda d: d.update(created="yesterday"), "Invalid created='yesterday'"),
         (lambda d: d.update(notes="mine", author="me"), "Unknown fields 'author', 'notes'"),
         (lambda d: d.update(format="ray_adascale/checkpoint"), "Invalid format='ray_adascale/checkpoint'"),
-        (lambda d: d.update(version=3, new_field=1), "Invalid version=3: written by a newer.* reads version 2"),
+        (lambda d: d.update(version=4, new_field=1), "Invalid version=4: written by a newer.* reads version 3"),
+        (lambda d: d.update(settings=["bf16"]), r"Invalid settings: \['bf16'\]. Must be a dict"),
+        (lambda d: d.update(settings={"precision": "fp8"}), r"Invalid settings.precision='fp8'. Must be one of 'fp32'"),
+        (lambda d: d.update(settings={"precision": None}), r"Invalid settings.precision=None"),
+        (lambda d: d.update(settings={"grad_clip": 0}), r"Invalid settings.grad_clip=0. Must be positive, or null"),
+        (lambda d: d.update(settings={"grad_clip": "1"}), r"Invalid settings.grad_clip='1'. Must be a number"),
+        (lambda d: d.update(settings={"shuffle": 1}), r"Invalid settings.shuffle=1. Must be true or false"),
+        (
+            lambda d: d.update(settings={"rule": "linear"}),
+            r"Invalid settings.rule. Must be one of precision, grad_clip",
+        ),
         (lambda d: d["repeats"].append([1, 2, 3]), r"Invalid repeats\[0\]: \[1, 2, 3\]"),
         (
             lambda d: d["repeats"].append({"seed": 1, "score": 1.0, "noise": [{"mu2": 1}]}),
@@ -374,6 +408,32 @@ def test_rounding_does_not_cost_an_epoch() -> None:
 def test_groups_have_curves_of_one_length() -> None:
     with pytest.raises(RecipeError, match=r"lr_curve\[1\]: 1 values, but group 0 has 2"):
         recipe(scheduler_unit="step", lr_curve=[[0.1, 0.1], [0.1]])
+
+
+def test_settings_that_differ_from_the_searchs_are_told() -> None:
+    """Both values, and how to set it; once each, and only what the recipe knows of."""
+
+    def told(config: AdaScaleConfig, **kept: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            config.with_recipe(recipe(settings=kept))
+        assert all(w.category is UserWarning for w in caught)
+        return [str(w.message) for w in caught]
+
+    precision, grad_clip, shuffle = told(
+        AdaScaleConfig(), precision="bf16", grad_clip=1, shuffle=False, drop_last=False
+    )
+    assert "found with grad_clip=1.0, and this is with grad_clip=None" in grad_clip
+    assert "AdaScaleConfig(grad_clip=1.0), or -c grad_clip=1.0 on the" in grad_clip
+    assert "AdaScaleConfig(precision='bf16'), or -c precision=bf16 on the" in precision
+    assert "AdaScaleConfig(shuffle=False), or -c shuffle=false on the" in shuffle
+    (grad_clip,) = told(AdaScaleConfig(grad_clip=2.0, precision="bf16"), grad_clip=None, precision="bf16")
+    assert "-c grad_clip=null on the" in grad_clip
+    assert told(AdaScaleConfig(grad_clip=math.inf), grad_clip=None) == []
+    assert told(AdaScaleConfig(grad_clip=1.0, drop_last=True, rule="linear"), grad_clip=1.0) == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        AdaScaleConfig(grad_clip=1.0).with_recipe(recipe())  # an older file: nothing is known
 
 
 def test_numpy_numbers_and_tuples_become_plain(tmp_path: Path) -> None:
@@ -467,4 +527,6 @@ def test_the_description_has_what_people_ask_for() -> None:
     noise = [NoiseProbe(effective_steps=t, sigma2=4, mu2=2) for t in (0, 50)]
     assert "about 64 examples" in recipe(noise=noise).describe()  # 32 · 8 / 4
     assert "not probed" in recipe(noise=[]).describe()
+    assert "settings     not kept" in text
+    assert "settings     precision='bf16', grad_clip=1.0" in recipe(settings=SETTINGS).describe()
     assert "no scheduler" in recipe(lr_curve=[[0.1]], scheduler_unit=None).describe()

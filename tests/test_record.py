@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ray_adascale import AdaScaleConfig
-from ray_adascale.record import base_config, record_recipe
+from ray_adascale.record import base_config, kept_settings, record_recipe
 
 from .test_forecast import regression
 
@@ -37,3 +37,11 @@ def test_a_recipe_is_the_same_whatever_batch_the_scaled_runs_will_have() -> None
         return found.score, found.lr_curve, sum(probe.sigma2 for probe in found.noise)
 
     assert record(AdaScaleConfig(global_batch_size=64, per_worker_batch_size=16)) == record(None)
+
+
+def test_a_recipe_keeps_the_settings_that_change_what_is_trained() -> None:
+    config = AdaScaleConfig(grad_clip=0.5, drop_last=True, rule="linear", evaluate_every=3.0)
+    found = record_recipe(regression, {}, base_batch_size=8, total_steps=4, config=config)
+    assert found.settings == {"precision": "fp32", "grad_clip": 0.5, "shuffle": True, "drop_last": True}
+    unclipped = base_config(AdaScaleConfig(grad_clip=math.inf), 8, 4, None, seed=0)
+    assert kept_settings(unclipped)["grad_clip"] is None  # JSON has no ∞

@@ -4,9 +4,7 @@ import json
 import math
 import re
 import signal
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,23 +25,14 @@ from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, Recipe, Run, Workload, tune_recipe
 from ray_adascale.data import epoch_order
+from ray_adascale.mistakes import was_building
 from ray_adascale.probe import probe_noise
-from ray_adascale.recipe import NoiseProbe
 from ray_adascale.record import workload_name
 from ray_adascale.schedule import EffectiveSchedule
 from ray_adascale.trace import read_trace
-from ray_adascale.trial import Entry, describe_config
-from ray_adascale.tune import (
-    _best_mean,
-    _BestMean,
-    _concurrency,
-    _describe_space,
-    _Finished,
-    _grid_size,
-    _interrupts,
-    _ranking,
-    _Watch,
-)
+from ray_adascale.trial import describe_config
+from ray_adascale.tune import _concurrency, _describe_space, _grid_size, _ranking
+from ray_adascale.watch import Finished, Watch
 from ray_adascale.workload import build, resolve
 
 LRS = [0.01, 0.02, 5e-5]
@@ -115,6 +104,7 @@ def searched(ray_session: Path) -> Recipe:
         num_samples=1,
         scheduler=None,
         seed=3,
+        config=AdaScaleConfig(grad_clip=1e6),  # clips nothing
         probe_every=10,
         storage_path=ray_session,
         verbose=0,
@@ -128,6 +118,7 @@ def test_recipe_says_what_was_found_and_how(searched: Recipe, tmp_path: Path) ->
     assert (searched.base_steps_per_epoch, searched.scheduler_unit) == (LENGTH / B0, "epoch")
     assert (searched.metric, searched.mode) == ("error", "min")
     assert searched.workload == "tests.test_tune:linear"
+    assert searched.settings == {"precision": "fp32", "grad_clip": 1e6, "shuffle": True, "drop_last": False}
     assert searched.versions["torch"] == torch.__version__
     found = searched.search
     assert (found["num_samples"], found["completed"], found["stopped_early"]) == (1, 2, 0)
@@ -305,6 +296,31 @@ def test_metric_that_is_not_measured_ends_the_search_at_once(
 
 
 @pytest.mark.ray
+def test_mistake_in_building_ends_the_search_where_no_config_is_to_blame(
+    ray_session: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run can't be built, whatever the LR; for a config that alone can't be built see ``searched``."""
+    with pytest.raises(
+        ValueError,
+        match=r"No trial can be built. The first 2 failed alike, the last at lr=.*: ValueError: Invalid global_batch_size=99",
+    ) as info:
+        tune_recipe(
+            linear,
+            {"lr": tune.uniform(0.01, 0.02)},
+            base_batch_size=99,
+            total_steps=T,
+            num_samples=100,
+            max_concurrent_trials=1,
+            config=AdaScaleConfig(drop_last=True),
+            storage_path=ray_session,
+        )
+    assert isinstance(info.value.__cause__, ValueError)
+    assert "an epoch has 72 examples" in str(info.value.__cause__.__cause__)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(" at ")[0] for line in lines] == ["trial 1 of 100: failed", "trial 2 of 100: failed"]
+
+
+@pytest.mark.ray
 def test_interrupted_search_goes_on_and_repeats_decide(
     ray_session: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -324,15 +340,15 @@ def test_interrupted_search_goes_on_and_repeats_decide(
         return tune_recipe(linear, {"lr": tune.grid_search(LRS)}, **(settings | changes))
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a TorchTrainer of another test has left Ray's
-    add = _Watch._add
+    add = Watch._add
 
-    def add_and_interrupt(self: _Watch, trial: _Finished, **kwargs: Any) -> None:
+    def add_and_interrupt(self: Watch, trial: Finished, **kwargs: Any) -> None:
         add(self, trial, **kwargs)
         if not kwargs:  # not at the end of it all
             signal.raise_signal(signal.SIGINT)  # Ctrl-C: Tune's handler saves the search; a second one would not wait
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt, match="interrupted after 1 trials"):
-        patched.setattr(_Watch, "_add", add_and_interrupt)
+        patched.setattr(Watch, "_add", add_and_interrupt)
         search()
     before = capsys.readouterr().err.splitlines()
     assert [line.split(":")[0] for line in before] == ["trial 1 of 3"]
@@ -357,23 +373,8 @@ def test_interrupted_search_goes_on_and_repeats_decide(
     assert recipe.search["completed"] == 3
     with pytest.raises(ValueError, match=r"Invalid seed=9: the search in \S+ was started with 3"):
         search(seed=9)
-
-
-@pytest.mark.parametrize("interrupted", [True, False])
-def test_trials_that_ran_when_a_search_was_interrupted_have_not_ended(
-    interrupted: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    watch = _Watch(2, verbose=True)
-    trial = SimpleNamespace(trial_id="a", config={"lr": 0.1}, status="TERMINATED", last_result={"total_steps": T})
-    with _interrupts(watch):
-        # As Tune does: a handler of its own, until the signal comes; and then trials that run are ended without a word.
-        before = signal.signal(signal.SIGINT, lambda *_: None)
-        if interrupted:
-            signal.signal(signal.SIGINT, before)
-        watch.on_experiment_end([trial])
-    assert watch.interrupted == interrupted
-    assert ("trial 1 of 2: stopped early" in capsys.readouterr().err) == (not interrupted)
-    assert signal.getsignal(signal.SIGINT) is before
+    with pytest.raises(ValueError, match=r"Invalid config={.*'grad_clip': 1.0.*}: the search in \S+ was started with"):
+        search(config=AdaScaleConfig(grad_clip=1.0))  # the recipe could not say what its trials had
 
 
 @pytest.mark.ray
@@ -396,6 +397,14 @@ def test_trials_spread_over_workers_make_the_same_recipe(
         }
         return tune_recipe(linear, {"lr": tune.grid_search([0.02, -1.0])}, **(settings | changes))
 
+    noted: dict[Any, bool] = {}
+    add = Watch._add
+
+    def add_and_note(self: Watch, trial: Finished, **kwargs: Any) -> None:
+        noted[trial.config.get("lr")] = was_building(trial.error)
+        add(self, trial, **kwargs)
+
+    monkeypatch.setattr(Watch, "_add", add_and_note)
     with pytest.raises(ValueError, match=r"needs Ray's dashboard .* or use scheduler=None"):
         search(scheduler="asha")
     recipe = search()
@@ -408,6 +417,7 @@ def test_trials_spread_over_workers_make_the_same_recipe(
     assert recipe.search["num_workers"] == 2
     (failed,) = recipe.search["failed"]
     assert re.fullmatch("ValueError: Invalid learning rate: -1.0", failed["error"])
+    assert noted == {0.02: False, -1.0: True, None: False}  # the note has come from the worker; None: the repeat
     assert len(capsys.readouterr().err.splitlines()) == 3  # a line for each trial and the repeat, and nothing of Ray's
 
     # Each step has shown its noise: two gradient samples of half the base batch, of which a probe makes the very same use.
@@ -457,17 +467,17 @@ def test_an_interrupted_trial_on_workers_goes_on_from_its_checkpoint(
         return read_trace(path)
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    heard = _Watch.on_trial_result
+    heard = Watch.on_trial_result
 
     def interrupt(
-        self: _Watch, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
+        self: Watch, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
         heard(self, iteration, trials, trial, result, **info)
         if result["effective_steps"] == T // 2:
             signal.raise_signal(signal.SIGINT)
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt, match="interrupted after 0 trials"):
-        patched.setattr(_Watch, "on_trial_result", interrupt)
+        patched.setattr(Watch, "on_trial_result", interrupt)
         search("cut")
     resumed, whole = search("cut"), search("whole")
     rows = trace("cut")
@@ -493,6 +503,7 @@ def test_an_interrupted_trial_on_workers_goes_on_from_its_checkpoint(
         ({"resources_per_trial": {"CPU": 2}}, "Say what a worker needs"),
         ({"search_alg": BasicVariantGenerator()}, "How many trials run at once has to be limited from outside"),
         ({"base_batch_size": 1}, "num_workers=2.* for a base batch of 1: in 1 passes each worker needs at least 1"),
+        ({"config": AdaScaleConfig(rule="linear")}, r"rule='linear'\) for a search: its trials have rule='unscaled'"),
         ({"scheduler": HyperBandScheduler()}, "HyperBandScheduler with scaling_config. It may pause trials"),
     ],
 )
@@ -521,10 +532,10 @@ def test_no_more_trials_run_at_once_than_have_workers(monkeypatch: pytest.Monkey
     assert _concurrency(ScalingConfig(num_workers=16).total_resources, FIFOScheduler(), None) == 1  # nodes may be added
 
 
-def ended(score: float | None, error: Exception | None = None, **changes: Any) -> _Finished:
+def ended(score: float | None, error: Exception | None = None, **changes: Any) -> Finished:
     outcome = {"metric": "error", "mode": "min", "score": score, "total_steps": T} | changes
     metrics = {} if score is None else {"outcome": json.dumps(outcome)}
-    return _Finished(f"t{score}", {"lr": 0.1}, metrics, error)
+    return Finished(f"t{score}", {"lr": 0.1}, metrics, error)
 
 
 def test_winner_is_the_best_at_its_end_of_the_trials_that_reached_it() -> None:
@@ -553,61 +564,6 @@ def test_search_without_a_winner_says_why() -> None:
         _ranking([ended(None), ended(None)])
 
 
-def repeated(index: int, score: float | None, mode: str = "min") -> _Finished:
-    """A repeat that has ended; without a score it failed."""
-    if score is None:
-        return _Finished(f"r{index}", {"repeat": index}, {}, FloatingPointError("error is nan"))
-    outcome = {"metric": "error", "mode": mode, "score": score, "noise": [[20, 3.0, 1.0]]}
-    return _Finished(f"r{index}", {"repeat": index}, {"outcome": json.dumps(outcome)}, None)
-
-
-def test_best_mean_over_the_repeats_wins() -> None:
-    entries = [Entry(rank=rank, hyperparameters={}, seed=seed) for rank in (0, 1) for seed in (4, 5)]
-    # Ended in any order. Means 0.3 and 0.25: the second is better where small is.
-    scores = {3: 0.1, 0: 0.2, 2: 0.4, 1: 0.4}
-    rank, repeats = _best_mean(entries, [repeated(i, score) for i, score in scores.items()], "min")
-    assert rank == 1
-    assert [(repeat.seed, repeat.score) for repeat in repeats] == [(4, 0.4), (5, 0.1)]
-    assert repeats[0].noise == [NoiseProbe(effective_steps=20, sigma2=3, mu2=1)]
-    assert _best_mean(entries, [repeated(i, score, "max") for i, score in scores.items()], "max")[0] == 0
-    # A config that fails with another seed is out, however good its other repeats.
-    scores_or_none = {0: 0.2, 1: 0.4, 2: 0.0, 3: None}
-    assert _best_mean(entries, [repeated(i, score) for i, score in scores_or_none.items()], "min")[0] == 0
-    with pytest.raises(RuntimeError, match=r"with another seed\. The first: FloatingPointError: error is nan"):
-        _best_mean(entries, [repeated(i, None) for i in range(4)], "min")
-
-
-def test_what_decides_is_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    entries = [Entry(rank=rank, hyperparameters={"lr": 0.1 + rank}, seed=seed) for rank in (0, 1, 2) for seed in (4, 5)]
-    best = _BestMean(entries)
-    watch = _Watch(6, verbose=True, what="repeat", describe=lambda config: str(entries[config["repeat"]]), best=best)
-    # A single repeat decides nothing; nor does one whose sister failed. Small is good: means 0.3 and then 0.25.
-    shown = []
-    for i, score in ((2, 0.0), (4, 0.0), (5, None), (0, 0.2), (1, 0.4), (3, 0.5)):
-        watch._add(repeated(i, score))
-        assert watch.progress is not None
-        shown.append(watch.progress._best)
-    assert shown == [
-        "",
-        "",
-        "",
-        "",
-        "mean error 0.3 over 2 seeds at lr=0.1",
-        "mean error 0.25 over 2 seeds at lr=1.1",
-    ]
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "repeat 1 of 6: error 0 at lr=1.1, seed 4"
-    assert lines[2] == "repeat 3 of 6: failed at lr=2.1, seed 5: FloatingPointError: error is nan"
-    assert lines[5] == "repeat 6 of 6: error 0.5 at lr=1.1, seed 5 (best mean 0.25)"
-
-    watch = _Watch(3, verbose=True)
-    for i, score in enumerate((0.3, None, 0.4)):
-        watch._add(replace(repeated(i, score), config={"lr": i}))
-    assert watch.progress is not None
-    assert watch.progress._best == "error 0.3 at lr=0"
-    assert capsys.readouterr().err.splitlines()[2] == "trial 3 of 3: error 0.4 at lr=2 (best 0.3)"
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -627,6 +583,11 @@ def test_what_decides_is_what_is_shown(capsys: pytest.CaptureFixture[str]) -> No
         ({"config": {"precision": "bf16"}}, "Invalid config of type dict"),
         ({"config": AdaScaleConfig(base_batch_size=8)}, "base_batch_size=8.: the search is given 16"),
         ({"config": AdaScaleConfig(total_epochs=8)}, "total_epochs=8.: the search is given None"),
+        ({"config": AdaScaleConfig(rule="linear")}, r"rule='linear'\) for a search: its trials have rule='unscaled'"),
+        ({"config": AdaScaleConfig(report_every_s=1.0)}, r"report_every_s=1.0\) for a search: .* Leave it out"),
+        ({"config": AdaScaleConfig(accumulation=2)}, r"accumulation=2\) for a search"),
+        ({"config": AdaScaleConfig(sharding="oss")}, r"sharding='oss'\) for a search"),
+        ({"config": AdaScaleConfig(seed=7)}, r"seed=7\) for a search: its trials have seed=0. Give tune_recipe\(seed="),
         ({"scheduler": "hyperband"}, "Invalid scheduler='hyperband'. Must be 'asha', None or"),
         ({"scheduler": PopulationBasedTraining(hyperparam_mutations={"lr": [1, 2]})}, "no single config makes"),
         (
@@ -651,6 +612,25 @@ def test_mistakes_are_found_before_anything_starts(
     } | changes
     with pytest.raises(ValueError, match=message):
         tune_recipe(arguments.pop("workload"), arguments.pop("param_space"), **arguments)
+
+
+def test_settings_that_a_search_uses_as_they_are_given_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Started(Exception):
+        pass
+
+    def start() -> None:
+        raise Started
+
+    monkeypatch.setattr("ray_adascale.tune.quiet_init", start)
+    given = AdaScaleConfig(base_batch_size=B0, per_worker_batch_size=B0, seed=7, grad_clip=1.0, rule="unscaled")
+    with pytest.raises(Started):
+        tune_recipe(linear, {}, base_batch_size=B0, total_steps=T, seed=7, config=given)
+    on_workers = AdaScaleConfig(
+        sharding="oss", checkpoint_every_s=1.0, accumulation=2, per_worker_batch_size=4, async_checkpoint=False
+    )
+    workers = ScalingConfig(num_workers=2)
+    with pytest.raises(Started):
+        tune_recipe(linear, {}, base_batch_size=B0, total_steps=T, config=on_workers, scaling_config=workers)
 
 
 def test_small_things() -> None:
