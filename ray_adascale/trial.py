@@ -36,6 +36,7 @@ __all__ = [
     "MissingMetric",
     "Settings",
     "describe_config",
+    "make_run",
     "run_repeat",
     "run_trial",
 ]
@@ -217,6 +218,20 @@ class _TuneBackend(Backend):
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def make_run(workload: Workload, config: AdaScaleConfig, collected: Collected, backend: Backend) -> Run:
+    """The base run of what was built, evaluated for the reports to Tune."""
+    return Run(
+        workload.model,
+        workload.optimizer,
+        workload.scheduler,
+        workload.train_dataset,
+        with_unit(config, workload),
+        collate_fn=workload.collate_fn,
+        evaluate=collected.evaluator(workload),
+        backend=backend,
+    )
+
+
 def run_trial(hyperparameters: dict[str, Any], settings: Settings) -> None:
     """The base run of one config: what Tune calls, in a process that may have run other trials before."""
     if settings.scaling_config is not None:
@@ -231,17 +246,7 @@ def run_trial(hyperparameters: dict[str, Any], settings: Settings) -> None:
         workload = build(settings.workload, hyperparameters)
         collected = Collected(workload.metric, workload.mode)
         backend = _TuneBackend(collected, checkpoints=settings.checkpoints)
-        run = Run(
-            workload.model,
-            workload.optimizer,
-            workload.scheduler,
-            workload.train_dataset,
-            with_unit(settings.config, workload),
-            collate_fn=workload.collate_fn,
-            evaluate=collected.evaluator(workload),
-            backend=backend,
-        )
-    backend.run = run
+        backend.run = run = make_run(workload, settings.config, collected, backend)
     train_base(run, workload, settings.probe_every, collected.noise, collected.add_loss)
 
 

@@ -17,8 +17,7 @@ from ray.util.queue import Empty, Queue
 from .loop import Run
 from .mistakes import building
 from .train import RayTrainBackend, build_on_worker, worker_failure
-from .trial import Collected, Settings
-from .workload import with_unit
+from .trial import Collected, Settings, make_run
 
 __all__ = ["run_on_workers"]
 
@@ -128,16 +127,7 @@ def _train(given: dict[str, Any]) -> dict[str, Any]:
         collected = Collected(workload.metric, workload.mode)
         if backend.rank == 0:
             backend.collected = collected
-        backend.run = run = Run(
-            workload.model,
-            workload.optimizer,
-            workload.scheduler,
-            workload.train_dataset,
-            with_unit(settings.config, workload),
-            collate_fn=workload.collate_fn,
-            evaluate=collected.evaluator(workload),
-            backend=backend,
-        )
+        backend.run = run = make_run(workload, settings.config, collected, backend)
     for batch in run:
         run.backward(workload.loss_fn(run.model, batch))
         run.step()
