@@ -36,7 +36,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, LocalBackend, Run
-from ray_adascale.optim.oss import OSS
+from ray_adascale.sharding.oss import OSS
 
 KINDS = ("background", "waiting", "torch.save")
 WIDTH = 1000

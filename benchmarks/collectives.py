@@ -2,7 +2,7 @@
 
     python benchmarks/collectives.py --workers 2
 
-``ray_adascale.parallel.collectives`` takes what is fastest here. Five buffers one after another, as the buckets of a step;
+``ray_adascale.sharding.collectives`` takes what is fastest here. Five buffers one after another, as the buckets of a step;
 all ways run interleaved, and the median over rounds is printed: milliseconds, and processor milliseconds of one worker.
 """
 

@@ -29,8 +29,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ray_adascale.optim.adascale import AdaScale
-from ray_adascale.optim.oss import OSS
-from ray_adascale.parallel.sharded import ShardedDataParallel
+from ray_adascale.sharding.oss import OSS
+from ray_adascale.sharding.sharded_ddp import ShardedDataParallel
 
 _STEPS = 3
 _MIB = 1 << 20

@@ -41,10 +41,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 from torch.profiler import ProfilerActivity, profile
 
+from ray_adascale.measure.ddp import measure_buckets
 from ray_adascale.optim.adascale import AdaScale
-from ray_adascale.optim.oss import OSS
-from ray_adascale.parallel.ddp import measure_buckets
-from ray_adascale.parallel.sharded import ShardedDataParallel
+from ray_adascale.sharding.oss import OSS
+from ray_adascale.sharding.sharded_ddp import ShardedDataParallel
 
 Batch = tuple[Tensor, Tensor]
 

@@ -207,7 +207,7 @@ def compare(task: Task, folder: str) -> Result:
 def run_loop(task: Task, lr: float, probe_every: int) -> None:
     """The loop of a trial of ours, in this process."""
     from ray_adascale import AdaScaleConfig, LocalBackend, Run, Workload
-    from ray_adascale.record import base_config, train_base
+    from ray_adascale.run.base_run import base_config, train_base
     from ray_adascale.workload import with_unit
 
     torch.manual_seed(0)
@@ -258,7 +258,7 @@ def import_seconds(rounds: int) -> dict[str, float]:
     optimizer = "; torch.optim.SGD([torch.ones(1)], lr=0.1)"
     code = {
         "plain": f"import torch, ray.tune, sklearn.datasets{optimizer}",
-        "tune_recipe": f"import torch, ray.tune, sklearn.datasets, ray_adascale.trial{optimizer}",
+        "tune_recipe": f"import torch, ray.tune, sklearn.datasets, ray_adascale.search.trial{optimizer}",
     }
     found: dict[str, list[float]] = {kind: [] for kind in code}
     for number in range(rounds + 1):

@@ -24,10 +24,10 @@ those of [concepts](concepts.md).
 """
 # Names outside the package's own that are for users, too.
 ALSO = {
-    "ray_adascale.adaptive": ["GradientNoiseScale"],
-    "ray_adascale.rng": ["seed_everything"],
+    "ray_adascale.compat.adaptdl": ["GradientNoiseScale"],
+    "ray_adascale.checkpoint.rng": ["seed_everything"],
     "ray_adascale.scaling_rules": [n for n in scaling_rules.__all__ if callable(getattr(scaling_rules, n))],
-    "ray_adascale.trace": ["read_trace"],
+    "ray_adascale.run.trace": ["read_trace"],
 }
 # Modules in a reader's order; others follow by name.
 ORDER = "train loop config backend workload tune recipe record forecast throughput report checkpoint storage trace optim parallel"

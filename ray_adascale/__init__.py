@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from .adaptive import AdaptiveDataParallel
-    from .backend import LocalBackend
+    from .analysis.forecast import Forecast, forecast_recipe
+    from .analysis.report import write_report
+    from .analysis.throughput import Throughput, measure_throughput
     from .checkpoint import CheckpointError, load_weights
+    from .compat.adaptdl import AdaptiveDataParallel
+    from .compat.fairscale import AdaScaleWrapper
     from .config import AdaScaleConfig
-    from .forecast import Forecast, forecast_recipe
-    from .loop import Run
     from .optim.adascale import AdaScale
     from .optim.grad_scaler import ShardedGradScaler
-    from .optim.oss import OSS, register_elementwise
     from .optim.rules import (
         AdamScaleRule,
         AdaScaleRule,
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
         SquareRootRule,
         UnscaledRule,
     )
-    from .optim.wrapper import AdaScaleWrapper
-    from .parallel.sharded import ShardedDataParallel, ShardedDDP
     from .recipe import Recipe, RecipeError
-    from .record import record_recipe
-    from .report import write_report
-    from .throughput import Throughput, measure_throughput
-    from .train import AdaScaleTrainer, prepare
-    from .tune import tune_recipe
+    from .run.backend import LocalBackend
+    from .run.base_run import record_recipe
+    from .run.loop import Run
+    from .search.tune import tune_recipe
+    from .sharding.oss import OSS, register_elementwise
+    from .sharding.sharded_ddp import ShardedDataParallel, ShardedDDP
+    from .train.trainer import AdaScaleTrainer, prepare
     from .workload import Workload
 
 __all__ = [
@@ -77,38 +77,38 @@ __all__ = [
 ]
 
 _HOME = {
-    "register_elementwise": "optim.oss",
+    "register_elementwise": "sharding.oss",
     "ShardedGradScaler": "optim.grad_scaler",
-    "ShardedDataParallel": "parallel.sharded",
-    "ShardedDDP": "parallel.sharded",
-    "AdaScaleWrapper": "optim.wrapper",
+    "ShardedDataParallel": "sharding.sharded_ddp",
+    "ShardedDDP": "sharding.sharded_ddp",
+    "AdaScaleWrapper": "compat.fairscale",
     "AdamScaleRule": "optim.rules",
-    "AdaptiveDataParallel": "adaptive",
+    "AdaptiveDataParallel": "compat.adaptdl",
     "LEGWRule": "optim.rules",
     "AdaScale": "optim.adascale",
     "AdaScaleConfig": "config",
     "AdaScaleRule": "optim.rules",
-    "AdaScaleTrainer": "train",
+    "AdaScaleTrainer": "train.trainer",
     "CheckpointError": "checkpoint",
-    "Forecast": "forecast",
+    "Forecast": "analysis.forecast",
     "LinearRule": "optim.rules",
-    "LocalBackend": "backend",
-    "OSS": "optim.oss",
+    "LocalBackend": "run.backend",
+    "OSS": "sharding.oss",
     "Recipe": "recipe",
     "RecipeError": "recipe",
     "RuleInput": "optim.rules",
-    "Run": "loop",
+    "Run": "run.loop",
     "SquareRootRule": "optim.rules",
-    "Throughput": "throughput",
+    "Throughput": "analysis.throughput",
     "UnscaledRule": "optim.rules",
     "Workload": "workload",
-    "forecast_recipe": "forecast",
+    "forecast_recipe": "analysis.forecast",
     "load_weights": "checkpoint",
-    "measure_throughput": "throughput",
-    "prepare": "train",
-    "record_recipe": "record",
-    "tune_recipe": "tune",
-    "write_report": "report",
+    "measure_throughput": "analysis.throughput",
+    "prepare": "train.trainer",
+    "record_recipe": "run.base_run",
+    "tune_recipe": "search.tune",
+    "write_report": "analysis.report",
 }
 
 

@@ -2,7 +2,7 @@
 
 A rule is used in one of two ways:
 
-* With :class:`ray_adascale.adaptive.AdaptiveDataParallel`, as in AdaptDL: ``rule.step()``, or the optimizer's own
+* With :class:`ray_adascale.compat.adaptdl.AdaptiveDataParallel`, as in AdaptDL: ``rule.step()``, or the optimizer's own
   ``step()``, which is patched.
 * As the trainer's: ``AdaScaleConfig(rule=scaling_rules.LEGWScale(5, 50_000))``. A rule is callable as
   ``(RuleInput) -> (LR factor, clock increment)``; see :mod:`ray_adascale.optim.rules`, where the formulas are.

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from ray_adascale.config import AdaScaleConfig
 from ray_adascale.recipe import NoiseProbe, Recipe, RecipeError, Repeat, curve_length
-from ray_adascale.schedule import EffectiveSchedule
+from ray_adascale.run.schedule import EffectiveSchedule
 
-VERSION_1 = Path(__file__).parent / "data" / "recipe_v1.json"
-VERSION_2 = Path(__file__).parent / "data" / "recipe_v2.json"
-VERSION_3 = Path(__file__).parent / "data" / "recipe_v3.json"
+VERSION_1 = Path(__file__).parent / "samples" / "recipe_v1.json"
+VERSION_2 = Path(__file__).parent / "samples" / "recipe_v2.json"
+VERSION_3 = Path(__file__).parent / "samples" / "recipe_v3.json"
 SETTINGS = {"precision": "bf16", "grad_clip": 1.0, "shuffle": True, "drop_last": False}
 REPEATS = [
     Repeat(seed=7, score=0.9, noise=[NoiseProbe(effective_steps=20, sigma2=3.5, mu2=0.5)]),

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from ray_adascale import OSS, AdaScaleConfig, RuleInput
 from ray_adascale import AdaScale as Wrapper
-from ray_adascale.adaptive import GradientNoiseScale
+from ray_adascale.compat.adaptdl import GradientNoiseScale
 from ray_adascale.optim.rules import RULES, AdamScaleRule, LEGWRule, make_rule
 from ray_adascale.scaling_rules import (
     AdamScale,
@@ -27,8 +27,8 @@ from ray_adascale.scaling_rules import (
     pick_factor,
 )
 
+from .optim.test_adascale import batches, make_model, weights
 from .reference import gain as reference_gain
-from .test_adascale import batches, make_model, weights
 
 
 def now(gain: float = 3.0, scale: float = 4.0, **kwargs: Any) -> RuleInput:

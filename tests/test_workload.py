@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ChainedScheduler, ReduceLROnPlateau, StepLR
 from torch.utils.data import IterableDataset
 
-from ray_adascale.cluster import pickle_by_value
+from ray_adascale.train.cluster import pickle_by_value
 from ray_adascale.workload import Workload, build, resolve
 
 

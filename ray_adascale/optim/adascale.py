@@ -17,15 +17,12 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from .. import gain as gain_math
-from ..dtensor import is_dtensor
-from ..dynamo import uncompiled
+from .._torch import is_dtensor, uncompiled
 from ..gain import Average
-from .device_step import HostCopy, skippable_step, steps_on_device
-from .differenced import KeptGradient
-from .knowledge import Known, LastStep, numbers_of
-from .oss import OSS
+from ..sharding.oss import OSS
+from .deferred import HostCopy, Known, LastStep, numbers_of, skippable_step, steps_on_device
 from .rules import AdaScaleRule, RuleInput, ScalingRule
-from .sampler import GradientSampler, Sample
+from .sampler import GradientSampler, KeptGradient, Sample
 
 __all__ = ["AdaScale"]
 
@@ -75,7 +72,7 @@ class AdaScale(Optimizer):
         precondition: Maps (parameter, gradient) to what norms are taken of, for statistics in another metric than the
             Euclidean one. Costs a copy of one gradient at a time.
         model: The model. Needed for one that is sharded with ``fully_shard``, and for a ``DistributedDataParallel`` whose
-            buckets are to be measured (:func:`ray_adascale.parallel.ddp.measure_buckets`).
+            buckets are to be measured (:func:`ray_adascale.measure.ddp.measure_buckets`).
 
     Raises:
         ValueError: An argument is out of its range, or the optimizer is wrapped already, or its parameters are sharded in

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as _FSDPGradScaler
 from torch.optim import Optimizer
 
+from ..sharding.oss import OSS
 from .adascale import AdaScale
-from .oss import OSS
 
 __all__ = ["ShardedGradScaler"]
 

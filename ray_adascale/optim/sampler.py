@@ -14,14 +14,75 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .. import gain as gain_math
-from ..dtensor import is_dtensor
+from .._torch import is_dtensor
 from ..gain import Average
-from ..parallel.ddp import bucket_observer, reduces_in_one_round
-from ..parallel.observers import GradientObserver, HookObserver, take_norm
-from .differenced import KeptGradient
-from .oss import OSS, GradientReducer
+from ..measure.ddp import bucket_observer, reduces_in_one_round
+from ..measure.observers import GradientObserver, HookObserver, take_norm
+from ..sharding.oss import OSS, GradientReducer
 
-__all__ = ["GradientSampler", "Sample"]
+__all__ = ["GradientSampler", "KeptGradient", "Sample"]
+
+
+@dataclass(frozen=True)
+class KeptGradient:
+    """The gradient of one step, kept for the next.
+
+    Attributes:
+        tensors: In parameter order, unscaled; None where a parameter had none.
+        finite: Whether it was stepped with; bool, 0-dim, on the device of the statistics.
+    """
+
+    tensors: Sequence[Tensor | None]
+    finite: Tensor
+
+    def products_with(self, before: KeptGradient, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """``‖g_t − g_{t−1}‖²`` and ``⟨g_t, g_{t−1}⟩`` per group, float64 ``[groups]``; no host synchronisation.
+
+        Args:
+            before: g_{t−1}.
+            sizes: Parameters in each group.
+        """
+        device = self.finite.device
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        differences, inners = [], []
+        pairs = iter(zip(self.tensors, before.tensors, strict=True))
+        for size in sizes:
+            difference = inner = zero
+            for g, h in (next(pairs) for _ in range(size)):
+                if g is not None:
+                    g = g.to(torch.promote_types(g.dtype, torch.float32))
+                    h = torch.zeros_like(g) if h is None else h.to(g.dtype)
+                elif h is not None:
+                    g = torch.zeros_like(h)
+                else:
+                    continue
+                if g.is_complex():
+                    g, h = torch.view_as_real(g), torch.view_as_real(h)
+                difference = difference + (g - h).double().square().sum().to(device)
+                inner = inner + (g.double() * h.double()).sum().to(device)
+            differences.append(difference)
+            inners.append(inner)
+        return torch.stack(differences), torch.stack(inners)
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies on the CPU that alias nothing; empty where the gradient was not finite."""
+        if not self.finite:
+            return {}
+        kept = {f"previous_gradient.{i}": t for i, t in enumerate(self.tensors) if t is not None}
+        return {key: tensor.cpu().clone() for key, tensor in kept.items()}
+
+    @classmethod
+    def from_state(
+        cls, state: dict[str, Tensor], params: Sequence[Tensor], device: torch.device
+    ) -> KeptGradient | None:
+        """What :meth:`state` returned, on the devices of ``params``; None where there is none."""
+        names = [f"previous_gradient.{i}" for i in range(len(params))]
+        if not any(name in state for name in names):
+            return None
+        return cls(
+            [state[n].to(p.device, copy=True) if n in state else None for n, p in zip(names, params, strict=True)],
+            torch.ones((), dtype=torch.bool, device=device),
+        )
 
 
 @dataclass
@@ -178,7 +239,7 @@ class GradientSampler:
             "whole parameters and their optimizer state, which fully_shard splits over workers",
             "or train with DistributedDataParallel",
         )
-        from ..parallel.fsdp2 import FSDP2Observer  # here, since DTensor takes half a second to import
+        from ..measure.fsdp2 import FSDP2Observer  # here, since DTensor takes half a second to import
 
         model = cast(torch.nn.Module, self._model)
         return FSDP2Observer(groups, self, model=model, world_size=self.world_size, local=self.num_samples > 1)

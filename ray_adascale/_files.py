@@ -1,0 +1,67 @@
+"""Files that several rooms read and write: their names, one atomic write, and small JSON files on any storage."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["RUN", "SEARCH", "TRACE", "read_json", "write_atomically", "write_json"]
+
+TRACE = "trace.jsonl"
+"""The trace of a run, in its folder and in each of its checkpoints."""
+
+SEARCH = "search.json"
+"""What a search is, in its folder."""
+
+RUN = "ray_adascale.json"
+"""The arguments of the ``ray-adascale train`` that started a run, in its folder."""
+
+
+def write_atomically(path: str | os.PathLike[str], parts: Iterable[bytes], *, sync: bool = True) -> None:
+    """Write a file that a reader finds whole, or as it was before. Where writing fails, nothing is left of the attempt.
+
+    Args:
+        path: On this machine; its folder must exist.
+        parts: The content, piece by piece.
+        sync: Have it on the disk before it takes its name, so that it survives a power cut. Not for what can be made again.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.writelines(parts)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: str, value: Any) -> None:
+    """Write a JSON file on any storage; makes its folder.
+
+    Args:
+        path: Absolute, or a URI such as ``s3://bucket/run/file.json``.
+        value: JSON values.
+    """
+    import pyarrow.fs  # comes with Ray, and only what needs Ray writes there
+
+    system, inside = pyarrow.fs.FileSystem.from_uri(path)
+    system.create_dir(inside.rpartition("/")[0], recursive=True)
+    with system.open_output_stream(inside) as file:
+        file.write((json.dumps(value, indent=2) + "\n").encode())
+
+
+def read_json(path: str) -> Any:
+    """The value of a JSON file on any storage; None where there is no such file."""
+    import pyarrow.fs
+
+    system, inside = pyarrow.fs.FileSystem.from_uri(path)
+    if system.get_file_info(inside).type != pyarrow.fs.FileType.File:
+        return None
+    with system.open_input_stream(inside) as file:
+        return json.loads(file.read())

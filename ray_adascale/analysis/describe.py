@@ -1,0 +1,119 @@
+"""In words: what a recipe, a checkpoint or a run is, and whether it is whole."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+from .. import checkpoint
+from ..recipe import Recipe, RecipeError
+from .report import load_run
+
+__all__ = ["describe"]
+
+
+def describe(path: str | os.PathLike[str]) -> tuple[str, bool]:
+    """A few lines for people, and whether what they are about is whole: no edited recipe, no damaged checkpoint.
+
+    Args:
+        path: A recipe's file, a checkpoint's folder, a run's folder or its trace.jsonl.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    path = Path(path).expanduser()
+    if (path / checkpoint.MANIFEST).is_file():
+        return _checkpoint(path)
+    if path.is_dir() and path.name.startswith("checkpoint_"):
+        return f"Checkpoint {path}, incomplete: it has no {checkpoint.MANIFEST}.", False
+    if path.suffix == ".jsonl" or path.is_dir():
+        return _run(path), True
+    if not path.is_file():
+        raise ValueError(f"Invalid path {str(path)!r}: no such file or folder.")
+    return _recipe(path)
+
+
+def _recipe(path: Path) -> tuple[str, bool]:
+    try:
+        return _with_warnings(Recipe.load(path)), True
+    except RecipeError:
+        recipe = Recipe.load(path, accept_edits=True)  # what is wrong beside an edit is still an error
+    return f"{_with_warnings(recipe)}\n  EDITED       after the search: it no longer is what the search found", False
+
+
+def _with_warnings(recipe: Recipe) -> str:
+    lines = [recipe.describe()]
+    if not recipe.noise:
+        lines.append("  no forecast  it holds no noise probes")
+    failed = recipe.search.get("failed")
+    if isinstance(failed, list):
+        lines += [
+            f"  failed       {item.get('trial')}: {item.get('error')}" for item in failed if isinstance(item, dict)
+        ]
+    return "\n".join(lines)
+
+
+def _checkpoint(path: Path) -> tuple[str, bool]:
+    try:
+        checkpoint.verify(path)
+        state, index = checkpoint.load_state(path), checkpoint.tensor_index(path)
+    except checkpoint.CheckpointError as error:
+        return f"Checkpoint {path}\n  DAMAGED      {error}", False
+    plan = state.get("plan", {})
+    sizes = [(key, math.prod(info.shape) * info.dtype.itemsize) for key, info in index.items()]
+    model = [size for key, size in sizes if key.startswith(checkpoint.WEIGHTS_PREFIX)]
+    versions = ", ".join(f"{name} {version}" for name, version in state.get("versions", {}).items())
+    metrics = ", ".join(f"{key} {value:.4g}" for key, value in state.get("recorded", {}).items() if _is_number(value))
+    lines = [
+        f"Checkpoint {path}",
+        "  whole        every file has the size and digest of the manifest",
+        f"  step         {state.get('iterations')}, effective step {state.get('effective_steps'):.1f} of "
+        f"{state.get('total_steps')}{', the end' if state.get('stopped') else ''}, attempt {state.get('attempt')}",
+        f"  batch        {plan.get('global_batch_size')} examples on {plan.get('world_size')} workers in "
+        f"{plan.get('accumulation')} passes; base batch {plan.get('base_batch_size')}",
+        f"  tensors      {len(sizes)}, {_bytes(sum(size for _, size in sizes))}; the model's {len(model)}, {_bytes(sum(model))}",
+        f"  recipe       {state.get('recipe') or 'none'}",
+        f"  versions     {versions or 'not said'}",
+    ]
+    if metrics:
+        lines.append(f"  metrics      {metrics}")
+    return "\n".join(lines), True
+
+
+def _run(path: Path) -> str:
+    run = load_run(path)
+    last = run.last
+    lines = [
+        f"Run {run.label}",
+        f"  steps        {last['optimizer_steps']:,} for {last['effective_steps']:,.1f} effective ones, mean gain "
+        f"{run.mean_gain:.2f} at scale {last['scale']:g} on {_workers(last)}",
+        f"  loss         {last.get('loss', math.nan):.4g}, {last.get('examples_per_s', math.nan):,.0f} examples/s",
+    ]
+    for name in run.metrics:
+        values = run.column(name)
+        lines.append(f"  {name:<12} {values[values == values][-1]:.4g}")
+    lines += [f"  τ = {tau:<8,.0f} {what}" for tau, what in run.events]
+    if path.is_dir():
+        found = sorted(path.glob("checkpoint_*"))
+        whole = [folder.name for folder in found if checkpoint.is_complete(folder)]
+        lines.append(f"  checkpoints  {len(found)}, newest whole one {whole[-1] if whole else 'none'}")
+    return "\n".join(lines)
+
+
+def _workers(row: dict[str, object]) -> str:
+    count = row.get("world_size")
+    return f"{count} worker{'' if count == 1 else 's'}"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _bytes(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} GiB"

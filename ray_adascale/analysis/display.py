@@ -1,0 +1,242 @@
+"""One live display for long work, a run or a search: on a terminal it stays at the bottom; elsewhere plain lines.
+
+It goes to standard error, so that a command's own output stays clean. What is printed meanwhile (by the program, or by Ray
+for its workers) scrolls past above it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from ..run.metrics import METRICS
+
+__all__ = ["RunProgress", "SearchProgress", "format_metrics"]
+
+_WIDTH = 32  # of the bar, in characters
+
+
+def _duration(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, seconds = divmod(max(round(seconds), 0), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def _where(metrics: Mapping[str, Any], total_steps: float) -> str:
+    return f"τ {metrics['effective_steps']:,.0f}/{total_steps:,.0f}"
+
+
+def _how(metrics: Mapping[str, Any]) -> str:
+    workers = metrics["world_size"]
+    return (
+        f"step {metrics['optimizer_steps']:,}  gain {metrics['gain']:.2f} of {metrics['scale']:g}  "
+        f"lr {metrics['lr']:.3g}  loss {metrics['loss']:.4g}  {metrics['examples_per_s']:,.0f} examples/s  "
+        f"{workers} worker{'s' if workers != 1 else ''}"
+    )
+
+
+def format_metrics(metrics: Mapping[str, Any], total_steps: float, seconds_left: float) -> str:
+    """τ/T, steps, gain and scale, LR, loss, throughput and time left, on one line."""
+    share = min(metrics["effective_steps"] / total_steps, 1)
+    return f"{_where(metrics, total_steps)} {share:4.0%}  {_how(metrics)}  {_duration(seconds_left)} left"
+
+
+def _bar(label: str, share: float, *texts: str) -> Table:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    bar = ProgressBar(total=1.0, completed=min(share, 1.0), width=_WIDTH)
+    grid.add_row(Text(label, style="bold"), bar, f"{min(share, 1):4.0%}", *texts)
+    return grid
+
+
+def _live(shown: RenderableType, console: Console, **options: Any) -> Live:
+    # What is printed to a file stays in it.
+    return Live(shown, console=console, refresh_per_second=4, redirect_stdout=sys.stdout.isatty(), **options)
+
+
+def _line(text: str) -> Text:
+    return Text(text, no_wrap=True, overflow="ellipsis")
+
+
+class RunProgress:
+    """Shows the newest metrics that ``poll`` returns until the ``with`` block ends; then a terminal's display goes.
+
+    Args:
+        poll: Returns the newest metrics, with ``total_steps``, or None while there are none. Called in a thread of its own.
+        label: Put before the line.
+        interval_s: Seconds between lines where the output is not a terminal.
+        console: Where to; default: standard error.
+    """
+
+    def __init__(
+        self,
+        poll: Callable[[], Mapping[str, Any] | None],
+        *,
+        label: str = "",
+        interval_s: float = 5.0,
+        console: Console | None = None,
+    ) -> None:
+        self._poll = poll
+        self._label = label
+        self._interval_s = interval_s
+        self._console = Console(stderr=True) if console is None else console
+        self._done = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._first: tuple[float, float] | None = None  # (time, τ) since when there is a pace
+        self._last = 0.0, 0.0  # when τ was last seen to move
+
+    def line(self, metrics: Mapping[str, Any]) -> str:
+        """The plain line for these metrics; time left from the pace since the first ones seen."""
+        label = f"{self._label}: " if self._label else ""
+        return f"{label}{format_metrics(metrics, metrics['total_steps'], self._seconds_left(metrics))}"
+
+    def _seconds_left(self, metrics: Mapping[str, Any]) -> float:
+        now, tau, total = time.monotonic(), metrics["effective_steps"], metrics["total_steps"]
+        if self._first is None or tau < self._first[1]:  # a restart goes back to the last checkpoint
+            self._first = self._last = now, tau
+        if tau != self._last[1]:
+            self._last = now, tau
+        (then, start), (at, _) = self._first, self._last
+        if tau <= start:
+            return math.inf
+        return max((total - tau) * (at - then) / (tau - start) - (now - at), 0.0)
+
+    def render(self, metrics: Mapping[str, Any]) -> RenderableType:
+        """What a terminal shows for these metrics: a bar over τ, the run's state, and the user's own metrics."""
+        total = metrics["total_steps"]
+        left = f"{_duration(self._seconds_left(metrics))} left"
+        rows: list[RenderableType] = [
+            _bar(self._label, metrics["effective_steps"] / total, _where(metrics, total), left),
+            _line(_how(metrics)),
+        ]
+        own = [
+            f"{key} {value:.4g}"
+            for key, value in metrics.items()
+            if key not in METRICS and key != "total_steps" and isinstance(value, int | float)
+        ]
+        if own:
+            rows.append(_line("  ".join(own)))
+        return Group(*rows)
+
+    def __enter__(self) -> RunProgress:
+        live = None
+        if self._console.is_terminal:
+            # Here and not in the thread: from now on what the program prints goes above the display.
+            live = _live(_line(f"{self._label}  starting"), self._console, transient=True)
+            live.start()
+        self._thread = threading.Thread(target=self._run, args=(live,), name="ray_adascale-progress", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._done.set()
+        if self._thread is not None:
+            self._thread.join(timeout=5)
+
+    def _run(self, live: Live | None) -> None:
+        if live is not None:
+            with live:
+                done = False
+                while not done:
+                    done = self._done.wait(0.5)
+                    metrics = self._newest()
+                    if metrics is not None:
+                        live.update(self.render(metrics))
+            return
+        last, done = "", False
+        while not done:
+            done = self._done.wait(self._interval_s)
+            metrics = self._newest()
+            if metrics is None or metrics["effective_steps"] >= metrics["total_steps"]:
+                continue  # of a run that has reached its end the result is told
+            shown = self.line(metrics)
+            if shown != last:  # also when it stops short, so that one knows where
+                print(shown, file=self._console.file, flush=True)
+                last = shown
+
+    def _newest(self) -> Mapping[str, Any] | None:
+        try:
+            return self._poll()
+        except Exception:  # a display never ends the run it shows; the run reports its own errors
+            return None
+
+
+class SearchProgress:
+    """Trials done, running and the best so far; a line for each that ends.
+
+    Args:
+        what: Is counted, "trial" or "repeat".
+        total: How many there will be.
+        console: Where to; default: standard error.
+    """
+
+    def __init__(self, what: str, total: int, *, console: Console | None = None) -> None:
+        self._what = what
+        self._total = total
+        self._console = Console(stderr=True) if console is None else console
+        self._live: Live | None = None
+        self._began = time.monotonic()
+        self._running: dict[str, float] = {}
+        self._done = self._earlier = 0
+        self._best = ""
+
+    def advance(self, trial_id: str, share: float) -> None:
+        """A trial has reached this share of its run."""
+        self._running[trial_id] = share
+        self._show()
+
+    def finish(self, trial_id: str, line: str, best: str) -> None:
+        """A trial has ended: ``line`` is said of it, and ``best`` is what leads so far, or empty."""
+        self._running.pop(trial_id, None)
+        self._done += 1
+        self._best = best
+        place = f"{self._what} {self._done} of {self._total}: {line}"
+        if self._live is None:
+            print(place, file=self._console.file, flush=True)
+        else:
+            self._console.print(Text(place))
+            self._show()
+
+    def skip(self, trial_id: str) -> None:
+        """A trial had ended before this start."""
+        self._done += 1
+        self._earlier += 1
+
+    def render(self) -> RenderableType:
+        """What a terminal shows."""
+        now, total = self._done + sum(self._running.values()), max(self._total, 1)
+        mine = now - self._earlier
+        left = (total - now) * (time.monotonic() - self._began) / mine if mine > 0 else math.inf
+        running = f"{len(self._running)} running" if self._running else ""
+        texts = [f"{self._done}/{self._total} {self._what}s", running, f"{_duration(left)} left"]
+        bar = _bar("search" if self._what == "trial" else f"{self._what}s", now / total, *filter(None, texts))
+        return Group(bar, _line(f"best {self._best}")) if self._best else bar
+
+    def _show(self) -> None:
+        if self._live is not None:
+            self._live.update(self.render())
+
+    def __enter__(self) -> SearchProgress:
+        if self._console.is_terminal:
+            self._live = _live(self.render(), self._console, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None

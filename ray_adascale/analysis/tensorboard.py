@@ -1,0 +1,115 @@
+"""TensorBoard event files: of a run on Ray workers while it goes on, and of any run from its trace.
+
+Every number is a scalar, against optimizer steps, and with the prefix ``tau/`` against ⌊τ⌋: against τ, runs at different
+scales lie on each other. Ray Tune writes such files for trials by itself.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from .report import RunTrace, load_run
+
+__all__ = ["LiveEvents", "write_events"]
+
+_PLACE = ("step", "attempt", "position", "optimizer_steps", "total_steps")
+
+
+def write_events(run: str | os.PathLike[str] | RunTrace, folder: str | os.PathLike[str]) -> Path:
+    """Write every step of a run's trace.
+
+    Args:
+        run: See :func:`ray_adascale.analysis.report.trace_path`.
+        folder: For all runs; the run gets one of its own in it, named by its label.
+
+    Returns:
+        The run's folder.
+
+    Raises:
+        ValueError: The run has no trace, or tensorboardX is missing.
+    """
+    writer_type = _summary_writer()
+    if writer_type is None:
+        raise ValueError("tensorboardX is needed for event files: pip install 'ray[tune]', or tensorboardX.")
+    loaded = run if isinstance(run, RunTrace) else load_run(run)
+    target = Path(folder).expanduser() / loaded.label
+    with writer_type(str(target)) as writer:
+        for row in loaded.rows:
+            for key, value in _scalars(row):
+                writer.add_scalar(key, value, row["optimizer_steps"])
+                writer.add_scalar(f"tau/{key}", value, int(row["effective_steps"]))
+    return target
+
+
+class LiveEvents:
+    """The event files of a run that goes on; does nothing where tensorboardX is missing.
+
+    About 500 points at first, one a second at most, and then so many for each time that the run gets e times as long. A
+    run that resumes tells TensorBoard to forget what had been written after its checkpoint.
+
+    Args:
+        folder: Gets a folder for the files against steps and one for those against τ: what is to be forgotten is told by
+            its place on the axis.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self._type = _summary_writer()
+        self._writers: dict[str, Any] = {}
+        self._began = time.monotonic()
+        self._written = -math.inf
+        self._pending: Mapping[str, Any] | None = None
+
+    def add(self, metrics: Mapping[str, Any]) -> None:
+        """See the metrics of an optimizer step; writes them if it is time."""
+        self._pending = metrics
+        now = time.monotonic()
+        if now - self._written >= max(1.0, (now - self._began) / 500):
+            self._written = now
+            self._write()
+
+    def close(self) -> None:
+        """Write the last step's and end the files."""
+        self._write()
+        for writer in self._writers.values():
+            writer.close()
+        self._writers = {}
+
+    def _write(self) -> None:
+        metrics, self._pending = self._pending, None
+        if metrics is None or self._type is None:
+            return
+        axes = {"steps": ("", metrics["optimizer_steps"]), "tau": ("tau/", int(metrics["effective_steps"]))}
+        for axis, (prefix, place) in axes.items():
+            if axis not in self._writers:
+                folder = self.folder / axis
+                starts = len(list(folder.glob("events*")))  # before this one
+                self._writers[axis] = self._type(
+                    str(folder),
+                    purge_step=place if starts else None,
+                    filename_suffix=f".{starts}",
+                    flush_secs=1,  # a worker that is killed takes along what is not in the file
+                )
+            for key, value in _scalars(metrics):
+                self._writers[axis].add_scalar(f"{prefix}{key}", value, place)
+
+
+def _scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for key, value in row.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if key not in _PLACE and number and math.isfinite(value):
+            yield key, value
+
+
+def _summary_writer() -> Any:
+    """The class, or None where tensorboardX is missing."""
+    try:
+        from tensorboardX import SummaryWriter  # type: ignore[import-untyped]
+    except ImportError:
+        return None
+    return SummaryWriter

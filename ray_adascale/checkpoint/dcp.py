@@ -1,0 +1,432 @@
+"""How tensors reach a checkpoint's files and come back, through ``torch.distributed.checkpoint`` (DCP).
+
+``__{rank}_{i}.distcp`` are as DCP's FileSystemWriter writes them, one ``torch.save`` archive after the other; the folder's
+other files are :mod:`ray_adascale.checkpoint.files`'s.
+
+DCP plans who writes what, splits and joins chunks for any number of workers, and copies between devices. Two things are
+replaced. Its ``.metadata`` is a pickle, which runs code on reading; ours is JSON. And it has no notion of a complete
+checkpoint; our manifest is one. What remains is read by ``torch.load(weights_only=True)``, which builds tensors only.
+
+No private name of torch is imported here. What is relied on beyond DCP's documented interface is that a write result
+carries ``relative_path``, ``offset`` and ``length``, and that a reader asks no more of what it is given; the tests fail
+when that changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from .files import (
+    FORMAT,
+    MANIFEST,
+    STATE,
+    TENSORS,
+    VERSION,
+    CheckpointError,
+    FileDigest,
+    TensorShard,
+    check_size,
+    check_tensor,
+    copy_start,
+    encode_state,
+    is_count,
+    read_json,
+    sync_directory,
+    write_text,
+)
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Writing
+
+
+class ShardSavePlanner(DefaultSavePlanner):
+    """Plans plain tensors (replicated, each written once) and DTensors as DCP does, and TensorShards.
+
+    The tensors come in here: DCP's own ``state_dict`` argument holds no TensorShards.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor | TensorShard]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._tensors = tensors
+        self._copies: dict[MetadataIndex, Tensor] = {}
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        for key, value in self._tensors.items():
+            check_tensor(key, value)
+        whole = {key: value for key, value in self._tensors.items() if not isinstance(value, TensorShard)}
+        super().set_up_planner(cast(dict[str, Any], whole), storage_meta, is_coordinator)
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        shards = [
+            WriteItem(
+                index=MetadataIndex(key, _chunk(value).offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=_chunk(value),
+                    properties=TensorProperties(dtype=value.tensor.dtype),
+                    size=torch.Size([value.numel]),
+                ),
+            )
+            for key, value in self._tensors.items()
+            if isinstance(value, TensorShard)
+        ]
+        # DCP knows a chunk by its offset alone, so an empty one would be taken for its neighbour. An empty tensor
+        # keeps one, to have a place in the index.
+        items = [
+            item
+            for item in (*plan.items, *shards)
+            if math.prod(_data(item).chunk.sizes) > 0 or math.prod(_data(item).size) == 0
+        ]
+        assert all(item.type is not WriteItemType.BYTE_IO for item in items), "a pickled entry"
+        self.plan = dataclasses.replace(plan, items=items)
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Also refuses ranks that disagree; DCP would keep one rank's version and drop the others' without a word."""
+        first: dict[str, WriteItem] = {}
+        chunks: dict[MetadataIndex, torch.Size] = {}
+        for item in (item for plan in all_plans for item in plan.items):
+            key, data = item.index.fqn, _data(item)
+            other = first.setdefault(key, item)
+            for what, here, there in (
+                ("kind", item.type.name, other.type.name),
+                ("dtype", data.properties.dtype, _data(other).properties.dtype),
+                ("shape", tuple(data.size), tuple(_data(other).size)),
+                (f"size at {tuple(data.chunk.offsets)}", data.chunk.sizes, chunks.get(item.index, data.chunk.sizes)),
+            ):
+                if here != there:
+                    raise CheckpointError(f"key {key!r}: the ranks disagree on its {what}: {there} and {here}.")
+            chunks[item.index] = data.chunk.sizes
+        # DCP checks this only where there are several ranks, and up to torch 2.11 doesn't say which key.
+        covered: Counter[str] = Counter()
+        for index, sizes in chunks.items():
+            covered[index.fqn] += math.prod(sizes)
+        for key, item in first.items():
+            if covered[key] != math.prod(_data(item).size):
+                raise CheckpointError(
+                    f"key {key!r}: the shards of all ranks have {covered[key]} elements; the whole has "
+                    f"{math.prod(_data(item).size)}. Some are missing or overlap."
+                )
+        return super().create_global_plan(all_plans)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        value = self._tensors[index.fqn]
+        return value.tensor if isinstance(value, TensorShard) else super().lookup_object(index)
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        copied = self._copies.get(write_item.index)
+        return super().resolve_data(write_item) if copied is None else copied
+
+    def freeze(self, plan: SavePlan) -> None:
+        """Copies what the plan writes to the CPU, and lets go of the live tensors: they may change from now on."""
+        for item in plan.items:
+            self._copies[item.index] = cast(Tensor, super().resolve_data(item)).to("cpu", copy=True)
+        self._tensors, self.state_dict = {}, {}
+
+    def thaw(self) -> None:
+        self._copies = {}
+
+
+def _chunk(shard: TensorShard) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size([shard.offset]), torch.Size([len(shard.tensor)]))
+
+
+def _data(item: WriteItem) -> TensorWriteData:
+    assert item.tensor_data is not None
+    return item.tensor_data
+
+
+class _HashingStream:
+    """A file to append to, hashed and counted on the way. It cannot seek, so the digest is that of the file."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._sha256 = hashlib.sha256()
+        self._size = 0
+        self.flush, self.tell, self.fileno = file.flush, file.tell, file.fileno
+
+    def write(self, data: Any) -> int:
+        self._sha256.update(data)
+        written = int(self._file.write(data))
+        self._size += written
+        return written
+
+    def close(self) -> None:
+        if not self._file.closed:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+    def digest(self, name: str) -> FileDigest:
+        return FileDigest(name, self._size, self._sha256.hexdigest())
+
+
+class _HashingFileSystem(FileSystem):
+    def __init__(self) -> None:
+        self.written: list[FileDigest] = []
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as file:
+            stream = _HashingStream(file)
+            yield stream
+            stream.close()
+        self.written.append(stream.digest(Path(path).name))
+
+
+class Writer(FileSystemWriter):
+    """DCP's writer of one file a rank, which leaves a JSON index and a manifest where DCP leaves a pickle."""
+
+    def __init__(
+        self, path: Path, state: Mapping[str, Any] | None, files: Mapping[str, tuple[Path, int]] | None = None
+    ) -> None:
+        # More than one thread would be faster on some disks, but DCP loses the exceptions of its threads.
+        # And up to torch 2.13 it calls fsync before Python has written its buffer out, so the stream does that here.
+        super().__init__(path, single_file_per_rank=True, sync_files=False, thread_count=1, overwrite=False)
+        self.fs = self._files = _HashingFileSystem()
+        self._directory = path
+        self._state = state
+        self._extra = {} if files is None else dict(files)
+        self._state_json: str | None = None
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        if is_coordinator:
+            self._state_json = encode_state(self._state)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        if (self._directory / MANIFEST).exists():
+            raise CheckpointError(f"{self._directory} holds a checkpoint already. Save to a new folder.")
+        return super().prepare_local_plan(plan)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results = super().write_data(plan, planner).wait() if plan.items else []  # nothing to write: no empty file
+        files = list(self._files.written)
+        if self._state_json is not None:  # rank 0
+            files.append(write_text(self._directory, STATE, self._state_json))
+            files += [copy_start(source, size, self._directory / name) for name, (source, size) in self._extra.items()]
+        sync_directory(self._directory)
+        # The digests travel to rank 0 with the results, in the collective that there is anyway.
+        results += [WriteResult(MetadataIndex(""), file.size, file) for file in files]
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On rank 0, once every rank has written: the index, and last the manifest."""
+        stored, files = {}, []
+        for result in (result for rank in results for result in rank):
+            if isinstance(result.storage_data, FileDigest):
+                files.append(result.storage_data)
+            else:
+                stored[result.index] = result.storage_data
+        files.append(write_text(self._directory, TENSORS, json.dumps(_encode_index(metadata, stored))))
+        sync_directory(self._directory)
+        entries = {file.name: {"size": file.size, "sha256": file.sha256} for file in files}
+        assert len(entries) == len(files), "two files of one name"
+        manifest = {"format": FORMAT, "version": VERSION, "files": entries}
+        write_text(self._directory, MANIFEST, json.dumps(manifest, indent=1))
+        sync_directory(self._directory)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The index, tensors.json
+
+
+@dataclass(frozen=True)
+class _StoredChunk:
+    """Where a chunk's bytes lie; the fields that FileSystemReader looks at."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: tuple[str, ...] = ()
+
+
+def _encode_index(metadata: Metadata, stored: Mapping[MetadataIndex, Any]) -> dict[str, Any]:
+    index: dict[str, Any] = {}
+    for key, value in metadata.state_dict_metadata.items():
+        assert isinstance(value, TensorStorageMetadata)
+        chunks = []
+        for chunk in value.chunks:
+            where = stored[MetadataIndex(key, chunk.offsets)]
+            chunks.append(
+                {
+                    "offsets": list(chunk.offsets),
+                    "sizes": list(chunk.sizes),
+                    "file": where.relative_path,
+                    "byte_offset": where.offset,
+                    "byte_length": where.length,
+                }
+            )
+        dtype = str(value.properties.dtype).removeprefix("torch.")
+        index[key] = {"dtype": dtype, "shape": list(value.size), "chunks": chunks}
+    return index
+
+
+def read_index(
+    directory: Path, manifest: Mapping[str, FileDigest]
+) -> tuple[dict[str, TensorStorageMetadata], dict[MetadataIndex, _StoredChunk]]:
+    """What tensors.json says: per key its dtype, shape and chunks; per chunk its place in the files.
+
+    Every field is checked. The reader may rely on it: files are listed in the manifest, bytes lie within them, and
+    the chunks of a tensor lie within it and have as many elements.
+
+    Raises:
+        CheckpointError: Names the file, the key, and what is wrong.
+    """
+    tensors: dict[str, TensorStorageMetadata] = {}
+    stored: dict[MetadataIndex, _StoredChunk] = {}
+    for key, entry in read_json(directory, manifest[TENSORS]).items():
+        try:
+            tensors[key], places = _decode_tensor(key, entry, manifest)
+        except (KeyError, TypeError, ValueError) as e:
+            what = f"{e} is missing" if isinstance(e, KeyError) else str(e)
+            raise CheckpointError(f"{directory / TENSORS}, key {key!r}: {what}.") from e
+        stored.update(places)
+    return tensors, stored
+
+
+def _decode_tensor(
+    key: str, entry: Any, manifest: Mapping[str, FileDigest]
+) -> tuple[TensorStorageMetadata, dict[MetadataIndex, _StoredChunk]]:
+    dtype, shape = getattr(torch, str(entry["dtype"]), None), _decode_sizes(entry["shape"])
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{entry['dtype']!r} is not a dtype of this torch")
+    chunks, places = [], {}
+    for item in entry["chunks"]:
+        offsets, sizes, name = _decode_sizes(item["offsets"]), _decode_sizes(item["sizes"]), item["file"]
+        if not (len(offsets) == len(sizes) == len(shape)) or any(
+            offset + size > whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)
+        ):
+            raise ValueError(f"the chunk at {offsets} of size {sizes} does not lie within the shape {shape}")
+        # A listed file is a plain name in this folder; tensors are nowhere else.
+        if name not in manifest or not name.endswith(".distcp"):
+            raise ValueError(f"{name!r} is not a file of tensors that the manifest lists")
+        start, length = item["byte_offset"], item["byte_length"]
+        if not (is_count(start) and is_count(length) and start + length <= manifest[name].size):
+            raise ValueError(f"bytes {start!r} + {length!r} do not lie within {name} of {manifest[name].size} bytes")
+        if length < math.prod(sizes) * dtype.itemsize:
+            raise ValueError(f"{length} bytes cannot hold a chunk of size {sizes}")
+        place = MetadataIndex(key, offsets)
+        if place in places:
+            raise ValueError(f"two chunks at {offsets}")
+        chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+        places[place] = _StoredChunk(name, start, length)
+    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
+        raise ValueError(f"the chunks do not add up to the shape {shape}")
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks), places
+
+
+def _decode_sizes(value: Any) -> list[int]:
+    if not (isinstance(value, list) and all(is_count(size) for size in value)):
+        raise ValueError(f"{value!r} is not a list of sizes")
+    return value
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+class ShardLoadPlanner(DefaultLoadPlanner):
+    """Plans the reads that fill tensors, DTensors and TensorShards, all of known shape and dtype."""
+
+    def __init__(self, into: Mapping[str, Tensor | TensorShard]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._into = into
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        whole = {key: value for key, value in self._into.items() if not isinstance(value, TensorShard)}
+        super().set_up_planner(cast(dict[str, Any], whole), metadata, is_coordinator)
+
+    def create_local_plan(self) -> LoadPlan:
+        plan = super().create_local_plan()
+        assert self.metadata is not None
+        items: list[ReadItem] = [*plan.items]
+        for key, value in self._into.items():
+            if isinstance(value, TensorShard):
+                stored = cast(TensorStorageMetadata, self.metadata.state_dict_metadata[key])
+                items += create_read_items_for_chunk_list(key, stored, [_chunk(value)])
+        return dataclasses.replace(plan, items=items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        value = self._into[index.fqn]
+        return value.tensor if isinstance(value, TensorShard) else super().lookup_tensor(index)
+
+
+class Reader(FileSystemReader):
+    """DCP's reader, with the metadata from tensors.json. Only tensors exist in it, so nothing can ask for bytes."""
+
+    def __init__(self, path: Path, manifest: Mapping[str, FileDigest]) -> None:
+        super().__init__(path)
+        self._directory = path
+        self._manifest = manifest
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        tensors, stored = read_index(self._directory, self._manifest)
+        return Metadata(dict(tensors), storage_data=stored)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: defaultdict[str, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            assert item.type is LoadItemType.TENSOR, "a pickled entry"
+            by_file[self.storage_data[item.storage_index].relative_path].append(item)
+        for name, items in by_file.items():
+            check_size(self._directory, self._manifest[name])
+            try:
+                super().read_data(dataclasses.replace(plan, items=items), planner).wait()
+            except Exception as e:
+                keys = _few(item.dest_index.fqn for item in items)
+                raise CheckpointError(
+                    f"{self._directory / name} cannot be read into {keys}: {type(e).__name__}: {e}"
+                ) from e
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+
+def _few(keys: Iterable[str]) -> str:
+    names = [repr(key) for key in dict.fromkeys(keys)]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,243 @@
+"""The files of a checkpoint but for the tensors in them: names, sizes, digests, JSON; and what may go into one.
+
+A checkpoint is a folder::
+
+    manifest.json        format, version, and the size (bytes) and SHA-256 of every other file; written last
+    state.json           scalars, from rank 0
+    tensors.json         per key: dtype, shape, and the chunks: where each lies in the tensor, and in which file
+    __{rank}_{i}.distcp  tensors, see :mod:`ray_adascale.checkpoint.dcp`
+
+That module imports ``torch.distributed.checkpoint``, which takes most of a second; this one doesn't.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from .._torch import is_dtensor
+
+FORMAT = "ray_adascale/checkpoint"
+VERSION = 1
+MANIFEST = "manifest.json"
+STATE = "state.json"
+TENSORS = "tensors.json"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is incomplete, damaged, or does not fit; or it could not be written. Says which file, and why."""
+
+
+@dataclass(frozen=True)
+class TensorShard:
+    """Elements ``[offset, offset + len(tensor))`` of a logical one-dimensional tensor of ``numel`` elements.
+
+    Optimizer state is stored flattened, so that a split by element and a split by whole parameters are both chunks of
+    one logical tensor, and either can be loaded from the other.
+
+    Attributes:
+        tensor: This worker's elements, shape ``(n,)``, ``n`` ≥ 0, on any device.
+        offset: Position of the first one, in elements.
+        numel: Elements of the whole.
+    """
+
+    tensor: Tensor
+    offset: int
+    numel: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tensor, Tensor) or is_dtensor(self.tensor):
+            raise TypeError(f"TensorShard(tensor=…) takes a plain tensor, not a {type(self.tensor).__name__}.")
+        if self.tensor.dim() != 1:
+            raise ValueError(f"Invalid shape {tuple(self.tensor.shape)}. A TensorShard is flat: pass tensor.view(-1).")
+        if self.offset < 0 or self.offset + len(self.tensor) > self.numel:
+            raise ValueError(
+                f"Invalid offset={self.offset}, numel={self.numel}. "
+                f"{len(self.tensor)} elements from there do not lie within the whole."
+            )
+
+
+def check_tensor(key: object, value: object) -> None:
+    """Raises TypeError unless ``value`` can be stored without pickling anything: a tensor with data of its own."""
+    if not isinstance(key, str):
+        raise TypeError(f"key {key!r}: keys are strings, not {type(key).__name__}.")
+    if is_dtensor(value):
+        return
+    tensor = value.tensor if isinstance(value, TensorShard) else value
+    # `detach` turns a Parameter into a plain tensor. What is still a subclass then would be pickled as an object.
+    if not isinstance(tensor, Tensor) or type(tensor.detach()) is not Tensor:
+        raise TypeError(f"key {key!r}: only tensors go into a checkpoint, not a {type(tensor).__name__}.")
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        kind = "meta" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
+        raise TypeError(f"key {key!r}: only dense tensors with data go into a checkpoint, not a {kind} one.")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# JSON files and the manifest
+
+
+@dataclass(frozen=True)
+class FileDigest:
+    """A file of a checkpoint: its plain name, its size in bytes, and its SHA-256 in hexadecimal."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+def digest(directory: Path, name: str) -> FileDigest:
+    with (directory / name).open("rb") as file:
+        return FileDigest(name, os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def sync_directory(directory: Path) -> None:
+    """Makes the names of new files survive a power cut, as fsync does for what is in them."""
+    with contextlib.suppress(OSError):  # not every file system can; then it has no need to or offers no help
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def write_text(directory: Path, name: str, text: str) -> FileDigest:
+    """Writes a file that is either absent or whole."""
+    data = text.encode()
+    temporary = directory / f"{name}.tmp"
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(directory / name)
+    return FileDigest(name, len(data), hashlib.sha256(data).hexdigest())
+
+
+def copy_start(source: Path, size: int, target: Path) -> FileDigest:
+    """Copies the first ``size`` bytes of a file that may be growing meanwhile."""
+    sha256, left = hashlib.sha256(), size
+    with source.open("rb") as reading, target.open("wb") as writing:
+        while left > 0:
+            data = reading.read(min(left, 1 << 20))
+            if not data:
+                raise CheckpointError(f"{source} has {size - left} bytes; {size} were to be copied to {target.name}.")
+            sha256.update(data)
+            writing.write(data)
+            left -= len(data)
+        writing.flush()
+        os.fsync(writing.fileno())
+    return FileDigest(target.name, size, sha256.hexdigest())
+
+
+def encode_state(state: Mapping[str, Any] | None) -> str:
+    """``state`` as JSON. Floats come back to the last bit (``repr``); NaN and ±inf as Python's json spells them.
+
+    Raises:
+        TypeError: Something would not come back as it was: a dict key that is no string, or a value that is not
+            JSON's. (A tuple does become a list.)
+    """
+
+    def check(value: object, where: str) -> None:
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                if not isinstance(key, str):  # json would silently turn 1 into "1"
+                    raise TypeError(f"{where} has the key {key!r}: state.json holds only dicts with string keys.")
+                check(item, f"{where}[{key!r}]")
+        elif isinstance(value, (list, tuple)):
+            for i, item in enumerate(value):
+                check(item, f"{where}[{i}]")
+        elif not (value is None or isinstance(value, (str, int, float))):
+            raise TypeError(f"{where} is a {type(value).__name__}: state.json holds JSON values; tensors go elsewhere.")
+
+    check({} if state is None else state, "state")
+    return json.dumps({} if state is None else dict(state))
+
+
+def is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _parse_json(path: Path, data: bytes) -> dict[str, Any]:
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as e:
+        raise CheckpointError(f"{path} is not JSON: {e}") from e
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not an object.")
+    return content
+
+
+def read_manifest(directory: Path) -> dict[str, FileDigest]:
+    """The files that make up the checkpoint, by name.
+
+    Raises:
+        CheckpointError: The manifest is missing or malformed, or its version is unknown.
+    """
+    path = directory / MANIFEST
+    try:
+        content = _parse_json(path, path.read_bytes())
+    except FileNotFoundError as e:
+        raise CheckpointError(f"{path} is missing: no checkpoint, or one that was never completed.") from e
+    except OSError as e:
+        raise CheckpointError(f"{path} cannot be read: {e}") from e
+    if content.get("format") != FORMAT:
+        raise CheckpointError(f"{path} says format {content.get('format')!r}, not {FORMAT!r}.")
+    if type(content.get("version")) is not int or content["version"] != VERSION:
+        raise CheckpointError(
+            f"{path} says version {content.get('version')!r}; this ray_adascale reads version {VERSION}."
+        )
+    files = content.get("files")
+    if not isinstance(files, dict):
+        raise CheckpointError(f"{path} has no object 'files'.")
+    manifest = {}
+    for name, entry in files.items():
+        # A plain name: it is joined to the folder, and must not lead out of it.
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+            raise CheckpointError(f"{path} lists {name!r}, which is not a plain file name.")
+        size, sha256 = (entry.get("size"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
+        if not (is_count(size) and isinstance(sha256, str) and re.fullmatch(r"[0-9a-f]{64}", sha256)):
+            raise CheckpointError(f"{path} lists {name!r} without a valid size and sha256.")
+        manifest[name] = FileDigest(name, cast(int, size), sha256)
+    for name in (STATE, TENSORS):
+        if name not in manifest:
+            raise CheckpointError(f"{path} does not list {name}.")
+    return manifest
+
+
+def check_size(directory: Path, expected: FileDigest) -> None:
+    path = directory / expected.name
+    try:
+        size = path.stat().st_size
+    except OSError as e:
+        raise CheckpointError(f"{path} is missing or cannot be read: {e}") from e
+    if size != expected.size:
+        raise CheckpointError(f"{path} has {size} bytes; the manifest says {expected.size}.")
+
+
+def check_file(directory: Path, expected: FileDigest) -> None:
+    """Raises CheckpointError unless the file has the size and the digest of the manifest. Reads it all."""
+    check_size(directory, expected)
+    try:
+        found = digest(directory, expected.name)
+    except OSError as e:
+        raise CheckpointError(f"{directory / expected.name} cannot be read: {e}") from e
+    if found != expected:
+        raise CheckpointError(
+            f"{directory / expected.name} is damaged: its SHA-256 is {found.sha256}; "
+            f"the manifest says {expected.sha256}."
+        )
+
+
+def read_json(directory: Path, expected: FileDigest) -> dict[str, Any]:
+    """The object in a JSON file, after comparing size and digest."""
+    check_file(directory, expected)
+    return _parse_json(directory / expected.name, (directory / expected.name).read_bytes())

@@ -1,0 +1,293 @@
+"""An optimizer's state as named tensors for a checkpoint, whatever the sharding, and back.
+
+State of a parameter's shape is stored flattened under ``optim/<parameter>/<name>``, so that any later split, by element
+or by parameter, is a run of the same logical tensor. Where a parameter that lies in memory in another order of dimensions
+(channels-last) is split by element, it is ``optim@0-2-3-1/``, flattened in that order. Other tensors, numbers and None
+keep their shape and kind, under ``optim.tensor/``, ``optim.int/``, ``optim.float/``, ``optim.bool/`` and ``optim.none/``.
+Hyperparameters are JSON and travel apart.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, unquote
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .. import checkpoint
+from .._torch import is_dtensor
+from ..optim.adascale import AdaScale
+from ..sharding.buckets import Fragment, memory_order
+from ..sharding.oss import OSS
+from . import TensorShard
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["hyperparameters", "load_hyperparameters", "load_optimizer", "optimizer_tensors", "parameter_names"]
+
+# In this order, since a bool is an int.
+_NUMBERS: dict[str, tuple[type, torch.dtype]] = {
+    "optim.bool": (bool, torch.bool),
+    "optim.int": (int, torch.int64),
+    "optim.float": (float, torch.float64),
+}
+_KINDS = frozenset({"optim", "optim.tensor", "optim.none", *_NUMBERS})
+_ORDERED = "optim@"
+# How a step is computed, not what: these follow the machine at hand.
+_IMPLEMENTATION = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
+_WARNED: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # of entries that hyperparameters() leaves out
+
+
+def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
+    """The name of each of the optimizer's parameters: the model's own, or its place for one that is not the model's."""
+    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    # No module can have a parameter with an empty part in its name.
+    return {p: names.get(p, f".{i}") for i, p in enumerate(params)}
+
+
+def _inner(optimizer: Optimizer) -> Optimizer:
+    return optimizer._optimizer if isinstance(optimizer, AdaScale) else optimizer
+
+
+def _held(optimizer: Optimizer) -> tuple[Optimizer, list[Fragment]]:
+    """The plain optimizer that holds the state on this worker, and its parameters or parts of them, as it numbers them."""
+    optimizer = _inner(optimizer)
+    fragments: dict[Tensor, Fragment] = {}
+    if isinstance(optimizer, OSS):
+        fragments = {f.tensor: f for f in optimizer.fragments}
+        optimizer = optimizer.optim
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return optimizer, [fragments[p] if p in fragments else Fragment(p, 0, *_held_of(p), p, 0) for p in params]
+
+
+def _held_of(param: Tensor) -> tuple[int, int]:
+    """(first element, elements) that this worker holds of a parameter; of FSDP2's, a run of rows."""
+    if not is_dtensor(param):
+        return 0, param.numel()
+    from torch.distributed.tensor import Shard
+
+    if list(param.placements) != [Shard(0)]:
+        raise TypeError(
+            f"Can't checkpoint optimizer state placed as {list(param.placements)}: only fully_shard's own placement, rows over "
+            "a mesh of one dimension."
+        )
+    rows = -(-param.shape[0] // param.device_mesh.size())
+    first = min(param.device_mesh.get_local_rank() * rows, param.shape[0])
+    return first * (param.numel() // max(param.shape[0], 1)), param.to_local().numel()
+
+
+def _placed(part: Tensor, param: DTensor) -> DTensor:
+    """This worker's rows of a state entry as the optimizer has it."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        part.view(param.to_local().shape),
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
+
+
+def _order(param: Tensor) -> tuple[int, ...] | None:
+    """The order of a parameter's dimensions in memory, None for the usual one."""
+    return None if param.is_contiguous() else memory_order(param)
+
+
+def optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Tensor | TensorShard]:
+    """This worker's part of the optimizer state, by key. The tensors are the live ones.
+
+    Raises:
+        TypeError: The state holds something that is neither a tensor nor a number nor None, or that is not of a
+            parameter.
+    """
+    sharded = isinstance(_inner(optimizer), OSS)
+    holder, held = _held(optimizer)
+    for key in holder.state:
+        if not isinstance(key, Tensor):
+            raise _unsupported(holder, repr(key), "it belongs to no parameter")
+    out: dict[str, Tensor | TensorShard] = {}
+    for f in held:
+        p = f.param
+        for name, value in holder.state.get(f.tensor, {}).items():
+            if not isinstance(name, str):
+                raise _unsupported(holder, repr(name), "its name is not a string")
+            place = f"{names[p]}/{quote(name, safe='')}"
+            if isinstance(value, Tensor):
+                if is_dtensor(value):
+                    if value.shape != p.shape:
+                        raise _unsupported(holder, f"{name!r} of {names[p]}", "it is sharded, and not as its parameter")
+                    out[f"optim/{place}"] = TensorShard(value.to_local().detach().reshape(-1), f.start, p.numel())
+                elif value.shape == f.tensor.shape and p.dim() > 0:
+                    flat = value.detach().reshape(-1)
+                    order = None if f.whole else _order(p)
+                    kind = "optim" if order is None else _ORDERED + "-".join(map(str, order))
+                    out[f"{kind}/{place}"] = TensorShard(flat, f.start, p.numel()) if sharded else flat
+                else:
+                    out[f"optim.tensor/{place}"] = value.detach()
+            elif value is None:
+                out[f"optim.none/{place}"] = torch.zeros((), dtype=torch.bool)
+            else:
+                number = next((kind for kind, (of, _) in _NUMBERS.items() if isinstance(value, of)), None)
+                if number is None or (number == "optim.int" and not -(2**63) <= value < 2**63):
+                    raise _unsupported(holder, f"{name!r} of {names[p]}", f"it is a {type(value).__name__}")
+                out[f"{number}/{place}"] = torch.tensor(value, dtype=_NUMBERS[number][1])
+    return out
+
+
+def _unsupported(optimizer: Optimizer, what: str, why: str) -> TypeError:
+    return TypeError(
+        f"Can't checkpoint the state {what} in {type(optimizer).__name__}: {why}, and only tensors, numbers of up to "
+        "64 bits and None, for each parameter by name, go into a checkpoint."
+    )
+
+
+def load_optimizer(directory: str | Path, optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
+    """Reads this worker's part of the state, for whatever split the optimizer has now. Not collective.
+
+    Raises:
+        CheckpointError: A parameter has another number of elements there.
+    """
+    holder, held = _held(optimizer)
+    by_name = {names[f.param]: (i, f) for i, f in enumerate(held)}
+    into: dict[str, Tensor | TensorShard] = {}
+    places: list[tuple[str, int, str, Fragment]] = []
+    for key, info in checkpoint.tensor_index(directory).items():
+        kind, _, rest = key.partition("/")
+        name, _, entry = rest.rpartition("/")
+        of_elements = kind == "optim" or kind.startswith(_ORDERED)
+        if not (kind in _KINDS or of_elements) or name not in by_name:
+            continue
+        i, f = by_name[name]
+        if of_elements and info.shape.numel() != f.param.numel():
+            raise checkpoint.CheckpointError(
+                f"{directory}, key {key!r}: holds {info.shape.numel()} elements, and {name} has {f.param.numel()}."
+            )
+        device = f.param.device if of_elements else "cpu"
+        partial = not f.whole or is_dtensor(f.param)
+        if of_elements and partial and _order(f.param) == _saved_order(kind):
+            part = torch.empty(f.numel, dtype=info.dtype, device=device)
+            into[key] = TensorShard(part, f.start, f.param.numel())
+        else:
+            into[key] = torch.empty(info.shape, dtype=info.dtype, device=device)
+        places.append((key, i, unquote(entry), f))
+    checkpoint.load(directory, into)
+    state: dict[int, dict[str, Any]] = {}
+    for key, i, entry, f in places:
+        kind = key.partition("/")[0]
+        got = into[key]
+        value: Any = got.tensor if isinstance(got, TensorShard) else got
+        if kind in _NUMBERS:
+            value = value.item()
+        elif kind == "optim.none":
+            value = None
+        elif kind != "optim.tensor" and is_dtensor(f.param):
+            if not isinstance(got, TensorShard):
+                whole = _as_laid_out(value, _saved_order(kind), torch.empty(f.param.shape, device="meta"))
+                value = whole.reshape(-1)[f.start : f.start + f.numel].clone()
+            value = _placed(value, f.param)
+        elif kind != "optim.tensor" and not isinstance(got, TensorShard):
+            value = f.of(_as_laid_out(value, _saved_order(kind), f.param))
+            value = value if f.whole else value.clone()  # not the whole for the sake of a part
+        state.setdefault(i, {})[entry] = value
+    # The optimizer's own loader puts each entry where it wants it (Adam's step, for one).
+    holder.load_state_dict({"state": state, "param_groups": holder.state_dict()["param_groups"]})
+    _restore_dtypes(holder, [f.tensor for f in held], state)
+    inner = _inner(optimizer)
+    if isinstance(inner, OSS):
+        inner.state = holder.state
+
+
+def _saved_order(kind: str) -> tuple[int, ...] | None:
+    """The order of dimensions in which a key of this kind was flattened; None for the usual one."""
+    return tuple(map(int, kind.removeprefix(_ORDERED).split("-"))) if kind.startswith(_ORDERED) else None
+
+
+def _as_laid_out(flat: Tensor, order: tuple[int, ...] | None, param: Tensor) -> Tensor:
+    """A flattened entry in the parameter's shape, with strides as the optimizer made them, which fused kernels insist on."""
+    if order is None:
+        value = flat.view(param.shape)
+    else:
+        value = flat.view([param.shape[d] for d in order]).permute([order.index(d) for d in range(param.dim())])
+    if value.stride() == param.stride() or param.is_meta:
+        return value
+    return torch.empty_like(param, dtype=value.dtype, requires_grad=False).copy_(value)
+
+
+def _restore_dtypes(optimizer: Optimizer, params: list[Tensor], saved: dict[int, dict[str, Any]]) -> None:
+    """torch's loader casts state to the parameter's dtype, which loses float32 averages of bfloat16 weights, and counts.
+
+    An optimizer with a loader of its own knows better what it wants, and "step" is the one entry that torch leaves alone.
+    """
+    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+        return
+    for i, entries in saved.items():
+        live = optimizer.state[params[i]]
+        for name, value in entries.items():
+            if name != "step" and isinstance(value, Tensor) and live[name].dtype != value.dtype:
+                live[name] = value.to(live[name].device)
+
+
+def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Each group's JSON-able entries, a tensor LR as a number.
+
+    Warns, once for an optimizer, of entries that are not: after a resume these are what the program makes them.
+    """
+    out = []
+    left_out: set[str] = set()
+    for group in optimizer.param_groups:
+        entry = {}
+        for key, value in group.items():
+            if key in _IMPLEMENTATION:
+                continue
+            if isinstance(value, Tensor) and value.numel() == 1:
+                value = value.item()
+            if _is_json(value):
+                entry[key] = value
+            else:
+                left_out.add(f"{key!r} ({type(value).__name__})")
+        out.append(entry)
+    if left_out and optimizer not in _WARNED:
+        _WARNED.add(optimizer)
+        warnings.warn(
+            f"Not in the checkpoint: {', '.join(sorted(left_out))} of the optimizer's parameter groups. Only numbers, strings, "
+            "None and lists of them are; after a resume the rest is as the program builds it.",
+            stacklevel=2,
+        )
+    return out
+
+
+def load_hyperparameters(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Puts back what :func:`hyperparameters` returned.
+
+    Raises:
+        ValueError: Another number of groups.
+    """
+    if len(groups) != len(optimizer.param_groups):
+        raise ValueError(
+            f"The checkpoint has {len(groups)} parameter groups, the optimizer {len(optimizer.param_groups)}."
+        )
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in saved.items():
+            live = group.get(key)
+            if isinstance(live, Tensor):
+                live.fill_(value)
+            elif isinstance(value, list) and not isinstance(live, list):
+                group[key] = tuple(value)  # JSON knows lists only
+            else:
+                group[key] = value
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_json(v) for v in value)
+    return value is None or isinstance(value, bool | int | float | str)

@@ -1,0 +1,377 @@
+"""What can be said on the command line, and how it is read. What each command does is in :mod:`ray_adascale.cli.main`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from .._version import __version__
+from ..config import AdaScaleConfig
+
+__all__ = ["BATCH", "ELASTIC_FAILURES", "make_parser", "numbers", "overrides", "settings", "workers"]
+
+Command = Callable[[argparse.Namespace], int]
+
+BATCH = ("per_worker_batch_size", "accumulation", "rule")
+"""Settings with options of their own that decide what a step's batch is."""
+
+ELASTIC_FAILURES = 20
+"""Restarts of an elastic run: who gives a range expects nodes to go; who does not wants to hear of the first failure."""
+
+
+# ---- the options -----------------------------------------------------------------------------------------------------
+
+
+def make_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
+    """The parser.
+
+    Args:
+        commands: What each command does, by its name; the docstring is what its help says first.
+    """
+    parser = argparse.ArgumentParser(
+        prog="ray-adascale",
+        description="Find a learning-rate schedule at a small batch, cheaply; then run that very schedule on any number of Ray "
+        "workers.",
+        epilog="""\
+The usual way:
+  ray-adascale tune     my/file.py:workload --base-batch-size 32 --total-steps 2000 --repeats 2
+  ray-adascale forecast recipe.json --workers 1,2,4,8,16
+  ray-adascale train    my/file.py:workload --recipe recipe.json --num-workers 8
+  ray-adascale report   ~/ray_results/NAME --recipe recipe.json
+
+A workload is a function of yours, from a config (a dict of hyperparameters) to a ray_adascale.Workload: model,
+optimizer, scheduler, data and loss in plain torch. Name it path/to/file.py:function or package.module:function.
+
+Exit codes: 0 done; 1 the run or search failed, or what was described is damaged; 2 a mistake in the command;
+130 interrupted. `ray-adascale COMMAND --help` says more about each.""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    added = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, (summary, add_options) in _COMMANDS.items():
+        command = commands[name]
+        sub = added.add_parser(
+            name,
+            help=summary,
+            description=_unindented(command.__doc__ or ""),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        sub.set_defaults(command=command)
+        add_options(sub)
+    return parser
+
+
+def _unindented(docstring: str) -> str:
+    return "\n".join(line.strip() for line in docstring.splitlines())
+
+
+def _add_tune(tune: argparse.ArgumentParser) -> None:
+    _add_workload(tune, "that every trial gets; one that is searched over is fixed to this value")
+    what = tune.add_argument_group("the search")
+    what.add_argument(
+        "--base-batch-size",
+        type=int,
+        required=True,
+        metavar="B0",
+        help="examples per optimizer step; a run at scale can't have fewer",
+    )
+    length = what.add_mutually_exclusive_group(required=True)
+    length.add_argument("--total-steps", type=int, metavar="T", help="length of a trial in optimizer steps")
+    length.add_argument("--total-epochs", type=float, metavar="E", help="or in passes over the dataset")
+    what.add_argument("--num-samples", type=int, default=8, metavar="N", help="trials (default: %(default)s)")
+    what.add_argument(
+        "--repeats",
+        type=int,
+        default=0,
+        metavar="N",
+        help="run the best three again with N other seeds each, and take the best mean; gives the forecast its interval "
+        "(default: %(default)s)",
+    )
+    what.add_argument(
+        "--param-space",
+        metavar="FILE:NAME",
+        help="Ray Tune's search space, a dict (default: param_space beside the workload)",
+    )
+    what.add_argument(
+        "--scheduler",
+        choices=("asha", "none"),
+        default="asha",
+        help="asha stops trials that lag behind (default); none lets each one end",
+    )
+    _add_training(what)
+    where = tune.add_argument_group("where it runs")
+    where.add_argument("--cpus-per-trial", type=float, metavar="N", help="default: 1")
+    where.add_argument(
+        "--gpus-per-trial", type=float, metavar="N", help="1 trains on a GPU, 0.25 puts four trials on one (default: 0)"
+    )
+    where.add_argument(
+        "--num-workers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="Ray workers of one trial, where the base batch needs several (default: %(default)s)",
+    )
+    where.add_argument("--use-gpu", action="store_true", help="with --num-workers: one GPU a worker")
+    where.add_argument("--max-concurrent-trials", type=int, metavar="N", help="default: as many as fit")
+    _add_ray(where, "of the search; the same name and storage path go on with one that was interrupted")
+    tune.add_argument(
+        "-o", "--output", default="recipe.json", metavar="FILE", help="where the recipe goes (default: %(default)s)"
+    )
+
+
+def _add_forecast(predict: argparse.ArgumentParser) -> None:
+    predict.add_argument("recipe", help="the file that `ray-adascale tune` wrote")
+    predict.add_argument(
+        "--workers", default="1,2,4,8,16,32", metavar="N,N,...", help="numbers of workers (default: %(default)s)"
+    )
+    _add_batch(predict)
+    predict.add_argument(
+        "--measure", metavar="WORKLOAD", help="time its steps on this machine for a few seconds: gives wall time"
+    )
+    predict.add_argument(
+        "--run",
+        action="append",
+        default=[],
+        metavar="RUN",
+        help="folder of a run on several workers, with the same --per-worker-batch-size: its trace tells what "
+        "synchronisation costs; needs --measure; may be given again",
+    )
+    predict.add_argument("--cost-per-worker-hour", type=float, metavar="PRICE", help="in any currency; needs --measure")
+    predict.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    predict.add_argument("--plot", metavar="FILE", help="draw it as well: .png, .svg or .pdf (needs matplotlib)")
+    _add_config(predict)
+
+
+def _add_train(train: argparse.ArgumentParser) -> None:
+    _add_workload(train, "to add to the recipe's, or to put in their place")
+    what = train.add_argument_group("what to run: a recipe, or its base batch size and length")
+    what.add_argument("--recipe", metavar="FILE", help="the file that `ray-adascale tune` wrote")
+    what.add_argument(
+        "--base-batch-size", type=int, metavar="B0", help="examples per optimizer step that the schedule was made for"
+    )
+    length = what.add_mutually_exclusive_group()
+    length.add_argument("--total-steps", type=int, metavar="T", help="optimizer steps of a run at that batch")
+    length.add_argument("--total-epochs", type=float, metavar="E", help="or its passes over the dataset")
+    how = train.add_argument_group("how")
+    _add_batch(how)
+    how.add_argument(
+        "--sharding",
+        metavar="KIND",
+        help="where gradients and optimizer state live: auto, none, oss, zero2, fsdp2 (default: auto)",
+    )
+    _add_training(how)
+    how.add_argument("--checkpoint-every", type=float, metavar="SECONDS", help="default: 300")
+    how.add_argument("--report-every", type=float, metavar="SECONDS", help="to Ray Train (default: 10)")
+    where = train.add_argument_group("where it runs")
+    _add_workers(where, default="1")
+    _add_ray(where, "of the run; the same name and storage path go on with it")
+
+
+def _add_resume(resume: argparse.ArgumentParser) -> None:
+    resume.add_argument("run", help="its folder, or its name under --storage-path")
+    _add_workers(resume, default=None)
+    _add_address(resume)
+    resume.add_argument("--storage-path", metavar="PATH", help="where the run's folder is (default: ~/ray_results)")
+
+
+def _add_report(page: argparse.ArgumentParser) -> None:
+    page.add_argument(
+        "runs", nargs="+", metavar="RUN", help="a run's folder, or its trace.jsonl; the base run first, if there is one"
+    )
+    page.add_argument("--recipe", metavar="FILE", help="show it, and compare the steps it forecasts with those taken")
+    page.add_argument(
+        "--tensorboard",
+        metavar="FOLDER",
+        help="write TensorBoard event files there too, against steps and against effective steps",
+    )
+    page.add_argument(
+        "-o", "--output", default="report.html", metavar="FILE", help="where the page goes (default: %(default)s)"
+    )
+
+
+def _add_describe(describe: argparse.ArgumentParser) -> None:
+    describe.add_argument("path", help="a recipe's file, a checkpoint's folder, or a run's folder or trace.jsonl")
+
+
+_COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
+    "tune": ("search at the base batch, write a recipe", _add_tune),
+    "forecast": ("steps, time and cost of a recipe on any number of workers", _add_forecast),
+    "train": ("run a recipe on any number of workers", _add_train),
+    "resume": ("go on with a run that stopped", _add_resume),
+    "report": ("one HTML page about runs, to see whether the schedule held", _add_report),
+    "describe": ("say what a recipe, a checkpoint or a run is", _add_describe),
+}
+
+
+# ---- options that several commands have ------------------------------------------------------------------------------
+
+
+def _add_workload(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("workload", help="path/to/file.py:function or package.module:function")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=f"hyperparameters {what}")
+    _add_config(parser)
+
+
+def _add_training(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--precision", metavar="KIND", help="fp32, bf16 or fp16 (default: fp32)")
+    parser.add_argument("--evaluate-every", type=float, metavar="STEPS", help="in effective steps (default: T/10)")
+    parser.add_argument("--seed", type=int, help="of weights and of the order of examples (default: 0)")
+
+
+def _add_batch(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--per-worker-batch-size", type=int, metavar="M", help="examples of one pass on one worker (default: B0)"
+    )
+    parser.add_argument(
+        "--accumulation", type=int, metavar="N", help="passes before each optimizer step, on each worker (default: 1)"
+    )
+    parser.add_argument(
+        "--rule",
+        help="how the learning rate follows the batch: adascale, adamscale, linear, sqrt, unscaled (default: adascale)",
+    )
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-c",
+        "--config",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="any other field of AdaScaleConfig, such as grad_clip=1.0 or num_loader_workers=4; may be given again",
+    )
+
+
+def _add_workers(parser: argparse._ActionsContainer, *, default: str | None) -> None:
+    said = "as before" if default is None else default
+    parser.add_argument(
+        "--num-workers",
+        default=default,
+        metavar="N|MIN..MAX",
+        help=f"Ray workers: 8, or 2..8 for as many of them as the cluster has at the time (default: {said})",
+    )
+    parser.add_argument(
+        "--use-gpu",
+        action=argparse.BooleanOptionalAction,
+        default=None if default is None else False,
+        help=f"one GPU a worker (default: {'as before' if default is None else 'no'})",
+    )
+    parser.add_argument(
+        "--max-failures",
+        type=int,
+        metavar="N",
+        help="restarts after lost workers (default: "
+        + ("as before)" if default is None else f"0; with MIN..MAX {ELASTIC_FAILURES})"),
+    )
+
+
+def _add_address(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--address", help="of a running Ray cluster, as HOST:6379 or auto (default: RAY_ADDRESS, else a new local one)"
+    )
+
+
+def _add_ray(parser: argparse._ActionsContainer, name: str) -> None:
+    _add_address(parser)
+    parser.add_argument(
+        "--storage-path", metavar="PATH", help="where results go, a folder or URI (default: ~/ray_results)"
+    )
+    parser.add_argument("--name", help=f"{name} (default: a new one)")
+
+
+# ---- reading values --------------------------------------------------------------------------------------------------
+
+
+def settings(args: argparse.Namespace, options: Sequence[str], **more: Any) -> AdaScaleConfig:
+    """The settings that options of their own and ``--config`` give.
+
+    Raises:
+        ValueError: No such setting, a value that it can't have, or one that is given twice.
+    """
+    given = {name: getattr(args, name) for name in options} | more
+    given = {name: value for name, value in given.items() if value is not None}
+    for text in args.config:
+        name, value = _override(text)
+        if name in given:
+            raise ValueError(f"Invalid --config {text}: {name} is given twice.")
+        given[name] = _typed(name, value)
+    return AdaScaleConfig(**given)
+
+
+def overrides(args: argparse.Namespace) -> dict[str, Any]:
+    """The hyperparameters given as ``key=value``.
+
+    Raises:
+        ValueError: One is given twice, or is none.
+    """
+    given: dict[str, Any] = {}
+    for text in args.overrides:
+        key, value = _override(text)
+        if key in given:
+            raise ValueError(f"Invalid override {text!r}: {key} is given twice.")
+        given[key] = value
+    return given
+
+
+def numbers(text: str) -> list[int]:
+    """Those of ``--workers``."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"Invalid --workers {text!r}. Must be numbers with commas between them, as 1,2,4.") from None
+
+
+def workers(text: str) -> int | tuple[int, int]:
+    """That of ``--num-workers``, or the range."""
+    low, dots, high = text.partition("..")
+    try:
+        return (int(low), int(high)) if dots else int(low)
+    except ValueError:
+        raise ValueError(f"Invalid --num-workers {text!r}. Must be a number, or MIN..MAX for an elastic run.") from None
+
+
+def _override(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ValueError(f"Invalid override {text!r}. Must be key=value.")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value  # a bare word is a string
+
+
+def _typed(name: str, value: Any) -> Any:
+    """A value of ``AdaScaleConfig``'s field, as its type says."""
+    fields = {field.name for field in dataclasses.fields(AdaScaleConfig)}
+    if name not in fields:
+        raise ValueError(
+            f"Invalid --config {name}=...: AdaScaleConfig has no such field. It has {', '.join(sorted(fields))}."
+        )
+    hint = typing.get_type_hints(AdaScaleConfig)[name]
+    kinds = (
+        typing.get_args(hint)
+        if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+        else (hint,)
+    )
+    for kind in kinds:
+        if kind is type(None) and value is None:
+            return None
+        if typing.get_origin(kind) is typing.Literal and value in typing.get_args(kind):
+            return value
+        if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        if kind in (int, bool, str) and type(value) is kind:
+            return value
+    wanted = " or ".join(
+        ", ".join(map(repr, typing.get_args(kind)))
+        if typing.get_origin(kind) is typing.Literal
+        else {type(None): "null", bool: "true or false", int: "a whole number", float: "a number"}.get(kind, "a name")
+        for kind in kinds
+        if kind in (type(None), bool, int, float, str) or typing.get_origin(kind) is typing.Literal
+    )
+    raise ValueError(f"Invalid --config {name}={value!r}. Must be {wanted}.")

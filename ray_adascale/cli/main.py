@@ -1,0 +1,462 @@
+"""The command line: what ``ray-adascale tune``, ``train`` and the rest do, a few lines each over the public API."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..recipe import Recipe
+from ..workload import WorkloadFn, resolve
+from .arguments import BATCH, ELASTIC_FAILURES, make_parser, numbers, overrides, settings, workers
+
+if TYPE_CHECKING:
+    from ..analysis.throughput import Throughput
+    from ..config import AdaScaleConfig
+
+__all__ = ["main"]
+
+_RUN_FILE = "ray_adascale.json"
+"""Beside a run's checkpoints: the arguments of the `train` that started it, for `resume`."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Returns:
+        The exit code: 0 when it did what was asked, 1 when the run or search failed, 2 for a mistake in the call, 130
+        when it was interrupted.
+    """
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    # argparse takes positional arguments in one run only; key=value may stand after options, too.
+    if rest and not ("overrides" in args and all("=" in item and not item.startswith("-") for item in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides += rest
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        print("ray-adascale: the current directory was deleted. Change to one that exists.", file=sys.stderr)
+        return 2
+    try:
+        return args.command(args)
+    except (ValueError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as e:
+        print(f"ray-adascale: {_in_words(e)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("ray-adascale: interrupted", file=sys.stderr)
+        return 130
+    except (RuntimeError, OSError) as e:
+        print(f"ray-adascale: {_in_words(e)}", file=sys.stderr)
+        return 1
+
+
+# ---- the commands ----------------------------------------------------------------------------------------------------
+
+
+def _tune(args: argparse.Namespace) -> int:
+    """Search for hyperparameters at the base batch with Ray Tune, and write the best as a recipe.
+
+    ray-adascale tune my/file.py:workload data=/mnt/images --base-batch-size 32 --total-steps 2000
+    """
+    from ray.train import ScalingConfig
+
+    from ..search.tune import tune_recipe
+
+    workload = resolve(args.workload)
+    space = _param_space(args)
+    given = {"CPU": args.cpus_per_trial, "GPU": args.gpus_per_trial}
+    resources = {key: value for key, value in given.items() if value is not None}
+    scaling_config = None
+    if args.num_workers != 1:
+        if resources:
+            raise ValueError(
+                f"Invalid --num-workers {args.num_workers} with --cpus-per-trial or --gpus-per-trial. Each worker has a CPU, "
+                "or with --use-gpu a GPU."
+            )
+        scaling_config = ScalingConfig(num_workers=args.num_workers, use_gpu=args.use_gpu)
+    elif args.use_gpu:
+        raise ValueError(
+            "Invalid --use-gpu with one worker a trial. Use --gpus-per-trial 1, or less than 1 to share one."
+        )
+    config = settings(args, ("precision", "evaluate_every", "seed"))
+    name = args.name or _new_name("recipe")
+    _connect(args.address)
+    try:
+        recipe = tune_recipe(
+            workload,
+            space,
+            base_batch_size=args.base_batch_size,
+            total_steps=args.total_steps,
+            total_epochs=args.total_epochs,
+            num_samples=args.num_samples,
+            repeats=args.repeats,
+            seed=config.seed,
+            config=config,
+            scheduler=None if args.scheduler == "none" else args.scheduler,
+            resources_per_trial=None if scaling_config is not None else {"CPU": 1, **resources},
+            scaling_config=scaling_config,
+            max_concurrent_trials=args.max_concurrent_trials,
+            storage_path=args.storage_path,
+            name=name,
+        )
+    except KeyboardInterrupt:
+        print(f"ray-adascale: interrupted; the same command with --name {name} goes on", file=sys.stderr)
+        return 130
+    recipe.save(args.output)
+    print(recipe.describe())
+    print(f"Written to {args.output}")
+    return 0
+
+
+def _forecast(args: argparse.Namespace) -> int:
+    """Predict the optimizer steps of a recipe on each number of workers, and with --measure time and cost.
+
+    ray-adascale forecast recipe.json --workers 1,2,4,8 --measure my/file.py:workload --cost-per-worker-hour 2.5
+
+    A pass is one forward and backward. Nothing is started on Ray.
+    """
+    from rich.console import Console
+
+    from ..analysis.forecast import forecast_recipe
+
+    recipe = Recipe.load(args.recipe)
+    config = settings(args, BATCH)
+    if args.run and not args.measure:
+        raise ValueError("--run needs --measure WORKLOAD: the time of a step on one worker, to compare with.")
+    if args.cost_per_worker_hour is not None and not args.measure:
+        raise ValueError("--cost-per-worker-hour needs --measure WORKLOAD: cost follows from the time of a step.")
+    made = forecast_recipe(
+        recipe,
+        workers=numbers(args.workers),
+        config=config,
+        throughput=_measured(args, recipe, config) if args.measure else None,
+        cost_per_worker_hour=args.cost_per_worker_hour,
+    )
+    if args.plot:
+        made.plot(args.plot)
+    if args.json:
+        print(made.to_json())
+    else:
+        Console().print(made.table())
+    return 0
+
+
+def _train(args: argparse.Namespace) -> int:
+    """Run a workload on Ray workers, with the schedule of the base batch and AdaScale's gain.
+
+    ray-adascale train my/file.py:workload --recipe recipe.json --num-workers 8 --use-gpu
+    ray-adascale train my/file.py:workload lr=0.1 --base-batch-size 32 --total-steps 2000 --num-workers 2..8
+    """
+    import ray.exceptions
+    import ray.train
+
+    from .._files import write_json
+    from ..train.trainer import AdaScaleTrainer
+
+    recipe = None if args.recipe is None else Recipe.load(args.recipe)
+    names = (
+        "base_batch_size",
+        "total_steps",
+        "total_epochs",
+        *BATCH,
+        "sharding",
+        "precision",
+        "evaluate_every",
+        "seed",
+    )
+    config = settings(args, names, checkpoint_every_s=args.checkpoint_every, report_every_s=args.report_every)
+    hyperparameters = overrides(args)
+    workload = resolve(args.workload)
+    name = args.name or _new_name(args.workload.rpartition(":")[2])
+    num_workers = workers(args.num_workers)
+    failures = args.max_failures
+    if failures is None:
+        failures = ELASTIC_FAILURES if isinstance(num_workers, tuple) else 0
+    run_config = ray.train.RunConfig(
+        name=name,
+        storage_path=_storage(args.storage_path),
+        failure_config=ray.train.FailureConfig(max_failures=failures),
+    )
+    folder = f"{run_config.storage_path}/{name}"
+    _connect(args.address)
+    trainer = AdaScaleTrainer(
+        workload,
+        recipe=recipe,
+        hyperparameters=hyperparameters,
+        config=config,
+        scaling_config=ray.train.ScalingConfig(num_workers=num_workers, use_gpu=args.use_gpu),
+        run_config=run_config,
+    )
+    write_json(f"{folder}/{_RUN_FILE}", _arguments(args, name, run_config.storage_path))
+    started = time.monotonic()
+    try:
+        result = trainer.fit()
+    except (ray.train.TrainingFailedError, ray.exceptions.RayError) as e:
+        print(f"ray-adascale: run {name!r} failed. {_reason(e)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"ray-adascale: interrupted; `ray-adascale resume {folder}` goes on", file=sys.stderr)
+        return 130
+    print(_summary(result.metrics, time.monotonic() - started, str(result.return_value["stopped"])))
+    print(f"Checkpoint: {result.checkpoint.path}")
+    return 0
+
+
+def _resume(args: argparse.Namespace) -> int:
+    """Go on with a run that `ray-adascale train` started, from its newest checkpoint, on as many workers as you like.
+
+    A search goes on with the command that started it, and its --name.
+    """
+    saved = _saved_run(args.run, args.storage_path)
+    given = {key: getattr(args, key) for key in ("num_workers", "use_gpu", "max_failures", "address")}
+    # What this version can be told and the one that wrote the file could not is as it is by default.
+    default = vars(_parser().parse_args(["train", saved["workload"]]))
+    again = {**default, **saved, **{key: value for key, value in given.items() if value is not None}}
+    where, _, function = saved["workload"].rpartition(":")
+    if where.endswith(".py"):
+        again["workload"] = f"{_found(where, saved)}:{function}"
+    if saved["recipe"] is not None:
+        again["recipe"] = _found(saved["recipe"], saved)
+    return _train(argparse.Namespace(**again))
+
+
+def _report(args: argparse.Namespace) -> int:
+    """Write one self-contained HTML page about runs, and its plots as PNG files beside it.
+
+    ray-adascale report runs/base runs/big --recipe recipe.json -o report.html
+    """
+    from ..analysis.report import write_report
+    from ..analysis.tensorboard import write_events
+
+    recipe = None if args.recipe is None else Recipe.load(args.recipe)
+    for run in args.runs if args.tensorboard else ():
+        write_events(run, args.tensorboard)
+    print(f"Written to {write_report(args.runs, args.output, recipe=recipe)}")
+    return 0
+
+
+def _describe(args: argparse.Namespace) -> int:
+    """Say what a recipe, a checkpoint or a run is, and whether it is whole."""
+    from ..analysis.describe import describe
+
+    text, whole = describe(args.path)
+    print(text)
+    return 0 if whole else 1
+
+
+_COMMANDS = {
+    "tune": _tune,
+    "forecast": _forecast,
+    "train": _train,
+    "resume": _resume,
+    "report": _report,
+    "describe": _describe,
+}
+
+
+# ---- between them ----------------------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    return make_parser(_COMMANDS)
+
+
+def _connect(address: str | None) -> None:
+    """Connect to Ray, or start one.
+
+    Raises:
+        ValueError: There is no cluster at the address, or this process is connected already.
+        RuntimeError: Ray could not be started here.
+    """
+    import ray
+
+    from ..train.cluster import quiet_init
+
+    if address is not None and ray.is_initialized():
+        raise ValueError(
+            f"Invalid --address {address}: Ray runs in this process already, so it would have no effect. Remove ray.init() from "
+            "the workload's file, or put it under `if __name__ == '__main__'`."
+        )
+    address = address or os.environ.get("RAY_ADDRESS")
+    try:
+        _knock(address)
+        quiet_init(address)
+    except Exception as e:
+        said = str(e).strip().partition("\n")[0]
+        if address is None:
+            raise RuntimeError(f"Ray could not be started here. {type(e).__name__}: {said}") from e
+        raise ValueError(
+            f"Invalid address {address!r}: no Ray cluster answers there ({said}). Start one with `ray start --head`, or leave "
+            "--address out (and RAY_ADDRESS unset) for a local one."
+        ) from e
+
+
+def _knock(address: str | None) -> None:
+    """Raise OSError where nobody listens: Ray would try for minutes, and log each try."""
+    host, colon, port = (address or "").rpartition("://")[2].rpartition(":")
+    if colon and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+
+
+def _param_space(args: argparse.Namespace) -> Any:
+    """The search space, with what was fixed on the command line."""
+    spec = args.param_space or f"{args.workload.rpartition(':')[0]}:param_space"
+    try:
+        space = resolve(spec)
+    except ValueError as e:
+        if args.param_space:
+            raise
+        raise ValueError(
+            f"No search space beside the workload: {e} Define param_space = {{...}} there, as for ray.tune.Tuner, or name one "
+            "with --param-space FILE:NAME."
+        ) from e
+    fixed = overrides(args)
+    return {**space, **fixed} if isinstance(space, dict) else space
+
+
+def _measured(args: argparse.Namespace, recipe: Recipe, config: AdaScaleConfig) -> Throughput:
+    """The throughput model that ``--measure`` and ``--run`` give."""
+    from ..analysis.report import trace_path
+    from ..analysis.throughput import measure_throughput
+
+    workload: WorkloadFn = resolve(args.measure)
+    runs = [trace_path(run) for run in args.run]
+    try:
+        return measure_throughput(
+            workload,
+            recipe.hyperparameters,
+            per_worker_batch_size=config.per_worker_batch_size or recipe.base_batch_size,
+            config=config,
+            runs=runs,
+            base_batch_size=recipe.base_batch_size,
+        )
+    except ValueError:
+        raise
+    except Exception as e:  # of the workload's own code
+        raise RuntimeError(f"Measuring {args.measure} failed. {type(e).__name__}: {e}") from e
+
+
+def _saved_run(run: str, storage_path: str | None) -> dict[str, Any]:
+    """The arguments of the `train` that started a run.
+
+    Args:
+        run: Its folder, or its name.
+        storage_path: Where a name's folder is.
+
+    Raises:
+        ValueError: There are none.
+    """
+    from .._files import read_json
+
+    is_place = "://" in run or os.sep in run or Path(run).is_dir()
+    folder = run if is_place else f"{_storage(storage_path or '~/ray_results')}/{run}"
+    folder = str(_storage(folder))
+    try:
+        saved = read_json(f"{folder}/{_RUN_FILE}")
+    except ValueError as e:
+        raise ValueError(f"Invalid run {run!r}: {folder}/{_RUN_FILE} is damaged ({e}).") from e
+    if isinstance(saved, dict) and {"workload", "recipe", "name"} <= saved.keys():
+        return saved
+    if read_json(f"{folder}/search.json") is not None:
+        raise ValueError(
+            f"Invalid run {run!r}: a search. It goes on with the `ray-adascale tune` that started it, with --name "
+            f"{folder.rpartition('/')[2]} and the same --storage-path."
+        )
+    raise ValueError(
+        f"Invalid run {run!r}: no {_RUN_FILE} in {folder}. `ray-adascale train` writes it; a run that was started "
+        "otherwise goes on when it is started again with the same name and storage path."
+    )
+
+
+def _arguments(args: argparse.Namespace, name: str, storage: str | None) -> dict[str, Any]:
+    """What `resume` hands to `_train`: the arguments, with paths that hold from other folders and, in a job, other nodes."""
+    kept = {key: value for key, value in vars(args).items() if key != "command"}
+    where, _, function = args.workload.rpartition(":")
+    # A job's working directory has another name in the next job, so files in it go by their place within it.
+    folder = Path.cwd()
+    earlier = getattr(args, "working_dir", None)
+    if earlier is not None and where.endswith(".py") and not _absolute(where).is_relative_to(folder):
+        folder = Path(earlier)  # resumed from elsewhere
+
+    def place(path: str) -> str:
+        full = _absolute(path)
+        return str(full.relative_to(folder) if full.is_relative_to(folder) else full)
+
+    if where.endswith(".py"):
+        kept["workload"] = f"{place(where)}:{function}"
+    if args.recipe is not None:
+        kept["recipe"] = place(args.recipe)
+    return {**kept, "name": name, "storage_path": storage, "working_dir": str(folder)}
+
+
+def _found(path: str, saved: dict[str, Any]) -> str:
+    """A file of a run that is to be resumed: in this folder, or in the one where the run was started."""
+    folders = dict.fromkeys([str(Path.cwd()), saved.get("working_dir", ".")])
+    for folder in folders:
+        if Path(folder, path).is_file():
+            return str(Path(folder, path))
+    raise ValueError(
+        f"Invalid run {saved['name']!r}: {path!r}, which it was started with, is not in {' or '.join(folders)}. Resume in the "
+        "folder that has it."
+    )
+
+
+def _absolute(path: str) -> Path:
+    return Path(path).expanduser().resolve()
+
+
+def _storage(path: str | None) -> str | None:
+    if path is None or "://" in path:
+        return path
+    return str(_absolute(path))  # workers have another working directory
+
+
+def _new_name(what: str) -> str:
+    return f"{what}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _in_words(error: Exception) -> str:
+    """What it says; of a file's trouble without Python's brackets and numbers."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.strerror}: {error.filename}"
+    return str(error)
+
+
+def _reason(error: Exception) -> str:
+    """What a worker said, where one did."""
+    from ..train.cluster import is_rays, worker_failure
+
+    found = worker_failure(error)
+    if found is None:
+        return str(error)
+    rank, failure = found
+    text = str(failure).strip()
+    if is_rays(failure) and text:
+        # A remote traceback, or a long description of the worker, lies between what happened and what a user can act on.
+        lines = text.splitlines()
+        told = f"{lines[0]} {lines[-1]}" if len(lines) > 1 and lines[0].endswith(".") else lines[-1]
+        return f"Worker {rank}: {told}"
+    kind = type(failure).__name__  # without which a KeyError's text says nothing
+    return f"Worker {rank}: {kind}: {text}" if text else f"Worker {rank}: {kind}"
+
+
+def _summary(metrics: dict[str, Any], seconds: float, stopped: str) -> str:
+    from ..run.metrics import METRICS
+
+    own = ", ".join(
+        f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in metrics.items() if k not in METRICS
+    )
+    steps = metrics["optimizer_steps"]
+    mean = metrics["progress"] / steps if steps else 1.0
+    return (
+        f"{own + '; ' if own else ''}loss {metrics['loss']:.4g}; {steps:,} optimizer steps for "
+        f"{metrics['effective_steps']:,.0f} effective ones, mean gain {mean:.2f} of {metrics['scale']:g}; {seconds:.0f} s; "
+        f"{stopped}"
+    )

@@ -1,0 +1,439 @@
+"""AdaptiveDataParallel: AdaptDL's model wrapper over our statistics, for loops that were written for AdaptDL.
+
+AdaptDL's data loader and job machinery (``AdaptiveDataLoader``, ``remaining_epochs_until``, ``init_process_group``,
+checkpoints on a signal) have no counterpart here: the loop brings its own loader and process group, says where gradients
+are accumulated with ``no_sync()``, and saves :meth:`AdaptiveDataParallel.training_state`. For elastic runs use
+``ray_adascale.prepare``.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from .. import scaling_rules
+from .._torch import uncompiled
+from ..measure.observers import GradientObserver
+from ..optim.adascale import AdaScale
+from ..optim.rules import RuleInput
+from ..optim.sampler import GradientSampler, Sample
+from ..scaling_rules import VARIANCE_FLOOR, ScalingRuleBase, adam_preconditioner, pick_factor
+
+__all__ = ["AdaptiveDataParallel", "GradientNoiseScale"]
+
+_SMOOTHING = 0.999
+"""AdaptDL's weight of the past in the averages, per base batch: θ = 0.999^S."""
+
+
+class _OpenEndedSampler(GradientSampler):
+    """With as many passes to a step as there were when the gradients got reduced."""
+
+    statistics: Callable[[], _Statistics | None]
+    """Whose samples these are; held weakly."""
+
+    def on_local(self, observer: GradientObserver) -> None:
+        statistics = self.statistics()
+        gns = None if statistics is None else statistics.gns()
+        if statistics is None or gns is None:
+            return
+        if self.sample is not None:  # a complete step was left out, by a GradScaler
+            self._drop_sample()
+        last = gns._reduces()
+        gns.should_zero_grad = last
+        passes = self.passes + (1 if last else 2)
+        if self._mean_sq_norm is not None:
+            self._mean_sq_norm = self._mean_sq_norm * (self.accumulation / passes)  # each pass weighs 1/n
+        self.accumulation = passes
+        if last:
+            statistics.use_scale(gns.accum_scale * passes)
+        super().on_local(observer)
+
+    def on_reduced(self, observer: GradientObserver) -> None:
+        super().on_reduced(observer)
+        statistics = self.statistics()
+        if statistics is not None and self.passes == self.accumulation > 1:
+            statistics.scale_grad_by_num_grads_to_accum()
+
+    def _gather(self, observer: GradientObserver) -> Sample:
+        # finish() gathers by itself on a worker whose parameters got no gradient; the rule there reads it from here too.
+        self.sample = super()._gather(observer)
+        return self.sample
+
+
+class _Statistics(AdaScale):
+    """AdaScale's statistics and step, with as many passes to a step as there were when the gradients got reduced.
+
+    The loss isn't divided by the number of passes, which the loop need not know; the gradient is, once it is reduced.
+    """
+
+    _sampler_type = _OpenEndedSampler
+
+    def __init__(self, gns: GradientNoiseScale, optimizer: Optimizer, world_size: int, **kwargs: Any) -> None:
+        self.gns = weakref.ref(gns)
+        self._alone: bool | None = None  # n = 1: which of the two estimators the averages are of
+        # Two passes at least, so that the norm of each gradient sample is taken also on a lone worker.
+        passes = 2 if world_size == 1 else 1
+        super().__init__(
+            optimizer,
+            world_size,
+            num_gradients_to_accumulate=passes,
+            is_scaled_loss=False,
+            clip="averages",
+            rule=self._rule_of_step,
+            **kwargs,
+        )
+        cast(_OpenEndedSampler, self._sampler).statistics = weakref.ref(self)
+        self._sampler.accumulation = 1
+        self._sampler.scale = gns.accum_scale
+
+    def _rule_of_step(self, now: RuleInput) -> tuple[float, float]:
+        gns = self.gns()
+        assert gns is not None
+        return gns._apply(now)
+
+    def use_scale(self, scale: float) -> None:
+        """The step under way turns out to be of this S, and of so many passes as the sampler says."""
+        sampler = self._sampler
+        if scale != sampler.scale:
+            sampler.scale, sampler.previous = scale, None
+        alone = self.num_samples == 1
+        if alone != self._alone:
+            if self._alone is not None:
+                self._averages, sampler.previous = self._empty_averages(), None
+            self._alone = alone
+        # AdaptDL counts a differenced sample, which comes of two gradients, as a batch of twice the size.
+        self._smoothing = _SMOOTHING ** (2 * scale if alone else scale)
+        if alone and scale > 1 and not self._warned_single_sample:
+            self._warned_single_sample = True
+            warnings.warn(
+                f"One gradient sample a step at scale {scale:g}: its variance is estimated from consecutive steps, which "
+                "overstates the gain. Accumulate two or more passes with no_sync().",
+                stacklevel=2,
+            )
+
+    def load_statistics_state(self, state: dict[str, Tensor]) -> None:
+        self._alone = int(state["num_samples"]) == 1
+        # n on the same side of 2 as it was
+        self._sampler.accumulation = 1 if self._alone or self._sampler.world_size > 1 else 2
+        super().load_statistics_state(state)
+
+
+class GradientNoiseScale:
+    """The gradient statistics of one model, under AdaptDL's names; ``adp.gns``.
+
+    Averages are AdaptDL's: raw samples with θ = 0.999^S (0.999^2S for one gradient sample a step), debiased, clipped on
+    reading. Values at the start are σ² = 0, μ² = 1, a gain of 1.
+
+    Args:
+        adp: Whose ``require_backward_grad_sync`` says whether a backward pass completes a step.
+        optimizer: The plain optimizer, not yet patched.
+        mp_scaler: The ``GradScaler`` that scales the loss.
+        num_replicas: Workers. Default: the size of ``process_group``, else 1.
+        accum_scale: S of one pass of all workers. Default: ``num_replicas``.
+        process_group: Workers that reduce gradients together.
+        variance_floor: Lower bound on each group's σ². 0 makes gains independent of the gradients' size.
+        precondition: See :class:`ray_adascale.AdaScale`.
+        reduces: Whether the running backward pass completes a step. Default: asks ``adp``.
+
+    Attributes:
+        should_zero_grad: Whether the last backward pass completed a step.
+    """
+
+    def __init__(
+        self,
+        adp: Any,
+        optimizer: Optimizer,
+        mp_scaler: torch.amp.GradScaler | None = None,
+        num_replicas: int | None = None,
+        accum_scale: float | None = None,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        variance_floor: float = VARIANCE_FLOOR,
+        precondition: Callable[[Tensor, Tensor], Tensor] | None = None,
+        reduces: Callable[[], bool] | None = None,
+    ) -> None:
+        if num_replicas is None:
+            num_replicas = dist.get_world_size(process_group) if dist.is_available() and dist.is_initialized() else 1
+        adp_ref = weakref.ref(adp)
+        self._reduces = reduces or (lambda: bool(adp_ref().require_backward_grad_sync))  # type: ignore[union-attr]
+        self._orig_optimizer_zero_grad = optimizer.zero_grad
+        self._accum_scale = float(num_replicas)
+        if accum_scale is not None:
+            self.set_accum_scale(accum_scale)
+        self.variance_floor = float(variance_floor)
+        self.should_zero_grad = True
+        self._scale_lr: Callable[[float], Any] | None = None
+        self._factors: Any = None
+        self.statistics = _Statistics(
+            self,
+            optimizer,
+            num_replicas,
+            process_group=process_group,
+            grad_scaler=mp_scaler,
+            variance_floor=variance_floor,
+            precondition=precondition,
+        )
+
+    # ---- one step ------------------------------------------------------------------------------------------------
+
+    @uncompiled  # Dynamo fails at arrays that were tensors before
+    def run_step(self, scale_lr: Callable[[float], Any], *args: Any, **kwargs: Any) -> Any:
+        """One optimizer step with each group's LR times ``scale_lr(S)``; progress advances by the gain.
+
+        A non-finite gradient changes nothing at all.
+        """
+        self._scale_lr, self._factors = scale_lr, None
+        try:
+            return self.statistics.step(*args, **kwargs)
+        finally:
+            self._scale_lr = self._factors = None
+
+    def _apply(self, now: RuleInput) -> tuple[float, float]:
+        assert self._scale_lr is not None
+        if self._factors is None:  # asked once a step, not once a group
+            self._factors = self._scale_lr(now.scale)
+        return pick_factor(self._factors, now.group), self.gain(now.scale) if now.group is None else 0.0
+
+    def reset_accumulation(self, *args: Any, **kwargs: Any) -> None:
+        """Clear gradients, and what was collected of an unfinished step."""
+        self._orig_optimizer_zero_grad(*args, **kwargs)
+        self.statistics._sampler.begin_step()
+        self.should_zero_grad = True
+
+    @property
+    def accum_scale(self) -> float:
+        """S of one pass of all workers."""
+        return self._accum_scale
+
+    def set_accum_scale(self, accum_scale: float) -> None:
+        """Change :attr:`accum_scale`, where the micro-batch changed size; from the next backward pass on.
+
+        Raises:
+            ValueError: It is not positive.
+        """
+        if not 0 < accum_scale < float("inf"):
+            raise ValueError(f"Invalid {accum_scale=}. Must be positive: workers × micro-batch / base batch size.")
+        self._accum_scale = float(accum_scale)
+
+    @property
+    def accum_count(self) -> int:
+        """Backward passes since gradients were cleared or stepped with."""
+        return self.statistics._sampler.passes
+
+    @property
+    def scale(self) -> float:
+        """S of the step under way once its gradients are reduced, else of the last."""
+        return self.statistics.scale
+
+    # ---- the statistics, with the gradients in place -------------------------------------------------------------
+
+    def _raw(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        var, sqr = (np.asarray(x) for x in self.statistics.group_moments())
+        seen = ~np.isnan(var)
+        var, sqr = np.where(seen, var, 0.0), np.where(seen, sqr, 1.0)
+        var.flags.writeable = sqr.flags.writeable = False
+        return var, sqr
+
+    @property
+    def raw_var_avg(self) -> NDArray[np.float64]:
+        """Averaged σ² of each parameter group, unclipped; 0 before the first sample. Read-only."""
+        return self._raw()[0]
+
+    @property
+    def raw_sqr_avg(self) -> NDArray[np.float64]:
+        """Averaged μ² of each parameter group, unclipped; 1 before the first sample. Read-only."""
+        return self._raw()[1]
+
+    def var_avg(self) -> float:
+        """Σ over groups of averaged σ², each at least :attr:`variance_floor`."""
+        return float(np.maximum(self.raw_var_avg, self.variance_floor).sum())
+
+    def sqr_avg(self) -> float:
+        """Σ over groups of averaged μ², each at least 0."""
+        return float(np.maximum(self.raw_sqr_avg, 0.0).sum())
+
+    def gain(self, scale: float) -> float:
+        """``r = (σ² + μ²) / (σ²/S + μ²)`` at any S, of the whole optimizer; 1 where both are zero."""
+        var, sqr = self.var_avg(), self.sqr_avg()
+        return (var + sqr) / (var / scale + sqr) if var + sqr > 0 else 1.0
+
+    def get_progress(self) -> float:
+        """Σ r over the optimizer steps, whatever the rule."""
+        return self.statistics.effective_steps
+
+    def set_progress(self, progress: float) -> None:
+        """Set Σ r."""
+        self.statistics._effective_steps = float(progress)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Averages and progress: tensors on the CPU that alias nothing. Only at a step boundary."""
+        return self.statistics.statistics_state()
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Loads a :meth:`state_dict`. σ² is per base batch, so workers and passes may differ from then."""
+        self.statistics.load_statistics_state(state)
+        self.should_zero_grad = True
+
+
+class AdaptiveDataParallel(DistributedDataParallel):
+    """DistributedDataParallel that measures gradient noise, and an optimizer that follows a scaling rule.
+
+    AdaptDL's signature. The optimizer is patched: ``optimizer.step()`` is ``scaling_rule.step()``. Accumulate gradients with
+    ``no_sync()``: until a pass outside of it, ``step()`` and ``zero_grad()`` do nothing, so they may stand in every iteration;
+    the loss isn't divided, the gradient is. The scale of a step is ``passes × workers × batch_size / base_batch_size``.
+
+    Args:
+        model: The bare model.
+        optimizer: Its optimizer, with the LRs of the base batch.
+        lr_scheduler: On it; only for :meth:`training_state`. The loop steps it.
+        mp_scaler: The ``torch.amp.GradScaler`` that scales the loss, if one does.
+        scaling_rule: One of :mod:`ray_adascale.scaling_rules`. Default: ``AdaScale()``.
+        name: Tells one instance's :meth:`training_state` from another's.
+        base_batch_size: B0, examples per optimizer step at which the schedule was tuned. Without it the scale is the number of
+            workers times passes: each worker's micro-batch is one base batch.
+        batch_size: Examples of one worker in one backward pass. Default: ``base_batch_size``. If it changes, say so with
+            ``gns.set_accum_scale``.
+        variance_floor: Lower bound on σ² under the AdaScale rules. AdaptDL's by default; 0 makes gains independent of the
+            gradients' size.
+        **kwargs: Of ``DistributedDataParallel``.
+
+    Attributes:
+        gns: The statistics, :class:`GradientNoiseScale`.
+
+    Raises:
+        ValueError: There is no process group, a batch size is out of range, or the optimizer can't be used.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        lr_scheduler: LRScheduler | None = None,
+        mp_scaler: torch.amp.GradScaler | None = None,
+        scaling_rule: ScalingRuleBase | None = None,
+        name: str = "adaptdl-dataparallel",
+        *,
+        base_batch_size: float | None = None,
+        batch_size: float | None = None,
+        variance_floor: float = VARIANCE_FLOOR,
+        **kwargs: Any,
+    ) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ValueError(
+                "AdaptiveDataParallel needs a process group, also for one process. Call torch.distributed.init_process_group() "
+                "first; alone: init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)."
+            )
+        if not isinstance(optimizer, Optimizer) or isinstance(optimizer, AdaScale):
+            raise ValueError(
+                f"Invalid optimizer of type {type(optimizer).__name__}. Must be a plain torch.optim.Optimizer: the scaling rule "
+                "takes AdaScale's place."
+            )
+        rule = scaling_rules.AdaScale() if scaling_rule is None else scaling_rule
+        if not isinstance(rule, ScalingRuleBase):
+            raise ValueError(f"Invalid {scaling_rule=}. Must be an instance of a ScalingRuleBase, e.g. LinearScale().")
+        if hasattr(optimizer.step, "_patched_by_scaling_rule"):
+            raise ValueError("The optimizer is patched by a scaling rule already. Make a new one for a second model.")
+        if batch_size is not None and base_batch_size is None:
+            raise ValueError(f"{batch_size=} needs base_batch_size, the batch size that the schedule was tuned at.")
+        for what, size in (("base_batch_size", base_batch_size), ("batch_size", batch_size)):
+            if size is not None and not size > 0:
+                raise ValueError(f"Invalid {what}={size}. Must be a positive number of examples.")
+        precondition = adam_preconditioner(optimizer) if isinstance(rule, scaling_rules.AdamScale) else None
+
+        super().__init__(model, **kwargs)
+        group = kwargs.get("process_group")
+        workers = dist.get_world_size(group)
+        self.base_batch_size = base_batch_size
+        self.scaling_rule = rule
+        self.name = name
+        self._optimizer, self._lr_scheduler, self._mp_scaler = optimizer, lr_scheduler, mp_scaler
+        self._pass_reduces = True
+        ref = weakref.ref(self)
+        self.gns = GradientNoiseScale(
+            self,
+            optimizer,
+            mp_scaler,
+            workers,
+            None if base_batch_size is None else workers * (batch_size or base_batch_size) / base_batch_size,
+            process_group=group,
+            variance_floor=variance_floor,
+            precondition=precondition,
+            reduces=lambda: ref()._pass_reduces,  # type: ignore[union-attr]
+        )
+        rule.initialize(self, optimizer, patch_optimizer=True)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The model's; DDP decides here, not in the backward pass, whether this pass reduces gradients."""
+        if torch.is_grad_enabled():
+            self._pass_reduces = self.require_backward_grad_sync
+        return super().forward(*inputs, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears gradients; nothing while they are being accumulated."""
+        self.scaling_rule.zero_grad(set_to_none=set_to_none)
+
+    @property
+    def gain(self) -> float:
+        """r at the present scale, with the gradients in place or of the last step."""
+        return self.gns.gain(self.gns.scale)
+
+    def to_tensorboard(self, writer: Any, global_step: int, tag_prefix: str = "") -> None:
+        """Write σ², μ², gain and LR factor, under AdaptDL's tags.
+
+        Args:
+            writer: A ``SummaryWriter``.
+            global_step: Where on the axis.
+            tag_prefix: Folder of the tags.
+        """
+        prefix = tag_prefix + "/" if tag_prefix and not tag_prefix.endswith("/") else tag_prefix
+        for tag, value in (
+            ("Gradient_Norm_Sqr", self.gns.sqr_avg()),
+            ("Gradient_Variance", self.gns.var_avg()),
+            ("Gain", self.gain),
+            ("Learning_Rate_Factor", self.gns.statistics.lr_factor),
+        ):
+            writer.add_scalar(prefix + tag, value, global_step)
+
+    def training_state(self) -> dict[str, Any]:
+        """Everything to resume from, at a step boundary: model, optimizer, scheduler, scaler, statistics.
+
+        What AdaptDL saves by itself on a signal; here ``torch.save`` it. It loads with ``torch.load(weights_only=True)`` if the
+        scheduler's own state does. The same on all workers.
+
+        Raises:
+            RuntimeError: Called between a backward pass and the step that it leads to.
+        """
+        return {
+            "name": self.name,
+            "statistics": self.gns.state_dict(),
+            "model": self.module.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "lr_scheduler": None if self._lr_scheduler is None else self._lr_scheduler.state_dict(),
+            "mp_scaler": None if self._mp_scaler is None else self._mp_scaler.state_dict(),
+        }
+
+    def load_training_state(self, state: dict[str, Any]) -> None:
+        """Loads a :meth:`training_state`, also of another number of workers.
+
+        Raises:
+            ValueError: It is another instance's.
+        """
+        if state["name"] != self.name:
+            raise ValueError(f"The training state is of name={state['name']!r}, this model's is {self.name!r}.")
+        self.gns.load_state_dict(state["statistics"])
+        self.module.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        for own, key in ((self._lr_scheduler, "lr_scheduler"), (self._mp_scaler, "mp_scaler")):
+            if own is not None and state[key] is not None:
+                own.load_state_dict(state[key])

@@ -1,0 +1,58 @@
+"""AdaScaleWrapper: AdaScale with the constructor of an ordinary optimizer, as FairScale has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch.optim import SGD, Optimizer
+
+from ..optim.adascale import AdaScale
+
+__all__ = ["AdaScaleWrapper"]
+
+
+class AdaScaleWrapper(AdaScale):
+    """``AdaScale(optim_cls(params, ...))`` for code that makes an optimizer from a class and parameters.
+
+    FairScale's names and positions. What else :class:`AdaScale` takes (``process_group``, ``averaging_window``, ...) is not
+    taken here, since every further keyword is the wrapped optimizer's: make that one and wrap it.
+
+    Args:
+        params: Parameters or groups, as for any optimizer.
+        world_size: See :class:`AdaScale`, as the four that follow.
+        scale: S.
+        smoothing: θ.
+        num_gradients_to_accumulate: Backward passes per optimizer step.
+        debias_ewma: Debiased moving average, or, if False, the paper's.
+        optim_cls: Class of the optimizer to wrap.
+        **additional_optim_args: Its hyperparameters.
+
+    Raises:
+        ValueError: An argument is out of its range, or ``optim_cls`` is no optimizer class.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        world_size: int | None = None,
+        scale: float | None = None,
+        smoothing: float | None = None,
+        num_gradients_to_accumulate: int = 1,
+        debias_ewma: bool = True,
+        optim_cls: type[Optimizer] = SGD,
+        **additional_optim_args: Any,
+    ) -> None:
+        if not (isinstance(optim_cls, type) and issubclass(optim_cls, Optimizer)):
+            raise ValueError(
+                f"Invalid {optim_cls=}. Must be a torch.optim.Optimizer class; AdaScale(...) wraps an instance."
+            )
+        super().__init__(
+            optim_cls(params, **additional_optim_args),
+            world_size,
+            scale,
+            smoothing,
+            num_gradients_to_accumulate,
+            # By name: here is_scaled_loss stands before it, so FairScale's positional call would set the wrong one.
+            debias_ewma=debias_ewma,
+        )

@@ -1,0 +1,249 @@
+"""How noisy is the gradient of one batch? Two half batches tell, and training doesn't notice that it was asked.
+
+A search runs at the base batch on one worker: one gradient sample per step, so the variance cannot be read off the step
+itself. The probe spends one extra pass over the batch, cut in two: with ``w_i = m_i/m`` and the halves' mean gradients
+``g_1, g_2``, :func:`ray_adascale.gain.gradient_moments` gives unbiased σ² and μ² (n = 2).
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import PackedSequence
+
+from ..gain import gradient_moments
+from .observers import take_norm
+
+__all__ = ["probe_noise"]
+
+
+def probe_noise(
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    batch: Any,
+    *,
+    scale: float = 1.0,
+    parameters: Sequence[nn.Parameter] | None = None,
+) -> tuple[float, float] | None:
+    """Unbiased σ² and μ² at the model's present weights, from one batch cut into two halves.
+
+    Leaves gradients, buffers (batch-norm statistics), train/eval mode and the random number generators (torch on the
+    CPU and on the model's and batch's CUDA devices, Python, NumPy's global one) as they were, also when ``loss_fn``
+    raises; hooks on the parameters don't fire. Module hooks do, as ``loss_fn`` calls the very model. What it cannot put
+    back: weights that ``loss_fn`` itself writes to, and state that is not in buffers (a step count in an attribute).
+
+    Memory: one set of gradients beside the training's own. Time: one forward and backward pass over the batch, and one
+    host synchronisation.
+
+    Args:
+        model: The bare model: not wrapped by DDP, not compiled.
+        loss_fn: ``loss_fn(model, batch)`` is the *mean* loss over the batch's examples, a scalar. Called twice, with
+            about half of the examples each time; what needs two examples (BatchNorm1d) needs a batch of four.
+        batch: Tensors and NumPy arrays with the same leading dimension m, in nested lists, tuples, named tuples and
+            mappings. They are cut, as are lists of m strings; any other leaf goes to both halves.
+        scale: S, the batch's size over the base batch's. σ² is that of one *base* batch, whatever was probed.
+        parameters: Whose gradient to measure; all trainable ones of the model by default.
+
+    Returns:
+        ``(σ², μ²)``, of the loss as ``loss_fn`` returns it (not multiplied by a loss scale), unclipped and unsmoothed:
+        μ² may be negative, and both are infinite or NaN where the gradient is. None if the batch can't be cut: nothing
+        in it has a leading dimension, the leading dimensions differ, or m < 2.
+
+    Raises:
+        ValueError: The model is wrapped, a parameter is not in the model, nothing is trainable, the loss is not a
+            scalar or depends on no parameter.
+    """
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError("Invalid model: wrapped in DistributedDataParallel. Probe the bare one, model.module.")
+    measured = _measured(model, parameters)
+    sizes = list(_leading_dimensions(batch))
+    if not sizes or min(sizes) != max(sizes) or sizes[0] < 2:
+        return None
+    m = sizes[0]
+    cut = (m + 1) // 2
+    w1, w2 = cut / m, (m - cut) / m
+
+    tensors = [*model.parameters(), *model.buffers(), *(x for x in _leaves(batch) if isinstance(x, Tensor))]
+    gradients: dict[str, Tensor] = {}  # of the first half, until the second half's comes by
+    norms: dict[str, list[Tensor]] = {}  # name -> ‖g1‖², ‖g2‖², ‖g1 − g2‖²
+
+    def compare(name: str, g2: Tensor) -> None:
+        g1 = gradients.pop(name, None)
+        zero = torch.zeros((), dtype=torch.float64, device=g2.device)
+        norms[name] = (
+            [zero, _sq_norm(g2), _sq_norm(g2)] if g1 is None else [_sq_norm(g1), _sq_norm(g2), _sq_distance(g1, g2)]
+        )
+
+    with _undisturbed(model, tensors):
+        _gradients(model, loss_fn, _part(batch, m, slice(0, cut)), measured, gradients.__setitem__)
+        _gradients(model, loss_fn, _part(batch, m, slice(cut, m)), measured, compare)
+    for name, g1 in gradients.items():  # parameters that only the first half used
+        norms[name] = [_sq_norm(g1), torch.zeros_like(_sq_norm(g1)), _sq_norm(g1)]
+
+    # In parameter order, not in the order in which the gradients happened to come.
+    rows = [norms[name] for name in measured if name in norms]
+    home = rows[0][0].device
+    n1, n2, difference = torch.stack([torch.stack(row).to(home) for row in rows]).cpu().sum(0)
+    # A − C = w1·w2·‖g1 − g2‖²: the same number without the cancellation.
+    a = w1 * n1 + w2 * n2
+    sigma2, mu2 = gradient_moments(a, a - w1 * w2 * difference, scale=scale, count=2)
+    return sigma2.item(), mu2.item()
+
+
+def _measured(model: nn.Module, parameters: Sequence[nn.Parameter] | None) -> list[str]:
+    """Names of the trainable parameters to measure, in the model's order; a shared parameter has its first name."""
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if parameters is not None:
+        known = {id(p) for p in model.parameters()}
+        for i, p in enumerate(parameters):
+            if id(p) not in known:
+                raise ValueError(f"Invalid parameters[{i}] of shape {tuple(p.shape)}: not a parameter of the model.")
+        wanted = {id(p) for p in parameters}
+        trainable = {name: p for name, p in trainable.items() if id(p) in wanted}
+    if not trainable:
+        raise ValueError("Invalid parameters: none is trainable, so there is no gradient to probe.")
+    return list(trainable)
+
+
+class _Pass(nn.Module):
+    """One forward and backward pass as a module, so that ``functional_call`` can lend it other parameters.
+
+    The backward pass is inside as well: activation checkpointing runs the model again there.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], inputs: list[Tensor]) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self.inputs = inputs
+
+    def forward(self, batch: Any) -> None:
+        loss = self.loss_fn(self.model, batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(
+                f"Invalid loss: {found}. loss_fn(model, batch) must return a scalar tensor, the mean loss."
+            )
+        if not loss.requires_grad:
+            raise ValueError("Invalid loss: it depends on no parameter. Don't detach it or turn gradients off.")
+        loss.backward(inputs=self.inputs)
+
+
+def _gradients(
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    batch: Any,
+    measured: list[str],
+    receive: Callable[[str, Tensor], None],
+) -> None:
+    """Calls ``receive(name, gradient)`` for every measured parameter that the loss depends on.
+
+    ``autograd.grad`` on the parameters would fire the hooks registered on them, AdaScale's among them. So the pass runs
+    on aliases of the parameters: the same storage, other autograd leaves. Each alias hands on its gradient as soon as
+    that is complete and forgets it, which ``autograd.grad`` could not do. Buffers are lent as copies: what the pass
+    writes is lost, and the originals aren't written to (their version counters don't move either, which a graph that
+    is still to be differentiated would notice).
+    """
+    wanted = set(measured)
+    lent = {name: p.detach().requires_grad_(name in wanted) for name, p in model.named_parameters()}
+
+    def hook(name: str) -> Callable[[Tensor], None]:
+        def hand_on(alias: Tensor) -> None:
+            assert alias.grad is not None
+            gradient, alias.grad = alias.grad, None
+            receive(name, gradient)
+
+        return hand_on
+
+    for name in measured:
+        lent[name].register_post_accumulate_grad_hook(hook(name))
+    inputs = [lent[name] for name in measured]
+    lent.update((name, b.detach().clone()) for name, b in model.named_buffers())
+    with torch.enable_grad():
+        functional_call(
+            _Pass(model, loss_fn, inputs), {f"model.{name}": t for name, t in lent.items()}, (batch,), strict=False
+        )
+
+
+@contextmanager
+def _undisturbed(model: nn.Module, tensors: list[Tensor]) -> Iterator[None]:
+    """Puts back random number generators and train/eval modes, whatever happens inside."""
+    modes = [(module, module.training) for module in model.modules()]
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()  # noqa: NPY002 - the user's augmentation may well use the global generator
+    cuda = sorted({t.device.index for t in tensors if t.device.type == "cuda"})
+    with torch.random.fork_rng(devices=cuda):
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)  # noqa: NPY002
+
+
+def _sq_norm(x: Tensor) -> Tensor:
+    """‖x‖² as a float64 scalar."""
+    return take_norm(x).double().square()
+
+
+def _sq_distance(x: Tensor, y: Tensor) -> Tensor:
+    """‖x − y‖²; overwrites x. Half-precision gradients are subtracted in float32."""
+    if x.dtype in (torch.float16, torch.bfloat16):
+        x = x.float()
+    if x.layout != y.layout:
+        x, y = x.to_dense(), y.to_dense()
+    return _sq_norm(x.sub_(y))
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, Tensor | np.ndarray)
+
+
+def _leaves(batch: Any) -> Iterator[Any]:
+    if isinstance(batch, Mapping):
+        for x in batch.values():
+            yield from _leaves(x)
+    elif isinstance(batch, tuple | list) and not isinstance(batch, PackedSequence):
+        for x in batch:
+            yield from _leaves(x)
+    else:
+        yield batch
+
+
+def _leading_dimensions(batch: Any) -> Iterator[int]:
+    """m of every array; 0, which can't be cut, for what has examples elsewhere than along its first dimension."""
+    for x in _leaves(batch):
+        if isinstance(x, PackedSequence) or (isinstance(x, Tensor) and x.is_nested):
+            yield 0
+        elif _is_array(x) and x.ndim > 0:
+            yield x.shape[0]
+
+
+def _part(batch: Any, m: int, rows: slice) -> Any:
+    """The same structure with only some of the m examples. Arrays are views."""
+    if _is_array(batch):
+        return batch[rows] if batch.ndim > 0 else batch
+    if isinstance(batch, Mapping):
+        items = {key: _part(x, m, rows) for key, x in batch.items()}
+        if type(batch) is dict or not isinstance(batch, MutableMapping):
+            return items
+        part = copy.copy(batch)  # defaultdict, Hugging Face's BatchEncoding ... have constructors of their own
+        part.update(items)
+        return part
+    if isinstance(batch, list) and len(batch) == m and all(isinstance(x, str | bytes) for x in batch):
+        return batch[rows]  # default_collate leaves texts as a list: one per example
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_part(x, m, rows) for x in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(_part(x, m, rows) for x in batch)
+    return batch

@@ -1,0 +1,153 @@
+"""Where a run lives: who its workers are, where reports and checkpoints go. Here without Ray; for Ray see train."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import checkpoint
+
+__all__ = ["Backend", "LocalBackend"]
+
+
+class Backend(ABC):
+    """What the loop needs of its surroundings.
+
+    Attributes:
+        rank: This worker's number.
+        world_size: Workers.
+        device: Where this worker computes.
+        reports_evaluations: Report whenever the run has evaluated, not only at its intervals. Not where a report makes
+            the workers wait.
+        keeps_trace: Whether :meth:`keep_trace` keeps it. Where not, no step's row is written.
+        progress_file: Where rank 0 notes every optimizer step, so that the next start can say how many were lost. None
+            where that would cost a request over the network.
+        preemption_poll_s: Seconds between calls of :meth:`preemption_notice`; inf where there is never one.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    reports_evaluations: bool = True
+    keeps_trace: bool = True
+    progress_file: Path | None = None
+    preemption_poll_s: float = math.inf
+
+    @abstractmethod
+    def latest_checkpoint(self) -> Any:
+        """A context manager that gives the newest usable checkpoint's folder, or None. Same answer on all workers.
+
+        Warns of newer ones that are incomplete or damaged.
+
+        Raises:
+            CheckpointError: There are checkpoints, and all are damaged. Beginning anew must be the user's word.
+        """
+
+    @abstractmethod
+    def checkpoint_folder(self, step: int) -> Path | None:
+        """An empty or missing folder for this worker's share of the checkpoint after ``step``; None: keep none."""
+
+    @abstractmethod
+    def report(self, metrics: Mapping[str, Any], folder: Path | None) -> None:
+        """Hand over metrics, and the checkpoint written to ``folder``. All workers together."""
+
+    def report_in_background(self, metrics: Mapping[str, Any], folder: Path) -> None:
+        """The same, for a checkpoint, without waiting for its upload. ``uploading`` is True until that is over."""
+        self.report(metrics, folder)
+
+    @property
+    def uploading(self) -> bool:
+        """Whether this worker's last ``report_in_background`` still goes on."""
+        return False
+
+    def preemption_notice(self) -> str | None:
+        """What is about to be taken away, in words; None if nothing. All workers together, same answer on all."""
+        return None
+
+    def observe(self, metrics: Mapping[str, Any], total_steps: int) -> None:  # noqa: B027 (most places have no gauges)
+        """See the metrics of every optimizer step; must be cheap. Called on rank 0."""
+
+    def keep_trace(self, path: Path) -> None:  # noqa: B027
+        """The run has ended: keep the trace. Called on rank 0."""
+
+
+class LocalBackend(Backend):
+    """One process, or workers started by torchrun on one file system.
+
+    Args:
+        folder: Where checkpoints go; resumes from the newest complete one there. None keeps nothing.
+        device: Default: the current CUDA device if there is one, else the CPU.
+        keep: Checkpoints to keep.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str] | None = None, *, device: str | torch.device | None = None, keep: int = 2
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"Invalid {keep=}. Must be at least 1.")
+        initialized = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if initialized else 0
+        self.world_size = dist.get_world_size() if initialized else 1
+        if device is None:
+            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(device)
+        self.folder = None if folder is None else Path(folder)
+        self.keep = keep
+        self.keeps_trace = folder is not None
+        self.progress_file = None if self.folder is None else self.folder / "progress"
+        self.metrics: dict[str, Any] = {}
+        """The last report."""
+
+    def _checkpoints(self) -> list[Path]:
+        return [] if self.folder is None else sorted(self.folder.glob("checkpoint_*"))
+
+    @contextmanager
+    def latest_checkpoint(self) -> Iterator[Path | None]:
+        found: list[Any] = [None, None]
+        if self.rank == 0:
+            folders = self._checkpoints()
+            found[0] = checkpoint.latest_valid(folders)
+            sealed = [folder for folder in folders if checkpoint.is_sealed(folder)]
+            if found[0] is None and sealed:
+                found[1] = (
+                    f"None of the {len(sealed)} checkpoints in {self.folder} can be used; the warnings say why. Put a good "
+                    "copy back, or delete them to begin anew."
+                )
+        if self.world_size > 1:
+            dist.broadcast_object_list(found, src=0)  # a path and words of our own, not a file's content
+        if found[1] is not None:
+            raise checkpoint.CheckpointError(found[1])
+        yield found[0]
+
+    def checkpoint_folder(self, step: int) -> Path | None:
+        if self.folder is None:
+            return None
+        path = self.folder / f"checkpoint_{step:010d}"
+        if self.rank == 0 and path.exists():
+            shutil.rmtree(path)  # an incomplete one, or one that this run could not load, of an earlier start
+        if self.world_size > 1:
+            dist.barrier()
+        return path
+
+    def report(self, metrics: Mapping[str, Any], folder: Path | None) -> None:
+        self.metrics = dict(metrics)
+        if folder is not None and self.rank == 0:
+            # What an earlier start left incomplete, or damaged beyond this step, must not take the place of a good one.
+            kept = [path for path in self._checkpoints() if path <= folder and checkpoint.is_sealed(path)][-self.keep :]
+            for old in self._checkpoints():
+                if old not in kept:
+                    (old / checkpoint.MANIFEST).unlink(missing_ok=True)  # first: a checkpoint is complete or absent
+                    shutil.rmtree(old)
+
+    def keep_trace(self, path: Path) -> None:
+        if self.folder is not None:
+            shutil.copyfile(path, self.folder / "trace.jsonl")

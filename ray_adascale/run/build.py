@@ -1,0 +1,210 @@
+"""From the model and optimizer of the base batch, as the user built them, to those of a run: checked and wrapped."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Optimizer
+
+from ..checkpoint.optimizer import parameter_names
+from ..config import AdaScaleConfig, BatchPlan
+from ..optim.adascale import AdaScale
+from ..optim.rules import AdamScaleRule, AdaScaleRule, LEGWRule, make_rule
+from ..recipe import Recipe
+from ..scaling_rules import AdamScale, LEGWScale, adam_preconditioner
+from ..sharding.oss import OSS, has_state
+from ..sharding.sharded_ddp import ShardedDataParallel
+from .schedule import curve_difference
+
+__all__ = ["Wrapped", "check_built", "check_recipe", "check_rule", "wrap"]
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """What :func:`wrap` made.
+
+    Attributes:
+        model: The one to call.
+        optimizer: The one to step.
+        parameter_names: Name of each of its parameters in the bare model, as checkpoints have them.
+        scaler: Scales the loss; None unless precision is "fp16".
+        sharding: What "auto" came to.
+    """
+
+    model: nn.Module
+    optimizer: AdaScale
+    parameter_names: dict[Tensor, str]
+    scaler: torch.amp.GradScaler | None
+    sharding: str
+
+
+def check_built(model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig) -> None:
+    """Whether model and optimizer are bare, and one each.
+
+    Raises:
+        ValueError: They are not; says what to pass.
+    """
+    if isinstance(optimizer, list | tuple | dict):
+        raise ValueError(
+            f"Invalid optimizer: a {type(optimizer).__name__} of {len(optimizer)}. Only one is supported: there is one gain "
+            "and one clock. Make one optimizer with several parameter groups."
+        )
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(f"Invalid optimizer of type {type(optimizer).__name__}. Must be a torch.optim.Optimizer.")
+    if isinstance(model, DistributedDataParallel | ShardedDataParallel):
+        raise ValueError("Pass the bare model: it is wrapped for data parallelism here.")
+    if isinstance(optimizer, AdaScale | OSS):
+        raise ValueError(f"Pass the bare optimizer: it is wrapped here, and {type(optimizer).__name__} would be twice.")
+    if not isinstance(optimizer, SGD) and isinstance(make_rule(config.rule), AdaScaleRule):
+        warnings.warn(
+            f"AdaScale is derived for SGD with momentum; {type(optimizer).__name__} divides by the gradient's own size, so "
+            "the right factor on its LR is not known (its own invariance suggests about √S: rule='sqrt', or the experimental "
+            "'adamscale'). The run goes on; "
+            "compare with a base run before you trust it.",
+            stacklevel=3,
+        )
+
+
+def check_recipe(
+    recipe: Recipe, unit: str | None, base_steps_per_epoch: float | None, curve: list[list[float]]
+) -> None:
+    """Whether the schedule that was built is the recipe's.
+
+    Raises:
+        ValueError: It is not; says where it differs.
+    """
+    if unit != recipe.scheduler_unit:
+        raise ValueError(f"Invalid scheduler_unit={unit!r}: the recipe was found with {recipe.scheduler_unit!r}.")
+    if unit == "epoch" and base_steps_per_epoch != recipe.base_steps_per_epoch:
+        raise ValueError(
+            f"The dataset has {base_steps_per_epoch} base steps an epoch, the recipe's had {recipe.base_steps_per_epoch}: the "
+            "schedule would move at other steps. Use the same dataset, or search anew."
+        )
+    difference = curve_difference(recipe.lr_curve, curve)
+    if difference is not None:
+        raise ValueError(
+            f"The learning-rate curve is not the recipe's: {difference}. Build optimizer and scheduler from the "
+            "hyperparameters that the function is given, as in the search; or search anew."
+        )
+
+
+def check_rule(config: AdaScaleConfig, curve: list[list[float]]) -> None:
+    """Warn where the schedule and the scaling rule would each do the same: LEGW brings a warm-up."""
+    rule = make_rule(config.rule)
+    if isinstance(rule, LEGWRule | LEGWScale):
+        rule.check_curve(curve)
+
+
+def wrap(
+    module: nn.Module,
+    optimizer: Optimizer,
+    config: AdaScaleConfig,
+    plan: BatchPlan,
+    *,
+    device: torch.device,
+    total_steps: int,
+) -> Wrapped:
+    """Wrap a bare model, on its device already, and its optimizer as ``config.sharding`` says. All workers together.
+
+    Raises:
+        ValueError: Sharding, rule, precision or optimizer don't go together.
+    """
+    names = parameter_names(module, optimizer)
+    rule = make_rule(config.rule)
+    adam = isinstance(rule, AdamScaleRule | AdamScale)
+    sharding = _choose_sharding(config, plan.world_size, optimizer, adam=adam)
+    model = module
+    if sharding == "fsdp2":
+        if config.precision == "fp16":
+            raise ValueError("AdaScaleConfig(sharding='fsdp2', precision='fp16') is not supported. Use 'bf16'.")
+        from ..measure.fsdp2 import shard_model  # here, since DTensor takes most of a second to import
+
+        shard_model(module, optimizer, device)
+        names = parameter_names(module, optimizer)
+    if sharding in ("oss", "zero2"):
+        optimizer = OSS.wrap(optimizer)
+    if sharding == "zero2":
+        model = ShardedDataParallel(module, optimizer)
+    elif plan.world_size > 1 and sharding != "fsdp2":
+        model = _data_parallel(module, device, find_unused=config.find_unused_parameters, workers=plan.world_size)
+    scaler = None
+    if config.precision == "fp16":
+        from ..optim.grad_scaler import ShardedGradScaler  # likewise
+
+        scaler = ShardedGradScaler(device=device.type)
+    adascale = AdaScale(
+        optimizer,
+        model=module if sharding == "fsdp2" else None,
+        world_size=plan.world_size,
+        num_gradients_to_accumulate=plan.accumulation,
+        grad_scaler=scaler,
+        clip="averages",
+        averaging_window=config.averaging_window,
+        total_steps=total_steps,
+        single_gain=True,
+        base_batch_size=plan.base_batch_size,
+        batch_size=plan.global_batch_size,
+        rule=rule,
+        precondition=adam_preconditioner(optimizer) if adam else None,
+    )
+    return Wrapped(model, adascale, names, scaler, sharding)
+
+
+def _choose_sharding(config: AdaScaleConfig, workers: int, optimizer: Optimizer, *, adam: bool) -> str:
+    if adam and config.sharding not in ("auto", "none"):
+        raise ValueError(
+            f"Invalid AdaScaleConfig(sharding={config.sharding!r}) with the rule AdamScale: its statistics need Adam's "
+            "state of every parameter on every worker. Use sharding='none', or 'auto', which chooses it."
+        )
+    if adam or workers == 1:
+        return "none"
+    if config.sharding == "auto":
+        return "zero2" if has_state(optimizer) else "none"
+    return config.sharding
+
+
+def _data_parallel(
+    module: nn.Module, device: torch.device, *, find_unused: bool, workers: int
+) -> DistributedDataParallel:
+    model = DistributedDataParallel(
+        module,
+        device_ids=[device] if device.type == "cuda" else None,
+        find_unused_parameters=find_unused,
+        gradient_as_bucket_view=True,
+    )
+    if workers > 2 and not find_unused:
+        _settle_buckets(model)
+    return model
+
+
+class _EveryParameter(nn.Module):
+    """A forward pass that uses every parameter, and has zero for its gradients."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module  # DDP wants its buffers
+
+    def forward(self, _: Tensor) -> Tensor:
+        used = [p for p in self.module.parameters() if p.requires_grad]
+        return torch.stack([(p.flatten()[:1] * 0).sum().float() for p in used]).sum()
+
+
+def _settle_buckets(model: DistributedDataParallel) -> None:
+    """Have DDP regroup its buckets now, in an order that depends on the parameters alone.
+
+    It does so once, after its first backward pass, by the order in which gradients came. So the first step after a start
+    sums over workers in another order than that step did in a run that was never stopped; from three workers on that
+    shows in the last bit. A backward pass through a stand-in is the only way to have it behind us: the user's own needs
+    their loss. Gradients come in reverse order of the parameters then, which is what most models do.
+    """
+    module = model.module
+    model.module = _EveryParameter(module)
+    try:
+        model(torch.zeros(())).backward()  # with device_ids, DDP insists on an input
+    finally:
+        model.module = module
+    model.zero_grad()

@@ -1,0 +1,557 @@
+"""Run: the object of a worker's training loop. It needs no Ray; one process and torchrun will do."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..config import AdaScaleConfig
+from ..data import BatchSource, MicroBatch, make_source, to_device
+from ..optim.deferred import HostCopy
+from ..recipe import Recipe
+from ..sharding.sharded_ddp import ShardedDataParallel
+from . import snapshot
+from .backend import Backend, LocalBackend
+from .build import check_built, check_recipe, check_rule, wrap
+from .due import Agenda
+from .metrics import METRICS, noise_scale, plain_numbers, too_large_for_the_noise
+from .resume import log_start
+from .saver import Content, Saver
+from .schedule import EffectiveSchedule
+from .snapshot import Place
+from .steplog import StepLog
+
+__all__ = ["METRICS", "Run"]
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """An optimizer step whose numbers may be on their way to the host.
+
+    Attributes:
+        numbers: Its loss over all workers; then the flags, unless they are known.
+        flags: See :meth:`Agenda.flags`; of all workers.
+        taken: False for a step that a GradScaler left out; None: ask the optimizer.
+        lr: The schedule's.
+        where: Its number and place in the data, for its row.
+        own: The user's metrics.
+    """
+
+    numbers: HostCopy
+    flags: list[float] | None
+    taken: bool | None
+    lr: float
+    where: dict[str, Any]
+    own: dict[str, Any]
+
+
+class Run:
+    """A training run at any scale, with the schedule of the base batch.
+
+    Iterate over it for micro-batches, and call :meth:`backward` and :meth:`step` for each::
+
+        run = Run(model, optimizer, scheduler, dataset, AdaScaleConfig(base_batch_size=128, ...))
+        for x, y in run:
+            run.backward(F.cross_entropy(run.model(x), y))
+            run.step()
+
+    The loop ends when τ reaches T. It begins where the newest checkpoint of ``backend`` stands.
+
+    With a fused optimizer (see :class:`ray_adascale.AdaScale`) the host reads a step's numbers in the next one, when they
+    have long arrived: the loop waits for the device only near the end, an evaluation, a report or a checkpoint, and where it
+    is asked for :attr:`effective_steps`, :attr:`gain` or :attr:`progress`. What is due then comes one step later.
+
+    Args:
+        model: The bare model. :attr:`model` is the one to call: on the device, and wrapped for data parallelism where
+            there are several workers.
+        optimizer: One optimizer with the LRs of the base batch. Use :attr:`optimizer` from here on.
+        scheduler: A ``torch.optim.lr_scheduler`` on it, or None. Never step it.
+        dataset: Map-style, an iterable of batches, or a Ray Data shard; see :func:`ray_adascale.data.make_source`.
+        config: Settings. With a recipe, base batch size and total steps are the recipe's.
+        collate_fn: As in ``DataLoader``.
+        evaluate: ``evaluate(model) -> dict`` of metrics, called every ``config.evaluate_every`` effective steps and at the
+            end, on all workers, with the bare model in eval mode and without gradients. The answer of rank 0 counts.
+        recipe: The search's outcome. A schedule whose LR curve differs from the recipe's is refused.
+        backend: Where the run lives. Default: this process or torchrun's workers, no checkpoints.
+
+    Raises:
+        ValueError: A setting, or what was built, can't work; the message says which and what to do.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scheduler: LRScheduler | None,
+        dataset: Any,
+        config: AdaScaleConfig,
+        *,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None,
+        recipe: Recipe | None = None,
+        backend: Backend | None = None,
+    ) -> None:
+        self.backend = LocalBackend() if backend is None else backend
+        self.config = config = config.with_recipe(recipe)
+        check_built(model, optimizer, config)
+        self.plan = config.plan(self.backend.world_size)
+        self.source: BatchSource = make_source(
+            dataset,
+            global_batch_size=self.plan.global_batch_size,
+            rank=self.backend.rank,
+            world_size=self.plan.world_size,
+            accumulation=self.plan.accumulation,
+            seed=config.seed,
+            shuffle=config.shuffle,
+            drop_last=config.drop_last,
+            collate_fn=collate_fn,
+            num_workers=config.num_loader_workers,
+            pin_memory=config.pin_memory,
+            length=config.dataset_length,
+        )
+        per_epoch = self.source.base_steps_per_epoch(self.plan.base_batch_size)
+        self.base_steps_per_epoch = per_epoch
+        self.total_steps = config.resolve_total_steps(per_epoch)
+        self.schedule = EffectiveSchedule(
+            optimizer,
+            scheduler,
+            unit=config.scheduler_unit,
+            base_steps_per_epoch=per_epoch,
+            total_steps=self.total_steps,
+        )
+        self.lr_curve = self.schedule.curve(self.total_steps)
+        check_rule(config, self.lr_curve)
+        if recipe is not None:
+            check_recipe(recipe, config.scheduler_unit, per_epoch, self.lr_curve)
+        self.recipe = recipe
+
+        self.module = model.to(self.backend.device)
+        distributed = self.plan.world_size > 1
+        on_cpu = dist.new_group(backend="gloo") if distributed and dist.get_backend() == "nccl" else None
+        wrapped = wrap(
+            self.module, optimizer, config, self.plan, device=self.backend.device, total_steps=self.total_steps
+        )
+        self.model, self.optimizer = wrapped.model, wrapped.optimizer
+        self.parameter_names, self.scaler = wrapped.parameter_names, wrapped.scaler
+        self._fully_sharded = wrapped.sharding == "fsdp2"
+        if distributed:
+            self.optimizer.rider = self._rider
+
+        self.place = Place()
+        """Step counts and metrics so far, as they go into a checkpoint."""
+        self._evaluate = evaluate
+        self._evaluate_every = config.evaluate_every or self.total_steps / 10
+        self._probed: tuple[float, float] | None = None
+        self._batch: MicroBatch | None = None
+        self._unread: _Unread | None = None
+        self._flags_read: Sequence[float] | None = None  # and not acted on yet
+        self._weights: list[float] = []
+        self._loss = torch.zeros((), dtype=torch.float64, device=self.backend.device)
+        self._backward_done = False
+        self._unscaled = False
+        self._no_sync, self._autocast = ExitStack(), ExitStack()  # open during the passes that want them
+        self._warned_noise = False
+        self._log = StepLog(self.backend, keep=config.trace_rows)
+        self._loop_seconds = 0.0
+        self._saver = Saver(self.backend, on_cpu)
+        with self.backend.latest_checkpoint() as folder:
+            if folder is not None:
+                snapshot.load(self, folder)
+                self._log.resume(folder)
+            if self.backend.rank == 0:
+                log_start(self, folder, self._log.last)
+        self._agenda = Agenda(config, self.backend)  # the clocks start now
+
+    # ---- what the loop looks at ----------------------------------------------------------------------------------
+
+    @property
+    def effective_steps(self) -> float:
+        """τ."""
+        return self.optimizer.effective_steps
+
+    @property
+    def scale(self) -> float:
+        """S."""
+        return self.plan.scale
+
+    @property
+    def gain(self) -> float:
+        """r of the gradients in place, or of the last step."""
+        return self.optimizer.gain()
+
+    @property
+    def progress(self) -> float:
+        """Σ r over the optimizer steps: τ under AdaScale's own rule; AdaptDL's ``progress`` under every rule."""
+        self._read()
+        return self.place.progress
+
+    @property
+    def stopped(self) -> str | None:
+        """Why the loop ended: "total_steps reached", or None while it runs."""
+        return self.place.stopped
+
+    @property
+    def epoch(self) -> int:
+        """Epochs completed."""
+        return self.source.epoch
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether this is a step boundary, the only place to checkpoint."""
+        return self._batch is None and self.optimizer.at_boundary
+
+    @property
+    def evaluate_due(self) -> bool:
+        """At a step boundary: whether τ has passed the next multiple of ``evaluate_every`` since the last evaluation.
+
+        For a loop that evaluates by itself; it then hands the metrics to :meth:`record`.
+        """
+        if not self.at_boundary or (self._furthest() < self.total_steps and not self._evaluations_by(self._furthest())):
+            return False
+        finished = self.effective_steps >= self.total_steps and self.place.evaluated_at < self.effective_steps
+        return finished or self._evaluations_by(self.effective_steps) > 0
+
+    def _evaluations_by(self, effective_steps: float) -> float:
+        """Multiples of ``evaluate_every`` up to there, since the last evaluation."""
+        every = self._evaluate_every
+        return effective_steps // every - max(self.place.evaluated_at, 0.0) // every
+
+    def _furthest(self) -> float:
+        """What τ may be, as far as is known without waiting for the device."""
+        known = self.optimizer.known_effective_steps
+        return known if self.optimizer.last_step_known else known + max(self.scale, 1.0)
+
+    def record(self, **metrics: Any) -> None:
+        """Add metrics to this and every later report, until they are recorded anew. Also says that evaluation is done."""
+        metrics = plain_numbers(metrics)
+        self._read()
+        self.place.recorded.update(metrics)
+        self._log.add(metrics)
+        self.place.evaluated_at = self.effective_steps
+
+    def observe_noise(self, sigma2: float, mu2: float) -> None:
+        """Take σ² and μ² from a probe, for reports where the step itself shows none (one gradient sample at S = 1)."""
+        self._probed = sigma2, mu2
+
+    def summary(self) -> dict[str, Any]:
+        """The last report's metrics, why the run stopped, and the seconds spent in the loop since this start."""
+        self._read()
+        return {**self.place.metrics, "stopped": self.stopped, "loop_seconds": self._loop_seconds}
+
+    # ---- the loop ------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        """Micro-batches on the device until τ reaches T; then evaluates, reports and saves a last time."""
+        self.module.train()
+        entered = time.monotonic()
+        batches = iter(self.source)
+        try:
+            # Where τ is not known to the last step, the run can't have ended with it.
+            while self.optimizer.known_effective_steps < self.total_steps:
+                batch = next(batches)
+                self._begin_pass(batch)
+                yield to_device(batch.batch, self.backend.device)
+                if self._batch is not None:
+                    raise RuntimeError(
+                        "A micro-batch went by without run.step(). Call run.backward() and run.step() each time."
+                    )
+            if self.stopped is None:
+                self._finish()
+        finally:
+            self._loop_seconds = time.monotonic() - entered
+            self._autocast.close()
+            self._no_sync.close()
+            self.source.close()
+
+    def _begin_pass(self, batch: MicroBatch) -> None:
+        if batch.pass_index == 0:
+            self._weights = []
+            self._loss.zero_()
+        self._batch = batch
+        self._backward_done = False
+        self._weights.append(batch.weight)
+        # Forward and backward of a pass that is not the step's last leave the gradients where they are.
+        if not batch.is_last and isinstance(self.model, DistributedDataParallel | ShardedDataParallel):
+            self._no_sync.enter_context(self.model.no_sync())
+        elif self._fully_sharded:
+            cast(Any, self.model).set_requires_gradient_sync(batch.is_last)
+        if self.config.precision != "fp32":
+            dtype = torch.bfloat16 if self.config.precision == "bf16" else torch.float16
+            self._autocast.enter_context(torch.autocast(self.backend.device.type, dtype=dtype))
+
+    def backward(self, loss: Tensor) -> None:
+        """Backward pass of one micro-batch. Weights and scales the loss; reduces gradients after the step's last pass.
+
+        Args:
+            loss: Mean over the micro-batch's examples, a scalar.
+        """
+        batch = self._batch
+        if batch is None or self._backward_done:
+            raise RuntimeError("run.backward() once for each micro-batch of the loop, before run.step().")
+        if loss.dim() != 0:
+            raise ValueError(
+                f"Invalid loss of shape {tuple(loss.shape)}. Must be a scalar: the mean over the examples."
+            )
+        self._autocast.close()
+        self._loss += batch.weight * loss.detach()
+        # DDP averages over workers and passes add up, so ḡ = Σ w_i g_i needs each loss times n·w_i/passes.
+        factor = self.plan.num_samples * batch.examples / (self.plan.global_batch_size * self.plan.accumulation)
+        if factor != 1:
+            loss = loss * factor
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        self.optimizer.sample_weights = self._weights
+        loss.backward()
+        self._backward_done = True
+        self._no_sync.close()
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor | None:
+        """Clip the step's gradient to a norm; between :meth:`backward` and :meth:`step`. All workers together.
+
+        Does nothing before the step's last pass. The gain is that of the unclipped gradient.
+
+        Returns:
+            The norm before clipping, on the device; None before the last pass.
+        """
+        if self._batch is None or not self._backward_done:
+            raise RuntimeError("run.clip_grad_norm_() comes between run.backward() and run.step().")
+        if not self._batch.is_last:
+            return None
+        if self.scaler is not None and not self._unscaled:
+            self.scaler.unscale_(self.optimizer)
+            self._unscaled = True
+        return self.optimizer.clip_grad_norm(max_norm)
+
+    def step(self, **metrics: Any) -> bool:
+        """After each :meth:`backward`. On a step's last micro-batch: clips, steps with lr·r, advances τ and the schedule.
+
+        Evaluates, reports and checkpoints when they are due.
+
+        Args:
+            **metrics: The user's own, for the reports (numbers, or tensors of one element). A ``loss`` here takes the
+                place of the mean of those given to :meth:`backward`.
+
+        Returns:
+            Whether this was the last micro-batch of an optimizer step.
+
+        Raises:
+            FloatingPointError: The gradient was not finite for ``max_nonfinite_steps`` steps in a row.
+        """
+        batch = self._batch
+        if batch is None or not self._backward_done:
+            raise RuntimeError("run.step() comes once after each run.backward().")
+        own = plain_numbers(metrics) if metrics else {}
+        self.place.recorded.update({key: value for key, value in own.items() if key != "loss"})
+        if not batch.is_last:
+            self._batch = None
+            return False
+        if self.config.grad_clip is not None:
+            self.clip_grad_norm_(self.config.grad_clip)
+        self._read()  # the step before, which says what LR this one has
+        lr = self.schedule.lrs[0]
+        taken = None
+        if self.scaler is not None:
+            steps_before = self.optimizer.steps
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            taken = self.optimizer.steps > steps_before
+        else:
+            self.optimizer.step()
+        numbers, flags = self._shared()
+        self.optimizer.zero_grad()
+        self._batch, self._unscaled = None, False
+        self.source.commit()
+        self.place.iterations += 1
+        self._agenda.took(self.plan.global_batch_size)
+        where = {"step": self.place.iterations, "attempt": self.place.attempt, "position": self.source.position}
+        self._unread = _Unread(HostCopy(numbers), flags, taken, lr, where, own)
+        if self._must_read():
+            self._read()
+            flags_read, self._flags_read = self._flags_read, None
+            assert flags_read is not None
+            if self.effective_steps < self.total_steps:
+                self._do_what_is_due(*flags_read)
+        return True
+
+    def _must_read(self) -> bool:
+        """Whether something may be due at this boundary, so that the host must know of the step that was just taken."""
+        furthest = self._furthest()
+        if self.optimizer.last_step_known or furthest >= self.total_steps:
+            return True
+        if self._evaluate is not None and self._evaluations_by(furthest) > 0:
+            return True
+        if self._flags_read is None:
+            return False
+        *due, busy = self._flags_read
+        return any(due) or (self._saver.in_flight and not busy)
+
+    def _read(self) -> None:
+        """Let the host know of the last optimizer step, if it doesn't: advances the schedule, notes metrics and what is due."""
+        step, self._unread = self._unread, None
+        if step is None:
+            return
+        loss, *flags = step.numbers.read()
+        flags = step.flags or flags
+        self._flags_read = flags if self._flags_read is None else list(map(max, self._flags_read, flags))
+        if not self.optimizer.last_step_skipped if step.taken is None else step.taken:
+            self.place.nonfinite = 0
+            self.place.progress += self.optimizer.last_gain
+            self.schedule.advance_to(self.effective_steps)
+        else:
+            self._count_nonfinite(loss, step.where["step"])
+        metrics = self._metrics(step.own.get("loss", loss), step.lr)
+        self.place.metrics = {**metrics, **self.place.recorded}
+        self._log.step({**step.where, **metrics, **step.own})
+        if self.backend.rank == 0:
+            self.backend.observe(self.place.metrics, self.total_steps)
+
+    def _do_what_is_due(self, report: float, checkpoint: float, poll: float, busy: float) -> None:
+        """Evaluate, hand over, save and report; the flags are non-zero for yes, and the same on all workers."""
+        evaluated = self._evaluate is not None and self.evaluate_due
+        if evaluated:
+            self._run_evaluation()
+        if self._saver.in_flight and not busy:
+            self._saver.hand_over()
+        if poll and self._agenda.preempted(self.place.iterations):
+            self._report(save=True)
+            return
+        # While a worker uploads, a report would wait for it, and so would a checkpoint.
+        save = bool(checkpoint and not busy)
+        if save and self.config.async_checkpoint:
+            self._save_in_background()
+            save = False
+        if (evaluated and self.backend.reports_evaluations) or (report and not busy) or save:
+            self._report(save=save)
+
+    def _shared(self) -> tuple[Tensor, list[float] | None]:
+        """The step's loss over all workers, and the flags of :meth:`_do_what_is_due`; those in one tensor, if summed."""
+        if self.plan.world_size == 1:
+            return self._loss.reshape(1).clone(), self._flags()
+        assert self.optimizer.rider_sum is not None
+        return self.optimizer.rider_sum, None
+
+    def _flags(self) -> list[float]:
+        return self._agenda.flags(in_flight=self._saver.in_flight, busy=self._saver.busy)
+
+    def _rider(self) -> Tensor:
+        """What travels with a step's statistics, to be summed over workers."""
+        # Filled in place on the device: a copy from the host would wait for it.
+        return torch.stack([self._loss, *(torch.full_like(self._loss, flag) for flag in self._flags())])
+
+    def _count_nonfinite(self, loss: float, step: int) -> None:
+        self.place.nonfinite += 1
+        if self.place.nonfinite >= self.config.max_nonfinite_steps:
+            loss_scale = 1.0 if self.scaler is None else self.scaler.get_scale()
+            raise FloatingPointError(
+                f"The gradient was not finite in {self.place.nonfinite} optimizer steps in a row, up to step "
+                f"{step} at effective step {self.effective_steps:.1f} of {self.total_steps} "
+                f"(loss {loss:g}, loss scale {loss_scale:g}). The weights are those before. Lower the learning rate, clip "
+                "gradients, or look at the data of this step."
+            )
+
+    def _metrics(self, loss: float, lr: float) -> dict[str, Any]:
+        sigma2, mu2 = self.optimizer.average_moments()
+        if math.isnan(sigma2) and self._probed is not None:
+            sigma2, mu2 = self._probed
+        noise = noise_scale(sigma2, mu2, self.plan.base_batch_size)
+        gain, scale = self.optimizer.last_gain, self.plan.scale
+        self._warn_about_noise(noise, gain)
+        return {
+            "gain": gain,
+            "scale": scale,
+            "effective_steps": self.effective_steps,
+            "progress": self.place.progress,
+            "lr": lr,
+            "loss": loss,
+            "sigma2": sigma2,
+            "mu2": mu2,
+            "noise_scale": noise,
+            "efficiency": gain / scale,
+            "examples_per_s": self._agenda.examples_per_s,
+            "optimizer_steps": self.optimizer.steps,
+            "world_size": self.plan.world_size,
+        }
+
+    def _warn_about_noise(self, noise: float, gain: float) -> None:
+        settled = self.effective_steps >= self.config.averaging_window * self.total_steps
+        if self._warned_noise or not settled or math.isnan(noise) or self.backend.rank != 0:
+            return
+        warning = too_large_for_the_noise(self.plan, noise, gain)
+        if warning is not None:
+            self._warned_noise = True
+            warnings.warn(warning, stacklevel=4)
+
+    def _run_evaluation(self) -> None:
+        evaluate = self._evaluate
+        assert evaluate is not None
+        training = self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                metrics = evaluate(self.module)
+        finally:
+            self.module.train(training)
+        if not isinstance(metrics, Mapping):
+            raise TypeError(f"evaluate returned a {type(metrics).__name__}. Must return a dict of metrics by name.")
+        self.record(**metrics)
+        self.place.metrics.update(self.place.recorded)
+
+    def _finish(self) -> None:
+        if self._evaluate is not None and self.place.evaluated_at < self.effective_steps:
+            self._run_evaluation()
+        self.place.stopped = "total_steps reached"
+        metrics = self.place.metrics or self._metrics(math.nan, self.schedule.lrs[0])
+        self.place.metrics = {**metrics, **self.place.recorded}
+        self._report(save=True)
+        self._log.finish()
+
+    def _report(self, *, save: bool) -> None:
+        folder = self.save_checkpoint() if save else None
+        self.backend.report(self.place.metrics, folder)
+        self._agenda.reported()
+        if save:
+            self._agenda.saved()
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self) -> Path | None:
+        """Write this worker's share of a checkpoint, all workers together; the caller hands the folder on.
+
+        Raises:
+            RuntimeError: Not at a step boundary, or workers disagree about τ, LR or step.
+            CheckpointError: A worker could not write, this checkpoint or the one before.
+        """
+        self._require_boundary()
+        self._read()
+        return self._saver.save(self._where(), self._content)
+
+    def _save_in_background(self) -> None:
+        self._require_boundary()
+        self._saver.begin(self._where(), self._content, self.place.metrics)
+        self._agenda.saved()
+
+    def _require_boundary(self) -> None:
+        if not self.at_boundary:
+            raise RuntimeError(
+                "A checkpoint between the passes of an optimizer step would lose their gradients. Save at a step boundary: "
+                "after run.step() has returned True, before the next backward pass (run.at_boundary)."
+            )
+
+    def _where(self) -> tuple[int, float, float]:
+        return self.place.iterations, self.effective_steps, self.schedule.lrs[0]
+
+    def _content(self) -> Content:
+        return snapshot.tensors(self), snapshot.state(self), self._log.files()

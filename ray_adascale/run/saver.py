@@ -1,0 +1,156 @@
+"""Checkpoints of a run on their way to disk: waited for or in the background, at most one at a time.
+
+The folder's life: :meth:`Saver.save` or :meth:`Saver.begin` writes it, after the workers have agreed on where they are; a
+manifest seals it; the backend takes it. All of it is collective, at a step boundary.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import checkpoint
+from .backend import Backend
+
+__all__ = ["Content", "Saver", "check_agreement"]
+
+Content = tuple[dict[str, Any], dict[str, Any], dict[str, tuple[Path, int]]]
+"""Tensors, state and files, as :func:`ray_adascale.checkpoint.save` takes them."""
+
+
+class Saver:
+    """Writes one worker's share of each checkpoint.
+
+    Args:
+        backend: Gives folders and takes sealed checkpoints.
+        process_group: Of the workers, for tensors on the CPU too. Default: all.
+    """
+
+    def __init__(self, backend: Backend, process_group: dist.ProcessGroup | None = None) -> None:
+        self._backend = backend
+        self._group = process_group
+        # In flight: what writes it, where, and the metrics of its step.
+        self._flying: tuple[checkpoint.Save, Path, dict[str, Any]] | None = None
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a checkpoint was begun and not yet handed over. The same on all workers."""
+        return self._flying is not None
+
+    @property
+    def busy(self) -> bool:
+        """Whether this worker still writes, or the backend uploads what it wrote."""
+        return (self._flying is not None and self._flying[0].running) or self._backend.uploading
+
+    def save(self, place: tuple[int, float, float], content: Callable[[], Content]) -> Path | None:
+        """Write this worker's share and seal the checkpoint; the caller hands the folder on.
+
+        Args:
+            place: Step, τ and LR, on which all workers must agree.
+            content: What goes into it; called once there is a folder.
+
+        Returns:
+            The folder, or None where the backend keeps no checkpoints.
+
+        Raises:
+            RuntimeError: Workers disagree about the place.
+            CheckpointError: A worker could not write, this checkpoint or the one before.
+        """
+        return self._write(checkpoint.save, place, content)[0]
+
+    def begin(
+        self, place: tuple[int, float, float], content: Callable[[], Content], metrics: Mapping[str, Any]
+    ) -> None:
+        """The same in the background: copies what goes into it, and has a thread write it. :meth:`hand_over` ends it."""
+        folder, saving = self._write(checkpoint.begin_save, place, content)
+        if folder is not None:
+            assert saving is not None
+            self._flying = saving, folder, dict(metrics)
+
+    def hand_over(self) -> None:
+        """Seal the checkpoint in flight, if there is one, and hand it to the backend.
+
+        Raises:
+            CheckpointError: A worker's thread could not write it; says which, and why.
+        """
+        if self._flying is None:
+            return
+        saving, folder, metrics = self._flying
+        self._flying = None
+        with _discarded_on_error(folder):
+            saving.finish()
+        self._backend.report_in_background(metrics, folder)
+
+    def _write(
+        self,
+        write: Callable[..., checkpoint.Save | None],
+        place: tuple[int, float, float],
+        content: Callable[[], Content],
+    ) -> tuple[Path | None, checkpoint.Save | None]:
+        self.hand_over()  # at most one in flight
+        folder = self._backend.checkpoint_folder(place[0])
+        if folder is None:
+            return None, None
+        error: Exception | None = None
+        made: Content = {}, {}, {}
+        try:
+            made = content()
+        except Exception as e:  # raised below, once the others know that they need not wait for this worker
+            error = e
+        tensors, state, files = made
+        with _discarded_on_error(folder):
+            check_agreement(place, error, self._backend, self._group)
+            return folder, write(folder, tensors, state, files=files, process_group=self._group)
+
+
+def check_agreement(
+    place: tuple[int, float, float],
+    error: Exception | None,
+    backend: Backend,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """All workers together: raises where they are at different places, or where one can't take part.
+
+    Args:
+        place: This worker's step, τ and LR.
+        error: Why this worker can't take part. Raised here; the others get a RuntimeError.
+        backend: Tells who the workers are.
+        process_group: Default: all, with tensors on the backend's device.
+    """
+    if backend.world_size == 1:
+        if error is not None:
+            raise error
+        return
+    mine = torch.tensor([*place, error is not None], dtype=torch.float64)
+    if process_group is None:
+        mine = mine.to(backend.device)
+    everyone = [torch.empty_like(mine) for _ in range(backend.world_size)]
+    dist.all_gather(everyone, mine, group=process_group)
+    if error is not None:
+        raise error
+    failed = [rank for rank, row in enumerate(everyone) if row[3] != 0]
+    if failed:
+        raise RuntimeError(f"No checkpoint was written: rank {failed[0]} has state that can't be saved; see its error.")
+    if any(not torch.equal(other, everyone[0]) for other in everyone):
+        table = "; ".join(
+            f"rank {rank}: τ={tau!r}, lr={lr!r}, step={step:.0f}"
+            for rank, (step, tau, lr, _) in enumerate(row.tolist() for row in everyone)
+        )
+        raise RuntimeError(f"Workers disagree about where the run is, so no checkpoint was written. {table}")
+
+
+@contextmanager
+def _discarded_on_error(folder: Path) -> Iterator[None]:
+    """Leaves no half of a checkpoint behind: it is no use, and a full disk needs the room."""
+    try:
+        yield
+    except BaseException:
+        if not checkpoint.is_sealed(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+        raise

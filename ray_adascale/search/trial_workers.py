@@ -1,0 +1,134 @@
+"""One trial of a search whose base batch needs several workers: a trainer inside the trial."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray.train
+from ray import tune
+from ray.train.torch import TorchConfig, TorchTrainer
+from ray.util.queue import Empty, Queue
+
+from ..run.loop import Run
+from ..train.backend import RayTrainBackend
+from ..train.cluster import build_on_worker, worker_failure
+from .trial import Collected, Settings, building, make_run
+
+__all__ = ["run_on_workers"]
+
+_POLL_S = 0.2  # how late a trial may notice that its workers are done
+
+
+def run_on_workers(hyperparameters: dict[str, Any], settings: Settings) -> None:
+    """What Tune calls: starts the workers, hands on what they report, and reports last how it ended.
+
+    Not through Ray's ``TuneReportCallback``: each report is a barrier for the workers then, of up to two seconds, and the
+    last one gets lost where the trial's function returns before Tune has fetched it.
+    """
+    reports = Queue(actor_options={"num_cpus": 0})
+    trainer = TorchTrainer(
+        _train,
+        train_loop_config={"hyperparameters": hyperparameters, "settings": settings, "reports": reports},
+        scaling_config=settings.scaling_config,
+        # A trial that Tune starts again has the same id, so it resumes by itself.
+        run_config=ray.train.RunConfig(
+            name=tune.get_context().get_trial_id(),
+            storage_path=settings.folder,
+            checkpoint_config=ray.train.CheckpointConfig(num_to_keep=1),
+        ),
+        torch_config=TorchConfig(timeout_s=300),  # as in AdaScaleTrainer
+    )
+    ended: list[ray.train.Result | BaseException] = []
+
+    def fit() -> None:
+        try:
+            ended.append(trainer.fit())
+        except BaseException as e:  # the loop below waits for it
+            ended.append(e)
+
+    # A daemon: where Tune stops the trial, nobody waits for its workers to reach T.
+    threading.Thread(target=fit, name="ray_adascale-trial", daemon=True).start()
+    while not (ended and reports.empty()):
+        try:
+            tune.report(reports.get(timeout=_POLL_S))
+        except Empty:
+            continue
+    (result,) = ended
+    if isinstance(result, BaseException):
+        failed = worker_failure(result)
+        raise result if failed is None else failed[1]  # as in a trial that is one process
+    # Only now, as a scheduler may end the trial at its last report: the workers are gone by themselves.
+    tune.report(result.return_value)
+
+
+class _TrialBackend(RayTrainBackend):
+    """A worker of a trial. Rank 0 collects what goes to Tune; to Ray Train go checkpoints only."""
+
+    reports_evaluations = True
+    writes_events = False  # Tune does
+    run: Run  # set once it is made; the run is made with its backend, so not before
+
+    def __init__(self, probe_every: int, reports: Queue) -> None:
+        super().__init__()
+        self.collected: Collected | None = None  # on rank 0
+        self.last: dict[str, Any] = {}
+        self._probe_every = probe_every
+        self._reports = reports
+
+    def observe(self, metrics: Mapping[str, Any], total_steps: int) -> None:
+        super().observe(metrics, total_steps)
+        collected = self.collected
+        assert collected is not None  # only rank 0 is told
+        collected.add_loss(metrics["loss"])
+        tau = metrics["effective_steps"] - 1  # at the step's start; S = 1, so r = 1
+        new = not collected.noise or collected.noise[-1][0] < tau  # τ stands still at a skipped step
+        if tau % self._probe_every == 0 and new:
+            # n ≥ 2 gradient samples: the step itself has shown its noise, without a probe.
+            sample = self.run.optimizer.last_sigma2, self.run.optimizer.last_mu2
+            if all(map(math.isfinite, sample)):
+                collected.noise.append((tau, *sample))
+
+    @contextmanager
+    def latest_checkpoint(self) -> Iterator[Path | None]:
+        with super().latest_checkpoint() as folder:
+            if folder is not None and self.collected is not None:
+                self.collected.load(folder)
+            yield folder
+
+    def report(self, metrics: Mapping[str, Any], folder: Path | None) -> None:
+        run, collected = self.run, self.collected
+        if collected is not None:
+            # A checkpoint may come between two evaluations, also before the first: Tune is told nothing then.
+            if run.stopped is not None:
+                self.last = collected.report(run, metrics)
+            elif run.place.evaluated_at == run.effective_steps:
+                self._reports.put(collected.report(run, metrics))
+            if folder is not None:
+                collected.save(folder)
+        if folder is not None:
+            super().report(metrics, folder)
+
+    def checkpoint_folder(self, step: int) -> Path | None:
+        # The last one would be of no use: nobody resumes a trial that is done.
+        return super().checkpoint_folder(step) if self.run.stopped is None else None
+
+
+def _train(given: dict[str, Any]) -> dict[str, Any]:
+    """What each worker runs; rank 0 returns the last report."""
+    settings: Settings = given["settings"]
+    backend = _TrialBackend(settings.probe_every, given["reports"])
+    with building():
+        workload = build_on_worker(settings.workload, given["hyperparameters"], settings.config.seed, backend.rank)
+        collected = Collected(workload.metric, workload.mode)
+        if backend.rank == 0:
+            backend.collected = collected
+        backend.run = run = make_run(workload, settings.config, collected, backend)
+    for batch in run:
+        run.backward(workload.loss_fn(run.model, batch))
+        run.step()
+    return backend.last

@@ -1,0 +1,318 @@
+"""What watches a search: which trials have ended and how, what is said of them, and when it is to stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ray import cloudpickle, tune
+
+from ..analysis.display import SearchProgress
+from ..recipe import NoiseProbe, Repeat
+from .trial import OUTCOME, Entry, MissingMetric, describe_config, was_building
+
+__all__ = ["BestMean", "BestTrial", "Finished", "StopOnMistake", "Watch", "best_mean", "interrupts", "watching"]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A trial that has ended, one way or another."""
+
+    trial_id: str
+    config: dict[str, Any]
+    metrics: dict[str, Any]
+    error: Exception | None
+
+    @property
+    def outcome(self) -> dict[str, Any] | None:
+        """What the last report of a trial that reached T holds; None for any other trial."""
+        text = self.metrics.get(OUTCOME)
+        return None if self.error is not None or text is None else json.loads(text)
+
+    @property
+    def error_line(self) -> str:
+        """The error's first line, with its type."""
+        lines = str(self.error).strip().splitlines()
+        return f"{type(self.error).__name__}: {lines[0]}" if lines else type(self.error).__name__
+
+
+class BestTrial:
+    """What decides among trials: the best score. Called with each that has ended; (score, description) of the best so far."""
+
+    def __init__(self) -> None:
+        self._best: tuple[Finished, dict[str, Any]] | None = None
+
+    def __call__(self, trial: Finished) -> tuple[str, str]:
+        outcome = trial.outcome
+        if outcome is not None and (self._best is None or _better(outcome, self._best[1])):
+            self._best = trial, outcome
+        if self._best is None:
+            return "", ""
+        best, outcome = self._best
+        score = f"{outcome['score']:.4g}"
+        return f"best {score}", f"{outcome['metric']} {score} at {describe_config(best.config)}"
+
+
+class BestMean:
+    """What decides among repeats: the best mean over all the seeds of a config. Called and returns as :class:`BestTrial`."""
+
+    def __init__(self, entries: list[Entry]) -> None:
+        self._entries = entries
+        self._trials: list[Finished] = []
+
+    def __call__(self, trial: Finished) -> tuple[str, str]:
+        self._trials.append(trial)
+        wanted = Counter(entry.rank for entry in self._entries)
+        ended = Counter(self._entry(t).rank for t in self._trials)
+        whole = [t for t in self._trials if ended[self._entry(t).rank] == wanted[self._entry(t).rank]]
+        outcome = next((t.outcome for t in whole if t.outcome is not None), None)
+        if outcome is None:
+            return "", ""
+        try:
+            rank, repeats = best_mean(self._entries, whole, outcome["mode"])
+        except RuntimeError:  # each of them has a repeat that failed
+            return "", ""
+        config = next(entry.hyperparameters for entry in self._entries if entry.rank == rank)
+        mean = f"{statistics.mean(repeat.score for repeat in repeats):.4g}"
+        over = f"over {len(repeats)} seed{'' if len(repeats) == 1 else 's'}"
+        return f"best mean {mean}", f"mean {outcome['metric']} {mean} {over} at {describe_config(config)}"
+
+    def _entry(self, trial: Finished) -> Entry:
+        return self._entries[trial.config["repeat"]]
+
+
+class Watch(tune.Callback):
+    """Collects the trials as they end, and says a line about each.
+
+    Args:
+        total: How many there will be.
+        verbose: Whether anything is said.
+        what: They are called, "trial" or "repeat".
+        earlier: The search was started before: those that end without a word may have been told then.
+        describe: A trial's config, for people.
+        best: See :class:`BestTrial`.
+        space: The search space. With one, the search ends where its first trials all make the same mistake while they are
+            built.
+
+    Attributes:
+        finished: Those that have ended, by their trial's id.
+        fatal: A mistake that every trial would repeat; the search is to end with it.
+        interrupted: Ctrl-C has ended the search.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        *,
+        verbose: bool,
+        what: str = "trial",
+        earlier: bool = False,
+        describe: Callable[[Mapping[str, Any]], str] = describe_config,
+        best: Callable[[Finished], tuple[str, str]] | None = None,
+        space: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.finished: dict[str, Finished] = {}
+        self.fatal: ValueError | None = None
+        self.interrupted = False
+        self.was_interrupted: Callable[[], bool] = lambda: False
+        self.progress = SearchProgress(what, total) if verbose else None
+        self.what = what
+        self._earlier = earlier
+        self._config_text = describe
+        self._best = BestTrial() if best is None else best
+        self._space = space
+        self._began = 0  # trials that had begun when the first mistake was seen
+        self._reported = False
+
+    def __reduce__(self) -> Any:
+        # Tune pickles its callbacks for a search to be restored with; what comes back is the watch of that restart.
+        return _live_watch, (self.what,)
+
+    def on_trial_result(
+        self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
+    ) -> None:
+        if "total_steps" not in result:
+            return
+        self._reported = True
+        if self.progress is not None:
+            self.progress.advance(trial.trial_id, result["effective_steps"] / result["total_steps"])
+
+    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self._add(Finished(trial.trial_id, dict(trial.config), dict(trial.last_result or {}), None))
+
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        error = _cause(trial)
+        if isinstance(error, MissingMetric) and self.fatal is None:
+            self.fatal = error
+            return  # every trial would say the same: the search ends with this very error
+        self._add(Finished(trial.trial_id, dict(trial.config), dict(trial.last_result or {}), error))
+        if self._space is not None and self.fatal is None and was_building(error):
+            self.fatal = self._shared_mistake(trials, self._space)
+
+    def _shared_mistake(self, trials: list[Any], space: Mapping[str, Any]) -> ValueError | None:
+        """The mistake that the first trials have all made, where no searched value can be to blame for it.
+
+        Args:
+            trials: All that there are, in the order in which they begin; the newest mistake is one of theirs.
+            space: The search space.
+        """
+        self._began = self._began or sum(trial.status != "PENDING" for trial in trials)
+        if self._reported:
+            return None  # some config can be built
+        alike: list[Finished] = []
+        for trial in trials:
+            found = self.finished.get(trial.trial_id)
+            if found is None or not was_building(found.error) or found.error_line != (alike or [found])[0].error_line:
+                break
+            alike.append(found)
+        if len(alike) < max(1, self._began):
+            return None
+        first, *others = (_searched(found.config, space) for found in alike)
+        if first and all(first & other for other in others):
+            return None  # it may be one of the values that they share
+        last = alike[-1]
+        told = f"The first {len(alike)} failed alike, the last" if others else "The first failed"
+        shared = ValueError(f"No trial can be built. {told} at {describe_config(last.config)}: {last.error_line}")
+        shared.__cause__ = last.error
+        return shared
+
+    def on_experiment_end(self, trials: list[Any], **info: Any) -> None:
+        if self.was_interrupted():
+            # Tune has just ended those that ran, as if they were done; in what it saved before, they go on.
+            self.interrupted = True
+            return
+        for trial in trials:
+            if trial.status not in ("TERMINATED", "ERROR"):
+                self.interrupted = True
+                continue
+            # A scheduler that stops a paused trial does so without a word; and so end those of an earlier start.
+            error = _cause(trial) if trial.status == "ERROR" else None
+            found = Finished(trial.trial_id, dict(trial.config), dict(trial.last_result or {}), error)
+            self._add(found, quiet=self._earlier)
+
+    def _add(self, trial: Finished, *, quiet: bool = False) -> None:
+        if trial.trial_id in self.finished or self.fatal is not None:
+            return
+        self.finished[trial.trial_id] = trial
+        score, best = self._best(trial)
+        if self.progress is None:
+            return
+        if quiet:
+            self.progress.skip(trial.trial_id)
+            return
+        self.progress.finish(trial.trial_id, self._describe(trial, score), best)
+
+    def _describe(self, trial: Finished, best: str) -> str:
+        where = f"at {self._config_text(trial.config)}"
+        if trial.error is not None:
+            return f"failed {where}: {trial.error_line}"
+        outcome = trial.outcome
+        if outcome is None:
+            tau, total = trial.metrics.get("effective_steps", 0), trial.metrics.get("total_steps", "?")
+            return f"stopped early {where}, at effective step {tau:.0f} of {total}"
+        return f"{outcome['metric']} {outcome['score']:.4g} {where}{best and f' ({best})'}"
+
+
+_watching: dict[str, Watch] = {}  # "trial" or "repeat" -> the watch of the search that runs in this process
+
+
+def _live_watch(what: str) -> Watch:
+    return _watching.get(what) or Watch(0, verbose=False, what=what)
+
+
+@contextmanager
+def watching(watch: Watch) -> Iterator[None]:
+    """Tune's callbacks, restored ones too, come to this watch."""
+    _watching[watch.what] = watch
+    try:
+        yield
+    finally:
+        del _watching[watch.what]
+
+
+class StopOnMistake(tune.Stopper):
+    """Ends the whole search at a mistake that every trial would repeat."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+
+    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
+        return False
+
+    def stop_all(self) -> bool:
+        return self._watch.fatal is not None
+
+
+def best_mean(entries: list[Entry], trials: list[Finished], mode: str) -> tuple[int, list[Repeat]]:
+    """(rank of the config with the best mean over its repeats, these repeats); one that failed puts its config out."""
+    found: dict[int, list[Repeat]] = {}
+    out: dict[int, str] = {}
+    for trial in trials:
+        entry, outcome = entries[trial.config["repeat"]], trial.outcome
+        if outcome is None:
+            out[entry.rank] = trial.error_line
+            continue
+        noise = [NoiseProbe(effective_steps=tau, sigma2=sigma2, mu2=mu2) for tau, sigma2, mu2 in outcome["noise"]]
+        found.setdefault(entry.rank, []).append(Repeat(seed=entry.seed, score=outcome["score"], noise=noise))
+    sign = 1 if mode == "max" else -1
+    means = {
+        rank: sign * statistics.mean(repeat.score for repeat in repeats)
+        for rank, repeats in found.items()
+        if rank not in out
+    }
+    if not means:
+        raise RuntimeError(f"Each of the best trials failed with another seed. The first: {out[min(out)]}")
+    best = max(sorted(means), key=means.__getitem__)  # of equals the one that the search found better
+    return best, sorted(found[best], key=lambda repeat: repeat.seed)
+
+
+def _searched(config: Mapping[str, Any], space: Mapping[str, Any]) -> set[tuple[str, str]]:
+    """(name, value) of what is not the same in every trial; values in words, as they may be of any type."""
+    values = {(name, repr(value)) for name, value in config.items()}
+    return values - {(name, repr(value)) for name, value in space.items()}
+
+
+def _better(outcome: dict[str, Any], best: dict[str, Any]) -> bool:
+    sign = 1 if outcome["mode"] == "max" else -1
+    return bool(sign * outcome["score"] > sign * best["score"])
+
+
+def _cause(trial: Any) -> Exception:
+    """Why the trial failed: the exception itself where it could be pickled, else one with its last words."""
+    # As it fails the driver has its files, and storage not yet; Trial's own methods look at storage.
+    pickled, text = trial.pickled_error_file, trial.error_file
+    if pickled is not None and Path(pickled).is_file():
+        error = cloudpickle.loads(Path(pickled).read_bytes())  # written a moment ago, by this very process
+        cause = getattr(error, "cause", None)  # what the trial raised, without Ray's account of the way it came
+        return cause if isinstance(cause, Exception) else error
+    lines = Path(text).read_text(encoding="utf-8").strip().splitlines() if text and Path(text).is_file() else []
+    return RuntimeError(lines[-1] if lines else "unknown error")
+
+
+@contextmanager
+def interrupts(watch: Watch) -> Iterator[None]:
+    """Notices Ctrl-C, after which Tune saves the search and returns as if it were done.
+
+    A hack, as Tune doesn't say so: it installs a handler that puts the one before back when the signal comes, and otherwise
+    leaves its own behind, which would swallow the next Ctrl-C of the program.
+    """
+    watched = threading.current_thread() is threading.main_thread() and not int(
+        os.environ.get("TUNE_DISABLE_SIGINT_HANDLER", "0")
+    )
+    before = signal.getsignal(signal.SIGINT)
+    watch.was_interrupted = lambda: watched and signal.getsignal(signal.SIGINT) is before
+    try:
+        yield
+        watch.interrupted |= watch.was_interrupted()
+    finally:
+        if watched:
+            signal.signal(signal.SIGINT, before)

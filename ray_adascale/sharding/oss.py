@@ -1,0 +1,689 @@
+"""OSS: optimizer state sharded over workers. Each worker holds and updates its share, and sends the result to the others.
+
+FairScale's name and constructor. Parameters lie in flat buckets (:mod:`ray_adascale.sharding.buckets`). An optimizer that
+is known to treat every element by itself is split by element, so that every worker holds exactly 1/N; any other one is
+split by whole parameters, which is right for every optimizer that treats each parameter by itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import (
+    ASGD,
+    LBFGS,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+
+from ..measure.observers import GradientObserver, PassListener
+from .buckets import Bucket, Fragment, make_buckets, memory_view
+from .collectives import gather_shards
+
+__all__ = ["OSS", "GradientReducer", "has_state", "partition", "register_elementwise"]
+
+# Entries of a parameter group that are about its parameters one by one: these differ between a group and a share of it.
+_PER_PARAMETER = frozenset({"params", "param_names"})
+_EVERYONE = -1
+
+_ELEMENTWISE: set[type[Optimizer]] = {
+    SGD,
+    Adam,
+    AdamW,
+    Adamax,
+    NAdam,
+    RAdam,
+    RMSprop,
+    Rprop,
+    Adagrad,
+    Adadelta,
+    ASGD,
+}
+
+
+def register_elementwise(cls: type[Optimizer]) -> type[Optimizer]:
+    """Declare that an optimizer class updates each element from that element's gradient and state alone.
+
+    OSS then splits it by element. Wrong for LARS, LAMB, Muon, Shampoo and whatever looks at a norm, a row or a matrix.
+    A subclass is not covered by its base class. Usable as a decorator.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
+        raise ValueError(f"Invalid {cls!r}. Must be a subclass of torch.optim.Optimizer.")
+    _ELEMENTWISE.add(cls)
+    return cls
+
+
+def partition(sizes: list[int], parts: int, loads: list[int] | None = None) -> list[int]:
+    """The part of each item so that the parts' sums are about equal: largest first, to the least loaded part.
+
+    Args:
+        sizes: Elements of each parameter.
+        parts: Number of workers.
+        loads: What each part holds already; updated in place.
+
+    Returns:
+        One part number per item; the same on every worker.
+    """
+    loads = [0] * parts if loads is None else loads
+    owners = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        owner = min(range(parts), key=lambda part: (loads[part], part))
+        owners[index] = owner
+        loads[owner] += sizes[index]
+    return owners
+
+
+def has_state(optimizer: Optimizer) -> bool:
+    """Whether an optimizer keeps anything beside the parameters, so that sharding it saves memory."""
+    return type(optimizer) is not SGD or any(group["momentum"] != 0 for group in optimizer.param_groups)
+
+
+class GradientReducer(Protocol):
+    """Who leaves every worker with the gradient of its own fragments only (ShardedDataParallel)."""
+
+    def finish_reduction(self) -> None:
+        """Reduce what this step's backward passes left behind, if that has not happened."""
+
+    def discard(self) -> None:
+        """Forget gradients, reduced or not."""
+
+    def observe(self, optimizer: OSS, listener: PassListener, *, accumulating: bool) -> GradientObserver:
+        """Take norms of the optimizer's gradients from now on; ``accumulating``: of several passes a step."""
+
+
+class OSS(Optimizer):
+    """Optimizer state sharded over the workers of a process group.
+
+    Under plain DDP, gradients are equal on all workers; a step then moves the parameters once more than DDP alone does
+    (1.5 times the bytes of an all-reduce in total). Under :class:`ray_adascale.ShardedDataParallel` each worker gets the
+    gradient of its share alone, and the traffic is that of one all-reduce.
+
+    Every worker must call :meth:`step` together. The parameters become views of flat buffers, in which workers exchange
+    them without copies.
+
+    Args:
+        params: Parameters or groups, as for any optimizer; the same on all workers.
+        optim: Class of the optimizer to shard. Split by element for torch's elementwise optimizers and those given to
+            :func:`register_elementwise`, by whole parameters for all others.
+        group: Process group; the default one if None. Without one, or alone in it, OSS is just the optimizer.
+        broadcast_buffer_size: Elements in a bucket; −1 for the default.
+        broadcast_fp16: Not supported: workers would hold rounded copies of the parameters.
+        force_broadcast_object: Accepted for FairScale's sake; plain tensors are sent here.
+        **defaults: The optimizer's hyperparameters.
+
+    Raises:
+        ValueError: An argument is out of its range, or a parameter can't lie in a bucket.
+    """
+
+    _BUCKET_NUMEL = 1 << 22
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optim: type[Optimizer] = SGD,
+        group: dist.ProcessGroup | None = None,
+        broadcast_buffer_size: int = -1,
+        broadcast_fp16: bool = False,
+        force_broadcast_object: bool = False,
+        **defaults: Any,
+    ) -> None:
+        if not (isinstance(optim, type) and issubclass(optim, Optimizer)):
+            raise TypeError(
+                f"Invalid {optim=}. Must be an optimizer class, as in OSS(params, optim=torch.optim.SGD, lr=0.1); for an "
+                "optimizer that is built already use OSS.wrap(optimizer)."
+            )
+        if broadcast_fp16:
+            raise ValueError(
+                "broadcast_fp16=True is not supported: workers would hold rounded copies of the parameters."
+            )
+        self._shard(optim(params, **defaults), group, broadcast_buffer_size)
+
+    @classmethod
+    def wrap(cls, optimizer: Optimizer, group: dist.ProcessGroup | None = None, *, bucket_numel: int = -1) -> OSS:
+        """Shard an optimizer that was built already. A scheduler built on it goes on to drive this one.
+
+        The optimizer keeps the parameter groups, and loses the state of what other workers own.
+
+        Raises:
+            ValueError: It is sharded already, or LBFGS, or AdaScale: ``AdaScale(OSS(...))`` is the nesting, since the
+                other way round each worker would have a gain of its own. Or this worker is not in the group.
+        """
+        self = cls.__new__(cls)
+        self._shard(optimizer, group, bucket_numel)
+        return self
+
+    def _shard(self, optimizer: Optimizer, group: dist.ProcessGroup | None, bucket_numel: int) -> None:
+        from ..optim.adascale import AdaScale
+
+        if isinstance(optimizer, AdaScale):
+            raise ValueError(
+                "OSS can't shard AdaScale: wrap the other way round, AdaScale(OSS(...)), so that every worker has the "
+                "same gain."
+            )
+        if isinstance(optimizer, OSS) or "_sharded" in vars(optimizer):
+            # A second split would find the state of this worker's share only.
+            raise ValueError("The optimizer is sharded already.")
+        if isinstance(optimizer, LBFGS):
+            raise ValueError(
+                "OSS can't shard LBFGS: its direction is of all parameters together, not of each by itself."
+            )
+        if bucket_numel != -1 and bucket_numel < 1:
+            raise ValueError(
+                f"Invalid bucket size of {bucket_numel} elements. Must be positive, or -1 for the default."
+            )
+        initialized = dist.is_available() and dist.is_initialized()
+        self.group = group
+        self.rank = dist.get_rank(group) if initialized else 0
+        self.world_size = dist.get_world_size(group) if initialized else 1
+        if self.rank < 0:
+            raise ValueError("This worker is not in the process group that OSS is to shard over.")
+        self._source = optimizer  # keeps the full groups, which schedulers drive
+        super().__setstate__({})
+        self.splits_elements = type(optimizer) in _ELEMENTWISE
+        """Whether the split is by element; else it is by whole parameters."""
+        self.buckets: list[Bucket] = []
+        self.fragments: list[Fragment] = []
+        """This worker's share, in parameter order."""
+        self._bucket_numel = self._BUCKET_NUMEL if bucket_numel == -1 else bucket_numel
+        self._trainable_loads = [0] * self.world_size
+        self._loads = [0] * self.world_size
+        self._full_state: dict[Any, Any] | None = None
+        self._reducer: weakref.ref[GradientReducer] | None = None
+        self._on_reducer: list[weakref.WeakMethod[Callable[[], None]]] = []
+
+        # The part that this worker updates: the same object but for groups and state, so that any class works, whatever
+        # its constructor asks for. A scheduler's patched `step` belongs to the original.
+        self._local: Optimizer = object.__new__(type(optimizer))
+        self._local.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
+        self._local.param_groups = []
+        self._local.state = defaultdict(dict)
+        self._local.state.update({k: v for k, v in optimizer.state.items() if not isinstance(k, Tensor)})
+        self._distribute(0)
+        optimizer.state = self._local.state
+        optimizer._sharded = True  # type: ignore[attr-defined]
+
+    def _distribute(self, first: int) -> None:
+        """Put the parameters of the groups from ``first`` on into buckets, and give this worker its part of them."""
+        numbers = range(first, len(self.param_groups))
+        params: list[Tensor] = [p for g in numbers for p in self.param_groups[g]["params"]]
+        groups = [g for g in numbers for _ in self.param_groups[g]["params"]]
+        for p in params:
+            _check_shardable(p)
+        if self.world_size == 1:
+            fragments = [Fragment(p, g, 0, p.numel(), p, 0) for p, g in zip(params, groups, strict=True)]
+        else:
+            buckets = make_buckets(
+                params,
+                groups,
+                None if self.splits_elements else self._owners(params),
+                rank=self.rank,
+                world_size=self.world_size,
+                numel=self._bucket_numel,
+            )
+            self.buckets += buckets
+            place = {p: i for i, p in enumerate(params)}
+            fragments = sorted((f for b in buckets for f in b.fragments), key=lambda f: place[f.param])
+        self.fragments += fragments
+        for g in numbers:
+            group = self.param_groups[g]
+            mine = [f for f in fragments if f.group == g]
+            # A group of which nothing is left stays: some optimizers keep scalars in their groups, equal on all workers.
+            local = {**group, "params": [f.tensor for f in mine]}
+            if "param_names" in group:
+                names = dict(zip(group["params"], group["param_names"], strict=True))
+                local["param_names"] = [names[f.param] for f in mine]
+            self._local.param_groups.append(local)
+        # The source's state is this worker's own already where a group is added later.
+        given = {p: self._source.state.pop(p) for p in params if p in self._source.state}
+        for f in fragments:
+            if f.param in given:
+                self._local.state[f.tensor] = _part_of_state(given[f.param], f)
+
+    def _owners(self, params: Sequence[Tensor]) -> list[int]:
+        """The worker that owns each parameter, where parameters stay whole."""
+        owners = [0] * len(params)
+        # Frozen parameters have no state, so they must not weigh against those that have; they come second, and even
+        # out what there is when they are thawed.
+        trainable = [i for i, p in enumerate(params) if p.requires_grad]
+        frozen = [i for i, p in enumerate(params) if not p.requires_grad]
+        for i, owner in zip(
+            trainable,
+            partition([params[i].numel() for i in trainable], self.world_size, self._trainable_loads),
+            strict=True,
+        ):
+            owners[i] = owner
+            self._loads[owner] += params[i].numel()
+        for i, owner in zip(
+            frozen, partition([params[i].numel() for i in frozen], self.world_size, self._loads), strict=True
+        ):
+            owners[i] = owner
+        return owners
+
+    # ---- what a torch.optim.Optimizer has ------------------------------------------------------------------------
+
+    @property
+    def optim(self) -> Optimizer:
+        """The optimizer of this worker's share; its parameters are the :attr:`fragments`' tensors."""
+        return self._local
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._source.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self._source.param_groups = value
+
+    @property
+    def state(self) -> Any:
+        """State of this worker's share only, by the :attr:`fragments`' tensors."""
+        return self._local.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self._local.state = self._source.state = value
+        self._full_state = None
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self._source.defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self._source.defaults = value
+
+    def __repr__(self) -> str:
+        return f"OSS(rank={self.rank}, world_size={self.world_size}, {self._source!r})"
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self._source.add_param_group(param_group)
+        self._distribute(len(self.param_groups) - 1)
+        self._full_state = None
+
+    def refresh_trainable(self) -> None:
+        """FairScale's; here freezing and unfreezing need no call. The split stays, so that no state has to move."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._source.zero_grad(set_to_none=set_to_none)
+        self.discard_gradients()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Update this worker's share, then exchange the shares. Collective.
+
+        Under ShardedDataParallel the gradients are used up: the next backward pass starts afresh, with or without
+        ``zero_grad()``.
+
+        Args:
+            closure: Evaluates the model and returns the loss.
+            **kwargs: Passed on to the optimizer.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for bucket in self.buckets:
+            if not bucket.bound():
+                bucket.bind()
+        reducer = self.reducer
+        if reducer is not None:
+            reducer.finish_reduction()
+        elif self.world_size > 1:
+            for f in self.fragments:
+                f.tensor.grad = None if f.param.grad is None else f.of(f.param.grad)
+        for local, group in zip(self._local.param_groups, self.param_groups, strict=True):
+            local.update(_hyperparameters(group))
+        # What torch's schedulers look for: one that was built on the wrapped optimizer patched a step() that nobody
+        # calls any more, and would warn that the optimizer had not stepped before it.
+        self._source._opt_called = True  # type: ignore[attr-defined]
+        try:
+            self._local.step(**kwargs)
+        finally:
+            if self.world_size > 1:
+                for f in self.fragments:
+                    f.tensor.grad = None
+        for local, group in zip(self._local.param_groups, self.param_groups, strict=True):
+            group.update(_hyperparameters(local))  # some optimizers keep scalars of their own in the groups
+        self._gather()
+        if reducer is not None:
+            reducer.discard()
+        self._full_state = None
+        return loss
+
+    def _gather(self) -> None:
+        """Get everybody's share of the updated parameters."""
+        # Optimizers go by the gradient: one that was left behind when the parameter was frozen still counts.
+        moved = [b for b in self.buckets if any(p.requires_grad or p.grad is not None for p in b.params)]
+        if moved:
+            gather_shards([(bucket.flat, bucket.bounds) for bucket in moved], self.group)
+            # As an update in place would: autograd then notices a backward pass through weights that have changed.
+            torch.autograd.graph.increment_version([p for bucket in moved for p in bucket.params])
+
+    # ---- under ShardedDataParallel -------------------------------------------------------------------------------
+
+    @property
+    def reducer(self) -> GradientReducer | None:
+        """The ShardedDataParallel that reduces gradients to their owners, or None."""
+        return None if self._reducer is None else self._reducer()
+
+    def attach_reducer(self, reducer: GradientReducer) -> None:
+        """From now on the gradient of each fragment is put into its tensor by ``reducer``.
+
+        Raises:
+            ValueError: There is another one already.
+        """
+        if self.reducer is not None:
+            raise ValueError("This OSS has a ShardedDataParallel already; make one OSS for each.")
+        self._reducer = weakref.ref(reducer)
+        for method in self._on_reducer:
+            call = method()
+            if call is not None:
+                call()
+
+    def when_reducer_attached(self, method: Callable[[], None]) -> None:
+        """Call a bound method, held weakly, when a ShardedDataParallel is made over this optimizer."""
+        self._on_reducer.append(weakref.WeakMethod(method))
+
+    def step_gradients(self) -> list[Tensor]:
+        """The gradients that :meth:`step` will use on this worker: its share of them under ShardedDataParallel."""
+        if self.reducer is None or self.world_size == 1:
+            return [p.grad for p in self._params() if p.grad is not None]
+        self.reducer.finish_reduction()
+        return [f.tensor.grad for f in self.fragments if f.tensor.grad is not None]
+
+    def discard_gradients(self) -> None:
+        """Forget the sharded gradients, if there are any."""
+        reducer = self.reducer
+        if reducer is not None:
+            reducer.discard()
+
+    @torch.no_grad()
+    def clip_grad_norm(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        filter_params_fn: Callable[[Iterable[Tensor]], Iterable[Tensor]] | None = None,
+    ) -> Tensor:
+        """Clip the whole gradient to a norm, as ``torch.nn.utils.clip_grad_norm_`` would unsharded. Collective.
+
+        Args:
+            max_norm: Largest norm.
+            norm_type: p of the p-norm; ``inf`` for the largest element.
+            filter_params_fn: Picks, from the parameters, those that count and are clipped.
+
+        Returns:
+            The norm before clipping, on the device.
+        """
+        params = self._params()
+        chosen = params if filter_params_fn is None else list(filter_params_fn(params))
+        if self.reducer is None or self.world_size == 1:
+            return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type)
+        self.reducer.finish_reduction()
+        wanted = set(chosen)
+        mine = [f.tensor for f in self.fragments if f.param in wanted and f.tensor.grad is not None]
+        norm_type = float(norm_type)
+        # The same dtype on all workers, whatever lies on each.
+        wide = any(p.dtype in (torch.float64, torch.complex128) for p in params)
+        total = torch.nn.utils.get_total_norm([t.grad for t in mine], norm_type)  # type: ignore[misc]
+        total = total.to(params[0].device, torch.float64 if wide else torch.float32)
+        if norm_type == float("inf"):
+            dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self.group)
+        else:
+            total = total**norm_type
+            dist.all_reduce(total, group=self.group)
+            total = total ** (1 / norm_type)
+        torch.nn.utils.clip_grads_with_norm_(mine, max_norm, total)
+        return total
+
+    # ---- state ---------------------------------------------------------------------------------------------------
+
+    def consolidate_state_dict(self, recipient_rank: int = 0) -> None:
+        """Collect the full state on one worker, for :meth:`state_dict` there. Collective.
+
+        Peaks at one full copy there, and at one entry more than its share elsewhere.
+
+        Args:
+            recipient_rank: Rank in the process group; −1 for all of them.
+        """
+        if not _EVERYONE <= recipient_rank < self.world_size:
+            raise ValueError(
+                f"Invalid {recipient_rank=}. Must be one of the {self.world_size} ranks in the process group, or -1 for all."
+            )
+        self._full_state = None
+        params = self._params()
+        place = {p: i for i, p in enumerate(params)}
+        mine = [
+            [
+                place[f.param],
+                f.start,
+                f.numel,
+                [[name, *_describe(value, f)] for name, value in self.state[f.tensor].items()],
+            ]
+            for f in self.fragments
+            if f.tensor in self.state
+        ]
+        receives = recipient_rank in (self.rank, _EVERYONE)
+        states: dict[Any, Any] = {}
+        held = {place[f.param]: f for f in self.fragments}
+        sent: set[tuple[int, Any]] = set()
+        for owner, entries in enumerate(self._all_gather_json(mine)):
+            for i, start, numel, entry in entries:
+                for name, kind, payload in entry:
+                    if kind != "part" and (i, name) in sent:
+                        continue  # another owner's copy of a scalar, such as Adam's step
+                    sent.add((i, name))
+                    fragment = held[i] if owner == self.rank else None
+                    source = None if fragment is None or kind == "value" else self.state[fragment.tensor][name].detach()
+                    state = states.setdefault(i, {})
+                    if kind == "value":
+                        state[name] = payload
+                    else:
+                        into = _place_for(state, name, kind, payload, params[i], start, numel) if receives else None
+                        self._move(owner, recipient_rank, source, into, payload)
+        if receives:
+            states.update({k: _copy(v) for k, v in self.state.items() if not isinstance(k, Tensor)})
+            self._full_state = states
+
+    def _move(self, owner: int, recipient: int, source: Tensor | None, into: Tensor | None, payload: list[Any]) -> None:
+        """One tensor, or part of it, from its owner to the recipient."""
+        if owner == recipient or self.world_size == 1:
+            if source is not None and into is not None:
+                into.copy_(source)
+            return
+        if source is None and into is None:
+            return
+        shape, dtype = payload[0], getattr(torch, payload[1])
+        device = self._carrier_device()
+        if source is None:
+            carrier = torch.empty(shape, dtype=dtype, device=device)
+        else:
+            carrier = source.to(device).contiguous()
+        if carrier.numel():
+            data = carrier.view(-1).view(torch.uint8)  # no backend knows every dtype
+            if recipient == _EVERYONE:
+                dist.broadcast(data, self._global(owner), group=self.group)
+            elif source is not None:
+                dist.send(data, self._global(recipient), group=self.group)
+            else:
+                dist.recv(data, self._global(owner), group=self.group)
+        if into is not None:
+            into.copy_(carrier)
+
+    def _carrier_device(self) -> torch.device:
+        """Where tensors must be for this group to move them."""
+        if "nccl" in dist.get_backend_config(self.group) and "gloo" not in dist.get_backend_config(self.group):
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    def _all_gather_json(self, mine: Any) -> list[Any]:
+        """Everybody's object, in rank order. JSON, since a pickle from another machine could run code here."""
+        if self.world_size == 1:
+            return [mine]
+        device = self._carrier_device()
+        data = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(device)
+        sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([data.numel()], device=device), group=self.group)
+        lengths = [int(size) for size in sizes]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+        padded[: data.numel()] = data
+        everyone = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(everyone, padded, group=self.group)
+        return [
+            json.loads(other[:length].cpu().numpy().tobytes()) for other, length in zip(everyone, lengths, strict=True)
+        ]
+
+    def _global(self, rank: int) -> int:
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+    def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
+        """The full state, as the unsharded optimizer would give it; independent of the number of workers.
+
+        Args:
+            all_ranks: First collect it on every worker; collective.
+
+        Raises:
+            RuntimeError: :meth:`consolidate_state_dict` was not called on this worker since the last step.
+        """
+        if all_ranks or self.world_size == 1:
+            self.consolidate_state_dict(_EVERYONE)
+        if self._full_state is None:
+            raise RuntimeError(
+                "The optimizer state is sharded. Call consolidate_state_dict(recipient_rank) on all workers after the last "
+                "step, then state_dict() on the recipient; or checkpoint each share with ray_adascale.checkpoint."
+            )
+        # The groups as they are now: a scheduler may have moved the LR since.
+        return {"state": self._full_state, "param_groups": _packed(self.param_groups)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a full state on every worker; each keeps a copy of its share. The argument is left as it is.
+
+        Raises:
+            ValueError: The groups differ in number or size.
+        """
+        saved_groups = state_dict["param_groups"]
+        saved_sizes = [len(group["params"]) for group in saved_groups]
+        sizes = [len(group["params"]) for group in self.param_groups]
+        if saved_sizes != sizes:
+            raise ValueError(
+                f"The state dict has parameter groups of {saved_sizes} parameters, the optimizer of {sizes} parameters."
+            )
+        saved = state_dict["state"]
+        where = dict(zip(self._params(), [i for group in saved_groups for i in group["params"]], strict=True))
+        for group, other in zip(self.param_groups, saved_groups, strict=True):
+            group.update({k: _copy(v) for k, v in other.items() if k != "params"})
+        for local, group in zip(self._local.param_groups, self.param_groups, strict=True):
+            local.update(_hyperparameters(group))
+        # As the local optimizer numbers them.
+        fragments = [f for g in range(len(sizes)) for f in self.fragments if f.group == g]
+        state: dict[Any, Any] = {
+            i: _part_of_state(_copy(saved[where[f.param]]), f)
+            for i, f in enumerate(fragments)
+            if where[f.param] in saved
+        }
+        numbers = set(where.values())
+        state.update({k: _copy(v) for k, v in saved.items() if k not in numbers})
+        self._local.load_state_dict({"state": state, "param_groups": _packed(self._local.param_groups)})
+        self.state = self._local.state
+
+    def _params(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("OSS belongs to a process group and can't be pickled or copied; use its state_dict().")
+
+
+def _check_shardable(p: Tensor) -> None:
+    if isinstance(p, torch.nn.parameter.UninitializedParameter):
+        raise ValueError("A lazy module's parameter has no shape yet. Run one forward pass before OSS is made.")
+    if type(p).__name__ == "DTensor" or hasattr(p, "device_mesh"):
+        raise ValueError(
+            "The parameters are sharded already (DTensor, as from fully_shard): use the optimizer without OSS."
+        )
+    if p.layout is not torch.strided:
+        raise ValueError(f"Invalid parameter of layout {p.layout}. OSS shards dense parameters only.")
+
+
+def _part_of_state(state: dict[Any, Any], fragment: Fragment) -> dict[Any, Any]:
+    """A full parameter's state cut to a fragment: entries of the parameter's shape element by element, others as they are."""
+    if fragment.whole:
+        return state
+    shape = fragment.param.shape
+    return {
+        name: fragment.of(value).clone() if isinstance(value, Tensor) and value.shape == shape else value
+        for name, value in state.items()
+    }
+
+
+def _describe(value: Any, fragment: Fragment) -> tuple[str, Any]:
+    """(kind, payload) of a state entry for the other workers: what they need to know of a tensor, or the value itself."""
+    if isinstance(value, Tensor):
+        # Strides as a clone has them.
+        dense = torch.empty_like(value, device="meta")
+        dtype = str(value.dtype).removeprefix("torch.")
+        payload = [list(value.shape), dtype, list(dense.stride()), value.device.type]
+        return ("part" if not fragment.whole and value.shape == fragment.tensor.shape else "tensor"), payload
+    try:
+        same = json.loads(json.dumps(value)) == value
+    except (TypeError, ValueError):
+        same = False
+    if not (same or value != value):  # NaN is no worse than other numbers
+        raise TypeError(
+            f"Can't collect optimizer state of type {type(value).__name__}: only tensors, numbers, strings, None and lists of "
+            "these."
+        )
+    return "value", value
+
+
+def _place_for(
+    state: dict[Any, Any], name: Any, kind: str, payload: list[Any], param: Tensor, start: int, numel: int
+) -> Tensor:
+    """Where one worker's part of a state entry goes in the full state, which grows with the first part that comes."""
+    shape, dtype_name, stride, device = payload
+    dtype = getattr(torch, dtype_name)
+    where = torch.device("cpu") if device == "cpu" else param.device
+    if kind == "part":
+        if name not in state:
+            state[name] = torch.empty_like(param, dtype=dtype, device=where, requires_grad=False)
+        return memory_view(state[name])[start : start + numel]
+    state[name] = torch.empty_strided(shape, stride, dtype=dtype, device=where)
+    return state[name]
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {k: _copy(v) for k, v in value.items()}
+    return copy.deepcopy(value)
+
+
+def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in group.items() if k not in _PER_PARAMETER}
+
+
+def _packed(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Groups as in a state dict: numbers in place of parameters, and nothing that aliases the live ones."""
+    packed = []
+    start = 0
+    for group in groups:
+        numbers = list(range(start, start + len(group["params"])))
+        packed.append({**{k: _copy(v) for k, v in group.items() if k != "params"}, "params": numbers})
+        start += len(numbers)
+    return packed

@@ -1,0 +1,218 @@
+"""A worker of a Ray Train run as :class:`ray_adascale.run.backend.Backend`: reports, checkpoints, notices, gauges."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow.fs
+import ray
+import ray.train
+import ray.train.torch
+import torch.distributed as dist
+from ray.util.metrics import Gauge
+
+from .. import checkpoint
+from ..analysis.tensorboard import LiveEvents
+from ..run.backend import Backend
+
+__all__ = ["Board", "RayTrainBackend"]
+
+_log = logging.getLogger(__name__)
+
+_GAUGES = ("gain", "scale", "effective_steps", "efficiency", "loss")
+_GAUGE_INTERVAL_S = 1.0
+_EVENTS = "tensorboard"  # the folder of event files in a run's
+_UPLOAD_PAUSES_S = (1.0, 2.0)  # between tries, as Ray's own
+_PREEMPTION_POLL_S = 5.0
+"""A poll is a barrier of 3 to 4 ms: below a thousandth of the time. Notices come 30 s or more ahead."""
+
+
+class RayTrainBackend(Backend):
+    """A worker of a Ray Train run. Every worker's share of a checkpoint is uploaded by Ray and merged on storage."""
+
+    # Every report is a barrier, which Ray lets pass once in 2 s; an evaluation's metrics go along with the next one.
+    reports_evaluations = False
+    preemption_poll_s = _PREEMPTION_POLL_S
+    writes_events = True
+
+    def __init__(self) -> None:
+        context = ray.train.get_context()
+        self.rank = context.get_world_rank()
+        self.world_size = context.get_world_size()
+        self.device = ray.train.torch.get_device()
+        self._name = context.get_experiment_name()
+        self._storage = context.get_storage()
+        if isinstance(self._storage.storage_filesystem, pyarrow.fs.LocalFileSystem):
+            self.progress_file = Path(self._storage.experiment_fs_path) / "progress"
+        self._uploading = threading.Event()
+        self._gauges: dict[str, Gauge] = {}
+        self._observed = -math.inf
+        self.events: LiveEvents | None = None
+        """TensorBoard's, on rank 0 of a run that writes them."""
+        if self.rank == 0 and self.writes_events:
+            here = isinstance(self._storage.storage_filesystem, pyarrow.fs.LocalFileSystem)
+            target = self._storage.experiment_fs_path if here else tempfile.mkdtemp(prefix="ray_adascale-events-")
+            self.events = LiveEvents(Path(target, _EVENTS))
+        self.board: Any = None
+        """A ``Board`` actor that shows the newest metrics to the driver, or None."""
+
+    @contextmanager
+    def latest_checkpoint(self) -> Iterator[Path | None]:
+        newest = ray.train.get_checkpoint()
+        if newest is None:
+            yield None
+            return
+        with ExitStack() as held:  # a folder downloaded for the check stays until it has been loaded
+            found: list[str | None] = [None, None]
+            if self.rank == 0:
+                try:
+                    found[0] = self._newest_usable(newest, held).path
+                except checkpoint.CheckpointError as e:
+                    found[1] = str(e)
+            if self.world_size > 1:
+                dist.broadcast_object_list(found, src=0)  # a path and words of our own, not a file's content
+            path, error = found
+            if path is None:
+                raise checkpoint.CheckpointError(error)
+            yield Path(held.enter_context(ray.train.Checkpoint(path, newest.filesystem).as_directory()))
+
+    def _newest_usable(self, newest: ray.train.Checkpoint, held: ExitStack) -> ray.train.Checkpoint:
+        """The first that verifies, of the newest and then the others, later ones first. On rank 0: it reads all of it."""
+        mode = ray.train.CheckpointConsistencyMode.COMMITTED
+        reported = ray.train.get_all_reported_checkpoints(consistency_mode=mode, timeout_s=60)
+        steps = {r.checkpoint.path: int(r.metrics.get("optimizer_steps", 0)) for r in reported}
+        others = sorted(
+            (r.checkpoint for r in reported if r.checkpoint.path != newest.path), key=lambda c: steps[c.path]
+        )
+        for candidate in (newest, *reversed(others)):
+            try:
+                checkpoint.verify(held.enter_context(candidate.as_directory()))
+            except (checkpoint.CheckpointError, OSError) as e:
+                warnings.warn(
+                    f"Skipped the checkpoint {candidate.path} of optimizer step {steps.get(candidate.path, '?')}: {e}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            else:
+                return candidate
+        raise checkpoint.CheckpointError(
+            f"None of the {len(others) + 1} checkpoints of run {self._name!r} can be used; the warnings say why. Put a good "
+            "copy back, or begin anew under another RunConfig(name)."
+        )
+
+    def checkpoint_folder(self, step: int) -> Path | None:
+        return Path(tempfile.mkdtemp(prefix=f"ray_adascale-checkpoint-{step}-"))
+
+    def report(self, metrics: Mapping[str, Any], folder: Path | None) -> None:
+        if folder is None:
+            ray.train.report(dict(metrics))
+            return
+        try:
+            ray.train.report(dict(metrics), checkpoint=ray.train.Checkpoint.from_directory(str(folder)))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def report_in_background(self, metrics: Mapping[str, Any], folder: Path) -> None:
+        failed: list[Exception] = []
+
+        def done() -> None:
+            shutil.rmtree(folder, ignore_errors=True)
+            self._uploading.clear()
+
+        def upload(local: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
+            # Ray calls this again after some of AWS's errors, without a word when it gives up, and then kills the process:
+            # nobody would remove the folder. So the tries are ours, and Ray's later ones only hear the cause again.
+            if failed:
+                raise failed[0]
+            try:
+                return self._persist(local, name)
+            except Exception as e:  # reaches Ray from its thread, and fails the worker with its cause
+                failed.append(e)
+                raise
+            finally:
+                done()
+
+        self._uploading.set()
+        try:
+            ray.train.report(
+                dict(metrics),
+                checkpoint=ray.train.Checkpoint.from_directory(str(folder)),
+                checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
+                delete_local_checkpoint_after_upload=False,
+                checkpoint_upload_fn=upload,
+            )
+        except BaseException:  # before there was a thread to upload it
+            done()
+            raise
+
+    def _persist(self, local: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
+        for pause in _UPLOAD_PAUSES_S:
+            try:
+                return self._storage.persist_current_checkpoint(local, name)
+            except OSError as e:  # pyarrow's, of every kind of storage
+                _log.warning("The upload of %s failed; again in %g s. %s: %s", name, pause, type(e).__name__, e)
+                time.sleep(pause)
+        return self._storage.persist_current_checkpoint(local, name)
+
+    @property
+    def uploading(self) -> bool:
+        return self._uploading.is_set()
+
+    def preemption_notice(self) -> str | None:
+        info = ray.train.get_preemption_info()
+        if info is None:
+            return None
+        when = "" if info.deadline_ms is None else f" at {datetime.fromtimestamp(info.deadline_ms / 1000):%H:%M:%S}"
+        nodes = ", ".join(info.preempted_node_ids)
+        return f"node {nodes} with worker {', '.join(map(str, info.preempted_ranks))} goes away{when}"
+
+    def observe(self, metrics: Mapping[str, Any], total_steps: int) -> None:
+        if self.events is not None:
+            self.events.add(metrics)
+        now = time.monotonic()
+        due = now - self._observed >= _GAUGE_INTERVAL_S
+        if due:
+            self._observed = now
+            tags = {"ray_train_run_name": self._name, "ray_train_worker_world_rank": str(self.rank)}
+            for name in _GAUGES:
+                if name not in self._gauges:
+                    self._gauges[name] = Gauge(f"adascale_{name}", f"ray_adascale: {name}", tuple(tags))
+                self._gauges[name].set(float(metrics[name]), tags)
+        if self.board is not None and (due or metrics["effective_steps"] >= total_steps):
+            self.board.put.remote({**metrics, "total_steps": total_steps})
+
+    def keep_trace(self, path: Path) -> None:
+        target = f"{self._storage.experiment_fs_path}/trace.jsonl"
+        pyarrow.fs.copy_files(str(path), target, destination_filesystem=self._storage.storage_filesystem)
+        if self.events is None:
+            return
+        self.events.close()
+        folder, target = self.events.folder, f"{self._storage.experiment_fs_path}/{_EVENTS}"
+        if str(folder) != target and folder.is_dir():
+            pyarrow.fs.copy_files(str(folder), target, destination_filesystem=self._storage.storage_filesystem)
+            shutil.rmtree(folder.parent, ignore_errors=True)
+
+
+@ray.remote(num_cpus=0)
+class Board:
+    """Holds the newest metrics, so that the driver can show them; nothing waits for it."""
+
+    def __init__(self) -> None:
+        self._metrics: dict[str, Any] | None = None
+
+    def put(self, metrics: dict[str, Any]) -> None:
+        self._metrics = metrics
+
+    def get(self) -> dict[str, Any] | None:
+        return self._metrics

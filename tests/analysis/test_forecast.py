@@ -1,0 +1,481 @@
+"""The forecast, against numbers worked by hand and against the loop that it replays."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import rich.console
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from ray_adascale import AdaScaleConfig, LEGWRule, Recipe, Run, Workload
+from ray_adascale.analysis.forecast import Forecast, NoiseCurve, forecast_recipe, gain_of, limit_steps, replay
+from ray_adascale.analysis.throughput import Measurement, Throughput, measure_throughput
+from ray_adascale.checkpoint.rng import seed_everything
+from ray_adascale.recipe import NoiseProbe, Repeat
+from ray_adascale.run.base_run import record_recipe
+from ray_adascale.run.trace import Trace
+
+
+def curve(*points: tuple[float, float, float]) -> NoiseCurve:
+    return NoiseCurve(*np.array(points, dtype=float).T)
+
+
+def recipe(noise: list[tuple[float, float, float]], total_steps: int = 100, **changes: Any) -> Recipe:
+    fields: dict[str, Any] = {
+        "hyperparameters": {},
+        "base_batch_size": 8,
+        "total_steps": total_steps,
+        "base_steps_per_epoch": None,
+        "scheduler_unit": None,
+        "metric": "loss",
+        "mode": "min",
+        "score": 0.5,
+        "lr_curve": [[0.1]],
+        "noise": probes(noise),
+        "seed": 0,
+        "search": {},
+        "workload": "",
+        "versions": {},
+        "created": "2026-11-21",
+    }
+    return Recipe(**fields | changes)
+
+
+def probes(noise: list[tuple[float, float, float]]) -> list[NoiseProbe]:
+    return [NoiseProbe(effective_steps=tau, sigma2=sigma2, mu2=mu2) for tau, sigma2, mu2 in noise]
+
+
+# ---- the replay ------------------------------------------------------------------------------------------------------
+
+
+def test_constant_noise_takes_total_steps_over_the_gain() -> None:
+    # r = (3 + 1) / (3/4 + 1) = 16/7: seven steps make 16 ≥ 15, six make 13.7.
+    again = replay(curve((0, 3, 1)), scale=4, count=2, total_steps=15, shrink=0)
+    assert again.steps == 7
+    assert again.gains == pytest.approx([16 / 7] * 7)
+    assert again.effective_steps == again.progress == pytest.approx(16)
+    assert again.tau == pytest.approx([16 / 7 * t for t in range(7)])
+    assert again.exact_steps == pytest.approx(15 * 7 / 16)  # of the seventh step only what was left
+    assert limit_steps(curve((0, 3, 1)), scale=4, total_steps=15) == pytest.approx(15 * 7 / 16)
+
+
+def test_limit_is_the_integral_of_one_over_the_gain() -> None:
+    # Half of the run at 16/7, half at r = (3 + 4)/(3/4 + 4) = 28/19; the line in between is one step long.
+    halves = curve((0, 3, 1), (499.5, 3, 1), (500.5, 3, 4), (1000, 3, 4))
+    assert limit_steps(halves, scale=4, total_steps=1000) == pytest.approx(500 * 7 / 16 + 500 * 19 / 28, abs=1)
+    # The replay's averages lag by their memory, here a thousandth of the run.
+    again = replay(halves, scale=4, count=2, total_steps=1000, averaging_window=0.001, shrink=0)
+    assert again.steps == pytest.approx(500 * 7 / 16 + 500 * 19 / 28, abs=2)
+
+
+def test_averages_run_over_effective_time() -> None:
+    # window·T = 1. θ_1 = e^−1 (r before the first step is 1), θ_2 = e^−16/7 = 0.1017.
+    # μ̄² = (0.1017·0.6321·1 + 0.8983·4) / (0.1017·0.6321 + 0.8983) = 3.7997, so r = 6.7997 / 4.5497.
+    jump = curve((0, 3, 1), (1, 3, 4))
+    again = replay(jump, scale=4, count=2, total_steps=10, averaging_window=0.1, shrink=0)
+    assert again.gains[:2] == pytest.approx([16 / 7, 1.49454], rel=1e-5)
+
+
+def test_raw_samples_are_averaged_and_clipped_on_reading() -> None:
+    # The second μ̄² is (0.0643·1 − 0.8983·5)/0.9626 < 0, so r = S; samples clipped at 0 would leave 0.0668 and r = 3.75.
+    negative = curve((0, 3, 1), (1, 3, -5))
+    again = replay(negative, scale=4, count=2, total_steps=10, averaging_window=0.1, shrink=0)
+    assert again.gains[1] == 4
+
+
+def test_a_lone_sample_has_no_gain_at_the_first_step() -> None:
+    # 1 + 6.125 further steps of 16/7 make 15.
+    again = replay(curve((0, 3, 1)), scale=4, count=1, total_steps=15, shrink=0)
+    assert again.gains[:2] == pytest.approx([1, 16 / 7])
+    assert again.steps == 8
+
+
+def test_gain_without_any_gradient_is_one() -> None:
+    assert gain_of(0, 0, 8) == 1
+    assert gain_of(-1, -1, 8) == 1
+    assert gain_of(2, 0, 8) == 8
+
+
+def test_trembling_weights_have_less_to_tremble_with() -> None:
+    # With shrink 1 the gain settles where r = (3 + r/4)/(3/4 + r/4): r² + 2r − 12 = 0, r = √13 − 1.
+    settled = replay(curve((0, 3, 1)), scale=4, count=2, total_steps=1000, averaging_window=1e-3, shrink=1)
+    assert settled.gains[-1] == pytest.approx(math.sqrt(13) - 1, rel=1e-3)
+    assert settled.gains[0] == pytest.approx(16 / 7)
+
+
+@pytest.mark.parametrize(("rule", "steps"), [("linear", 25), ("sqrt", 25), ("unscaled", 25), ("adascale", 44)])
+def test_the_rules_clock_decides(rule: str, steps: int) -> None:
+    # S = 4 a step, or 16/7: ⌈100/4⌉, ⌈100·7/16⌉ = 44. Σ r is another number than τ under another rule.
+    again = replay(curve((0, 3, 1)), scale=4, count=2, total_steps=100, rule=rule, shrink=0)
+    assert again.steps == steps
+    assert again.progress == pytest.approx(steps * 16 / 7)
+
+
+def test_rules_that_remember_are_not_disturbed() -> None:
+    legw = LEGWRule(1, 800)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for scale in (2, 4):  # the rule itself would warn that the scale changed
+            again = replay(
+                curve((0, 3, 1)), scale=scale, count=2, total_steps=800, base_batch_size=8, rule=legw, shrink=0
+            )
+            assert again.steps == 800 / scale
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scale": 0.5}, "Invalid scale=0.5"),
+        ({"count": 0}, "Invalid count=0"),
+        ({"rule": lambda now: (1.0, 0.0)}, "clock increment is 0.0 at effective step 0"),
+        ({"rule": "lars"}, "Known rules"),
+    ],
+)
+def test_replays_that_cannot_be(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replay(curve((0, 3, 1)), **{"scale": 4, "count": 2, "total_steps": 10} | changes)
+
+
+# ---- against the loop ------------------------------------------------------------------------------------------------
+
+
+def regression(config: dict[str, Any]) -> Workload:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(512, 10, generator=generator)
+    y = x @ torch.linspace(-1, 1, 10).unsqueeze(1) + 2 * torch.randn(512, 1, generator=generator)
+    model = nn.Linear(10, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        return (model(batch[0]) - batch[1]).square().mean()
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        return {"error": (model(x) - y).square().mean().item()}
+
+    return Workload(
+        model=model,
+        optimizer=optimizer,
+        scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 400),
+        scheduler_unit="step",
+        train_dataset=TensorDataset(x, y),
+        loss_fn=loss_fn,
+        evaluate=evaluate,
+        metric="error",
+    )
+
+
+def run_scaled(found: Recipe, scale: int, seed: int = 5) -> tuple[list[tuple[int, float, float]], list[float]]:
+    """(⌊τ⌋, σ², μ²) and the gain of each step of a run with two passes."""
+    seed_everything(seed)
+    built = regression({})
+    run = Run(
+        built.model,
+        built.optimizer,
+        built.scheduler,
+        built.train_dataset,
+        AdaScaleConfig(per_worker_batch_size=scale * 8 // 2, accumulation=2, seed=seed),
+        recipe=found,
+    )
+    seen, gains = [], []
+    for batch in run:
+        before = int(run.effective_steps)
+        run.backward(built.loss_fn(run.model, batch))
+        if run.step():
+            seen.append((before, run.optimizer.last_sigma2, run.optimizer.last_mu2))
+            gains.append(run.gain)
+    return seen, gains
+
+
+@pytest.fixture(scope="module")
+def found() -> Recipe:
+    return record_recipe(regression, {}, base_batch_size=8, total_steps=400, seed=1, probe_every=5)
+
+
+@pytest.mark.filterwarnings("ignore:The batch of")
+def test_replay_of_a_runs_own_noise_is_the_run(found: Recipe) -> None:
+    seen, gains = run_scaled(found, 8)
+    again = replay(curve(*seen), scale=8, count=2, total_steps=400, shrink=0)
+    assert again.gains == pytest.approx(gains, rel=1e-12)  # the same arithmetic, in another order at most
+
+
+@pytest.mark.filterwarnings("ignore:The batch of")
+def test_forecast_of_a_short_run(found: Recipe) -> None:
+    """benchmarks/forecast.py in small. 15 %: one base run of 80 probes in place of three."""
+    for scale in (4, 16):
+        predicted = forecast_recipe(
+            found, workers=[1], config=AdaScaleConfig(per_worker_batch_size=scale * 4, accumulation=2)
+        ).rows[0]
+        actual = [len(run_scaled(found, scale, seed)[1]) for seed in (5, 6)]
+        assert predicted.steps == pytest.approx(sum(actual) / 2, rel=0.15)
+
+
+def test_recorded_base_run_is_a_recipe(found: Recipe, tmp_path: Path) -> None:
+    found.save(tmp_path / "recipe.json")
+    assert Recipe.load(tmp_path / "recipe.json") == found
+    assert [probe.effective_steps for probe in found.noise] == list(range(0, 400, 5))
+    assert found.total_steps == len(found.lr_curve[0]) == 400
+    assert found.metric == "error"
+    assert 3.5 < found.score < 4.5  # the noise's variance is 4
+    with pytest.raises(ValueError, match="Invalid probe_every=0"):
+        record_recipe(regression, {}, base_batch_size=8, total_steps=4, probe_every=0)
+
+
+def test_smoothing_keeps_lines_and_pools_seeds() -> None:
+    line = probes([(tau, 1 + 0.01 * tau, 5 - 0.02 * tau) for tau in range(0, 100, 10)])
+    smooth = NoiseCurve.from_probes(line, 100)
+    assert smooth.at(40.0) == pytest.approx((1.4, 4.2))
+    assert smooth.at(0.0) == pytest.approx((1.0, 5.0))  # also at the ends, where a plain kernel mean would be off
+    assert smooth.at(95.0) == pytest.approx((1.9, 3.2))  # constant beyond the last
+    other = probes([(tau, 3 + 0.01 * tau, 7 - 0.02 * tau) for tau in range(0, 100, 10)])
+    assert NoiseCurve.from_probes(line + other, 100).at(40.0) == pytest.approx((2.4, 5.2))
+    long = NoiseCurve.from_probes(probes([(tau, 1 + 0.01 * tau, 5.0) for tau in range(2000)]), 2000)
+    assert len(long.tau) == 400
+    assert long.at(1999.0) == pytest.approx((20.99, 5.0))
+    assert NoiseCurve.from_probes(line[:1], 100).at(50.0) == pytest.approx((1.0, 5.0))
+
+
+# ---- throughput ------------------------------------------------------------------------------------------------------
+
+
+def at(workers: int, passes: int, seconds: float, batch: int = 16) -> Measurement:
+    return Measurement(workers=workers, accumulation=passes, per_worker_batch_size=batch, step_s=seconds)
+
+
+def test_throughput_through_hand_made_points() -> None:
+    # 0.2 s a pass and 0.1 s a step; ring: 0.2·(k−1)/k + 0.01·(k−1).
+    alone = [at(1, 2, 0.5), at(1, 4, 0.9)]
+    both = Throughput.fit([*alone, at(2, 2, 0.5 + 0.11), at(4, 2, 0.5 + 0.18)])
+    assert (both.pass_s, both.step_s, both.volume_s, both.hop_s) == pytest.approx((0.2, 0.1, 0.2, 0.01))
+    assert both.notes == ()
+    # Four workers, three passes of twice the size: 3·0.4 + 0.1 + 0.15 + 0.03.
+    assert both.step_seconds(4, 3, 32) == pytest.approx(1.48)
+    assert both.sync_s(1) == 0
+    one = Throughput.fit([*alone, at(2, 2, 0.6)])
+    assert (one.volume_s, one.hop_s) == pytest.approx((0.2, 0.0))
+    assert one.sync_s(1000) == pytest.approx(0.2, rel=1e-2)
+    assert "measured at 2 workers only" in one.notes[0]
+    assert "counts as nothing" in Throughput.fit(alone).notes[0]
+
+
+def test_throughput_is_never_negative() -> None:
+    faster = Throughput.fit([at(1, 2, 0.5), at(1, 4, 1.2), at(2, 2, 0.3)])  # a noisy machine
+    assert (faster.step_s, faster.volume_s) == (0, 0)
+    assert faster.pass_s == pytest.approx((2 * 0.5 + 4 * 1.2) / 20)
+    shrinking = Throughput.fit([at(1, 1, 1.0), at(2, 1, 1.4), at(8, 1, 1.1)])
+    assert min(shrinking.volume_s, shrinking.hop_s) == 0
+    with pytest.raises(ValueError, match="No measurement at 1 worker"):
+        Throughput.fit([at(2, 1, 1.0)])
+    with pytest.raises(ValueError, match="step_s positive"):
+        at(1, 1, 0.0)
+
+
+def write_trace(path: Path, rows: list[dict[str, Any]]) -> Path:
+    with Trace(path) as trace:
+        for step, row in enumerate(rows, 1):
+            trace.append({"step": step, "world_size": 2, "scale": 8.0, "examples_per_s": 320.0} | row)
+    return path
+
+
+def test_measurement_from_a_trace(tmp_path: Path) -> None:
+    rates: list[dict[str, Any]] = [{"examples_per_s": rate} for rate in (1.0, 1.0, 300.0, 320.0, 900.0)]
+    path = write_trace(tmp_path / "trace.jsonl", rows=rates)
+    # B = 8·8 = 64 examples on 2 workers, 16 a pass: 2 passes. 64 / 320 a second; the slow start does not count.
+    assert Measurement.from_trace(path, base_batch_size=8, per_worker_batch_size=16) == at(2, 2, 0.2)
+    with pytest.raises(ValueError, match=r"per_worker_batch_size=24: the batch of 64"):
+        Measurement.from_trace(path, base_batch_size=8, per_worker_batch_size=24)
+    resized = write_trace(tmp_path / "resized.jsonl", [{}, {}, {}, {"world_size": 1, "scale": 4.0}])
+    with pytest.raises(ValueError, match="was resized"):
+        Measurement.from_trace(resized, base_batch_size=8, per_worker_batch_size=16)
+    with pytest.raises(ValueError, match="is empty"):
+        Measurement.from_trace(write_trace(tmp_path / "empty.jsonl", []), base_batch_size=8, per_worker_batch_size=16)
+
+
+def test_measured_throughput(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "trace.jsonl", [{"examples_per_s": 64 / 10}])  # 10 s a step: nothing but waiting
+    found = measure_throughput(regression, {}, per_worker_batch_size=16, seconds=0.1, runs=[path], base_batch_size=8)
+    assert 0 < found.pass_s < 1
+    assert found.volume_s == pytest.approx(20, rel=0.2)
+    with pytest.raises(ValueError, match="Missing base_batch_size"):
+        measure_throughput(regression, {}, per_worker_batch_size=16, runs=[path])
+
+
+# ---- the forecast ----------------------------------------------------------------------------------------------------
+
+LINEAR = AdaScaleConfig(rule="linear")
+MODEL = Throughput(per_worker_batch_size=8, pass_s=1.0, step_s=0.0, volume_s=0.5)
+
+
+def rows_of(made: Forecast) -> list[tuple[Any, ...]]:
+    return [(row.workers, row.steps, row.seconds, row.speedup, row.cost, row.marginal, row.pays) for row in made.rows]
+
+
+def test_time_cost_and_where_it_stops_paying() -> None:
+    # Under the linear rule k workers take 100/k steps of 1 + 0.5·(k−1)/k seconds: 100; 50·1.25; 25·1.375; 12.5→13·1.4375.
+    # Without the rounding k workers are k²/(1.5k − 0.5) times as fast, so the 4th adds 16/5.5 − 9/4 and the 8th 64/11.5 − 4.9.
+    made = forecast_recipe(
+        recipe([(0, 3, 1)]), workers=[8, 1, 2, 4], config=LINEAR, throughput=MODEL, cost_per_worker_hour=3600
+    )
+    assert rows_of(made) == [
+        (1, 100, 100, 1, 100, 1, True),
+        (2, 50, 62.5, pytest.approx(1.6), 125, pytest.approx(0.6), True),
+        (4, 25, 34.375, pytest.approx(100 / 34.375), 137.5, pytest.approx(16 / 5.5 - 2.25), True),
+        (8, 13, 18.6875, pytest.approx(100 / 18.6875), 149.5, pytest.approx(64 / 11.5 - 4.9), True),
+    ]
+    # A noiseless gradient: r = 1 whatever the batch, so further workers only cost.
+    useless = forecast_recipe(recipe([(0, 0, 1)]), workers=[1, 2, 4], throughput=MODEL)
+    assert [(row.steps, row.efficiency, row.pays) for row in useless.rows] == [
+        (100, 1, True),
+        (100, 0.5, False),
+        (100, 0.25, False),
+    ]
+    assert useless.pays_until == 1
+    assert "pays up to 1:" in useless.lines()[0]
+    # Nothing but noise: r = S.
+    assert [row.steps for row in forecast_recipe(recipe([(0, 1, 0)]), workers=[1, 2, 4, 8]).rows] == [100, 50, 25, 13]
+
+
+@pytest.mark.parametrize("workers", [[1], [1, 2, 4, 8], [3, 100]])
+def test_where_it_stops_paying_does_not_depend_on_what_was_asked(workers: list[int]) -> None:
+    # Steps of 1 + 0.1·(k−1) seconds: k workers are k/(0.9 + 0.1k) times as fast, and the k-th adds 90/((9 + k)·(8 + k)):
+    # 90/156 = 0.58 the 4th, 90/182 = 0.49 the 5th. The first one's half is 0.5.
+    hops = Throughput(per_worker_batch_size=8, pass_s=1.0, hop_s=0.1)
+    made = forecast_recipe(recipe([(0, 3, 1)], 10_000), workers=workers, config=LINEAR, throughput=hops)
+    assert made.pays_until == 4
+    assert [row.pays for row in made.rows] == [k <= 4 for k in workers]
+    assert [row.marginal for row in made.rows] == pytest.approx([90 / ((9 + k) * (8 + k)) for k in workers])
+    assert made.lines()[0].startswith("Adding workers pays up to 4:")
+
+
+def test_paying_for_many_workers() -> None:
+    # As above with a hundredth: 0.99/((0.99 + 0.01k)·(0.98 + 0.01k)) ≥ 0.5 up to k = 42.
+    hops = Throughput(per_worker_batch_size=8, pass_s=1.0, hop_s=0.01)
+    long = recipe([(0, 3, 1)], 10_000)
+    assert forecast_recipe(long, workers=[1], config=LINEAR, throughput=hops).pays_until == 42
+    # A thousandth: up to k = 414; above 64 to a sixteenth.
+    hops = Throughput(per_worker_batch_size=8, pass_s=1.0, hop_s=0.001)
+    assert forecast_recipe(long, workers=[1], config=LINEAR, throughput=hops).pays_until == pytest.approx(
+        414, rel=1 / 16
+    )
+    without = forecast_recipe(long, workers=[5000], config=LINEAR)
+    assert (without.pays_until, without.rows[0].pays) == (None, True)
+    assert "still pays at 4,096" in without.lines()[0]
+
+
+def test_a_staircase_pays_by_what_its_steps_bring_together() -> None:
+    # A batch of 64 in passes of 8: 3 workers need 3 passes as 64/24 is rounded up, 5 to 7 need 2 as 4 do, 8 need one.
+    fixed = AdaScaleConfig(global_batch_size=64, per_worker_batch_size=8)
+    made = forecast_recipe(recipe([(0, 1, 0)]), workers=[1, 2, 3, 4, 5, 8, 16], config=fixed)
+    assert [row.accumulation for row in made.rows] == [8, 4, 3, 2, 2, 1, 1]
+    assert [row.speedup for row in made.rows] == pytest.approx([100 / 13 / passes for passes in (8, 4, 3, 2, 2, 1, 1)])
+    assert made.rows[4].marginal == 0
+    assert made.pays_until == 8
+
+
+def test_passes_take_time_also_without_throughput() -> None:
+    # Nothing but noise, so r = S = 2; but the one worker takes two passes for each step.
+    made = forecast_recipe(recipe([(0, 1, 0)]), workers=[1], config=AdaScaleConfig(accumulation=2))
+    assert (made.rows[0].steps, made.rows[0].speedup) == (50, 1)
+
+
+def test_without_throughput_speed_up_counts_passes() -> None:
+    made = forecast_recipe(recipe([(0, 1, 0)]), workers=[1, 4])
+    assert [(row.seconds, row.cost, row.speedup) for row in made.rows] == [(None, None, 1), (None, None, 4)]
+    assert any("speed-up counts passes" in note for note in made.notes)
+    with pytest.raises(ValueError, match=r"cost_per_worker_hour=2 without throughput"):
+        forecast_recipe(recipe([(0, 1, 0)]), workers=[1, 4], cost_per_worker_hour=2)
+
+
+def test_the_batch_is_the_trainers() -> None:
+    # 2 examples a pass: one worker needs 4 passes for the base batch of 8, as an elastic run would take.
+    made = forecast_recipe(
+        recipe([(0, 1, 0)]), workers=[1, 2, 8], config=AdaScaleConfig(per_worker_batch_size=2, accumulation=2)
+    )
+    assert [(row.accumulation, row.global_batch_size, row.scale, row.num_samples) for row in made.rows] == [
+        (4, 8, 1, 4),
+        (2, 8, 1, 4),
+        (2, 32, 4, 16),
+    ]
+    # A batch that is to stay the same takes the same steps everywhere.
+    fixed = forecast_recipe(
+        recipe([(0, 1, 0)]), workers=[1, 4], config=AdaScaleConfig(global_batch_size=32), throughput=MODEL
+    )
+    assert [(row.accumulation, row.scale, row.steps, row.seconds) for row in fixed.rows] == [
+        (4, 4, 25, 100),  # four passes of a second
+        (1, 4, 25, 25 * 1.375),
+    ]
+
+
+def test_the_interval_is_that_of_the_seeds() -> None:
+    # r = S at one seed, 1 at the other; pooled 4/(3/4+1) without shrinking.
+    twice = recipe([(0, 3, 0)], repeats=[Repeat(seed=1, score=0.5, noise=probes([(0, 0, 2)]))])
+    row = forecast_recipe(twice, workers=[4]).rows[0]
+    assert (row.low, row.high) == (25, 100)
+    assert 25 < row.steps < 100
+    assert "25–100" in text(forecast_recipe(twice, workers=[4]))
+    # Two seeds with the gain at one end each, S = 4, and 1 at the other: alone they agree, and pooled it takes fewer steps.
+    crossed = recipe(
+        [(0, 3, 0), (49, 3, 0), (51, 0, 2), (99, 0, 2)],
+        repeats=[Repeat(seed=1, score=0.5, noise=probes([(0, 0, 2), (49, 0, 2), (51, 3, 0), (99, 3, 0)]))],
+    )
+    row = forecast_recipe(crossed, workers=[4]).rows[0]
+    assert row.low == row.steps < row.high - 5
+    alone = forecast_recipe(recipe([(0, 3, 0)]), workers=[4])
+    assert (alone.rows[0].low, alone.rows[0].high) == (None, None)
+    assert "No interval" in alone.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"workers": []}, "Invalid workers="),
+        ({"workers": [0, 1]}, "Invalid workers="),
+        ({"config": AdaScaleConfig(rule="adamscale")}, "no forecast for it"),
+        ({"config": AdaScaleConfig(base_batch_size=4)}, "base_batch_size=4.: the recipe says 8"),
+        ({"cost_per_worker_hour": -1, "throughput": MODEL}, "cost_per_worker_hour=-1"),
+    ],
+)
+def test_what_cannot_be_forecast(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        forecast_recipe(recipe([(0, 3, 1)]), **changes)
+    with pytest.raises(ValueError, match="no noise probes"):
+        forecast_recipe(recipe([]))
+
+
+def text(made: Forecast) -> str:
+    console = rich.console.Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(made.table())
+    return console.export_text()
+
+
+def test_table_and_json() -> None:
+    made = forecast_recipe(
+        recipe([(0, 3, 1)]), workers=[1, 4], config=LINEAR, throughput=MODEL, cost_per_worker_hour=3.6
+    )
+    lines = text(made).splitlines()
+    assert max(map(len, lines)) <= 80
+    # The gain, with μ² shrinking: r = (3 + e)/(3/4 + e), e = (r/4)^¼ has the solution 2.38.
+    cells = next(line.split() for line in lines if line.split()[:1] == ["4"])
+    assert cells == ["4", "32", "4", "25", "2.38", "59%", "34.4", "s", "2.91", "0.66", "0.14"]
+    assert "Adding workers pays up to" in text(made)
+    read = json.loads(made.to_json())
+    assert read["pays_until"] == made.pays_until
+    assert read["rows"][1]["seconds"] == 34.375
+    assert read["recipe"] == recipe([(0, 3, 1)]).fingerprint
+
+
+def test_plot_and_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    twice = recipe([(0, 3, 0)], repeats=[Repeat(seed=1, score=0.5, noise=probes([(0, 0, 2)]))])
+    forecast_recipe(twice, workers=[1, 4]).plot(tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ValueError, match=r"pip install 'ray-adascale\[plots\]'"):
+        forecast_recipe(twice, workers=[1, 4]).plot(tmp_path / "plot.png")

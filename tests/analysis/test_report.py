@@ -1,0 +1,311 @@
+"""The report: what the page says, worked out by hand, and that nothing of the user's gets into its markup."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ray_adascale import AdaScaleConfig
+from ray_adascale.analysis.forecast import forecast_recipe
+from ray_adascale.analysis.report import RunTrace, _draw, _line, _panels, _stretches, load_run, trace_path, write_report
+from ray_adascale.recipe import Repeat
+from ray_adascale.run.trace import Trace
+
+from .test_forecast import probes, recipe
+
+NASTY = "<script>alert('$x_{$')</script>&amp;"
+
+
+def row(step: int, **changes: Any) -> dict[str, Any]:
+    """A step of a run at S = 4 with r = 2."""
+    return {
+        "step": step,
+        "attempt": 0,
+        "position": 32 * step,
+        "gain": 2.0,
+        "scale": 4.0,
+        "effective_steps": 2.0 * step,
+        "progress": 2.0 * step,
+        "lr": 0.1,
+        "loss": 1 / step,
+        "sigma2": 3.0,
+        "mu2": 1.0,
+        "noise_scale": 24.0,
+        "efficiency": 0.5,
+        "examples_per_s": 1000.0,
+        "optimizer_steps": step,
+        "world_size": 2,
+    } | changes
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    with Trace(path) as trace:
+        for each in rows:
+            trace.append(each)
+    return path
+
+
+def base_rows(count: int = 20) -> list[dict[str, Any]]:
+    return [
+        row(s, gain=1.0, scale=1.0, effective_steps=float(s), progress=float(s), efficiency=1.0, world_size=1)
+        | ({"accuracy": 0.04 * s} if s % 5 == 0 else {})
+        | {"sigma2": float("nan"), "mu2": float("nan")}
+        for s in range(1, count + 1)
+    ]
+
+
+class Page(HTMLParser):
+    """Tables as lists of rows of cell texts, tags seen, and everything that could be loaded."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.tables: list[list[list[str]]] = []
+        self.headings: list[str] = []
+        self.ids: list[str] = []
+        self._open: list[str] = []
+        self.feed(path.read_text(encoding="utf-8"))
+        assert self._open == [], "unclosed"
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.append(tag)
+        if tag not in ("meta", "br"):
+            self._open.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href"):
+                self.links.append(value)
+            if name == "id":
+                self.ids.append(value)
+            assert not name.startswith("on")
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+        elif tag == "h2":
+            self.headings.append("")
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        self.handle_starttag(tag, attrs)
+        self._open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "td" in self._open or "th" in self._open:
+            self.tables[-1][-1][-1] += data
+        elif self._open[-1:] == ["h2"]:
+            self.headings[-1] += data
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., Page]:
+    def run(*runs: Any, **kwargs: Any) -> Page:
+        return Page(write_report(runs[0] if len(runs) == 1 else list(runs), tmp_path / "out" / "report.html", **kwargs))
+
+    return run
+
+
+def test_page_says_what_the_runs_did(make: Callable[..., Page], tmp_path: Path) -> None:
+    base = write(tmp_path / "base" / "trace.jsonl", base_rows())
+    scaled = write(tmp_path / "scaled" / "trace.jsonl", [row(s) | {"accuracy": 0.08 * s} for s in range(1, 11)])
+    page = make(base.parent, scaled, recipe=recipe([(0, 3, 1)], total_steps=20))
+    head, *rows = page.tables[0]
+    assert head == [
+        *("run", "workers", "S", "steps", "effective steps", "mean gain", "efficiency", "loss, last 5 %", "accuracy")
+    ]
+    assert rows == [
+        ["base", "1", "1", "20", "20", "1.00", "100%", "0.05000", "0.8000"],
+        ["scaled", "2", "4", "10", "20", "2.00", "50%", "0.1000", "0.8000"],
+    ]
+    # r = 2.38 with these σ², μ² (see test_forecast): ⌈20 / 2.38⌉ = 9 steps, 10 % too few. The base run is not compared.
+    assert page.tables[1][1:] == [["scaled", "4", "9", "", "10", "-10.0%"]]
+    assert page.headings == ["Runs", "Forecast and actual", "Plots", "Recipe"]
+    assert page.tags.count("figure") == page.tags.count("svg") == 7
+    text = (tmp_path / "out" / "report.html").read_text()
+    # Beside the plots the runs stand once more, in the colours of the table; there is nothing to say of vertical lines.
+    keys = re.findall(r'<span class="key" style="background:(#\w{6})"></span>(\w+)', text)
+    assert keys == [("#3b7dd8", "base"), ("#e0702a", "scaled"), ("#e0702a", "scaled"), *keys[:2]]
+    assert text.index("<h2>Plots</h2>") < text.index('<div class="legend">') < text.index("<figure>")
+    assert "Vertical lines" not in text
+    pngs = sorted(path.name for path in (tmp_path / "out").glob("*.png"))
+    assert pngs == [
+        f"report-{name}.png" for name in ("efficiency", "gain", "loss", "lr", "metric-accuracy", "noise", "throughput")
+    ]
+    assert all((tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG") for name in pngs)
+    assert list((tmp_path / "out").glob(".*")) == []
+
+
+def test_page_stands_alone_in_light_and_dark(make: Callable[..., Page], tmp_path: Path) -> None:
+    page = make([write(tmp_path / "trace.jsonl", [row(1), row(2)])])
+    text = (tmp_path / "out" / "report.html").read_text()
+    assert all(link.startswith("#") for link in page.links)
+    assert not re.search(r"url\((?!#)|@import|<script|<link|<iframe", text)
+    assert "prefers-color-scheme: dark" in text
+    assert "currentColor" in text
+    assert "#123457" not in text  # the placeholder
+    # What a plot refers to (clip paths, markers) is its own: several plots share the page's names.
+    used = [name for name in page.ids if re.fullmatch(r"[pm][0-9a-f]{10}", name)]
+    assert used
+    assert len(used) == len(set(used))
+
+
+def test_what_users_name_is_text(make: Callable[..., Page], tmp_path: Path) -> None:
+    path = write(tmp_path / "trace.jsonl", [row(1) | {NASTY: 1.0, "_hidden": 2.0}, row(2) | {NASTY: 1.5}])
+    page = make({NASTY: path}, recipe=recipe([], hyperparameters={"note": NASTY}, workload=NASTY))
+    assert "script" not in page.tags
+    assert page.tables[0][1][0] == NASTY
+    assert NASTY in page.tables[0][0]
+    assert "Forecast and actual" not in page.headings  # the recipe has no noise
+    text = (tmp_path / "out" / "report.html").read_text()
+    assert "<script" not in text
+    assert text.count("&lt;script&gt;") >= 5
+
+
+def test_restarts_and_resizes_are_marked(make: Callable[..., Page], tmp_path: Path) -> None:
+    rows = [row(1), row(2), row(3, attempt=1), row(4, attempt=2, world_size=4, scale=8.0), row(5, world_size=4)]
+    rows[4]["attempt"], rows[4]["scale"] = 2, 8.0
+    page = make([write(tmp_path / "mine" / "trace.jsonl", rows)], recipe=recipe([(0, 3, 1)], total_steps=10))
+    assert page.tables[0][1][1:3] == ["2 → 4", "4 → 8"]
+    assert page.tables[1][1:] == [
+        ["mine", "4", "restarted"],
+        ["mine", "6", "resized from 2 workers (S = 4) to 4 workers (S = 8)"],
+    ]
+    assert page.tables[2][1:] == [["mine", "4 → 8", "", "", "5", "resized"]]
+    assert page.tags.count("svg") == 6
+    text = (tmp_path / "out" / "report.html").read_text()
+    assert "Vertical lines" in text
+    assert '<th class="text">what</th>' in text
+    assert text.count('<td class="text">re') == 2
+
+
+def test_forecast_against_actual(make: Callable[..., Page], tmp_path: Path) -> None:
+    done = write(tmp_path / "done" / "trace.jsonl", [row(s) for s in range(1, 11)])
+    half = write(tmp_path / "half" / "trace.jsonl", [row(s) for s in range(1, 6)])
+    other = write(tmp_path / "other" / "trace.jsonl", [row(s, world_size=16) for s in range(1, 11)])
+    made = forecast_recipe(
+        recipe([(0, 3, 0)], total_steps=20), workers=[2], config=AdaScaleConfig(per_worker_batch_size=16)
+    )  # r = S: 5 steps
+    page = make(done, half, other, forecast=made)
+    assert page.tables[1][1:] == [
+        ["done", "4", "5", "", "10", "-50.0%"],
+        ["half", "4", "5", "", "5", "not finished: at 50%"],
+        ["other", "4", "", "", "10", "not forecast"],
+    ]
+    # From a recipe: of two seeds, r = S and r = 1, so 5 and 20 steps; and nothing of what it can't be asked about.
+    rule = write(tmp_path / "rule" / "trace.jsonl", [row(s, progress=1.5 * s) for s in range(1, 11)])
+    lr = write(tmp_path / "lr" / "trace.jsonl", [row(s, lr=0.2) for s in range(1, 11)])
+    second = [Repeat(seed=1, score=0.5, noise=probes([(0, 0, 2)]))]
+    first = make(done, recipe=recipe([(0, 3, 0)], 20, repeats=second)).tables[1][1]
+    others = make(done, rule, lr, recipe=recipe([(0, 3, 0)], 20)).tables[1][1:]
+    assert (first[0], first[3], first[4]) == ("done", "5–20", "10")
+    assert 5 < int(first[2]) < 20
+    assert others == [
+        ["done", "4", "5", "", "10", "-50.0%"],
+        ["rule", "4", "", "", "10", "another rule than AdaScale's"],
+        ["lr", "4", "", "", "10", "not this recipe's schedule"],
+    ]
+
+
+def test_runs_are_found_and_told_apart(tmp_path: Path) -> None:
+    ended = write(tmp_path / "ended" / "trace.jsonl", [row(1)])
+    write(tmp_path / "ended" / "checkpoint_0000000001" / "trace.jsonl", [row(1)])
+    assert trace_path(ended.parent) == ended
+    stopped = tmp_path / "stopped"
+    for n in (1, 2):
+        write(stopped / f"checkpoint_000{n}" / "trace.jsonl", [row(s) for s in range(1, n + 1)])
+    assert len(load_run(stopped).rows) == 2
+    assert load_run(stopped).label == "stopped"
+    assert load_run(write(tmp_path / "odd.jsonl", [row(1)])).label == "odd"
+    again = Page(write_report([stopped, stopped, ended], tmp_path / "r.html"))
+    assert [cells[0] for cells in again.tables[0][1:]] == ["stopped (1)", "stopped (2)", "ended"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (None, "no such file or folder"),
+        ([], "no optimizer step was taken"),
+        ([{"step": 1}], "has no 'effective_steps' in its last row"),
+    ],
+)
+def test_runs_that_are_none(tmp_path: Path, rows: list[dict[str, Any]] | None, message: str) -> None:
+    if rows is not None:
+        write(tmp_path / "run" / "trace.jsonl", rows)
+    with pytest.raises(ValueError, match=message):
+        write_report([tmp_path / "run"], tmp_path / "r.html")
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_what_is_given_in_place_of_a_run_or_a_page(tmp_path: Path) -> None:
+    recipe([(0, 3, 1)]).save(tmp_path / "recipe.json")
+    (tmp_path / "notes").write_text("a note")
+    (tmp_path / "search").mkdir()
+    (tmp_path / "search" / "search.json").write_text("{}")
+    run = write(tmp_path / "run" / "trace.jsonl", [row(1)])
+    for given, page, message in (
+        (tmp_path / "recipe.json", "r.html", "recipe.json is not a trace row"),
+        (tmp_path / "notes", "r.html", "no steps in .*notes; it is not JSON lines"),
+        (tmp_path / "search", "r.html", "search': a search, whose trials keep no trace"),
+        (run, "run", "run': a folder. Name the HTML file"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            write_report(given, tmp_path / page)
+    assert write_report(str(run), tmp_path / "r.html").is_file()  # one, and not a run for each of its letters
+
+
+def test_no_runs_and_no_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="none given"):
+        write_report([], tmp_path / "r.html")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"no trace\.jsonl in it"):
+        trace_path(tmp_path / "empty")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ValueError, match=r"pip install 'ray-adascale\[plots\]'"):
+        write_report([write(tmp_path / "t.jsonl", [row(1)])], tmp_path / "r.html")
+
+
+def test_long_runs_are_thinned_by_means() -> None:
+    rows = [row(s, loss=float(s % 2)) for s in range(1, 12_001)]
+    tau, loss = _line(RunTrace("x", rows), "loss", dots=False)
+    assert len(tau) == 1200
+    assert loss == pytest.approx(np.full(1200, 0.5))  # each the mean of ten
+    assert tau[0] == pytest.approx(2 * 5.5)
+    assert len(_line(RunTrace("x", rows), "loss", dots=True)[0]) == 12_000
+
+
+def test_single_losses_do_not_press_the_means_flat(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Every tenth step's loss is a thousand times smaller; the means lie near 1.
+    drawn: list[Any] = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, *args, **kwargs: drawn.append(self))
+    run = RunTrace("x", [row(s, loss=1e-3 if s % 10 == 0 else 1.0) for s in range(1, 601)])
+    _draw(_panels([run])[0], [run], None)
+    (axes,) = drawn[0].axes
+    means, steps = axes.lines
+    assert axes.get_yscale() == "log"
+    assert axes.get_xlim()[0] == 0
+    assert axes.get_xlim()[1] >= 1200
+    assert axes.get_ylim()[0] > 0.1
+    assert means.get_ydata() == pytest.approx(np.full(60, 0.9), rel=0.2)
+    assert steps.get_ydata().min() == 1e-3
+    assert steps.get_zorder() < means.get_zorder()
+
+
+def test_losses_are_averaged_over_equal_stretches() -> None:
+    # Steps of 1 up to τ = 60, then of 30 up to 120, in sixty stretches of 2: [0, 2) holds τ = 0, 1; the last all of the end.
+    tau = np.array([*range(60), 60.0, 90.0, 119.0, 120.0])
+    middle, mean = _stretches(tau, np.arange(64.0))
+    assert len(middle) == 30 + 3
+    assert (middle[0], mean[0]) == (0.5, 0.5)
+    assert (middle[-1], mean[-1]) == (119.5, 62.5)
+    assert mean[-2] == 61

@@ -1,0 +1,116 @@
+"""Event files of a trace, read back record by record."""
+
+from __future__ import annotations
+
+import math
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_adascale.analysis import tensorboard
+from ray_adascale.analysis.tensorboard import LiveEvents, write_events
+
+from .test_report import row, write
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Tag -> (step, value), of all files in order, as TensorBoard shows them.
+
+    A record is its length, a checksum, the event and a checksum. A session's start at a step takes back what was written
+    for that step and later ones.
+    """
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+    found: dict[str, list[tuple[int, float]]] = {}
+    for path in sorted(folder.glob("events*")):
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            (length,) = struct.unpack_from("<Q", data, at)
+            event: Any = Event.FromString(data[at + 12 : at + 12 + length])
+            at += 16 + length
+            if event.session_log.status == SessionLog.START:
+                found = {tag: [row for row in rows if row[0] < event.step] for tag, rows in found.items()}
+            for value in event.summary.value:
+                found.setdefault(value.tag, []).append((event.step, value.simple_value))
+    assert found
+    return found
+
+
+def test_every_number_of_the_trace_is_a_scalar(tmp_path: Path) -> None:
+    rows = [row(1, loss=math.nan), row(2, loss=0.5, accuracy=0.75, note="mine")]
+    folder = write_events(write(tmp_path / "mine" / "trace.jsonl", rows), tmp_path / "events")
+    assert folder == tmp_path / "events" / "mine"
+    found = scalars(folder)
+    assert found["gain"] == [(1, 2.0), (2, 2.0)]
+    assert found["loss"] == [(2, 0.5)]
+    assert found["accuracy"] == [(2, 0.75)]
+    assert found["tau/accuracy"] == [(4, 0.75)]  # τ = 4 at the second step
+    assert not {"note", "step", "attempt", "position"} & set(found)
+
+
+def live_metrics(step: int) -> dict[str, Any]:
+    """At S = 4 with gain 2."""
+    return {"optimizer_steps": step, "effective_steps": 2.0 * step, "gain": 2.0, "loss": 1 / step, "note": "mine"}
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(tensorboard.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_run_that_goes_on_has_a_point_a_second_and_its_last_step(tmp_path: Path, clock: list[float]) -> None:
+    events = LiveEvents(tmp_path)
+    for step in range(1, 12):
+        events.add(live_metrics(step))
+        clock[0] += 0.25
+    events.close()
+    steps = [1, 5, 9, 11]
+    found = scalars(tmp_path / "steps")
+    assert set(found) == {"gain", "loss", "effective_steps"}
+    assert found["loss"] == [(step, pytest.approx(1 / step)) for step in steps]
+    assert [at for at, _ in scalars(tmp_path / "tau")["tau/loss"]] == [2 * step for step in steps]
+
+
+def test_points_get_rarer_as_a_run_gets_long(tmp_path: Path, clock: list[float]) -> None:
+    events = LiveEvents(tmp_path)
+    for step in range(1, 201):
+        events.add(live_metrics(step))
+        clock[0] += 50.0  # 10,000 s in all: in the end a point each 20 s would do
+    events.add(live_metrics(201))
+    clock[0] += 19.0
+    events.add(live_metrics(202))  # not yet
+    clock[0] += 2.0
+    events.add(live_metrics(203))
+    events.close()
+    found = [at for at, _ in scalars(tmp_path / "steps")["gain"]]
+    assert found == [*range(1, 202), 203]
+
+
+def test_a_run_that_resumes_shows_no_step_twice(tmp_path: Path, clock: list[float]) -> None:
+    for steps in (range(1, 31), range(21, 41)):  # killed at step 30, resumed from the checkpoint after 20
+        events = LiveEvents(tmp_path)
+        for step in steps:
+            events.add(live_metrics(step))
+            clock[0] += 1.0
+        events.close()
+    assert [at for at, _ in scalars(tmp_path / "steps")["gain"]] == list(range(1, 41))
+    assert [at for at, _ in scalars(tmp_path / "tau")["tau/gain"]] == list(range(2, 82, 2))
+
+
+def test_without_tensorboardx_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    events = LiveEvents(tmp_path / "events")
+    events.add(live_metrics(1))
+    events.close()
+    assert not (tmp_path / "events").exists()
+
+
+def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ValueError, match="tensorboardX is needed"):
+        write_events(write(tmp_path / "trace.jsonl", [row(1)]), tmp_path)

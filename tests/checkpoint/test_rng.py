@@ -1,0 +1,122 @@
+"""Generators put back go on with the very draws that they would have made, through a checkpoint as well."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ray_adascale import checkpoint
+from ray_adascale.checkpoint.rng import capture_rng, empty_rng, restore_rng
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def draw() -> list[Any]:
+    """An odd number of normals from each generator: those that make them in pairs hold one back."""
+    return [
+        random.random(),
+        *(random.gauss(0, 1) for _ in range(3)),
+        random.getrandbits(70),
+        *np.random.rand(5).tolist(),  # noqa: NPY002 (the global generator is what is captured)
+        *np.random.randn(3).tolist(),  # noqa: NPY002
+        *np.random.permutation(7).tolist(),  # noqa: NPY002
+        *torch.rand(5).tolist(),
+        *torch.randn(3).tolist(),
+        *torch.randn(17).tolist(),
+        *torch.randperm(7).tolist(),
+        *torch.randn(3, device=DEVICE).tolist(),
+    ]
+
+
+def seed(value: int) -> None:
+    random.seed(value)
+    np.random.seed(value)  # noqa: NPY002
+    torch.manual_seed(value)
+
+
+@pytest.mark.parametrize("draws", [0, 1, 2])
+def test_restored_generators_repeat_their_draws(draws: int) -> None:
+    seed(3)
+    for _ in range(draws):
+        draw()
+    state = capture_rng(DEVICE)
+    first = draw()
+    assert draw() != first
+    restore_rng(state, DEVICE)
+    assert draw() == first
+
+
+def test_capture_moves_nothing_and_aliases_nothing() -> None:
+    seed(4)
+    expected = draw()
+    seed(4)
+    state = capture_rng(DEVICE)
+    copies = {key: value.clone() for key, value in state.items()}
+    assert draw() == expected
+    assert all(torch.equal(state[key], copies[key]) for key in state if key != "python_gauss")
+
+
+def test_a_normal_that_is_held_back_is_kept() -> None:
+    seed(5)
+    random.gauss(0, 1)
+    np.random.randn()  # noqa: NPY002
+    state = capture_rng(DEVICE)
+    assert not math.isnan(float(state["python_gauss"]))
+    assert float(state["numpy_gauss"]) != 0
+    following = random.gauss(0, 1), np.random.randn()  # noqa: NPY002
+    seed(6)
+    restore_rng(state, DEVICE)
+    assert (random.gauss(0, 1), np.random.randn()) == following  # noqa: NPY002
+
+
+def test_a_normal_that_is_not_held_back_is_not_made_up() -> None:
+    seed(5)
+    state = capture_rng(DEVICE)
+    assert math.isnan(float(state["python_gauss"]))
+    random.gauss(0, 1)
+    np.random.randn()  # noqa: NPY002
+    restore_rng(state, DEVICE)
+    assert random.getstate()[2] is None
+    assert np.random.get_state()[3] == 0  # noqa: NPY002
+
+
+def test_through_a_checkpoint(tmp_path: Path) -> None:
+    seed(7)
+    draw()
+    checkpoint.save(tmp_path, {f"rng/{key}": value for key, value in capture_rng(DEVICE).items()})
+    first = draw()
+    # What a fresh process allocates has the shapes of what an old one saved, whatever either drew before.
+    seed(8)
+    into = empty_rng(DEVICE)
+    checkpoint.load(tmp_path, {f"rng/{key}": value for key, value in into.items()})
+    restore_rng(into, DEVICE)
+    assert draw() == first
+
+
+def test_shapes_and_dtypes_do_not_depend_on_what_was_drawn() -> None:
+    seed(9)
+    shapes = []
+    for _ in range(3):
+        state = capture_rng(DEVICE)
+        shapes.append({key: (value.shape, value.dtype, value.device.type) for key, value in state.items()})
+        draw()
+    assert shapes[0] == shapes[1] == shapes[2]
+    assert shapes[0] == {key: (v.shape, v.dtype, v.device.type) for key, v in empty_rng(DEVICE).items()}
+    assert {device for _, _, device in shapes[0].values()} == {"cpu"}
+
+
+def test_a_state_without_a_gpu_leaves_one_alone() -> None:
+    state = capture_rng(torch.device("cpu"))
+    assert "cuda" not in state
+    restore_rng(state, DEVICE)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_only_the_given_gpus_generator_is_captured() -> None:
+    assert "cuda" in capture_rng(torch.device("cuda"))

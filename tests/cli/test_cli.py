@@ -1,0 +1,573 @@
+"""The command line, up to where Ray begins; test_train and `make demo` run it for real."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import ray.exceptions
+import ray.train
+from ray.exceptions import RayActorError
+from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
+
+from ray_adascale import AdaScaleConfig, LocalBackend, Recipe, _files
+from ray_adascale.analysis import throughput
+from ray_adascale.cli import main
+from ray_adascale.run.base_run import record_recipe
+from ray_adascale.run.loop import METRICS
+from ray_adascale.search import tune
+from ray_adascale.train import cluster, trainer
+
+from ..analysis.test_forecast import regression
+from ..analysis.test_report import row, write
+from ..train.test_trainer import _recipe
+
+RECIPE_2 = Path(__file__).parents[1] / "samples" / "recipe_v2.json"
+WORKLOAD = f"{Path(__file__).parents[1] / 'train' / 'test_trainer.py'}:workload"
+
+TRAIN = ["train", WORKLOAD, "--base-batch-size=4", "--total-steps=4"]
+
+
+# As Ray Train hands them on: the first holds what Ray says of the actor.
+DIED = WorkerHealthCheckFailedError(
+    "A health check failed.", RayActorError(None, "class_name: X\nThe actor is dead: out of memory")
+)
+HANGING = WorkerHealthCheckTimeoutError("A health check has been hanging.\nWorker info: Worker(\n  actor=...,\n)")
+DEAD = RayActorError(None, "The actor is dead")
+
+
+class Result:
+    metrics = {**dict.fromkeys(METRICS, 1.0), "optimizer_steps": 10, "progress": 25.0, "scale": 4.0, "accuracy": 0.9}
+    return_value = {"stopped": "total_steps reached"}
+
+    class checkpoint:
+        path = "somewhere/checkpoint_1"
+
+
+@pytest.fixture(autouse=True)
+def no_ray() -> Iterator[None]:
+    """Whatever tests ran before: the process of a command has no Ray yet."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ray, "is_initialized", lambda: False)
+        yield
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the public API is called with; Ray is never started."""
+    seen: dict[str, Any] = {}
+
+    class Trainer:
+        def __init__(self, workload: Any, **kwargs: Any) -> None:
+            seen.update(kwargs, workload=workload)
+
+        def fit(self) -> Any:
+            if "error" in seen:
+                raise seen["error"]
+            return Result
+
+    def search(workload: Any, space: Any, **kwargs: Any) -> Recipe:
+        seen.update(kwargs, workload=workload, space=space)
+        return _recipe()
+
+    monkeypatch.setattr(cluster, "quiet_init", lambda address=None: seen.update(address=address))
+    monkeypatch.setattr(trainer, "AdaScaleTrainer", Trainer)
+    monkeypatch.setattr(tune, "tune_recipe", search)
+    # Into the storage, which by default is the user's.
+    monkeypatch.setattr(_files, "write_json", lambda path, value: seen.update(path=path, saved=value))
+    return seen
+
+
+def test_train_hands_everything_on_and_says_how_it_went(
+    called: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _recipe().save(tmp_path / "recipe.json")
+    arguments = [
+        "train",
+        WORKLOAD,
+        "path=data",
+        "depth=3",
+        f"--recipe={tmp_path / 'recipe.json'}",
+        "--num-workers=2..8",
+    ]
+    arguments += ["--use-gpu", "--per-worker-batch-size=16", "--rule=sqrt", "--seed=7", "--name=mine", "--address=here"]
+    assert main.main(arguments) == 0
+    assert called["workload"].__name__ == "workload"
+    assert called["recipe"] == _recipe()
+    assert called["hyperparameters"] == {"path": "data", "depth": 3}
+    assert called["config"] == AdaScaleConfig(per_worker_batch_size=16, rule="sqrt", seed=7)
+    assert called["scaling_config"] == ray.train.ScalingConfig(num_workers=(2, 8), use_gpu=True)
+    assert called["run_config"].name == "mine"
+    assert called["address"] == "here"
+    out = capsys.readouterr().out
+    assert "accuracy 0.9" in out
+    assert "mean gain 2.50 of 4" in out
+    assert "total_steps reached" in out
+    assert "somewhere/checkpoint_1" in out
+
+
+def test_storage_is_made_absolute_unless_it_is_a_uri(
+    called: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)  # workers have another working directory
+    common = ["train", WORKLOAD, "--base-batch-size=4", "--total-steps=10"]
+    assert main.main([*common, "--storage-path=results"]) == 0
+    assert called["run_config"].storage_path == str(tmp_path / "results")
+    assert main.main([*common, "--storage-path=s3://bucket/results"]) == 0
+    assert called["run_config"].storage_path == "s3://bucket/results"
+
+
+def test_tune_takes_the_space_beside_the_workload_and_writes_the_recipe(
+    called: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine_cli.py").write_text("param_space = {'lr': 0.1}\nother = {'lr': 0.2}\ndef workload(config): ...\n")
+    spec, target = f"{tmp_path / 'mine_cli.py'}:workload", tmp_path / "out.json"
+    common = ["--base-batch-size=8", "--total-steps=60", f"--output={target}"]
+    assert main.main(["tune", spec, *common, "--num-samples=3", "--gpus-per-trial=0.5"]) == 0
+    assert called["space"] == {"lr": 0.1}
+    assert (called["base_batch_size"], called["total_steps"], called["num_samples"]) == (8, 60, 3)
+    assert called["resources_per_trial"] == {"CPU": 1, "GPU": 0.5}
+    assert Recipe.load(target) == _recipe()
+    assert str(target) in capsys.readouterr().out
+    assert main.main(["tune", spec, *common, f"--param-space={tmp_path / 'mine_cli.py'}:other"]) == 0
+    assert called["space"] == {"lr": 0.2}
+
+
+def test_tune_takes_the_same_words_as_train(called: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "mine_cli_words.py").write_text(
+        "param_space = {'lr': 0.1, 'depth': [1, 2]}\ndef workload(config): ...\n"
+    )
+    words = ["path=data", "--precision=bf16", "--evaluate-every=5", "--seed=7", "-c", "grad_clip=1", "depth=3"]
+    spec, target = f"{tmp_path / 'mine_cli_words.py'}:workload", f"--output={tmp_path / 'out.json'}"
+    assert main.main(["tune", spec, *words, "--base-batch-size=8", "--total-epochs=2", target]) == 0
+    assert called["space"] == {"lr": 0.1, "depth": 3, "path": "data"}
+    expected = AdaScaleConfig(precision="bf16", evaluate_every=5.0, seed=7, grad_clip=1.0)
+    assert (called["config"], called["seed"]) == (expected, 7)
+    assert main.main(["train", spec, *words, "--base-batch-size=8", "--total-epochs=2"]) == 0
+    assert called["hyperparameters"] == {"path": "data", "depth": 3}
+    assert called["config"] == dataclasses.replace(expected, base_batch_size=8, total_epochs=2.0)
+
+
+def test_tune_refuses_what_is_for_runs_at_scale(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cluster, "quiet_init", lambda address=None: None)  # what tune_recipe itself does is not faked
+    (tmp_path / "mine_cli_scale.py").write_text("param_space = {'lr': 0.1}\ndef workload(config): ...\n")
+    common = ["tune", f"{tmp_path / 'mine_cli_scale.py'}:workload", "--base-batch-size=8", "--total-steps=60"]
+    assert main.main([*common, "-c", "rule=linear"]) == 2
+    assert "Invalid AdaScaleConfig(rule='linear') for a search" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["option", "environment"])
+def test_no_cluster_at_the_address(
+    how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a fake: Ray itself is asked, or would be, and would take minutes."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound and not listening: nobody else gets the port, and nobody answers
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        for at, said in (
+            (address, "refused"),
+            (f"ray://{address}", "refused"),
+            ("nonsense", "Invalid address format"),
+        ):
+            if how == "environment":
+                monkeypatch.setenv("RAY_ADDRESS", at)
+            option = [f"--address={at}"] if how == "option" else []
+            assert main.main([*TRAIN, "--name=x", f"--storage-path={tmp_path}", *option]) == 2
+            err = capsys.readouterr().err
+            assert err.startswith(f"ray-adascale: Invalid address {at!r}: no Ray cluster answers there (")
+            assert said in err
+            assert err.count("\n") == 1
+            if how == "environment":
+                break  # the rest is the same
+
+
+def test_an_address_is_refused_where_ray_runs_already(
+    called: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)  # the workload's file has called ray.init()
+    assert main.main([*TRAIN, "--address=10.0.0.1:6379"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("ray-adascale: Invalid --address 10.0.0.1:6379: Ray runs in this process already")
+    assert err.count("\n") == 1
+    assert not called
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")  # which ray.init() has heeded
+    assert main.main(TRAIN) == 0
+
+
+def test_ray_that_does_not_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(address: str | None = None) -> None:
+        raise TimeoutError("no redis\nand more") if address is None else ConnectionError("Could not find any")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cluster, "quiet_init", fail)
+    assert main.main(TRAIN) == 1
+    assert capsys.readouterr().err == "ray-adascale: Ray could not be started here. TimeoutError: no redis\n"
+    assert main.main([*TRAIN, "--address=auto"]) == 2
+    assert "Invalid address 'auto': no Ray cluster answers there (Could not find any)." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "nowhere.py:workload", "--base-batch-size=4", "--total-steps=4"], "nowhere.py"),
+        (["train", WORKLOAD, "--recipe=missing.json"], "missing.json"),
+        (["train", WORKLOAD, "--num-workers=many", "--base-batch-size=4", "--total-steps=4"], "num-workers"),
+        (["train", WORKLOAD, "depth", "--base-batch-size=4", "--total-steps=4"], "key=value"),
+        (["train", WORKLOAD, "--base-batch-size=0", "--total-steps=4"], "base_batch_size"),
+        (
+            ["tune", f"{WORKLOAD[:-8]}flat", "--base-batch-size=4", "--total-steps=4"],
+            "No search space beside the workload",
+        ),
+        ([*TRAIN, "-c", "grad_clips=1"], "grad_clips=...: AdaScaleConfig has no such field. It has accept_changes"),
+        ([*TRAIN, "-c", "shuffle=no"], "Invalid --config shuffle='no'. Must be true or false"),
+        ([*TRAIN, "-c", "num_loader_workers=1.5"], "num_loader_workers=1.5. Must be a whole number"),
+        ([*TRAIN, "-c", "grad_clip=high"], "grad_clip='high'. Must be a number or null"),
+        ([*TRAIN, "-c", "precision=fp64"], "precision='fp64'. Must be 'fp32', 'bf16', 'fp16'"),
+        ([*TRAIN, "-c", "grad_clip=-1"], "AdaScaleConfig(grad_clip=-1.0)"),
+        ([*TRAIN, "-c", "seed=1", "--seed=2"], "seed is given twice"),
+        ([*TRAIN, "-c", "seed"], "Must be key=value"),
+        ([*TRAIN, "a=1", "a=2"], "Invalid override 'a=2': a is given twice"),
+        (["resume", "/nowhere/x"], "no ray_adascale.json in /nowhere/x."),
+        (["report", "/nowhere/x"], "Invalid run '/nowhere/x': no such file or folder"),
+        (["describe", "/nowhere/x"], "Invalid path '/nowhere/x'"),
+        (["forecast", "/nowhere/recipe.json"], "ray-adascale: No such file or directory: /nowhere/recipe.json\n"),
+        (["forecast", f"{RECIPE_2}/x"], f"ray-adascale: Not a directory: {RECIPE_2}/x\n"),
+    ],
+)
+def test_mistakes_exit_with_2_and_name_the_value(
+    called: dict[str, Any], capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main.main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_recipe_edited_by_hand_is_not_run(
+    called: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edited = tmp_path / "edited.json"
+    edited.write_text(RECIPE_2.read_text().replace('"momentum": 0.9', '"momentum": 0.8'))
+    assert main.main(["train", WORKLOAD, f"--recipe={edited}"]) == 2
+    assert "edited" in capsys.readouterr().err
+    assert not called
+
+
+def test_a_failed_run_exits_with_1_and_the_workers_own_words(
+    called: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for failures, said in (
+        ({1: OSError("no disk")}, "Worker 1: OSError: no disk\n"),
+        ({0: KeyError("depth"), 1: KeyError("depth")}, "Worker 0: KeyError: 'depth'\n"),
+        ({0: AssertionError()}, "Worker 0: AssertionError\n"),
+        (
+            {0: RuntimeError("Error(s) in loading:\n\tMissing key")},
+            "Worker 0: RuntimeError: Error(s) in loading:\n\tMissing",
+        ),
+        (
+            {0: RuntimeError("Connection closed by peer"), 2: DIED},
+            "Worker 2: A health check failed. The actor is dead: out of memory\n",
+        ),
+        ({0: HANGING}, "Worker 0: A health check has been hanging. Set the RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"),
+        ({0: DEAD}, "Worker 0: The actor is dead\n"),
+    ):
+        called["error"] = ray.train.WorkerGroupError("all of it", failures)
+        assert main.main(["train", WORKLOAD, "--base-batch-size=4", "--total-steps=4", "--name=x"]) == 1
+        assert f"run 'x' failed. {said}" in capsys.readouterr().err
+    called["error"] = ray.exceptions.ActorDiedError()
+    assert main.main(["train", WORKLOAD, "--base-batch-size=4", "--total-steps=4", "--name=x"]) == 1
+    assert "run 'x' failed. The actor died" in capsys.readouterr().err
+    called["error"] = KeyboardInterrupt()
+    assert main.main(["train", WORKLOAD, "--base-batch-size=4", "--total-steps=4", "--name=x"]) == 130
+    assert re.search(r"`ray-adascale resume \S+/x` goes on", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [WORKLOAD, "a=1", "b=x", "--base-batch-size", "4", "--total-steps=4"],
+        [WORKLOAD, "--base-batch-size", "4", "a=1", "--total-steps=4", "b=x"],
+        [WORKLOAD, "a=1", "--base-batch-size=4", "--total-steps=4", "b=x"],
+    ],
+)
+def test_hyperparameters_may_stand_anywhere_after_the_workload(called: dict[str, Any], arguments: list[str]) -> None:
+    assert main.main(["train", *arguments, "--name=x"]) == 0
+    assert called["hyperparameters"] == {"a": 1, "b": "x"}
+
+
+def test_help_and_unknown_options(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, code in ((["--help"], 0), (["tune", "--help"], 0), (["train", "--bogus"], 2), ([], 2)):
+        with pytest.raises(SystemExit) as stopped:
+            main.main(arguments)
+        assert stopped.value.code == code
+    for arguments in (["tune", WORKLOAD, "--base-batch-size=4"], [*TRAIN, "--total-epochs=1"]):
+        with pytest.raises(SystemExit) as stopped:  # a length, and one only
+            main.main(arguments)
+        assert stopped.value.code == 2
+
+
+@pytest.mark.parametrize("command", ["tune", "forecast", "train", "resume", "report", "describe"])
+def test_every_option_is_explained(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main([command, "--help"])
+    (parser,) = (action for action in main._parser()._actions if isinstance(action.choices, dict))
+    for action in parser.choices[command]._actions:
+        assert action.help
+        assert action.metavar or action.choices or action.nargs == 0 or len(action.dest) <= 8, action.dest
+
+
+def test_any_setting_can_be_given(called: dict[str, Any]) -> None:
+    given = ["-c", "grad_clip=1", "-c", "shuffle=false", "-c", "precision=bf16", "--config=evaluate_every=null"]
+    assert main.main([*TRAIN, *given, "--accumulation=2"]) == 0
+    expected = AdaScaleConfig(
+        base_batch_size=4, total_steps=4, accumulation=2, grad_clip=1.0, shuffle=False, precision="bf16"
+    )
+    assert called["config"] == expected
+    assert isinstance(called["config"].grad_clip, float)
+
+
+def test_resume_is_the_same_command_again(
+    called: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # the run's file is written for real
+    monkeypatch.setattr(cluster, "quiet_init", lambda address=None: called.update(address=address))
+
+    class Trainer:
+        def __init__(self, workload: Any, **kwargs: Any) -> None:
+            called.update(kwargs, workload=workload)
+
+        def fit(self) -> Any:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer, "AdaScaleTrainer", Trainer)
+    _recipe().save(tmp_path / "recipe.json")
+    monkeypatch.chdir(tmp_path)
+    first = [
+        "train",
+        WORKLOAD,
+        "path=data",
+        "--recipe=recipe.json",
+        "--num-workers=2",
+        "--name=mine",
+        "-c",
+        "grad_clip=1",
+    ]
+    assert main.main([*first, "--storage-path=runs", "--rule=sqrt"]) == 130
+    before = dict(called)
+    called.clear()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")  # paths hold from any folder
+    assert main.main(["resume", str(tmp_path / "runs" / "mine")]) == 130
+    assert {key: value for key, value in called.items() if key != "run_config"} == {
+        key: value for key, value in before.items() if key != "run_config"
+    }
+    for key in ("name", "storage_path"):
+        assert getattr(called["run_config"], key) == getattr(before["run_config"], key)
+    # By name, and on another number of workers.
+    assert (
+        main.main(["resume", "mine", "--storage-path=../runs", "--num-workers=1..4", "--use-gpu", "--address=a"]) == 130
+    )
+    assert called["scaling_config"] == ray.train.ScalingConfig(num_workers=(1, 4), use_gpu=True)
+    assert called["address"] == "a"
+    assert called["config"] == before["config"]
+
+
+def test_forecast_prints_a_table_or_json_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["forecast", str(RECIPE_2), "--workers=1,4"]
+    assert main.main([*common, f"--plot={tmp_path / 'f.png'}"]) == 0
+    out = capsys.readouterr().out
+    assert "Recipe d7fc38d57e4afeae: 100 base steps of 32 examples" in out
+    assert (tmp_path / "f.png").is_file()
+    assert main.main([*common, "--json", "--per-worker-batch-size=64", "-c", "averaging_window=0.1"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["workers"], row["scale"]) for row in rows] == [(1, 2.0), (4, 8.0)]
+    for more, message in (
+        (["--run=x"], "--run needs --measure"),
+        (["--cost-per-worker-hour=2"], "--cost-per-worker-hour needs --measure"),
+        (["--workers=1;2"], "Invalid --workers '1;2'"),
+    ):
+        assert main.main([*common, *more]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_forecast_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def measure(workload: Any, hyperparameters: Any, **kwargs: Any) -> throughput.Throughput:
+        seen.update(kwargs, workload=workload, hyperparameters=hyperparameters)
+        return throughput.Throughput(per_worker_batch_size=32, pass_s=36.0)
+
+    monkeypatch.setattr(throughput, "measure_throughput", measure)
+    write(tmp_path / "run" / "trace.jsonl", [row(1)])
+    common = ["forecast", str(RECIPE_2), "--workers=1", "--rule=linear", "--json"]
+    more = [f"--measure={WORKLOAD}", f"--run={tmp_path / 'run'}", "--cost-per-worker-hour=2"]
+    assert main.main([*common, *more]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["rows"]
+    assert (found["seconds"], found["cost"]) == (3600, 2)  # 100 steps of 36 s
+    assert seen["workload"].__name__ == "workload"
+    assert seen["hyperparameters"] == Recipe.load(RECIPE_2).hyperparameters
+    assert (seen["per_worker_batch_size"], seen["base_batch_size"]) == (32, 32)
+    assert seen["runs"] == [tmp_path / "run" / "trace.jsonl"]
+
+
+def test_report_and_describe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "run" / "trace.jsonl", [row(1), row(2)])
+    page = tmp_path / "page.html"
+    assert (
+        main.main(
+            ["report", str(tmp_path / "run"), f"--recipe={RECIPE_2}", "-o", str(page), f"--tensorboard={tmp_path}"]
+        )
+        == 0
+    )
+    assert len(list((tmp_path / "run").glob("events*"))) == 1
+    assert capsys.readouterr().out == f"Written to {page}\n"
+    assert "d7fc38d57e4afeae" in page.read_text()
+    assert main.main(["describe", str(RECIPE_2)]) == 0
+    assert "accuracy = 0.97 (max)" in capsys.readouterr().out
+    edited = tmp_path / "edited.json"
+    edited.write_text(RECIPE_2.read_text().replace('"momentum": 0.9', '"momentum": 0.8'))
+    assert main.main(["describe", str(edited)]) == 1
+    assert "EDITED" in capsys.readouterr().out
+    assert main.main(["describe", str(tmp_path / "run")]) == 0
+    assert "2 for 4.0 effective ones, mean gain 2.00 at scale 4 on 2 workers" in capsys.readouterr().out
+
+
+def test_describe_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = record_recipe(
+        regression, {}, base_batch_size=8, total_steps=4, probe_every=2, backend=LocalBackend(tmp_path / "run")
+    )
+    (folder,) = (tmp_path / "run").glob("checkpoint_*")
+    assert main.main(["describe", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "step         4, effective step 4.0 of 4, the end, attempt 0" in out
+    assert "8 examples on 1 workers in 1 passes; base batch 8" in out
+    assert f"error {found.score:.4g}" in out
+    assert "the model's 2, 44 B" in out  # 10 weights and a bias
+    assert main.main(["describe", str(tmp_path / "run")]) == 0
+    assert f"checkpoints  1, newest whole one {folder.name}" in capsys.readouterr().out
+    damaged = max(folder.rglob("*.distcp"), key=lambda path: path.stat().st_size)
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    assert main.main(["describe", str(folder)]) == 1
+    assert "DAMAGED" in capsys.readouterr().out
+    assert main.main(["describe", str(tmp_path / "run")]) == 0
+    assert "newest whole one none" in capsys.readouterr().out
+
+
+def test_what_cannot_be_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, text, message in (
+        ("search.json", "{}", "a search. It goes on with the `ray-adascale tune` that started it, with --name mine"),
+        ("ray_adascale.json", "{", "ray_adascale.json is damaged"),
+        ("ray_adascale.json", "[]", "no ray_adascale.json in"),
+    ):
+        folder = tmp_path / name / "mine"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+        assert main.main(["resume", "mine", f"--storage-path={tmp_path / name}"]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_run_that_an_older_version_started_is_resumed(
+    called: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stored: dict[str, Any] = {}
+    monkeypatch.setattr(_files, "write_json", lambda path, value: stored.update(value))
+    monkeypatch.setattr(_files, "read_json", lambda path: dict(stored))
+    assert main.main([*TRAIN, "--name=x", f"--storage-path={tmp_path}", "--rule=sqrt"]) == 0
+    before = called["config"]
+    for option in ("evaluate_every", "max_failures"):  # of which it knew nothing
+        del stored[option]
+    called.clear()
+    assert main.main(["resume", "x", f"--storage-path={tmp_path}"]) == 0
+    assert called["config"] == before
+
+
+def test_a_workload_that_fails_as_it_is_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "mine_cli_fails.py").write_text("def workload(config):\n    return config['depth']\n")
+    spec = f"{tmp_path / 'mine_cli_fails.py'}:workload"
+    assert main.main(["forecast", str(RECIPE_2), f"--measure={spec}"]) == 1
+    assert capsys.readouterr().err == f"ray-adascale: Measuring {spec} failed. KeyError: 'depth'\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "failures"),
+    [
+        (["--num-workers=2"], 0),
+        (["--num-workers=2..8"], 20),
+        (["--num-workers=2..8", "--max-failures=3"], 3),
+        (["--num-workers=2", "--max-failures=5"], 5),
+    ],
+)
+def test_a_range_of_workers_survives_lost_ones(called: dict[str, Any], options: list[str], failures: int) -> None:
+    assert main.main([*TRAIN, *options]) == 0
+    assert called["run_config"].failure_config.max_failures == failures
+
+
+WORKLOAD_FILE = "param_space = {'lr': 0.1}\ndef workload(config): ...\n"
+
+
+def test_resume_finds_the_workload_where_a_jobs_working_directory_has_moved(
+    called: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored: dict[str, Any] = {}
+    monkeypatch.setattr(_files, "write_json", lambda path, value: stored.update(value))
+    monkeypatch.setattr(_files, "read_json", lambda path: dict(stored))
+    for job in ("first", "second"):
+        (tmp_path / job / "mine").mkdir(parents=True)
+        (tmp_path / job / "mine" / "moved_workload.py").write_text(WORKLOAD_FILE)
+        _recipe().save(tmp_path / job / "recipe.json")
+    monkeypatch.chdir(tmp_path / "first")
+    spec = "mine/moved_workload.py:workload"
+    assert main.main(["train", spec, "--recipe=recipe.json", "--name=x", f"--storage-path={tmp_path}"]) == 0
+    assert (stored["workload"], stored["recipe"]) == (spec, "recipe.json")
+
+    (tmp_path / "first").rename(tmp_path / "gone")  # as the next job finds it: the same files in another folder
+    monkeypatch.chdir(tmp_path / "second")
+    called.clear()
+    assert main.main(["resume", "x", f"--storage-path={tmp_path}"]) == 0
+    assert Path(called["workload"].__code__.co_filename) == tmp_path / "second" / "mine" / "moved_workload.py"
+
+    # From a folder without it, where the run was started counts; and it is still noted by its place in there.
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert main.main(["resume", "x", f"--storage-path={tmp_path}"]) == 0
+    assert (stored["workload"], stored["working_dir"]) == (spec, str(tmp_path / "second"))
+    (tmp_path / "second" / "mine" / "moved_workload.py").unlink()
+    assert main.main(["resume", "x", f"--storage-path={tmp_path}"]) == 2
+    said = capsys.readouterr().err
+    assert f"'mine/moved_workload.py', which it was started with, is not in {tmp_path / 'elsewhere'} or" in said
+
+
+def test_a_deleted_current_directory_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "here").rmdir()
+    assert main.main(TRAIN) == 2
+    assert capsys.readouterr().err == ("ray-adascale: the current directory was deleted. Change to one that exists.\n")
+
+
+def test_trials_on_several_workers(called: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine_cli_workers.py").write_text(WORKLOAD_FILE)
+    command = ["tune", f"{tmp_path / 'mine_cli_workers.py'}:workload", "--base-batch-size=8", "--total-steps=60"]
+    command.append(f"--output={tmp_path / 'out.json'}")
+    assert main.main([*command, "--num-workers=2", "--use-gpu", "--scheduler=none"]) == 0
+    assert called["scaling_config"] == ray.train.ScalingConfig(num_workers=2, use_gpu=True)
+    assert (called["resources_per_trial"], called["scheduler"]) == (None, None)
+    assert main.main(command) == 0
+    assert (called["scaling_config"], called["resources_per_trial"], called["scheduler"]) == (None, {"CPU": 1}, "asha")
+    capsys.readouterr()
+    for more, message in (
+        (["--num-workers=2", "--gpus-per-trial=1"], "Invalid --num-workers 2 with --cpus-per-trial"),
+        (["--use-gpu"], "Invalid --use-gpu with one worker a trial"),
+    ):
+        assert main.main([*command, *more]) == 2
+        assert message in capsys.readouterr().err

@@ -1,0 +1,592 @@
+"""AdaptiveDataParallel against AdaptDL's statistics, written out here from the literal reference's moments."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import warnings
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, MultiStepLR
+
+from ray_adascale import AdaScale, scaling_rules
+from ray_adascale.compat.adaptdl import AdaptiveDataParallel
+from ray_adascale.scaling_rules import LEGWScale, ScalingRuleBase
+
+from ..optim.test_adascale import batches, make_model, sample_gradient, two_groups, weights
+from ..reference import differenced_moments, moments
+
+
+class AdaptDL:
+    """Its statistics, from gradient samples: raw averages with θ = 0.999^S, clipped on reading, σ² at 1e-6."""
+
+    def __init__(self, groups: int) -> None:
+        self.sums = np.zeros((2, groups))
+        self.weight = 0.0
+        self.averages = np.stack([np.zeros(groups), np.ones(groups)])
+        self.progress = 0.0
+        self.before: Any = None
+        self.mean: Any = None
+
+    def sample(self, samples: list[list[np.ndarray]], scale: float) -> None:
+        by_group = list(zip(*samples, strict=True))
+        n = len(samples)
+        self.mean = [np.mean(gs, axis=0) for gs in by_group]
+        if n > 1:
+            new, exponent = [moments(gs, [1 / n] * n, scale) for gs in by_group], scale
+        else:
+            before, self.before = self.before, self.mean
+            if before is None:
+                return
+            new = [differenced_moments(g, h, scale) for g, h in zip(self.mean, before, strict=True)]
+            exponent = 2 * scale
+        theta = 0.999**exponent
+        self.sums = theta * self.sums + (1 - theta) * np.array(new).T
+        self.weight = theta * self.weight + (1 - theta)
+        self.averages = self.sums / self.weight
+
+    def gains(self, scale: float) -> np.ndarray:
+        var, sqr = np.maximum(self.averages[0], 1e-6), np.maximum(self.averages[1], 0)
+        return (var + sqr) / (var / scale + sqr)
+
+    def gain(self, scale: float) -> float:
+        var, sqr = np.maximum(self.averages[0], 1e-6).sum(), np.maximum(self.averages[1], 0).sum()
+        return float((var + sqr) / (var / scale + sqr))
+
+
+class Own(ScalingRuleBase):
+    """Written for AdaptDL: reads the statistics, one factor a group."""
+
+    def scale_lr(self, scale: float) -> Any:
+        return 1 + 0.5 * (scaling_rules.AdaScale.scale_lr(self, scale) - 1)  # type: ignore[arg-type]
+
+
+RULES: dict[str, tuple[Any, Any]] = {
+    "default": (None, lambda theirs, s: theirs.gains(s)),
+    "adascale": (scaling_rules.AdaScale, lambda theirs, s: theirs.gains(s)),
+    "linear": (scaling_rules.LinearScale, lambda theirs, s: np.array([s, s])),
+    "sqrt": (scaling_rules.SqrtScale, lambda theirs, s: np.array([s, s]) ** 0.5),
+    "legw": (
+        lambda: scaling_rules.LEGWScale(2, 32),
+        lambda theirs, s: np.full(2, s**0.5 * min(1, theirs.progress / (s * 16))),
+    ),
+    "own": (Own, lambda theirs, s: (1 + theirs.gains(s)) / 2),
+}
+
+
+def _train(
+    rule: str = "default",
+    passes: int = 1,
+    call: str = "rule",
+    style: str = "no_sync",
+    steps: int = 6,
+    per_step: bool = False,
+    **kwargs: Any,
+) -> tuple[list[float], float]:
+    """AdaptDL's loop; ``per_step``: the number of passes changes with each step."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    bare = make_model()
+    optimizer = torch.optim.SGD(two_groups(bare), lr=0.05)
+    make, factors = RULES[rule]
+    scaling_rule = make() if make else None
+    model = AdaptiveDataParallel(bare, optimizer, scaling_rule=scaling_rule, base_batch_size=4, batch_size=4, **kwargs)
+    theirs, gains, data = AdaptDL(2), [], iter(batches(400, 4))
+    for step in range(steps):
+        count = passes + step % 2 if per_step else passes
+        samples = []
+        scale = float(world * count)
+        for p in range(count):
+            here = [next(data) for _ in range(world)]
+            samples += [sample_gradient(bare, batch, optimizer.param_groups) for batch in here]
+            x, y = here[rank]
+            optimizer.zero_grad()
+            with model.no_sync() if p < count - 1 else contextlib.nullcontext():
+                if style == "no_sync":
+                    F.cross_entropy(model(x), y).backward()
+                else:
+                    loss = F.cross_entropy(model(x), y)
+            if style == "forward":  # DDP looks at the flag in forward; the backward pass may come later
+                loss.backward()
+            before = weights(bare)
+            if p == count - 1:
+                theirs.sample(samples, scale)
+                assert model.gain == pytest.approx(theirs.gain(scale), rel=1e-9)
+                np.testing.assert_allclose(model.gns.raw_var_avg, theirs.averages[0], rtol=1e-9)
+                np.testing.assert_allclose(model.gns.raw_sqr_avg, theirs.averages[1], rtol=1e-9)
+                expected = factors(theirs, scale)
+                theirs.progress += theirs.gain(scale)
+            if call == "rule":
+                model.scaling_rule.step()
+            else:
+                optimizer.step()
+            if p < count - 1:
+                assert torch.equal(weights(bare), before)
+        moved = [lr * f * g for lr, f, g in zip((0.05, 0.02), expected, theirs.mean, strict=True)]
+        np.testing.assert_allclose((before - weights(bare)).numpy(), np.concatenate(moved), rtol=1e-9, atol=1e-14)
+        assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.02]
+        assert model.gns.get_progress() == pytest.approx(theirs.progress, rel=1e-9)
+        gains.append(model.gain)
+    return gains, float(weights(bare).sum())
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+@pytest.mark.parametrize("passes", [1, 3])
+def test_two_workers_equal_adaptdls_statistics(pool: Any, rule: str, passes: int) -> None:
+    first, second = pool(2).run(_train, rule, passes, "optimizer" if passes == 3 else "rule")
+    assert first == second
+    assert 1 < first[0][-1] < 2 * passes
+
+
+def test_passes_are_counted_where_gradients_are_reduced(pool: Any) -> None:
+    for style in ("no_sync", "forward"):
+        first, second = pool(2).run(_train, "default", 2, "optimizer", style, 6, True, gradient_as_bucket_view=True)
+        assert first == second
+
+
+def test_one_worker_that_accumulates_needs_no_declared_number(pool: Any) -> None:
+    gains, _ = pool(1).run(_train, "default", 2, "rule", "no_sync", 8, True)[0]
+    assert 1 < gains[-1] < 3
+
+
+def _lone_bigger_batch(scale: float) -> list[float]:
+    bare = make_model()
+    optimizer = torch.optim.SGD(two_groups(bare), lr=0.05)
+    model = AdaptiveDataParallel(bare, optimizer, base_batch_size=4 / scale, batch_size=4)
+    theirs, gains = AdaptDL(2), []
+    for x, y in batches(6, 4):
+        theirs.sample([sample_gradient(bare, (x, y), optimizer.param_groups)], scale)
+        F.cross_entropy(model(x), y).backward()
+        assert model.gain == pytest.approx(theirs.gain(scale), rel=1e-9)
+        optimizer.step()
+        optimizer.zero_grad()
+        gains.append(model.gain)
+    return gains
+
+
+def _lone() -> None:
+    with pytest.warns(UserWarning, match="consecutive steps"):
+        gains = _lone_bigger_batch(4.0)
+    assert gains[0] == pytest.approx(1, abs=1e-5)  # nothing to compare with yet
+    assert gains[-1] > 1
+
+
+def test_one_sample_a_step_is_differenced_as_in_adaptdl(pool: Any) -> None:
+    pool(1).run(_lone)
+
+
+def _scale_one() -> None:
+    ends = []
+    for wrap in (False, True):
+        bare = make_model(torch.float32)
+        optimizer = torch.optim.SGD(bare.parameters(), lr=0.1, momentum=0.9)
+        model = AdaptiveDataParallel(bare, optimizer) if wrap else bare
+        for x, y in batches(20, 4, torch.float32):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        ends.append(weights(bare))
+    assert torch.equal(*ends)
+    assert model.gns.get_progress() == pytest.approx(20)
+
+
+def test_scale_one_is_the_plain_optimizer_bit_for_bit(pool: Any) -> None:
+    pool(1).run(_scale_one)
+
+
+def _documented_loop() -> list[float]:
+    """AdaptDL's own end-to-end test: SGD with a group a parameter, MultiStepLR made before, the patched optimizer."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.rand(960, 1, generator=generator) * 10 - 5
+    targets = 3 + 4 * inputs + torch.randn(960, 1, generator=generator)
+    model: nn.Module = nn.Linear(1, 1, bias=True)
+    params = [model.bias, model.weight]
+    sgd = torch.optim.SGD([{"params": [param]} for param in params], lr=0.02)
+    schedule = MultiStepLR(sgd, [50])
+    model = AdaptiveDataParallel(model, sgd, schedule)
+    for _ in range(12):
+        for x, y in zip(inputs.split(32)[rank::world], targets.split(32)[rank::world], strict=True):
+            sgd.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            sgd.step()
+        schedule.step()
+    assert model.gns.get_progress() > 0
+    return [param.item() for param in params]
+
+
+def test_loop_of_adaptdls_documentation(pool: Any) -> None:
+    first, second = pool(2).run(_documented_loop)
+    assert first == second
+    assert first == pytest.approx([3.0, 4.0], abs=0.15)
+
+
+def _documented_rule() -> None:
+    """The docstring of AdaptDL's ScalingRuleBase, with the model wrapped as its constructor wants."""
+    bare = make_model()
+    optim = torch.optim.SGD(bare.parameters(), lr=0.001)
+    adascale = scaling_rules.AdaScale()
+    model = AdaptiveDataParallel(bare, optim, scaling_rule=adascale)
+    before = weights(bare)
+    for x, y in batches(3, 4):
+        optim.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        adascale.step()
+    assert not torch.equal(before, weights(bare))
+    # A scheduler that is made later wraps the patched step, and finds its own mark.
+    scheduler: LRScheduler = MultiStepLR(optim, [1], gamma=0.5)
+    model.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optim.step()
+    scheduler.step()
+    assert optim.param_groups[0]["lr"] == 0.0005
+    assert model.gns.get_progress() == pytest.approx(4, abs=4)
+    writer = Mock()
+    model.to_tensorboard(writer, 7, "noise")
+    tags = [call.args[0] for call in writer.add_scalar.call_args_list]
+    assert tags == [f"noise/{t}" for t in ("Gradient_Norm_Sqr", "Gradient_Variance", "Gain", "Learning_Rate_Factor")]
+    with pytest.raises(ValueError, match="patched"):
+        AdaptiveDataParallel(make_model(), optim)
+
+
+def test_step_of_a_rule(pool: Any) -> None:
+    pool(2).run(_documented_rule)
+
+
+class _Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(3, 1, dtype=torch.float64) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        return self.parts[which](x)
+
+
+def _unused() -> tuple[float, float]:
+    bare = _Branches()
+    # The optimizer has one branch only; rank 1 never uses it, so no hook of ours fires there.
+    optimizer = torch.optim.SGD(bare.parts[0].parameters(), lr=0.1)
+    model = AdaptiveDataParallel(bare, optimizer, scaling_rule=Own(), find_unused_parameters=True)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 3, dtype=torch.float64), dist.get_rank()).sum().backward()
+        optimizer.step()
+    return model.gain, float(weights(bare.parts[0]).sum())
+
+
+def test_a_worker_whose_parameters_get_no_gradient_scales_its_rate_like_the_others(pool: Any) -> None:
+    first, second = pool(2).run(_unused)
+    assert first == second
+    assert first[0] == pytest.approx(2.0)  # all is noise
+
+
+def _mixed_precision(style: str) -> tuple[float, float]:
+    rank = dist.get_rank()
+    bare = make_model(torch.float32)
+    optimizer = torch.optim.SGD(bare.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2) if style != "none" else None
+    model = AdaptiveDataParallel(bare, optimizer, mp_scaler=scaler)
+    data = batches(16, 4, torch.float32)
+    for step in range(8):
+        for p in range(1 + step % 2):
+            x, y = data[2 * (step - p) + rank]
+            optimizer.zero_grad()
+            with model.no_sync() if p < step % 2 else contextlib.nullcontext():
+                loss = F.cross_entropy(model(x), y)
+                if scaler is None:
+                    loss.backward()
+                elif step == 3 and p == 1 and style == "overflow":
+                    (scaler.scale(loss) * math.inf).backward()
+                else:
+                    scaler.scale(loss).backward()
+        if scaler is None:
+            optimizer.step()
+        else:
+            before = weights(bare)
+            scaler.step(optimizer)
+            scaler.update()
+            assert torch.equal(before, weights(bare)) == (step == 3 and style == "overflow")
+    return model.gain, model.gns.get_progress()
+
+
+def test_a_loss_scale_changes_nothing_and_an_overflow_is_left_out(pool: Any) -> None:
+    plain, scaled, overflow = (pool(2).run(_mixed_precision, style)[0] for style in ("none", "scaled", "overflow"))
+    assert scaled == pytest.approx(plain, rel=1e-5)  # powers of two, but float32 sums of other roundings
+    assert overflow[1] < plain[1] - 0.9
+    assert 1 < overflow[0] < 2
+
+
+def _resume() -> None:
+    rank = dist.get_rank()
+
+    def build() -> tuple[AdaptiveDataParallel, torch.optim.Optimizer, LRScheduler]:
+        bare = make_model()
+        optimizer = torch.optim.SGD(bare.parameters(), lr=0.05, momentum=0.9)
+        scheduler = MultiStepLR(optimizer, [3], gamma=0.1)
+        return AdaptiveDataParallel(bare, optimizer, scheduler), optimizer, scheduler
+
+    def train(model: Any, optimizer: Any, scheduler: Any, steps: range) -> list[float]:
+        for step in steps:
+            for p in range(2):
+                x, y = batches(48, 4)[4 * step + 2 * p + rank]
+                optimizer.zero_grad()
+                with model.no_sync() if p == 0 else contextlib.nullcontext():
+                    F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+            scheduler.step()
+        return [model.gain, model.gns.get_progress(), *weights(model.module).tolist()]
+
+    first = build()
+    train(*first, range(4))
+    file = io.BytesIO()
+    torch.save(first[0].training_state(), file)
+    whole = train(*first, range(4, 8))
+    second = build()
+    file.seek(0)
+    second[0].load_training_state(torch.load(file, weights_only=True))
+    assert second[1].param_groups[0]["lr"] == pytest.approx(0.005)
+    assert train(*second, range(4, 8)) == whole
+    with second[0].no_sync():
+        F.cross_entropy(second[0](batches(1, 4)[0][0]), batches(1, 4)[0][1]).backward()
+    with pytest.raises(RuntimeError, match="boundary"):
+        second[0].training_state()
+    second[0].gns.reset_accumulation()
+    state = second[0].training_state()
+    assert all(p.grad is None for p in second[0].parameters())
+    with pytest.raises(ValueError, match="other"):
+        second[0].load_training_state({**state, "name": "other"})
+
+
+def test_statistics_are_saved_and_the_resumed_run_is_the_same(pool: Any) -> None:
+    pool(2).run(_resume)
+    pool(1).run(_resume)
+
+
+def _adam(wrap: bool, size: float = 1.0) -> list[float]:
+    bare = make_model()
+    adam = torch.optim.Adam(bare.parameters(), lr=0.01)
+    model: Any = bare
+    if wrap:
+        model = AdaptiveDataParallel(bare, adam, scaling_rule=scaling_rules.AdamScale())
+    factors = []
+    for x, y in batches(6, 4):
+        adam.zero_grad()
+        (size * F.cross_entropy(model(x), y)).backward()
+        adam.step()
+        factors.append(model.gns.statistics.lr_factor if wrap else 1.0)
+    return factors + weights(bare).tolist()
+
+
+def test_adam_scale_takes_its_statistics_in_adams_metric(pool: Any) -> None:
+    assert pool(1).run(_adam, True) == pool(1).run(_adam, False)
+    first, second = pool(2).run(_adam, True, 1e-4)
+    assert first == second
+    # Both workers have the same batch, so there is no noise. In Adam's metric gradients are of size 1, and AdaptDL's floor
+    # is nothing; the first step has no metric yet, and there it shows.
+    assert first[0] > 1.3
+    assert first[1:6] == pytest.approx([1.0] * 5, abs=1e-6)
+
+
+def _switch() -> None:
+    bare = make_model()
+    optimizer = torch.optim.SGD(bare.parameters(), lr=0.05)
+    model = AdaptiveDataParallel(bare, optimizer, base_batch_size=2, batch_size=4)
+    data = iter(batches(20, 4))
+    seen = []
+    for passes in (1, 1, 1, 2, 1, 1):
+        samples = []
+        for p in range(passes):
+            x, y = next(data)
+            samples.append(sample_gradient(bare, (x, y), optimizer.param_groups)[0])
+            with model.no_sync() if p < passes - 1 else contextlib.nullcontext():
+                F.cross_entropy(model(x), y).backward()
+        seen.append((samples, model.gns.raw_var_avg.item(), model.gns.raw_sqr_avg.item()))
+        optimizer.step()
+        optimizer.zero_grad()
+    # Each of the last three is of its own estimator's samples alone: there is one at most.
+    assert seen[3][1:] == pytest.approx(moments(seen[3][0], [0.5, 0.5], 4.0), rel=1e-9)
+    assert seen[4][1:] == (0.0, 1.0)  # nothing to compare with yet
+    assert seen[5][1:] == pytest.approx(differenced_moments(seen[5][0][0], seen[4][0][0], 2.0), rel=1e-9)
+
+
+def _switch_with_warning() -> None:
+    with pytest.warns(UserWarning, match="consecutive steps"):
+        _switch()
+
+
+def test_going_between_one_gradient_sample_and_several_starts_the_averages_anew(pool: Any) -> None:
+    pool(1).run(_switch_with_warning)
+
+
+def _left_out() -> None:
+    bare = make_model()
+    optimizer = torch.optim.SGD(bare.parameters(), lr=0.05)
+    model = AdaptiveDataParallel(bare, optimizer)
+    data = iter(batches(8, 4))
+    for step, passes in enumerate((2, 2, 2, 1)):
+        for p in range(passes):
+            x, y = next(data)
+            with model.no_sync() if p < passes - 1 else contextlib.nullcontext():
+                F.cross_entropy(model(x), y).backward()
+        if step != 2:  # a GradScaler that found an overflow doesn't call step()
+            optimizer.step()
+        for param in bare.parameters():
+            param.grad = None
+        assert model.gns.scale == passes
+    assert model.gns.statistics.steps == 3
+
+
+def test_a_complete_step_that_is_never_taken_leaves_nothing_behind(pool: Any) -> None:
+    pool(1).run(_left_out)
+
+
+def _legw_with_changing_scale() -> None:
+    with pytest.warns(UserWarning, match="changed from 2 to 4"):
+        _train("legw", 1, steps=2, per_step=True)
+
+
+def test_legw_warns_when_the_scale_changes(pool: Any) -> None:
+    pool(2).run(_legw_with_changing_scale)
+
+
+def _legw_under_a_scheduler(gammas: list[float]) -> int:
+    bare = make_model()
+    optimizer = torch.optim.SGD(bare.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda call: gammas[call - 1])
+    model = AdaptiveDataParallel(bare, optimizer, scheduler, scaling_rule=LEGWScale(1, 100), base_batch_size=4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x, y in batches(5, 4):
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            scheduler.step()
+    return sum("begins by raising the LR" in str(w.message) for w in caught)
+
+
+@pytest.mark.parametrize(("gammas", "count"), [([1, 2, 2, 2, 2], 1), ([1, 0.5, 4, 1, 1], 0)], ids=["rises", "falls"])
+def test_legw_warns_once_of_a_scheduler_with_a_warm_up(pool: Any, gammas: list[float], count: int) -> None:
+    assert pool(2).run(_legw_under_a_scheduler, gammas) == [count] * 2
+
+
+def _legw_resumed_before_a_restart() -> int:
+    """Cosine annealing with warm restarts: its first change is a fall, the first after this resume is a rise."""
+    caught: list[warnings.WarningMessage] = []
+    state: dict[str, Any] = {}
+    for steps in (3, 3):
+        bare = make_model()
+        optimizer = torch.optim.SGD(bare.parameters(), lr=0.05)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=4)
+        model = AdaptiveDataParallel(bare, optimizer, scheduler, scaling_rule=LEGWScale(1, 100), base_batch_size=4)
+        with warnings.catch_warnings(record=True) as some:
+            warnings.simplefilter("always")
+            if state:
+                model.load_training_state(state)
+            for x, y in batches(steps, 4):
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                scheduler.step()
+        caught += some
+        state = model.training_state()
+    return sum("begins by raising the LR" in str(w.message) for w in caught)
+
+
+def test_legw_does_not_take_a_resume_for_the_beginning_of_the_schedule(pool: Any) -> None:
+    assert pool(2).run(_legw_resumed_before_a_restart) == [0, 0]
+
+
+def _group_added_later() -> None:
+    def train(add_at: int | None) -> tuple[AdaptiveDataParallel, list[torch.Tensor]]:
+        bare = make_model()
+        *rest, last = bare.parameters()
+        groups = [{"params": rest}, {"params": [last], "lr": 0.01}]
+        optimizer = torch.optim.SGD(groups if add_at is None else groups[:1], lr=0.05)
+        model = AdaptiveDataParallel(bare, optimizer)
+        for i, (x, y) in enumerate(batches(4, 8)):
+            if i == add_at:
+                before = model.gns.raw_var_avg
+                optimizer.add_param_group(groups[1])
+                np.testing.assert_array_equal(model.gns.raw_var_avg, [*before, 0.0])
+            optimizer.zero_grad()
+            mine = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
+            F.cross_entropy(model(x[mine]), y[mine]).backward()
+            optimizer.step()
+        return model, weights(bare)
+
+    model, expected = train(None)
+    other, found = train(0)
+    np.testing.assert_array_equal(other.gns.raw_var_avg, model.gns.raw_var_avg)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    other, _ = train(2)
+    assert all(other.gns.raw_var_avg > 0)
+    assert other.gns.statistics.steps == 4
+
+
+def test_a_group_added_later_is_measured_too(pool: Any) -> None:
+    pool(2).run(_group_added_later)
+
+
+def _compiled_step() -> list[list[float]]:
+    torch.compiler.reset()
+    results = []
+    for compiled in (False, True):
+        bare = make_model()
+        optimizer = torch.optim.SGD(bare.parameters(), lr=0.05, momentum=0.9, fused=True)
+        model = AdaptiveDataParallel(bare, optimizer)
+        step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, of what it can't trace
+            for x, y in batches(3, 4):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x * (1 + dist.get_rank())), y).backward()
+                step()
+        results.append([model.gain, model.gns.get_progress(), float(bare[0].weight.detach().sum())])
+    return results
+
+
+def test_a_compiled_step_is_the_same_step(pool: Any) -> None:
+    for plain, compiled in pool(2).run(_compiled_step):
+        assert compiled == pytest.approx(plain, rel=1e-12)
+        assert plain[0] > 1.01
+
+
+def _refused() -> None:
+    sgd = torch.optim.SGD(make_model().parameters(), lr=0.1)
+    for kwargs, words in (
+        ({"batch_size": 4}, "base_batch_size"),
+        ({"base_batch_size": 0}, "base_batch_size=0"),
+        ({"scaling_rule": scaling_rules.LinearScale}, "LinearScale"),
+        ({"scaling_rule": scaling_rules.AdamScale()}, "Adam or AdamW"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            AdaptiveDataParallel(make_model(), sgd, **kwargs)
+    with pytest.raises(ValueError, match="AdaScale's place"):
+        AdaptiveDataParallel(make_model(), AdaScale(sgd, num_gradients_to_accumulate=2))
+    bare = make_model()
+    model = AdaptiveDataParallel(
+        bare, torch.optim.SGD(bare.parameters(), lr=0.1), scaling_rule=scaling_rules.LEGWScale(1, 10)
+    )
+    x, y = batches(1, 4)[0]
+    F.cross_entropy(model(x), y).backward()
+    with pytest.raises(ValueError, match="base_batch_size=None"):
+        model.scaling_rule.step()
+    with pytest.raises(ValueError, match="accum_scale=0"):
+        model.gns.set_accum_scale(0)
+    assert model.scaling_rule._stepping is False
+
+
+def test_what_cannot_work_is_refused(pool: Any) -> None:
+    pool(1).run(_refused)
+
+
+def test_without_a_process_group_the_error_says_how_to_make_one() -> None:
+    bare = make_model()
+    with pytest.raises(ValueError, match="init_process_group"):
+        AdaptiveDataParallel(bare, torch.optim.SGD(bare.parameters(), lr=0.1))

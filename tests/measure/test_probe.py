@@ -1,0 +1,463 @@
+from __future__ import annotations
+
+import copy
+import random
+from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
+from torch.utils.checkpoint import checkpoint
+
+from ray_adascale.gain import gradient_moments
+from ray_adascale.measure.probe import probe_noise
+
+Batch = tuple[Tensor, Tensor]
+
+
+def mse(model: nn.Module, batch: Batch) -> Tensor:
+    x, y = batch
+    return 0.5 * (model(x).squeeze(-1) - y).square().mean()
+
+
+def linear(weights: np.ndarray[Any, Any]) -> nn.Linear:
+    model = nn.Linear(len(weights), 1, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        model.weight.copy_(torch.from_numpy(weights))
+    return model
+
+
+def by_hand(
+    x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], w: np.ndarray[Any, Any], scale: float
+) -> np.ndarray[Any, Any]:
+    """σ², μ² of ½(wᵀx − y)² from two halves: the formulas of the design, section 2, with n = 2."""
+    m = len(y)
+    cut = (m + 1) // 2
+    gradients = [(xs @ w - ys) @ xs / len(ys) for xs, ys in ((x[:cut], y[:cut]), (x[cut:], y[cut:]))]
+    weights = [cut / m, 1 - cut / m]
+    mean = sum(wi * g for wi, g in zip(weights, gradients, strict=True))
+    a = sum(wi * (g @ g) for wi, g in zip(weights, gradients, strict=True))
+    c = mean @ mean
+    sigma2 = scale * (a - c)
+    return np.array([sigma2, c - sigma2 / scale])
+
+
+@pytest.mark.parametrize(("m", "scale"), [(2, 1.0), (3, 1.0), (8, 1.0), (9, 4.0), (10, 2.5)])
+def test_a_linear_model_by_hand(m: int, scale: float) -> None:
+    rng = np.random.default_rng(m)
+    x, y, w = rng.normal(size=(m, 3)), rng.normal(size=m), rng.normal(size=3)
+    found = probe_noise(linear(w), mse, (torch.from_numpy(x), torch.from_numpy(y)), scale=scale)
+    # float64 throughout; the two sum in different orders.
+    np.testing.assert_allclose(np.array(found), by_hand(x, y, w, scale), rtol=1e-12)
+
+
+def test_unbiased_for_one_base_batch_also_with_halves_of_unequal_size() -> None:
+    # y = w*ᵀx + ε with x ~ N(0, I_d), ε ~ N(0, s²). For ½(wᵀx − y)² and u = w − w*, the gradient of one example is
+    # g = x·xᵀu − ε·x, with E g = u and E‖g‖² = (d + 2)‖u‖² + d·s², so for a batch of B0 examples
+    # σ² = ((d + 1)‖u‖² + d·s²) / B0 and μ² = ‖u‖².
+    d, base, noise, probes = 3, 5, 0.5, 2000
+    u = np.array([0.6, -0.3, 0.2])
+    sigma2, mu2 = ((d + 1) * u @ u + d * noise**2) / base, u @ u
+    model = linear(u)  # w* = 0
+    for scale in (1, 3):  # batches of 5 (halves of 3 and 2) and of 15, both telling about a batch of 5
+        rng = np.random.default_rng(7)
+        found = np.empty((probes, 2))
+        for i in range(probes):
+            x, eps = rng.normal(size=(scale * base, d)), noise * rng.normal(size=scale * base)
+            found[i] = probe_noise(model, mse, (torch.from_numpy(x), torch.from_numpy(eps)), scale=scale)  # type: ignore[assignment]
+        # Four standard errors of the mean (of these very samples): one false alarm in 16 000, were the seed not fixed.
+        # Too wide to tell weights of ½ from 3/5 and 2/5 (4 % in σ²): the test by hand above does that.
+        error = 4 * found.std(0) / np.sqrt(probes)
+        assert np.all(np.abs(found.mean(0) - [sigma2, mu2]) < error), (found.mean(0), sigma2, mu2)
+        assert np.all(error < 0.2 * np.array([sigma2, mu2]))
+
+
+# --- Training doesn't notice ------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """BatchNorm, Dropout, a weight used twice, a buffer replaced instead of written to, NumPy and Python RNG."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.5)
+        self.twice = nn.Linear(8, 8, bias=False)
+        self.again = nn.Linear(8, 8, bias=False)
+        self.again.weight = self.twice.weight
+        self.last = nn.Linear(8, 3)
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        jitter = 1 + 0.01 * random.random() + 0.01 * np.random.rand()  # noqa: NPY002
+        x = self.drop(self.norm(self.first(x * jitter)))
+        return self.last(torch.tanh(self.again(torch.tanh(self.twice(x)))))
+
+
+def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def seed_all() -> None:
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    torch.manual_seed(0)
+
+
+def generators() -> tuple[Any, ...]:
+    name, keys, *rest = np.random.get_state()  # noqa: NPY002
+    return torch.get_rng_state().tolist(), random.getstate(), name, np.asarray(keys).tolist(), rest
+
+
+@pytest.mark.parametrize("when", ["before backward", "before step", "after step", "between forward and backward"])
+def test_training_is_bit_identical_with_and_without_probes(when: str) -> None:
+    outcomes = []
+    for probing in (False, True):
+        seed_all()
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        losses, found = [], []
+
+        def probe(moment: str, batch: Batch, model: Net = model, found: list[Any] = found, on: bool = probing) -> None:
+            if on and moment == when:
+                found.append(probe_noise(model, cross_entropy, batch))
+
+        for _ in range(20):
+            batch = torch.randn(12, 6), torch.randint(3, (12,))
+            optimizer.zero_grad()
+            probe("before backward", batch)
+            loss = cross_entropy(model, batch)
+            probe("between forward and backward", batch)
+            loss.backward()
+            probe("before step", batch)
+            optimizer.step()
+            probe("after step", batch)
+            losses.append(loss.item())
+        assert len(found) == (20 if probing else 0)
+        assert all(sigma2 > 0 for sigma2, _ in found)
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        outcomes.append((losses, model.state_dict(), gradients, generators()))
+    (plain_losses, plain, plain_gradients, plain_rng), (losses, state, gradients, rng) = outcomes
+    assert losses == plain_losses
+    assert state.keys() == plain.keys()
+    assert all(torch.equal(state[k], plain[k]) for k in plain)
+    assert all(torch.equal(gradients[k], g) for k, g in plain_gradients.items() if g is not None)
+    assert rng == plain_rng
+
+
+class Boom(Exception):
+    pass
+
+
+@pytest.mark.parametrize("fails_at", [None, 1, 2])
+def test_everything_is_put_back_also_when_the_loss_raises(fails_at: int | None) -> None:
+    seed_all()
+    model = Net()
+    model.drop.eval()  # a mixed mode, as with frozen layers
+    calls = 0
+
+    def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
+        nonlocal calls
+        calls += 1
+        model.train()
+        loss = cross_entropy(model, batch)
+        if calls == fails_at:
+            raise Boom
+        return loss
+
+    batch = torch.randn(8, 6), torch.randint(3, (8,))
+    sentinel = torch.full_like(model.first.weight, 7.0)
+    model.first.weight.grad = sentinel
+    before = copy.deepcopy(model.state_dict())
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    versions = {name: t._version for name, t in tensors.items()}
+    modes = [m.training for m in model.modules()]
+    rng = generators()
+    if fails_at is None:
+        assert probe_noise(model, loss_fn, batch) is not None
+    else:
+        with pytest.raises(Boom):
+            probe_noise(model, loss_fn, batch)
+    after = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    assert all(after[name] is t for name, t in tensors.items())
+    assert {name: t._version for name, t in after.items()} == versions
+    assert all(torch.equal(model.state_dict()[k], v) for k, v in before.items())
+    assert model.again.weight is model.twice.weight
+    assert [m.training for m in model.modules()] == modes
+    assert generators() == rng
+    assert model.first.weight.grad is sentinel
+    assert torch.all(sentinel == 7.0)
+    assert all(p.grad is None for name, p in model.named_parameters() if name != "first.weight")
+
+
+def test_hooks_on_parameters_do_not_fire() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    fired: list[str] = []
+    for p in model.parameters():
+        p.register_hook(lambda g: fired.append("tensor"))
+        p.register_post_accumulate_grad_hook(lambda p: fired.append("accumulated"))
+    edges = [p.view_as(p).grad_fn.next_functions[0][0] for p in model.parameters()]  # type: ignore[union-attr]
+    for accumulate in edges:  # what DDP hooks into
+        accumulate.register_hook(lambda *_: fired.append("node"))  # type: ignore[union-attr]
+    assert probe_noise(model, cross_entropy, (torch.randn(8, 6), torch.randint(3, (8,)))) is not None
+    assert fired == []
+    cross_entropy(model, (torch.randn(8, 6), torch.randint(3, (8,)))).backward()
+    assert set(fired) == {"tensor", "accumulated", "node"}  # they are in place, and would have told
+
+
+# --- Kinds of models --------------------------------------------------------------------------------------------------
+
+
+def _real(g: Tensor) -> Tensor:
+    return (torch.view_as_real(g) if g.is_complex() else g).double().flatten()
+
+
+def slow_probe(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], halves: list[Any]) -> tuple[float, float]:
+    """The same from ordinary gradients, for equal halves."""
+    g1, g2 = (
+        torch.cat(
+            [
+                _real(torch.zeros_like(p) if g is None else g.to_dense())
+                for p, g in zip(
+                    model.parameters(),
+                    torch.autograd.grad(loss_fn(model, half), list(model.parameters()), allow_unused=True),
+                    strict=True,
+                )
+            ]
+        )
+        for half in halves
+    )
+    a = (g1 @ g1 + g2 @ g2) / 2
+    sigma2, mu2 = gradient_moments(a, ((g1 + g2) / 2).square().sum(), scale=1, count=2)
+    return sigma2.item(), mu2.item()
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(3, 4, batch_first=True)  # keeps a list of its weights beside the registered ones
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.lstm(x)[0]).square().mean((1, 2))
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x).sum(1).square().sum(-1)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.body, x, use_reentrant=False)  # runs the body again in the backward pass
+
+
+class Branching(nn.Module):
+    """Which parameters get a gradient depends on the half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high, self.never = nn.Linear(3, 1), nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.low if x[0, 0] < 0 else self.high)(x)
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).sum(-1).abs().square()
+
+
+class DirectUse(nn.Module):
+    """A loss that reads weights without calling the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 1)
+
+
+def mean_output(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).mean()
+
+
+def penalised(model: DirectUse, x: Tensor) -> Tensor:
+    return model.inner(x).square().mean() + model.inner.weight.square().sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "loss_fn", "batch"),
+    [
+        (Recurrent, mean_output, lambda: torch.randn(8, 5, 3)),
+        (Sparse, mean_output, lambda: torch.arange(24).reshape(8, 3) % 7),
+        (Checkpointed, mean_output, lambda: torch.randn(8, 3)),
+        (Branching, mean_output, lambda: torch.linspace(-1, 1, 24).reshape(8, 3)),
+        (Complex, mean_output, lambda: torch.randn(8, 3)),
+        (DirectUse, penalised, lambda: torch.randn(8, 3)),
+        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 1)), mean_output, lambda: torch.randn(8, 3)),
+    ],
+)
+def test_agrees_with_ordinary_gradients(model: Any, loss_fn: Any, batch: Any) -> None:
+    torch.manual_seed(0)
+    net, x = model(), batch()
+    state = copy.deepcopy(net.state_dict())
+    found = probe_noise(net, loss_fn, x)
+    assert all(torch.equal(net.state_dict()[k], v) for k, v in state.items())
+    assert found is not None
+    # float32 gradients; the difference of the two halves' is rounded once more.
+    assert found == pytest.approx(slow_probe(net, loss_fn, [x[:4], x[4:]]), rel=1e-5, abs=1e-9)
+
+
+def test_half_precision_gradients_are_compared_in_higher() -> None:
+    # g1 = 1.5 and g2 = 2⁻⁸, both bfloat16; their difference is not (its last bit is worth 2⁻⁷ there).
+    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    x = torch.tensor([[1.5], [2.0**-8]], dtype=torch.bfloat16)
+    found = probe_noise(model, mean_output, x)
+    difference = (1.5 - 2.0**-8) ** 2
+    assert found == pytest.approx((difference / 4, 1.5 * 2.0**-8), rel=1e-12)
+
+
+def test_only_the_parameters_asked_for_and_trainable_ones_count() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    x = torch.randn(8, 3)
+    first, last = list(model[0].parameters()), list(model[2].parameters())
+    every = np.array(probe_noise(model, mean_output, x))
+    some = np.array(probe_noise(model, mean_output, x, parameters=first))
+    others = np.array(probe_noise(model, mean_output, x, parameters=last))
+    np.testing.assert_allclose(some + others, every, rtol=1e-12)  # squared norms add up
+    for p in last:
+        p.requires_grad_(False)
+    np.testing.assert_array_equal(np.array(probe_noise(model, mean_output, x)), some)
+    assert [p.requires_grad for p in model.parameters()] == [True, True, False, False]
+
+
+def test_weights_outside_the_model_get_no_gradient() -> None:
+    outside = nn.Parameter(torch.ones(()))
+    x = torch.randn(4, 2, requires_grad=True)
+    assert probe_noise(nn.Linear(2, 1), lambda m, b: (outside * m(b)).mean(), x) is not None
+    assert outside.grad is None
+    assert x.grad is None
+
+
+def test_works_where_gradients_are_off() -> None:
+    with torch.no_grad():
+        assert probe_noise(nn.Linear(2, 1), mean_output, torch.randn(4, 2)) is not None
+        assert not torch.is_grad_enabled()
+
+
+def test_gradients_that_are_not_finite_show() -> None:
+    found = probe_noise(nn.Linear(1, 1), mean_output, torch.tensor([[1.0], [torch.inf]]))
+    assert found is not None
+    assert not np.isfinite(found).any()
+
+
+def test_mistakes_are_named() -> None:
+    model, x = nn.Linear(2, 1), torch.randn(4, 2)
+    with pytest.raises(ValueError, match=r"Invalid loss: shape \(2, 1\)"):
+        probe_noise(model, lambda m, b: m(b), x)
+    with pytest.raises(ValueError, match="Invalid loss: float"):
+        probe_noise(model, lambda m, b: m(b).mean().item(), x)
+    with pytest.raises(ValueError, match="depends on no parameter"):
+        probe_noise(model, lambda m, b: m(b).mean().detach(), x)
+    with pytest.raises(ValueError, match=r"Invalid parameters\[1\] of shape \(3,\)"):
+        probe_noise(model, mean_output, x, parameters=[model.weight, nn.Parameter(torch.zeros(3))])
+    with pytest.raises(ValueError, match="none is trainable"):
+        probe_noise(model.requires_grad_(False), mean_output, x)
+
+
+# --- Kinds of batches -------------------------------------------------------------------------------------------------
+
+Pair = namedtuple("Pair", ["x", "rest"])
+
+
+def halves_of(batch: Any) -> list[Any]:
+    seen: list[Any] = []
+
+    def loss_fn(model: nn.Module, part: Any) -> Tensor:
+        seen.append(part)
+        return model.weight.sum()  # type: ignore[union-attr, operator]
+
+    found = probe_noise(nn.Linear(1, 1), loss_fn, batch)
+    assert (found is None) == (not seen)
+    return seen
+
+
+def test_a_nested_batch_is_cut_and_keeps_its_structure() -> None:
+    shared, temperature = object(), torch.tensor(2.0)
+    batch = {
+        "pair": Pair(torch.arange(5), [np.arange(10).reshape(5, 2), "one text for all"]),
+        "ordered": OrderedDict(a=torch.arange(5.0), b=3),
+        "counts": defaultdict(int, c=torch.arange(5)),
+        "captions": ["a", "b", "c", "d", "e"],
+        "size": (5, 5, 5, 5, 5),
+        "shared": shared,
+        "temperature": temperature,
+    }
+    first, second = halves_of(batch)
+    for part, rows in ((first, slice(0, 3)), (second, slice(3, 5))):  # as equal as possible
+        assert isinstance(part["pair"], Pair)
+        assert torch.equal(part["pair"].x, torch.arange(5)[rows])
+        np.testing.assert_array_equal(part["pair"].rest[0], np.arange(10).reshape(5, 2)[rows])
+        assert part["pair"].rest[1] == "one text for all"
+        assert isinstance(part["ordered"], OrderedDict)
+        assert torch.equal(part["ordered"]["a"], torch.arange(5.0)[rows])
+        assert isinstance(part["counts"], defaultdict)
+        assert torch.equal(part["counts"]["c"], torch.arange(5)[rows])
+        assert part["captions"] == list("abcde")[rows]
+        assert part["size"] == (5, 5, 5, 5, 5)
+        assert part["shared"] is shared
+        assert part["temperature"] is temperature
+    assert torch.equal(batch["counts"]["c"], torch.arange(5))  # type: ignore[index]  # the batch itself is untouched
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        None,
+        [],
+        "text",
+        torch.tensor(1.0),
+        torch.zeros(1, 2),
+        torch.zeros(0, 2),
+        (torch.zeros(4), torch.zeros(3)),
+        {"a": torch.zeros(4), "b": [np.zeros(5)]},
+        pack_sequence([torch.zeros(3), torch.zeros(2)]),
+        (torch.zeros(2), pack_padded_sequence(torch.zeros(2, 1), torch.tensor([2]))),
+    ],
+)
+def test_what_cannot_be_cut_is_not_probed(batch: Any) -> None:
+    assert halves_of(batch) == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_the_generator_and_the_statistics_are_as_on_the_cpu() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4, dtype=torch.float64), nn.Tanh(), nn.Linear(4, 1, dtype=torch.float64))
+    x = torch.randn(8, 3, dtype=torch.float64)
+    cpu = probe_noise(model, mean_output, x)
+    assert probe_noise(model.cuda(), mean_output, x.cuda()) == pytest.approx(cpu, rel=1e-10)
+    noisy = nn.Sequential(model, nn.Dropout())
+    before = torch.cuda.get_rng_state()
+    assert probe_noise(noisy, mean_output, x.cuda()) is not None
+    assert torch.equal(torch.cuda.get_rng_state(), before)

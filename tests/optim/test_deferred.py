@@ -1,0 +1,634 @@
+"""The path on which the host does not wait for the step that it takes: a fused optimizer under AdaScale.
+
+All but the events and the pinned memory is the same on a CPU, whose fused kernels take a tensor LR and ``found_inf`` too. That
+LR is rounded to float32, so runs of float64 weights on this path and on the host's agree to 1e-6 (relative), no closer; what
+is a small difference of numbers near 1, as μ² of one sample may be, to 1e-8.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ray_adascale import OSS, AdaScale, LinearRule, ShardedDataParallel
+from ray_adascale.optim import adascale as adascale_module
+from ray_adascale.optim.deferred import HostCopy
+
+STEPS = 30
+Batch = tuple[Tensor, Tensor]
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def make_model(device: str = "cpu") -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).to(device, torch.float64)
+
+
+def batches(count: int, device: str = "cpu") -> list[Batch]:
+    generator = torch.Generator().manual_seed(2)
+    return [
+        (
+            torch.randn(4, 6, generator=generator, dtype=torch.float64).to(device),
+            (torch.rand(4, generator=generator) < 0.2).long().to(device),
+        )
+        for _ in range(count)
+    ]
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def wrapped(
+    model: nn.Sequential, *, fused: bool, split: bool = False, inner: dict[str, Any] | None = None, **kwargs: Any
+) -> AdaScale:
+    groups: list[dict[str, Any]] = [{"params": list(model.parameters())}]
+    if split:
+        groups = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters()), "lr": 0.02}]
+    settings = {"lr": 0.05, "momentum": 0.9, "fused": fused, **(inner or {})}
+    return AdaScale(torch.optim.SGD(groups, **settings), **{"scale": 5.0, "num_gradients_to_accumulate": 2, **kwargs})
+
+
+def backward(model: nn.Module, data: list[Batch]) -> None:
+    for x, y in data:
+        (F.cross_entropy(model(x), y) / len(data)).backward()
+
+
+def figures(adascale: AdaScale) -> list[float]:
+    gains = [adascale.gain(g) for g in range(len(adascale.param_groups))]
+    last = [adascale.lr_factor, adascale.last_sigma2, adascale.last_mu2, float(adascale.last_step_skipped)]
+    return [adascale.gain(), *gains, adascale.effective_steps, adascale.steps, *last, *adascale.average_moments()]
+
+
+def train(
+    adascale: AdaScale,
+    model: nn.Module,
+    data: list[Batch],
+    *,
+    ask: bool = True,
+    schedule: Callable[[AdaScale], Any] | None = None,
+    spoiled: tuple[int, ...] = (),
+) -> np.ndarray[Any, Any]:
+    """Figures after each step (``ask``) or only after the last one, and the weights."""
+    passes = adascale._sampler.accumulation
+    scheduler = None if schedule is None else schedule(adascale)
+    trace = []
+    for step in range(len(data) // passes):
+        here = data[step * passes : (step + 1) * passes]
+        if step in spoiled:
+            here = [(x * math.nan, y) for x, y in here]
+        backward(model, here)
+        adascale.step()
+        adascale.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+        if ask:
+            trace += figures(adascale)
+    return np.array([*trace, *figures(adascale), *weights(model).tolist()])
+
+
+# ---- the same numbers as on the host's path --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("split", "passes"), [(False, 4), (True, 2)], ids=["one-group", "two-groups"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"single_gain": True},
+        {"averaging_window": 0.05, "total_steps": 200, "clip": "averages"},
+        {"smoothing": 0.7, "debias_ewma": False},
+        {"inner": {"momentum": 0.0}},
+        {"inner": {"nesterov": True, "weight_decay": 1e-3}},
+        {"scale": 1.0},
+    ],
+    ids=["default", "single-gain", "window", "paper", "plain", "nesterov", "scale-1"],
+)
+def test_it_takes_the_steps_that_the_host_path_takes(settings: dict[str, Any], split: bool, passes: int) -> None:
+    traces = []
+    for fused in (False, True):
+        model = make_model()
+        adascale = wrapped(model, fused=fused, split=split, num_gradients_to_accumulate=passes, **settings)
+        traces.append(train(adascale, model, batches(STEPS * passes)))
+        assert adascale.steps == STEPS
+        assert 1 < adascale.gain() < 5 or adascale.scale == 1
+    np.testing.assert_allclose(traces[1], traces[0], rtol=1e-6, atol=1e-8)
+
+
+def test_whether_anybody_asks_changes_nothing() -> None:
+    ends = []
+    for ask in (False, True):
+        model = make_model()
+        adascale = wrapped(model, fused=True, averaging_window=0.05, total_steps=200)
+        ends.append(train(adascale, model, batches(2 * STEPS), ask=ask)[-len(weights(model)) - 3 :])
+    assert np.array_equal(ends[0], ends[1])
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_adam_takes_it_too(kind: type[torch.optim.Optimizer]) -> None:
+    traces = []
+    for fused in (False, True):
+        model = make_model()
+        adascale = AdaScale(kind(model.parameters(), lr=1e-3, fused=fused), scale=5.0, num_gradients_to_accumulate=2)  # type: ignore[call-arg]
+        traces.append(train(adascale, model, batches(2 * STEPS), spoiled=(0, 7)))
+    np.testing.assert_allclose(traces[1], traces[0], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.filterwarnings("ignore:One gradient sample a step")
+@pytest.mark.parametrize("settings", [{}, {"single_gain": True}])
+def test_consecutive_gradients_are_compared_on_the_device(settings: dict[str, Any]) -> None:
+    traces = []
+    for fused in (False, True):
+        model = make_model()
+        adascale = wrapped(model, fused=fused, split=True, num_gradients_to_accumulate=1, **settings)
+        # After a skipped step there is nothing to compare with: two samples are lost.
+        traces.append(train(adascale, model, batches(STEPS), spoiled=(4,)))
+        assert int(adascale.state_dict()["adascale"]["count"][0]) == STEPS - 3
+    np.testing.assert_allclose(traces[1], traces[0], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("by_clock", [False, True], ids=["steps", "clock"])
+def test_schedulers_drive_the_rate(by_clock: bool) -> None:
+    def schedule(adascale: AdaScale) -> Any:
+        if by_clock:
+            return torch.optim.lr_scheduler.LambdaLR(adascale, lambda _: 1 / (1 + math.floor(adascale.effective_steps)))
+        return torch.optim.lr_scheduler.StepLR(adascale, 5, gamma=0.5)
+
+    traces = []
+    for fused in (False, True):
+        model = make_model()
+        adascale = wrapped(model, fused=fused)
+        traces.append(train(adascale, model, batches(2 * STEPS), schedule=schedule))
+        assert adascale.param_groups[0]["lr"] < 0.01
+    np.testing.assert_allclose(traces[1], traces[0], rtol=1e-6, atol=1e-8)
+
+
+def test_scale_one_is_the_plain_fused_optimizer_to_the_bit() -> None:
+    ends = []
+    for wrap in (False, True):
+        model = make_model()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+        if wrap:
+            optimizer = AdaScale(optimizer, scale=1.0, num_gradients_to_accumulate=2)
+        for i in range(0, 2 * STEPS, 2):
+            backward(model, batches(2 * STEPS)[i : i + 2])
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(weights(model))
+    assert torch.equal(ends[0], ends[1])
+
+
+def _two_workers(fused: bool, kind: str, spoil: bool) -> list[float]:
+    rank = torch.distributed.get_rank()
+    model = make_model()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=fused)
+    adascale = AdaScale(optimizer if kind == "ddp" else OSS.wrap(optimizer), scale=5.0)
+    parallel = ShardedDataParallel(model, adascale) if kind == "sharded" else DistributedDataParallel(model)
+    data = batches(2 * STEPS)
+    for step in range(STEPS):
+        x, y = data[2 * step + rank]
+        if spoil and step in (0, 5) and rank == 1:
+            x = x * math.inf
+        F.cross_entropy(parallel(x), y).backward()
+        adascale.step()
+        if fused:
+            assert adascale._pending is not None
+        adascale.zero_grad()
+    return [*figures(adascale), *weights(model).tolist()]
+
+
+@pytest.mark.parametrize("spoil", [False, True], ids=["finite", "spoiled-on-one"])
+@pytest.mark.parametrize("kind", ["ddp", "oss", "sharded"])
+def test_two_workers(pool: Any, kind: str, spoil: bool) -> None:
+    host = pool(2).run(_two_workers, False, kind, spoil)
+    device = pool(2).run(_two_workers, True, kind, spoil)
+    assert device[0] == device[1]
+    assert host[0][3] == (STEPS - 2 if spoil else STEPS)
+    np.testing.assert_allclose(device[0], host[0], rtol=1e-6, atol=1e-8)
+
+
+# ---- who waits, and for what -----------------------------------------------------------------------------------------
+
+
+def _waits(adascale: AdaScale, model: nn.Module) -> bool:
+    """Whether the host knows the outcome of a step as soon as it has been taken."""
+    backward(model, batches(adascale._sampler.accumulation))
+    adascale.step()
+    adascale.zero_grad()
+    known = adascale.known_effective_steps
+    return known == adascale.effective_steps
+
+
+class SubclassedSGD(torch.optim.SGD):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "kwargs", "waits"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1, fused=True), {}, False),
+        (lambda p: OSS(p, torch.optim.SGD, lr=0.1, fused=True), {}, False),
+        (lambda p: torch.optim.SGD(p, lr=0.1), {}, True),
+        (lambda p: OSS(p, torch.optim.SGD, lr=0.1), {}, True),
+        (lambda p: SubclassedSGD(p, lr=0.1, fused=True), {}, True),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5, dampening=0.5, fused=True), {}, True),
+        (lambda p: torch.optim.SGD(p, lr=0.1, fused=True), {"rule": LinearRule(warmup=0)}, True),
+    ],
+    ids=["fused", "fused-oss", "foreach", "foreach-oss", "subclass", "dampening", "rule"],
+)
+def test_only_where_the_device_can_decide_alone_the_host_does_not_wait(
+    make: Callable[[Any], torch.optim.Optimizer], kwargs: dict[str, Any], waits: bool
+) -> None:
+    model = make_model()
+    adascale = AdaScale(make(model.parameters()), scale=5.0, num_gradients_to_accumulate=2, **kwargs)
+    assert _waits(adascale, model) == waits
+
+
+def test_a_step_waits_for_the_step_before_it_and_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    class Recording(HostCopy):
+        made = 0
+
+        def __init__(self, numbers: Tensor) -> None:
+            super().__init__(numbers)
+            self.number = Recording.made
+            Recording.made += 1
+            events.append(f"sent {self.number}")
+
+        def read(self) -> list[float]:
+            events.append(f"read {self.number}")
+            return super().read()
+
+    monkeypatch.setattr(adascale_module, "HostCopy", Recording)
+    model = make_model()
+    adascale = wrapped(model, fused=True)
+    for step in range(3):
+        backward(model, batches(2))
+        events.append(f"step {step}")
+        adascale.step()
+        adascale.zero_grad()
+    expected = ["step 0", "sent 0", "step 1", "read 0", "sent 1", "step 2", "read 1", "sent 2"]
+    assert events == expected
+    assert adascale.known_effective_steps < adascale.effective_steps <= adascale.known_effective_steps + 5
+    assert adascale.gain() == adascale.lr_factor  # nothing is left to be read
+    assert events == [*expected, "read 2"]
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the operations by which the host learns a value of the device, or sends it one and waits."""
+
+    _READS = ("_local_scalar_dense", "item", "nonzero", "equal", "is_nonzero", "allclose")
+    # What torch.tensor(x, device=...) and torch.where(..., 1.0) come to; on a GPU the number is copied there, with a wait.
+    _SENDS = ("scalar_tensor", "lift_fresh")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        moved = name == "_to_copy" and (kwargs or {}).get("device") not in (None, args[0].device)
+        if name in self._READS or name in self._SENDS or moved:
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def host_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What goes through the dispatcher, and tolist() and numpy(), which on a CPU don't."""
+    with monkeypatch.context() as patch, HostReads() as mode:
+        for name in ("tolist", "numpy"):
+            original = getattr(Tensor, name)
+
+            def counted(self: Tensor, *args: Any, _original: Any = original, _name: str = name, **kwargs: Any) -> Any:
+                mode.found.append(_name)
+                return _original(self, *args, **kwargs)
+
+            patch.setattr(Tensor, name, counted)
+        yield mode.found
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"split": True},
+    {"split": True, "single_gain": True},
+    {"averaging_window": 0.05, "total_steps": 200, "clip": "averages"},
+    {"smoothing": 0.7, "debias_ewma": False},
+    {"is_scaled_loss": False},
+    {"scale": 1.0, "num_gradients_to_accumulate": 1},
+    {"scale": 5.0, "num_gradients_to_accumulate": 1},
+]
+
+
+def _reads(adascale: AdaScale, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Host reads in the third step, forward pass to end, the outcome of the second being known."""
+    data = batches(adascale._sampler.accumulation)
+    for step in range(3):
+        float(adascale.effective_steps)
+        watch: AbstractContextManager[list[str]] = host_reads(monkeypatch) if step == 2 else nullcontext([])
+        with watch as found:
+            backward(model, data)
+            adascale.step()
+            adascale.zero_grad()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:One gradient sample a step")
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_the_host_reads_nothing_in_a_step(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    assert _reads(wrapped(model, fused=True, **settings), model, monkeypatch) == []
+
+
+@pytest.mark.filterwarnings("ignore:One gradient sample a step")
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_the_host_reads_once_in_a_step_of_another_optimizer(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model()
+    assert len(_reads(wrapped(model, fused=False, **settings), model, monkeypatch)) == 1
+
+
+def test_a_grad_scaler_reads_once_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model().float()
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    adascale = wrapped(model, fused=True, grad_scaler=scaler)
+    for step in range(3):
+        float(adascale.effective_steps)
+        watch: AbstractContextManager[list[str]] = host_reads(monkeypatch) if step == 2 else nullcontext([])
+        with watch as found:
+            for x, y in batches(2):
+                scaler.scale(F.cross_entropy(model(x.float()), y) / 2).backward()
+            scaler.step(adascale)
+            scaler.update()
+            adascale.zero_grad()
+    # Whether to step at all, in torch's own GradScaler; the rest are constants that unscale_() puts on the CPU.
+    assert [name for name in found if name not in HostReads._SENDS] == ["_local_scalar_dense"]
+    assert adascale.steps == 3
+
+
+def test_the_count_sees_what_it_is_to_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(2)
+    acts: list[Callable[[], Any]] = [
+        lambda: x[0].item(),
+        lambda: bool(x.any()),
+        lambda: float(x[0]),
+        lambda: x.tolist(),
+        lambda: x.numpy(),
+        lambda: torch.equal(x, x),
+        lambda: x.nonzero(),
+        lambda: x.to("meta"),
+        lambda: torch.tensor(1.0),
+        lambda: torch.where(x > 0, x, 1.0),
+    ]
+    for act in acts:
+        with host_reads(monkeypatch) as found:
+            act()
+        assert len(found) == 1, found
+
+
+# ---- steps that are not taken ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("at", [0, 3], ids=["first", "later"])
+def test_a_non_finite_gradient_changes_nothing_and_the_run_goes_on(bad: float, at: int) -> None:
+    model = make_model()
+    adascale = wrapped(model, fused=True, inner={"weight_decay": 0.1})
+    data = batches(2 * STEPS)
+    train(adascale, model, data[: 2 * at])
+    before = weights(model).clone()
+    momentum = [state["momentum_buffer"].clone() for state in adascale.state.values()]
+    statistics = {name: value.tolist() for name, value in adascale.state_dict()["adascale"].items()}
+    backward(model, [(data[0][0] * bad, data[0][1]), data[1]])
+    adascale.step()
+    adascale.zero_grad()
+    assert torch.equal(weights(model), before)
+    assert adascale.last_step_skipped
+    assert adascale.steps == at
+    assert {name: value.tolist() for name, value in adascale.state_dict()["adascale"].items()} == statistics
+    after = [state["momentum_buffer"] for state in adascale.state.values()]
+    assert all(torch.equal(a, b) for a, b in zip(after, momentum or [torch.zeros_like(b) for b in after], strict=True))
+    # Then as if it had not been: momentum buffers, which torch makes in the first step, hold no left-over memory.
+    train(adascale, model, data[2 * at : 2 * at + 6])
+    twin = make_model()
+    other = wrapped(twin, fused=True, inner={"weight_decay": 0.1})
+    train(other, twin, data[: 2 * at + 6])
+    assert not adascale.last_step_skipped
+    assert torch.equal(weights(model), weights(twin))
+    assert figures(adascale) == figures(other)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["host", "device"])
+def test_a_skipped_step_leaves_the_figures_of_the_one_before(fused: bool) -> None:
+    model = make_model()
+    adascale = wrapped(model, fused=fused)
+    train(adascale, model, batches(4))
+    before = figures(adascale)
+    train(adascale, model, batches(2), spoiled=(0,))
+    after = figures(adascale)
+    assert after.pop(7) == 1.0  # skipped
+    assert before.pop(7) == 0.0
+    assert after == before
+
+
+@pytest.mark.parametrize("tensor", [False, True], ids=["float", "tensor"])
+def test_an_inner_step_that_raises_leaves_the_rate_as_it_was(tensor: bool) -> None:
+    model = make_model()
+    rate: Any = torch.tensor(0.05) if tensor else 0.05
+    adascale = wrapped(model, fused=True, inner={"lr": rate})
+    inner = adascale._optimizer
+    train(adascale, model, batches(4))
+    before, clock, step = weights(model).clone(), adascale.effective_steps, inner.step
+
+    def fail(*_: Any) -> None:
+        assert inner.param_groups[0]["lr"] is not rate
+        raise RuntimeError("disk on fire")
+
+    inner.step = fail  # type: ignore[assignment, method-assign]
+    backward(model, batches(2))
+    with pytest.raises(RuntimeError, match="disk on fire"):
+        adascale.step()
+    assert inner.param_groups[0]["lr"] is rate
+    assert not hasattr(inner, "found_inf")
+    assert (adascale.effective_steps, adascale.steps) == (clock, 2)
+    inner.step = step  # type: ignore[method-assign]
+    adascale.zero_grad()
+    backward(model, batches(2))
+    adascale.step()
+    assert adascale.steps == 3
+    assert not torch.equal(weights(model), before)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+def test_a_tensor_learning_rate_on_the_host(device: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    model = make_model(device)
+    rate = torch.full(shape, 0.05, dtype=dtype)
+    adascale = wrapped(model, fused=True, inner={"lr": rate, "momentum": 0.0})
+    before = weights(model).clone()
+    backward(model, batches(2, device))
+    gradient = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+    adascale.step()
+    torch.testing.assert_close(before - weights(model), 0.05 * adascale.gain() * gradient, rtol=1e-6, atol=0)
+    assert adascale.param_groups[0]["lr"] is rate
+    assert rate.reshape(()).item() == pytest.approx(0.05)
+
+
+# ---- state, while a step's outcome is on its way ---------------------------------------------------------------------
+
+
+def _copied(model: nn.Sequential, adascale: AdaScale, way: str) -> tuple[nn.Sequential, AdaScale]:
+    if way == "deepcopy":
+        return copy.deepcopy((model, adascale))
+    if way == "pickle":
+        return pickle.loads(pickle.dumps((model, adascale)))
+    twin = make_model()
+    other = wrapped(twin, fused=True)
+    state = copy.deepcopy(adascale.state_dict())  # the inner part of it is live, as of any optimizer
+    twin.load_state_dict(model.state_dict())
+    other.load_state_dict(state)
+    return twin, other
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "state_dict"])
+def test_state_taken_right_after_a_step_has_that_step_in_it(way: str) -> None:
+    model = make_model()
+    adascale = wrapped(model, fused=True)
+    data = batches(2 * STEPS)
+    for i in range(0, STEPS, 2):
+        backward(model, data[i : i + 2])
+        adascale.step()
+        adascale.zero_grad()
+    known = adascale.known_effective_steps
+    twin, other = _copied(model, adascale, way)
+    assert known < other.known_effective_steps == adascale.effective_steps  # one was on its way
+    assert other.steps == STEPS // 2
+    ends = [train(a, m, data[STEPS:]) for a, m in ((adascale, model), (other, twin))]
+    assert np.array_equal(ends[0], ends[1])
+
+
+def _load_plain(adascale: AdaScale) -> None:
+    state = adascale._optimizer.state_dict()
+    with pytest.warns(UserWarning, match="no AdaScale statistics"):
+        adascale.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda a: a.set_scale(3.0),
+        lambda a: a.set_num_gradients_to_accumulate(1),
+        lambda a: a.add_param_group({"params": [nn.Parameter(torch.zeros(2, dtype=torch.float64))]}),
+        lambda a: a.load_statistics_state(wrapped(make_model(), fused=True).statistics_state()),
+        _load_plain,
+    ],
+    ids=["scale", "passes", "group", "load", "load-plain"],
+)
+def test_what_is_changed_after_a_step_comes_after_that_step(change: Callable[[AdaScale], Any]) -> None:
+    clocks = []
+    for ask in (True, False):
+        model = make_model()
+        adascale = wrapped(model, fused=True)
+        backward(model, batches(2))
+        adascale.step()
+        adascale.zero_grad()
+        if ask:
+            float(adascale.effective_steps)
+        change(adascale)
+        clocks.append((adascale.effective_steps, adascale.steps, adascale.lr_factor, adascale.gain(), adascale.gain(0)))
+    assert clocks[0] == clocks[1]
+    assert clocks[0][2] > 1
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@needs_gpu
+def test_numbers_come_to_the_host_whatever_the_default_device_is() -> None:
+    with torch.device("cuda"):
+        assert HostCopy(torch.arange(3.0)).read() == [0.0, 1.0, 2.0]
+
+
+@needs_gpu
+def test_a_step_on_a_gpu_synchronises_nothing() -> None:
+    model = make_model("cuda")
+    adascale = wrapped(model, fused=True, split=True, averaging_window=0.05, total_steps=200)
+    data = batches(2, "cuda")
+    for _ in range(3):  # pinned memory, momentum buffers and cuBLAS's workspace come with the first ones
+        backward(model, data)
+        adascale.step()
+        adascale.zero_grad()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            backward(model, data)
+            adascale.step()
+            adascale.zero_grad()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert adascale.steps == 6
+
+
+@needs_gpu
+def test_a_step_on_a_gpu_waits_for_one_event() -> None:
+    model = make_model("cuda")
+    adascale = wrapped(model, fused=True)
+    data = batches(2, "cuda")
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    for _ in range(3):
+        with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+            backward(model, data)
+            adascale.step()
+            adascale.zero_grad()
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts.get("cudaStreamSynchronize", 0) == 0
+    assert counts.get("cudaEventSynchronize", 0) == 1
+
+
+@needs_gpu
+def test_both_paths_on_a_gpu_take_the_same_steps_also_where_one_is_skipped() -> None:
+    traces = []
+    for device, fused in (("cpu", False), ("cuda", False), ("cuda", True)):
+        model = make_model(device)
+        adascale = wrapped(model, fused=fused, split=True)
+        traces.append(train(adascale, model, batches(2 * STEPS, device), spoiled=(0, 5)))
+        assert adascale.steps == STEPS - 2
+    np.testing.assert_allclose(traces[1], traces[0], rtol=1e-6, atol=1e-8)
+    np.testing.assert_allclose(traces[2], traces[0], rtol=1e-6, atol=1e-8)
+
+
+@needs_gpu
+def test_parameters_on_several_devices_count_together() -> None:
+    ends = []
+    for fused in (False, True):
+        for there in ("cpu", "cuda"):
+            torch.manual_seed(0)
+            params = [nn.Parameter(torch.randn(3, dtype=torch.float64, device=d)) for d in ("cpu", there)]
+            optimizer = torch.optim.SGD(params, lr=0.05, fused=fused)
+            adascale = AdaScale(optimizer, scale=4.0, num_gradients_to_accumulate=2)
+            for step in range(10):
+                for p in range(2):
+                    loss = sum((q.cpu() * (1 + step + p)).sin().sum() for q in params)
+                    (loss / 2).backward()  # type: ignore[union-attr]
+                adascale.step()
+                adascale.zero_grad()
+            ends.append([*figures(adascale), *(x for q in params for x in q.tolist())])
+    for end in ends[1:]:
+        np.testing.assert_allclose(end, ends[0], rtol=1e-6)

@@ -1,0 +1,195 @@
+"""The commands in README, docs, example docstrings and cluster files: each is read by the program that it is for.
+
+Nothing is run. ``ray-adascale`` lines go through the real parser, ``ray`` lines through Ray's own; of ``python FILE`` and
+``pytest`` the files, options and test names must exist, of ``make`` the targets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import re
+import shlex
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from ray_adascale import AdaScaleConfig
+from ray_adascale.cli.main import _parser
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    *(
+        ROOT / name
+        for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "cluster.yaml", "examples/demo.sh")
+    ),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").glob("*.py")),
+    *sorted((ROOT / "examples" / "cluster").glob("*.yaml")),
+    *sorted((ROOT / "benchmarks").glob("*.py")),
+]
+FENCE = re.compile(r"^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PROGRAMS = ("ray-adascale", "ray", "python", "pytest", "make")
+CALL = re.compile(rf"\s*(?:export\s|(?:\w+=\S+\s+)*(?:\S*/bin/)?(?:{'|'.join(PROGRAMS)})\s)")
+CONFIG_FIELDS = {field.name for field in dataclasses.fields(AdaScaleConfig)}
+
+
+def texts(page: Path) -> tuple[list[str], list[str]]:
+    """What stands as blocks of commands, and what as code within a sentence."""
+    text = page.read_text()
+    if page.suffix == ".sh":
+        return [text], []
+    if page.suffix == ".yaml":
+        return ["\n".join(line.lstrip()[1:] for line in text.splitlines() if line.lstrip().startswith("#"))], []
+    if page.suffix == ".py":
+        text = ast.get_docstring(ast.parse(text)) or ""
+        return re.findall(r"^    (.*)$", text, flags=re.MULTILINE), re.findall(r"``([^`]+)``", text)
+    prose = FENCE.sub("", text)
+    return FENCE.findall(text), re.findall(r"(?<!`)`([^`]+)`(?!`)", prose)
+
+
+def split(block: str) -> list[list[str]]:
+    """The words of each command in a block, from the program's name on; lines of other things are left out."""
+    found = []
+    for line in block.replace("\\\n", " ").splitlines():
+        if not CALL.match(line):
+            continue
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=";&>")
+        lexer.whitespace_split = True
+        words: list[str] = []
+        for word in [*lexer, ";"]:
+            if word[0] not in ";&>":
+                words.append(word)
+                continue
+            while words and "=" in words[0]:  # a variable for this command
+                words = words[1:]
+            if words and (program := words[0].rpartition("/")[2]) in PROGRAMS:
+                found.append([program, *words[1:]])
+            words = []
+    return found
+
+
+def commands(page: Path) -> list[list[str]]:
+    blocks, spans = texts(page)
+    found = [words for block in blocks for words in split(block)]
+    for words in (words for span in spans for words in split(span.replace("\n", " "))):
+        # In a sentence the bare name of a command, such as `ray job submit`, is no call.
+        if words[0] not in ("ray", "ray-adascale") or not all(re.fullmatch("[a-z-]+", word) for word in words):
+            found.append(words)
+    return found
+
+
+def check(words: list[str]) -> None:
+    program, *arguments = ["X" if word == "..." else word for word in words]
+    if program == "ray-adascale":
+        check_own(arguments)
+    elif program == "ray":
+        check_rays(arguments)
+    elif program == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+        assert arguments[0] in targets, f"make {arguments[0]}"
+    elif program == "pytest" or arguments[:2] == ["-m", "pytest"]:
+        check_tests(arguments)
+    else:
+        check_script(arguments)
+
+
+def check_own(arguments: list[str]) -> argparse.Namespace:
+    given, rest = _parser().parse_known_args(arguments)  # SystemExit for what it doesn't take
+    assert all("=" in item and not item.startswith("-") for item in rest), rest
+    assert not rest or "overrides" in given, rest
+    for item in getattr(given, "config", None) or []:
+        assert item.partition("=")[0] in CONFIG_FIELDS, item
+    for word in arguments:
+        if match := re.fullmatch(r"(examples/\w+\.py):(\w+)", word):
+            assert re.search(rf"^def {match[2]}\(", (ROOT / match[1]).read_text(), flags=re.MULTILINE), word
+    return given
+
+
+def check_rays(arguments: list[str]) -> None:
+    from ray.scripts.scripts import cli
+
+    command = cli
+    while hasattr(command, "commands"):
+        name, *arguments = arguments
+        assert name in command.commands, name
+        command = command.commands[name]
+    command.make_context(command.name, list(arguments))  # click's UsageError for what it doesn't take
+    if "--" in arguments and (job := arguments[arguments.index("--") + 1 :])[0] == "ray-adascale":
+        check_own(job[1:])
+
+
+def check_tests(arguments: list[str]) -> None:
+    files = [word for word in arguments if word.startswith("tests/")]
+    names = []
+    for file in files:
+        names += re.findall(r"^def (test_\w+)", (ROOT / file).read_text(), flags=re.MULTILINE)
+    assert names, arguments
+    for option, wanted in pairwise(arguments):
+        if option == "-k":
+            for alternative in wanted.split(" or "):
+                assert any(alternative.split(" ")[0] in name for name in names), alternative
+
+
+def check_script(arguments: list[str]) -> None:
+    if arguments[0] == "-c":
+        ast.parse(arguments[1])
+        return
+    text = (ROOT / arguments[0]).read_text()
+    for word in arguments[1:]:
+        if word.startswith("--"):
+            assert f'"{word}"' in text, f"{arguments[0]} {word}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_commands_are_what_the_programs_take(page: Path) -> None:
+    for words in commands(page):
+        try:
+            check(words)
+        except (SystemExit, Exception) as error:
+            raise AssertionError(" ".join(words)) from error
+
+
+def test_the_commands_are_found() -> None:
+    """That the check above sees what there is to see."""
+    found = {page.relative_to(ROOT).as_posix(): [" ".join(words) for words in commands(page)] for page in PAGES}
+    assert (
+        "ray-adascale train examples/digits.py:workload --recipe recipe.json --num-workers 2 --per-worker-batch-size 32"
+        in (found["examples/digits.py"])
+    )
+    assert any(line.startswith("ray job submit") and "--use-gpu" in line for line in found["docs/cluster.md"])
+    assert "ray exec cluster.yaml RAY_AUTH_MODE=token ray status" in found["docs/cluster.md"]
+    assert "python benchmarks/memory.py" in found["benchmarks/README.md"]
+    assert "pytest tests/whole/test_elastic.py -k announced -s" in found["docs/checkpoints.md"]
+    assert "make test-oldest" in found["CONTRIBUTING.md"]
+    assert sum(line.startswith("ray-adascale ") for lines in found.values() for line in lines) > 20
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ray-adascale train examples/digits.py:workload --recipe r.json --workers 2",
+        "ray-adascale train examples/digits.py:workload --recipe r.json -c checkpoint_every=60",
+        "ray-adascale train examples/digits.py:job --recipe r.json",
+        "ray-adascale train examples/digits.py:workload --recipe r.json surplus",
+        "ray job submit --dir examples -- ray-adascale describe x",
+        "ray job submit --working-dir examples -- ray-adascale describe",
+        "ray launch cluster.yaml",
+        "python benchmarks/none.py",
+        "python benchmarks/memory.py --models wide",
+        "pytest tests/test_gain.py -k no_such_thing",
+        "make tests",
+    ],
+)
+def test_a_wrong_command_is_seen(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (words,) = split(line)
+    with pytest.raises((SystemExit, Exception)):
+        check(words)
+
+
+def test_every_benchmark_has_its_entry() -> None:
+    table = (ROOT / "benchmarks" / "README.md").read_text()
+    for path in (ROOT / "benchmarks").glob("*.py"):
+        assert f"| `python benchmarks/{path.name}" in table, path.name

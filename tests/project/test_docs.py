@@ -1,0 +1,334 @@
+"""README.md and docs/*.md: every Python block runs, those of one page in one namespace, and links lead somewhere.
+
+Commands are for test_doc_commands.py. A block that is not to be run says why, in a comment on the line before it:
+``<!-- not run: reason -->``. A page of fragments gets its stand-ins from ``GIVEN``: small things by the names that the page uses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import create_autospec
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+
+from ray_adascale import AdaScaleConfig
+
+ROOT = Path(__file__).parents[2]
+# migrating.md runs on two gloo workers, in test_migrating.py.
+ALL_PAGES = sorted(
+    [
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")),
+        *ROOT.glob("docs/*.md"),
+    ]
+)
+PAGES = [page for page in ALL_PAGES if page.name != "migrating.md"]
+FENCE = re.compile(
+    r"^(?:<!-- not run: (?P<reason>[^\n]+?) -->\n+)?```(?P<kind>\w*)[^\n]*\n(?P<code>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def _name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@dataclass(frozen=True)
+class Block:
+    page: Path
+    line: int
+    code: str
+    reason: str | None
+
+
+def blocks(text: str, page: Path) -> list[Block]:
+    """The Python blocks of a page."""
+    return [
+        Block(page, text[: m.start("code")].count("\n"), m["code"], m["reason"])
+        for m in FENCE.finditer(text)
+        if m["kind"] == "python"
+    ]
+
+
+def run_page(found: list[Block], namespace: dict[str, Any]) -> None:
+    """The page's blocks one after the other, as one module; an error points to the page's own line."""
+    for block in found:
+        if block.reason is None:
+            exec(compile("\n" * block.line + block.code, str(block.page), "exec"), namespace)
+
+
+def own_loop() -> str:
+    """README's loop as it is after the change that its first diff shows."""
+    diff = re.search(r"^```diff\n(.*?)^```$", (ROOT / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert diff
+    lines = [line[1:] for line in diff[1].splitlines() if not line.startswith("-")]
+    code = "\n".join(lines) + "\n"
+    assert "ray_adascale.prepare(" in code
+    assert "TorchTrainer(" in code
+    return code
+
+
+def built(config: dict[str, Any]) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    x = torch.randn(600, 16)
+    model = torch.nn.Linear(16, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.get("lr", 0.1), momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=120)
+    return model, optimizer, scheduler, TensorDataset(x, x[:, :4].argmax(1))
+
+
+def workload(config: dict[str, Any]) -> Any:
+    from ray_adascale import Workload
+
+    model, optimizer, scheduler, dataset = built(config)
+    return Workload(
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        scheduler_unit="step",
+        train_dataset=dataset,
+        loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+    )
+
+
+def _storage(folder: Path) -> dict[str, Any]:
+    return {"storage_path": str(folder)}
+
+
+def _forecast(folder: Path) -> dict[str, Any]:
+    import rich
+
+    import ray_adascale
+
+    recipe = ray_adascale.record_recipe(workload, {"lr": 0.1}, base_batch_size=8, total_steps=120)
+    return {
+        "ray_adascale": ray_adascale,
+        "rich": rich,
+        "recipe": recipe,
+        "AdaScaleConfig": ray_adascale.AdaScaleConfig,
+    }
+
+
+def _checkpoints(folder: Path) -> dict[str, Any]:
+    """A run whose newest checkpoint has the page's name."""
+    import ray_adascale
+
+    model, optimizer, scheduler, dataset = built({})
+    config = ray_adascale.AdaScaleConfig(base_batch_size=8, total_steps=20, scheduler_unit="step")
+    run = ray_adascale.Run(
+        model, optimizer, scheduler, dataset, config, backend=ray_adascale.LocalBackend(folder / "runs/demo")
+    )
+    for x, y in run:
+        run.backward(F.cross_entropy(run.model(x), y))
+        run.step()
+    max((folder / "runs/demo").glob("checkpoint_*/manifest.json")).parent.rename(folder / "runs/demo/checkpoint_...")
+    return {"ray_adascale": ray_adascale, "model": torch.nn.Linear(16, 4)}
+
+
+def _report(folder: Path) -> dict[str, Any]:
+    """Two runs with the page's names, and their recipe."""
+    import ray_adascale
+
+    given = _forecast(folder)
+    for name, passes in (("base", 1), ("big", 8)):
+        model, optimizer, scheduler, dataset = built({})
+        config = ray_adascale.AdaScaleConfig(accumulation=passes)
+        run = ray_adascale.Run(
+            model,
+            optimizer,
+            scheduler,
+            dataset,
+            config,
+            recipe=given["recipe"],
+            backend=ray_adascale.LocalBackend(folder / "runs" / name),
+        )
+        for x, y in run:
+            run.backward(F.cross_entropy(run.model(x), y))
+            run.step()
+    return given
+
+
+def _signatures(folder: Path) -> dict[str, Any]:
+    """Of a page that wants a cluster: what it calls, with the real signatures, and nothing behind them."""
+    import ray.train
+    from ray import tune
+
+    import ray_adascale
+
+    real = {name: getattr(ray_adascale, name) for name in ray_adascale.__all__ if name != "__version__"}
+    for name in ("AdaScaleTrainer", "tune_recipe"):
+        real[name] = create_autospec(real[name])
+    return {
+        "ray_adascale": types.SimpleNamespace(**real),
+        **real,
+        "tune": tune,
+        "workload": workload,
+        "recipe": create_autospec(ray_adascale.Recipe, instance=True),
+        "ScalingConfig": ray.train.ScalingConfig,
+        "RunConfig": create_autospec(ray.train.RunConfig),
+        "FailureConfig": ray.train.FailureConfig,
+    }
+
+
+GIVEN: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "README.md": _signatures,
+    "elastic.md": _signatures,
+    "quickstart.md": _storage,
+    "workloads.md": _storage,
+    "forecast.md": _forecast,
+    "checkpoints.md": _checkpoints,
+    "report.md": _report,
+}
+NEEDS_RAY = ("quickstart.md", "workloads.md")
+NEEDS_GROUP = ("sharding.md",)  # a process group, of one worker
+
+
+def _pages() -> list[Any]:
+    pages = []
+    for page in PAGES:
+        found = blocks(page.read_text(), page)
+        if any(block.reason is None for block in found):
+            marks = [pytest.mark.ray] if page.name in NEEDS_RAY else []
+            pages.append(pytest.param(page, id=_name(page), marks=marks))
+    return pages
+
+
+@pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")  # advice, on toy problems
+@pytest.mark.parametrize("page", _pages())
+def test_the_python_blocks_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    if page.name in NEEDS_GROUP:
+        request.getfixturevalue("pool")(1).run(run_page, blocks(page.read_text(), page), {"__name__": "__main__"})
+        return
+    monkeypatch.chdir(tmp_path)
+    if page.name in NEEDS_RAY:
+        request.getfixturevalue("ray_session")
+    # Functions that go to Ray's workers must not belong to a module that these would import.
+    given = GIVEN[page.name](tmp_path) if page.name in GIVEN else {}
+    namespace = {"__name__": "__main__", **given}
+    run_page(blocks(page.read_text(), page), namespace)
+
+
+def test_a_wrong_block_fails_at_its_line() -> None:
+    text = "# Page\n\n```python\na = 1\n```\n\n```python\nassert a == 2\n```\n"
+    with pytest.raises(AssertionError) as raised:
+        run_page(blocks(text, Path("page.md")), {})
+    assert raised.traceback[-1].lineno == 7  # counted from 0
+    skipped = text.replace("```python\nassert", "<!-- not run: it is wrong -->\n```python\nassert")
+    run_page(blocks(skipped, Path("page.md")), {})
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=_name)
+def test_no_block_is_passed_over(page: Path) -> None:
+    """Each fence is one that FENCE sees, and of a kind for which there is a test or that holds no code."""
+    text = page.read_text()
+    found = list(FENCE.finditer(text))
+    assert len(re.findall(r"^\s*(?:```|~~~)", text, flags=re.MULTILINE)) == 2 * len(found)
+    assert {block["kind"] for block in found} <= {"python", "text", "diff", ""}
+
+
+@pytest.mark.ray
+def test_the_readmes_own_loop_runs(ray_session: Path) -> None:
+    """What README's first diff makes of a loop, on one worker without a GPU, two epochs; test_wheel.py has it elsewhere."""
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    import ray_adascale
+
+    code = own_loop()
+    for said, small in (
+        (
+            "num_workers=8, use_gpu=True)",
+            f"num_workers=1), run_config=RunConfig(name='readme', storage_path={str(ray_session)!r})",
+        ),
+        ("total_epochs=100", "total_epochs=2"),
+        ("TorchTrainer(", "result = TorchTrainer("),
+    ):
+        assert said in code
+        code = code.replace(said, small)
+    namespace: dict[str, Any] = {
+        "__name__": "__main__",
+        "build": built,
+        "F": F,
+        "ray_adascale": ray_adascale,
+        "AdaScaleConfig": ray_adascale.AdaScaleConfig,
+        "RunConfig": RunConfig,
+        "ScalingConfig": ScalingConfig,
+        "TorchTrainer": TorchTrainer,
+    }
+    exec(code, namespace)
+    # 600 examples in base batches of 128, for two epochs; the last step may go over.
+    assert 2 * 600 // 128 <= namespace["result"].metrics["effective_steps"] < 2 * 600 // 128 + 2
+    assert (ray_session / "readme" / "trace.jsonl").exists()
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them: small letters, no punctuation, hyphens for spaces."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ +(.+?) *$", text, flags=re.MULTILINE):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        name = re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
+        found.add(name if name not in found else f"{name}-{sum(other.startswith(name) for other in found)}")
+    return found
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=_name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):
+        if "://" in target:
+            continue
+        there = page.parent / target if target else page
+        assert there.exists(), target
+        if anchor:
+            assert anchor in anchors(there), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=_name)
+def test_fields_that_are_named_exist(page: Path) -> None:
+    """`AdaScaleConfig(...)` with a keyword that it doesn't have."""
+    fields = {field.name for field in dataclasses.fields(AdaScaleConfig)}
+    for call in re.findall(r"`AdaScaleConfig\(([^()`]*)\)", page.read_text()):
+        for name in re.findall(r"(\w+)=", call):
+            assert name in fields, name
+
+
+def test_the_map_has_every_module() -> None:
+    map_of_parts = (ROOT / "docs" / "architecture.md").read_text().partition("## One optimizer step")[0]
+    modules = {path.stem for path in (ROOT / "ray_adascale").rglob("*.py") if not path.stem.startswith("_")}
+    assert modules <= set(re.findall(r"\w+", map_of_parts))
+
+
+RAYS_OWN = ("No available agent to submit job", "Requesting resources", "No such file or directory", "401")
+
+
+def test_symptoms_are_what_the_package_says() -> None:
+    """What troubleshooting.md quotes in its first column stands in the source; `...` for what differs."""
+    source = "".join(path.read_text() for path in sorted((ROOT / "ray_adascale").rglob("*.py")))
+    said = re.sub(r"\"\s*\n\s*f?\"", "", source)  # a message over several lines
+    quotes = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "troubleshooting.md").read_text(), flags=re.MULTILINE)
+    assert len(quotes) > 10
+    for quote in quotes:
+        if quote in RAYS_OWN:
+            continue
+        for piece in re.split(r"\.\.\.|50", quote):
+            assert piece.strip().removeprefix("CheckpointError: ") in said, quote
+
+
+def test_the_table_of_gains_is_computed() -> None:
+    """docs/choosing.md shows the numbers that its own block computes."""
+    page = ROOT / "docs" / "choosing.md"
+    namespace: dict[str, Any] = {}
+    run_page(blocks(page.read_text(), page), namespace)
+    for scale, batch, r, share, steps, examples in namespace["rows"]:
+        row = f"| {scale} | {batch} | {r} | {share.replace('%', ' %')} | {steps} | {examples} |"
+        assert row in page.read_text(), row

@@ -1,0 +1,62 @@
+"""What `import ray_adascale` loads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+WITHOUT_RAY = """
+import sys
+sys.modules["ray"] = None  # any import of it fails, as where it is not installed
+import ray_adascale, torch
+assert "torch.distributed.checkpoint" not in sys.modules, "the package itself is light"
+for name in ray_adascale.__all__:
+    if name not in ("AdaScaleTrainer", "prepare", "tune_recipe"):
+        getattr(ray_adascale, name)
+from ray_adascale import AdaScaleConfig, Run, adaptive, scaling_rules
+net = torch.nn.Linear(2, 1)
+data = [(torch.ones(2), torch.ones(1))] * 8
+run = Run(net, torch.optim.SGD(net.parameters(), lr=0.1), None, data, AdaScaleConfig(base_batch_size=2, total_steps=3))
+for x, y in run:
+    run.backward((run.model(x) - y).square().mean())
+    run.step()
+assert run.stopped == "total_steps reached"
+try:
+    ray_adascale.prepare
+except ImportError:
+    pass
+else:
+    raise SystemExit("prepare came without Ray")
+"""
+
+
+def test_the_torch_layer_works_without_ray() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_RAY], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+LIGHT = """
+import sys, torch
+import ray_adascale.run.loop
+heavy = [name for name in ("tensor", "checkpoint", "fsdp") if f"torch.distributed.{name}" in sys.modules]
+assert not heavy, heavy
+from ray_adascale import AdaScaleConfig, Run
+net = torch.nn.Linear(2, 1)
+data = [(torch.ones(2), torch.ones(1))] * 8
+run = Run(net, torch.optim.SGD(net.parameters(), lr=0.1), None, data, AdaScaleConfig(base_batch_size=2, total_steps=3))
+for x, y in run:
+    run.backward((run.model(x) - y).square().mean())
+    run.step()
+assert "torch.distributed.checkpoint" not in sys.modules
+"""
+
+
+def test_a_run_without_checkpoints_does_not_load_what_they_need() -> None:
+    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+def test_unknown_names_are_refused() -> None:
+    code = "import ray_adascale; ray_adascale.AdaScal"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "has no attribute 'AdaScal'" in done.stderr

@@ -1,0 +1,275 @@
+"""The transfer benchmark compares what it says it compares, and goes on where it was; its vision workload is sound."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ray_adascale.workload import build, resolve
+
+pytest.importorskip("mlxtend")
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
+
+
+@pytest.fixture(scope="module")
+def transfer() -> Any:
+    spec = importlib.util.spec_from_file_location("transfer", ROOT / "benchmarks" / "transfer.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["transfer"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that one run, started as a user starts it, left behind."""
+    folder = tmp_path_factory.mktemp("transfer")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "transfer.py"), *arguments(folder), "--jobs", "2"],
+        cwd=folder,
+        env={**os.environ, "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def arguments(folder: Path) -> list[str]:
+    files = ["--json", str(folder / "runs.jsonl"), "--page", str(folder / "page.md")]
+    return ["--smoke", "--workloads", "tabular", *files]
+
+
+def test_every_method_ran_for_as_long_as_it_should(transfer: Any, smoke: Path) -> None:
+    results = transfer.read(smoke / "runs.jsonl")
+    plan = transfer.parse(arguments(smoke))[1]
+    found = {
+        (scale, method): transfer.comparison(plan, results, "tabular", scale, method)[1]
+        for scale in (1, 4)
+        for method in transfer.METHODS
+    }
+    for (scale, _), result in found.items():
+        assert result.examples == result.optimizer_steps * scale * 16
+        assert math.isfinite(result.train_loss)
+        assert result.curve_score[-1] == result.score
+    own = found[4, "AdaScale"]
+    assert own.mean_gain == pytest.approx(own.curve_tau[-1] / own.optimizer_steps)
+    assert 60 / 4 < own.optimizer_steps < 60
+    assert found[4, "LSW"].optimizer_steps == 60 // 4
+    assert found[4, "LSW+"].optimizer_steps == found[4, "unscaled"].optimizer_steps == own.optimizer_steps
+    assert found[1, "LSW"].optimizer_steps == 60
+    # The three with the same number of steps differ in nothing but the LR; that they differ shows that it was applied.
+    assert len({found[4, m].score for m in transfer.METHODS}) == 4
+
+
+def test_the_page_has_every_cell_and_no_path_of_this_machine(smoke: Path) -> None:
+    page = (smoke / "page.md").read_text()
+    rows = [[c.strip() for c in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| ")]
+    (start,) = (i for i, row in enumerate(rows) if row[:2] == ["S", "method"])
+    table = rows[start + 2 : start + 7]
+    assert [row[:2] for row in table] == [
+        ["1", "all alike"],
+        *(["4", m] for m in ("AdaScale", "LSW", "LSW+", "unscaled")),
+    ]
+    assert all(len(row) == 7 and all(row) for row in table)
+    (verdicts,) = (row for row in rows if row[:2] == ["tabular", "4"])
+    assert all("one seed only" in cell for cell in verdicts[2:])
+    assert "`python benchmarks/transfer.py --smoke --workloads tabular`" in page
+    assert str(smoke) not in page
+    for name in ("scale", "curves", "grid"):
+        assert f"(page-{name}.png)" in page
+        assert (smoke / f"page-{name}.png").stat().st_size > 1000
+
+
+def test_a_second_call_runs_nothing_and_keeps_what_was_written_by_hand(
+    transfer: Any, smoke: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines, page = (smoke / "runs.jsonl").read_bytes(), smoke / "page.md"
+    begin, end = transfer.BY_HAND
+    page.write_text(page.read_text().replace(f"{begin}\n{end}", f"{begin}\nIt holds.\n{end}"))
+    written = page.read_text()
+    monkeypatch.setattr(transfer, "train", None)
+    assert transfer.main([*arguments(smoke), "--jobs", "1"]) == 0
+    assert (smoke / "runs.jsonl").read_bytes() == lines
+    assert "It holds." in written
+    assert page.read_text() == written
+
+
+def test_an_interrupted_benchmark_goes_on_with_what_is_missing(transfer: Any, smoke: Path, tmp_path: Path) -> None:
+    lines = (smoke / "runs.jsonl").read_text().splitlines(keepends=True)
+    path = tmp_path / "runs.jsonl"
+    path.write_text("".join(lines[:-2]) + lines[-2][:50])
+    plan = transfer.parse(arguments(smoke))[1]
+    results = transfer.run_all(plan, path, 1)
+    assert path.read_text().splitlines(keepends=True)[:-2] == lines[:-2]
+    assert len(results) == len(lines)
+    assert transfer.read(path) == results
+    for job, result in transfer.read(smoke / "runs.jsonl").items():
+        # Another process, and in it the same run to the bit.
+        assert replace(results[job], cpu_s=0, date="") == replace(result, cpu_s=0, date="")
+
+
+def test_at_s_1_all_methods_are_the_same_run(transfer: Any) -> None:
+    job = transfer.Job("tabular", "AdaScale", 1, 1, 0.02, "warmup", 40, "test")
+    jobs = [replace(job, method=m, steps=40 if m in ("LSW+", "unscaled") else None) for m in transfer.METHODS]
+    first, *others = (replace(transfer.train(job), cpu_s=0, date="") for job in jobs)
+    assert first.optimizer_steps == 40
+    assert others == [first] * 3
+
+
+def test_divergence_is_a_result(transfer: Any) -> None:
+    job = transfer.Job("tabular", "AdaScale", 1, 1, 10.0, "cosine", 80, "test")
+    lost = transfer.train(job)
+    assert lost.failed
+    assert lost.score is None
+    assert json.loads(json.dumps(vars(lost)))["score"] is None
+    idle = transfer.train(replace(job, lr=1e-9, total_steps=5))  # finite weights that know nothing
+    assert idle.failed
+    assert idle.score is not None
+    assert not transfer.train(replace(job, lr=0.02)).failed
+
+    plan = transfer.Plan(("tabular",), (1, 4), (1,), 4, (101,), 3, ("cosine",), 60)
+    results = {
+        one: replace(idle, failed=one.lr > 0.03, score=0.4 if one.lr > 0.03 else 0.5) for one in plan.grid_jobs()
+    }
+    assert transfer.best_schedule(plan, results, "tabular") == (0.005, "cosine")
+    own = plan.job("tabular", "AdaScale", 4, 1, (0.005, "cosine"))
+    assert (
+        len(transfer.stretched(plan, {**results, own: replace(idle, failed=False)}, "tabular", 4, 1, (0.005, "cosine")))
+        == 2
+    )
+    results[own] = lost
+    assert transfer.stretched(plan, results, "tabular", 4, 1, (0.005, "cosine")) == []
+    table = transfer.workload_table(plan, results, "tabular")
+    assert "| 4 | AdaScale | **failed** (1 of 1) |" in table
+    assert "| 4 | LSW+ | not run |" in table
+    assert "tabular, S = 4: 1 of 1 AdaScale runs failed." in transfer.verdicts(plan, results)
+
+
+@pytest.mark.filterwarnings("ignore:typing:DeprecationWarning")  # the text is made of all of typing's docstrings
+def test_the_search_split_chooses_and_the_test_split_reports(transfer: Any) -> None:
+    plan = transfer.Plan(("tabular",), (1, 4), (1,))
+    assert {job.split for job in plan.grid_jobs()} == {"search"}
+    assert plan.job("tabular", "LSW", 4, 1, (0.01, "step")).split == "test"
+    assert not set(plan.grid_seeds) & set(plan.seeds)
+    assert len(plan.grid("tabular")) == 15
+    for make in (transfer.text, transfer.tabular, transfer.example("mnist.py:workload")):
+        scores = []
+        for split in ("search", "test"):
+            torch.manual_seed(0)
+            built = make({"lr": 0.1, "schedule": "cosine", "total_steps": 10, "split": split})
+            with torch.no_grad():
+                scores.append(built.evaluate(built.model)[built.metric])
+        assert scores[0] != scores[1], make
+
+
+def test_rank_correlation_by_hand(transfer: Any) -> None:
+    # Σd² = 1 + 1 + 1 + 1 + 0 = 4, and 1 − 6 · 4 / (5 · 24) = 0.8
+    assert transfer.rank_correlation([10, 20, 30, 40, 50], [2, 1, 4, 3, 99]) == pytest.approx(0.8)
+    assert transfer.rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    # Ties share the mean of their ranks: 1, 2½, 2½, 4 against 1, 2, 3, 4 is 4.5 / √(4.5 · 5).
+    assert transfer.ranks([1, 7, 7, math.inf]) == [1, 2.5, 2.5, 4]
+    assert transfer.rank_correlation([1, 7, 7, math.inf], [1, 2, 3, 4]) == pytest.approx(4.5 / math.sqrt(22.5))
+    assert math.isnan(transfer.rank_correlation([1, 1, 1], [1, 2, 3]))
+
+
+def test_differences_are_paired_by_seed(transfer: Any) -> None:
+    def runs(*scores: float | None) -> dict[int, Any]:
+        one = transfer.Result(0.0, 0.0, 1, 1, 1.0, [], [], False, 0.0, "")
+        return {seed: replace(one, score=score, failed=score is None) for seed, score in enumerate(scores)}
+
+    more, less = transfer.CASES["vision"], transfer.CASES["text"]
+    # Differences .1, .1, .2: mean .1333, sd .0577; Student's t with 2 degrees of freedom is 4.303, so ± .1434.
+    near = transfer.difference(more, runs(0.9, 0.8, 0.7), runs(0.8, 0.7, 0.5))
+    assert (near.mean, near.low, near.high) == pytest.approx((0.13333, -0.01010, 0.27676), abs=1e-4)
+    assert near.verdict == "no clear difference"
+    # Differences .10, .11, .12, however much the seeds themselves differ: .11 ± .0248.
+    clear = transfer.difference(more, runs(0.3, 0.6, 0.9), runs(0.2, 0.49, 0.78))
+    assert (clear.mean, clear.low) == pytest.approx((0.11, 0.0852), abs=1e-4)
+    assert clear.verdict == "better"
+    assert transfer.difference(less, runs(0.3, 0.6, 0.9), runs(0.2, 0.49, 0.78)).verdict == "worse"
+    # The run that failed is counted, and is no part of the mean.
+    lost = transfer.difference(more, runs(0.3, 0.6, 0.9), runs(0.2, 0.49, None))
+    assert lost.mean == pytest.approx(0.105)
+    assert lost.verdict.endswith("the other failed 1 times")
+    assert transfer.difference(more, runs(0.9), runs(None)).verdict == "the other failed"
+    assert transfer.difference(more, runs(0.9), {}).verdict == "not run"
+
+
+# ---- examples/mnist.py -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mnist() -> Any:
+    return lambda name: resolve(f"{ROOT / 'examples' / 'mnist.py'}:{name}")
+
+
+def test_mnist_splits_share_no_image(mnist: Any) -> None:
+    train, search, test = (split.tensors for split in mnist("splits")())
+    assert [len(x) for x, _ in (train, search, test)] == [3000, 1000, 1000]
+    assert train[0].shape[1:] == (1, 28, 28)
+    assert (train[0].min(), train[0].max()) == (0, 1)
+    for _, y in (train, search, test):
+        assert torch.bincount(y).min() > 0.08 * len(y)  # sorted by digit in the file; a split of it must not be
+    assert len(torch.unique(torch.cat([train[0], search[0], test[0]]).flatten(1), dim=0)) == 5000
+
+
+def test_mnist_shifts_images_in_training_alone(mnist: Any) -> None:
+    images = torch.zeros(200, 1, 28, 28)
+    images[:, 0, 10, 20] = 1
+    torch.manual_seed(0)
+    moved = mnist("shift")(images, 3)
+    assert moved.shape == images.shape
+    where = moved[:, 0].nonzero()
+    assert where[:, 0].equal(torch.arange(200))
+    offsets = where[:, 1:] - torch.tensor([10, 20])
+    assert offsets.unique(dim=0).shape == (len({tuple(o) for o in offsets.tolist()}), 2)
+    assert sorted(set(offsets[:, 0].tolist())) == sorted(set(offsets[:, 1].tolist())) == list(range(-3, 4))
+
+    built = build(mnist("workload"), {"lr": 0.01})
+    batch = [t[:64] for t in mnist("splits")()[0].tensors]
+    losses = [{built.loss_fn(built.model.train(mode), batch).item() for _ in range(3)} for mode in (True, False)]
+    assert [len(found) for found in losses] == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ("cosine", [1.0, 0.5, 0.5 - math.sqrt(0.125), 0.0]),
+        ("step", [1.0, 0.1, 0.01, 0.01]),
+        ("warmup", [0.1, 0.5 / 0.9, 0.25 / 0.9, 0.0]),
+    ],
+)
+def test_mnist_schedules(mnist: Any, shape: str, expected: list[float]) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    scheduler = mnist("schedule")(optimizer, shape, 100)
+    rates = []
+    for _ in range(103):
+        rates.append(optimizer.param_groups[0]["lr"] / 2)
+        optimizer.step()
+        scheduler.step()
+    # ⌊τ⌋ may pass T by the last step's gain: the schedule stays at its end.
+    assert [rates[0], rates[50], rates[75], rates[102]] == pytest.approx(expected, abs=1e-12)
+    if shape == "warmup":
+        assert rates[0] == pytest.approx(0.1)
+        assert rates[9] == pytest.approx(1.0)
+
+
+def test_mnist_refuses_an_unknown_schedule(mnist: Any) -> None:
+    with pytest.raises(ValueError, match=r"'linear'.*cosine, step, warmup"):
+        mnist("workload")({"lr": 0.01, "schedule": "linear"})

@@ -1,0 +1,896 @@
+"""Run: the loop in one process and on gloo workers, without Ray."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import ray_adascale
+from ray_adascale import (
+    AdaScale,
+    AdaScaleConfig,
+    LEGWRule,
+    LinearRule,
+    LocalBackend,
+    Recipe,
+    Run,
+    UnscaledRule,
+    checkpoint,
+    load_weights,
+)
+from ray_adascale.data import epoch_order
+from ray_adascale.run.loop import METRICS
+from ray_adascale.run.snapshot import load_rng
+from ray_adascale.run.trace import read_trace
+
+from ..optim.test_deferred import host_reads
+from ..reference import ReferenceAdaScale
+
+# Advice on how far to scale, which toy data of 60 examples rightly gets; one test looks for it.
+pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
+
+
+def dataset(length: int = 60, dtype: torch.dtype = torch.float32) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(length, 6, generator=generator, dtype=torch.float64)
+    y = (x[:, 0] + 0.5 * x[:, 1] + 0.7 * torch.randn(length, generator=generator, dtype=torch.float64) > 0).long()
+    return TensorDataset(x.to(dtype), y)
+
+
+def model(dtype: torch.dtype = torch.float32, *, dropout: float = 0.0, seed: int = 1) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 2)).to(dtype)
+
+
+def make_run(
+    net: nn.Module,
+    *,
+    data: Any = None,
+    lr: float = 0.1,
+    momentum: float = 0.9,
+    gamma: float = 0.9,
+    backend: LocalBackend | None = None,
+    scheduler: bool = True,
+    fused: bool | None = None,
+    **settings: Any,
+) -> Run:
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=momentum, fused=fused)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 7, gamma) if scheduler else None
+    extra = {key: settings.pop(key) for key in ("evaluate", "recipe", "collate_fn") if key in settings}
+    defaults: dict[str, Any] = {
+        "base_batch_size": 4,
+        "total_steps": 40,
+        "scheduler_unit": "step" if scheduler else None,
+    }
+    config = AdaScaleConfig(**(defaults | settings))
+    return Run(net, optimizer, schedule, dataset() if data is None else data, config, backend=backend, **extra)
+
+
+def drive(run: Run, stop_after: int | None = None) -> list[dict[str, Any]]:
+    """The user's loop; returns the metrics of each optimizer step."""
+    rows = []
+    for x, y in run:
+        run.backward(F.cross_entropy(run.model(x), y))
+        if run.step():
+            rows.append(dict(run.summary()))
+            if len(rows) == stop_after:
+                break
+    return rows
+
+
+def flat(module: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1).double() for p in module.parameters()])
+
+
+# ---- the base batch --------------------------------------------------------------------------------------------------
+
+
+def test_scale_one_is_the_plain_loop_bit_for_bit() -> None:
+    class Order:
+        """The order of examples of the run, for a plain DataLoader."""
+
+        def __iter__(self) -> Any:
+            for epoch in range(100):
+                yield from epoch_order(60, seed=3, epoch=epoch).view(-1, 4).tolist()
+
+    net = model(dropout=0.3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)
+    torch.manual_seed(5)
+    net.train()
+    for _, (x, y) in zip(
+        range(40), DataLoader(dataset(), batch_sampler=Order(), generator=torch.Generator()), strict=False
+    ):
+        F.cross_entropy(net(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+    ours = model(dropout=0.3)
+    run = make_run(ours, seed=3)
+    torch.manual_seed(5)
+    rows = drive(run)
+    assert torch.equal(flat(ours), flat(net))
+    assert torch.equal(ours[1].running_mean, net[1].running_mean)
+    assert len(rows) == 40
+    assert run.effective_steps == 40
+    assert all(row["gain"] == 1.0 for row in rows)
+
+
+def test_a_rule_that_warms_up_warns_of_a_schedule_that_does() -> None:
+    with pytest.warns(UserWarning, match="begins by raising the LR"):
+        make_run(model(), gamma=1.1, rule=LEGWRule(base_warmup_epochs=1, data_size=60))
+    make_run(model(), gamma=0.9, rule=LEGWRule(base_warmup_epochs=1, data_size=60))  # warnings are errors here
+
+
+@pytest.mark.parametrize("unit", ["step", "epoch"])
+def test_the_rate_at_scale_is_that_of_base_step_floor_tau(unit: str) -> None:
+    base = [row["lr"] for row in drive(make_run(model(), scheduler_unit=unit, total_steps=200, gamma=0.7))]
+    run = make_run(model(), scheduler_unit=unit, total_steps=200, gamma=0.7, per_worker_batch_size=8, accumulation=2)
+    tau = 0.0
+    rows = drive(run)
+    assert len(rows) < 150
+    assert len({row["lr"] for row in rows}) > 1
+    for row in rows:
+        assert row["lr"] == base[math.floor(tau)]
+        tau = row["effective_steps"]
+    assert 200 <= tau < 200 + run.scale
+
+
+# ---- AdaScale is really on -------------------------------------------------------------------------------------------
+
+
+class _Linear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.inner = nn.Linear(6, 2, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def _gradients(net: nn.Module, x: Tensor, y: Tensor) -> np.ndarray:
+    grads = torch.autograd.grad(F.cross_entropy(net(x), y), list(net.parameters()))
+    return torch.cat([g.reshape(-1) for g in grads]).numpy()
+
+
+def _steps_from_the_weights(steps: int) -> list[float]:
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    base, per_worker, passes, total, lr = 3, 4, 2, 400, 0.05
+    batch, n = per_worker * world * passes, world * passes
+    scale = batch / base  # 16/3: neither n nor a whole number
+    data = dataset(60, torch.float64)
+    net = _Linear()
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 0.97**t)
+    run = Run(
+        net,
+        optimizer,
+        scheduler,
+        data,
+        AdaScaleConfig(
+            base_batch_size=base,
+            total_steps=total,
+            scheduler_unit="step",
+            per_worker_batch_size=per_worker,
+            accumulation=passes,
+        ),
+    )
+    reference = ReferenceAdaScale(
+        scale=scale, n=n, averaging="effective", window=0.05, total_steps=total, clip="averages", single_gain=True
+    )
+    stream = torch.cat([epoch_order(60, seed=0, epoch=e) for e in range(10)])
+    tau, gains = 0.0, []
+    before, step = flat(net), 0
+    for x, y in run:
+        if run.at_boundary is False and step < steps and not gains[step:]:
+            # The first pass of a step: every gradient sample of every worker, computed apart at the present weights.
+            parts = stream[step * batch : (step + 1) * batch].view(n, per_worker)
+            samples = [[_gradients(net, *data[part])] for part in parts]
+            expected = reference.step(samples)
+            gains.append(expected.gain)
+            assert torch.equal(x, data[parts[rank]][0])
+        run.backward(F.cross_entropy(run.model(x), y))
+        if run.step():
+            moved = (before - flat(net)).numpy()
+            predicted = expected.gain * lr * 0.97 ** math.floor(tau) * expected.mean_gradient[0]
+            np.testing.assert_allclose(moved, predicted, rtol=1e-6, atol=1e-12)
+            tau += expected.gain
+            assert run.effective_steps == pytest.approx(tau, rel=1e-6)
+            before, step = flat(net), step + 1
+            if step == steps:
+                break
+    return gains
+
+
+def test_weights_move_by_gain_times_rate_at_floor_tau_times_the_mean_gradient(pool: Any) -> None:
+    first, second = pool(2).run(_steps_from_the_weights, 20)
+    assert first == second
+    assert all(1 < r < 16 / 3 for r in first[1:])
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_steps_at_fixed_scale_hardly_depend_on_the_number_of_samples(seed: int) -> None:
+    steps = []
+    for per_worker, passes in ((16, 2), (4, 8)):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(400, 20, generator=generator)
+        y = (x @ torch.randn(20, 5, generator=generator) + 2 * torch.randn(400, 5, generator=generator)).argmax(1)
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 5))
+        run = make_run(
+            net,
+            data=TensorDataset(x, y),
+            lr=0.05,
+            gamma=1.0,
+            total_steps=1500,
+            per_worker_batch_size=per_worker,
+            accumulation=passes,
+            seed=seed,
+        )
+        steps.append(len(drive(run)))
+    assert min(steps) > 1500 / 8
+    assert abs(steps[0] - steps[1]) / steps[0] < 0.05
+
+
+# ---- reports ---------------------------------------------------------------------------------------------------------
+
+
+class Recording(LocalBackend):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.reports: list[tuple[dict[str, Any], bool]] = []
+
+    def report(self, metrics: Any, folder: Path | None) -> None:
+        super().report(metrics, folder)
+        self.reports.append((dict(metrics), folder is not None))
+
+
+def test_reports_have_the_keys_and_the_last_one_carries_a_checkpoint(tmp_path: Path) -> None:
+    backend = Recording(tmp_path)
+    modes = []
+
+    def evaluate(net: nn.Module) -> dict[str, float]:
+        modes.append((net.training, torch.is_grad_enabled()))
+        return {"accuracy": torch.tensor(0.5)}
+
+    run = make_run(model(), backend=backend, evaluate=evaluate, per_worker_batch_size=8, accumulation=2)
+    drive(run)
+    assert run.module.training
+    assert set(modes) == {(False, False)}
+    for metrics, _ in backend.reports:
+        assert set(metrics) == {*METRICS, "accuracy"}
+        assert all(type(value) in (int, float) for value in metrics.values())
+    last, saved = backend.reports[-1]
+    assert saved
+    assert last["effective_steps"] >= 40
+    assert last["progress"] == pytest.approx(last["effective_steps"])
+    assert last["efficiency"] == last["gain"] / last["scale"]
+    assert last["scale"] == 4.0
+    assert run.summary()["stopped"] == "total_steps reached"
+    # A tenth of the run apart, at most one a step, the end included.
+    assert 5 <= len(modes) <= 11
+    trace = read_trace(tmp_path / "trace.jsonl")
+    assert [row["step"] for row in trace] == list(range(1, last["optimizer_steps"] + 1))
+    assert set(METRICS) < set(trace[0])
+
+
+def test_progress_is_the_sum_of_gains_under_every_rule() -> None:
+    run = make_run(model(), per_worker_batch_size=8, accumulation=2, rule="linear")
+    rows = drive(run)
+    assert len(rows) == 10  # T / S
+    assert rows[-1]["effective_steps"] == 40
+    assert rows[-1]["progress"] == pytest.approx(sum(row["gain"] for row in rows))
+    assert rows[-1]["progress"] < 40
+
+
+@pytest.mark.parametrize(("rule", "steps"), [(UnscaledRule(steps=25), 25), (LinearRule(steps=13), 13), ("sqrt", 10)])
+def test_other_rules_take_the_steps_that_their_clock_says(rule: Any, steps: int) -> None:
+    assert len(drive(make_run(model(), per_worker_batch_size=8, accumulation=2, rule=rule))) == steps
+
+
+def test_a_loop_may_evaluate_by_itself() -> None:
+    backend = Recording()
+    run = make_run(model(), backend=backend, evaluate_every=10, report_every_s=1e-9)
+    asked = []
+    for x, y in run:
+        run.backward(F.cross_entropy(run.model(x), y))
+        if run.step(aux=torch.tensor(2.5)) and run.evaluate_due:
+            asked.append(run.effective_steps)
+            run.record(accuracy=run.effective_steps)
+    assert asked == [10, 20, 30, 40]
+    assert backend.reports[-1][0]["accuracy"] == 40
+    assert backend.reports[-1][0]["aux"] == 2.5
+
+
+def test_user_metrics_are_checked() -> None:
+    run = make_run(model())
+    x, y = next(iter(run))
+    run.backward(F.cross_entropy(run.model(x), y))
+    with pytest.raises(ValueError, match="gain"):
+        run.step(gain=3.0)
+    with pytest.raises(TypeError, match="accuracy"):
+        run.record(accuracy=[1.0])
+
+
+def test_a_warning_says_when_more_workers_buy_little() -> None:
+    data = TensorDataset(torch.ones(64, 6) + 0.01 * torch.randn(64, 6), torch.zeros(64, dtype=torch.long))
+    run = make_run(model(), data=data, per_worker_batch_size=16, accumulation=2, lr=1e-4, scheduler=False)
+    with pytest.warns(UserWarning, match="noise scale"):
+        drive(run)
+
+
+# ---- gradients that are not finite -----------------------------------------------------------------------------------
+
+
+def test_one_bad_batch_is_skipped_and_many_end_the_run() -> None:
+    net = model()
+    run = make_run(net, per_worker_batch_size=8, accumulation=2, max_nonfinite_steps=50)
+    before: Tensor | None = None
+    steps = 0
+    with pytest.raises(FloatingPointError, match=r"50 optimizer steps in a row, up to step 54 .* loss scale 1"):
+        for x, y in run:
+            bad = steps == 2 or steps >= 4
+            if steps == 4 and before is None:
+                before = flat(net)
+            run.backward(F.cross_entropy(run.model(x), y) * (math.nan if bad else 1.0))
+            if run.step():
+                steps += 1
+                if steps == 3:
+                    assert run.optimizer.last_step_skipped
+                    assert run.optimizer.steps == 2
+                if steps == 4:
+                    assert run.optimizer.steps == 3
+    assert steps == 53
+    assert before is not None
+    assert torch.equal(flat(net), before)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_loss_scaling_skips_overflows_and_reaches_the_end(accumulation: int) -> None:
+    net = model()
+    run = make_run(
+        net, per_worker_batch_size=8 // accumulation, accumulation=accumulation, precision="fp16", base_batch_size=8
+    )
+    assert run.scaler is not None
+    run.scaler.load_state_dict({**run.scaler.state_dict(), "scale": 2.0**40})
+    rows = drive(run)
+    assert run.effective_steps == 40
+    assert len(rows) > 40  # some were skipped, and are not counted as steps
+    assert rows[-1]["optimizer_steps"] == 40
+    assert all(math.isfinite(row["loss"]) for row in rows)
+
+
+def test_bf16_autocast_covers_the_forward_pass() -> None:
+    seen = []
+    net = model()
+    net[4].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    drive(make_run(net, precision="bf16"), stop_after=2)
+    assert set(seen) == {torch.bfloat16}
+    assert next(net.parameters()).grad is None
+
+
+def test_clipping_bounds_the_step_and_leaves_the_gain() -> None:
+    net = model()
+    run = make_run(net, grad_clip=1e-3, momentum=0.0, per_worker_batch_size=8, accumulation=2, gamma=1.0)
+    before = flat(net)
+    row = drive(run, stop_after=1)[0]
+    assert float((flat(net) - before).norm()) == pytest.approx(0.1 * row["gain"] * 1e-3, rel=1e-4)
+    other = drive(make_run(model(), per_worker_batch_size=8, accumulation=2), stop_after=1)[0]
+    assert row["gain"] == other["gain"]
+
+
+def test_clipping_by_hand_acts_on_the_last_pass_only() -> None:
+    run = make_run(model(), per_worker_batch_size=8, accumulation=2)
+    norms = []
+    for x, y in run:
+        run.backward(F.cross_entropy(run.model(x), y))
+        norms.append(run.clip_grad_norm_(1.0))
+        if run.step():
+            break
+    assert norms[0] is None
+    assert norms[1] is not None
+
+
+# ---- a fused optimizer: the host reads a step behind ------------------------------------------------------------------
+
+
+def _run_to_the_end(folder: str, fused: bool, **settings: Any) -> tuple[list[float], list[float], int]:
+    """Final weights, τ at each evaluation, and the boundaries at which the host had not read the step."""
+    evaluated: list[float] = []
+    net = model(torch.float64)
+
+    def evaluate(_: nn.Module) -> dict[str, float]:
+        evaluated.append(run.effective_steps)
+        return {"seen": float(len(evaluated))}
+
+    backend = LocalBackend(folder, device="cpu")
+    data = dataset(dtype=torch.float64)
+    run = make_run(
+        net,
+        data=data,
+        backend=backend,
+        evaluate=evaluate,
+        total_steps=150,
+        evaluate_every=50,
+        lr=0.05,
+        fused=fused,
+        **settings,
+    )
+    behind = 0
+    for x, y in run:
+        run.backward(F.cross_entropy(run.model(x), y))
+        run.step()
+        behind += run.at_boundary and not run.optimizer.last_step_known
+    return flat(net).tolist(), evaluated, behind
+
+
+def _compare_fused(folder: Path, outcomes: list[tuple[list[float], list[float], int]]) -> None:
+    (weights, evaluated, behind), (fused_weights, fused_evaluated, fused_behind) = outcomes
+    np.testing.assert_allclose(fused_weights, weights, rtol=1e-5)
+    np.testing.assert_allclose(fused_evaluated, evaluated, rtol=1e-6)
+    rows, fused_rows = (list(read_trace(folder / name / "trace.jsonl")) for name in ("False", "True"))
+    assert len(rows) == len(fused_rows)
+    assert behind == 0
+    assert fused_behind > len(rows) / 2
+    for row, fused_row in zip(rows, fused_rows, strict=True):
+        del row["examples_per_s"], fused_row["examples_per_s"]
+        assert fused_row == pytest.approx(row, rel=1e-3, nan_ok=True)  # μ² may be near zero
+
+
+@pytest.mark.parametrize("accumulation", [2, 3])
+def test_a_fused_run_is_the_same_run(tmp_path: Path, accumulation: int) -> None:
+    settings: dict[str, Any] = {"per_worker_batch_size": 4 * accumulation, "accumulation": accumulation}
+    _compare_fused(
+        tmp_path, [_run_to_the_end(str(tmp_path / str(fused)), fused, **settings) for fused in (False, True)]
+    )
+
+
+@pytest.mark.parametrize("sharding", ["none", "oss", "zero2"])
+def test_a_fused_run_on_two_workers_is_the_same_run(pool: Any, tmp_path: Path, sharding: str) -> None:
+    outcomes = []
+    for fused in (False, True):
+        both = pool(2).run(
+            _run_to_the_end, str(tmp_path / str(fused)), fused, per_worker_batch_size=4, sharding=sharding
+        )
+        assert both[0] == both[1]
+        outcomes.append(both[0])
+    _compare_fused(tmp_path, outcomes)
+
+
+def test_the_host_reads_what_has_arrived_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(model(), per_worker_batch_size=8, accumulation=2, total_steps=200, fused=True)
+    for number, (x, y) in enumerate(run):
+        if number not in (40, 41):  # both passes of the 21st step
+            run.backward(F.cross_entropy(run.model(x), y))
+            run.step()
+            continue
+        with host_reads(monkeypatch) as found:
+            run.backward(F.cross_entropy(run.model(x), y))
+            run.step()
+        assert found == ([] if number == 40 else ["tolist", "tolist"])  # of the step before: r, and the loss
+        assert not run.optimizer.last_step_known
+        if number == 41:
+            break
+    progress, tau = run.progress, run.effective_steps  # asking waits
+    assert progress == pytest.approx(tau)
+    assert run.summary()["optimizer_steps"] == 21
+    assert tau > 20  # beyond the first tenth of the run
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_fused_run_skips_bad_batches_and_ends_when_there_are_many(tmp_path: Path, accumulation: int) -> None:
+    def run_with(bad: range) -> tuple[Run, int]:
+        run = make_run(
+            model(),
+            backend=LocalBackend(tmp_path / str(len(bad)), device="cpu"),
+            fused=True,
+            per_worker_batch_size=4,
+            accumulation=accumulation,
+            max_nonfinite_steps=3,
+        )
+        steps = 0
+        for x, y in run:
+            run.backward(F.cross_entropy(run.model(x), y) * (math.nan if steps in bad else 1.0))
+            steps += run.step()
+        return run, steps
+
+    run, steps = run_with(range(4, 6))
+    rows = list(read_trace(tmp_path / "2" / "trace.jsonl"))
+    assert [row["step"] for row in rows if math.isnan(row["loss"])] == [5, 6]
+    assert run.summary()["optimizer_steps"] == steps - 2
+    assert torch.isfinite(flat(run.module)).all()
+    with pytest.raises(FloatingPointError, match="3 optimizer steps in a row, up to step 7 at"):
+        run_with(range(4, 40))
+
+
+def test_background_checkpoints_of_a_fused_run(tmp_path: Path) -> None:
+    backend = LocalBackend(tmp_path, device="cpu", keep=1000)
+    settings: dict[str, Any] = {"per_worker_batch_size": 8, "accumulation": 2, "total_steps": 200, "fused": True}
+    run = make_run(model(), backend=backend, checkpoint_every_s=1e-9, **settings)
+    steps = 0
+    for x, y in run:
+        run.backward(F.cross_entropy(run.model(x), y))
+        steps += run.step()
+        time.sleep(0.01)  # to write
+    written = [path for path in tmp_path.glob("checkpoint_*") if checkpoint.is_sealed(path)]
+    assert len(written) > 3
+    for path in written:
+        state = checkpoint.load_state(path)
+        assert state["iterations"] == int(path.name.removeprefix("checkpoint_"))
+        assert state["progress"] == pytest.approx(state["effective_steps"])
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def _interrupted(folder: str | None, stop: int | None, **settings: Any) -> tuple[Tensor, list[dict[str, Any]], float]:
+    torch.manual_seed(7)
+    net = model(dropout=0.2)
+    backend = LocalBackend(folder)
+    if stop is not None:
+        settings |= {"checkpoint_every_s": 1e-9, "async_checkpoint": False}  # after every step
+    run = make_run(net, backend=backend, total_steps=60, **settings)
+    torch.manual_seed(100 + torch.distributed.get_rank() if torch.distributed.is_initialized() else 100)
+    if run.place.attempt > 0:
+        with backend.latest_checkpoint() as path:
+            assert path is not None
+            load_rng(
+                path, backend.rank, backend.device
+            )  # the seeding above is this test's; a resumed worker keeps the checkpoint's
+    rows = drive(run, stop_after=stop)
+    return flat(net), rows, run.effective_steps
+
+
+def _same(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> bool:
+    return [{k: v for k, v in row.items() if k != "examples_per_s"} for row in a] == [
+        {k: v for k, v in row.items() if k != "examples_per_s"} for row in b
+    ]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"per_worker_batch_size": 8, "accumulation": 2},
+        {"per_worker_batch_size": 8, "accumulation": 2, "fused": True},
+    ],
+    ids=["base", "scaled", "fused"],
+)
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, settings: dict[str, Any]) -> None:
+    whole, rows, tau = _interrupted(None, None, **settings)
+    _, first, _ = _interrupted(str(tmp_path), 6, **settings)
+    _, second, _ = _interrupted(str(tmp_path), 4, **settings)
+    resumed, third, end = _interrupted(str(tmp_path), None, **settings)
+    assert torch.equal(resumed, whole)
+    assert end == tau
+    # The checkpoint is taken inside step(), so every step that returned is in it; of a fused optimizer every second one.
+    assert _same(first + second + third, rows)
+    trace = read_trace(tmp_path / "trace.jsonl")
+    assert [row["step"] for row in trace] == list(range(1, len(rows) + 1))
+    assert [row["attempt"] for row in trace][::4][:3] == [0, 0, 1]
+
+
+def test_a_thinned_trace_is_that_of_the_uninterrupted_run(tmp_path: Path) -> None:
+    _interrupted(str(tmp_path / "whole"), None, trace_rows=20)
+    for stop in (25, 20, None):
+        _interrupted(str(tmp_path / "cut"), stop, trace_rows=20)
+        newest = sorted((tmp_path / "cut").glob("checkpoint_*"))[-1]
+        assert len(read_trace(newest / "trace.jsonl")) <= 20
+    whole, cut = (
+        [
+            {key: value for key, value in row.items() if key not in ("examples_per_s", "attempt")}
+            for row in read_trace(tmp_path / name / "trace.jsonl")
+        ]
+        for name in ("whole", "cut")
+    )
+    assert repr(cut) == repr(whole)  # repr: NaN is NaN
+    assert [row["step"] for row in whole] == [8, 16, 24, 32, 40, 48, *range(51, 61)]
+
+
+def _two_workers(folder: str, stop: int | None) -> tuple[list[float], float]:
+    weights, _, tau = _interrupted(folder, stop, per_worker_batch_size=8)
+    return weights.tolist(), tau
+
+
+def test_a_resumed_run_on_two_workers_is_exact_and_sharded(pool: Any, tmp_path: Path) -> None:
+    whole = pool(2).run(_two_workers, str(tmp_path / "whole"), None)
+    pool(2).run(_two_workers, str(tmp_path / "cut"), 6)
+    momentum = json.loads((sorted((tmp_path / "cut").glob("checkpoint_*"))[-1] / "tensors.json").read_text())
+    resumed = pool(2).run(_two_workers, str(tmp_path / "cut"), None)
+    assert resumed == whole
+    assert resumed[0] == resumed[1]
+    assert any(key.startswith("optim/") for key in json.dumps(momentum).split('"'))
+
+
+def _on_one(folder: str) -> tuple[float, float, int]:
+    run = make_run(model(dropout=0.2), backend=LocalBackend(folder), total_steps=60, per_worker_batch_size=8)
+    start, position = run.effective_steps, run.source.position
+    drive(run)
+    return start, run.effective_steps, position
+
+
+def test_fewer_workers_continue_the_clock_and_the_data(pool: Any, tmp_path: Path) -> None:
+    (_, tau), _ = pool(2).run(_two_workers, str(tmp_path), 6)
+    with pytest.warns(UserWarning, match="One gradient sample"):
+        start, end, position = _on_one(str(tmp_path))
+    assert start == tau
+    assert position == 6 * 16
+    assert end >= 60
+
+
+def test_checkpoints_are_refused_between_passes(tmp_path: Path) -> None:
+    run = make_run(model(), backend=LocalBackend(tmp_path), per_worker_batch_size=8, accumulation=2)
+    for x, y in run:
+        assert not run.at_boundary
+        with pytest.raises(RuntimeError, match="step boundary"):
+            run.save_checkpoint()
+        run.backward(F.cross_entropy(run.model(x), y))
+        with pytest.raises(RuntimeError, match="step boundary"):
+            run.save_checkpoint()
+        if not run.step():
+            assert not run.at_boundary
+            with pytest.raises(RuntimeError, match="step boundary"):
+                run.save_checkpoint()
+        else:
+            break
+    assert run.at_boundary
+    assert run.save_checkpoint() is not None
+
+
+def test_a_checkpoint_says_what_made_it(tmp_path: Path) -> None:
+    recipe = _recipe_of(make_run(model()))
+    drive(make_run(model(), backend=LocalBackend(tmp_path), **FROM_RECIPE, recipe=recipe))
+    (newest,) = tmp_path.glob("checkpoint_*")
+    state = checkpoint.load_state(newest)
+    assert state["recipe"] == recipe.fingerprint
+    assert state["versions"] == {"ray_adascale": ray_adascale.__version__, "torch": torch.__version__}
+    assert {"rng/0/python", "rng/0/numpy", "rng/0/torch"} <= set(checkpoint.tensor_index(newest))
+
+
+def test_weights_load_into_a_plain_module(tmp_path: Path) -> None:
+    net = model()
+    drive(make_run(net, backend=LocalBackend(tmp_path)))
+    plain = model(seed=99)
+    plain.load_state_dict(load_weights(sorted(tmp_path.glob("checkpoint_*"))[-1]))
+    assert torch.equal(flat(plain), flat(net))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"base_batch_size": 2}, "base_batch_size is 2, was 4"),
+        ({"total_steps": 50}, "total_steps is 50, was 40"),
+        ({"lr": 0.2}, "curve differs"),
+        ({"seed": 9}, "seed"),
+    ],
+)
+def test_a_changed_run_does_not_resume(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    _three_steps(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        make_run(model(), backend=LocalBackend(tmp_path), **change)
+
+
+def _three_steps(folder: Path, **settings: Any) -> None:
+    settings |= {"checkpoint_every_s": 1e-9, "async_checkpoint": False}
+    drive(make_run(model(), backend=LocalBackend(folder), **settings), stop_after=3)
+
+
+def test_the_refusal_shows_both_curves_where_they_differ(tmp_path: Path) -> None:
+    _three_steps(tmp_path)
+    with pytest.raises(ValueError, match="accept_changes=True") as caught:
+        make_run(model(), backend=LocalBackend(tmp_path), gamma=0.5)  # StepLR every 7 steps, was 0.9
+    points = re.findall(r"(\d+): lr ([\d.]+\d) → ([\d.]+\d)", str(caught.value))
+    assert len(points) == 5
+    for tau, was, now in points:
+        assert float(was) == pytest.approx(0.1 * 0.9 ** (int(tau) // 7), rel=1e-5)
+        assert float(now) == pytest.approx(0.1 * 0.5 ** (int(tau) // 7), rel=1e-5)
+        assert int(tau) >= 7  # before, they agree
+
+
+def test_an_accepted_change_goes_on_with_the_new_curve(tmp_path: Path) -> None:
+    _three_steps(tmp_path)
+    with pytest.warns(UserWarning, match=r"curve differs.*Accepted.*effective step 3\.0"):
+        run = make_run(model(), backend=LocalBackend(tmp_path), lr=0.4, gamma=0.5, total_steps=50, accept_changes=True)
+    assert run.effective_steps == 3
+    rows = drive(run)
+    assert [row["effective_steps"] for row in rows] == list(range(4, 51))
+    assert [row["lr"] for row in rows] == pytest.approx([0.4 * 0.5 ** (t // 7) for t in range(3, 50)])
+    # The next start finds nothing changed.
+    assert drive(make_run(model(), backend=LocalBackend(tmp_path), lr=0.4, gamma=0.5, total_steps=50)) == []
+
+
+def test_an_accepted_base_batch_rescales_the_variance_of_a_base_batch(tmp_path: Path) -> None:
+    _three_steps(tmp_path, per_worker_batch_size=8, accumulation=2)
+    state = {"per_worker_batch_size": 8, "accumulation": 2, "backend": LocalBackend(tmp_path)}
+    before, mu2 = make_run(model(), **state).optimizer.average_moments()
+    with pytest.warns(UserWarning, match="base_batch_size is 8, was 4"):
+        run = make_run(model(), base_batch_size=8, accept_changes=True, **state)
+    assert run.scale == 2
+    assert run.optimizer.average_moments() == pytest.approx((before / 2, mu2))
+
+
+def test_a_finished_run_that_is_given_more_steps_ends_with_a_checkpoint_again(tmp_path: Path) -> None:
+    drive(make_run(model(), backend=LocalBackend(tmp_path)))
+    backend = LocalBackend(tmp_path)
+    with pytest.warns(UserWarning, match="total_steps is 50, was 40"):
+        run = make_run(model(), backend=backend, total_steps=50, accept_changes=True)
+    assert run.stopped is None
+    assert len(drive(run)) == 10
+    assert run.stopped == "total_steps reached"
+    assert backend.metrics["effective_steps"] == 50
+    assert (tmp_path / "checkpoint_0000000050" / "manifest.json").exists()
+    assert [row["step"] for row in read_trace(tmp_path / "trace.jsonl")] == list(range(1, 51))
+
+
+def test_a_finished_run_does_nothing_when_started_again(tmp_path: Path) -> None:
+    net = model()
+    drive(make_run(net, backend=LocalBackend(tmp_path)))
+    again = model(seed=3)
+    backend = Recording(tmp_path)
+    assert drive(make_run(again, backend=backend)) == []
+    assert torch.equal(flat(again), flat(net))
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+
+def test_batches_of_ones_own() -> None:
+    x, y = dataset().tensors
+    own = [(x[i : i + 8], y[i : i + 8]) for i in range(0, 56, 8)]
+    run = make_run(model(), data=own_iterable(own), per_worker_batch_size=8, accumulation=2, dataset_length=56)
+    drive(run)
+    assert run.effective_steps >= 40
+    assert run.base_steps_per_epoch == 14
+
+
+def own_iterable(batches: list[Any]) -> Any:
+    class Batches:
+        def __iter__(self) -> Any:
+            return iter(batches)
+
+    return Batches()
+
+
+def test_epochs_may_give_the_length() -> None:
+    run = make_run(model(), total_steps=None, total_epochs=2.5, scheduler_unit="epoch")
+    assert run.total_steps == 37  # 2.5 × 60 / 4, whole steps
+    drive(run)
+    assert run.epoch == 2
+
+
+def test_mappings_and_named_tuples_reach_the_device() -> None:
+    class Rows(Dataset[Any]):
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, i: int) -> Any:
+            return {"x": torch.ones(6), "y": 1, "name": f"row {i}"}
+
+    run = make_run(model(), data=Rows())
+    batch = next(iter(run))
+    assert batch["x"].shape == (4, 6)
+    assert batch["name"][0].startswith("row")
+
+
+# ---- mistakes --------------------------------------------------------------------------------------------------------
+
+
+def test_calls_out_of_order_say_so() -> None:
+    run = make_run(model())
+    with pytest.raises(RuntimeError, match=r"run\.backward"):
+        run.backward(torch.zeros((), requires_grad=True))
+    with pytest.raises(RuntimeError, match=r"run\.step"):
+        run.step()
+    batches = iter(run)
+    x, y = next(batches)
+    with pytest.raises(RuntimeError, match=r"run\.step"):
+        run.step()
+    with pytest.raises(ValueError, match="scalar"):
+        run.backward(F.cross_entropy(run.model(x), y, reduction="none"))
+    run.backward(F.cross_entropy(run.model(x), y))
+    with pytest.raises(RuntimeError, match="once for each"):
+        run.backward(F.cross_entropy(run.model(x), y))
+    with pytest.raises(RuntimeError, match=r"without run\.step"):
+        next(batches)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"base_batch_size": 16, "per_worker_batch_size": 4}, "larger than the global batch of 4"),
+        ({"total_steps": 0}, "total_steps"),
+        ({"total_steps": -5}, "total_steps"),
+        ({"total_steps": None}, "total_steps"),
+        ({"scheduler_unit": None}, "scheduler_unit"),
+        ({"scheduler_unit": "batch"}, "scheduler_unit"),
+        ({"base_batch_size": None}, "base_batch_size"),
+        ({"accumulation": 0}, "accumulation"),
+        ({"precision": "int8"}, "precision"),
+        ({"rule": "cubic"}, "rule"),
+        ({"grad_clip": -1.0}, "grad_clip"),
+        ({"data": []}, "empty"),
+    ],
+)
+def test_bad_settings_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_run(model(), **settings)
+
+
+def test_several_optimizers_and_wrapped_models_are_refused() -> None:
+    net = model()
+    config = AdaScaleConfig(base_batch_size=4, total_steps=4)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1)] * 2
+    with pytest.raises(ValueError, match="Only one is supported"):
+        Run(net, optimizers, None, dataset(), config)  # type: ignore[arg-type]
+
+
+def test_the_rule_for_adam_reads_adams_own_scale() -> None:
+    net = model()
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+    settings: dict[str, Any] = {"base_batch_size": 4, "total_steps": 40, "per_worker_batch_size": 8, "accumulation": 2}
+    run = Run(net, optimizer, None, dataset(), AdaScaleConfig(rule="adamscale", **settings))
+    rows = drive(run)
+    assert run.optimizer.lr_factor == pytest.approx(math.sqrt(rows[-1]["gain"]))
+    assert 10 < len(rows) < 40
+    with pytest.raises(ValueError, match="AdamScale"):
+        Run(net, optimizer, None, dataset(), AdaScaleConfig(rule="adamscale", sharding="oss", **settings))
+
+
+def test_wrapped_optimizers_are_refused() -> None:
+    net = model()
+    wrapped = AdaScale(torch.optim.SGD(net.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="bare optimizer"):
+        Run(net, wrapped, None, dataset(), AdaScaleConfig(base_batch_size=4, total_steps=5))
+
+
+def test_an_optimizer_that_is_not_sgd_gets_a_warning_and_runs() -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    with pytest.warns(UserWarning, match="AdamW"):
+        run = Run(net, optimizer, None, dataset(), AdaScaleConfig(base_batch_size=4, total_steps=5))
+    assert len(drive(run)) == 5
+
+
+FROM_RECIPE: dict[str, Any] = {"base_batch_size": None, "total_steps": None, "scheduler_unit": None}
+
+
+def _recipe_of(run: Run) -> Recipe:
+    return Recipe(
+        hyperparameters={"lr": 0.1},
+        base_batch_size=4,
+        total_steps=40,
+        base_steps_per_epoch=15.0,
+        scheduler_unit="step",
+        metric="loss",
+        mode="min",
+        score=0.1,
+        lr_curve=run.lr_curve,
+        noise=[],
+        seed=0,
+        search={},
+        workload="test",
+        versions={},
+        created="2026-11-21",
+    )
+
+
+def test_the_recipes_curve_is_enforced() -> None:
+    settings: dict[str, Any] = FROM_RECIPE | {"recipe": _recipe_of(make_run(model()))}
+    assert make_run(model(), **settings).total_steps == 40
+    with pytest.raises(ValueError, match="not the recipe's"):
+        make_run(model(), lr=0.1001, **settings)
+    with pytest.raises(ValueError, match="the recipe says 40"):
+        make_run(model(), **(settings | {"total_steps": 41}))

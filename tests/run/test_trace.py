@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ray_adascale import AdaScaleConfig
+from ray_adascale.run.metrics import METRICS
+from ray_adascale.run.trace import Trace, read_trace
+
+
+def rows(*steps: int) -> list[dict[str, Any]]:
+    return [{"step": s, "gain": 1.0 + s / 3} for s in steps]
+
+
+def filled(path: Path, *steps: int) -> Path:
+    with Trace(path) as trace:
+        for row in rows(*steps):
+            trace.append(row)
+    return path
+
+
+def test_rows_come_back_as_they_went_in(tmp_path: Path) -> None:
+    row = {"step": 1, "loss": 0.1, "skipped": False, "note": "μ²\n", "lr": [0.1, 1e-300], "attempt": None}
+    with Trace(tmp_path / "deep" / "trace.jsonl") as trace:
+        trace.append(row)
+        trace.append({"step": 2, "sigma2": math.nan, "mu2": -math.inf})
+    first, second = read_trace(tmp_path / "deep" / "trace.jsonl")
+    assert first == row
+    assert math.isnan(second["sigma2"])
+    assert second["mu2"] == -math.inf
+
+
+def test_rows_reach_the_file_every_n_rows_and_on_flush(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    trace = Trace(path, flush_every=3)
+    for row in rows(1, 2):
+        trace.append(row)
+    assert read_trace(path) == []
+    trace.append(rows(3)[0])
+    assert read_trace(path) == rows(1, 2, 3)
+    trace.append(rows(4)[0])
+    trace.flush()
+    assert read_trace(path) == rows(1, 2, 3, 4)
+    trace.close()
+
+
+def test_an_appended_row_is_a_copy(tmp_path: Path) -> None:
+    row = rows(1)[0]
+    with Trace(tmp_path / "t") as trace:
+        trace.append(row)
+        row["gain"] = 99.0
+    assert read_trace(tmp_path / "t") == rows(1)
+
+
+@pytest.mark.parametrize("value", [torch.tensor(1.0), np.float32(1), np.array([1.0]), [torch.tensor(1)], {"a": 1}, 1j])
+def test_other_types_are_refused_by_name(tmp_path: Path, value: Any) -> None:
+    with Trace(tmp_path / "t") as trace, pytest.raises(TypeError, match="'mu2'"):
+        trace.append({"step": 1, "mu2": value})
+    assert read_trace(tmp_path / "t") == []
+
+
+@pytest.mark.parametrize("row", [{}, {"step": None}, {"step": 1.0}, {"step": True}])
+def test_a_row_needs_its_step(tmp_path: Path, row: dict[str, Any]) -> None:
+    with Trace(tmp_path / "t") as trace, pytest.raises(ValueError, match="step"):
+        trace.append(row)
+
+
+def test_keys_are_strings(tmp_path: Path) -> None:
+    with Trace(tmp_path / "t") as trace, pytest.raises(TypeError, match="1"):
+        trace.append({"step": 1, 1: 2})  # type: ignore[dict-item]
+
+
+def test_flush_every_is_checked(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="flush_every=0"):
+        Trace(tmp_path / "t", flush_every=0)
+
+
+def test_cutting_back_to_a_checkpoint_and_going_on(tmp_path: Path) -> None:
+    path = filled(tmp_path / "t", *range(1, 8))
+    with Trace(path) as trace:
+        trace.append({"step": 8})  # still waiting in memory when the cut comes
+        trace.truncate_after(4)
+        assert read_trace(path) == rows(1, 2, 3, 4)
+        trace.append({"step": 5, "attempt": 2})
+    assert read_trace(path) == [*rows(1, 2, 3, 4), {"step": 5, "attempt": 2}]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_cutting_back_finds_late_rows_anywhere(tmp_path: Path) -> None:
+    path = filled(tmp_path / "t", 1, 5, 2)
+    with Trace(path) as trace:
+        trace.truncate_after(2)
+    assert read_trace(path) == rows(1, 2)
+
+
+@pytest.mark.parametrize("lost", range(1, 12))
+def test_a_torn_last_line_is_left_out_and_appended_after(tmp_path: Path, lost: int) -> None:
+    path = filled(tmp_path / "t", 1, 2, 3)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-lost])
+    expected = rows(1, 2, 3) if lost == 1 else rows(1, 2)  # without its line break only, a row is complete
+    assert read_trace(path) == expected
+    with Trace(path) as trace:
+        trace.append(rows(9)[0])
+    assert read_trace(path) == [*expected, *rows(9)]
+
+
+def test_cutting_back_tolerates_a_line_torn_by_another_process(tmp_path: Path) -> None:
+    path = filled(tmp_path / "t", 1, 2)
+    with Trace(path) as trace:
+        with path.open("ab") as other:
+            other.write(b'{"step": 3, "ga')
+        trace.truncate_after(9)
+        trace.append(rows(3)[0])
+    assert read_trace(path) == rows(1, 2, 3)
+
+
+@pytest.mark.parametrize("tail", [b"\0\0\0\0", b'{"step": 3, "ga\n', b"\n"])
+def test_other_wreckage_at_the_end(tmp_path: Path, tail: bytes) -> None:
+    path = filled(tmp_path / "t", 1, 2)
+    with path.open("ab") as file:
+        file.write(tail)
+    assert read_trace(path) == rows(1, 2)
+    with Trace(path) as trace:
+        trace.append(rows(3)[0])
+    assert read_trace(path) == rows(1, 2, 3)
+
+
+@pytest.mark.parametrize("bad", [b'{"step": 2, "ga', b"[1]", b'{"gain": 1}', b""])
+def test_a_damaged_line_elsewhere_is_named(tmp_path: Path, bad: bytes) -> None:
+    path = filled(tmp_path / "t", 1, 2, 3)
+    lines = path.read_bytes().splitlines()
+    lines[1] = bad
+    damaged = b"\n".join(lines) + b"\n"
+    path.write_bytes(damaged)
+    with pytest.raises(ValueError, match="Line 2 of"):
+        read_trace(path)
+    with Trace(path) as trace:
+        with pytest.raises(ValueError, match="Line 2 of"):
+            trace.truncate_after(1)
+        assert path.read_bytes() == damaged  # a failed cut loses nothing
+        trace.append(rows(4)[0])
+
+
+def test_a_copy_holds_every_row_so_far(tmp_path: Path) -> None:
+    with Trace(tmp_path / "t") as trace:
+        trace.append(rows(1)[0])
+        trace.copy_to(tmp_path / "checkpoint" / "trace.jsonl")
+        trace.append(rows(2)[0])
+    assert read_trace(tmp_path / "checkpoint" / "trace.jsonl") == rows(1)
+    assert [p.name for p in (tmp_path / "checkpoint").iterdir()] == ["trace.jsonl"]
+
+
+def test_closing(tmp_path: Path) -> None:
+    trace = Trace(tmp_path / "t")
+    trace.append(rows(1)[0])
+    trace.close()
+    trace.close()
+    assert read_trace(tmp_path / "t") == rows(1)
+    with pytest.raises(ValueError, match="closed"):
+        trace.append(rows(2)[0])
+    with pytest.raises(ValueError, match="closed"):
+        trace.truncate_after(0)
+
+
+def test_an_empty_trace(tmp_path: Path) -> None:
+    Trace(tmp_path / "t").close()
+    assert read_trace(tmp_path / "t") == []
+
+
+# ---- long runs -------------------------------------------------------------------------------------------------------
+
+
+def long_rows(first: int, last: int, *, evaluated: int = 37) -> list[dict[str, Any]]:
+    return [{"step": s, "gain": s / 3} | ({"accuracy": 0.5} if s % evaluated == 0 else {}) for s in range(first, last)]
+
+
+@pytest.mark.parametrize("steps", [399, 400, 1300, 5000])
+def test_a_long_trace_keeps_the_newest_rows_and_ever_fewer_of_the_older(tmp_path: Path, steps: int) -> None:
+    everything = long_rows(1, steps + 1, evaluated=450)
+    with Trace(tmp_path / "t", keep=400) as trace:
+        for row in everything:
+            trace.append(row)
+        trace.shorten()
+        kept = read_trace(tmp_path / "t")
+        evaluations = [row for row in everything if "accuracy" in row]
+        assert len(kept) <= 400 + len(evaluations)
+        assert kept[-200:] == everything[-200:]
+        assert [row for row in kept if "accuracy" in row] == evaluations
+        older = [row["step"] for row in kept[:-200] if "accuracy" not in row]
+        strides = {b - a for a, b in itertools.pairwise(older)}
+        stride = min(strides, default=1)
+        assert strides <= {stride, 2 * stride}  # twice where an evaluation's row stands between
+        assert (stride == 1) == (steps <= 400)
+        assert len(older) > 90  # not far fewer than there is room for
+        trace.append({"step": steps + 1})
+    assert read_trace(tmp_path / "t") == [*kept, {"step": steps + 1}]
+    assert list(tmp_path.iterdir()) == [tmp_path / "t"]
+
+
+@pytest.mark.parametrize("stops", [(), (2990,), (401, 650, 1024, 1025, 2900)])
+def test_it_makes_no_difference_when_a_trace_was_shortened(tmp_path: Path, stops: tuple[int, ...]) -> None:
+    whole = Trace(tmp_path / "whole", keep=400)
+    for row in long_rows(1, 3001, evaluated=300):
+        whole.append(row)
+    whole.shorten(always=True)
+    whole.close()
+    first, number = 1, 0
+    for stop in (*stops, 3000):  # each start takes the trace up from a checkpoint, in a file of its own
+        trace = Trace(tmp_path / str(number), keep=400)
+        if number:
+            trace.take_up(tmp_path / str(number - 1))
+        for row in long_rows(first, stop + 1, evaluated=300):
+            trace.append(row)
+        trace.shorten(always=stop == 3000)
+        trace.close()
+        first, number = stop + 1, number + 1
+    assert read_trace(tmp_path / str(number - 1)) == read_trace(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("has_it", [lambda step: step > 500, lambda step: step % 20 == 7], ids=["all", "many"])
+def test_keys_that_many_new_rows_have_are_no_reason_to_keep_a_row(tmp_path: Path, has_it: Any) -> None:
+    with Trace(tmp_path / "t", keep=400) as trace:
+        for step in range(1, 3001):
+            trace.append({"step": step} | ({"mine": 1.0} if has_it(step) else {}))
+        trace.shorten()
+    assert len(read_trace(tmp_path / "t")) <= 400
+
+
+def test_a_million_steps_take_what_the_docs_say(tmp_path: Path) -> None:
+    """docs/checkpoints.md: at most 16 MB a checkpoint. Rows as long as a run's; one in fifty is enough to tell."""
+    row = dict.fromkeys(METRICS, 123456.123456789) | {"attempt": 3, "position": 10**9}
+    with Trace(tmp_path / "t", keep=40_000 // 50) as trace:
+        for step in range(1, 1_000_000 // 50 + 1):
+            trace.append({"step": 1_000_000 + step, **row})
+        trace.shorten()
+    assert (tmp_path / "t").stat().st_size * 50 < 16e6
+    assert AdaScaleConfig().trace_rows == 40_000
+
+
+def test_all_rows_stay_where_that_is_wanted(tmp_path: Path) -> None:
+    with Trace(tmp_path / "t") as trace:
+        for row in long_rows(1, 500):
+            trace.append(row)
+        trace.shorten(always=True)
+    assert read_trace(tmp_path / "t") == long_rows(1, 500)
+
+
+def test_a_trace_that_is_opened_again_and_cut_back_knows_its_rows(tmp_path: Path) -> None:
+    filled(tmp_path / "t", *range(1, 1001))
+    with Trace(tmp_path / "t", keep=10) as trace:
+        trace.truncate_after(100)
+        trace.shorten()
+    steps = [row["step"] for row in read_trace(tmp_path / "t")]
+    assert steps[-5:] == [96, 97, 98, 99, 100]
+    assert steps[:-5] == [32, 64]
+
+
+def test_too_few_rows_to_keep(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep=1"):
+        Trace(tmp_path / "t", keep=1)
+
+
+def test_a_trace_of_the_first_version_is_read_for_ever() -> None:
+    """Never make it anew: it stands for old traces. An evaluation at step 2, a restart before step 3."""
+    found = read_trace(Path(__file__).parents[1] / "samples" / "trace_v1.jsonl")
+    assert [row["step"] for row in found] == [1, 2, 3]
+    assert [row["attempt"] for row in found] == [0, 0, 1]
+    assert set(METRICS) < set(found[0])
+    assert math.isnan(found[0]["sigma2"])
+    assert found[1]["accuracy"] == 0.75
+    assert found[2]["position"] == 24

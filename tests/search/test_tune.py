@@ -1,0 +1,662 @@
+from __future__ import annotations
+
+import json
+import math
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ray import tune
+from ray.train import ScalingConfig
+from ray.tune.schedulers import (
+    AsyncHyperBandScheduler,
+    FIFOScheduler,
+    HyperBandScheduler,
+    PopulationBasedTraining,
+    TrialScheduler,
+)
+from ray.tune.search import BasicVariantGenerator, Searcher
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from ray_adascale import AdaScaleConfig, Recipe, Run, Workload, tune_recipe
+from ray_adascale.data import epoch_order
+from ray_adascale.measure.probe import probe_noise
+from ray_adascale.run.base_run import workload_name
+from ray_adascale.run.schedule import EffectiveSchedule
+from ray_adascale.run.trace import read_trace
+from ray_adascale.search.trial import describe_config, was_building
+from ray_adascale.search.tune import _concurrency, _describe_space, _grid_size, _ranking
+from ray_adascale.search.watch import Finished, Watch
+from ray_adascale.workload import build, resolve
+
+LRS = [0.01, 0.02, 5e-5]
+B0, T, LENGTH, DIM = 16, 200, 72, 8  # 4.5 base steps an epoch: batches run across borders
+
+
+def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    x, y = batch
+    # Draws from the generator in each pass: a probe that did not put it back would change the training.
+    return (model(x + 1e-3 * torch.randn_like(x)) - y).square().mean()
+
+
+def linear(config: dict[str, Any]) -> Workload:
+    """A linear regression whose residuals are nearly all noise, of variance 1."""
+    generator = torch.Generator().manual_seed(1)
+    x, truth = torch.randn(LENGTH, DIM, generator=generator), torch.linspace(-0.3, 0.3, DIM)
+    y = (x @ truth + torch.randn(LENGTH, generator=generator)).unsqueeze(1)
+    model = nn.Linear(DIM, 1, bias=False)
+    lr = config.pop("lr")
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.5)
+    sick = math.nan if lr == 0.5 else 1.0
+    return Workload(
+        model=model,
+        optimizer=optimizer,
+        scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.5),
+        scheduler_unit="epoch",
+        train_dataset=TensorDataset(x, y),
+        loss_fn=loss_fn,
+        # In float64 from the weights alone: another last bit of any weight is another error.
+        evaluate=lambda model: {"error": sick * (model.weight[0].double() - truth.double()).square().sum().item()},
+        metric=config.get("metric", "error"),
+        mode="min",
+    )
+
+
+def batch_of_step(workload: Workload, step: int, seed: int) -> list[Tensor]:
+    """What step ``step`` (from 0) trains on: the epochs' orders, one after the other, cut into batches."""
+    epochs = (step + 1) * B0 // LENGTH + 1
+    order = torch.cat([epoch_order(LENGTH, seed=seed, epoch=epoch) for epoch in range(epochs)])
+    rows = order[step * B0 : (step + 1) * B0]
+    return [tensor[rows] for tensor in workload.train_dataset.tensors]
+
+
+def plain_loop(hyperparameters: dict[str, Any], seed: int) -> float:
+    """The base run as anybody would write it."""
+    torch.manual_seed(seed)
+    workload = build(linear, hyperparameters)
+    calls = 0
+    assert workload.scheduler is not None
+    assert workload.evaluate is not None
+    for step in range(T):
+        while calls < step * B0 // LENGTH:
+            workload.scheduler.step()
+            calls += 1
+        workload.optimizer.zero_grad()
+        workload.loss_fn(workload.model, batch_of_step(workload, step, seed)).backward()
+        workload.optimizer.step()
+    return workload.evaluate(workload.model)["error"]
+
+
+@pytest.fixture(scope="module")
+def searched(ray_session: Path) -> Recipe:
+    """Four trials, two of which fail: SGD refuses a negative LR, and with 0.5 the metric is NaN."""
+    return tune_recipe(
+        linear,
+        {"lr": tune.grid_search([5e-5, 0.02, -1.0, 0.5])},
+        base_batch_size=B0,
+        total_steps=T,
+        num_samples=1,
+        scheduler=None,
+        seed=3,
+        config=AdaScaleConfig(grad_clip=1e6),  # clips nothing
+        probe_every=10,
+        storage_path=ray_session,
+        verbose=0,
+    )
+
+
+@pytest.mark.ray
+def test_recipe_says_what_was_found_and_how(searched: Recipe, tmp_path: Path) -> None:
+    assert searched.hyperparameters == {"lr": 0.02}
+    assert (searched.base_batch_size, searched.total_steps, searched.seed) == (B0, T, 3)
+    assert (searched.base_steps_per_epoch, searched.scheduler_unit) == (LENGTH / B0, "epoch")
+    assert (searched.metric, searched.mode) == ("error", "min")
+    assert searched.workload == "tests.test_tune:linear"
+    assert searched.settings == {"precision": "fp32", "grad_clip": 1e6, "shuffle": True, "drop_last": False}
+    assert searched.versions["torch"] == torch.__version__
+    found = searched.search
+    assert (found["num_samples"], found["completed"], found["stopped_early"]) == (1, 2, 0)
+    assert (found["search_alg"], found["scheduler"]) == ("random", None)
+    assert found["wall_s"] > 0
+    searched.save(tmp_path / "recipe.json")
+    assert Recipe.load(tmp_path / "recipe.json") == searched
+
+
+@pytest.mark.ray
+def test_failed_trials_are_named_and_the_others_go_on(searched: Recipe) -> None:
+    failed = {entry["trial"]: entry["error"] for entry in searched.search["failed"]}
+    assert searched.search["best_trial"] not in failed
+    by_config, by_metric = sorted(failed.values(), key=lambda error: error.startswith("FloatingPointError"))
+    assert re.match("ValueError: Invalid learning rate", by_config)
+    assert re.match(r"FloatingPointError: error is nan at effective step 20 of 200\.$", by_metric)
+
+
+@pytest.mark.ray
+def test_trial_is_bit_identical_to_a_plain_loop(searched: Recipe) -> None:
+    assert searched.score == plain_loop({"lr": 0.02}, seed=3)
+    assert searched.score < plain_loop({"lr": 5e-5}, seed=3)
+
+
+@pytest.mark.ray
+def test_lr_curve_is_the_schedule_of_the_ranking(searched: Recipe) -> None:
+    workload = build(linear, searched.hyperparameters)
+    schedule = EffectiveSchedule(
+        workload.optimizer, workload.scheduler, unit="epoch", base_steps_per_epoch=LENGTH / B0, total_steps=T
+    )
+    assert searched.lr_curve == schedule.curve(T)
+    assert len(searched.lr_curve[0]) == 45  # the last step begins in epoch 44
+
+
+@pytest.mark.ray
+def test_noise_is_probed_on_every_tenth_step(searched: Recipe) -> None:
+    assert [probe.effective_steps for probe in searched.noise] == list(range(0, T, 10))
+    # Exactly the first one: the same weights, the same batch, the same draws.
+    torch.manual_seed(3)
+    workload = build(linear, searched.hyperparameters)
+    first = probe_noise(workload.model, loss_fn, batch_of_step(workload, 0, seed=3))
+    assert (searched.noise[0].sigma2, searched.noise[0].mu2) == first
+    # Of all, the mean: the gradient of an example is -2·residual·x, so σ² = 4·E[residual²·‖x‖²]/B0, here with the
+    # residuals of the least-squares fit. A probe is off by 60 % (8 dimensions, two halves), the mean of 20 by 13 %;
+    # three of those.
+    x, y = (tensor.double() for tensor in workload.train_dataset.tensors)
+    residual = y - x @ torch.linalg.lstsq(x, y).solution
+    expected = 4 * (residual.square() * x.square().sum(1, keepdim=True)).mean().item() / B0
+    assert sum(probe.sigma2 for probe in searched.noise) / 20 == pytest.approx(expected, rel=0.4)
+
+
+FILE = """
+import torch
+from torch import nn
+from ray_adascale import Workload
+
+def loss_fn(model, x):
+    return (model(x) - TARGET).square().mean()
+
+TARGET = 1.0
+
+def workload(config):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"])
+    return Workload(model=model, optimizer=optimizer, train_dataset=torch.ones(64, 2), loss_fn=loss_fn)
+"""
+
+
+class ListSearcher(Searcher):
+    """Suggests the LRs of a list, one trial at a time."""
+
+    def __init__(self, lrs: list[float]) -> None:
+        super().__init__()
+        self.lrs = lrs
+        self.results: list[float] = []
+
+    def set_search_properties(self, metric: str | None, mode: str | None, config: dict[str, Any], **spec: Any) -> bool:
+        self._metric, self._mode = metric, mode
+        return True
+
+    def suggest(self, trial_id: str) -> dict[str, Any] | str:
+        return {"lr": self.lrs.pop(0)} if self.lrs else Searcher.FINISHED
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        assert result is not None
+        self.results.append(result[self.metric])
+
+
+@pytest.mark.ray
+def test_asha_stops_what_lags_with_any_searcher_and_a_workload_from_a_file(
+    ray_session: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Ray runs already, so its workers have never heard of this folder: the function travels with its code.
+    (tmp_path / "a_workload_of_mine.py").write_text(FILE)
+    searcher = ListSearcher([0.1, 1e-5, 1e-4])
+    recipe = tune_recipe(
+        resolve(f"{tmp_path / 'a_workload_of_mine.py'}:workload"),
+        {"unused": 1},
+        base_batch_size=8,
+        total_epochs=10,
+        num_samples=3,
+        search_alg=searcher,
+        max_concurrent_trials=1,  # in order: whoever reaches a rung first goes on, however bad
+        storage_path=ray_session,
+    )
+    assert recipe.total_steps == 80
+    assert recipe.hyperparameters["lr"] == 0.1
+    assert recipe.scheduler_unit is None
+    assert recipe.lr_curve == [[0.1]]
+    assert recipe.metric == "loss"
+    assert recipe.score < 1e-3
+    assert (recipe.search["completed"], recipe.search["stopped_early"]) == (1, 2)
+    assert (recipe.search["search_alg"], recipe.search["scheduler"]) == ("ListSearcher", "asha")
+    assert recipe.workload == f"{tmp_path / 'a_workload_of_mine.py'}:workload"
+    assert searcher.results[0] == -recipe.score
+    assert max(searcher.results) == searcher.results[0]
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = err.splitlines()
+    assert re.fullmatch(r"trial 1 of 3: loss \S+ at unused=1, lr=0.1 \(best \S+\)", lines[0]), lines
+    assert lines[1] == "trial 2 of 3: stopped early at unused=1, lr=1e-05, at effective step 16 of 80"
+    assert len(lines) == 3
+
+
+class PauseOnce(FIFOScheduler):
+    """Pauses every trial at its third report, as HyperBand may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paused: set[str] = set()
+
+    def on_trial_result(self, controller: Any, trial: Any, result: dict[str, Any]) -> str:
+        if result["training_iteration"] == 3 and trial.trial_id not in self.paused:
+            self.paused.add(trial.trial_id)
+            return TrialScheduler.PAUSE
+        return TrialScheduler.CONTINUE
+
+
+@pytest.mark.ray
+def test_paused_trial_resumes_where_it_was(ray_session: Path) -> None:
+    scheduler = PauseOnce()
+    recipe = tune_recipe(
+        linear,
+        {"lr": tune.uniform(0.01, 0.03)},
+        base_batch_size=B0,
+        total_steps=T,
+        num_samples=1,
+        scheduler=scheduler,
+        seed=5,
+        storage_path=ray_session,
+        verbose=0,
+    )
+    assert len(scheduler.paused) == 1
+    assert recipe.hyperparameters["lr"] == np.random.default_rng(5).uniform(0.01, 0.03)
+    assert recipe.score == plain_loop(recipe.hyperparameters, seed=5)
+    assert [probe.effective_steps for probe in recipe.noise] == list(range(0, T, 20))
+    assert recipe.search["scheduler"] == "PauseOnce"
+
+
+@pytest.mark.ray
+def test_metric_that_is_not_measured_ends_the_search_at_once(
+    ray_session: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ValueError, match=r"metric='accuracy': evaluate returned 'error'\. Name one"):
+        tune_recipe(
+            linear,
+            {"lr": 0.01, "metric": "accuracy"},
+            base_batch_size=B0,
+            total_steps=T,
+            num_samples=100,
+            max_concurrent_trials=1,
+            storage_path=ray_session,
+        )
+    assert "trial" not in capsys.readouterr().err  # none has ended before, and nothing is said of those that never ran
+
+
+@pytest.mark.ray
+def test_mistake_in_building_ends_the_search_where_no_config_is_to_blame(
+    ray_session: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run can't be built, whatever the LR; for a config that alone can't be built see ``searched``."""
+    with pytest.raises(
+        ValueError,
+        match=r"No trial can be built. The first 2 failed alike, the last at lr=.*: ValueError: Invalid global_batch_size=99",
+    ) as info:
+        tune_recipe(
+            linear,
+            {"lr": tune.uniform(0.01, 0.02)},
+            base_batch_size=99,
+            total_steps=T,
+            num_samples=100,
+            max_concurrent_trials=1,
+            config=AdaScaleConfig(drop_last=True),
+            storage_path=ray_session,
+        )
+    assert isinstance(info.value.__cause__, ValueError)
+    assert "an epoch has 72 examples" in str(info.value.__cause__.__cause__)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(" at ")[0] for line in lines] == ["trial 1 of 100: failed", "trial 2 of 100: failed"]
+
+
+@pytest.mark.ray
+def test_interrupted_search_goes_on_and_repeats_decide(
+    ray_session: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def search(**changes: Any) -> Recipe:
+        settings: dict[str, Any] = {
+            "base_batch_size": B0,
+            "total_steps": T,
+            "num_samples": 1,
+            "repeats": 2,
+            "repeat_best": 2,
+            "scheduler": None,
+            "max_concurrent_trials": 1,
+            "seed": 3,
+            "storage_path": ray_session,
+            "name": "interrupted",
+        }
+        return tune_recipe(linear, {"lr": tune.grid_search(LRS)}, **(settings | changes))
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a TorchTrainer of another test has left Ray's
+    add = Watch._add
+
+    def add_and_interrupt(self: Watch, trial: Finished, **kwargs: Any) -> None:
+        add(self, trial, **kwargs)
+        if not kwargs:  # not at the end of it all
+            signal.raise_signal(signal.SIGINT)  # Ctrl-C: Tune's handler saves the search; a second one would not wait
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt, match="interrupted after 1 trials"):
+        patched.setattr(Watch, "_add", add_and_interrupt)
+        search()
+    before = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in before] == ["trial 1 of 3"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    recipe = search()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    lines = capsys.readouterr().err.splitlines()
+    # The first trial is not run again.
+    assert sorted(line.split(":")[0] for line in lines if line.startswith("trial")) == ["trial 1 of 3", "trial 2 of 3"]
+    assert f"lr={LRS[0]}" in before[0]
+    assert not any(f"lr={LRS[0]}" in line for line in lines if line.startswith("trial"))
+    repeats = [line for line in lines if line.startswith("repeat")]
+    assert len(repeats) == 4
+    assert re.fullmatch(r"repeat 1 of 4: error \S+ at lr=0\.01, seed 4", repeats[0])
+    # The search's own winner is another: this one is better on the seeds that the search has not seen.
+    assert recipe.hyperparameters == {"lr": LRS[1]}
+    assert recipe.score == plain_loop({"lr": LRS[1]}, seed=3) > plain_loop({"lr": LRS[0]}, seed=3)
+    assert [(repeat.seed, repeat.score) for repeat in recipe.repeats] == [
+        (seed, plain_loop({"lr": LRS[1]}, seed=seed)) for seed in (4, 5)
+    ]
+    assert [len(repeat.noise) for repeat in recipe.repeats] == [T // 20] * 2
+    assert recipe.search["completed"] == 3
+    with pytest.raises(ValueError, match=r"Invalid seed=9: the search in \S+ was started with 3"):
+        search(seed=9)
+    with pytest.raises(ValueError, match=r"Invalid config={.*'grad_clip': 1.0.*}: the search in \S+ was started with"):
+        search(config=AdaScaleConfig(grad_clip=1.0))  # the recipe could not say what its trials had
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(240)
+def test_trials_spread_over_workers_make_the_same_recipe(
+    ray_session: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def search(**changes: Any) -> Recipe:
+        settings: dict[str, Any] = {
+            "base_batch_size": B0,
+            "total_steps": T,
+            "num_samples": 1,
+            "repeats": 1,
+            "scheduler": None,
+            "seed": 3,
+            "probe_every": 10,
+            "scaling_config": ScalingConfig(num_workers=2),
+            "storage_path": ray_session,
+            "name": "spread",
+        }
+        return tune_recipe(linear, {"lr": tune.grid_search([0.02, -1.0])}, **(settings | changes))
+
+    noted: dict[Any, bool] = {}
+    add = Watch._add
+
+    def add_and_note(self: Watch, trial: Finished, **kwargs: Any) -> None:
+        noted[trial.config.get("lr")] = was_building(trial.error)
+        add(self, trial, **kwargs)
+
+    monkeypatch.setattr(Watch, "_add", add_and_note)
+    with pytest.raises(ValueError, match=r"needs Ray's dashboard .* or use scheduler=None"):
+        search(scheduler="asha")
+    recipe = search()
+    assert recipe.hyperparameters == {"lr": 0.02}
+    # The same batches, each in two halves; the noise that loss_fn adds is each worker's own, so not to the last bit.
+    assert recipe.score == pytest.approx(plain_loop({"lr": 0.02}, seed=3), rel=0.02)
+    (repeat,) = recipe.repeats
+    assert (repeat.seed, len(repeat.noise)) == (4, T // 10)
+    assert repeat.score == pytest.approx(plain_loop({"lr": 0.02}, seed=4), rel=0.02)
+    assert recipe.search["num_workers"] == 2
+    (failed,) = recipe.search["failed"]
+    assert re.fullmatch("ValueError: Invalid learning rate: -1.0", failed["error"])
+    assert noted == {0.02: False, -1.0: True, None: False}  # the note has come from the worker; None: the repeat
+    assert len(capsys.readouterr().err.splitlines()) == 3  # a line for each trial and the repeat, and nothing of Ray's
+
+    # Each step has shown its noise: two gradient samples of half the base batch, of which a probe makes the very same use.
+    assert [probe.effective_steps for probe in recipe.noise] == list(range(0, T, 10))
+    torch.manual_seed(3)
+    workload = build(linear, {"lr": 0.02})
+    first = probe_noise(workload.model, loss_fn, batch_of_step(workload, 0, seed=3))
+    assert (recipe.noise[0].sigma2, recipe.noise[0].mu2) == pytest.approx(first, rel=0.05)
+
+    # And a run at scale takes it.
+    built = build(linear, recipe.hyperparameters)
+    run = Run(
+        built.model,
+        built.optimizer,
+        built.scheduler,
+        built.train_dataset,
+        AdaScaleConfig(accumulation=2, scheduler_unit="epoch"),
+        recipe=recipe,
+    )
+    assert (run.scale, run.total_steps) == (2.0, T)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_interrupted_trial_on_workers_goes_on_from_its_checkpoint(
+    ray_session: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def search(name: str, **changes: Any) -> Recipe:
+        settings: dict[str, Any] = {
+            "base_batch_size": B0,
+            "total_steps": T,
+            "num_samples": 1,
+            "scheduler": None,
+            "seed": 3,
+            "probe_every": 10,
+            "config": AdaScaleConfig(checkpoint_every_s=0.05),
+            "scaling_config": ScalingConfig(num_workers=2),
+            "storage_path": ray_session,
+            "name": name,
+            "verbose": 0,
+        }
+        return tune_recipe(linear, {"lr": 0.02}, **(settings | changes))
+
+    def trace(name: str) -> list[dict[str, Any]]:
+        (path,) = ray_session.glob(f"{name}/workers/*/trace.jsonl")
+        return read_trace(path)
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    heard = Watch.on_trial_result
+
+    def interrupt(
+        self: Watch, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
+    ) -> None:
+        heard(self, iteration, trials, trial, result, **info)
+        if result["effective_steps"] == T // 2:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt, match="interrupted after 0 trials"):
+        patched.setattr(Watch, "on_trial_result", interrupt)
+        search("cut")
+    resumed, whole = search("cut"), search("whole")
+    rows = trace("cut")
+    assert [row["step"] for row in rows] == list(range(1, T + 1))
+    assert {row["attempt"] for row in rows} == {0, 1}
+    assert {row["attempt"] for row in trace("whole")} == {0}
+    # As if nothing had happened, to the bit: the same batches, the same draws, the same noise.
+    assert resumed.score == whole.score
+    assert resumed.noise == whole.noise
+    assert [probe.effective_steps for probe in resumed.noise] == list(range(0, T, 10))
+    # The schedule is that of the same search in one process, and so a run takes it for the same.
+    alone = search("alone", scaling_config=None)
+    assert resumed.fingerprint == whole.fingerprint == alone.fingerprint
+    assert resumed.lr_curve == alone.lr_curve
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scaling_config": {"num_workers": 2}}, "Invalid scaling_config of type dict"),
+        ({"scaling_config": ScalingConfig(num_workers=1)}, r"num_workers=1\) for a trial. Must be a fixed number"),
+        ({"scaling_config": ScalingConfig(num_workers=(1, 2))}, r"num_workers=\(1, 2\)\) for a trial"),
+        ({"resources_per_trial": {"CPU": 2}}, "Say what a worker needs"),
+        ({"search_alg": BasicVariantGenerator()}, "How many trials run at once has to be limited from outside"),
+        ({"base_batch_size": 1}, "num_workers=2.* for a base batch of 1: in 1 passes each worker needs at least 1"),
+        ({"config": AdaScaleConfig(rule="linear")}, r"rule='linear'\) for a search: its trials have rule='unscaled'"),
+        ({"scheduler": HyperBandScheduler()}, "HyperBandScheduler with scaling_config. It may pause trials"),
+    ],
+)
+def test_mistakes_with_workers_of_trials_are_found_before_anything_starts(
+    changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray_adascale.search.tune.quiet_init", lambda: pytest.fail("Ray was started"))
+    arguments: dict[str, Any] = {
+        "scaling_config": ScalingConfig(num_workers=2),
+        "base_batch_size": B0,
+        "total_steps": T,
+    }
+    with pytest.raises(ValueError, match=message):
+        tune_recipe(linear, {}, **(arguments | changes))
+
+
+def test_no_more_trials_run_at_once_than_have_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray_adascale.search.tune.quiet_init", lambda: None)
+    monkeypatch.setattr("ray_adascale.search.tune.ray.cluster_resources", lambda: {"CPU": 9.0, "GPU": 4.0})
+    four = ScalingConfig(num_workers=4).total_resources
+    assert _concurrency(four, FIFOScheduler(), None) == 2
+    assert _concurrency(four, FIFOScheduler(), 1) == 1
+    assert _concurrency(four, FIFOScheduler(), 8) == 2
+    two_gpus = ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker={"CPU": 1, "GPU": 1}).total_resources
+    assert _concurrency(two_gpus, FIFOScheduler(), None) == 2
+    assert _concurrency(ScalingConfig(num_workers=16).total_resources, FIFOScheduler(), None) == 1  # nodes may be added
+
+
+def ended(score: float | None, error: Exception | None = None, **changes: Any) -> Finished:
+    outcome = {"metric": "error", "mode": "min", "score": score, "total_steps": T} | changes
+    metrics = {} if score is None else {"outcome": json.dumps(outcome)}
+    return Finished(f"t{score}", {"lr": 0.1}, metrics, error)
+
+
+def test_winner_is_the_best_at_its_end_of_the_trials_that_reached_it() -> None:
+    trials = [ended(None), ended(0.3), ended(0.2), ended(0.1, ValueError("late")), ended(0.4)]
+    assert _ranking(trials)[0][0] is trials[2]
+    assert _ranking([ended(0.3, mode="max"), ended(0.2, mode="max")])[0][0].trial_id == "t0.3"
+    with pytest.raises(ValueError, match=r"Trials differ in mode: 'min' at lr=0.1, 'max' at lr=0.1"):
+        _ranking([ended(0.3), ended(0.2, mode="max")])
+
+
+def test_search_without_a_winner_says_why() -> None:
+    mistake = ValueError("Invalid learning rate: -1\nand more")
+    with pytest.raises(
+        RuntimeError, match=r"1 of 1 failed. The first, tNone at lr=0.1: ValueError: .* rate: -1$"
+    ) as info:
+        _ranking([ended(None, mistake)])
+    assert info.value.__cause__ is mistake
+    common = [ended(None, KeyError("depth")), ended(None, KeyError("depth"))]
+    with pytest.raises(
+        RuntimeError, match=r"3 of 3 failed. 2 of them alike; the first, \S+ at lr=0.1: KeyError: 'depth'$"
+    ):
+        _ranking([ended(None, mistake), *common])
+    with pytest.raises(RuntimeError, match=r"1 of 2 failed, the scheduler stopped the others. The first"):
+        _ranking([ended(None), ended(None, mistake)])
+    with pytest.raises(RuntimeError, match="the scheduler stopped all 2"):
+        _ranking([ended(None), ended(None)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"workload": "file.py:f"}, "Invalid workload of type str"),
+        ({"param_space": [1]}, "Invalid param_space of type list"),
+        ({"total_steps": None}, "total_steps=None with total_epochs=None. Give one"),
+        ({"total_epochs": 2}, "total_steps=200 with total_epochs=2. Give one"),
+        ({"total_steps": 0}, "total_steps=0"),
+        ({"base_batch_size": 0}, "base_batch_size=0"),
+        ({"num_samples": 0}, "Invalid num_samples=0"),
+        ({"probe_every": 0}, "Invalid probe_every=0"),
+        ({"repeats": -1}, "Invalid repeats=-1"),
+        ({"repeat_best": 0}, "Invalid repeat_best=0"),
+        ({"seed": -1}, "Invalid seed=-1"),
+        ({"max_concurrent_trials": 0}, "Invalid max_concurrent_trials=0"),
+        ({"resources_per_trial": {"CPU": -1}}, "Invalid resources_per_trial"),
+        ({"config": {"precision": "bf16"}}, "Invalid config of type dict"),
+        ({"config": AdaScaleConfig(base_batch_size=8)}, "base_batch_size=8.: the search is given 16"),
+        ({"config": AdaScaleConfig(total_epochs=8)}, "total_epochs=8.: the search is given None"),
+        ({"config": AdaScaleConfig(rule="linear")}, r"rule='linear'\) for a search: its trials have rule='unscaled'"),
+        ({"config": AdaScaleConfig(report_every_s=1.0)}, r"report_every_s=1.0\) for a search: .* Leave it out"),
+        ({"config": AdaScaleConfig(accumulation=2)}, r"accumulation=2\) for a search"),
+        ({"config": AdaScaleConfig(sharding="oss")}, r"sharding='oss'\) for a search"),
+        ({"config": AdaScaleConfig(seed=7)}, r"seed=7\) for a search: its trials have seed=0. Give tune_recipe\(seed="),
+        ({"scheduler": "hyperband"}, "Invalid scheduler='hyperband'. Must be 'asha', None or"),
+        ({"scheduler": PopulationBasedTraining(hyperparam_mutations={"lr": [1, 2]})}, "no single config makes"),
+        (
+            {"scheduler": AsyncHyperBandScheduler(metric="error", mode="min")},
+            "with metric='error'. Leave its metric and mode out",
+        ),
+        (
+            {"search_alg": BasicVariantGenerator(), "max_concurrent_trials": 2},
+            "Give the limit to the BasicVariantGenerator",
+        ),
+    ],
+)
+def test_mistakes_are_found_before_anything_starts(
+    changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray_adascale.search.tune.quiet_init", lambda: pytest.fail("Ray was started"))
+    arguments: dict[str, Any] = {
+        "workload": linear,
+        "param_space": {},
+        "base_batch_size": B0,
+        "total_steps": T,
+    } | changes
+    with pytest.raises(ValueError, match=message):
+        tune_recipe(arguments.pop("workload"), arguments.pop("param_space"), **arguments)
+
+
+def test_settings_that_a_search_uses_as_they_are_given_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Started(Exception):
+        pass
+
+    def start() -> None:
+        raise Started
+
+    monkeypatch.setattr("ray_adascale.search.tune.quiet_init", start)
+    given = AdaScaleConfig(base_batch_size=B0, per_worker_batch_size=B0, seed=7, grad_clip=1.0, rule="unscaled")
+    with pytest.raises(Started):
+        tune_recipe(linear, {}, base_batch_size=B0, total_steps=T, seed=7, config=given)
+    on_workers = AdaScaleConfig(
+        sharding="oss", checkpoint_every_s=1.0, accumulation=2, per_worker_batch_size=4, async_checkpoint=False
+    )
+    workers = ScalingConfig(num_workers=2)
+    with pytest.raises(Started):
+        tune_recipe(linear, {}, base_batch_size=B0, total_steps=T, config=on_workers, scaling_config=workers)
+
+
+def test_small_things() -> None:
+    assert (
+        _grid_size({"a": tune.grid_search([1, 2]), "b": {"c": tune.grid_search([1, 2, 3]), "d": tune.uniform(0, 1)}})
+        == 6
+    )
+    assert describe_config({"lr": 0.123456, "layers": [1] * 50}) == f"lr=0.1235, layers={str([1] * 50)[:37]}..."
+    assert describe_config({}) == "an empty config"
+    assert workload_name(linear) == "tests.test_tune:linear"
+
+
+def test_search_spaces_are_told_apart() -> None:
+    def spaces() -> list[Any]:
+        return [
+            {"lr": tune.loguniform(0.1, 1)},
+            {"lr": tune.uniform(0.1, 1)},
+            {"lr": tune.loguniform(0.1, 2)},
+            {"lr": tune.quniform(0.1, 1, 0.1)},
+            {"lr": tune.quniform(0.1, 1, 0.05)},
+            {"lr": tune.choice([0.1, 1])},
+            {"lr": tune.grid_search([0.1, 1])},
+            {"lr": tune.sample_from(lambda spec: 0.1)},
+            {"lr": 0.1},
+        ]
+
+    described = [json.dumps(_describe_space(space)) for space in spaces()]
+    assert len(set(described)) == len(described)
+    assert [json.dumps(_describe_space(space)) for space in spaces()] == described  # as in another process
+    assert not any("0x" in text for text in described)

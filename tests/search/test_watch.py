@@ -1,0 +1,166 @@
+"""What watches a search, without a search: the trials are stand-ins. test_tune runs real ones."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray import tune
+
+from ray_adascale.recipe import NoiseProbe
+from ray_adascale.search.trial import Entry, was_building
+from ray_adascale.search.watch import BestMean, Finished, Watch, best_mean, interrupts
+
+T = 200
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_trials_that_ran_when_a_search_was_interrupted_have_not_ended(
+    interrupted: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watch = Watch(2, verbose=True)
+    trial = SimpleNamespace(trial_id="a", config={"lr": 0.1}, status="TERMINATED", last_result={"total_steps": T})
+    with interrupts(watch):
+        # As Tune does: a handler of its own, until the signal comes; and then trials that run are ended without a word.
+        before = signal.signal(signal.SIGINT, lambda *_: None)
+        if interrupted:
+            signal.signal(signal.SIGINT, before)
+        watch.on_experiment_end([trial])
+    assert watch.interrupted == interrupted
+    assert ("trial 1 of 2: stopped early" in capsys.readouterr().err) == (not interrupted)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def repeated(index: int, score: float | None, mode: str = "min") -> Finished:
+    """A repeat that has ended; without a score it failed."""
+    if score is None:
+        return Finished(f"r{index}", {"repeat": index}, {}, FloatingPointError("error is nan"))
+    outcome = {"metric": "error", "mode": mode, "score": score, "noise": [[20, 3.0, 1.0]]}
+    return Finished(f"r{index}", {"repeat": index}, {"outcome": json.dumps(outcome)}, None)
+
+
+def test_best_mean_over_the_repeats_wins() -> None:
+    entries = [Entry(rank=rank, hyperparameters={}, seed=seed) for rank in (0, 1) for seed in (4, 5)]
+    # Ended in any order. Means 0.3 and 0.25: the second is better where small is.
+    scores = {3: 0.1, 0: 0.2, 2: 0.4, 1: 0.4}
+    rank, repeats = best_mean(entries, [repeated(i, score) for i, score in scores.items()], "min")
+    assert rank == 1
+    assert [(repeat.seed, repeat.score) for repeat in repeats] == [(4, 0.4), (5, 0.1)]
+    assert repeats[0].noise == [NoiseProbe(effective_steps=20, sigma2=3, mu2=1)]
+    assert best_mean(entries, [repeated(i, score, "max") for i, score in scores.items()], "max")[0] == 0
+    # A config that fails with another seed is out, however good its other repeats.
+    scores_or_none = {0: 0.2, 1: 0.4, 2: 0.0, 3: None}
+    assert best_mean(entries, [repeated(i, score) for i, score in scores_or_none.items()], "min")[0] == 0
+    with pytest.raises(RuntimeError, match=r"with another seed\. The first: FloatingPointError: error is nan"):
+        best_mean(entries, [repeated(i, None) for i in range(4)], "min")
+
+
+def test_what_decides_is_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    entries = [Entry(rank=rank, hyperparameters={"lr": 0.1 + rank}, seed=seed) for rank in (0, 1, 2) for seed in (4, 5)]
+    best = BestMean(entries)
+    watch = Watch(6, verbose=True, what="repeat", describe=lambda config: str(entries[config["repeat"]]), best=best)
+    # A single repeat decides nothing; nor does one whose sister failed. Small is good: means 0.3 and then 0.25.
+    shown = []
+    for i, score in ((2, 0.0), (4, 0.0), (5, None), (0, 0.2), (1, 0.4), (3, 0.5)):
+        watch._add(repeated(i, score))
+        assert watch.progress is not None
+        shown.append(watch.progress._best)
+    assert shown == [
+        "",
+        "",
+        "",
+        "",
+        "mean error 0.3 over 2 seeds at lr=0.1",
+        "mean error 0.25 over 2 seeds at lr=1.1",
+    ]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "repeat 1 of 6: error 0 at lr=1.1, seed 4"
+    assert lines[2] == "repeat 3 of 6: failed at lr=2.1, seed 5: FloatingPointError: error is nan"
+    assert lines[5] == "repeat 6 of 6: error 0.5 at lr=1.1, seed 5 (best mean 0.25)"
+
+    watch = Watch(3, verbose=True)
+    for i, score in enumerate((0.3, None, 0.4)):
+        watch._add(replace(repeated(i, score), config={"lr": i}))
+    assert watch.progress is not None
+    assert watch.progress._best == "error 0.3 at lr=0"
+    assert capsys.readouterr().err.splitlines()[2] == "trial 3 of 3: error 0.4 at lr=2 (best 0.3)"
+
+
+SPACE = {"lr": tune.uniform(0, 1), "kind": tune.grid_search(["a", "b"]), "path": "data"}
+
+
+def building(text: str) -> Exception:
+    error = TypeError(text)
+    error.add_note("Raised while the trial was built.")
+    assert was_building(error)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        # (error, lr, kind) of each trial in the order of their beginning; None: it runs.
+        ([("x", 0.1, "a")], None),  # the LR or the kind may be to blame
+        ([("x", 0.1, "a"), ("x", 0.2, "a")], None),  # the kind
+        ([("x", 0.1, "a"), ("x", 0.2, "a"), ("x", 0.3, "b")], "The first 3 failed alike, the last at lr=0.3, kind='b'"),
+        ([("x", 0.1, "a"), ("y", 0.2, "b")], None),
+        ([(None, 0.1, "a"), ("x", 0.2, "b"), ("x", 0.3, "a")], None),  # the first may have got past it
+        ([("training", 0.1, "a"), ("x", 0.2, "b"), ("x", 0.3, "a")], None),  # and this one has
+    ],
+)
+def test_a_mistake_of_the_first_trials_is_everyones_where_they_share_no_searched_value(
+    what: Sequence[tuple[str | None, float, str]], told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = watch_failures(monkeypatch, what, SPACE)
+    if told is None:
+        assert watch.fatal is None
+    else:
+        assert told in str(watch.fatal)
+    assert watch_failures(monkeypatch, what, None).fatal is None  # of repeats: their configs were built before
+
+
+def test_a_mistake_waits_for_the_trials_that_began_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    apart = [("x", 0.1, "a"), ("x", 0.2, "b")]
+    assert watch_failures(monkeypatch, apart, SPACE).fatal is not None
+    assert watch_failures(monkeypatch, [*apart, (None, 0.3, "a")], SPACE).fatal is None
+    assert watch_failures(monkeypatch, apart, SPACE, reported=True).fatal is None
+    ended = SimpleNamespace(trial_id="other", status="TERMINATED")  # in an earlier start of the search
+    waits = SimpleNamespace(trial_id="other", status="PENDING")
+    assert watch_failures(monkeypatch, apart, SPACE, later=[ended]).fatal is None
+    assert watch_failures(monkeypatch, apart, SPACE, later=[waits]).fatal is not None
+    assert watch_failures(monkeypatch, [("x", 0.1, "a")], {"lr": 0.1, "kind": "a", "path": "data"}).fatal is not None
+
+
+def watch_failures(
+    monkeypatch: pytest.MonkeyPatch,
+    what: Sequence[tuple[str | None, float, str]],
+    space: dict[str, Any] | None,
+    *,
+    reported: bool = False,
+    later: Sequence[Any] = (),
+) -> Watch:
+    """A watch that saw these trials begin at once, and then fail in turn."""
+    watch = Watch(len(what), verbose=False, space=space)
+    monkeypatch.setattr("ray_adascale.search.watch._cause", lambda trial: trial.error)
+    trials = [
+        SimpleNamespace(
+            trial_id=str(i),
+            config={"lr": lr, "kind": kind, "path": "data"},
+            status="RUNNING",
+            last_result={},
+            error=None if text is None else TypeError("x") if text == "training" else building(text),
+        )
+        for i, (text, lr, kind) in enumerate(what)
+    ]
+    if reported:
+        watch.on_trial_result(1, trials, trials[0], {"effective_steps": 1, "total_steps": T})
+    for trial in trials:
+        if trial.error is not None:
+            watch.on_trial_error(1, [*trials, *later], trial)
+            trial.status = "ERROR"
+    return watch

@@ -1,0 +1,219 @@
+"""A Ray Train worker as a backend: gauges, event files, notices, uploads, and which checkpoint is taken."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow.fs
+import pytest
+import ray.train
+import torch
+
+from ray_adascale.run.loop import METRICS
+
+
+def test_gauges_follow_the_run_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray_adascale.train import backend as worker
+
+    seen: dict[str, list[tuple[float, dict[str, str]]]] = {}
+
+    class Gauge:
+        def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> None:
+            self.name = name
+
+        def set(self, value: float, tags: dict[str, str]) -> None:
+            seen.setdefault(self.name, []).append((value, tags))
+
+    clock = [100.0]
+    monkeypatch.setattr(worker, "Gauge", Gauge)
+    monkeypatch.setattr(worker.time, "monotonic", lambda: clock[0])
+    backend = object.__new__(worker.RayTrainBackend)  # the real one asks Ray who it is
+    backend.rank, backend.board, backend._name, backend._gauges, backend._observed = 0, None, "mine", {}, -1.0
+    backend.events = None
+    for gain, later in ((2.0, 0.5), (3.0, 0.6), (4.0, 0.0)):
+        backend.observe({**dict.fromkeys(METRICS, 1.0), "gain": gain}, total_steps=10)
+        clock[0] += later
+    tags = {"ray_train_run_name": "mine", "ray_train_worker_world_rank": "0"}  # what Ray's own dashboards filter by
+    assert seen["adascale_gain"] == [(2.0, tags), (4.0, tags)]
+    assert {"adascale_scale", "adascale_effective_steps", "adascale_efficiency"} < set(seen)
+
+
+def test_a_preemption_notice_says_what_goes_and_when(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray_adascale.train import backend as worker
+
+    info: list[Any] = [None]
+    monkeypatch.setattr(ray.train, "get_preemption_info", lambda: info[0])
+    backend = object.__new__(worker.RayTrainBackend)
+    assert backend.preemption_poll_s < 30  # clouds tell 30 s to 2 min ahead
+    assert backend.preemption_notice() is None
+    info[0] = ray.train.PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={"b": [3, 2], "a": [0]})
+    assert backend.preemption_notice() == "node a, b with worker 0, 2, 3 goes away"
+    info[0] = ray.train.PreemptionInfo(deadline_ms=1_700_000_000_000, preempted_node_to_ranks={"a": [0]})
+    assert str(backend.preemption_notice()).startswith("node a with worker 0 goes away at ")
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_event_files_are_in_the_runs_folder_wherever_that_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool
+) -> None:
+    from ray_adascale.train import backend as worker
+
+    from ..analysis.test_tensorboard import scalars
+
+    (tmp_path / "run").mkdir()
+    files: Any = pyarrow.fs.LocalFileSystem()
+    folder = str(tmp_path / "run")
+    if not local:  # as a bucket: only through the file system's own functions
+        files, folder = pyarrow.fs.SubTreeFileSystem(str(tmp_path), files), "run"
+
+    class Context:
+        def get_world_rank(self) -> int:
+            return 0
+
+        get_world_size = get_world_rank
+
+        def get_experiment_name(self) -> str:
+            return "mine"
+
+        def get_storage(self) -> Any:
+            return SimpleNamespace(storage_filesystem=files, experiment_fs_path=folder)
+
+    monkeypatch.setattr(ray.train, "get_context", Context)
+    monkeypatch.setattr(ray.train.torch, "get_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(worker, "Gauge", lambda *_: SimpleNamespace(set=lambda *_: None))
+    backend = worker.RayTrainBackend()
+    backend.observe(dict.fromkeys(METRICS, 1.0), total_steps=10)
+    written = tmp_path / "run" / "tensorboard" / "steps"
+    assert written.is_dir() == local
+    (tmp_path / "trace.jsonl").write_text("{}")
+    backend.keep_trace(tmp_path / "trace.jsonl")
+    assert scalars(written)["gain"] == [(1, 1.0)]
+    assert backend.events is not None
+    assert backend.events.folder.exists() == local  # nothing stays behind on the worker
+
+
+class Storage:
+    """Fails as often as it is told to; then it takes what it is given."""
+
+    def __init__(self, error: Exception, times: int) -> None:
+        self.error, self.times = error, times
+        self.taken: list[list[str]] = []
+
+    def persist_current_checkpoint(self, local: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
+        files = sorted(os.listdir(local.path))
+        if self.times:
+            self.times -= 1
+            raise self.error
+        self.taken.append(files)
+        return local
+
+
+THROTTLED = OSError("When initiating upload: AWS Error SLOW_DOWN during PutObject operation")
+
+
+@pytest.mark.parametrize(
+    ("error", "times", "uploaded"),
+    [
+        (THROTTLED, 0, True),
+        (THROTTLED, 2, True),
+        (OSError(28, "No space left on device"), 2, True),
+        (THROTTLED, 99, False),
+        (OSError(28, "No space left on device"), 99, False),
+        (ValueError("a mistake"), 1, False),
+    ],
+)
+def test_a_failing_upload_is_tried_again_and_at_last_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, times: int, uploaded: bool
+) -> None:
+    from ray._common.retry import call_with_retry  # as Ray Train calls what uploads
+    from ray.train.v2._internal.constants import AWS_RETRYABLE_TOKENS
+
+    from ray_adascale.train import backend as worker
+
+    seen: dict[str, Any] = {}
+
+    def report(metrics: Any, *, checkpoint: Any, checkpoint_upload_fn: Any, **modes: Any) -> None:
+        assert backend.uploading
+        assert modes["checkpoint_upload_mode"] == ray.train.CheckpointUploadMode.ASYNC
+        assert not modes["delete_local_checkpoint_after_upload"]
+        try:
+            call_with_retry(checkpoint_upload_fn, "upload", AWS_RETRYABLE_TOKENS, 3, 32, checkpoint, "checkpoint_1")
+        except Exception as e:  # Ray would put it where the worker's error is looked for
+            seen["error"] = e
+
+    monkeypatch.setattr(ray.train, "report", report)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    folder = tmp_path / "share"
+    folder.mkdir()
+    (folder / "state.json").touch()
+    backend = object.__new__(worker.RayTrainBackend)
+    backend._uploading = threading.Event()
+    backend._storage = storage = Storage(error, times)
+    backend.report_in_background({"loss": 1.0}, folder)
+    assert storage.taken == ([["state.json"]] if uploaded else [])
+    assert ("error" not in seen) == uploaded
+    assert uploaded or seen["error"] is error  # and not that of a later try, which finds no folder
+    assert not folder.exists()
+    assert not backend.uploading
+
+
+def test_a_report_that_raises_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray_adascale.train import backend as worker
+
+    def report(*_: Any, **__: Any) -> None:
+        raise TimeoutError("a worker has left the barrier")
+
+    monkeypatch.setattr(ray.train, "report", report)
+    backend = object.__new__(worker.RayTrainBackend)
+    backend._uploading = threading.Event()
+    (tmp_path / "share").mkdir()
+    with pytest.raises(TimeoutError):
+        backend.report_in_background({}, tmp_path / "share")
+    assert not backend.uploading
+    assert not (tmp_path / "share").exists()
+
+
+class _Reported:
+    """A checkpoint that Ray has registered: its folder, and the step in its metrics."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.checkpoint = ray.train.Checkpoint.from_directory(str(folder))
+        self.metrics = {"optimizer_steps": step}
+
+
+def test_the_newest_usable_of_rays_checkpoints_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray_adascale import checkpoint
+    from ray_adascale.train import backend as worker
+
+    reported = []
+    for step in (20, 10, 30):  # in the order of a score, say
+        checkpoint.save(tmp_path / str(step), {"x": torch.ones(1)})
+        reported.append(_Reported(tmp_path / str(step), step))
+    monkeypatch.setattr(ray.train, "get_checkpoint", lambda: reported[2].checkpoint)
+    monkeypatch.setattr(ray.train, "get_all_reported_checkpoints", lambda **_: reported)
+    backend = object.__new__(worker.RayTrainBackend)
+    backend.rank, backend.world_size, backend._name = 0, 1, "mine"
+
+    def found() -> str:
+        with backend.latest_checkpoint() as path:
+            assert path is not None
+            return path.name
+
+    assert found() == "30"
+    (tmp_path / "30" / "state.json").write_text("{ }")
+    with pytest.warns(RuntimeWarning, match=r"Skipped the checkpoint .*30 of optimizer step 30: .*state\.json"):
+        assert found() == "20"
+    (tmp_path / "20" / "manifest.json").unlink()
+    with pytest.warns(RuntimeWarning):
+        assert found() == "10"
+    (tmp_path / "10" / "__0_0.distcp").unlink()
+    with pytest.warns(RuntimeWarning), pytest.raises(checkpoint.CheckpointError, match="None of the 3 checkpoints"):
+        found()
+    monkeypatch.setattr(ray.train, "get_checkpoint", lambda: None)
+    with backend.latest_checkpoint() as path:
+        assert path is None

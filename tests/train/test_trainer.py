@@ -1,0 +1,328 @@
+"""Ray Train: what only shows with real workers. Everything that needs no Ray is in test_loop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray.train
+import torch
+import torch.nn.functional as F
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from ray_adascale import AdaScaleConfig, AdaScaleTrainer, LocalBackend, Recipe, Run, Workload, load_weights, prepare
+from ray_adascale.data import epoch_order
+from ray_adascale.run.loop import METRICS
+from ray_adascale.run.trace import read_trace
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.timeout(240),
+    pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale"),
+]
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 6, generator=generator)
+    return TensorDataset(x, (x[:, 0] + 0.5 * torch.randn(60, generator=generator) > 0).long())
+
+
+def workload(config: dict[str, Any]) -> Workload:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9)
+    steps = [0]
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        steps[0] += 1
+        if steps[0] == config.get("fail_at") and not Path(config["flag"]).exists():
+            Path(config["flag"]).touch()
+            if config.get("kill"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError("the cat sat on the switch")
+        if config.get("pause_s"):
+            time.sleep(config["pause_s"])
+        return F.cross_entropy(model(batch[0]), batch[1]) * config.get("factor", 1.0)
+
+    return Workload(
+        model=model,
+        optimizer=optimizer,
+        scheduler=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98),
+        scheduler_unit=config.get("unit", "step"),
+        train_dataset=data(),
+        loss_fn=loss_fn,
+        evaluate=lambda model: {"spread": float(model[0].weight.std())},
+        metric="spread",
+    )
+
+
+def flat(state: dict[str, Tensor]) -> Tensor:
+    return torch.cat([state[key].reshape(-1) for key in sorted(state)])
+
+
+def base_run() -> Tensor:
+    """A plain torch loop: no part of ours but the order of examples."""
+    torch.manual_seed(4)
+    built = workload({"lr": 0.1})
+    stream = torch.cat([epoch_order(60, seed=4, epoch=e) for e in range(4)]).view(-1, 4)
+    x, y = built.train_dataset.tensors
+    built.model.train()
+    for step in range(40):
+        F.cross_entropy(built.model(x[stream[step]]), y[stream[step]]).backward()
+        built.optimizer.step()
+        built.optimizer.zero_grad()
+        built.scheduler.step()
+    return flat(built.model.state_dict())
+
+
+def own_loop(config: dict[str, Any]) -> str:
+    torch.manual_seed(4)
+    built = workload({"lr": 0.1})
+    settings = AdaScaleConfig(base_batch_size=4, total_steps=40, scheduler_unit="step", seed=4)
+    run = prepare(built.model, built.optimizer, built.scheduler, built.train_dataset, settings)
+    for x, y in run:
+        run.backward(F.cross_entropy(run.model(x), y))
+        run.step(mine=1.5)
+    return str(run.stopped)
+
+
+def test_scale_one_is_the_plain_loop_bit_for_bit(ray_session: Path) -> None:
+    result = TorchTrainer(
+        own_loop,
+        scaling_config=ScalingConfig(num_workers=1),
+        run_config=RunConfig(name="own-loop", storage_path=str(ray_session)),
+    ).fit()
+    assert result.return_value == "total_steps reached"
+    assert set(result.metrics) == {*METRICS, "mine"}
+    assert result.metrics["effective_steps"] == 40
+    assert torch.equal(flat(load_weights(result.checkpoint.path)), base_run())
+
+
+def _without_ray() -> list[float]:
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(2)
+    built = workload({"lr": 0.1})
+    if rank > 0:
+        torch.manual_seed(2 + rank)
+    settings = AdaScaleConfig(
+        base_batch_size=4, total_steps=60, scheduler_unit="step", seed=2, per_worker_batch_size=4, accumulation=2
+    )
+    run = Run(
+        built.model, built.optimizer, built.scheduler, built.train_dataset, settings, backend=LocalBackend(device="cpu")
+    )
+    for batch in run:
+        run.backward(built.loss_fn(run.model, batch))
+        run.step()
+    return flat(built.model.state_dict()).tolist()
+
+
+def _recipe(**changes: Any) -> Recipe:
+    curve = [0.1 * 0.98**t for t in range(60)]
+    fields: dict[str, Any] = {
+        "hyperparameters": {"lr": 0.1},
+        "base_batch_size": 4,
+        "total_steps": 60,
+        "base_steps_per_epoch": 15.0,
+        "scheduler_unit": "step",
+        "metric": "spread",
+        "mode": "min",
+        "score": 0.1,
+        "lr_curve": [curve],
+        "noise": [],
+        "seed": 0,
+        "search": {},
+        "workload": "tests",
+        "versions": {},
+        "created": "2026-11-21",
+    }
+    return Recipe(**(fields | changes))
+
+
+def test_a_recipe_runs_on_two_workers_fails_resumes_and_ends_as_if_nothing_happened(
+    ray_session: Path, pool: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def trainer(recipe: Recipe) -> AdaScaleTrainer:
+        return AdaScaleTrainer(
+            workload,
+            recipe=recipe,
+            hyperparameters={"fail_at": 31, "pause_s": 0.05, "flag": str(tmp_path / "flag")},
+            config=AdaScaleConfig(
+                per_worker_batch_size=4, accumulation=2, seed=2, checkpoint_every_s=1e-3, report_every_s=1e-3
+            ),
+            scaling_config=ScalingConfig(num_workers=2),
+            run_config=RunConfig(name="recipe", storage_path=str(ray_session)),
+        )
+
+    with pytest.raises(ray.train.TrainingFailedError, match="the cat sat on the switch"):
+        trainer(_recipe()).fit()
+    damaged = _damage_the_newest(ray_session / "recipe")
+    with pytest.raises(ray.train.TrainingFailedError, match="not the recipe's"):
+        trainer(_recipe(lr_curve=[[0.1 * 0.97**t for t in range(60)]])).fit()
+    result = trainer(_recipe()).fit()
+
+    assert set(result.metrics) == {*METRICS, "spread"}
+    assert result.metrics["effective_steps"] >= 60
+    assert result.metrics["scale"] == 4.0
+    assert result.metrics["world_size"] == 2
+    assert result.return_value["stopped"] == "total_steps reached"
+    weights = flat(load_weights(result.checkpoint.path))
+    one, two = pool(2).run(_without_ray)
+    assert one == two
+    assert weights.tolist() == one  # bit for bit, over the failure, and with and without Ray
+
+    trace = read_trace(Path(result.path) / "trace.jsonl")
+    assert [row["step"] for row in trace] == list(range(1, result.metrics["optimizer_steps"] + 1))
+    assert {row["attempt"] for row in trace} == {0, 1}
+    # The newest checkpoint was of no use, so the run fell back to one before it.
+    assert max(row["step"] for row in trace if row["attempt"] == 0) < damaged
+    shares = json.loads((Path(result.checkpoint.path) / "tensors.json").read_text())
+    files = {chunk["file"] for key, entry in shares.items() if key.startswith("optim/") for chunk in entry["chunks"]}
+    assert len(files) == 2  # the momentum is sharded: each worker wrote its own
+    assert "gain" in capfd.readouterr().err  # the progress line
+    # Event files, written as it went, of all the starts.
+    from ..analysis.test_tensorboard import scalars  # here, as the command line loads this file outside its package
+
+    events = scalars(Path(result.path) / "tensorboard" / "steps")
+    places = [step for step, _ in events["gain"]]
+    assert places[0] <= damaged  # what a start wrote in its last second may be lost with it
+    assert places[-1] == result.metrics["optimizer_steps"]
+    assert len(set(places)) == len(places)
+
+
+@pytest.mark.slow
+def test_workers_killed_under_ray_are_restarted_and_end_as_if_nothing_happened(
+    ray_session: Path, pool: Any, tmp_path: Path
+) -> None:
+    result = AdaScaleTrainer(
+        workload,
+        recipe=_recipe(),
+        hyperparameters={"fail_at": 31, "kill": True, "pause_s": 0.05, "flag": str(tmp_path / "flag")},
+        config=AdaScaleConfig(per_worker_batch_size=4, accumulation=2, seed=2, checkpoint_every_s=0.3),
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(
+            name="killed", storage_path=str(ray_session), failure_config=ray.train.FailureConfig(max_failures=1)
+        ),
+        progress=False,
+    ).fit()
+    assert flat(load_weights(result.checkpoint.path)).tolist() == pool(2).run(_without_ray)[0]
+    trace = read_trace(Path(result.path) / "trace.jsonl")
+    assert [row["step"] for row in trace] == list(range(1, result.metrics["optimizer_steps"] + 1))
+    assert [row["attempt"] for row in trace][-1] == 1
+    assert int((Path(result.path) / "progress").read_text()) == trace[-1]["step"]
+
+
+def _damage_the_newest(run: Path) -> int:
+    """Flips a bit in the checkpoint that Ray will hand out; returns its optimizer step."""
+    newest = json.loads((run / "checkpoint_manager_snapshot.json").read_text())["latest_checkpoint_result"]
+    assert len(list(run.glob("checkpoint_*/manifest.json"))) > 1
+    file = run / newest["checkpoint_dir_name"] / "__1_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    return int(newest["metrics"]["optimizer_steps"])
+
+
+def bad_workload(config: dict[str, Any]) -> Workload:
+    return workload({**config, "unit": None})
+
+
+def test_mistakes_in_what_is_built_and_a_nan_loss_end_the_run_with_the_reason(ray_session: Path) -> None:
+    def fit(function: Any, name: str, **hyperparameters: Any) -> None:
+        AdaScaleTrainer(
+            function,
+            hyperparameters={"lr": 0.1, **hyperparameters},
+            config=AdaScaleConfig(base_batch_size=4, total_steps=500, per_worker_batch_size=4),
+            scaling_config=ScalingConfig(num_workers=2),
+            run_config=RunConfig(name=name, storage_path=str(ray_session)),
+            progress=False,
+        ).fit()
+
+    with pytest.raises(ray.train.TrainingFailedError, match="Missing scheduler_unit") as caught:
+        fit(bad_workload, "no-unit")
+    assert set(caught.value.worker_failures) <= {0, 1}
+    with pytest.raises(ray.train.TrainingFailedError, match="not finite in 50 optimizer steps in a row, up to step 50"):
+        fit(workload, "nan", factor=float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"config": AdaScaleConfig(base_batch_size=64, per_worker_batch_size=8, total_steps=10)},
+            "larger than the global",
+        ),
+        ({"config": AdaScaleConfig(base_batch_size=8)}, "total_steps"),
+        ({"config": AdaScaleConfig(total_steps=10)}, "base_batch_size"),
+        ({"config": AdaScaleConfig(base_batch_size=8), "recipe": _recipe()}, "the recipe says 4"),
+        ({"recipe": {"lr": 0.1}}, r"Recipe\.load"),
+        ({"workload": "digits.py:workload"}, "workload"),
+        ({"scaling_config": ScalingConfig(num_workers=0), "recipe": _recipe()}, "num_workers"),
+    ],
+)
+def test_mistakes_in_the_configuration_are_found_on_the_driver(settings: dict[str, Any], message: str) -> None:
+    arguments = {"workload": workload, "scaling_config": ScalingConfig(num_workers=2), **settings}
+    with pytest.raises(ValueError, match=message):
+        AdaScaleTrainer(**arguments)
+
+
+def test_prepare_outside_a_worker_says_where_it_belongs() -> None:
+    built = workload({"lr": 0.1})
+    with pytest.raises(RuntimeError, match="train_loop_per_worker"):
+        prepare(built.model, built.optimizer, built.scheduler, built.train_dataset, AdaScaleConfig())
+
+
+def test_ctrl_c_ends_the_workers_and_leaves_a_checkpoint_to_resume_from(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "ray_adascale.cli",
+        "train",
+        f"{Path(__file__)}:workload",
+        "lr=0.1",
+        "pause_s=0.05",
+    ]
+    command += ["--base-batch-size=4", "--total-steps=200", "--per-worker-batch-size=8", "--name=stopped"]
+    command += [f"--storage-path={tmp_path}", "--num-workers=2", "--checkpoint-every=0.2"]
+    # A Ray of its own, in a session of its own: the signal must reach nobody else.
+    process = subprocess.Popen(
+        command, cwd=Path(__file__).parents[2], start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        deadline = time.monotonic() + 100
+        while len(list(tmp_path.glob("stopped/checkpoint_*/manifest.json"))) < 2:
+            assert process.poll() is None, process.communicate()[1].decode()[-2000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        os.kill(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            process.kill()
+    assert process.returncode != 0
+    assert b"Traceback" not in err, err.decode()[-3000:]
+    assert b"interrupted" in err
+    deadline = time.monotonic() + 20
+    while _children_of_session(process.pid):
+        assert time.monotonic() < deadline, _children_of_session(process.pid)
+        time.sleep(0.2)
+    again = subprocess.run(
+        [*command, "--checkpoint-every=300"], cwd=Path(__file__).parents[2], capture_output=True, timeout=100
+    )
+    assert again.returncode == 0, again.stderr.decode()[-3000:]
+    assert b"total_steps reached" in again.stdout
+    assert {row["attempt"] for row in read_trace(tmp_path / "stopped" / "trace.jsonl")} == {0, 1}
+
+
+def _children_of_session(session: int) -> list[str]:
+    found = subprocess.run(["ps", "-o", "args=", "-s", str(session)], capture_output=True, text=True)
+    return [line for line in found.stdout.splitlines() if line.strip()]

@@ -1,0 +1,312 @@
+"""Workers that come and go: what batch they make up, which examples they see, where the clock goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ray_adascale import AdaScaleConfig, LocalBackend, Run, checkpoint
+from ray_adascale.config import BatchPlan
+from ray_adascale.data import StepSampler, epoch_order
+from ray_adascale.run.trace import read_trace
+
+pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
+
+
+# ---- the batch that workers make up ----------------------------------------------------------------------------------
+
+
+def sizes(plan: BatchPlan, rank: int = 0) -> StepSampler:
+    return StepSampler(
+        length=1000,
+        global_batch_size=plan.global_batch_size,
+        rank=rank,
+        world_size=plan.world_size,
+        accumulation=plan.accumulation,
+    )
+
+
+@pytest.mark.parametrize("workers", range(1, 8))
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("batch", [64, 97])
+def test_a_global_batch_stays_whatever_the_workers(workers: int, passes: int, batch: int) -> None:
+    config = AdaScaleConfig(base_batch_size=16, global_batch_size=batch, per_worker_batch_size=20, accumulation=passes)
+    plan = config.plan(workers)
+    parts = sizes(plan).sample_sizes
+    assert sum(parts) == plan.global_batch_size == batch
+    assert plan.scale == batch / 16
+    assert len(parts) == plan.num_samples
+    assert max(parts) <= 20
+    assert max(parts) - min(parts) <= 1
+    assert math.fsum(part / batch for part in parts) == pytest.approx(1, abs=1e-15)
+    # No more passes than it takes.
+    assert plan.accumulation == passes or batch > 20 * workers * (plan.accumulation - 1)
+
+
+def test_each_workers_batch_stays_by_default() -> None:
+    plans = [AdaScaleConfig(base_batch_size=16, per_worker_batch_size=24).plan(workers) for workers in range(1, 8)]
+    assert [plan.global_batch_size for plan in plans] == [24 * workers for workers in range(1, 8)]
+
+
+def test_a_floor_on_a_workers_examples_lets_the_batch_grow_instead() -> None:
+    config = AdaScaleConfig(base_batch_size=16, global_batch_size=64, min_examples_per_worker=12)
+    assert [config.plan(workers).global_batch_size for workers in (1, 4, 5, 6, 8)] == [64, 64, 64, 72, 96]
+    for workers in range(1, 9):
+        assert min(sizes(config.plan(workers)).sample_sizes) >= 12
+
+
+@pytest.mark.parametrize("workers", range(1, 8))
+def test_few_workers_accumulate_up_to_a_base_batch(workers: int) -> None:
+    plan = AdaScaleConfig(base_batch_size=40, per_worker_batch_size=8, elastic=True).plan(workers)
+    assert plan.scale >= 1
+    assert plan.accumulation == max(1, math.ceil(5 / workers))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"global_batch_size": 8}, r"global_batch_size=8.*base_batch_size=16"),
+        ({"global_batch_size": 0}, "global_batch_size=0"),
+        ({"global_batch_size": 64.0}, r"global_batch_size=64\.0"),
+        ({"min_examples_per_worker": 0}, "min_examples_per_worker=0"),
+        ({"min_examples_per_worker": 9, "per_worker_batch_size": 8}, "min_examples_per_worker=9"),
+    ],
+)
+def test_batches_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AdaScaleConfig(base_batch_size=16, **settings).plan(2)
+
+
+# ---- a run over resizes ----------------------------------------------------------------------------------------------
+
+LENGTH = 101
+
+
+class Seen(torch.utils.data.Dataset[Any]):
+    """Examples that know their number."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(LENGTH, 6, generator=generator)
+        self.y = (self.x[:, 0] > 0).long()
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
+        return self.x[index], self.y[index], index
+
+
+def segment(folder: str, steps: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """Some steps of a run on the workers there are: what each saw, and where the clock stood."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    config = AdaScaleConfig(
+        base_batch_size=8,
+        total_steps=100,
+        scheduler_unit="step",
+        seed=3,
+        elastic=True,
+        checkpoint_every_s=1e-9,
+        async_checkpoint=False,
+        **settings,
+    )
+    run = Run(model, optimizer, scheduler, Seen(), config, backend=LocalBackend(folder, device="cpu"))
+    out: dict[str, Any] = {
+        "start": run.effective_steps,
+        "moments": run.optimizer.average_moments(),
+        "momentum": [float(state["momentum_buffer"].double().sum()) for state in run.optimizer.state.values()],
+        "batch": run.plan.global_batch_size,
+        "position": run.source.position,
+        "lrs": [],
+        "seen": [],
+    }
+    weight = 0.0
+    for x, y, index in run:
+        batch = run._batch
+        assert batch is not None
+        weight += batch.weight
+        out["seen"].append((out["position"] + len(out["lrs"]) * run.plan.global_batch_size, index.tolist()))
+        run.backward(F.cross_entropy(run.model(x), y))
+        if run.step():
+            total = torch.tensor(weight, dtype=torch.float64)
+            if dist.is_initialized():
+                dist.all_reduce(total)
+            assert float(total) == pytest.approx(1, abs=1e-12), "the weights of a step sum to one"
+            weight = 0.0
+            out["lrs"].append(run.summary()["lr"])
+            if len(out["lrs"]) == steps:
+                break
+    return {**out, "end": run.effective_steps, "moments_end": run.optimizer.average_moments()}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"global_batch_size": 19, "per_worker_batch_size": 10},
+        {"per_worker_batch_size": 7, "accumulation": 2},
+        {"global_batch_size": 17, "accumulation": 2, "sharding": "none"},
+    ],
+    ids=["global", "per-worker", "global-unsharded"],
+)
+def test_over_resizes_no_example_is_repeated_or_left_out_and_the_clock_goes_on(
+    pool: Any, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    seen: list[int] = []
+    last: dict[str, Any] | None = None
+    for workers in (2, 1, 3, 2):
+        answers = pool(workers).run(segment, str(tmp_path), 4, settings)
+        first = answers[0]
+        for other in answers:
+            assert (other["start"], other["end"], other["lrs"]) == (first["start"], first["end"], first["lrs"])
+        # Micro-batches in the order of the stream: by step, then pass by pass over the ranks.
+        passes = len(first["seen"]) // 4
+        for step in range(4):
+            for number in range(passes):
+                seen += [index for answer in answers for index in answer["seen"][step * passes + number][1]]
+        if last is not None:
+            assert first["start"] == last["end"]
+            assert first["moments"] == pytest.approx(last["moments_end"])
+            assert first["position"] == len(seen) - 4 * first["batch"]
+        if "global_batch_size" in settings:
+            assert first["batch"] == settings["global_batch_size"]
+        assert first["lrs"] == pytest.approx(
+            [0.1 * 0.99 ** math.floor(tau) for tau in [first["start"]]] + first["lrs"][1:]
+        )
+        last = first
+    stream = torch.cat([epoch_order(LENGTH, seed=3, epoch=epoch) for epoch in range(10)]).tolist()
+    assert seen == stream[: len(seen)]
+    assert len(seen) > LENGTH  # over the border of an epoch
+
+
+def after_five_steps(passes: int) -> list[float]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    data = torch.utils.data.TensorDataset(Seen().x.double(), Seen().y)
+    config = AdaScaleConfig(
+        base_batch_size=8,
+        total_steps=100,
+        global_batch_size=19,
+        accumulation=passes,
+        per_worker_batch_size=10,
+        rule="unscaled",
+        seed=3,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    run = Run(model, optimizer, None, data, config, backend=LocalBackend(device="cpu"))
+    steps = 0
+    for x, y in run:
+        run.backward(F.cross_entropy(run.model(x), y))
+        steps += run.step()
+        if steps == 5:
+            break
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
+
+
+def test_parts_of_unequal_size_add_up_to_the_mean_over_the_batch(pool: Any) -> None:
+    alone = after_five_steps(2)
+    for workers, passes in ((1, 3), (2, 1), (2, 2), (3, 1)):  # parts of 7 and 6, 10 and 9, 5 and 4, 7 and 6
+        for weights in pool(workers).run(after_five_steps, passes):
+            assert weights == pytest.approx(alone, rel=1e-9)  # float64: only the order of sums differs
+
+
+# ---- on a Ray cluster ------------------------------------------------------------------------------------------------
+
+
+def committed_examples(folder: Path, trace: list[dict[str, Any]]) -> list[int]:
+    """What the workers say that they saw, of the steps that the final weights went through, in the stream's order."""
+    logs = []
+    for path in sorted(folder.glob("seen-*.jsonl"), key=lambda p: float(p.name.split("-")[1])):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        (rank, world, start), passes = lines[0], lines[1:]
+        logs.append((rank, world, 0 if start is None else checkpoint.load_state(start)["iterations"], passes))
+    seen: list[int] = []
+    for row in trace:
+        first = min(other["step"] for other in trace if other["attempt"] == row["attempt"])
+        for rank in range(row["world_size"]):
+            # Of several starts from one checkpoint the last is the one that got further.
+            passes = [p for r, w, start, p in logs if (r, w, start) == (rank, row["world_size"], first - 1)][-1]
+            seen += passes[row["step"] - first]
+    return seen
+
+
+def on_a_cluster(what: str, folder: Path) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.cluster_run", what, str(folder)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    out = json.loads(done.stdout.splitlines()[-1])
+    print(out)
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+def test_a_node_that_is_announced_to_go_gets_one_checkpoint_and_the_run_goes_on(tmp_path: Path) -> None:
+    out = on_a_cluster("drain", tmp_path)
+    # The notice is polled every 5 s here and by Ray's own watcher; clouds tell 30 s or more ahead.
+    assert out["seconds"] < 25
+    assert out["checkpoints"] == 1
+    assert out["later_step"] > out["checkpoint_step"] >= 10
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+def test_a_run_over_a_lost_and_a_new_node_sees_every_example_once(tmp_path: Path) -> None:
+    from . import cluster_run
+
+    out = on_a_cluster("resize", tmp_path)
+    assert out["down_s"] < 60
+    assert out["up_s"] < 60
+    trace = read_trace(tmp_path / "elastic" / "trace.jsonl")
+    sizes = [row["world_size"] for row in trace]
+    assert [size for size, before in zip(sizes, [0, *sizes], strict=False) if size != before] == [2, 1, 2]
+    assert [row["step"] for row in trace] == list(range(1, len(trace) + 1))
+    tau = 0.0
+    for row in trace:
+        tau += row["gain"]
+        assert row["effective_steps"] == pytest.approx(tau, rel=1e-12)
+    assert tau >= 3000
+    seen = committed_examples(tmp_path, trace)
+    epochs = len(seen) // cluster_run.LENGTH + 1
+    stream = torch.cat([epoch_order(cluster_run.LENGTH, seed=5, epoch=epoch) for epoch in range(epochs)]).tolist()
+    assert seen == stream[: len(seen)]
+    assert len(seen) == trace[-1]["position"]
+    fixed = []
+    for seed in (5, 6, 7):
+        torch.manual_seed(seed)
+        built = cluster_run.workload({})
+        config = AdaScaleConfig(**(cluster_run.CONFIG | {"seed": seed}), scheduler_unit="step", accumulation=2)
+        run = Run(
+            built.model,
+            built.optimizer,
+            built.scheduler,
+            built.train_dataset,
+            config,
+            evaluate=built.evaluate,
+            backend=LocalBackend(device="cpu"),
+        )
+        for batch in run:
+            run.backward(built.loss_fn(run.model, batch))
+            run.step()
+        fixed.append(run.summary()["accuracy"])
+    print(out["metrics"]["accuracy"], fixed)
+    assert min(fixed) - 0.03 < out["metrics"]["accuracy"] < max(fixed) + 0.03

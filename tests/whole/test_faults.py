@@ -1,0 +1,661 @@
+"""Workers that are killed, raise or hang, disks that fill up, and checkpoints that rot: no Ray, real processes."""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import math
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import signal
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from ray_adascale import AdaScaleConfig, LocalBackend, Run, checkpoint, load_weights
+from ray_adascale.checkpoint import CheckpointError, dcp
+from ray_adascale.run.trace import read_trace
+
+from ..pool import free_port
+
+pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
+
+# Processes fork from one that has imported torch already: 0.1 s each instead of 3.
+processes = multiprocessing.get_context("forkserver")
+processes.set_forkserver_preload(["tests.test_faults"])
+
+TIMEOUT_S = 15.0
+
+
+def build(seed: int = 7) -> tuple[nn.Module, torch.optim.Optimizer, Any, TensorDataset]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(120, 12, generator=generator)
+    y = (x[:, 0] + x[:, 1] + 0.5 * torch.randn(120, generator=generator) > 0).long()
+    torch.manual_seed(seed)
+    model = nn.Sequential(
+        nn.Linear(12, 24),
+        nn.BatchNorm1d(24),
+        nn.ReLU(),
+        nn.Dropout(0.2),
+        nn.Linear(24, 24),
+        nn.Tanh(),
+        nn.Linear(24, 2),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+    return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200), TensorDataset(x, y)
+
+
+def make_run(backend: LocalBackend, **settings: Any) -> Run:
+    model, optimizer, scheduler, data = build()
+    torch.manual_seed(100 + backend.rank)  # dropout of one's own; a resume puts the checkpoint's state back
+    defaults: dict[str, Any] = {
+        "base_batch_size": 4,
+        "total_steps": 120,
+        "scheduler_unit": "step",
+        "per_worker_batch_size": 4,
+        "checkpoint_every_s": 1e-9,  # whenever none is in flight
+    }
+    return Run(model, optimizer, scheduler, data, AdaScaleConfig(**(defaults | settings)), backend=backend)
+
+
+def drive(run: Run) -> Run:
+    for x, y in run:
+        run.backward(F.cross_entropy(run.model(x), y))
+        run.step()
+    return run
+
+
+def flat(weights: dict[str, Tensor]) -> Tensor:
+    return torch.cat([weights[key].double().reshape(-1) for key in sorted(weights)])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# SIGKILL at any moment
+
+POINTS = ("load", "forward", "backward", "optimizer", "copied", "bytes", "file", "seal", "sealed", "report", "prune")
+
+
+def die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def on_call(owner: Any, name: str, nth: int, *, after: bool = False) -> None:
+    """Kill this process at the nth call of ``owner.name``, before it or after."""
+    real, calls = getattr(owner, name), [0]
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == nth and not after:
+            die()
+        result = real(*args, **kwargs)
+        if calls[0] == nth:
+            die()
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def half_a_write(nth: int) -> None:
+    """Kill in the middle of a file of tensors."""
+    real, calls = dcp._HashingStream.write, [0]
+
+    def write(self: Any, data: Any) -> int:
+        calls[0] += 1
+        if calls[0] == nth:
+            real(self, bytes(data)[: len(bytes(data)) // 2])
+            self.flush()
+            die()
+        return real(self, data)
+
+    dcp._HashingStream.write = write  # type: ignore[method-assign]
+
+
+def arm(point: str, nth: int, backend: LocalBackend) -> Callable[[Run], None]:
+    """Sets the trap; what it returns sets the rest of it, once there is a run."""
+    if point == "load":
+        on_call(checkpoint, "load", 1 + nth % 2, after=True)  # the model is loaded, the optimizer may not be
+    elif point == "copied":
+        on_call(checkpoint, "begin_save", 1 + nth // 2, after=True)
+    elif point == "bytes":
+        half_a_write(nth)
+    elif point == "file":
+        on_call(dcp, "write_text", nth)
+    elif point in ("seal", "sealed"):
+        on_call(dcp.Writer, "finish", 1 + nth // 3, after=point == "sealed")
+    elif point == "report":
+        on_call(backend, "report", 1 + nth // 3)
+    elif point == "prune":
+        on_call(shutil, "rmtree", 1 + nth // 3, after=True)
+
+    def later(run: Run) -> None:
+        module = run.module
+        if point == "forward":
+            on_call(module[2], "forward", nth)
+        elif point == "backward":
+            calls = [0]
+
+            def hook(gradient: Tensor) -> None:
+                calls[0] += 1
+                if calls[0] == nth:
+                    die()
+
+            module[4].weight.register_hook(hook)
+        elif point == "optimizer":
+            on_call(run.source, "commit", nth)  # weights have moved, the position not yet
+
+    return later
+
+
+def serve(rank: int, world: int, port: int, folder: str, settings: dict[str, Any], crash: Any, said: Any) -> None:
+    torch.set_num_threads(1)
+    try:
+        if world > 1:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"tcp://127.0.0.1:{port}",
+                rank=rank,
+                world_size=world,
+                timeout=datetime.timedelta(seconds=TIMEOUT_S),
+            )
+        backend = LocalBackend(folder, device="cpu")
+        later = None
+        if crash is not None and crash[0] == rank:
+            later = arm(crash[1], crash[2], backend)
+        run = make_run(backend, **settings)
+        if later is not None:
+            later(run)
+        drive(run)
+        if world > 1:
+            dist.barrier()
+    except BaseException:
+        said.put((rank, traceback.format_exc()))
+        said.close()
+        said.join_thread()
+        os._exit(1)
+    os._exit(0)  # no clean-up that could hang
+
+
+def start(
+    folder: Path, world: int, crash: tuple[int, str, int] | None = None, **settings: Any
+) -> tuple[list[int], Any]:
+    """Runs the workers until all have ended, as torchrun would: when one is gone, the others are given up soon after."""
+    said, port = processes.Queue(), free_port()
+    workers = [
+        processes.Process(target=serve, args=(rank, world, port, str(folder), settings, crash, said), daemon=True)
+        for rank in range(world)
+    ]
+    for worker in workers:
+        worker.start()
+    deadline = time.monotonic() + 90
+    gone: float | None = None
+    after = random.Random(str(crash)).uniform(0.3, 2.5) if crash is not None and crash[1] == "time" else None
+    began = time.monotonic()
+    while any(worker.is_alive() for worker in workers):
+        time.sleep(0.01)
+        now = time.monotonic()
+        if after is not None and now - began > after:
+            assert crash is not None
+            workers[crash[0]].kill()
+            after = None
+        if gone is None and any(worker.exitcode not in (None, 0) for worker in workers):
+            gone = now
+        if now > deadline or (gone is not None and now - gone > 3):
+            for worker in workers:
+                worker.kill()
+        assert now < deadline + 10, "the workers hang"
+    messages = {}
+    while not said.empty():
+        rank, text = said.get()
+        messages[rank] = text
+    return [worker.exitcode for worker in workers], messages
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in row.items() if key not in ("examples_per_s", "attempt")}
+        for row in read_trace(folder / "trace.jsonl")
+    ]
+
+
+def final(folder: Path) -> Tensor:
+    return flat(load_weights(sorted(folder.glob("checkpoint_*"))[-1]))
+
+
+def kill_and_compare(
+    tmp_path: Path, world: int, kills: int, seed: int, points: tuple[str, ...], **settings: Any
+) -> None:
+    codes, said = start(tmp_path / "quiet", world, **settings)
+    assert codes == [0] * world, said
+    chosen = random.Random(seed)
+    killed = 0
+    starts = 0
+    while killed < kills:
+        starts += 1
+        assert starts < 4 * kills, "the run ended before it was killed often enough"
+        crash = (chosen.randrange(world), chosen.choice(points), chosen.randint(1, 12))
+        codes, said = start(tmp_path / "killed", world, crash, **settings)
+        if codes[crash[0]] == -signal.SIGKILL:
+            killed += 1
+        else:  # the moment did not come: only rank 0 seals, and a run that is over does nothing
+            assert codes == [0] * world, said
+            if read_state(tmp_path / "killed")["stopped"]:
+                shutil.rmtree(tmp_path / "killed")
+    codes, said = start(tmp_path / "killed", world, **settings)
+    assert codes == [0] * world, said
+    assert torch.equal(final(tmp_path / "killed"), final(tmp_path / "quiet"))
+    assert repr(rows_of(tmp_path / "killed")) == repr(rows_of(tmp_path / "quiet"))  # repr: NaN is NaN
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    return checkpoint.load_state(sorted(p for p in folder.glob("checkpoint_*") if checkpoint.is_sealed(p))[-1])
+
+
+@pytest.mark.parametrize(
+    ("world", "sharding", "points"), [(2, "auto", ("backward", "bytes")), (3, "none", ("optimizer", "seal"))]
+)
+def test_workers_killed_a_few_times_end_bit_for_bit_as_if_nothing_happened(
+    tmp_path: Path, world: int, sharding: str, points: tuple[str, ...]
+) -> None:
+    kill_and_compare(tmp_path, world, 2, seed=world, points=points, sharding=sharding)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("sharding", ["none", "oss", "auto"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_workers_killed_twenty_times_end_bit_for_bit_as_if_nothing_happened(
+    tmp_path: Path, world: int, sharding: str
+) -> None:
+    kill_and_compare(tmp_path, world, 20, seed=world, points=(*POINTS, "time"), total_steps=600, sharding=sharding)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Workers that raise or hang
+
+
+def misbehave(rank: int, port: int, folder: str, how: str, said: Any) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://127.0.0.1:{port}",
+            rank=rank,
+            world_size=2,
+            timeout=datetime.timedelta(seconds=4),
+        )
+        run = make_run(LocalBackend(folder, device="cpu"), checkpoint_every_s=100.0)
+        steps = 0
+        for x, y in run:
+            if rank == 1 and steps == 5:
+                if how == "raises":
+                    raise ValueError("a bad example")
+                if how == "hangs":
+                    time.sleep(60)
+            run.backward(F.cross_entropy(run.model(x), y))
+            if rank == 1 and steps == 5 and how == "disk":
+                dcp.Writer.write_data = full_disk  # type: ignore[method-assign]
+            steps += run.step()
+            if how == "disk" and steps == 6:
+                run.save_checkpoint()
+    except BaseException as e:
+        said.put((rank, f"{type(e).__name__}: {e}"))
+        said.close()
+        said.join_thread()
+    os._exit(1)
+
+
+def full_disk(*_: Any) -> Any:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raises", "Connection|closed|reset|Timed out"),
+        ("hangs", "Timed out|timeout"),
+        ("disk", r"No checkpoint was saved to .* rank 1: OSError: .*No space left on device"),
+    ],
+)
+def test_the_other_worker_ends_with_the_reason_when_one_misbehaves(tmp_path: Path, how: str, message: str) -> None:
+    said, port = processes.Queue(), free_port()
+    workers = [
+        processes.Process(target=misbehave, args=(r, port, str(tmp_path), how, said), daemon=True) for r in (0, 1)
+    ]
+    for worker in workers:
+        worker.start()
+    try:
+        found = dict([said.get(timeout=40)])
+        if how != "hangs":
+            found |= dict([said.get(timeout=40)])
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert re.search(message, found[0]), found
+    assert how != "raises" or found[1] == "ValueError: a bad example"
+    assert not list(tmp_path.glob("checkpoint_*/manifest.json"))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Disks
+
+
+def alone(folder: Path, **settings: Any) -> Run:
+    return make_run(LocalBackend(folder, device="cpu"), accumulation=2, **settings)
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_full_disk_ends_the_run_with_the_cause_and_the_last_good_checkpoint_is_usable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_background: bool
+) -> None:
+    quiet = drive(alone(tmp_path / "quiet"))
+    real, left = dcp._HashingStream.write, [300_000]
+
+    def write(self: Any, data: Any) -> int:
+        left[0] -= len(bytes(data))
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(self, data)
+
+    run = alone(tmp_path / "full", async_checkpoint=in_background)
+    with monkeypatch.context() as patched:
+        patched.setattr(dcp._HashingStream, "write", write)
+        with pytest.raises(CheckpointError, match=r"No checkpoint was saved to .*No space left on device"):
+            drive(run)
+    # In the background a slow machine may get to the last checkpoint before the disk is full.
+    assert 0 < run.effective_steps < (math.inf if in_background else 120)
+    # What was half written is gone, and there is room again.
+    assert all(checkpoint.is_complete(folder) for folder in (tmp_path / "full").glob("checkpoint_*"))
+    resumed = alone(tmp_path / "full")
+    assert 0 < resumed.effective_steps <= run.effective_steps
+    drive(resumed)
+    assert torch.equal(flat(resumed.module.state_dict()), flat(quiet.module.state_dict()))
+
+
+class Held:
+    """A disk that writes only when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.may_write = threading.Event()
+        self.begun = 0
+        real = dcp.Writer.write_data
+
+        def write_data(writer: Any, plan: Any, planner: Any) -> Any:
+            self.begun += 1
+            assert self.may_write.wait(30)
+            return real(writer, plan, planner)
+
+        monkeypatch.setattr(dcp.Writer, "write_data", write_data)
+
+
+def test_training_goes_on_while_one_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Held(monkeypatch)
+    run = alone(tmp_path)
+    weights: list[Tensor] = []
+    for x, y in run:
+        run.backward(F.cross_entropy(run.model(x), y))
+        if run.step():
+            weights.append(flat(run.module.state_dict()))
+            if len(weights) == 20:
+                assert disk.begun == 1, "at most one in flight"
+                assert not list(tmp_path.glob("checkpoint_*/manifest.json"))
+                disk.may_write.set()
+                assert run._saver._flying is not None
+                run._saver._flying[0]._thread.join()  # type: ignore[union-attr]
+            if len(weights) == 21:
+                break
+    (first,) = [folder for folder in tmp_path.glob("checkpoint_*") if checkpoint.is_sealed(folder)]
+    assert checkpoint.load_state(first)["metrics"]["optimizer_steps"] == 1
+    assert torch.equal(flat(load_weights(first)), weights[0])  # as it was then, not as it was when it was written
+
+
+def test_a_copy_is_made_of_what_is_written_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Held(monkeypatch)
+    whole = torch.arange(1000.0)
+    tensors: dict[str, Any] = {"a": whole[:10], "b": checkpoint.TensorShard(whole[10:20], 0, 10), "c": whole[20]}
+    growing = tmp_path / "rows"
+    growing.write_text("one\n")
+    saving = checkpoint.begin_save(tmp_path / "c", tensors, {"at": 1}, files={"rows": (growing, 4)})
+    assert saving.running
+    copies = saving._planner._copies
+    assert sum(copy.untyped_storage().nbytes() for copy in copies.values()) == 4 * 21
+    whole.fill_(-1)
+    growing.write_text("one\ntwo\n")
+    disk.may_write.set()
+    saving.finish()
+    into = {"a": torch.zeros(10), "b": torch.zeros(10), "c": torch.zeros(())}
+    checkpoint.load(tmp_path / "c", into)
+    assert torch.cat([into["a"], into["b"], into["c"].view(1)]).tolist() == list(range(21))
+    assert (tmp_path / "c" / "rows").read_text() == "one\n"
+    checkpoint.verify(tmp_path / "c")
+    assert not saving._planner._copies
+
+
+def test_the_last_checkpoint_is_there_when_the_run_ends(tmp_path: Path) -> None:
+    drive(alone(tmp_path, checkpoint_every_s=1000.0))
+    (only,) = tmp_path.glob("checkpoint_*")
+    assert checkpoint.load_state(only)["stopped"] == "total_steps reached"
+    checkpoint.verify(only)
+
+
+def test_old_checkpoints_go_and_wrecks_do_not_count(tmp_path: Path) -> None:
+    for name in ("checkpoint_0000000003", "checkpoint_9999999999"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "__0_0.distcp").write_text("of a save that was cut short")
+    (tmp_path / "checkpoint_9999999999" / "manifest.json").write_text("{}")
+    checkpoint.save(tmp_path / "checkpoint_0000000002", {"x": torch.ones(1)})
+    checkpoint.save(tmp_path / "checkpoint_0000000004", {"x": torch.ones(1)})
+    LocalBackend(tmp_path).report({}, tmp_path / "checkpoint_0000000004")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint_0000000002", "checkpoint_0000000004"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a start says
+
+
+def test_a_resume_says_where_and_how_many_steps_were_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = alone(tmp_path, checkpoint_every_s=1000.0)
+    for steps, (x, y) in enumerate(run):  # two passes a step
+        run.backward(F.cross_entropy(run.model(x), y))
+        run.step()
+        if steps == 11:
+            break
+    alone(tmp_path)
+    assert "No checkpoint was completed in the 6 optimizer steps before" in caplog.text
+    caplog.clear()
+    run = alone(tmp_path, async_checkpoint=False)
+    for steps, (x, y) in enumerate(run):
+        run.backward(F.cross_entropy(run.model(x), y))
+        run.step()
+        if steps == 9:
+            break
+    caplog.clear()
+    shutil.rmtree(tmp_path / "checkpoint_0000000005")
+    resumed = alone(tmp_path)
+    (record,) = [r for r in caplog.records if r.message.startswith("Resumed")]
+    assert record.levelname == "WARNING"
+    assert f"optimizer step 4, effective step {resumed.effective_steps:.2f} of 120, start 1" in record.message
+    assert "At most 1 optimizer steps were lost" in record.message
+
+
+def test_when_all_are_damaged_the_run_does_not_silently_begin_anew(tmp_path: Path) -> None:
+    drive(alone(tmp_path))
+    for state in tmp_path.glob("checkpoint_*/state.json"):
+        state.write_text("{}")
+    with pytest.warns(RuntimeWarning), pytest.raises(CheckpointError, match="None of the 2 checkpoints"):
+        alone(tmp_path)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Damage
+
+
+def damage(folder: Path, older: Path, chosen: random.Random) -> str:
+    """One thing that may happen to files."""
+    files = sorted(folder.iterdir())
+    if not files:
+        return "nothing left"
+    file = chosen.choice(files)
+    data = bytearray() if file.is_dir() else bytearray(file.read_bytes())
+    kind = chosen.choice(["truncate", "extend", "flip", "delete", "swap", "older", "empty", "folder", "zeros", "all"])
+    if kind == "all" and chosen.random() < 0.7:
+        kind = "flip"
+    if file.is_dir():
+        return "a folder already"
+    if kind == "truncate":
+        file.write_bytes(data[: chosen.randrange(len(data) + 1)])
+    elif kind == "extend":
+        file.write_bytes(data + chosen.randbytes(chosen.randint(1, 9)))
+    elif kind == "flip":
+        for _ in range(chosen.randint(1, 3) if data else 0):
+            data[chosen.randrange(len(data))] ^= 1 << chosen.randrange(8)
+        file.write_bytes(data)
+    elif kind == "delete":
+        file.unlink()
+    elif kind == "swap":
+        other = chosen.choice(files)
+        if other.is_file():
+            theirs = other.read_bytes()
+            other.write_bytes(data)
+            file.write_bytes(theirs)
+    elif kind == "older" and (older / file.name).is_file():
+        shutil.copy(older / file.name, file)
+    elif kind == "empty":
+        file.write_bytes(b"")
+    elif kind == "folder":
+        file.unlink()
+        file.mkdir()
+    elif kind == "zeros":
+        start = chosen.randrange(len(data) + 1)
+        data[start:] = bytes(len(data) - start)  # what a power cut makes of blocks that were not written
+        file.write_bytes(data)
+    elif kind == "all":
+        shutil.rmtree(folder)
+        folder.mkdir()
+    return f"{kind} {file.name}"
+
+
+def standing(run: Run) -> tuple[Any, ...]:
+    momentum = [state["momentum_buffer"].double() for state in run.optimizer.state.values()]
+    return (
+        run.place.iterations,
+        run.effective_steps,
+        run.source.position,
+        run.schedule.calls,
+        flat(run.module.state_dict()).tolist(),
+        torch.cat([m.reshape(-1) for m in momentum]).tolist(),
+        torch.get_rng_state().tolist(),
+    )
+
+
+def test_a_damaged_checkpoint_is_never_resumed_from(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    run = alone(source, async_checkpoint=False)
+    for passes, (x, y) in enumerate(run):
+        run.backward(F.cross_entropy(run.model(x), y))
+        run.step()
+        if passes == 13:
+            break
+    older, newest = sorted(source.glob("checkpoint_*"))
+    good = {}
+    for folder in (older, newest):
+        shutil.copytree(folder, tmp_path / folder.name / folder.name)
+        resumed = alone(tmp_path / folder.name)
+        good[resumed.place.iterations] = standing(resumed)
+    assert list(good) == [6, 7]
+    seen: dict[str, int] = {}
+    for seed in range(220):
+        chosen = random.Random(seed)
+        shutil.rmtree(tmp_path / "fuzz", ignore_errors=True)
+        shutil.copytree(source, tmp_path / "fuzz")
+        done = [
+            damage(tmp_path / "fuzz" / newest.name, tmp_path / "fuzz" / older.name, chosen)
+            for _ in range(chosen.randint(1, 3))
+        ]
+        if chosen.random() < 0.15:
+            done.append("older: " + damage(tmp_path / "fuzz" / older.name, newest, chosen))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                resumed = alone(tmp_path / "fuzz")
+            except CheckpointError as e:
+                outcome = "refused" if "None of the" in str(e) else f"{seed} {done}: {e}"
+            else:
+                if resumed.place.iterations == 0:
+                    outcome = "anew"  # only where no folder has a manifest: as after a kill during the first save
+                    assert not list((tmp_path / "fuzz").glob("*/manifest.json")), (seed, done)
+                else:
+                    outcome = str(resumed.place.iterations)
+                    assert standing(resumed) == good[resumed.place.iterations], (seed, done)
+        seen[outcome] = seen.get(outcome, 0) + 1
+    assert seen["6"] > 150, seen  # most of the time the one before
+    assert seen["refused"] > 3, seen
+    assert set(seen) <= {"6", "7", "anew", "refused"}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Preemption
+
+
+class Warned(LocalBackend):
+    """Told twice that a node goes away. Asking is a collective here, as it is under Ray."""
+
+    preemption_poll_s = 1e-9
+
+    def __init__(self, folder: str, device: str = "cpu") -> None:
+        super().__init__(folder, device=device)
+        self.asked, self.saved = 0, []
+
+    def preemption_notice(self) -> str | None:
+        self.asked += 1
+        count = torch.tensor(self.asked)
+        if self.world_size > 1:
+            dist.all_reduce(count)
+        assert count == self.asked * self.world_size, "the workers have asked a different number of times"
+        return None if self.asked < 5 else "node a" if self.asked < 9 else "nodes a, b"
+
+    def report(self, metrics: Any, folder: Path | None) -> None:
+        super().report(metrics, folder)
+        if folder is not None:
+            self.saved.append((metrics["optimizer_steps"], checkpoint.is_complete(folder)))
+
+    def report_in_background(self, metrics: Any, folder: Path) -> None:
+        raise AssertionError("a notice is answered before the next step")
+
+
+def preempted(folder: str) -> tuple[list[Any], int]:
+    backend = Warned(folder)
+    drive(make_run(backend, checkpoint_every_s=1000.0))
+    return backend.saved, backend.asked
+
+
+def test_a_notice_is_answered_with_a_checkpoint_at_the_next_boundary(tmp_path: Path, pool: Any) -> None:
+    answers = pool(2).run(preempted, str(tmp_path))
+    assert answers[0] == answers[1]
+    saved, asked = answers[0]
+    # Once for each notice, not for each time that it is seen; and the last.
+    assert saved[:2] == [(5, True), (9, True)]
+    assert len(saved) == 3
+    assert asked == saved[-1][0] - 1  # not after the last step
+
+
+def test_nobody_is_asked_where_there_is_no_notice(tmp_path: Path) -> None:
+    class Never(Warned):
+        preemption_poll_s = LocalBackend.preemption_poll_s
+
+    backend = Never(str(tmp_path))
+    drive(make_run(backend, accumulation=2, checkpoint_every_s=1000.0))
+    assert backend.asked == 0
