@@ -16,11 +16,40 @@ from ray_adascale import AdaScaleConfig
 from ray_adascale.analysis.forecast import forecast_recipe
 from ray_adascale.analysis.report import RunTrace, _draw, _line, _panels, _stretches, load_run, trace_path, write_report
 from ray_adascale.recipe import Repeat
+from ray_adascale.run.trace import Trace
 
-from ..recipes import probes, recipe
-from ..traces import row, write
+from .test_forecast import probes, recipe
 
 NASTY = "<script>alert('$x_{$')</script>&amp;"
+
+
+def row(step: int, **changes: Any) -> dict[str, Any]:
+    """A step of a run at S = 4 with r = 2."""
+    return {
+        "step": step,
+        "attempt": 0,
+        "position": 32 * step,
+        "gain": 2.0,
+        "scale": 4.0,
+        "effective_steps": 2.0 * step,
+        "progress": 2.0 * step,
+        "lr": 0.1,
+        "loss": 1 / step,
+        "sigma2": 3.0,
+        "mu2": 1.0,
+        "noise_scale": 24.0,
+        "efficiency": 0.5,
+        "examples_per_s": 1000.0,
+        "optimizer_steps": step,
+        "world_size": 2,
+    } | changes
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    with Trace(path) as trace:
+        for each in rows:
+            trace.append(each)
+    return path
 
 
 def base_rows(count: int = 20) -> list[dict[str, Any]]:

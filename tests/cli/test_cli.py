@@ -25,13 +25,12 @@ from ray_adascale.run.loop import METRICS
 from ray_adascale.search import tune
 from ray_adascale.train import cluster, trainer
 
-from .. import spread
-from ..recipes import regression
-from ..spread import spread_recipe
-from ..traces import row, write
+from ..analysis.test_forecast import regression
+from ..analysis.test_report import row, write
+from ..train.test_trainer import _recipe
 
 RECIPE_2 = Path(__file__).parents[1] / "samples" / "recipe_v2.json"
-WORKLOAD = f"{spread.__file__}:workload"
+WORKLOAD = f"{Path(__file__).parents[1] / 'train' / 'test_trainer.py'}:workload"
 
 TRAIN = ["train", WORKLOAD, "--base-batch-size=4", "--total-steps=4"]
 
@@ -76,7 +75,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def search(workload: Any, space: Any, **kwargs: Any) -> Recipe:
         seen.update(kwargs, workload=workload, space=space)
-        return spread_recipe()
+        return _recipe()
 
     monkeypatch.setattr(cluster, "quiet_init", lambda address=None: seen.update(address=address))
     monkeypatch.setattr(trainer, "AdaScaleTrainer", Trainer)
@@ -89,7 +88,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_train_hands_everything_on_and_says_how_it_went(
     called: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spread_recipe().save(tmp_path / "recipe.json")
+    _recipe().save(tmp_path / "recipe.json")
     arguments = [
         "train",
         WORKLOAD,
@@ -101,7 +100,7 @@ def test_train_hands_everything_on_and_says_how_it_went(
     arguments += ["--use-gpu", "--per-worker-batch-size=16", "--rule=sqrt", "--seed=7", "--name=mine", "--address=here"]
     assert main.main(arguments) == 0
     assert called["workload"].__name__ == "workload"
-    assert called["recipe"] == spread_recipe()
+    assert called["recipe"] == _recipe()
     assert called["hyperparameters"] == {"path": "data", "depth": 3}
     assert called["config"] == AdaScaleConfig(per_worker_batch_size=16, rule="sqrt", seed=7)
     assert called["scaling_config"] == ray.train.ScalingConfig(num_workers=(2, 8), use_gpu=True)
@@ -135,7 +134,7 @@ def test_tune_takes_the_space_beside_the_workload_and_writes_the_recipe(
     assert called["space"] == {"lr": 0.1}
     assert (called["base_batch_size"], called["total_steps"], called["num_samples"]) == (8, 60, 3)
     assert called["resources_per_trial"] == {"CPU": 1, "GPU": 0.5}
-    assert Recipe.load(target) == spread_recipe()
+    assert Recipe.load(target) == _recipe()
     assert str(target) in capsys.readouterr().out
     assert main.main(["tune", spec, *common, f"--param-space={tmp_path / 'mine_cli.py'}:other"]) == 0
     assert called["space"] == {"lr": 0.2}
@@ -349,7 +348,7 @@ def test_resume_is_the_same_command_again(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(trainer, "AdaScaleTrainer", Trainer)
-    spread_recipe().save(tmp_path / "recipe.json")
+    _recipe().save(tmp_path / "recipe.json")
     monkeypatch.chdir(tmp_path)
     first = [
         "train",
@@ -523,7 +522,7 @@ def test_resume_finds_the_workload_where_a_jobs_working_directory_has_moved(
     for job in ("first", "second"):
         (tmp_path / job / "mine").mkdir(parents=True)
         (tmp_path / job / "mine" / "moved_workload.py").write_text(WORKLOAD_FILE)
-        spread_recipe().save(tmp_path / job / "recipe.json")
+        _recipe().save(tmp_path / job / "recipe.json")
     monkeypatch.chdir(tmp_path / "first")
     spec = "mine/moved_workload.py:workload"
     assert main.main(["train", spec, "--recipe=recipe.json", "--name=x", f"--storage-path={tmp_path}"]) == 0

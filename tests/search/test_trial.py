@@ -10,7 +10,7 @@ import pytest
 from ray_adascale.run.base_run import base_config
 from ray_adascale.search.trial import Settings, run_trial, was_building
 
-from ..recipes import regression
+from ..analysis.test_forecast import regression
 
 
 def settings(workload: Any) -> Settings:

@@ -63,7 +63,7 @@ def test_event_files_are_in_the_runs_folder_wherever_that_is(
 ) -> None:
     from ray_adascale.train import backend as worker
 
-    from ..traces import scalars
+    from ..analysis.test_tensorboard import scalars
 
     (tmp_path / "run").mkdir()
     files: Any = pyarrow.fs.LocalFileSystem()

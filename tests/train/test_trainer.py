@@ -17,22 +17,57 @@ import torch
 import torch.nn.functional as F
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, AdaScaleTrainer, LocalBackend, Recipe, Run, Workload, load_weights, prepare
 from ray_adascale.data import epoch_order
 from ray_adascale.run.loop import METRICS
 from ray_adascale.run.trace import read_trace
 
-from .. import spread
-from ..spread import flat, spread_recipe, workload
-from ..traces import scalars
-
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.timeout(240),
     pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale"),
 ]
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 6, generator=generator)
+    return TensorDataset(x, (x[:, 0] + 0.5 * torch.randn(60, generator=generator) > 0).long())
+
+
+def workload(config: dict[str, Any]) -> Workload:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9)
+    steps = [0]
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        steps[0] += 1
+        if steps[0] == config.get("fail_at") and not Path(config["flag"]).exists():
+            Path(config["flag"]).touch()
+            if config.get("kill"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError("the cat sat on the switch")
+        if config.get("pause_s"):
+            time.sleep(config["pause_s"])
+        return F.cross_entropy(model(batch[0]), batch[1]) * config.get("factor", 1.0)
+
+    return Workload(
+        model=model,
+        optimizer=optimizer,
+        scheduler=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98),
+        scheduler_unit=config.get("unit", "step"),
+        train_dataset=data(),
+        loss_fn=loss_fn,
+        evaluate=lambda model: {"spread": float(model[0].weight.std())},
+        metric="spread",
+    )
+
+
+def flat(state: dict[str, Tensor]) -> Tensor:
+    return torch.cat([state[key].reshape(-1) for key in sorted(state)])
 
 
 def base_run() -> Tensor:
@@ -91,6 +126,28 @@ def _without_ray() -> list[float]:
     return flat(built.model.state_dict()).tolist()
 
 
+def _recipe(**changes: Any) -> Recipe:
+    curve = [0.1 * 0.98**t for t in range(60)]
+    fields: dict[str, Any] = {
+        "hyperparameters": {"lr": 0.1},
+        "base_batch_size": 4,
+        "total_steps": 60,
+        "base_steps_per_epoch": 15.0,
+        "scheduler_unit": "step",
+        "metric": "spread",
+        "mode": "min",
+        "score": 0.1,
+        "lr_curve": [curve],
+        "noise": [],
+        "seed": 0,
+        "search": {},
+        "workload": "tests",
+        "versions": {},
+        "created": "2026-11-21",
+    }
+    return Recipe(**(fields | changes))
+
+
 def test_a_recipe_runs_on_two_workers_fails_resumes_and_ends_as_if_nothing_happened(
     ray_session: Path, pool: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -107,11 +164,11 @@ def test_a_recipe_runs_on_two_workers_fails_resumes_and_ends_as_if_nothing_happe
         )
 
     with pytest.raises(ray.train.TrainingFailedError, match="the cat sat on the switch"):
-        trainer(spread_recipe()).fit()
+        trainer(_recipe()).fit()
     damaged = _damage_the_newest(ray_session / "recipe")
     with pytest.raises(ray.train.TrainingFailedError, match="not the recipe's"):
-        trainer(spread_recipe(lr_curve=[[0.1 * 0.97**t for t in range(60)]])).fit()
-    result = trainer(spread_recipe()).fit()
+        trainer(_recipe(lr_curve=[[0.1 * 0.97**t for t in range(60)]])).fit()
+    result = trainer(_recipe()).fit()
 
     assert set(result.metrics) == {*METRICS, "spread"}
     assert result.metrics["effective_steps"] >= 60
@@ -133,6 +190,7 @@ def test_a_recipe_runs_on_two_workers_fails_resumes_and_ends_as_if_nothing_happe
     assert len(files) == 2  # the momentum is sharded: each worker wrote its own
     assert "gain" in capfd.readouterr().err  # the progress line
     # Event files, written as it went, of all the starts.
+    from ..analysis.test_tensorboard import scalars  # here, as the command line loads this file outside its package
 
     events = scalars(Path(result.path) / "tensorboard" / "steps")
     places = [step for step, _ in events["gain"]]
@@ -147,7 +205,7 @@ def test_workers_killed_under_ray_are_restarted_and_end_as_if_nothing_happened(
 ) -> None:
     result = AdaScaleTrainer(
         workload,
-        recipe=spread_recipe(),
+        recipe=_recipe(),
         hyperparameters={"fail_at": 31, "kill": True, "pause_s": 0.05, "flag": str(tmp_path / "flag")},
         config=AdaScaleConfig(per_worker_batch_size=4, accumulation=2, seed=2, checkpoint_every_s=0.3),
         scaling_config=ScalingConfig(num_workers=2),
@@ -205,10 +263,10 @@ def test_mistakes_in_what_is_built_and_a_nan_loss_end_the_run_with_the_reason(ra
         ),
         ({"config": AdaScaleConfig(base_batch_size=8)}, "total_steps"),
         ({"config": AdaScaleConfig(total_steps=10)}, "base_batch_size"),
-        ({"config": AdaScaleConfig(base_batch_size=8), "recipe": spread_recipe()}, "the recipe says 4"),
+        ({"config": AdaScaleConfig(base_batch_size=8), "recipe": _recipe()}, "the recipe says 4"),
         ({"recipe": {"lr": 0.1}}, r"Recipe\.load"),
         ({"workload": "digits.py:workload"}, "workload"),
-        ({"scaling_config": ScalingConfig(num_workers=0), "recipe": spread_recipe()}, "num_workers"),
+        ({"scaling_config": ScalingConfig(num_workers=0), "recipe": _recipe()}, "num_workers"),
     ],
 )
 def test_mistakes_in_the_configuration_are_found_on_the_driver(settings: dict[str, Any], message: str) -> None:
@@ -229,7 +287,7 @@ def test_ctrl_c_ends_the_workers_and_leaves_a_checkpoint_to_resume_from(tmp_path
         "-m",
         "ray_adascale.cli",
         "train",
-        f"{spread.__file__}:workload",
+        f"{Path(__file__)}:workload",
         "lr=0.1",
         "pause_s=0.05",
     ]
