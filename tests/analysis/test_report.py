@@ -14,7 +14,8 @@ import pytest
 
 from ray_adascale import AdaScaleConfig
 from ray_adascale.analysis.forecast import forecast_recipe
-from ray_adascale.analysis.report import RunTrace, _draw, _line, _panels, _stretches, load_run, trace_path, write_report
+from ray_adascale.analysis.report import _draw, _line, _panels, _stretches, write_report
+from ray_adascale.analysis.runs import RunTrace, load_run, trace_path
 from ray_adascale.recipe import Repeat
 from ray_adascale.run.trace import Trace
 
