@@ -21,123 +21,15 @@ import numpy as np
 
 from .._version import __version__
 from ..recipe import Recipe
-from ..run.metrics import METRICS
-from ..run.trace import read_trace
 from .forecast import Forecast, noise_curves, pyplot, replay
+from .runs import RunTrace, load_run
 
-__all__ = ["RunTrace", "load_run", "trace_path", "write_report"]
+__all__ = ["write_report"]
 
-_OWN = {*METRICS, "step", "attempt", "position", "total_steps"}
 _INK = "#123457"  # stands for the reader's text colour until the SVG is put into the page
 _POINTS = 1200  # of a line; more is not to be seen, and makes the page slow
 _STRETCHES = 60  # of a run, for the means of its loss
 _COLORS = ("#3b7dd8", "#e0702a", "#2f9e5b", "#c2417f", "#8a63d2", "#9a7b1f", "#1a9ba8", "#b5493d", "#6f7f8f")
-
-
-@dataclass(frozen=True)
-class RunTrace:
-    """A run, as its trace tells it.
-
-    Attributes:
-        label: For people.
-        rows: Those of the trace, in order.
-    """
-
-    label: str
-    rows: list[dict[str, Any]]
-
-    def column(self, key: str) -> np.ndarray:
-        """Values of a key as floats; NaN where a row lacks it or holds no number."""
-        return np.array([_number(row.get(key)) for row in self.rows])
-
-    @property
-    def last(self) -> dict[str, Any]:
-        return self.rows[-1]
-
-    @property
-    def mean_gain(self) -> float:
-        """r̄ over the optimizer steps."""
-        steps = self.last["optimizer_steps"]
-        return self.last["progress"] / steps if steps else 1.0
-
-    @property
-    def metrics(self) -> list[str]:
-        """What the user added: keys with numbers that the run does not report itself."""
-        found = dict.fromkeys(key for row in self.rows for key, value in row.items() if not math.isnan(_number(value)))
-        return [key for key in found if key not in _OWN]
-
-    @property
-    def events(self) -> list[tuple[float, str]]:
-        """(τ, what happened): restarts, and changes of the number of workers."""
-        found = []
-        for before, now in zip(self.rows, self.rows[1:], strict=False):
-            if any(now.get(key) != before.get(key) for key in ("world_size", "scale")):
-                text = f"resized from {_place(before)} to {_place(now)}"
-            elif now.get("attempt") != before.get("attempt"):
-                text = "restarted"
-            else:
-                continue
-            found.append((float(before["effective_steps"]), text))
-        return found
-
-
-def _place(row: Mapping[str, Any]) -> str:
-    workers = row.get("world_size")
-    return f"{workers} worker{'' if workers == 1 else 's'} (S = {_number(row.get('scale')):g})"
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-
-
-def trace_path(run: str | os.PathLike[str]) -> Path:
-    """The trace of a run: the file itself, or that of a folder (of a LocalBackend or a Ray run), or its newest checkpoint's.
-
-    Raises:
-        ValueError: There is none.
-    """
-    path = Path(run).expanduser()
-    if path.is_file():
-        return path
-    own = path / "trace.jsonl"
-    if own.is_file():  # written at the run's end
-        return own
-    kept = sorted(path.glob("checkpoint_*/trace.jsonl"))
-    if kept:
-        return kept[-1]
-    if (path / "search.json").is_file():
-        raise ValueError(
-            f"Invalid run {str(run)!r}: a search, whose trials keep no trace. Give the folder of a run, as `ray-adascale train` "
-            "makes; the base run, too, can be one, with --num-workers 1."
-        )
-    what = "no trace.jsonl in it or in its checkpoints" if path.is_dir() else "no such file or folder"
-    raise ValueError(
-        f"Invalid run {str(run)!r}: {what}. Give a trace.jsonl, or the folder of a run (its name under the storage path)."
-    )
-
-
-def load_run(run: str | os.PathLike[str], *, label: str | None = None) -> RunTrace:
-    """Read a run.
-
-    Args:
-        run: See :func:`trace_path`.
-        label: Default: the folder's name.
-
-    Raises:
-        ValueError: There is no trace, it is empty, or it is none of a run.
-    """
-    path = trace_path(run)
-    rows = read_trace(path)
-    if not rows:
-        why = "no optimizer step was taken" if path.stat().st_size == 0 else "it is not JSON lines, one for each step"
-        raise ValueError(f"Invalid run {str(run)!r}: there are no steps in {path}; {why}.")
-    for key in ("effective_steps", "optimizer_steps", "progress", "scale", "gain"):
-        if math.isnan(_number(rows[-1].get(key))):
-            raise ValueError(f"Invalid run {str(run)!r}: {path} has no {key!r} in its last row. Is it a run's trace?")
-    folder = path.resolve().parent
-    if folder.name.startswith("checkpoint_"):
-        folder = folder.parent
-    return RunTrace(label or (folder.name if path.name == "trace.jsonl" else path.stem), rows)
 
 
 def write_report(
@@ -526,9 +418,9 @@ def _predictor(
 
 def _follows(run: RunTrace, recipe: Recipe) -> bool:
     """Whether the run began at the recipe's learning rate; also where its trace doesn't tell."""
-    first = run.rows[0]
-    rate = _number(first.get("lr"))
-    return first["optimizer_steps"] != 1 or math.isnan(rate) or math.isclose(rate, recipe.lr_curve[0][0], rel_tol=1e-6)
+    rate = run.column("lr")[0]
+    began_earlier = run.rows[0]["optimizer_steps"] != 1
+    return began_earlier or math.isnan(rate) or math.isclose(rate, recipe.lr_curve[0][0], rel_tol=1e-6)
 
 
 def _recipe_text(recipe: Recipe | None) -> str:

@@ -323,7 +323,7 @@ def _param_space(args: argparse.Namespace) -> Any:
 
 def _measured(args: argparse.Namespace, recipe: Recipe, config: AdaScaleConfig) -> Throughput:
     """The throughput model that ``--measure`` and ``--run`` give."""
-    from ..analysis.report import trace_path
+    from ..analysis.runs import trace_path
     from ..analysis.throughput import measure_throughput
 
     workload: WorkloadFn = resolve(args.measure)

@@ -7,7 +7,7 @@ import math
 from ray_adascale import AdaScaleConfig
 from ray_adascale.run.base_run import base_config, kept_settings, record_recipe
 
-from ..analysis.test_forecast import regression
+from ..samples_of import regression
 
 
 def test_settings_of_scale_and_of_ray_train_do_not_reach_the_base_run() -> None:

@@ -16,6 +16,8 @@ import torch
 
 from ray_adascale.run.loop import METRICS
 
+from ..samples_of import scalars
+
 
 def test_gauges_follow_the_run_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     from ray_adascale.train import backend as worker
@@ -62,8 +64,6 @@ def test_event_files_are_in_the_runs_folder_wherever_that_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool
 ) -> None:
     from ray_adascale.train import backend as worker
-
-    from ..analysis.test_tensorboard import scalars
 
     (tmp_path / "run").mkdir()
     files: Any = pyarrow.fs.LocalFileSystem()
