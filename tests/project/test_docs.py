@@ -293,12 +293,6 @@ def test_fields_that_are_named_exist(page: Path) -> None:
             assert name in fields, name
 
 
-def test_the_map_has_every_module() -> None:
-    map_of_parts = (ROOT / "docs" / "architecture.md").read_text().partition("## One optimizer step")[0]
-    modules = {path.stem for path in (ROOT / "ray_adascale").rglob("*.py") if not path.stem.startswith("_")}
-    assert modules <= set(re.findall(r"\w+", map_of_parts))
-
-
 RAYS_OWN = ("No available agent to submit job", "Requesting resources", "No such file or directory", "401")
 
 
