@@ -22,10 +22,9 @@ import torch
 
 from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig
-from ..run.backend import LocalBackend
 from ..run.loop import Run
 from ..run.trace import read_trace
-from ..workload import WorkloadFn, build, with_unit
+from ..workload import WorkloadFn, build
 
 __all__ = ["Measurement", "Throughput", "measure_throughput"]
 
@@ -241,15 +240,7 @@ def _time_alone(
     )
     # The learning rates are those of no schedule: nobody looks at the weights, and a scheduler may end too early.
     built.scheduler = None
-    run = Run(
-        built.model,
-        built.optimizer,
-        None,
-        built.train_dataset,
-        with_unit(settings, built),
-        collate_fn=built.collate_fn,
-        backend=LocalBackend(),
-    )
+    run = Run.of(built, settings)
     times: list[float] = []
     started = last = time.monotonic()
     for batch in run:

@@ -20,8 +20,8 @@ from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig
 from ..measure.probe import probe_noise
 from ..recipe import SETTINGS, NoiseProbe, Recipe
-from ..workload import Workload, WorkloadFn, build, with_unit
-from .backend import Backend, LocalBackend
+from ..workload import Workload, WorkloadFn, build
+from .backend import Backend
 from .loop import Run
 
 __all__ = ["base_config", "kept_settings", "record_recipe", "train_base", "workload_name"]
@@ -63,16 +63,7 @@ def record_recipe(
     base = base_config(config, base_batch_size, total_steps, total_epochs, seed)
     seed_everything(seed)
     built = build(workload, dict(hyperparameters))
-    run = Run(
-        built.model,
-        built.optimizer,
-        built.scheduler,
-        built.train_dataset,
-        with_unit(base, built),
-        collate_fn=built.collate_fn,
-        evaluate=built.evaluate,
-        backend=LocalBackend() if backend is None else backend,
-    )
+    run = Run.of(built, base, backend=backend)
     noise: list[tuple[float, float, float]] = []
     losses: list[Tensor] = []
     started = time.monotonic()
@@ -87,12 +78,12 @@ def record_recipe(
         hyperparameters=dict(hyperparameters),
         base_batch_size=base_batch_size,
         total_steps=run.total_steps,
-        base_steps_per_epoch=run.base_steps_per_epoch,
-        scheduler_unit=run.config.scheduler_unit,
+        base_steps_per_epoch=run.base_schedule.base_steps_per_epoch,
+        scheduler_unit=run.base_schedule.scheduler_unit,
         metric=built.metric,
         mode=built.mode,
         score=float(summary[built.metric]),
-        lr_curve=run.lr_curve,
+        lr_curve=run.base_schedule.lr_curve,
         noise=[NoiseProbe(effective_steps=tau, sigma2=sigma2, mu2=mu2) for tau, sigma2, mu2 in noise],
         seed=seed,
         search={"search_alg": None, "wall_s": time.monotonic() - started},

@@ -18,7 +18,7 @@ from ..recipe import Recipe
 from ..scaling_rules import AdamScale, LEGWScale, adam_preconditioner
 from ..sharding.oss import OSS, has_state
 from ..sharding.sharded_ddp import ShardedDataParallel
-from .schedule import curve_difference
+from .schedule import BaseSchedule, curve_difference
 
 __all__ = ["Wrapped", "check_built", "check_recipe", "check_rule", "wrap"]
 
@@ -69,22 +69,21 @@ def check_built(model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig) 
         )
 
 
-def check_recipe(
-    recipe: Recipe, unit: str | None, base_steps_per_epoch: float | None, curve: list[list[float]]
-) -> None:
+def check_recipe(recipe: Recipe, schedule: BaseSchedule) -> None:
     """Whether the schedule that was built is the recipe's.
 
     Raises:
         ValueError: It is not; says where it differs.
     """
+    unit, per_epoch = schedule.scheduler_unit, schedule.base_steps_per_epoch
     if unit != recipe.scheduler_unit:
         raise ValueError(f"Invalid scheduler_unit={unit!r}: the recipe was found with {recipe.scheduler_unit!r}.")
-    if unit == "epoch" and base_steps_per_epoch != recipe.base_steps_per_epoch:
+    if unit == "epoch" and per_epoch != recipe.base_steps_per_epoch:
         raise ValueError(
-            f"The dataset has {base_steps_per_epoch} base steps an epoch, the recipe's had {recipe.base_steps_per_epoch}: the "
+            f"The dataset has {per_epoch} base steps an epoch, the recipe's had {recipe.base_steps_per_epoch}: the "
             "schedule would move at other steps. Use the same dataset, or search anew."
         )
-    difference = curve_difference(recipe.lr_curve, curve)
+    difference = curve_difference(recipe.lr_curve, schedule.lr_curve)
     if difference is not None:
         raise ValueError(
             f"The learning-rate curve is not the recipe's: {difference}. Build optimizer and scheduler from the "

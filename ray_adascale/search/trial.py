@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from .. import checkpoint
 from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig
-from ..run.backend import Backend
+from ..run.backend import Backend, Outcome
 from ..run.base_run import train_base
 from ..run.loop import Run
-from ..workload import Workload, WorkloadFn, build, with_unit
+from ..workload import Workload, WorkloadFn, build
 
 __all__ = [
     "EPOCHS",
@@ -118,14 +118,14 @@ class Collected:
 
         return evaluate
 
-    def report(self, run: Run, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """The metrics, with what Tune and the search need of them.
+    def report(self, outcome: Outcome) -> dict[str, Any]:
+        """The run's metrics, with what Tune and the search need of them.
 
         Raises:
             MissingMetric: The workload's metric was not measured.
             FloatingPointError: It is not finite.
         """
-        report = dict(metrics)
+        report, schedule = dict(outcome.metrics), outcome.schedule
         if self._losses and "loss" not in self.evaluated:
             # A single batch's loss is mostly noise, and a search that compares those picks the luckiest trial.
             report["loss"] = float(self._loss) / self._losses
@@ -139,22 +139,22 @@ class Collected:
         value = float(report[self._metric])
         if not math.isfinite(value):
             raise FloatingPointError(
-                f"{self._metric} is {value} at effective step {run.effective_steps:.0f} of {run.total_steps}."
+                f"{self._metric} is {value} at effective step {outcome.effective_steps:.0f} of {schedule.total_steps}."
             )
         report[OBJECTIVE] = value if self._mode == "max" else -value
-        report["total_steps"] = run.total_steps
-        if run.base_steps_per_epoch is not None:
-            report[EPOCHS] = run.effective_steps / run.base_steps_per_epoch
-        if run.stopped is not None:
+        report["total_steps"] = schedule.total_steps
+        if schedule.base_steps_per_epoch is not None:
+            report[EPOCHS] = outcome.effective_steps / schedule.base_steps_per_epoch
+        if outcome.stopped is not None:
             report[OUTCOME] = json.dumps(
                 {
                     "metric": self._metric,
                     "mode": self._mode,
                     "score": value,
-                    "total_steps": run.total_steps,
-                    "base_steps_per_epoch": run.base_steps_per_epoch,
-                    "scheduler_unit": run.config.scheduler_unit,
-                    "lr_curve": run.lr_curve,
+                    "total_steps": schedule.total_steps,
+                    "base_steps_per_epoch": schedule.base_steps_per_epoch,
+                    "scheduler_unit": schedule.scheduler_unit,
+                    "lr_curve": schedule.lr_curve,
                     "noise": self.noise,
                 }
             )
@@ -173,21 +173,17 @@ class Collected:
 
 
 class _TuneBackend(Backend):
-    """One trial, in one process. Reports to Tune whenever the run has evaluated, and at its end.
-
-    Attributes:
-        run: Set once it is made; the run is made with its backend, so not before.
-    """
+    """One trial, in one process. Reports to Tune whenever the run has evaluated, and at its end."""
 
     keeps_trace = False
+    saves_end = False  # nobody resumes a trial that is done
 
     def __init__(self, collected: Collected, *, checkpoints: bool) -> None:
         self.rank, self.world_size = 0, 1
         cuda = torch.cuda.is_available()  # Ray shows a trial only the GPUs that it was given
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        self.run: Run | None = None
+        self.saves_evaluations = checkpoints
         self._collected = collected
-        self._checkpoints = checkpoints
 
     @contextmanager
     def latest_checkpoint(self) -> Iterator[Path | None]:
@@ -201,14 +197,10 @@ class _TuneBackend(Backend):
             yield Path(folder)
 
     def checkpoint_folder(self, step: int) -> Path | None:
-        return Path(tempfile.mkdtemp(prefix=f"ray_adascale-trial-{step}-")) if self._checkpoints else None
+        return Path(tempfile.mkdtemp(prefix=f"ray_adascale-trial-{step}-"))
 
-    def report(self, metrics: Mapping[str, Any], folder: Path | None) -> None:
-        run = self.run
-        assert run is not None
-        report = self._collected.report(run, metrics)
-        if self._checkpoints and run.stopped is None:  # the last report needs none: nobody resumes a trial that is done
-            folder = run.save_checkpoint()
+    def report(self, outcome: Outcome, folder: Path | None) -> None:
+        report = self._collected.report(outcome)
         if folder is None:
             tune.report(report)
             return
@@ -221,16 +213,7 @@ class _TuneBackend(Backend):
 
 def make_run(workload: Workload, config: AdaScaleConfig, collected: Collected, backend: Backend) -> Run:
     """The base run of what was built, evaluated for the reports to Tune."""
-    return Run(
-        workload.model,
-        workload.optimizer,
-        workload.scheduler,
-        workload.train_dataset,
-        with_unit(config, workload),
-        collate_fn=workload.collate_fn,
-        evaluate=collected.evaluator(workload),
-        backend=backend,
-    )
+    return Run.of(replace(workload, evaluate=collected.evaluator(workload)), config, backend=backend)
 
 
 def run_trial(hyperparameters: dict[str, Any], settings: Settings) -> None:
@@ -247,7 +230,7 @@ def run_trial(hyperparameters: dict[str, Any], settings: Settings) -> None:
         workload = build(settings.workload, hyperparameters)
         collected = Collected(workload.metric, workload.mode)
         backend = _TuneBackend(collected, checkpoints=settings.checkpoints)
-        backend.run = run = make_run(workload, settings.config, collected, backend)
+        run = make_run(workload, settings.config, collected, backend)
     train_base(run, workload, settings.probe_every, collected.noise, collected.add_loss)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from ray import tune
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.queue import Empty, Queue
 
-from ..run.loop import Run
+from ..run.backend import Outcome
 from ..train.backend import RayTrainBackend
 from ..train.cluster import build_on_worker, worker_failure
 from .trial import Collected, Settings, building, make_run
@@ -70,8 +70,8 @@ class _TrialBackend(RayTrainBackend):
     """A worker of a trial. Rank 0 collects what goes to Tune; to Ray Train go checkpoints only."""
 
     reports_evaluations = True
+    saves_end = False  # nobody resumes a trial that is done
     writes_events = False  # Tune does
-    run: Run  # set once it is made; the run is made with its backend, so not before
 
     def __init__(self, probe_every: int, reports: Queue) -> None:
         super().__init__()
@@ -80,18 +80,16 @@ class _TrialBackend(RayTrainBackend):
         self._probe_every = probe_every
         self._reports = reports
 
-    def observe(self, metrics: Mapping[str, Any], total_steps: int) -> None:
-        super().observe(metrics, total_steps)
+    def observe(self, outcome: Outcome) -> None:
+        super().observe(outcome)
         collected = self.collected
         assert collected is not None  # only rank 0 is told
-        collected.add_loss(metrics["loss"])
-        tau = metrics["effective_steps"] - 1  # at the step's start; S = 1, so r = 1
+        collected.add_loss(outcome.metrics["loss"])
+        tau = outcome.effective_steps - 1  # at the step's start; S = 1, so r = 1
         new = not collected.noise or collected.noise[-1][0] < tau  # τ stands still at a skipped step
-        if tau % self._probe_every == 0 and new:
+        if tau % self._probe_every == 0 and new and all(map(math.isfinite, outcome.sample)):
             # n ≥ 2 gradient samples: the step itself has shown its noise, without a probe.
-            sample = self.run.optimizer.last_sigma2, self.run.optimizer.last_mu2
-            if all(map(math.isfinite, sample)):
-                collected.noise.append((tau, *sample))
+            collected.noise.append((tau, *outcome.sample))
 
     @contextmanager
     def latest_checkpoint(self) -> Iterator[Path | None]:
@@ -100,22 +98,18 @@ class _TrialBackend(RayTrainBackend):
                 self.collected.load(folder)
             yield folder
 
-    def report(self, metrics: Mapping[str, Any], folder: Path | None) -> None:
-        run, collected = self.run, self.collected
+    def report(self, outcome: Outcome, folder: Path | None) -> None:
+        collected = self.collected
         if collected is not None:
             # A checkpoint may come between two evaluations, also before the first: Tune is told nothing then.
-            if run.stopped is not None:
-                self.last = collected.report(run, metrics)
-            elif run.place.evaluated_at == run.effective_steps:
-                self._reports.put(collected.report(run, metrics))
+            if outcome.stopped is not None:
+                self.last = collected.report(outcome)
+            elif outcome.evaluated:
+                self._reports.put(collected.report(outcome))
             if folder is not None:
                 collected.save(folder)
         if folder is not None:
-            super().report(metrics, folder)
-
-    def checkpoint_folder(self, step: int) -> Path | None:
-        # The last one would be of no use: nobody resumes a trial that is done.
-        return super().checkpoint_folder(step) if self.run.stopped is None else None
+            super().report(outcome, folder)
 
 
 def _train(given: dict[str, Any]) -> dict[str, Any]:
@@ -127,7 +121,7 @@ def _train(given: dict[str, Any]) -> dict[str, Any]:
         collected = Collected(workload.metric, workload.mode)
         if backend.rank == 0:
             backend.collected = collected
-        backend.run = run = make_run(workload, settings.config, collected, backend)
+        run = make_run(workload, settings.config, collected, backend)
     for batch in run:
         run.backward(workload.loss_fn(run.model, batch))
         run.step()

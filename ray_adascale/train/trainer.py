@@ -21,7 +21,7 @@ from ..analysis.display import RunProgress
 from ..config import AdaScaleConfig
 from ..recipe import Recipe
 from ..run.loop import Run
-from ..workload import WorkloadFn, with_unit
+from ..workload import WorkloadFn
 from .backend import Board, RayTrainBackend
 from .cluster import build_on_worker, pickle_by_value, quiet_init
 
@@ -76,17 +76,7 @@ def _train_workload(settings: dict[str, Any]) -> dict[str, Any]:
     backend = RayTrainBackend()
     backend.board = settings["board"]
     workload = build_on_worker(settings["workload"], settings["hyperparameters"], config.seed, backend.rank)
-    run = Run(
-        workload.model,
-        workload.optimizer,
-        workload.scheduler,
-        workload.train_dataset,
-        with_unit(config, workload),
-        collate_fn=workload.collate_fn,
-        evaluate=workload.evaluate,
-        recipe=settings["recipe"],
-        backend=backend,
-    )
+    run = Run.of(workload, config, recipe=settings["recipe"], backend=backend)
     for batch in run:
         run.backward(workload.loss_fn(run.model, batch))
         run.step()

@@ -21,6 +21,8 @@ from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, Run, Workload
 from ray_adascale.checkpoint.rng import seed_everything
+from ray_adascale.run.backend import Outcome
+from ray_adascale.run.schedule import BaseSchedule
 from ray_adascale.search import trial_workers
 from ray_adascale.search.trial import OBJECTIVE, OUTCOME, Collected, MissingMetric
 from ray_adascale.search.trial_workers import _TrialBackend
@@ -85,7 +87,7 @@ class Trial:
         seed_everything(1)
         workload = make_workload(metric)
         backend.collected = collected = Collected(workload.metric, workload.mode)
-        backend.run = run = Run(
+        run = Run(
             workload.model,
             workload.optimizer,
             None,
@@ -108,7 +110,7 @@ class Trial:
         for batch in run:
             run.backward(workload.loss_fn(run.model, batch))
             if run.step():
-                self.losses.append(run.place.metrics["loss"])
+                self.losses.append(run.state.metrics["loss"])
                 self.moments.append((run.optimizer.last_sigma2, run.optimizer.last_mu2))
         self.last = backend.last
 
@@ -172,15 +174,17 @@ def test_other_workers_collect_nothing_and_write_their_share(tmp_path: Path, mon
     monkeypatch.setattr(ray.train, "report", lambda metrics, checkpoint: reported.append(Path(checkpoint.path)))
     backend = object.__new__(_TrialBackend)
     backend.rank, backend.collected = 1, None
-    backend.run = SimpleNamespace(stopped=None)
+    schedule = BaseSchedule(
+        base_batch_size=B0, total_steps=T, scheduler_unit=None, base_steps_per_epoch=None, lr_curve=[[0.1]]
+    )
+    outcome = Outcome(metrics={"loss": 1.0}, effective_steps=3.0, schedule=schedule)
     folder = backend.checkpoint_folder(3)
     assert folder is not None
-    backend.report({"loss": 1.0}, folder)
+    backend.report(outcome, folder)
     assert reported == [folder]
-    backend.report({"loss": 1.0}, None)
+    backend.report(outcome, None)
     assert len(reported) == 1  # each would be a barrier
-    backend.run.stopped = "total_steps reached"
-    assert backend.checkpoint_folder(4) is None
+    assert not backend.saves_end
 
 
 def test_event_files_are_left_to_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
