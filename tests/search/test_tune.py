@@ -116,7 +116,7 @@ def test_recipe_says_what_was_found_and_how(searched: Recipe, tmp_path: Path) ->
     assert (searched.base_batch_size, searched.total_steps, searched.seed) == (B0, T, 3)
     assert (searched.base_steps_per_epoch, searched.scheduler_unit) == (LENGTH / B0, "epoch")
     assert (searched.metric, searched.mode) == ("error", "min")
-    assert searched.workload == "tests.test_tune:linear"
+    assert searched.workload == "tests.search.test_tune:linear"
     assert searched.settings == {"precision": "fp32", "grad_clip": 1e6, "shuffle": True, "drop_last": False}
     assert searched.versions["torch"] == torch.__version__
     found = searched.search
@@ -639,7 +639,7 @@ def test_small_things() -> None:
     )
     assert describe_config({"lr": 0.123456, "layers": [1] * 50}) == f"lr=0.1235, layers={str([1] * 50)[:37]}..."
     assert describe_config({}) == "an empty config"
-    assert workload_name(linear) == "tests.test_tune:linear"
+    assert workload_name(linear) == "tests.search.test_tune:linear"
 
 
 def test_search_spaces_are_told_apart() -> None:

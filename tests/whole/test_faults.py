@@ -29,6 +29,7 @@ from torch.utils.data import TensorDataset
 from ray_adascale import AdaScaleConfig, LocalBackend, Run, checkpoint, load_weights
 from ray_adascale.checkpoint import CheckpointError, dcp
 from ray_adascale.run.backend import Outcome
+from ray_adascale.run.schedule import BaseSchedule
 from ray_adascale.run.trace import read_trace
 
 from ..pool import free_port
@@ -459,7 +460,11 @@ def test_old_checkpoints_go_and_wrecks_do_not_count(tmp_path: Path) -> None:
     (tmp_path / "checkpoint_9999999999" / "manifest.json").write_text("{}")
     checkpoint.save(tmp_path / "checkpoint_0000000002", {"x": torch.ones(1)})
     checkpoint.save(tmp_path / "checkpoint_0000000004", {"x": torch.ones(1)})
-    LocalBackend(tmp_path).report({}, tmp_path / "checkpoint_0000000004")
+    schedule = BaseSchedule(
+        base_batch_size=4, total_steps=9, scheduler_unit=None, base_steps_per_epoch=None, lr_curve=[[0.1]]
+    )
+    outcome = Outcome(metrics={}, effective_steps=4.0, schedule=schedule)
+    LocalBackend(tmp_path).report(outcome, tmp_path / "checkpoint_0000000004")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint_0000000002", "checkpoint_0000000004"]
 
 
