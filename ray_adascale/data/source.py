@@ -101,9 +101,6 @@ class MapSource(BatchSource):
         collate_fn: Makes a batch of a list of examples; torch's default if None.
         num_workers: Loader processes; they live as long as the iterator, over all epochs.
         pin_memory: Copies batches to page-locked memory, for a faster way to a GPU.
-        prefetch_factor: Micro-batches that each loader process loads in advance; torch's default if None.
-        worker_init_fn: Called with the worker's id in each loader process as it starts.
-        multiprocessing_context: How loader processes start ("fork", "spawn", "forkserver"); torch's default if None.
     """
 
     def __init__(
@@ -120,9 +117,6 @@ class MapSource(BatchSource):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
-        prefetch_factor: int | None = None,
-        worker_init_fn: Callable[[int], None] | None = None,
-        multiprocessing_context: str | None = None,
     ) -> None:
         count("num_workers", num_workers, 0)
         self.sampler = StepSampler(
@@ -144,9 +138,6 @@ class MapSource(BatchSource):
             collate_fn=collate_fn,
             num_workers=num_workers,
             pin_memory=pin_memory,
-            prefetch_factor=prefetch_factor,
-            worker_init_fn=worker_init_fn,
-            multiprocessing_context=multiprocessing_context,
             generator=own_generator(seed),
         )
         self._iterator: Generator[MicroBatch, None, None] | None = None
