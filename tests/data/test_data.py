@@ -10,6 +10,7 @@ import random
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -20,16 +21,18 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from ray_adascale.data import (
-    BatchSource,
-    IterableSource,
-    MapSource,
-    MicroBatch,
-    StepSampler,
-    epoch_order,
-    make_source,
-    split_evenly,
-)
+from ray_adascale.data import make_source
+from ray_adascale.data.iterables import IterableSource
+from ray_adascale.data.order import ExampleOrder, StepCut, StepSampler, epoch_order, split_evenly
+from ray_adascale.data.source import BatchSource, MapSource, MicroBatch
+
+
+def settings_of(arguments: dict[str, Any]) -> tuple[StepCut, ExampleOrder]:
+    """Takes the fields of a cut and of an order out of ``arguments``."""
+    cut, order = (
+        {f.name: arguments.pop(f.name) for f in fields(kind) if f.name in arguments} for kind in (StepCut, ExampleOrder)
+    )
+    return StepCut(**cut), ExampleOrder(**order)
 
 
 def stream(length: int, count: int, *, seed: int, shuffle: bool = True) -> list[int]:
@@ -38,15 +41,16 @@ def stream(length: int, count: int, *, seed: int, shuffle: bool = True) -> list[
     return torch.cat([*whole, torch.empty(0, dtype=torch.int64)]).tolist()[:count]
 
 
-def one_step(position: int, world: int, passes: int, **kwargs: Any) -> tuple[list[list[int]], int]:
+def one_step(
+    position: int, world: int, passes: int, *, length: int, batch: int, order: ExampleOrder
+) -> tuple[list[list[int]], int]:
     """All workers' micro-batches of one step, part by part, and the next position."""
-    samplers = [
-        StepSampler(rank=r, world_size=world, accumulation=passes, position=position, **kwargs) for r in range(world)
-    ]
+    cuts = [StepCut(batch, rank=r, world_size=world, accumulation=passes) for r in range(world)]
+    samplers = [StepSampler(length, cut, order, position) for cut in cuts]
     by_rank = [list(itertools.islice(s, passes)) for s in samplers]
     parts = [by_rank[part % world][part // world] for part in range(world * passes)]
-    assert [len(p) for p in parts] == samplers[0].sample_sizes
-    assert [[len(p) for p in of_rank] for of_rank in by_rank] == [s.micro_batch_sizes for s in samplers]
+    assert [len(p) for p in parts] == cuts[0].sample_sizes
+    assert [[len(p) for p in of_rank] for of_rank in by_rank] == [cut.micro_batch_sizes for cut in cuts]
     (after,) = {s.next_position(position) for s in samplers}
     return parts, after
 
@@ -103,9 +107,8 @@ def test_resizing_neither_repeats_nor_skips(
     position, seen = 0, []
     for batch, world, passes, steps in segments:
         for _ in range(steps):
-            parts, position = one_step(
-                position, world, passes, length=length, global_batch_size=batch, seed=seed, shuffle=shuffle
-            )
+            order = ExampleOrder(seed=seed, shuffle=shuffle)
+            parts, position = one_step(position, world, passes, length=length, batch=batch, order=order)
             assert sum(len(p) for p in parts) == batch
             seen += [index for part in parts for index in part]
             assert position == len(seen)
@@ -122,8 +125,8 @@ def test_drop_last_resizing_repeats_nothing_within_an_epoch(
     for batch, world, passes, steps in segments:
         for _ in range(steps):
             before = position
-            kwargs = {"length": length, "global_batch_size": batch, "seed": 1, "drop_last": True}
-            parts, position = one_step(before, world, passes, **kwargs)  # type: ignore[arg-type]
+            order = ExampleOrder(seed=1, drop_last=True)
+            parts, position = one_step(before, world, passes, length=length, batch=batch, order=order)
             indices = [index for part in parts for index in part]
             assert len(indices) == batch
             # it begins where the last step ended, unless the epoch's rest is too small for this B
@@ -137,7 +140,7 @@ def test_drop_last_resizing_repeats_nothing_within_an_epoch(
 
 
 def test_drop_last_counts_what_it_drops_as_consumed() -> None:
-    sampler = StepSampler(length=10, global_batch_size=4, drop_last=True)
+    sampler = StepSampler(10, StepCut(4), ExampleOrder(drop_last=True))
     positions = list(
         itertools.islice(itertools.accumulate(itertools.repeat(0), lambda p, _: sampler.next_position(p)), 6)
     )
@@ -147,7 +150,7 @@ def test_drop_last_counts_what_it_drops_as_consumed() -> None:
 
 
 def test_one_iterator_runs_on_over_epochs_and_ignores_a_moved_position() -> None:
-    sampler = StepSampler(length=7, global_batch_size=4, rank=1, world_size=2, accumulation=2, seed=3)
+    sampler = StepSampler(7, StepCut(4, rank=1, world_size=2, accumulation=2), ExampleOrder(seed=3))
     iterator = iter(sampler)
     sampler.position = 100  # what commit() does while a loader has prefetched
     seen = list(itertools.islice(iterator, 20))
@@ -157,7 +160,7 @@ def test_one_iterator_runs_on_over_epochs_and_ignores_a_moved_position() -> None
 
 
 def test_a_step_may_hold_several_epochs() -> None:
-    parts, after = one_step(5, 2, 1, length=6, global_batch_size=20, seed=0)
+    parts, after = one_step(5, 2, 1, length=6, batch=20, order=ExampleOrder())
     assert [i for p in parts for i in p] == stream(6, 25, seed=0)[5:]
     assert after == 25
 
@@ -180,8 +183,10 @@ def test_a_step_may_hold_several_epochs() -> None:
     ],
 )
 def test_impossible_samplers_are_refused(arguments: dict[str, Any], match: str) -> None:
+    arguments = {"length": 10, "global_batch_size": 8, **arguments}
     with pytest.raises(ValueError, match=match):
-        StepSampler(**{"length": 10, "global_batch_size": 8, **arguments})
+        cut, order = settings_of(arguments)
+        StepSampler(cut=cut, order=order, **arguments)
     with pytest.raises(ValueError, match="Invalid parts=0"):
         split_evenly(3, 0)
 
@@ -225,15 +230,12 @@ def test_a_map_source_gives_labelled_micro_batches(workers: int) -> None:
     for rank in range(2):
         source = MapSource(
             TensorDataset(inputs, -inputs),
-            global_batch_size=7,
-            rank=rank,
-            world_size=2,
-            accumulation=2,
-            seed=5,
+            StepCut(7, rank=rank, world_size=2, accumulation=2),
+            ExampleOrder(seed=5),
             num_workers=workers,
         )
         seen[rank] = take(source, 3, passes=2)
-        assert (source.position, source.epoch, source.global_batch_size) == (21, 2, 7)
+        assert (source.position, source.epoch, source.sampler.cut.global_batch_size) == (21, 2, 7)
         source.close()
     for step in range(3):
         parts = [seen[r][2 * step + p] for p in range(2) for r in range(2)]
@@ -248,14 +250,14 @@ def test_a_map_source_gives_labelled_micro_batches(workers: int) -> None:
 @settings(max_examples=50, deadline=None)
 def test_weights_of_a_step_sum_to_one(batch: int, world: int, passes: int) -> None:
     batch = max(batch, world * passes)
-    kwargs: dict[str, Any] = {"global_batch_size": batch, "world_size": world, "accumulation": passes}
-    sources = [MapSource(list(range(500)), rank=r, collate_fn=list, **kwargs) for r in range(world)]
+    cuts = [StepCut(batch, rank=r, world_size=world, accumulation=passes) for r in range(world)]
+    sources = [MapSource(list(range(500)), cut, ExampleOrder(), collate_fn=list) for cut in cuts]
     weights = [m.weight for s in sources for m in take(s, 1, passes)]
     assert sum(weights) == pytest.approx(1.0, abs=1e-12)
 
 
 def test_prefetching_never_moves_the_position() -> None:
-    source = MapSource(Noisy(), global_batch_size=4, num_workers=1)
+    source = MapSource(Noisy(), StepCut(4), ExampleOrder(), num_workers=1)
     iterator = iter(source)
     first = next(iterator)
     assert (source.position, source.epoch) == (0, 0)
@@ -269,7 +271,7 @@ def test_prefetching_never_moves_the_position() -> None:
 
 
 def test_close_stops_the_loader_processes() -> None:
-    source = MapSource(Noisy(), global_batch_size=4, num_workers=2)
+    source = MapSource(Noisy(), StepCut(4), ExampleOrder(), num_workers=2)
     before = set(multiprocessing.active_children())
     iterator = iter(source)
     next(iterator)
@@ -285,7 +287,8 @@ def test_close_stops_the_loader_processes() -> None:
 @pytest.mark.parametrize("dataset", [Noisy(), Fetching()], ids=["getitem", "getitems"])
 def test_augmentation_in_loader_processes_survives_a_restart(dataset: Noisy) -> None:
     def make(workers: int = 2, seed: int = 0) -> MapSource:
-        return MapSource(dataset, global_batch_size=6, accumulation=2, num_workers=workers, seed=seed)
+        cut = StepCut(6, accumulation=2)
+        return MapSource(dataset, cut, ExampleOrder(seed=seed), num_workers=workers)
 
     whole = make()
     expected = as_lists(take(whole, 9, passes=2))  # beyond an epoch
@@ -310,7 +313,7 @@ def test_augmentation_in_loader_processes_survives_a_restart(dataset: Noisy) -> 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_training_process_keeps_its_random_numbers(workers: int) -> None:
     dataset = Noisy() if workers else TensorDataset(torch.arange(40))
-    source = MapSource(dataset, global_batch_size=4, num_workers=workers)
+    source = MapSource(dataset, StepCut(4), ExampleOrder(), num_workers=workers)
 
     def states() -> tuple[bytes, Any, bytes]:
         legacy = np.random.get_state()[1]  # type: ignore[index]  # noqa: NPY002
@@ -326,7 +329,7 @@ def test_the_training_process_keeps_its_random_numbers(workers: int) -> None:
 def test_without_loader_processes_augmentation_follows_the_users_generator() -> None:
     def draws() -> list[list[list[float]]]:
         torch.manual_seed(7)
-        return as_lists(take(MapSource(Fetching(), global_batch_size=4), 3))
+        return as_lists(take(MapSource(Fetching(), StepCut(4), ExampleOrder()), 3))
 
     torch.manual_seed(7)
     expected = [torch.rand(()).item() for _ in range(12)]
@@ -335,15 +338,18 @@ def test_without_loader_processes_augmentation_follows_the_users_generator() -> 
 
 
 def test_a_map_state_is_json_and_names_what_would_change_the_order() -> None:
-    def make(length: int = 40, batch: int = 4, **kwargs: Any) -> MapSource:
-        return MapSource(list(range(length)), global_batch_size=batch, **{"seed": 3, **kwargs})
+    def make(length: int = 40, **arguments: Any) -> MapSource:
+        return MapSource(list(range(length)), *settings_of({"global_batch_size": 4, "seed": 3, **arguments}))
 
     source = make()
     take(source, 3)
     state = json.loads(json.dumps(source.state_dict()))
     assert state == {"kind": "map", "position": 12, "seed": 3, "length": 40, "shuffle": True, "drop_last": False}
 
-    resized = make(batch=10, rank=1, world_size=2)
+    numpys = make(seed=np.int64(3), shuffle=np.bool_(True))  # as they come from a search space
+    assert json.loads(json.dumps(numpys.state_dict())) == {**state, "position": 0}
+
+    resized = make(global_batch_size=10, rank=1, world_size=2)
     resized.load_state_dict(state)
     assert take(resized, 1)[0].batch.tolist() == stream(40, 22, seed=3)[17:]
     assert resized.position == 22
@@ -353,7 +359,7 @@ def test_a_map_state_is_json_and_names_what_would_change_the_order() -> None:
         (make(length=41), "length=40"),
         (make(shuffle=False), "shuffle=True"),
         (make(drop_last=True), "drop_last=False"),
-        (IterableSource([], batch_size=4), "kind='map'"),
+        (IterableSource([], StepCut(4)), "kind='map'"),
     ]:
         with pytest.raises(ValueError, match=f"written with {field}"):
             other.load_state_dict(state)
@@ -366,15 +372,15 @@ def test_a_map_state_is_json_and_names_what_would_change_the_order() -> None:
 
 def test_base_steps_per_epoch_need_not_be_whole() -> None:
     data = list(range(1797))
-    assert MapSource(data, global_batch_size=64).base_steps_per_epoch(8) == 1797 / 8
-    dropping = MapSource(data, global_batch_size=64, drop_last=True)
+    assert MapSource(data, StepCut(64), ExampleOrder()).base_steps_per_epoch(8) == 1797 / 8
+    dropping = MapSource(data, StepCut(64), ExampleOrder(drop_last=True))
     assert dropping.base_steps_per_epoch(8) == 224
     with pytest.raises(ValueError, match="base_batch_size=1798 with drop_last"):
         dropping.base_steps_per_epoch(1798)
     with pytest.raises(ValueError, match="Invalid base_batch_size=0"):
         dropping.base_steps_per_epoch(0)
     with pytest.raises(ValueError, match="Invalid num_workers=-1"):
-        MapSource(data, global_batch_size=8, num_workers=-1)
+        MapSource(data, StepCut(8), ExampleOrder(), num_workers=-1)
 
 
 # ----------------------------------------------------------------------------------------------- iterables of batches
@@ -388,7 +394,7 @@ def batches_of(*sizes: int, start: float = 0) -> list[torch.Tensor]:
 def test_an_iterable_is_restarted_for_ever_so_that_unequal_ranks_stay_in_step() -> None:
     seen = []
     for batches in (batches_of(3, 3), batches_of(3, 3, 3)):
-        source = IterableSource(batches, batch_size=3, world_size=2, accumulation=2, length=15)
+        source = IterableSource(batches, StepCut(12, world_size=2, accumulation=2), length=15)
         micro_batches = take(source, 4, passes=2)
         assert (source.position, source.epoch, source.base_steps_per_epoch(4)) == (48, 3, 15 / 4)
         assert {(m.examples, m.weight) for m in micro_batches} == {(3, 1 / 4)}
@@ -398,13 +404,13 @@ def test_an_iterable_is_restarted_for_ever_so_that_unequal_ranks_stay_in_step() 
 
 
 def test_an_iterable_of_unknown_length_has_no_epochs() -> None:
-    source = IterableSource(batches_of(3), batch_size=3)
+    source = IterableSource(batches_of(3), StepCut(3))
     take(source, 5)
     assert (source.position, source.epoch, source.base_steps_per_epoch(4)) == (15, 0, None)
 
 
 def test_batches_of_another_size_are_skipped_with_one_warning() -> None:
-    source = IterableSource(batches_of(4, 4, 2), batch_size=4)
+    source = IterableSource(batches_of(4, 4, 2), StepCut(4))
     with pytest.warns(UserWarning, match=r"do not have 4 examples \(the first has 2\)") as caught:
         seen = [m.batch.tolist() for m in take(source, 5)]
     assert seen == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2 + [[0, 1, 2, 3]]
@@ -413,19 +419,19 @@ def test_batches_of_another_size_are_skipped_with_one_warning() -> None:
 
 def test_a_pass_without_a_usable_batch_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"no batch of 4 examples \(0 batches of other sizes"):
-        take(IterableSource([], batch_size=4), 1)
+        take(IterableSource([], StepCut(4)), 1)
     with pytest.warns(UserWarning, match="Skipping"), pytest.raises(ValueError, match="2 batches of other sizes"):
-        take(IterableSource(batches_of(3, 3), batch_size=4), 1)
+        take(IterableSource(batches_of(3, 3), StepCut(4)), 1)
 
 
 def test_a_one_shot_iterator_is_an_error_once_it_ends() -> None:
-    source = IterableSource(iter(batches_of(2, 2)), batch_size=2)
+    source = IterableSource(iter(batches_of(2, 2)), StepCut(2))
     iterator = iter(source)
     assert [next(iterator).batch.tolist() for _ in range(2)] == [[0, 1], [2, 3]]
     with pytest.raises(ValueError, match=r"ended after 2 batches.*one-shot iterator \(list_iterator\)"):
         next(iterator)
     with pytest.raises(ValueError, match="Invalid batches of type int"):
-        IterableSource(3, batch_size=2)  # type: ignore[arg-type]
+        IterableSource(3, StepCut(2))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -442,13 +448,13 @@ def test_a_one_shot_iterator_is_an_error_once_it_ends() -> None:
     ids=lambda b: re.sub(r"\W+", "_", str(b))[:30],
 )
 def test_the_leading_dimension_of_the_first_leaf_counts_the_examples(batch: Any) -> None:
-    assert take(IterableSource([batch], batch_size=3), 1)[0].batch is batch
+    assert take(IterableSource([batch], StepCut(3)), 1)[0].batch is batch
 
 
 def test_batches_that_do_not_tell_their_size_need_examples_of() -> None:
     with pytest.raises(ValueError, match=r"a batch of type object holds.*examples_of"):
-        take(IterableSource([object()], batch_size=3), 1)
-    assert take(IterableSource([object()], batch_size=3, examples_of=lambda _: 3), 1)[0].examples == 3
+        take(IterableSource([object()], StepCut(3)), 1)
+    assert take(IterableSource([object()], StepCut(3), examples_of=lambda _: 3), 1)[0].examples == 3
 
 
 def test_an_iterable_resumes_at_its_epochs_start_with_a_warning() -> None:
@@ -462,23 +468,23 @@ def test_an_iterable_resumes_at_its_epochs_start_with_a_warning() -> None:
         def __iter__(self) -> Iterator[torch.Tensor]:
             return iter(batches_of(2, 2, start=10 * self.epochs[-1]))
 
-    source = IterableSource(Recorder(), batch_size=2, length=4)
+    source = IterableSource(Recorder(), StepCut(2), length=4)
     take(source, 3)
     state = json.loads(json.dumps(source.state_dict()))
     assert state == {"kind": "iterable", "position": 6, "length": 4}
 
-    resumed = IterableSource(Recorder(), batch_size=2, length=4)
+    resumed = IterableSource(Recorder(), StepCut(2), length=4)
     with pytest.warns(UserWarning, match="resumes after 6 examples.*restarts at its epoch's start"):
         resumed.load_state_dict(state)
     assert (resumed.position, resumed.epoch) == (4, 1)
     assert [m.batch.tolist() for m in take(resumed, 3)] == [[10, 11], [12, 13], [20, 21]]
 
-    fresh = IterableSource(Recorder(), batch_size=2, length=4)
+    fresh = IterableSource(Recorder(), StepCut(2), length=4)
     fresh.load_state_dict({**state, "position": 0})  # nothing to warn of
     with pytest.raises(ValueError, match="written with length=4"):
-        IterableSource([], batch_size=2).load_state_dict(state)
+        IterableSource([], StepCut(2)).load_state_dict(state)
     with pytest.warns(UserWarning, match="resumes after 6"):
-        (unknown := IterableSource([], batch_size=2)).load_state_dict({**state, "length": None})
+        (unknown := IterableSource([], StepCut(2))).load_state_dict({**state, "length": None})
     assert unknown.position == 6
 
 
@@ -504,7 +510,7 @@ class FakeShard:
 
 def test_a_ray_data_shard_is_read_anew_each_epoch() -> None:
     shard = FakeShard(7)
-    source = make_source(shard, global_batch_size=12, world_size=2, accumulation=2, length=14)
+    source = make_source(shard, StepCut(12, world_size=2, accumulation=2), ExampleOrder(), length=14)
     assert isinstance(source, IterableSource)
     assert [m.batch["x"].tolist() for m in take(source, 2, passes=2)] == [[0, 1, 2], [3, 4, 5]] * 2
     assert shard.calls == [3, 3]
@@ -516,12 +522,12 @@ def test_a_ray_data_shards_collate_fn_may_return_anything() -> None:
         def __init__(self, batch: Mapping[str, np.ndarray]) -> None:
             self.values = batch["x"].tolist()
 
-    source = make_source(FakeShard(7), global_batch_size=3, collate_fn=Custom)
+    source = make_source(FakeShard(7), StepCut(3), ExampleOrder(), collate_fn=Custom)
     assert [m.batch.values for m in take(source, 3)] == [[0, 1, 2], [3, 4, 5], [0, 1, 2]]
 
 
 def test_a_list_is_a_list_of_examples() -> None:
-    source = make_source(list(range(9)), global_batch_size=4, seed=2, collate_fn=sum, length=9)
+    source = make_source(list(range(9)), StepCut(4), ExampleOrder(seed=2), collate_fn=sum, length=9)
     assert isinstance(source, MapSource)
     assert [m.batch for m in take(source, 2)] == [sum(stream(9, 4, seed=2)), sum(stream(9, 8, seed=2)[4:])]
 
@@ -533,29 +539,29 @@ class Counting(IterableDataset[int]):
 
 def test_a_bare_iterable_dataset_is_batched() -> None:
     before = torch.get_rng_state()
-    source = make_source(Counting(), global_batch_size=6, accumulation=2)
+    source = make_source(Counting(), StepCut(6, accumulation=2), ExampleOrder())
     assert [m.batch.tolist() for m in take(source, 2, passes=2)] == [[0, 1, 2], [3, 4, 5]] * 2
     assert torch.equal(before, torch.get_rng_state())
-    assert [m.batch for m in take(make_source(Counting(), global_batch_size=3, collate_fn=sum), 1)] == [3]
+    assert [m.batch for m in take(make_source(Counting(), StepCut(3), ExampleOrder(), collate_fn=sum), 1)] == [3]
 
 
 def test_a_users_loader_is_an_iterable_of_batches() -> None:
     data = TensorDataset(torch.arange(8))
     loader = DataLoader(data, batch_size=2)
-    seen = [m.batch[0].tolist() for m in take(make_source(loader, global_batch_size=4, accumulation=2), 3, 2)]
+    seen = [m.batch[0].tolist() for m in take(make_source(loader, StepCut(4, accumulation=2), ExampleOrder()), 3, 2)]
     assert seen == [[0, 1], [2, 3], [4, 5], [6, 7], [0, 1], [2, 3]]
 
     sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=2, rank=0, seed=4)
-    shared = make_source(DataLoader(data, batch_size=2, sampler=sampler), global_batch_size=4, world_size=2)
+    shared = make_source(DataLoader(data, batch_size=2, sampler=sampler), StepCut(4, world_size=2), ExampleOrder())
     micro_batches = [m.batch[0].tolist() for m in take(shared, 4)]
     assert sampler.epoch == 1  # the second pass has another order, without the user's set_epoch
     assert micro_batches[:2] != micro_batches[2:]
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        make_source(DataLoader(Counting(), batch_size=2), global_batch_size=4, world_size=2)
+        make_source(DataLoader(Counting(), batch_size=2), StepCut(4, world_size=2), ExampleOrder())
     with pytest.warns(UserWarning, match="without a DistributedSampler.*loader.dataset"):
-        make_source(loader, global_batch_size=4, world_size=2)
+        make_source(loader, StepCut(4, world_size=2), ExampleOrder())
 
 
 @pytest.mark.parametrize(
@@ -571,8 +577,10 @@ def test_a_users_loader_is_an_iterable_of_batches() -> None:
     ],
 )
 def test_make_source_refuses_what_it_cannot_follow(dataset: Any, arguments: dict[str, Any], match: str) -> None:
+    arguments = {"global_batch_size": 4, **arguments}
     with pytest.raises(ValueError, match=match):
-        make_source(dataset, **{"global_batch_size": 4, **arguments})
+        cut, order = settings_of(arguments)
+        make_source(dataset, cut, order, **arguments)
 
 
 # ---- rows of tensors, a micro-batch at a time ------------------------------------------------------------------------
@@ -600,7 +608,7 @@ def test_batches_of_tensors_are_torchs_own_to_the_bit_and_the_stride(kind: str, 
     data = tensors(kind)
     order = [epoch_order(20, seed=0, epoch=0)[i : i + 8].tolist() for i in (0, 8)]
     expected = list(DataLoader(data, batch_sampler=order, generator=torch.Generator()))
-    found = [m.batch for m in take(MapSource(data, global_batch_size=8, num_workers=num_workers), 2)]
+    found = [m.batch for m in take(MapSource(data, StepCut(8), ExampleOrder(), num_workers=num_workers), 2)]
     for ours, theirs in zip(found, expected, strict=True):
         assert type(ours) is type(theirs)
         for a, b in zip(ours, theirs, strict=True):
@@ -616,10 +624,10 @@ def test_tensors_whose_rows_are_not_taken_one_by_one(monkeypatch: pytest.MonkeyP
             return tuple(2 * row for row in super().__getitem__(index))
 
     data = TensorDataset(torch.arange(8))
-    (doubled,) = take(MapSource(Doubled(*data.tensors), global_batch_size=4, shuffle=False), 1)
+    (doubled,) = take(MapSource(Doubled(*data.tensors), StepCut(4), ExampleOrder(shuffle=False)), 1)
     assert doubled.batch[0].tolist() == [0, 2, 4, 6]
-    (collated,) = take(MapSource(data, global_batch_size=4, shuffle=False, collate_fn=len), 1)
+    (collated,) = take(MapSource(data, StepCut(4), ExampleOrder(shuffle=False), collate_fn=len), 1)
     assert collated.batch == 4  # of a list of examples, as ever
     monkeypatch.setattr(TensorDataset, "__getitem__", lambda *_: pytest.fail("one by one"))
-    (quick,) = take(MapSource(data, global_batch_size=4, shuffle=False), 1)
+    (quick,) = take(MapSource(data, StepCut(4), ExampleOrder(shuffle=False)), 1)
     assert quick.batch[0].tolist() == [0, 1, 2, 3]
