@@ -5,6 +5,9 @@ file names never collide) or to one that all share. ``load`` is not: each worker
 of workers and the kind of sharding may differ from those that saved. ``files`` says what lies in the folder, ``dcp`` how
 tensors get there.
 
+What is read from a file is never unpickled, since files come from elsewhere. The ranks of a process group run one program and
+trust each other, so what they exchange while they save is pickled by torch's object collectives.
+
 A checkpoint exists once its manifest does and every file in it has the size and digest listed there: that is what
 ``verify`` checks. Ray uploads files in no promised order, so a manifest alone proves nothing.
 """
@@ -227,7 +230,7 @@ class Save:
 
 @dataclass(frozen=True)
 class _Failure:
-    """What one rank tells the others of an exception: text alone, since not every exception can be pickled."""
+    """What one rank tells the others of an exception. It is text alone, since not every exception can be pickled."""
 
     rank: int
     mistake: bool
