@@ -33,8 +33,8 @@ class MicroBatch:
 
     Attributes:
         batch: Whatever the dataset and ``collate_fn`` make of the examples.
-        examples: ``m_i``.
-        weight: ``w_i = m_i / B``; sums to 1 over the workers and passes of a step.
+        examples: ``m_i``, the examples in it.
+        weight: ``w_i = m_i / B``; the weights sum to 1 over the workers and passes of a step.
         pass_index: Accumulation pass within the step, from 0.
         is_last: True on the step's last pass, where the optimizer steps.
     """
@@ -80,7 +80,7 @@ class BatchSource(abc.ABC):
         """Goes to a saved position, for the next ``iter()``. The state may be that of another B or number of workers.
 
         Raises:
-            ValueError: If a field on which the order depends differs, by its name.
+            ValueError: A field on which the order depends differs; the message names it.
         """
 
     @abc.abstractmethod
@@ -91,9 +91,9 @@ class BatchSource(abc.ABC):
 class MapSource(BatchSource):
     """A map-style dataset (``__getitem__`` and ``__len__``), exactly resumable at any number of workers.
 
-    With loader workers, torch's, Python's and NumPy's global generators are seeded before each micro-batch with a
-    function of (seed, stream position), so random augmentation depends neither on which process fetches nor on
-    restarts; across a change of the micro-batches' sizes it differs. Without loader workers examples are fetched in the
+    With loader processes, torch's, Python's and NumPy's global generators are seeded before each micro-batch with a
+    function of (seed, position), so random augmentation depends neither on which process fetches nor on
+    restarts; across a change of the micro-batches' sizes it differs. Without loader processes examples are fetched in the
     training process, whose generators are left alone: they belong to the user and to the checkpoint.
 
     Args:
@@ -166,7 +166,7 @@ class MapSource(BatchSource):
 
 
 class _Rows(Dataset[Any]):
-    """The tensors of a ``TensorDataset``, a micro-batch at a time: what fetching and stacking its rows gives, in one call."""
+    """Gives the rows of a ``TensorDataset`` a micro-batch at a time: the same as fetching and stacking them one by one."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
@@ -177,7 +177,7 @@ class _Rows(Dataset[Any]):
 
 
 def _has_plain_rows(dataset: Any) -> bool:
-    """Whether selecting rows of the tensors is sure to give what torch's collation does, strides included."""
+    """Whether selecting rows of the tensors is sure to give what torch's collation gives, strides included."""
     return type(dataset) is TensorDataset and all(type(t) is Tensor and t.is_contiguous() for t in dataset.tensors)
 
 
@@ -188,17 +188,13 @@ def _as_it_is(batch: Any) -> Any:
 class _Request(list[int]):
     """The indices of one micro-batch, and the seed of whatever is random in fetching them."""
 
-    seed: int
-
-    @classmethod
-    def make(cls, indices: list[int], seed: int) -> _Request:
-        request = cls(indices)
-        request.seed = seed
-        return request
+    def __init__(self, indices: list[int], seed: int) -> None:
+        super().__init__(indices)
+        self.seed = seed
 
 
 class _SeededRequests(Sampler[_Request]):
-    """The sampler's micro-batches, each with a seed that depends on the run's seed and the stream position alone."""
+    """Yields the sampler's micro-batches, each with a seed that depends on the run's seed and the position alone."""
 
     def __init__(self, sampler: StepSampler) -> None:
         self._sampler = sampler
@@ -206,7 +202,7 @@ class _SeededRequests(Sampler[_Request]):
     def __iter__(self) -> Iterator[_Request]:
         micro_batches = self._sampler.micro_batches(self._sampler.position)
         seed = self._sampler.order.seed
-        return (_Request.make(indices, stable_seed("fetch", seed, position)) for position, indices in micro_batches)
+        return (_Request(indices, stable_seed("fetch", seed, position)) for position, indices in micro_batches)
 
 
 class _Seeded(Dataset[Any]):
