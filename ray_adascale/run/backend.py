@@ -151,7 +151,7 @@ class LocalBackend(Backend):
                     "copy back, or delete them to begin anew."
                 )
         if self.world_size > 1:
-            dist.broadcast_object_list(found, src=0)  # a path and words of our own, not a file's content
+            dist.broadcast_object_list(found, src=0)
         if found[1] is not None:
             raise checkpoint.CheckpointError(found[1])
         yield found[0]

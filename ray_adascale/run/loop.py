@@ -19,7 +19,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..config import AdaScaleConfig
-from ..data import BatchSource, MicroBatch, make_source, to_device
+from ..data import make_source, to_device
+from ..data.order import ExampleOrder, StepCut
+from ..data.source import BatchSource, MicroBatch
 from ..optim.deferred import HostCopy
 from ..recipe import Recipe
 from ..sharding.sharded_ddp import ShardedDataParallel
@@ -109,13 +111,13 @@ class Run:
         self.plan = config.plan(self.backend.world_size)
         self.source: BatchSource = make_source(
             dataset,
-            global_batch_size=self.plan.global_batch_size,
-            rank=self.backend.rank,
-            world_size=self.plan.world_size,
-            accumulation=self.plan.accumulation,
-            seed=config.seed,
-            shuffle=config.shuffle,
-            drop_last=config.drop_last,
+            StepCut(
+                self.plan.global_batch_size,
+                rank=self.backend.rank,
+                world_size=self.plan.world_size,
+                accumulation=self.plan.accumulation,
+            ),
+            ExampleOrder(seed=config.seed, shuffle=config.shuffle, drop_last=config.drop_last),
             collate_fn=collate_fn,
             num_workers=config.num_loader_workers,
             pin_memory=config.pin_memory,

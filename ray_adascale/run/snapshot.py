@@ -21,7 +21,7 @@ from .._version import __version__
 from ..checkpoint.optimizer import hyperparameters, load_hyperparameters, load_optimizer, optimizer_tensors
 from ..checkpoint.rng import capture_rng, empty_rng, restore_rng
 from ..config import BatchPlan
-from ..data import BatchSource
+from ..data.source import BatchSource
 from ..optim.adascale import AdaScale
 from .schedule import BaseSchedule, EffectiveSchedule, curve_difference
 

@@ -483,7 +483,7 @@ class OSS(Optimizer):
         states: dict[Any, Any] = {}
         held = {place[f.param]: f for f in self.fragments}
         sent: set[tuple[int, Any]] = set()
-        for owner, entries in enumerate(self._all_gather_json(mine)):
+        for owner, entries in enumerate(self._all_gather_object(mine)):
             for i, start, numel, entry in entries:
                 for name, kind, payload in entry:
                     if kind != "part" and (i, name) in sent:
@@ -532,22 +532,13 @@ class OSS(Optimizer):
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
-    def _all_gather_json(self, mine: Any) -> list[Any]:
-        """Everybody's object, in rank order. JSON, since a pickle from another machine could run code here."""
+    def _all_gather_object(self, mine: Any) -> list[Any]:
+        """Each worker's object, in rank order. It is pickled: the workers of a group run one program and trust each other."""
         if self.world_size == 1:
             return [mine]
-        device = self._carrier_device()
-        data = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(device)
-        sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.world_size)]
-        dist.all_gather(sizes, torch.tensor([data.numel()], device=device), group=self.group)
-        lengths = [int(size) for size in sizes]
-        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
-        padded[: data.numel()] = data
-        everyone = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(everyone, padded, group=self.group)
-        return [
-            json.loads(other[:length].cpu().numpy().tobytes()) for other, length in zip(everyone, lengths, strict=True)
-        ]
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, mine, group=self.group)
+        return everyone
 
     def _global(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)

@@ -82,7 +82,7 @@ class RayTrainBackend(Backend):
                 except checkpoint.CheckpointError as e:
                     found[1] = str(e)
             if self.world_size > 1:
-                dist.broadcast_object_list(found, src=0)  # a path and words of our own, not a file's content
+                dist.broadcast_object_list(found, src=0)
             path, error = found
             if path is None:
                 raise checkpoint.CheckpointError(error)

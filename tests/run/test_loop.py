@@ -29,7 +29,7 @@ from ray_adascale import (
     checkpoint,
     load_weights,
 )
-from ray_adascale.data import epoch_order
+from ray_adascale.data.order import epoch_order
 from ray_adascale.run.backend import Outcome
 from ray_adascale.run.loop import METRICS
 from ray_adascale.run.snapshot import load_rng

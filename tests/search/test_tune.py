@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, Recipe, Run, Workload, tune_recipe
-from ray_adascale.data import epoch_order
+from ray_adascale.data.order import epoch_order
 from ray_adascale.measure.probe import probe_noise
 from ray_adascale.run.base_run import workload_name
 from ray_adascale.run.schedule import EffectiveSchedule

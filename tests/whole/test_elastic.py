@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ray_adascale import AdaScaleConfig, LocalBackend, Run, checkpoint
 from ray_adascale.config import BatchPlan
-from ray_adascale.data import StepSampler, epoch_order
+from ray_adascale.data.order import StepCut, epoch_order
 from ray_adascale.run.trace import read_trace
 
 pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
@@ -26,14 +26,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the grad
 # ---- the batch that workers make up ----------------------------------------------------------------------------------
 
 
-def sizes(plan: BatchPlan, rank: int = 0) -> StepSampler:
-    return StepSampler(
-        length=1000,
-        global_batch_size=plan.global_batch_size,
-        rank=rank,
-        world_size=plan.world_size,
-        accumulation=plan.accumulation,
-    )
+def sizes(plan: BatchPlan, rank: int = 0) -> StepCut:
+    return StepCut(plan.global_batch_size, rank=rank, world_size=plan.world_size, accumulation=plan.accumulation)
 
 
 @pytest.mark.parametrize("workers", range(1, 8))
