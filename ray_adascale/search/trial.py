@@ -9,9 +9,9 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from ray import tune
@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from .. import checkpoint
 from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig
+from ..recipe import NoiseProbe
 from ..run.backend import Backend
-from ..run.base_run import train_base
+from ..run.base_run import BaseOutcome, train_base
 from ..run.loop import Run
 from ..workload import Workload, WorkloadFn, build, with_unit
 
@@ -91,12 +92,12 @@ class Collected:
     """What a trial gathers as it runs, and the reports to Tune that come of it.
 
     Attributes:
-        noise: τ, σ² and μ² of each sample of the noise.
+        noise: The samples of the noise.
         evaluated: The keys that the workload's ``evaluate`` has returned.
     """
 
-    def __init__(self, metric: str, mode: str) -> None:
-        self.noise: list[tuple[float, float, float]] = []
+    def __init__(self, metric: str, mode: Literal["min", "max"]) -> None:
+        self.noise: list[NoiseProbe] = []
         self.evaluated: tuple[str, ...] = ()
         self._metric = metric
         self._mode = mode
@@ -146,29 +147,19 @@ class Collected:
         if run.base_steps_per_epoch is not None:
             report[EPOCHS] = run.effective_steps / run.base_steps_per_epoch
         if run.stopped is not None:
-            report[OUTCOME] = json.dumps(
-                {
-                    "metric": self._metric,
-                    "mode": self._mode,
-                    "score": value,
-                    "total_steps": run.total_steps,
-                    "base_steps_per_epoch": run.base_steps_per_epoch,
-                    "scheduler_unit": run.config.scheduler_unit,
-                    "lr_curve": run.lr_curve,
-                    "noise": self.noise,
-                }
-            )
+            outcome = BaseOutcome.of(run, metric=self._metric, mode=self._mode, score=value, noise=self.noise)
+            report[OUTCOME] = outcome.to_json()
         return report
 
     def save(self, folder: Path) -> None:
-        """Into a checkpoint's folder."""
-        own = {"noise": self.noise, "loss": float(self._loss), "losses": self._losses}
+        """Write what was gathered so far into a checkpoint's folder."""
+        own = {"noise": [asdict(probe) for probe in self.noise], "loss": float(self._loss), "losses": self._losses}
         (folder / _FILE).write_text(json.dumps(own), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
-        """From a checkpoint's folder."""
+        """Go on from what was gathered when that checkpoint was written."""
         own = json.loads((folder / _FILE).read_text(encoding="utf-8"))
-        self.noise = [(tau, sigma2, mu2) for tau, sigma2, mu2 in own["noise"]]
+        self.noise = [NoiseProbe(**probe) for probe in own["noise"]]
         self._loss, self._losses = own["loss"], own["losses"]
 
 

@@ -14,6 +14,7 @@ from ray import tune
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.queue import Empty, Queue
 
+from ..recipe import NoiseProbe
 from ..run.loop import Run
 from ..train.backend import RayTrainBackend
 from ..train.cluster import build_on_worker, worker_failure
@@ -86,12 +87,12 @@ class _TrialBackend(RayTrainBackend):
         assert collected is not None  # only rank 0 is told
         collected.add_loss(metrics["loss"])
         tau = metrics["effective_steps"] - 1  # at the step's start; S = 1, so r = 1
-        new = not collected.noise or collected.noise[-1][0] < tau  # τ stands still at a skipped step
+        new = not collected.noise or collected.noise[-1].effective_steps < tau  # τ stands still at a skipped step
         if tau % self._probe_every == 0 and new:
             # n ≥ 2 gradient samples: the step itself has shown its noise, without a probe.
-            sample = self.run.optimizer.last_sigma2, self.run.optimizer.last_mu2
-            if all(map(math.isfinite, sample)):
-                collected.noise.append((tau, *sample))
+            sigma2, mu2 = self.run.optimizer.last_sigma2, self.run.optimizer.last_mu2
+            if math.isfinite(sigma2) and math.isfinite(mu2):
+                collected.noise.append(NoiseProbe(effective_steps=tau, sigma2=sigma2, mu2=mu2))
 
     @contextmanager
     def latest_checkpoint(self) -> Iterator[Path | None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import platform
 import time
 import uuid
 import warnings
@@ -17,7 +16,6 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 import ray
-import torch
 from ray import tune
 from ray.train import ScalingConfig
 from ray.tune.schedulers import (
@@ -34,10 +32,9 @@ from ray.util.state import list_nodes
 from ray.util.state.exception import RayStateApiException
 
 from .._files import read_json, write_json
-from .._version import __version__
 from ..config import AdaScaleConfig
-from ..recipe import NoiseProbe, Recipe, Repeat
-from ..run.base_run import base_config, kept_settings, workload_name
+from ..recipe import Recipe, Repeat
+from ..run.base_run import BaseOutcome, base_config, freeze, kept_settings, workload_name
 from ..train.cluster import pickle_by_value, quiet_init
 from ..workload import WorkloadFn
 from .trial import EPOCHS, OBJECTIVE, Entry, Settings, describe_config, run_repeat, run_trial
@@ -230,22 +227,15 @@ def tune_recipe(
             for rank, (trial, _) in enumerate(ranking[:repeat_best])
             for i in range(repeats)
         ]
-        rank, again, failed_repeats = search.run_repeats(entries, ranking[0][1]["mode"], max_concurrent_trials)
+        rank, again, failed_repeats = search.run_repeats(entries, max_concurrent_trials)
     failed = [{"trial": t.trial_id, "error": t.error_line} for t in trials if t.error is not None]
     completed = sum(t.outcome is not None for t in trials)
     winner, outcome = ranking[rank]
-    return Recipe(
+    return freeze(
+        outcome,
+        workload=workload,
         hyperparameters=winner.config,
-        base_batch_size=base_batch_size,
-        total_steps=outcome["total_steps"],
-        base_steps_per_epoch=outcome["base_steps_per_epoch"],
-        scheduler_unit=outcome["scheduler_unit"],
-        metric=outcome["metric"],
-        mode=outcome["mode"],
-        score=outcome["score"],
-        lr_curve=outcome["lr_curve"],
-        noise=[NoiseProbe(effective_steps=tau, sigma2=sigma2, mu2=mu2) for tau, sigma2, mu2 in outcome["noise"]],
-        seed=seed,
+        config=trial_config,
         search={
             "num_samples": num_samples,
             "completed": completed,
@@ -258,16 +248,8 @@ def tune_recipe(
             "wall_s": time.monotonic() - started,
             "name": name,
         },
-        workload=workload_name(workload),
-        versions={
-            "ray_adascale": __version__,
-            "torch": torch.__version__,
-            "ray": ray.__version__,
-            "python": platform.python_version(),
-        },
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
         repeats=again,
-        settings=kept_settings(trial_config),
+        versions={"ray": ray.__version__},
     )
 
 
@@ -299,7 +281,7 @@ class _Search:
         return list(watch.finished.values())
 
     def run_repeats(
-        self, entries: list[Entry], mode: str, max_concurrent: int | None
+        self, entries: list[Entry], max_concurrent: int | None
     ) -> tuple[int, list[Repeat], list[dict[str, str]]]:
         """The rank with the best mean, its repeats, and those of any rank that failed, for the recipe."""
         watch = Watch(
@@ -326,7 +308,7 @@ class _Search:
             for t in trials
             if t.error is not None
         ]
-        rank, repeats = best_mean(entries, trials, mode)
+        rank, repeats = best_mean(entries, trials)
         return rank, repeats, failed
 
     def _fit(self, function: Any, space: Any, run_config: Any, watch: Watch, **choices: Any) -> None:
@@ -568,30 +550,30 @@ def _make_scheduler(
     return scheduler, kind
 
 
-def _ranking(trials: list[Finished]) -> list[tuple[Finished, dict[str, Any]]]:
+def _ranking(trials: list[Finished]) -> list[tuple[Finished, BaseOutcome]]:
     """The trials that reached T, best first by their metric at the end; of equals the first to finish."""
     ended = [(trial, outcome) for trial in trials if (outcome := trial.outcome) is not None]
     for trial, outcome in ended[1:]:
-        for key in ("metric", "mode", "total_steps"):
-            if outcome[key] != ended[0][1][key]:
+        for name in ("metric", "mode", "total_steps"):
+            first, other = getattr(ended[0][1], name), getattr(outcome, name)
+            if other != first:
                 raise ValueError(
-                    f"Trials differ in {key}: {ended[0][1][key]!r} at {describe_config(ended[0][0].config)}, "
-                    f"{outcome[key]!r} at {describe_config(trial.config)}. They can't be compared: keep it out of the "
-                    "search space."
+                    f"Trials differ in {name}: {first!r} at {describe_config(ended[0][0].config)}, "
+                    f"{other!r} at {describe_config(trial.config)}. They can't be compared: keep it out of the search space."
                 )
     if ended:
-        return sorted(ended, key=lambda pair: (-1 if pair[1]["mode"] == "max" else 1) * pair[1]["score"])
+        return sorted(ended, key=lambda pair: -pair[1].objective)
     failed = [trial for trial in trials if trial.error is not None]
     if not failed:
         raise RuntimeError(f"No trial reached the end: the scheduler stopped all {len(trials)}.")
     line, alike = Counter(trial.error_line for trial in failed).most_common(1)[0]
-    first = next(trial for trial in failed if trial.error_line == line)
+    example = next(trial for trial in failed if trial.error_line == line)
     told = "The first" if alike == len(failed) else f"{alike} of them alike; the first"
     others = "" if len(failed) == len(trials) else ", the scheduler stopped the others"
     raise RuntimeError(
-        f"No trial reached the end: {len(failed)} of {len(trials)} failed{others}. {told}, {first.trial_id} at "
-        f"{describe_config(first.config)}: {line}"
-    ) from first.error
+        f"No trial reached the end: {len(failed)} of {len(trials)} failed{others}. {told}, {example.trial_id} at "
+        f"{describe_config(example.config)}: {line}"
+    ) from example.error
 
 
 def _grid_size(space: Any) -> int:

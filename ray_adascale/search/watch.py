@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import statistics
@@ -17,7 +16,8 @@ from typing import Any
 from ray import cloudpickle, tune
 
 from ..analysis.display import SearchProgress
-from ..recipe import NoiseProbe, Repeat
+from ..recipe import Repeat
+from ..run.base_run import BaseOutcome
 from .trial import OUTCOME, Entry, MissingMetric, describe_config, was_building
 
 __all__ = ["BestMean", "BestTrial", "Finished", "StopOnMistake", "Watch", "best_mean", "interrupts", "watching"]
@@ -33,10 +33,10 @@ class Finished:
     error: Exception | None
 
     @property
-    def outcome(self) -> dict[str, Any] | None:
-        """What the last report of a trial that reached T holds; None for any other trial."""
+    def outcome(self) -> BaseOutcome | None:
+        """What a trial that reached T has left; None for any other trial."""
         text = self.metrics.get(OUTCOME)
-        return None if self.error is not None or text is None else json.loads(text)
+        return None if self.error is not None or text is None else BaseOutcome.from_json(text)
 
     @property
     def error_line(self) -> str:
@@ -49,17 +49,17 @@ class BestTrial:
     """What decides among trials: the best score. Called with each that has ended; (score, description) of the best so far."""
 
     def __init__(self) -> None:
-        self._best: tuple[Finished, dict[str, Any]] | None = None
+        self._best: tuple[Finished, BaseOutcome] | None = None
 
     def __call__(self, trial: Finished) -> tuple[str, str]:
         outcome = trial.outcome
-        if outcome is not None and (self._best is None or _better(outcome, self._best[1])):
+        if outcome is not None and (self._best is None or outcome.objective > self._best[1].objective):
             self._best = trial, outcome
         if self._best is None:
             return "", ""
         best, outcome = self._best
-        score = f"{outcome['score']:.4g}"
-        return f"best {score}", f"{outcome['metric']} {score} at {describe_config(best.config)}"
+        score = f"{outcome.score:.4g}"
+        return f"best {score}", f"{outcome.metric} {score} at {describe_config(best.config)}"
 
 
 class BestMean:
@@ -78,13 +78,13 @@ class BestMean:
         if outcome is None:
             return "", ""
         try:
-            rank, repeats = best_mean(self._entries, whole, outcome["mode"])
+            rank, repeats = best_mean(self._entries, whole)
         except RuntimeError:  # each of them has a repeat that failed
             return "", ""
         config = next(entry.hyperparameters for entry in self._entries if entry.rank == rank)
         mean = f"{statistics.mean(repeat.score for repeat in repeats):.4g}"
         over = f"over {len(repeats)} seed{'' if len(repeats) == 1 else 's'}"
-        return f"best mean {mean}", f"mean {outcome['metric']} {mean} {over} at {describe_config(config)}"
+        return f"best mean {mean}", f"mean {outcome.metric} {mean} {over} at {describe_config(config)}"
 
     def _entry(self, trial: Finished) -> Entry:
         return self._entries[trial.config["repeat"]]
@@ -219,7 +219,7 @@ class Watch(tune.Callback):
         if outcome is None:
             tau, total = trial.metrics.get("effective_steps", 0), trial.metrics.get("total_steps", "?")
             return f"stopped early {where}, at effective step {tau:.0f} of {total}"
-        return f"{outcome['metric']} {outcome['score']:.4g} {where}{best and f' ({best})'}"
+        return f"{outcome.metric} {outcome.score:.4g} {where}{best and f' ({best})'}"
 
 
 _watching: dict[str, Watch] = {}  # "trial" or "repeat" -> the watch of the search that runs in this process
@@ -252,38 +252,30 @@ class StopOnMistake(tune.Stopper):
         return self._watch.fatal is not None
 
 
-def best_mean(entries: list[Entry], trials: list[Finished], mode: str) -> tuple[int, list[Repeat]]:
+def best_mean(entries: list[Entry], trials: list[Finished]) -> tuple[int, list[Repeat]]:
     """(rank of the config with the best mean over its repeats, these repeats); one that failed puts its config out."""
-    found: dict[int, list[Repeat]] = {}
+    repeats: dict[int, list[Repeat]] = {}
+    objectives: dict[int, list[float]] = {}
     out: dict[int, str] = {}
     for trial in trials:
         entry, outcome = entries[trial.config["repeat"]], trial.outcome
         if outcome is None:
             out[entry.rank] = trial.error_line
             continue
-        noise = [NoiseProbe(effective_steps=tau, sigma2=sigma2, mu2=mu2) for tau, sigma2, mu2 in outcome["noise"]]
-        found.setdefault(entry.rank, []).append(Repeat(seed=entry.seed, score=outcome["score"], noise=noise))
-    sign = 1 if mode == "max" else -1
-    means = {
-        rank: sign * statistics.mean(repeat.score for repeat in repeats)
-        for rank, repeats in found.items()
-        if rank not in out
-    }
+        repeat = Repeat(seed=entry.seed, score=outcome.score, noise=outcome.noise)
+        repeats.setdefault(entry.rank, []).append(repeat)
+        objectives.setdefault(entry.rank, []).append(outcome.objective)
+    means = {rank: statistics.mean(found) for rank, found in objectives.items() if rank not in out}
     if not means:
         raise RuntimeError(f"Each of the best trials failed with another seed. The first: {out[min(out)]}")
     best = max(sorted(means), key=means.__getitem__)  # of equals the one that the search found better
-    return best, sorted(found[best], key=lambda repeat: repeat.seed)
+    return best, sorted(repeats[best], key=lambda repeat: repeat.seed)
 
 
 def _searched(config: Mapping[str, Any], space: Mapping[str, Any]) -> set[tuple[str, str]]:
     """(name, value) of what is not the same in every trial; values in words, as they may be of any type."""
     values = {(name, repr(value)) for name, value in config.items()}
     return values - {(name, repr(value)) for name, value in space.items()}
-
-
-def _better(outcome: dict[str, Any], best: dict[str, Any]) -> bool:
-    sign = 1 if outcome["mode"] == "max" else -1
-    return bool(sign * outcome["score"] > sign * best["score"])
 
 
 def _cause(trial: Any) -> Exception:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import queue
 import shutil
@@ -21,6 +20,7 @@ from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, Run, Workload
 from ray_adascale.checkpoint.rng import seed_everything
+from ray_adascale.run.base_run import BaseOutcome
 from ray_adascale.search import trial_workers
 from ray_adascale.search.trial import OBJECTIVE, OUTCOME, Collected, MissingMetric
 from ray_adascale.search.trial_workers import _TrialBackend
@@ -135,8 +135,10 @@ def test_tune_hears_of_evaluations_however_often_checkpoints_are_written(
 
 def test_the_noise_is_that_of_every_fourth_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trial = Trial(tmp_path, monkeypatch)
-    found = json.loads(trial.last[OUTCOME])["noise"]
-    assert found == [[tau, *trial.moments[tau]] for tau in (0, 4, 8, 12, 16)]  # of the step itself, not averaged
+    found = [
+        (probe.effective_steps, probe.sigma2, probe.mu2) for probe in BaseOutcome.from_json(trial.last[OUTCOME]).noise
+    ]
+    assert found == [(tau, *trial.moments[tau]) for tau in (0, 4, 8, 12, 16)]  # of the step itself, not averaged
     assert all(sigma2 > 0 for _, sigma2, _ in found)
 
 

@@ -26,7 +26,7 @@ from torch.utils.data import TensorDataset
 from ray_adascale import AdaScaleConfig, Recipe, Run, Workload, tune_recipe
 from ray_adascale.data import epoch_order
 from ray_adascale.measure.probe import probe_noise
-from ray_adascale.run.base_run import workload_name
+from ray_adascale.run.base_run import BaseOutcome, workload_name
 from ray_adascale.run.schedule import EffectiveSchedule
 from ray_adascale.run.trace import read_trace
 from ray_adascale.search.trial import describe_config, was_building
@@ -116,7 +116,7 @@ def test_recipe_says_what_was_found_and_how(searched: Recipe, tmp_path: Path) ->
     assert (searched.base_batch_size, searched.total_steps, searched.seed) == (B0, T, 3)
     assert (searched.base_steps_per_epoch, searched.scheduler_unit) == (LENGTH / B0, "epoch")
     assert (searched.metric, searched.mode) == ("error", "min")
-    assert searched.workload == "tests.test_tune:linear"
+    assert searched.workload == "tests.search.test_tune:linear"
     assert searched.settings == {"precision": "fp32", "grad_clip": 1e6, "shuffle": True, "drop_last": False}
     assert searched.versions["torch"] == torch.__version__
     found = searched.search
@@ -532,8 +532,11 @@ def test_no_more_trials_run_at_once_than_have_workers(monkeypatch: pytest.Monkey
 
 
 def ended(score: float | None, error: Exception | None = None, **changes: Any) -> Finished:
-    outcome = {"metric": "error", "mode": "min", "score": score, "total_steps": T} | changes
-    metrics = {} if score is None else {"outcome": json.dumps(outcome)}
+    metrics = {}
+    if score is not None:
+        given: dict[str, Any] = {"metric": "error", "mode": "min", "score": score, "total_steps": T} | changes
+        outcome = BaseOutcome(base_steps_per_epoch=None, scheduler_unit=None, lr_curve=[[0.1]], noise=[], **given)
+        metrics = {"outcome": outcome.to_json()}
     return Finished(f"t{score}", {"lr": 0.1}, metrics, error)
 
 
@@ -639,7 +642,7 @@ def test_small_things() -> None:
     )
     assert describe_config({"lr": 0.123456, "layers": [1] * 50}) == f"lr=0.1235, layers={str([1] * 50)[:37]}..."
     assert describe_config({}) == "an empty config"
-    assert workload_name(linear) == "tests.test_tune:linear"
+    assert workload_name(linear) == "tests.search.test_tune:linear"
 
 
 def test_search_spaces_are_told_apart() -> None:
