@@ -37,7 +37,7 @@ from ..recipe import Recipe, Repeat
 from ..run.base_run import BaseOutcome, base_config, freeze, kept_settings, workload_name
 from ..train.cluster import pickle_by_value, quiet_init
 from ..workload import WorkloadFn
-from .trial import EPOCHS, OBJECTIVE, Entry, Settings, describe_config, run_repeat, run_trial
+from .trial import EPOCHS, OBJECTIVE, InOneProcess, PlannedRepeat, TrialSetup, describe_config, run_repeat, run_trial
 from .watch import BestMean, Finished, StopOnMistake, Watch, best_mean, interrupts, watching
 
 __all__ = ["tune_recipe"]
@@ -192,19 +192,13 @@ def tune_recipe(
         },
     )
     search = _Search(
-        settings=Settings(
-            workload=pickle_by_value(workload),
-            config=trial_config,
-            probe_every=probe_every,
-            threads=max(1, int(resources.get("CPU", 1))),
-            # ASHA and FIFO only go on or stop; of others, subclasses included, one doesn't know.
-            checkpoints=type(tune_scheduler) not in (AsyncHyperBandScheduler, FIFOScheduler),
-            scaling_config=scaling_config,
-            folder=f"{folder}/workers",
-        ),
-        # Workers ask for themselves. What only waits for them must take no CPU that they need: Tune refuses to reserve
-        # nothing, so it reserves a byte.
-        reserved=dict(resources) if scaling_config is None else {"CPU": 0, "memory": 1},
+        workload=workload,
+        trial_config=trial_config,
+        probe_every=probe_every,
+        resources=resources,
+        scaling_config=scaling_config,
+        # ASHA and FIFO only go on or stop; of others, subclasses included, one doesn't know.
+        may_pause=type(tune_scheduler) not in (AsyncHyperBandScheduler, FIFOScheduler),
         run_config=run_config,
         verbose=verbose > 0,
         earlier=earlier,
@@ -218,19 +212,19 @@ def tune_recipe(
         max_concurrent_trials=limit,
     )
     ranking = _ranking(trials)
-    rank = 0
+    candidate = 0
     again: list[Repeat] = []
     failed_repeats: list[dict[str, str]] = []
     if repeats:
-        entries = [
-            Entry(rank=rank, hyperparameters=trial.config, seed=seed + 1 + i)
-            for rank, (trial, _) in enumerate(ranking[:repeat_best])
+        planned = [
+            PlannedRepeat(candidate=candidate, hyperparameters=trial.config, seed=seed + 1 + i)
+            for candidate, (trial, _) in enumerate(ranking[:repeat_best])
             for i in range(repeats)
         ]
-        rank, again, failed_repeats = search.run_repeats(entries, max_concurrent_trials)
+        candidate, again, failed_repeats = search.run_repeats(planned, max_concurrent_trials)
     failed = [{"trial": t.trial_id, "error": t.error_line} for t in trials if t.error is not None]
     completed = sum(t.outcome is not None for t in trials)
-    winner, outcome = ranking[rank]
+    winner, outcome = ranking[candidate]
     return freeze(
         outcome,
         workload=workload,
@@ -258,15 +252,23 @@ class _Search:
     """What the trials of a search and its repeats have in common.
 
     Attributes:
-        settings: What every trial is given.
-        reserved: What Ray reserves for one.
+        workload: A function from hyperparameters to a Workload.
+        trial_config: The settings of each trial's run.
+        probe_every: Optimizer steps between two samples of the noise.
+        resources: What a trial needs.
+        scaling_config: Of the workers of a trial; None where a trial is one process.
+        may_pause: Whether the scheduler may pause a trial, which then resumes from a checkpoint.
         run_config: Tune's; the repeats have a folder of their own beside it.
         verbose: Whether a line is said about each.
         earlier: The search was started before.
     """
 
-    settings: Settings
-    reserved: Mapping[str, float]
+    workload: WorkloadFn
+    trial_config: AdaScaleConfig
+    probe_every: int
+    resources: Mapping[str, float]
+    scaling_config: ScalingConfig | None
+    may_pause: bool
     run_config: tune.RunConfig
     verbose: bool
     earlier: bool
@@ -276,27 +278,26 @@ class _Search:
         watch = Watch(
             num_samples * _grid_size(param_space), verbose=self.verbose, earlier=self.earlier, space=param_space
         )
-        trainable = tune.with_parameters(run_trial, settings=self.settings)
+        trainable = tune.with_parameters(run_trial, setup=self._setup(self.run_config.name))
         self._fit(trainable, param_space, self.run_config, watch, num_samples=num_samples, **choices)
         return list(watch.finished.values())
 
     def run_repeats(
-        self, entries: list[Entry], max_concurrent: int | None
+        self, planned: list[PlannedRepeat], max_concurrent: int | None
     ) -> tuple[int, list[Repeat], list[dict[str, str]]]:
-        """The rank with the best mean, its repeats, and those of any rank that failed, for the recipe."""
+        """The candidate with the best mean, its repeats, and those of any candidate that failed, for the recipe."""
         watch = Watch(
-            len(entries),
+            len(planned),
             verbose=self.verbose,
             what="repeat",
             earlier=self.earlier,
-            describe=lambda config: str(entries[config["repeat"]]),
-            best=BestMean(entries),
+            describe=lambda config: str(planned[config["repeat"]]),
+            best=BestMean(planned),
         )
         name = f"{self.run_config.name}-repeats"
-        settings = replace(self.settings, folder=f"{self.run_config.storage_path}/{name}/workers")
         self._fit(
-            tune.with_parameters(run_repeat, settings=settings, entries=entries),
-            {"repeat": tune.grid_search(list(range(len(entries))))},
+            tune.with_parameters(run_repeat, setup=self._setup(name), planned=planned),
+            {"repeat": tune.grid_search(list(range(len(planned))))},
             replace(self.run_config, name=name),
             watch,
             search_alg=BasicVariantGenerator(max_concurrent=max_concurrent or 0),
@@ -304,12 +305,33 @@ class _Search:
         )
         trials = list(watch.finished.values())
         failed = [
-            {"trial": f"repeat at {entries[t.config['repeat']]}", "error": t.error_line}
+            {"trial": f"repeat at {planned[t.config['repeat']]}", "error": t.error_line}
             for t in trials
             if t.error is not None
         ]
-        rank, repeats = best_mean(entries, trials)
-        return rank, repeats, failed
+        candidate, repeats = best_mean(planned, trials)
+        return candidate, repeats, failed
+
+    def _setup(self, name: str) -> TrialSetup:
+        """How a trial runs, of the search or of its repeats, which have a folder of this name."""
+        workload = pickle_by_value(self.workload)
+        if self.scaling_config is None:
+            return InOneProcess(
+                workload=workload,
+                config=self.trial_config,
+                probe_every=self.probe_every,
+                threads=max(1, int(self.resources.get("CPU", 1))),
+                checkpoints=self.may_pause,
+            )
+        from .trial_workers import OnWorkers  # here: a search whose trials are one process each needs no Ray Train
+
+        return OnWorkers(
+            workload=workload,
+            config=self.trial_config,
+            probe_every=self.probe_every,
+            scaling_config=self.scaling_config,
+            folder=f"{self.run_config.storage_path}/{name}/workers",
+        )
 
     def _fit(self, function: Any, space: Any, run_config: Any, watch: Watch, **choices: Any) -> None:
         """Run trials, or go on with the search of this name, under the eyes of the watch.
@@ -318,7 +340,10 @@ class _Search:
             ValueError: Every trial would make the same mistake.
             KeyboardInterrupt: It was interrupted.
         """
-        trainable = tune.with_resources(function, dict(self.reserved))
+        # Workers ask for themselves. What only waits for them must take no CPU that they need: Tune refuses to reserve
+        # nothing, so it reserves a byte.
+        reserved = dict(self.resources) if self.scaling_config is None else {"CPU": 0, "memory": 1}
+        trainable = tune.with_resources(function, reserved)
         folder = f"{run_config.storage_path}/{run_config.name}"
         with watching(watch):
             if tune.Tuner.can_restore(folder):
@@ -328,7 +353,7 @@ class _Search:
                     metric=OBJECTIVE,
                     mode="max",
                     # A process for each trial would import torch each time. But one that waits for workers must end with it.
-                    reuse_actors=self.settings.scaling_config is None,
+                    reuse_actors=self.scaling_config is None,
                     **choices,
                 )
                 run_config = replace(run_config, stop=StopOnMistake(watch), callbacks=[watch])

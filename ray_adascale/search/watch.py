@@ -18,7 +18,7 @@ from ray import cloudpickle, tune
 from ..analysis.display import SearchProgress
 from ..recipe import Repeat
 from ..run.base_run import BaseOutcome
-from .trial import OUTCOME, Entry, MissingMetric, describe_config, was_building
+from .trial import OUTCOME, MissingMetric, PlannedRepeat, describe_config, was_building
 
 __all__ = ["BestMean", "BestTrial", "Finished", "StopOnMistake", "Watch", "best_mean", "interrupts", "watching"]
 
@@ -65,29 +65,29 @@ class BestTrial:
 class BestMean:
     """What decides among repeats: the best mean over all the seeds of a config. Called and returns as :class:`BestTrial`."""
 
-    def __init__(self, entries: list[Entry]) -> None:
-        self._entries = entries
+    def __init__(self, planned: list[PlannedRepeat]) -> None:
+        self._planned = planned
         self._trials: list[Finished] = []
 
     def __call__(self, trial: Finished) -> tuple[str, str]:
         self._trials.append(trial)
-        wanted = Counter(entry.rank for entry in self._entries)
-        ended = Counter(self._entry(t).rank for t in self._trials)
-        whole = [t for t in self._trials if ended[self._entry(t).rank] == wanted[self._entry(t).rank]]
+        wanted = Counter(repeat.candidate for repeat in self._planned)
+        ended = Counter(map(self._candidate, self._trials))
+        whole = [t for t in self._trials if ended[self._candidate(t)] == wanted[self._candidate(t)]]
         outcome = next((t.outcome for t in whole if t.outcome is not None), None)
         if outcome is None:
             return "", ""
         try:
-            rank, repeats = best_mean(self._entries, whole)
+            candidate, repeats = best_mean(self._planned, whole)
         except RuntimeError:  # each of them has a repeat that failed
             return "", ""
-        config = next(entry.hyperparameters for entry in self._entries if entry.rank == rank)
+        config = next(repeat.hyperparameters for repeat in self._planned if repeat.candidate == candidate)
         mean = f"{statistics.mean(repeat.score for repeat in repeats):.4g}"
         over = f"over {len(repeats)} seed{'' if len(repeats) == 1 else 's'}"
         return f"best mean {mean}", f"mean {outcome.metric} {mean} {over} at {describe_config(config)}"
 
-    def _entry(self, trial: Finished) -> Entry:
-        return self._entries[trial.config["repeat"]]
+    def _candidate(self, trial: Finished) -> int:
+        return self._planned[trial.config["repeat"]].candidate
 
 
 class Watch(tune.Callback):
@@ -252,20 +252,20 @@ class StopOnMistake(tune.Stopper):
         return self._watch.fatal is not None
 
 
-def best_mean(entries: list[Entry], trials: list[Finished]) -> tuple[int, list[Repeat]]:
-    """(rank of the config with the best mean over its repeats, these repeats); one that failed puts its config out."""
+def best_mean(planned: list[PlannedRepeat], trials: list[Finished]) -> tuple[int, list[Repeat]]:
+    """The candidate with the best mean over its repeats, and these repeats; one that failed puts its candidate out."""
     repeats: dict[int, list[Repeat]] = {}
     objectives: dict[int, list[float]] = {}
     out: dict[int, str] = {}
     for trial in trials:
-        entry, outcome = entries[trial.config["repeat"]], trial.outcome
+        this, outcome = planned[trial.config["repeat"]], trial.outcome
         if outcome is None:
-            out[entry.rank] = trial.error_line
+            out[this.candidate] = trial.error_line
             continue
-        repeat = Repeat(seed=entry.seed, score=outcome.score, noise=outcome.noise)
-        repeats.setdefault(entry.rank, []).append(repeat)
-        objectives.setdefault(entry.rank, []).append(outcome.objective)
-    means = {rank: statistics.mean(found) for rank, found in objectives.items() if rank not in out}
+        repeat = Repeat(seed=this.seed, score=outcome.score, noise=outcome.noise)
+        repeats.setdefault(this.candidate, []).append(repeat)
+        objectives.setdefault(this.candidate, []).append(outcome.objective)
+    means = {candidate: statistics.mean(found) for candidate, found in objectives.items() if candidate not in out}
     if not means:
         raise RuntimeError(f"Each of the best trials failed with another seed. The first: {out[min(out)]}")
     best = max(sorted(means), key=means.__getitem__)  # of equals the one that the search found better

@@ -20,10 +20,10 @@ from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, Run, Workload
 from ray_adascale.checkpoint.rng import seed_everything
-from ray_adascale.run.base_run import BaseOutcome
+from ray_adascale.run.base_run import BaseOutcome, base_config
 from ray_adascale.search import trial_workers
 from ray_adascale.search.trial import OBJECTIVE, OUTCOME, Collected, MissingMetric
-from ray_adascale.search.trial_workers import _TrialBackend
+from ray_adascale.search.trial_workers import OnWorkers, _TrialBackend
 
 B0, T, EVERY, PROBE_EVERY = 4, 20, 5, 4
 
@@ -224,8 +224,10 @@ def run_with(fit: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], ray.
     monkeypatch.setattr(trial_workers, "TorchTrainer", Trainer)
     tune = SimpleNamespace(report=told.append, get_context=lambda: SimpleNamespace(get_trial_id=lambda: "a1b2"))
     monkeypatch.setattr(trial_workers, "tune", tune)
-    trial_workers.run_on_workers({}, SimpleNamespace(scaling_config="workers", folder="there"))
-    assert seen["scaling_config"] == "workers"
+    config = base_config(None, B0, T, None, seed=0)
+    workers = ray.train.ScalingConfig(num_workers=2)
+    OnWorkers(workload=make_workload, config=config, probe_every=4, scaling_config=workers, folder="there").train({})
+    assert seen["scaling_config"] is workers
     return told, seen["run_config"]
 
 

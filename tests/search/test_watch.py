@@ -13,7 +13,7 @@ from ray import tune
 
 from ray_adascale.recipe import NoiseProbe
 from ray_adascale.run.base_run import BaseOutcome
-from ray_adascale.search.trial import Entry, was_building
+from ray_adascale.search.trial import PlannedRepeat, was_building
 from ray_adascale.search.watch import BestMean, Finished, Watch, best_mean, interrupts
 
 T = 200
@@ -53,26 +53,35 @@ def repeated(index: int, score: float | None, mode: Literal["min", "max"] = "min
     return Finished(f"r{index}", {"repeat": index}, {"outcome": outcome.to_json()}, None)
 
 
+def plan(candidates: int) -> list[PlannedRepeat]:
+    """Two repeats of each."""
+    return [
+        PlannedRepeat(candidate=candidate, hyperparameters={"lr": 0.1 + candidate}, seed=seed)
+        for candidate in range(candidates)
+        for seed in (4, 5)
+    ]
+
+
 def test_best_mean_over_the_repeats_wins() -> None:
-    entries = [Entry(rank=rank, hyperparameters={}, seed=seed) for rank in (0, 1) for seed in (4, 5)]
+    planned = plan(2)
     # Ended in any order. Means 0.3 and 0.25: the second is better where small is.
     scores = {3: 0.1, 0: 0.2, 2: 0.4, 1: 0.4}
-    rank, repeats = best_mean(entries, [repeated(i, score) for i, score in scores.items()])
-    assert rank == 1
+    candidate, repeats = best_mean(planned, [repeated(i, score) for i, score in scores.items()])
+    assert candidate == 1
     assert [(repeat.seed, repeat.score) for repeat in repeats] == [(4, 0.4), (5, 0.1)]
     assert repeats[0].noise == [NoiseProbe(effective_steps=20, sigma2=3, mu2=1)]
-    assert best_mean(entries, [repeated(i, score, "max") for i, score in scores.items()])[0] == 0
+    assert best_mean(planned, [repeated(i, score, "max") for i, score in scores.items()])[0] == 0
     # A config that fails with another seed is out, however good its other repeats.
     scores_or_none = {0: 0.2, 1: 0.4, 2: 0.0, 3: None}
-    assert best_mean(entries, [repeated(i, score) for i, score in scores_or_none.items()])[0] == 0
+    assert best_mean(planned, [repeated(i, score) for i, score in scores_or_none.items()])[0] == 0
     with pytest.raises(RuntimeError, match=r"with another seed\. The first: FloatingPointError: error is nan"):
-        best_mean(entries, [repeated(i, None) for i in range(4)])
+        best_mean(planned, [repeated(i, None) for i in range(4)])
 
 
 def test_what_decides_is_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    entries = [Entry(rank=rank, hyperparameters={"lr": 0.1 + rank}, seed=seed) for rank in (0, 1, 2) for seed in (4, 5)]
-    best = BestMean(entries)
-    watch = Watch(6, verbose=True, what="repeat", describe=lambda config: str(entries[config["repeat"]]), best=best)
+    planned = plan(3)
+    best = BestMean(planned)
+    watch = Watch(6, verbose=True, what="repeat", describe=lambda config: str(planned[config["repeat"]]), best=best)
     # A single repeat decides nothing; nor does one whose sister failed. Small is good: means 0.3 and then 0.25.
     shown = []
     for i, score in ((2, 0.0), (4, 0.0), (5, None), (0, 0.2), (1, 0.4), (3, 0.5)):
