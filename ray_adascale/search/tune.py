@@ -28,7 +28,7 @@ from ..train.cluster import pickle_by_value, quiet_init
 from ..workload import WorkloadFn
 from .spec import SearchSpec
 from .trial import OBJECTIVE, InOneProcess, PlannedRepeat, TrialSetup, describe_config, run_repeat, run_trial
-from .watch import BestMean, Finished, StopOnMistake, Watch, best_mean, interrupts, watching
+from .watch import BestMean, Finished, StopOnMistake, Watch, best_mean, watching
 
 __all__ = ["tune_recipe"]
 
@@ -304,7 +304,7 @@ class _Search:
                 )
                 run_config = replace(run_config, stop=StopOnMistake(watch), callbacks=[watch])
                 tuner = tune.Tuner(trainable, param_space=space, tune_config=tune_config, run_config=run_config)
-            with _quiet_tune(), interrupts(watch), watch.progress or nullcontext():
+            with _quiet_tune(), watch.noticing_ctrl_c(), watch.progress or nullcontext():
                 tuner.fit()
         if watch.fatal is not None:
             raise ValueError(str(watch.fatal)) from watch.fatal

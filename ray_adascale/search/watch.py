@@ -1,4 +1,4 @@
-"""What watches a search: which trials have ended and how, what is said of them, and when it is to stop."""
+"""What looks on while a search runs: which trials have ended and how, which is the best, and when the search is to end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..recipe import Repeat
 from ..run.base_run import BaseOutcome
 from .trial import OUTCOME, MissingMetric, PlannedRepeat, describe_config, was_building
 
-__all__ = ["BestMean", "BestTrial", "Finished", "StopOnMistake", "Watch", "best_mean", "interrupts", "watching"]
+__all__ = ["BestMean", "BestTrial", "Finished", "StopOnMistake", "Watch", "best_mean", "watching"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,11 @@ class Finished:
 
 
 class BestTrial:
-    """What decides among trials: the best score. Called with each that has ended; (score, description) of the best so far."""
+    """Knows the best trial so far, by its score.
+
+    It is called with each trial that has ended, and returns what there is to say of the best: its score, and a description;
+    both are empty while no trial has reached T.
+    """
 
     def __init__(self) -> None:
         self._best: tuple[Finished, BaseOutcome] | None = None
@@ -63,7 +67,7 @@ class BestTrial:
 
 
 class BestMean:
-    """What decides among repeats: the best mean over all the seeds of a config. Called and returns as :class:`BestTrial`."""
+    """Knows the best candidate so far, by its mean over all its repeats. It is called and answers as :class:`BestTrial`."""
 
     def __init__(self, planned: list[PlannedRepeat]) -> None:
         self._planned = planned
@@ -91,22 +95,23 @@ class BestMean:
 
 
 class Watch(tune.Callback):
-    """Collects the trials as they end, and says a line about each.
+    """Collects the trials as they end, prints a line about each, and finds out what has to end the search.
 
     Args:
         total: How many there will be.
-        verbose: Whether anything is said.
-        what: They are called, "trial" or "repeat".
-        earlier: The search was started before: those that end without a word may have been told then.
-        describe: A trial's config, for people.
-        best: See :class:`BestTrial`.
+        verbose: Whether anything is printed.
+        what: What they are called, "trial" or "repeat".
+        earlier: Whether the search was started before: those that end without a word may have been told then.
+        describe: Describes a trial's config to people.
+        best: Knows the best so far; see :class:`BestTrial`.
         space: The search space. With one, the search ends where its first trials all make the same mistake while they are
             built.
 
     Attributes:
         finished: Those that have ended, by their trial's id.
         fatal: A mistake that every trial would repeat; the search is to end with it.
-        interrupted: Ctrl-C has ended the search.
+        interrupted: Whether Ctrl-C has ended the search.
+        progress: The display, None where nothing is printed.
     """
 
     def __init__(
@@ -123,15 +128,13 @@ class Watch(tune.Callback):
         self.finished: dict[str, Finished] = {}
         self.fatal: ValueError | None = None
         self.interrupted = False
-        self.was_interrupted: Callable[[], bool] = lambda: False
         self.progress = SearchProgress(what, total) if verbose else None
         self.what = what
         self._earlier = earlier
-        self._config_text = describe
+        self._describe_config = describe
         self._best = BestTrial() if best is None else best
-        self._space = space
-        self._began = 0  # trials that had begun when the first mistake was seen
-        self._reported = False
+        self._shared = None if space is None else _SharedMistake(space)
+        self._own_handler: Any = None  # the program's for Ctrl-C, while Tune has its own in place
 
     def __reduce__(self) -> Any:
         # Tune pickles its callbacks for a search to be restored with; what comes back is the watch of that restart.
@@ -142,7 +145,8 @@ class Watch(tune.Callback):
     ) -> None:
         if "total_steps" not in result:
             return
-        self._reported = True
+        if self._shared is not None:
+            self._shared.excluded = True
         if self.progress is not None:
             self.progress.advance(trial.trial_id, result["effective_steps"] / result["total_steps"])
 
@@ -155,40 +159,13 @@ class Watch(tune.Callback):
             self.fatal = error
             return  # every trial would say the same: the search ends with this very error
         self._add(Finished(trial.trial_id, dict(trial.config), dict(trial.last_result or {}), error))
-        if self._space is not None and self.fatal is None and was_building(error):
-            self.fatal = self._shared_mistake(trials, self._space)
-
-    def _shared_mistake(self, trials: list[Any], space: Mapping[str, Any]) -> ValueError | None:
-        """The mistake that the first trials have all made, where no searched value can be to blame for it.
-
-        Args:
-            trials: All that there are, in the order in which they begin; the newest mistake is one of theirs.
-            space: The search space.
-        """
-        self._began = self._began or sum(trial.status != "PENDING" for trial in trials)
-        if self._reported:
-            return None  # some config can be built
-        alike: list[Finished] = []
-        for trial in trials:
-            found = self.finished.get(trial.trial_id)
-            if found is None or not was_building(found.error) or found.error_line != (alike or [found])[0].error_line:
-                break
-            alike.append(found)
-        if len(alike) < max(1, self._began):
-            return None
-        first, *others = (_searched(found.config, space) for found in alike)
-        if first and all(first & other for other in others):
-            return None  # it may be one of the values that they share
-        last = alike[-1]
-        told = f"The first {len(alike)} failed alike, the last" if others else "The first failed"
-        shared = ValueError(f"No trial can be built. {told} at {describe_config(last.config)}: {last.error_line}")
-        shared.__cause__ = last.error
-        return shared
+        if self._shared is not None and self.fatal is None and was_building(error):
+            self.fatal = self._shared.find(trials, self.finished)
 
     def on_experiment_end(self, trials: list[Any], **info: Any) -> None:
-        if self.was_interrupted():
+        self._notice_ctrl_c()
+        if self.interrupted:
             # Tune has just ended those that ran, as if they were done; in what it saved before, they go on.
-            self.interrupted = True
             return
         for trial in trials:
             if trial.status not in ("TERMINATED", "ERROR"):
@@ -212,7 +189,7 @@ class Watch(tune.Callback):
         self.progress.finish(trial.trial_id, self._describe(trial, score), best)
 
     def _describe(self, trial: Finished, best: str) -> str:
-        where = f"at {self._config_text(trial.config)}"
+        where = f"at {self._describe_config(trial.config)}"
         if trial.error is not None:
             return f"failed {where}: {trial.error_line}"
         outcome = trial.outcome
@@ -220,6 +197,77 @@ class Watch(tune.Callback):
             tau, total = trial.metrics.get("effective_steps", 0), trial.metrics.get("total_steps", "?")
             return f"stopped early {where}, at effective step {tau:.0f} of {total}"
         return f"{outcome.metric} {outcome.score:.4g} {where}{best and f' ({best})'}"
+
+    @contextmanager
+    def noticing_ctrl_c(self) -> Iterator[None]:
+        """Notice Ctrl-C, after which Tune saves the search and returns as if it were done.
+
+        A hack, as Tune doesn't say so: it installs a handler that puts the one before back when the signal comes, and
+        otherwise leaves its own behind, which would swallow the next Ctrl-C of the program.
+        """
+        before = signal.getsignal(signal.SIGINT)
+        installs = threading.current_thread() is threading.main_thread() and not int(
+            os.environ.get("TUNE_DISABLE_SIGINT_HANDLER", "0")
+        )
+        self._own_handler = before if installs else None
+        try:
+            yield
+            self._notice_ctrl_c()
+        finally:
+            if installs:
+                signal.signal(signal.SIGINT, before)
+
+    def _notice_ctrl_c(self) -> None:
+        if self._own_handler is not None and signal.getsignal(signal.SIGINT) is self._own_handler:
+            self.interrupted = True
+
+
+class _SharedMistake:
+    """Finds the mistake that the first trials have all made while they were built, and that every trial would repeat.
+
+    Args:
+        space: The search space: where all that failed share a value that was searched for, it may be to blame.
+
+    Attributes:
+        excluded: Whether a trial has reported, so that some config can be built.
+    """
+
+    def __init__(self, space: Mapping[str, Any]) -> None:
+        self.excluded = False
+        self._space = space
+        self._began = 0  # trials that had begun when the first mistake was seen
+
+    def find(self, trials: list[Any], finished: Mapping[str, Finished]) -> ValueError | None:
+        """The mistake, where no searched value can be to blame for it; None where there is no such mistake, or not yet.
+
+        Args:
+            trials: All that there are, in the order in which they begin; the newest mistake is one of theirs.
+            finished: Those that have ended, by their trial's id.
+        """
+        self._began = self._began or sum(trial.status != "PENDING" for trial in trials)
+        if self.excluded:
+            return None
+        alike: list[Finished] = []
+        for trial in trials:
+            found = finished.get(trial.trial_id)
+            if found is None or not was_building(found.error) or found.error_line != (alike or [found])[0].error_line:
+                break
+            alike.append(found)
+        if len(alike) < max(1, self._began):
+            return None
+        first, *others = (self._searched(found.config) for found in alike)
+        if first and all(first & other for other in others):
+            return None  # it may be one of the values that they share
+        last = alike[-1]
+        told = f"The first {len(alike)} failed alike, the last" if others else "The first failed"
+        mistake = ValueError(f"No trial can be built. {told} at {describe_config(last.config)}: {last.error_line}")
+        mistake.__cause__ = last.error
+        return mistake
+
+    def _searched(self, config: Mapping[str, Any]) -> set[tuple[str, str]]:
+        """(name, value) of what is not the same in every trial; values in words, as they may be of any type."""
+        values = {(name, repr(value)) for name, value in config.items()}
+        return values - {(name, repr(value)) for name, value in self._space.items()}
 
 
 _watching: dict[str, Watch] = {}  # "trial" or "repeat" -> the watch of the search that runs in this process
@@ -231,7 +279,7 @@ def _live_watch(what: str) -> Watch:
 
 @contextmanager
 def watching(watch: Watch) -> Iterator[None]:
-    """Tune's callbacks, restored ones too, come to this watch."""
+    """Have Tune's callbacks, restored ones too, come to this watch."""
     _watching[watch.what] = watch
     try:
         yield
@@ -272,12 +320,6 @@ def best_mean(planned: list[PlannedRepeat], trials: list[Finished]) -> tuple[int
     return best, sorted(repeats[best], key=lambda repeat: repeat.seed)
 
 
-def _searched(config: Mapping[str, Any], space: Mapping[str, Any]) -> set[tuple[str, str]]:
-    """(name, value) of what is not the same in every trial; values in words, as they may be of any type."""
-    values = {(name, repr(value)) for name, value in config.items()}
-    return values - {(name, repr(value)) for name, value in space.items()}
-
-
 def _cause(trial: Any) -> Exception:
     """Why the trial failed: the exception itself where it could be pickled, else one with its last words."""
     # As it fails the driver has its files, and storage not yet; Trial's own methods look at storage.
@@ -288,23 +330,3 @@ def _cause(trial: Any) -> Exception:
         return cause if isinstance(cause, Exception) else error
     lines = Path(text).read_text(encoding="utf-8").strip().splitlines() if text and Path(text).is_file() else []
     return RuntimeError(lines[-1] if lines else "unknown error")
-
-
-@contextmanager
-def interrupts(watch: Watch) -> Iterator[None]:
-    """Notices Ctrl-C, after which Tune saves the search and returns as if it were done.
-
-    A hack, as Tune doesn't say so: it installs a handler that puts the one before back when the signal comes, and otherwise
-    leaves its own behind, which would swallow the next Ctrl-C of the program.
-    """
-    watched = threading.current_thread() is threading.main_thread() and not int(
-        os.environ.get("TUNE_DISABLE_SIGINT_HANDLER", "0")
-    )
-    before = signal.getsignal(signal.SIGINT)
-    watch.was_interrupted = lambda: watched and signal.getsignal(signal.SIGINT) is before
-    try:
-        yield
-        watch.interrupted |= watch.was_interrupted()
-    finally:
-        if watched:
-            signal.signal(signal.SIGINT, before)

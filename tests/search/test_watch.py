@@ -14,7 +14,7 @@ from ray import tune
 from ray_adascale.recipe import NoiseProbe
 from ray_adascale.run.base_run import BaseOutcome
 from ray_adascale.search.trial import PlannedRepeat, was_building
-from ray_adascale.search.watch import BestMean, Finished, Watch, best_mean, interrupts
+from ray_adascale.search.watch import BestMean, Finished, Watch, best_mean
 
 T = 200
 
@@ -25,7 +25,7 @@ def test_trials_that_ran_when_a_search_was_interrupted_have_not_ended(
 ) -> None:
     watch = Watch(2, verbose=True)
     trial = SimpleNamespace(trial_id="a", config={"lr": 0.1}, status="TERMINATED", last_result={"total_steps": T})
-    with interrupts(watch):
+    with watch.noticing_ctrl_c():
         # As Tune does: a handler of its own, until the signal comes; and then trials that run are ended without a word.
         before = signal.signal(signal.SIGINT, lambda *_: None)
         if interrupted:
