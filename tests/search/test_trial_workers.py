@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import queue
 import shutil
@@ -22,10 +21,11 @@ from torch.utils.data import TensorDataset
 from ray_adascale import AdaScaleConfig, Run, Workload
 from ray_adascale.checkpoint.rng import seed_everything
 from ray_adascale.run.backend import Outcome
+from ray_adascale.run.base_run import BaseOutcome, base_config
 from ray_adascale.run.schedule import BaseSchedule
 from ray_adascale.search import trial_workers
 from ray_adascale.search.trial import OBJECTIVE, OUTCOME, Collected, MissingMetric
-from ray_adascale.search.trial_workers import _TrialBackend
+from ray_adascale.search.trial_workers import OnWorkers, _TrialBackend
 
 B0, T, EVERY, PROBE_EVERY = 4, 20, 5, 4
 
@@ -137,8 +137,10 @@ def test_tune_hears_of_evaluations_however_often_checkpoints_are_written(
 
 def test_the_noise_is_that_of_every_fourth_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trial = Trial(tmp_path, monkeypatch)
-    found = json.loads(trial.last[OUTCOME])["noise"]
-    assert found == [[tau, *trial.moments[tau]] for tau in (0, 4, 8, 12, 16)]  # of the step itself, not averaged
+    found = [
+        (probe.effective_steps, probe.sigma2, probe.mu2) for probe in BaseOutcome.from_json(trial.last[OUTCOME]).noise
+    ]
+    assert found == [(tau, *trial.moments[tau]) for tau in (0, 4, 8, 12, 16)]  # of the step itself, not averaged
     assert all(sigma2 > 0 for _, sigma2, _ in found)
 
 
@@ -226,8 +228,10 @@ def run_with(fit: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], ray.
     monkeypatch.setattr(trial_workers, "TorchTrainer", Trainer)
     tune = SimpleNamespace(report=told.append, get_context=lambda: SimpleNamespace(get_trial_id=lambda: "a1b2"))
     monkeypatch.setattr(trial_workers, "tune", tune)
-    trial_workers.run_on_workers({}, SimpleNamespace(scaling_config="workers", folder="there"))
-    assert seen["scaling_config"] == "workers"
+    config = base_config(None, B0, T, None, seed=0)
+    workers = ray.train.ScalingConfig(num_workers=2)
+    OnWorkers(workload=make_workload, config=config, probe_every=4, scaling_config=workers, folder="there").train({})
+    assert seen["scaling_config"] is workers
     return told, seen["run_config"]
 
 
