@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from .._files import write_atomically
 from .._version import __version__
 from ..recipe import Recipe
 from .forecast import Forecast, noise_curves, pyplot, replay
@@ -70,12 +71,7 @@ def write_report(
         _draw(panel, loaded, output.with_name(f"{output.stem}-{panel.slug}.png"))
         figures.append((panel.title, svg))
     page = _page(loaded, figures, recipe, forecast)
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(page, encoding="utf-8")
-        os.replace(temporary, output)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomically(output, [page.encode()], sync=False)
     return output
 
 
