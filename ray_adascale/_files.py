@@ -24,9 +24,10 @@ def write_atomically(path: str | os.PathLike[str], parts: Iterable[bytes], *, sy
     """Write a file that a reader finds whole, or as it was before. Where writing fails, nothing is left of the attempt.
 
     Args:
-        path: On this machine; its folder must exist.
-        parts: The content, piece by piece.
-        sync: Have it on the disk before it takes its name, so that it survives a power cut. Not for what can be made again.
+        path: A file on this machine; its folder must exist.
+        parts: The content, piece by piece. They may be made as they are written, from the old file too.
+        sync: Whether the content must be on the disk before it takes the file's name, to survive a power cut. What can be
+            made again need not be.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .. import checkpoint
 from ..recipe import Recipe, RecipeError
-from .report import load_run
+from .runs import is_number, load_run, workers_in_words
 
 __all__ = ["describe"]
 
@@ -64,7 +64,7 @@ def _checkpoint(path: Path) -> tuple[str, bool]:
     sizes = [(key, math.prod(info.shape) * info.dtype.itemsize) for key, info in index.items()]
     model = [size for key, size in sizes if key.startswith(checkpoint.WEIGHTS_PREFIX)]
     versions = ", ".join(f"{name} {version}" for name, version in state.get("versions", {}).items())
-    metrics = ", ".join(f"{key} {value:.4g}" for key, value in state.get("recorded", {}).items() if _is_number(value))
+    metrics = ", ".join(f"{key} {value:.4g}" for key, value in state.get("recorded", {}).items() if is_number(value))
     lines = [
         f"Checkpoint {path}",
         "  whole        every file has the size and digest of the manifest",
@@ -87,7 +87,7 @@ def _run(path: Path) -> str:
     lines = [
         f"Run {run.label}",
         f"  steps        {last['optimizer_steps']:,} for {last['effective_steps']:,.1f} effective ones, mean gain "
-        f"{run.mean_gain:.2f} at scale {last['scale']:g} on {_workers(last)}",
+        f"{run.mean_gain:.2f} at scale {last['scale']:g} on {workers_in_words(last.get('world_size'))}",
         f"  loss         {last.get('loss', math.nan):.4g}, {last.get('examples_per_s', math.nan):,.0f} examples/s",
     ]
     for name in run.metrics:
@@ -99,15 +99,6 @@ def _run(path: Path) -> str:
         whole = [folder.name for folder in found if checkpoint.is_complete(folder)]
         lines.append(f"  checkpoints  {len(found)}, newest whole one {whole[-1] if whole else 'none'}")
     return "\n".join(lines)
-
-
-def _workers(row: dict[str, object]) -> str:
-    count = row.get("world_size")
-    return f"{count} worker{'' if count == 1 else 's'}"
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _bytes(count: int) -> str:

@@ -13,18 +13,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .report import RunTrace, load_run
+from .runs import COUNTERS, RunTrace, is_number, load_run
 
 __all__ = ["LiveEvents", "write_events"]
 
-_PLACE = ("step", "attempt", "position", "optimizer_steps", "total_steps")
+_NO_CURVES = (*COUNTERS, "optimizer_steps")
+"""The keys whose numbers are no curves: where the run was. Optimizer steps are an axis."""
 
 
 def write_events(run: str | os.PathLike[str] | RunTrace, folder: str | os.PathLike[str]) -> Path:
     """Write every step of a run's trace.
 
     Args:
-        run: See :func:`ray_adascale.analysis.report.trace_path`.
+        run: See :func:`ray_adascale.analysis.runs.trace_path`.
         folder: For all runs; the run gets one of its own in it, named by its label.
 
     Returns:
@@ -101,8 +102,7 @@ class LiveEvents:
 
 def _scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for key, value in row.items():
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if key not in _PLACE and number and math.isfinite(value):
+        if key not in _NO_CURVES and is_number(value) and math.isfinite(value):
             yield key, value
 
 

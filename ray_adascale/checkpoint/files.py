@@ -25,6 +25,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from .._files import write_atomically
 from .._torch import is_dtensor
 
 FORMAT = "ray_adascale/checkpoint"
@@ -114,12 +115,7 @@ def sync_directory(directory: Path) -> None:
 def write_text(directory: Path, name: str, text: str) -> FileDigest:
     """Writes a file that is either absent or whole."""
     data = text.encode()
-    temporary = directory / f"{name}.tmp"
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(directory / name)
+    write_atomically(directory / name, [data])
     return FileDigest(name, len(data), hashlib.sha256(data).hexdigest())
 
 

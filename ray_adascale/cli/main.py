@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .._files import RUN, SEARCH, read_json, write_json
 from ..recipe import Recipe
 from ..workload import WorkloadFn, resolve
 from .arguments import BATCH, ELASTIC_FAILURES, make_parser, numbers, overrides, settings, workers
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from ..config import AdaScaleConfig
 
 __all__ = ["main"]
-
-_RUN_FILE = "ray_adascale.json"
-"""Beside a run's checkpoints: the arguments of the `train` that started it, for `resume`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -157,7 +155,6 @@ def _train(args: argparse.Namespace) -> int:
     import ray.exceptions
     import ray.train
 
-    from .._files import write_json
     from ..train.trainer import AdaScaleTrainer
 
     recipe = None if args.recipe is None else Recipe.load(args.recipe)
@@ -194,7 +191,7 @@ def _train(args: argparse.Namespace) -> int:
         scaling_config=ray.train.ScalingConfig(num_workers=num_workers, use_gpu=args.use_gpu),
         run_config=run_config,
     )
-    write_json(f"{folder}/{_RUN_FILE}", _arguments(args, name, run_config.storage_path))
+    write_json(f"{folder}/{RUN}", _arguments(args, name, run_config.storage_path))
     started = time.monotonic()
     try:
         result = trainer.fit()
@@ -323,7 +320,7 @@ def _param_space(args: argparse.Namespace) -> Any:
 
 def _measured(args: argparse.Namespace, recipe: Recipe, config: AdaScaleConfig) -> Throughput:
     """The throughput model that ``--measure`` and ``--run`` give."""
-    from ..analysis.report import trace_path
+    from ..analysis.runs import trace_path
     from ..analysis.throughput import measure_throughput
 
     workload: WorkloadFn = resolve(args.measure)
@@ -353,24 +350,22 @@ def _saved_run(run: str, storage_path: str | None) -> dict[str, Any]:
     Raises:
         ValueError: There are none.
     """
-    from .._files import read_json
-
     is_place = "://" in run or os.sep in run or Path(run).is_dir()
     folder = run if is_place else f"{_storage(storage_path or '~/ray_results')}/{run}"
     folder = str(_storage(folder))
     try:
-        saved = read_json(f"{folder}/{_RUN_FILE}")
+        saved = read_json(f"{folder}/{RUN}")
     except ValueError as e:
-        raise ValueError(f"Invalid run {run!r}: {folder}/{_RUN_FILE} is damaged ({e}).") from e
+        raise ValueError(f"Invalid run {run!r}: {folder}/{RUN} is damaged ({e}).") from e
     if isinstance(saved, dict) and {"workload", "recipe", "name"} <= saved.keys():
         return saved
-    if read_json(f"{folder}/search.json") is not None:
+    if read_json(f"{folder}/{SEARCH}") is not None:
         raise ValueError(
             f"Invalid run {run!r}: a search. It goes on with the `ray-adascale tune` that started it, with --name "
             f"{folder.rpartition('/')[2]} and the same --storage-path."
         )
     raise ValueError(
-        f"Invalid run {run!r}: no {_RUN_FILE} in {folder}. `ray-adascale train` writes it; a run that was started "
+        f"Invalid run {run!r}: no {RUN} in {folder}. `ray-adascale train` writes it; a run that was started "
         "otherwise goes on when it is started again with the same name and storage path."
     )
 

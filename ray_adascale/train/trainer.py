@@ -17,7 +17,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..analysis.display import RunProgress
 from ..config import AdaScaleConfig
 from ..recipe import Recipe
 from ..run.loop import Run
@@ -164,6 +163,8 @@ class AdaScaleTrainer(TorchTrainer):
         """
         if not self._progress:
             return self._fit()
+        from ..analysis.display import RunProgress  # here, as workers load this module too, and need no rich
+
         quiet_init()
         board = Board.remote()  # type: ignore[attr-defined]
         self._settings["board"] = board

@@ -9,47 +9,16 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from ray_adascale import AdaScaleConfig
 from ray_adascale.analysis.forecast import forecast_recipe
-from ray_adascale.analysis.report import RunTrace, _draw, _line, _panels, _stretches, load_run, trace_path, write_report
+from ray_adascale.analysis.report import write_report
 from ray_adascale.recipe import Repeat
-from ray_adascale.run.trace import Trace
 
-from .test_forecast import probes, recipe
+from ..samples_of import probes, recipe, row, write_rows
 
 NASTY = "<script>alert('$x_{$')</script>&amp;"
-
-
-def row(step: int, **changes: Any) -> dict[str, Any]:
-    """A step of a run at S = 4 with r = 2."""
-    return {
-        "step": step,
-        "attempt": 0,
-        "position": 32 * step,
-        "gain": 2.0,
-        "scale": 4.0,
-        "effective_steps": 2.0 * step,
-        "progress": 2.0 * step,
-        "lr": 0.1,
-        "loss": 1 / step,
-        "sigma2": 3.0,
-        "mu2": 1.0,
-        "noise_scale": 24.0,
-        "efficiency": 0.5,
-        "examples_per_s": 1000.0,
-        "optimizer_steps": step,
-        "world_size": 2,
-    } | changes
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    with Trace(path) as trace:
-        for each in rows:
-            trace.append(each)
-    return path
 
 
 def base_rows(count: int = 20) -> list[dict[str, Any]]:
@@ -117,8 +86,8 @@ def make(tmp_path: Path) -> Callable[..., Page]:
 
 
 def test_page_says_what_the_runs_did(make: Callable[..., Page], tmp_path: Path) -> None:
-    base = write(tmp_path / "base" / "trace.jsonl", base_rows())
-    scaled = write(tmp_path / "scaled" / "trace.jsonl", [row(s) | {"accuracy": 0.08 * s} for s in range(1, 11)])
+    base = write_rows(tmp_path / "base" / "trace.jsonl", base_rows())
+    scaled = write_rows(tmp_path / "scaled" / "trace.jsonl", [row(s) | {"accuracy": 0.08 * s} for s in range(1, 11)])
     page = make(base.parent, scaled, recipe=recipe([(0, 3, 1)], total_steps=20))
     head, *rows = page.tables[0]
     assert head == [
@@ -147,7 +116,7 @@ def test_page_says_what_the_runs_did(make: Callable[..., Page], tmp_path: Path) 
 
 
 def test_page_stands_alone_in_light_and_dark(make: Callable[..., Page], tmp_path: Path) -> None:
-    page = make([write(tmp_path / "trace.jsonl", [row(1), row(2)])])
+    page = make([write_rows(tmp_path / "trace.jsonl", [row(1), row(2)])])
     text = (tmp_path / "out" / "report.html").read_text()
     assert all(link.startswith("#") for link in page.links)
     assert not re.search(r"url\((?!#)|@import|<script|<link|<iframe", text)
@@ -161,7 +130,7 @@ def test_page_stands_alone_in_light_and_dark(make: Callable[..., Page], tmp_path
 
 
 def test_what_users_name_is_text(make: Callable[..., Page], tmp_path: Path) -> None:
-    path = write(tmp_path / "trace.jsonl", [row(1) | {NASTY: 1.0, "_hidden": 2.0}, row(2) | {NASTY: 1.5}])
+    path = write_rows(tmp_path / "trace.jsonl", [row(1) | {NASTY: 1.0, "_hidden": 2.0}, row(2) | {NASTY: 1.5}])
     page = make({NASTY: path}, recipe=recipe([], hyperparameters={"note": NASTY}, workload=NASTY))
     assert "script" not in page.tags
     assert page.tables[0][1][0] == NASTY
@@ -175,7 +144,7 @@ def test_what_users_name_is_text(make: Callable[..., Page], tmp_path: Path) -> N
 def test_restarts_and_resizes_are_marked(make: Callable[..., Page], tmp_path: Path) -> None:
     rows = [row(1), row(2), row(3, attempt=1), row(4, attempt=2, world_size=4, scale=8.0), row(5, world_size=4)]
     rows[4]["attempt"], rows[4]["scale"] = 2, 8.0
-    page = make([write(tmp_path / "mine" / "trace.jsonl", rows)], recipe=recipe([(0, 3, 1)], total_steps=10))
+    page = make([write_rows(tmp_path / "mine" / "trace.jsonl", rows)], recipe=recipe([(0, 3, 1)], total_steps=10))
     assert page.tables[0][1][1:3] == ["2 → 4", "4 → 8"]
     assert page.tables[1][1:] == [
         ["mine", "4", "restarted"],
@@ -190,9 +159,9 @@ def test_restarts_and_resizes_are_marked(make: Callable[..., Page], tmp_path: Pa
 
 
 def test_forecast_against_actual(make: Callable[..., Page], tmp_path: Path) -> None:
-    done = write(tmp_path / "done" / "trace.jsonl", [row(s) for s in range(1, 11)])
-    half = write(tmp_path / "half" / "trace.jsonl", [row(s) for s in range(1, 6)])
-    other = write(tmp_path / "other" / "trace.jsonl", [row(s, world_size=16) for s in range(1, 11)])
+    done = write_rows(tmp_path / "done" / "trace.jsonl", [row(s) for s in range(1, 11)])
+    half = write_rows(tmp_path / "half" / "trace.jsonl", [row(s) for s in range(1, 6)])
+    other = write_rows(tmp_path / "other" / "trace.jsonl", [row(s, world_size=16) for s in range(1, 11)])
     made = forecast_recipe(
         recipe([(0, 3, 0)], total_steps=20), workers=[2], config=AdaScaleConfig(per_worker_batch_size=16)
     )  # r = S: 5 steps
@@ -203,8 +172,8 @@ def test_forecast_against_actual(make: Callable[..., Page], tmp_path: Path) -> N
         ["other", "4", "", "", "10", "not forecast"],
     ]
     # From a recipe: of two seeds, r = S and r = 1, so 5 and 20 steps; and nothing of what it can't be asked about.
-    rule = write(tmp_path / "rule" / "trace.jsonl", [row(s, progress=1.5 * s) for s in range(1, 11)])
-    lr = write(tmp_path / "lr" / "trace.jsonl", [row(s, lr=0.2) for s in range(1, 11)])
+    rule = write_rows(tmp_path / "rule" / "trace.jsonl", [row(s, progress=1.5 * s) for s in range(1, 11)])
+    lr = write_rows(tmp_path / "lr" / "trace.jsonl", [row(s, lr=0.2) for s in range(1, 11)])
     second = [Repeat(seed=1, score=0.5, noise=probes([(0, 0, 2)]))]
     first = make(done, recipe=recipe([(0, 3, 0)], 20, repeats=second)).tables[1][1]
     others = make(done, rule, lr, recipe=recipe([(0, 3, 0)], 20)).tables[1][1:]
@@ -217,16 +186,8 @@ def test_forecast_against_actual(make: Callable[..., Page], tmp_path: Path) -> N
     ]
 
 
-def test_runs_are_found_and_told_apart(tmp_path: Path) -> None:
-    ended = write(tmp_path / "ended" / "trace.jsonl", [row(1)])
-    write(tmp_path / "ended" / "checkpoint_0000000001" / "trace.jsonl", [row(1)])
-    assert trace_path(ended.parent) == ended
-    stopped = tmp_path / "stopped"
-    for n in (1, 2):
-        write(stopped / f"checkpoint_000{n}" / "trace.jsonl", [row(s) for s in range(1, n + 1)])
-    assert len(load_run(stopped).rows) == 2
-    assert load_run(stopped).label == "stopped"
-    assert load_run(write(tmp_path / "odd.jsonl", [row(1)])).label == "odd"
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    ended, stopped = (write_rows(tmp_path / name / "trace.jsonl", [row(1)]).parent for name in ("ended", "stopped"))
     again = Page(write_report([stopped, stopped, ended], tmp_path / "r.html"))
     assert [cells[0] for cells in again.tables[0][1:]] == ["stopped (1)", "stopped (2)", "ended"]
 
@@ -241,7 +202,7 @@ def test_runs_are_found_and_told_apart(tmp_path: Path) -> None:
 )
 def test_runs_that_are_none(tmp_path: Path, rows: list[dict[str, Any]] | None, message: str) -> None:
     if rows is not None:
-        write(tmp_path / "run" / "trace.jsonl", rows)
+        write_rows(tmp_path / "run" / "trace.jsonl", rows)
     with pytest.raises(ValueError, match=message):
         write_report([tmp_path / "run"], tmp_path / "r.html")
     assert not (tmp_path / "r.html").exists()
@@ -252,7 +213,7 @@ def test_what_is_given_in_place_of_a_run_or_a_page(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("a note")
     (tmp_path / "search").mkdir()
     (tmp_path / "search" / "search.json").write_text("{}")
-    run = write(tmp_path / "run" / "trace.jsonl", [row(1)])
+    run = write_rows(tmp_path / "run" / "trace.jsonl", [row(1)])
     for given, page, message in (
         (tmp_path / "recipe.json", "r.html", "recipe.json is not a trace row"),
         (tmp_path / "notes", "r.html", "no steps in .*notes; it is not JSON lines"),
@@ -267,45 +228,6 @@ def test_what_is_given_in_place_of_a_run_or_a_page(tmp_path: Path) -> None:
 def test_no_runs_and_no_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="none given"):
         write_report([], tmp_path / "r.html")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"no trace\.jsonl in it"):
-        trace_path(tmp_path / "empty")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ValueError, match=r"pip install 'ray-adascale\[plots\]'"):
-        write_report([write(tmp_path / "t.jsonl", [row(1)])], tmp_path / "r.html")
-
-
-def test_long_runs_are_thinned_by_means() -> None:
-    rows = [row(s, loss=float(s % 2)) for s in range(1, 12_001)]
-    tau, loss = _line(RunTrace("x", rows), "loss", dots=False)
-    assert len(tau) == 1200
-    assert loss == pytest.approx(np.full(1200, 0.5))  # each the mean of ten
-    assert tau[0] == pytest.approx(2 * 5.5)
-    assert len(_line(RunTrace("x", rows), "loss", dots=True)[0]) == 12_000
-
-
-def test_single_losses_do_not_press_the_means_flat(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Every tenth step's loss is a thousand times smaller; the means lie near 1.
-    drawn: list[Any] = []
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, *args, **kwargs: drawn.append(self))
-    run = RunTrace("x", [row(s, loss=1e-3 if s % 10 == 0 else 1.0) for s in range(1, 601)])
-    _draw(_panels([run])[0], [run], None)
-    (axes,) = drawn[0].axes
-    means, steps = axes.lines
-    assert axes.get_yscale() == "log"
-    assert axes.get_xlim()[0] == 0
-    assert axes.get_xlim()[1] >= 1200
-    assert axes.get_ylim()[0] > 0.1
-    assert means.get_ydata() == pytest.approx(np.full(60, 0.9), rel=0.2)
-    assert steps.get_ydata().min() == 1e-3
-    assert steps.get_zorder() < means.get_zorder()
-
-
-def test_losses_are_averaged_over_equal_stretches() -> None:
-    # Steps of 1 up to τ = 60, then of 30 up to 120, in sixty stretches of 2: [0, 2) holds τ = 0, 1; the last all of the end.
-    tau = np.array([*range(60), 60.0, 90.0, 119.0, 120.0])
-    middle, mean = _stretches(tau, np.arange(64.0))
-    assert len(middle) == 30 + 3
-    assert (middle[0], mean[0]) == (0.5, 0.5)
-    assert (middle[-1], mean[-1]) == (119.5, 62.5)
-    assert mean[-2] == 61
+        write_report([write_rows(tmp_path / "t.jsonl", [row(1)])], tmp_path / "r.html")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,35 +12,12 @@ import pytest
 from ray_adascale.analysis import tensorboard
 from ray_adascale.analysis.tensorboard import LiveEvents, write_events
 
-from .test_report import row, write
-
-
-def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Tag -> (step, value), of all files in order, as TensorBoard shows them.
-
-    A record is its length, a checksum, the event and a checksum. A session's start at a step takes back what was written
-    for that step and later ones.
-    """
-    from tensorboardX.proto.event_pb2 import Event, SessionLog
-
-    found: dict[str, list[tuple[int, float]]] = {}
-    for path in sorted(folder.glob("events*")):
-        data, at = path.read_bytes(), 0
-        while at < len(data):
-            (length,) = struct.unpack_from("<Q", data, at)
-            event: Any = Event.FromString(data[at + 12 : at + 12 + length])
-            at += 16 + length
-            if event.session_log.status == SessionLog.START:
-                found = {tag: [row for row in rows if row[0] < event.step] for tag, rows in found.items()}
-            for value in event.summary.value:
-                found.setdefault(value.tag, []).append((event.step, value.simple_value))
-    assert found
-    return found
+from ..samples_of import row, scalars, write_rows
 
 
 def test_every_number_of_the_trace_is_a_scalar(tmp_path: Path) -> None:
     rows = [row(1, loss=math.nan), row(2, loss=0.5, accuracy=0.75, note="mine")]
-    folder = write_events(write(tmp_path / "mine" / "trace.jsonl", rows), tmp_path / "events")
+    folder = write_events(write_rows(tmp_path / "mine" / "trace.jsonl", rows), tmp_path / "events")
     assert folder == tmp_path / "events" / "mine"
     found = scalars(folder)
     assert found["gain"] == [(1, 2.0), (2, 2.0)]
@@ -113,4 +89,4 @@ def test_without_tensorboardx_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ValueError, match="tensorboardX is needed"):
-        write_events(write(tmp_path / "trace.jsonl", [row(1)]), tmp_path)
+        write_events(write_rows(tmp_path / "trace.jsonl", [row(1)]), tmp_path)

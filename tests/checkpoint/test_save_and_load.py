@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -244,7 +245,7 @@ def test_files_are_synced_after_they_are_whole(tmp_path: Path, monkeypatch: pyte
 
     def fsync(descriptor: int) -> None:
         name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
-        name = name.removesuffix(".tmp")
+        name = re.sub(r"^\.(.+)\.\d+\.tmp$", r"\1", name)  # what it is called until it is whole
         synced.pop(name, None)  # the order is that of the last sync of each
         synced[name] = os.fstat(descriptor).st_size
         real(descriptor)

@@ -1,4 +1,4 @@
-"""The command line, up to where Ray begins; test_train and `make demo` run it for real."""
+"""The command line, up to where Ray begins; test_trainer and `make demo` run it for real."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ import ray.train
 from ray.exceptions import RayActorError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
 
-from ray_adascale import AdaScaleConfig, LocalBackend, Recipe, _files
+from ray_adascale import AdaScaleConfig, Recipe
 from ray_adascale.analysis import throughput
 from ray_adascale.cli import main
-from ray_adascale.run.base_run import record_recipe
-from ray_adascale.run.loop import METRICS
+from ray_adascale.run.metrics import METRICS
 from ray_adascale.search import tune
 from ray_adascale.train import cluster, trainer
 
-from ..analysis.test_forecast import regression
-from ..analysis.test_report import row, write
-from ..train.test_trainer import _recipe
+from .. import samples_of
+from ..samples_of import recipe, row, write_rows
 
 RECIPE_2 = Path(__file__).parents[1] / "samples" / "recipe_v2.json"
-WORKLOAD = f"{Path(__file__).parents[1] / 'train' / 'test_trainer.py'}:workload"
+SAMPLES = samples_of.__file__  # a file with a workload, and without a search space
+WORKLOAD = f"{SAMPLES}:regression"
+FOUND = recipe([(0, 3, 1)])
 
 TRAIN = ["train", WORKLOAD, "--base-batch-size=4", "--total-steps=4"]
 
@@ -75,20 +75,20 @@ def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def search(workload: Any, space: Any, **kwargs: Any) -> Recipe:
         seen.update(kwargs, workload=workload, space=space)
-        return _recipe()
+        return FOUND
 
     monkeypatch.setattr(cluster, "quiet_init", lambda address=None: seen.update(address=address))
     monkeypatch.setattr(trainer, "AdaScaleTrainer", Trainer)
     monkeypatch.setattr(tune, "tune_recipe", search)
     # Into the storage, which by default is the user's.
-    monkeypatch.setattr(_files, "write_json", lambda path, value: seen.update(path=path, saved=value))
+    monkeypatch.setattr(main, "write_json", lambda path, value: seen.update(path=path, saved=value))
     return seen
 
 
 def test_train_hands_everything_on_and_says_how_it_went(
     called: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _recipe().save(tmp_path / "recipe.json")
+    FOUND.save(tmp_path / "recipe.json")
     arguments = [
         "train",
         WORKLOAD,
@@ -99,8 +99,8 @@ def test_train_hands_everything_on_and_says_how_it_went(
     ]
     arguments += ["--use-gpu", "--per-worker-batch-size=16", "--rule=sqrt", "--seed=7", "--name=mine", "--address=here"]
     assert main.main(arguments) == 0
-    assert called["workload"].__name__ == "workload"
-    assert called["recipe"] == _recipe()
+    assert called["workload"].__name__ == "regression"
+    assert called["recipe"] == FOUND
     assert called["hyperparameters"] == {"path": "data", "depth": 3}
     assert called["config"] == AdaScaleConfig(per_worker_batch_size=16, rule="sqrt", seed=7)
     assert called["scaling_config"] == ray.train.ScalingConfig(num_workers=(2, 8), use_gpu=True)
@@ -134,7 +134,7 @@ def test_tune_takes_the_space_beside_the_workload_and_writes_the_recipe(
     assert called["space"] == {"lr": 0.1}
     assert (called["base_batch_size"], called["total_steps"], called["num_samples"]) == (8, 60, 3)
     assert called["resources_per_trial"] == {"CPU": 1, "GPU": 0.5}
-    assert Recipe.load(target) == _recipe()
+    assert Recipe.load(target) == FOUND
     assert str(target) in capsys.readouterr().out
     assert main.main(["tune", spec, *common, f"--param-space={tmp_path / 'mine_cli.py'}:other"]) == 0
     assert called["space"] == {"lr": 0.2}
@@ -225,7 +225,7 @@ def test_ray_that_does_not_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         (["train", WORKLOAD, "depth", "--base-batch-size=4", "--total-steps=4"], "key=value"),
         (["train", WORKLOAD, "--base-batch-size=0", "--total-steps=4"], "base_batch_size"),
         (
-            ["tune", f"{WORKLOAD[:-8]}flat", "--base-batch-size=4", "--total-steps=4"],
+            ["tune", f"{SAMPLES}:row", "--base-batch-size=4", "--total-steps=4"],
             "No search space beside the workload",
         ),
         ([*TRAIN, "-c", "grad_clips=1"], "grad_clips=...: AdaScaleConfig has no such field. It has accept_changes"),
@@ -348,7 +348,7 @@ def test_resume_is_the_same_command_again(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(trainer, "AdaScaleTrainer", Trainer)
-    _recipe().save(tmp_path / "recipe.json")
+    FOUND.save(tmp_path / "recipe.json")
     monkeypatch.chdir(tmp_path)
     first = [
         "train",
@@ -406,20 +406,20 @@ def test_forecast_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
         return throughput.Throughput(per_worker_batch_size=32, pass_s=36.0)
 
     monkeypatch.setattr(throughput, "measure_throughput", measure)
-    write(tmp_path / "run" / "trace.jsonl", [row(1)])
+    write_rows(tmp_path / "run" / "trace.jsonl", [row(1)])
     common = ["forecast", str(RECIPE_2), "--workers=1", "--rule=linear", "--json"]
     more = [f"--measure={WORKLOAD}", f"--run={tmp_path / 'run'}", "--cost-per-worker-hour=2"]
     assert main.main([*common, *more]) == 0
     (found,) = json.loads(capsys.readouterr().out)["rows"]
     assert (found["seconds"], found["cost"]) == (3600, 2)  # 100 steps of 36 s
-    assert seen["workload"].__name__ == "workload"
+    assert seen["workload"].__name__ == "regression"
     assert seen["hyperparameters"] == Recipe.load(RECIPE_2).hyperparameters
     assert (seen["per_worker_batch_size"], seen["base_batch_size"]) == (32, 32)
     assert seen["runs"] == [tmp_path / "run" / "trace.jsonl"]
 
 
 def test_report_and_describe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path / "run" / "trace.jsonl", [row(1), row(2)])
+    write_rows(tmp_path / "run" / "trace.jsonl", [row(1), row(2)])
     page = tmp_path / "page.html"
     assert (
         main.main(
@@ -440,27 +440,6 @@ def test_report_and_describe(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "2 for 4.0 effective ones, mean gain 2.00 at scale 4 on 2 workers" in capsys.readouterr().out
 
 
-def test_describe_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = record_recipe(
-        regression, {}, base_batch_size=8, total_steps=4, probe_every=2, backend=LocalBackend(tmp_path / "run")
-    )
-    (folder,) = (tmp_path / "run").glob("checkpoint_*")
-    assert main.main(["describe", str(folder)]) == 0
-    out = capsys.readouterr().out
-    assert "step         4, effective step 4.0 of 4, the end, attempt 0" in out
-    assert "8 examples on 1 workers in 1 passes; base batch 8" in out
-    assert f"error {found.score:.4g}" in out
-    assert "the model's 2, 44 B" in out  # 10 weights and a bias
-    assert main.main(["describe", str(tmp_path / "run")]) == 0
-    assert f"checkpoints  1, newest whole one {folder.name}" in capsys.readouterr().out
-    damaged = max(folder.rglob("*.distcp"), key=lambda path: path.stat().st_size)
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    assert main.main(["describe", str(folder)]) == 1
-    assert "DAMAGED" in capsys.readouterr().out
-    assert main.main(["describe", str(tmp_path / "run")]) == 0
-    assert "newest whole one none" in capsys.readouterr().out
-
-
 def test_what_cannot_be_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, text, message in (
         ("search.json", "{}", "a search. It goes on with the `ray-adascale tune` that started it, with --name mine"),
@@ -478,8 +457,8 @@ def test_a_run_that_an_older_version_started_is_resumed(
     called: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stored: dict[str, Any] = {}
-    monkeypatch.setattr(_files, "write_json", lambda path, value: stored.update(value))
-    monkeypatch.setattr(_files, "read_json", lambda path: dict(stored))
+    monkeypatch.setattr(main, "write_json", lambda path, value: stored.update(value))
+    monkeypatch.setattr(main, "read_json", lambda path: dict(stored))
     assert main.main([*TRAIN, "--name=x", f"--storage-path={tmp_path}", "--rule=sqrt"]) == 0
     before = called["config"]
     for option in ("evaluate_every", "max_failures"):  # of which it knew nothing
@@ -517,12 +496,12 @@ def test_resume_finds_the_workload_where_a_jobs_working_directory_has_moved(
     called: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stored: dict[str, Any] = {}
-    monkeypatch.setattr(_files, "write_json", lambda path, value: stored.update(value))
-    monkeypatch.setattr(_files, "read_json", lambda path: dict(stored))
+    monkeypatch.setattr(main, "write_json", lambda path, value: stored.update(value))
+    monkeypatch.setattr(main, "read_json", lambda path: dict(stored))
     for job in ("first", "second"):
         (tmp_path / job / "mine").mkdir(parents=True)
         (tmp_path / job / "mine" / "moved_workload.py").write_text(WORKLOAD_FILE)
-        _recipe().save(tmp_path / job / "recipe.json")
+        FOUND.save(tmp_path / job / "recipe.json")
     monkeypatch.chdir(tmp_path / "first")
     spec = "mine/moved_workload.py:workload"
     assert main.main(["train", spec, "--recipe=recipe.json", "--name=x", f"--storage-path={tmp_path}"]) == 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 WITHOUT_RAY = """
 import sys
 sys.modules["ray"] = None  # any import of it fails, as where it is not installed
@@ -13,7 +15,8 @@ assert "torch.distributed.checkpoint" not in sys.modules, "the package itself is
 for name in ray_adascale.__all__:
     if name not in ("AdaScaleTrainer", "prepare", "tune_recipe"):
         getattr(ray_adascale, name)
-from ray_adascale import AdaScaleConfig, Run, adaptive, scaling_rules
+from ray_adascale import AdaScaleConfig, Run, scaling_rules
+from ray_adascale.compat import adaptdl
 net = torch.nn.Linear(2, 1)
 data = [(torch.ones(2), torch.ones(1))] * 8
 run = Run(net, torch.optim.SGD(net.parameters(), lr=0.1), None, data, AdaScaleConfig(base_batch_size=2, total_steps=3))
@@ -53,6 +56,21 @@ assert "torch.distributed.checkpoint" not in sys.modules
 
 def test_a_run_without_checkpoints_does_not_load_what_they_need() -> None:
     done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+WORKER = """
+import sys
+import ray_adascale.{module}
+found = sorted(name for name in sys.modules if name.startswith("ray_adascale.analysis."))
+assert found == ["ray_adascale.analysis.runs", "ray_adascale.analysis.tensorboard"], found
+"""
+
+
+@pytest.mark.parametrize("module", ["analysis.tensorboard", "train.backend", "train.trainer"])
+def test_a_worker_loads_neither_the_report_nor_the_forecast_nor_a_display(module: str) -> None:
+    code = WORKER.format(module=module)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
 
 

@@ -10,7 +10,7 @@ from ray_adascale.recipe import NoiseProbe, Repeat
 from ray_adascale.run.base_run import BaseOutcome, base_config, freeze, kept_settings, record_recipe
 from ray_adascale.run.schedule import BaseSchedule
 
-from ..analysis.test_forecast import regression
+from ..samples_of import regression
 
 
 def test_settings_of_scale_and_of_ray_train_do_not_reach_the_base_run() -> None:

@@ -12,7 +12,7 @@ import pytest
 from ray_adascale.run.base_run import base_config
 from ray_adascale.search.trial import InOneProcess, run_trial, was_building
 
-from ..analysis.test_forecast import regression
+from ..samples_of import regression
 
 
 def setup(workload: Any) -> InOneProcess:

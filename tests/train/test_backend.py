@@ -18,6 +18,8 @@ from ray_adascale.run.backend import Outcome
 from ray_adascale.run.loop import METRICS
 from ray_adascale.run.schedule import BaseSchedule
 
+from ..samples_of import scalars
+
 
 def outcome(**metrics: float) -> Outcome:
     """After a step of a run whose metrics are all 1, but for some."""
@@ -72,8 +74,6 @@ def test_event_files_are_in_the_runs_folder_wherever_that_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool
 ) -> None:
     from ray_adascale.train import backend as worker
-
-    from ..analysis.test_tensorboard import scalars
 
     (tmp_path / "run").mkdir()
     files: Any = pyarrow.fs.LocalFileSystem()

@@ -25,6 +25,8 @@ from ray_adascale.data.order import epoch_order
 from ray_adascale.run.loop import METRICS
 from ray_adascale.run.trace import read_trace
 
+from ..samples_of import scalars
+
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.timeout(240),
@@ -190,8 +192,6 @@ def test_a_recipe_runs_on_two_workers_fails_resumes_and_ends_as_if_nothing_happe
     assert len(files) == 2  # the momentum is sharded: each worker wrote its own
     assert "gain" in capfd.readouterr().err  # the progress line
     # Event files, written as it went, of all the starts.
-    from ..analysis.test_tensorboard import scalars  # here, as the command line loads this file outside its package
-
     events = scalars(Path(result.path) / "tensorboard" / "steps")
     places = [step for step, _ in events["gain"]]
     assert places[0] <= damaged  # what a start wrote in its last second may be lost with it

@@ -1,0 +1,140 @@
+"""Runs as their traces tell them: where a run's trace lies, and what is in it."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import numpy as np
+
+from .._files import SEARCH, TRACE
+from ..run.metrics import METRICS
+from ..run.trace import read_trace
+
+__all__ = ["COUNTERS", "RunTrace", "is_number", "load_run", "trace_path", "workers_in_words"]
+
+COUNTERS = ("step", "attempt", "position", "total_steps")
+"""The keys of a row, beside ``METRICS``, that the run itself writes: they tell where the run was, and measure nothing."""
+
+
+@dataclass(frozen=True)
+class RunTrace:
+    """A run, as its trace tells it.
+
+    Attributes:
+        label: The run's name, for people.
+        rows: The rows of the trace, in order; at least one.
+    """
+
+    label: str
+    rows: list[dict[str, Any]]
+
+    def column(self, key: str) -> np.ndarray:
+        """The values of a key as floats, shape (rows,); NaN where a row lacks the key or holds no number."""
+        values = (row.get(key) for row in self.rows)
+        return np.array([float(value) if is_number(value) else math.nan for value in values])
+
+    @property
+    def last(self) -> dict[str, Any]:
+        return self.rows[-1]
+
+    @property
+    def mean_gain(self) -> float:
+        """r̄ over the optimizer steps."""
+        steps = self.last["optimizer_steps"]
+        return self.last["progress"] / steps if steps else 1.0
+
+    @property
+    def metrics(self) -> list[str]:
+        """The keys that the user added: those with numbers that the run does not write itself."""
+        found = dict.fromkeys(
+            key for row in self.rows for key, value in row.items() if is_number(value) and not math.isnan(value)
+        )
+        return [key for key in found if key not in METRICS and key not in COUNTERS]
+
+    @property
+    def events(self) -> list[tuple[float, str]]:
+        """(τ, what happened): restarts, and changes of the number of workers or of the scale."""
+        found = []
+        for before, now in zip(self.rows, self.rows[1:], strict=False):
+            if any(now.get(key) != before.get(key) for key in ("world_size", "scale")):
+                text = f"resized from {_size_in_words(before)} to {_size_in_words(now)}"
+            elif now.get("attempt") != before.get("attempt"):
+                text = "restarted"
+            else:
+                continue
+            found.append((float(before["effective_steps"]), text))
+        return found
+
+
+def _size_in_words(row: dict[str, Any]) -> str:
+    scale = row.get("scale")
+    return f"{workers_in_words(row.get('world_size'))} (S = {scale if is_number(scale) else math.nan:g})"
+
+
+def workers_in_words(count: object) -> str:
+    """``count`` and the noun: "1 worker", "2 workers"."""
+    return f"{count} worker{'' if count == 1 else 's'}"
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether a value of a row is a number; True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def trace_path(run: str | os.PathLike[str]) -> Path:
+    """The trace of a run.
+
+    Args:
+        run: The trace's file itself; or the folder of a run on a LocalBackend or on Ray, whose trace counts if the run has
+            ended, and else that of its newest checkpoint.
+
+    Raises:
+        ValueError: There is no trace.
+    """
+    path = Path(run).expanduser()
+    if path.is_file():
+        return path
+    own = path / TRACE
+    if own.is_file():  # the run wrote it at its end
+        return own
+    kept = sorted(path.glob(f"checkpoint_*/{TRACE}"))
+    if kept:
+        return kept[-1]
+    if (path / SEARCH).is_file():
+        raise ValueError(
+            f"Invalid run {str(run)!r}: a search, whose trials keep no trace. Give the folder of a run, as `ray-adascale train` "
+            "makes; the base run, too, can be one, with --num-workers 1."
+        )
+    what = f"no {TRACE} in it or in its checkpoints" if path.is_dir() else "no such file or folder"
+    raise ValueError(
+        f"Invalid run {str(run)!r}: {what}. Give a {TRACE}, or the folder of a run (its name under the storage path)."
+    )
+
+
+def load_run(run: str | os.PathLike[str], *, label: str | None = None) -> RunTrace:
+    """Read a run.
+
+    Args:
+        run: See :func:`trace_path`.
+        label: Default: the folder's name.
+
+    Raises:
+        ValueError: There is no trace, it is empty, or it is not the trace of a run.
+    """
+    path = trace_path(run)
+    rows = read_trace(path)
+    if not rows:
+        why = "no optimizer step was taken" if path.stat().st_size == 0 else "it is not JSON lines, one for each step"
+        raise ValueError(f"Invalid run {str(run)!r}: there are no steps in {path}; {why}.")
+    for key in ("effective_steps", "optimizer_steps", "progress", "scale", "gain"):
+        value = rows[-1].get(key)
+        if not is_number(value) or math.isnan(value):
+            raise ValueError(f"Invalid run {str(run)!r}: {path} has no {key!r} in its last row. Is it a run's trace?")
+    folder = path.resolve().parent
+    if folder.name.startswith("checkpoint_"):
+        folder = folder.parent
+    return RunTrace(label or (folder.name if path.name == TRACE else path.stem), rows)

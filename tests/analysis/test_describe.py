@@ -1,0 +1,96 @@
+"""What is said of a recipe, a checkpoint and a run, and when one of them counts as damaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ray_adascale import LocalBackend
+from ray_adascale.analysis.describe import describe
+from ray_adascale.run.base_run import record_recipe
+
+from ..samples_of import recipe, regression, row, write_rows
+
+SAMPLE = Path(__file__).parents[1] / "samples" / "recipe_v2.json"
+
+
+def test_a_recipe_and_one_that_was_edited(tmp_path: Path) -> None:
+    text, whole = describe(SAMPLE)
+    assert whole
+    assert "accuracy = 0.97 (max)" in text
+    assert "EDITED" not in text
+    edited = tmp_path / "edited.json"
+    edited.write_text(SAMPLE.read_text().replace('"momentum": 0.9', '"momentum": 0.8'))
+    text, whole = describe(edited)
+    assert not whole
+    assert "momentum=0.8" in text
+    assert text.splitlines()[-1].startswith("  EDITED       after the search")
+
+
+def test_what_a_recipe_lacks_and_which_trials_failed(tmp_path: Path) -> None:
+    failed = [{"trial": "a_1", "error": "OSError: no disk"}]
+    recipe([], search={"failed": failed}).save(tmp_path / "recipe.json")
+    text, whole = describe(tmp_path / "recipe.json")
+    assert whole
+    assert text.splitlines()[-2:] == [
+        "  no forecast  it holds no noise probes",
+        "  failed       a_1: OSError: no disk",
+    ]
+
+
+def test_a_checkpoint_and_its_run(tmp_path: Path) -> None:
+    found = record_recipe(
+        regression, {}, base_batch_size=8, total_steps=4, probe_every=2, backend=LocalBackend(tmp_path / "run")
+    )
+    (folder,) = (tmp_path / "run").glob("checkpoint_*")
+    text, whole = describe(folder)
+    assert whole
+    assert "step         4, effective step 4.0 of 4, the end, attempt 0" in text
+    assert "8 examples on 1 workers in 1 passes; base batch 8" in text
+    assert f"error {found.score:.4g}" in text
+    assert "the model's 2, 44 B" in text  # 10 weights and a bias
+    text, whole = describe(tmp_path / "run")
+    assert whole
+    assert f"checkpoints  1, newest whole one {folder.name}" in text
+    damaged = max(folder.rglob("*.distcp"), key=lambda path: path.stat().st_size)
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    text, whole = describe(folder)
+    assert not whole
+    assert "DAMAGED" in text
+    text, whole = describe(tmp_path / "run")
+    assert whole
+    assert "newest whole one none" in text
+
+
+def test_a_checkpoint_that_was_never_completed(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint_0000000004").mkdir()
+    text, whole = describe(tmp_path / "checkpoint_0000000004")
+    assert not whole
+    assert text.endswith("incomplete: it has no manifest.json.")
+
+
+def test_a_run_by_its_folder_or_its_trace(tmp_path: Path) -> None:
+    rows = [row(1), row(2, attempt=1, accuracy=0.5), row(3, attempt=1, world_size=1)]
+    path = write_rows(tmp_path / "mine" / "trace.jsonl", rows)
+    text, whole = describe(path)
+    assert whole
+    assert text.splitlines() == [
+        "Run mine",
+        "  steps        3 for 6.0 effective ones, mean gain 2.00 at scale 4 on 1 worker",
+        "  loss         0.3333, 1,000 examples/s",
+        "  accuracy     0.5",
+        "  τ = 2        restarted",
+        "  τ = 4        resized from 2 workers (S = 4) to 1 worker (S = 4)",
+    ]
+    text, whole = describe(path.parent)
+    assert whole
+    assert text.splitlines()[-1] == "  checkpoints  0, newest whole one none"
+
+
+def test_what_is_none_of_these_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such file or folder"):
+        describe(tmp_path / "nowhere")
+    (tmp_path / "notes.txt").write_text("a note")
+    with pytest.raises(ValueError, match="is not a recipe"):
+        describe(tmp_path / "notes.txt")

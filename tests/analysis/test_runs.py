@@ -1,0 +1,65 @@
+"""Runs, found in the folders that backends leave behind, and read."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ray_adascale.analysis.runs import RunTrace, load_run, trace_path
+
+from ..samples_of import row, write_rows
+
+
+def test_a_runs_trace_is_found_in_its_folder_or_its_newest_checkpoint(tmp_path: Path) -> None:
+    ended = write_rows(tmp_path / "ended" / "trace.jsonl", [row(1)])
+    write_rows(tmp_path / "ended" / "checkpoint_0000000001" / "trace.jsonl", [row(1)])
+    assert trace_path(ended.parent) == ended
+    stopped = tmp_path / "stopped"
+    for n in (1, 2):
+        write_rows(stopped / f"checkpoint_000{n}" / "trace.jsonl", [row(s) for s in range(1, n + 1)])
+    assert len(load_run(stopped).rows) == 2
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"no trace\.jsonl in it"):
+        trace_path(tmp_path / "empty")
+
+
+def test_a_run_is_called_by_its_folder_or_its_file(tmp_path: Path) -> None:
+    in_checkpoint = write_rows(tmp_path / "stopped" / "checkpoint_0001" / "trace.jsonl", [row(1)])
+    assert load_run(tmp_path / "stopped").label == load_run(in_checkpoint).label == "stopped"
+    assert load_run(write_rows(tmp_path / "odd.jsonl", [row(1)])).label == "odd"
+    assert load_run(tmp_path / "odd.jsonl", label="mine").label == "mine"
+
+
+@pytest.mark.parametrize("value", [None, math.nan, True, "many"])
+def test_a_trace_without_a_runs_numbers_is_refused(tmp_path: Path, value: object) -> None:
+    write_rows(tmp_path / "trace.jsonl", [row(1), row(2, scale=value)])
+    with pytest.raises(ValueError, match=r"no 'scale' in its last row\. Is it a run's trace\?"):
+        load_run(tmp_path)
+
+
+def test_columns_hold_numbers_or_nan() -> None:
+    rows = [row(1, x=1), row(2, x=True), row(3, x="1"), row(4, x=None), row(5), row(6, x=-0.5)]
+    np.testing.assert_array_equal(RunTrace("x", rows).column("x"), [1, *[math.nan] * 4, -0.5])
+
+
+def test_the_users_metrics_are_those_that_the_run_does_not_write() -> None:
+    more = {"total_steps": 20, "accuracy": 0.9, "hits": 3, "note": "mine", "done": True, "never": math.nan}
+    assert RunTrace("x", [row(1), row(2) | more]).metrics == ["accuracy", "hits"]
+
+
+def test_the_mean_gain_is_over_optimizer_steps() -> None:
+    assert RunTrace("x", [row(1), row(4, progress=10.0)]).mean_gain == 2.5
+    assert RunTrace("x", [row(1, optimizer_steps=0, progress=0.0)]).mean_gain == 1
+
+
+def test_events_are_restarts_and_changes_of_size() -> None:
+    resized = {"world_size": 1, "scale": 2.0, "attempt": 2}  # a resize is a restart too, and told once
+    rows = [row(1), row(2), row(3, attempt=1), row(4) | resized, row(5) | resized | {"scale": 3.0}]
+    assert RunTrace("x", rows).events == [
+        (4.0, "restarted"),
+        (6.0, "resized from 2 workers (S = 4) to 1 worker (S = 2)"),
+        (8.0, "resized from 1 worker (S = 2) to 1 worker (S = 3)"),
+    ]

@@ -1,0 +1,124 @@
+"""What tests of several rooms make or read alike: a workload, a recipe, the rows of a trace, the scalars of event files.
+
+The command line's tests name this file as ``path/to/file.py:function``, so it imports nothing relative to itself.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from ray_adascale import Recipe, Workload
+from ray_adascale.recipe import NoiseProbe
+from ray_adascale.run.trace import Trace
+
+
+def regression(config: dict[str, Any]) -> Workload:
+    """A linear regression of 512 examples with noise of variance 4; its scheduler counts 400 steps."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(512, 10, generator=generator)
+    y = x @ torch.linspace(-1, 1, 10).unsqueeze(1) + 2 * torch.randn(512, 1, generator=generator)
+    model = nn.Linear(10, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        return (model(batch[0]) - batch[1]).square().mean()
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        return {"error": (model(x) - y).square().mean().item()}
+
+    return Workload(
+        model=model,
+        optimizer=optimizer,
+        scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 400),
+        scheduler_unit="step",
+        train_dataset=TensorDataset(x, y),
+        loss_fn=loss_fn,
+        evaluate=evaluate,
+        metric="error",
+    )
+
+
+def recipe(noise: list[tuple[float, float, float]], total_steps: int = 100, **changes: Any) -> Recipe:
+    """A recipe of a base batch of 8 without a scheduler, with this noise; see :func:`probes`."""
+    fields: dict[str, Any] = {
+        "hyperparameters": {},
+        "base_batch_size": 8,
+        "total_steps": total_steps,
+        "base_steps_per_epoch": None,
+        "scheduler_unit": None,
+        "metric": "loss",
+        "mode": "min",
+        "score": 0.5,
+        "lr_curve": [[0.1]],
+        "noise": probes(noise),
+        "seed": 0,
+        "search": {},
+        "workload": "",
+        "versions": {},
+        "created": "2026-11-21",
+    }
+    return Recipe(**fields | changes)
+
+
+def probes(noise: list[tuple[float, float, float]]) -> list[NoiseProbe]:
+    """Probes from (τ, σ², μ²)."""
+    return [NoiseProbe(effective_steps=tau, sigma2=sigma2, mu2=mu2) for tau, sigma2, mu2 in noise]
+
+
+def row(step: int, **changes: Any) -> dict[str, Any]:
+    """A step of a run at S = 4 with r = 2."""
+    return {
+        "step": step,
+        "attempt": 0,
+        "position": 32 * step,
+        "gain": 2.0,
+        "scale": 4.0,
+        "effective_steps": 2.0 * step,
+        "progress": 2.0 * step,
+        "lr": 0.1,
+        "loss": 1 / step,
+        "sigma2": 3.0,
+        "mu2": 1.0,
+        "noise_scale": 24.0,
+        "efficiency": 0.5,
+        "examples_per_s": 1000.0,
+        "optimizer_steps": step,
+        "world_size": 2,
+    } | changes
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """A trace of these rows; its folder is made. Returns the path."""
+    with Trace(path) as trace:
+        for each in rows:
+            trace.append(each)
+    return path
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Tag -> (step, value) in the event files of a folder, of all of them in order, as TensorBoard shows them.
+
+    A record is its length, a checksum, the event and a checksum. A session's start at a step takes back what was written
+    for that step and later ones.
+    """
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+    found: dict[str, list[tuple[int, float]]] = {}
+    for path in sorted(folder.glob("events*")):
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            (length,) = struct.unpack_from("<Q", data, at)
+            event: Any = Event.FromString(data[at + 12 : at + 12 + length])
+            at += 16 + length
+            if event.session_log.status == SessionLog.START:
+                found = {tag: [row for row in rows if row[0] < event.step] for tag, rows in found.items()}
+            for value in event.summary.value:
+                found.setdefault(value.tag, []).append((event.step, value.simple_value))
+    assert found
+    return found
