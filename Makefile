@@ -35,8 +35,9 @@ test-all: $(STAMP)
 test-oldest:  ## everything but the slow tests on the oldest torch that is supported, in .venv-oldest
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=.ci/constraints-oldest.txt
 
-docs: $(STAMP)  ## docs/api.md, from the docstrings
+docs: $(STAMP)  ## docs/api.md from the docstrings, the picture in docs/architecture.md from docs/house.py
 	$(BIN)/python docs/make_api.py
+	$(BIN)/python docs/house.py
 
 check: $(STAMP)  ## lint, format, types
 	$(BIN)/ruff check .

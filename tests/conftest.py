@@ -19,6 +19,9 @@ import torch
 
 from .pool import ProcessPool
 
+# What these modules assert is told as what tests assert.
+pytest.register_assert_rewrite("tests.samples_of", "tests.uneven", "tests.project.readme")
+
 torch.set_num_threads(1)
 
 

@@ -27,7 +27,7 @@ from ray_adascale.scaling_rules import (
     pick_factor,
 )
 
-from .optim.test_adascale import batches, make_model, weights
+from .classifier import batches, make_model, weights
 from .reference import gain as reference_gain
 
 

@@ -29,7 +29,7 @@ from ray_adascale.checkpoint.optimizer import (
 )
 
 from ..pool import ProcessPool
-from ..sharding.test_oss import OPTIMIZERS, Net, assert_same, batches, build, groups, train, weights
+from ..uneven import OPTIMIZERS, Net, assert_same, batches, build, groups, train, weights
 
 Pool = Callable[[int], ProcessPool]
 

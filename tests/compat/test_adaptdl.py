@@ -21,7 +21,7 @@ from ray_adascale import AdaScale, scaling_rules
 from ray_adascale.compat.adaptdl import AdaptiveDataParallel
 from ray_adascale.scaling_rules import LEGWScale, ScalingRuleBase
 
-from ..optim.test_adascale import batches, make_model, sample_gradient, two_groups, weights
+from ..classifier import batches, make_model, sample_gradient, two_groups, weights
 from ..reference import differenced_moments, moments
 
 

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ray_adascale import OSS, AdaScale
 from ray_adascale.compat.fairscale import AdaScaleWrapper
 
-from ..optim.test_adascale import batches, make_model, sample_gradient, weights
+from ..classifier import batches, make_model, sample_gradient, weights
 from ..reference import ReferenceAdaScale
 
 

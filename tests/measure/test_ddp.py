@@ -26,7 +26,7 @@ from ray_adascale import OSS, AdaScale
 from ray_adascale.measure.ddp import DDPBucketObserver, measure_buckets
 from ray_adascale.measure.observers import HookObserver
 
-from ..optim.test_adascale import batches, make_model, sample_gradient, weights
+from ..classifier import batches, make_model, sample_gradient, weights
 from ..pool import ProcessPool
 from ..reference import ReferenceAdaScale
 

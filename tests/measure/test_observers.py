@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from ray_adascale import AdaScale
 from ray_adascale.measure import observers
 
-from ..optim.test_adascale import batches, make_model, sample_gradient
+from ..classifier import batches, make_model, sample_gradient
 from ..pool import ProcessPool
 from ..reference import ReferenceAdaScale
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -20,11 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ray_adascale import OSS, AdaScale, LinearRule, ShardedDataParallel
 from ray_adascale.optim import adascale as adascale_module
 from ray_adascale.optim.deferred import HostCopy
+
+from ..host_reads import HostReads, host_reads
 
 STEPS = 30
 Batch = tuple[Tensor, Tensor]
@@ -288,40 +289,6 @@ def test_a_step_waits_for_the_step_before_it_and_for_no_other(monkeypatch: pytes
     assert events == [*expected, "read 2"]
 
 
-class HostReads(TorchDispatchMode):
-    """Counts the operations by which the host learns a value of the device, or sends it one and waits."""
-
-    _READS = ("_local_scalar_dense", "item", "nonzero", "equal", "is_nonzero", "allclose")
-    # What torch.tensor(x, device=...) and torch.where(..., 1.0) come to; on a GPU the number is copied there, with a wait.
-    _SENDS = ("scalar_tensor", "lift_fresh")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        moved = name == "_to_copy" and (kwargs or {}).get("device") not in (None, args[0].device)
-        if name in self._READS or name in self._SENDS or moved:
-            self.found.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def host_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What goes through the dispatcher, and tolist() and numpy(), which on a CPU don't."""
-    with monkeypatch.context() as patch, HostReads() as mode:
-        for name in ("tolist", "numpy"):
-            original = getattr(Tensor, name)
-
-            def counted(self: Tensor, *args: Any, _original: Any = original, _name: str = name, **kwargs: Any) -> Any:
-                mode.found.append(_name)
-                return _original(self, *args, **kwargs)
-
-            patch.setattr(Tensor, name, counted)
-        yield mode.found
-
-
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"split": True},
@@ -377,7 +344,7 @@ def test_a_grad_scaler_reads_once_by_itself(monkeypatch: pytest.MonkeyPatch) -> 
             scaler.update()
             adascale.zero_grad()
     # Whether to step at all, in torch's own GradScaler; the rest are constants that unscale_() puts on the CPU.
-    assert [name for name in found if name not in HostReads._SENDS] == ["_local_scalar_dense"]
+    assert [name for name in found if name not in HostReads.SENDS] == ["_local_scalar_dense"]
     assert adascale.steps == 3
 
 

@@ -22,6 +22,8 @@ from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig
 
+from .readme import own_loop
+
 ROOT = Path(__file__).parents[2]
 # migrating.md runs on two gloo workers, in test_migrating.py.
 ALL_PAGES = sorted(
@@ -63,17 +65,6 @@ def run_page(found: list[Block], namespace: dict[str, Any]) -> None:
     for block in found:
         if block.reason is None:
             exec(compile("\n" * block.line + block.code, str(block.page), "exec"), namespace)
-
-
-def own_loop() -> str:
-    """README's loop as it is after the change that its first diff shows."""
-    diff = re.search(r"^```diff\n(.*?)^```$", (ROOT / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)
-    assert diff
-    lines = [line[1:] for line in diff[1].splitlines() if not line.startswith("-")]
-    code = "\n".join(lines) + "\n"
-    assert "ray_adascale.prepare(" in code
-    assert "TorchTrainer(" in code
-    return code
 
 
 def built(config: dict[str, Any]) -> tuple[Any, ...]:
@@ -300,12 +291,6 @@ def test_fields_that_are_named_exist(page: Path) -> None:
     for call in re.findall(r"`AdaScaleConfig\(([^()`]*)\)", page.read_text()):
         for name in re.findall(r"(\w+)=", call):
             assert name in fields, name
-
-
-def test_the_map_has_every_module() -> None:
-    map_of_parts = (ROOT / "docs" / "architecture.md").read_text().partition("## One optimizer step")[0]
-    modules = {path.stem for path in (ROOT / "ray_adascale").rglob("*.py") if not path.stem.startswith("_")}
-    assert modules <= set(re.findall(r"\w+", map_of_parts))
 
 
 RAYS_OWN = ("No available agent to submit job", "Requesting resources", "No such file or directory", "401")

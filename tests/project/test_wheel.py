@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from .test_docs import own_loop
+from .readme import own_loop
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

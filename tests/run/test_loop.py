@@ -35,7 +35,7 @@ from ray_adascale.run.loop import METRICS
 from ray_adascale.run.snapshot import load_rng
 from ray_adascale.run.trace import read_trace
 
-from ..optim.test_deferred import host_reads
+from ..host_reads import host_reads
 from ..reference import ReferenceAdaScale
 
 # Advice on how far to scale, which toy data of 60 examples rightly gets; one test looks for it.

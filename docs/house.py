@@ -1,0 +1,129 @@
+"""The house: its rooms from the top down, what each decides, and who may bring which library in.
+
+The one list of them. ``tests/project/test_architecture.py`` holds every import against it, and ``make docs`` draws the picture
+in docs/architecture.md from it.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+from typing import NamedTuple
+
+PAGE = Path(__file__).parent / "architecture.md"
+
+
+class Room(NamedTuple):
+    """A folder of the package, or modules at its top level that need none.
+
+    Attributes:
+        name: The folder's, or nothing.
+        decides: What its lines decide.
+        modules: Their names. What a folder's ``__init__`` holds isn't named.
+    """
+
+    name: str
+    decides: str
+    modules: str
+
+
+# A room imports from the floors below its own only: not from above, and not from beside it.
+RAYS_FLOORS: list[list[Room]] = [
+    [Room("cli", "what a command is given, and what it prints", "main arguments")],
+    [Room("search", "which settings win: the trials of a search, on Ray Tune", "tune spec watch trial trial_workers")],
+    [Room("train", "where the workers of a run live: Ray Train, its cluster, its notices", "trainer backend cluster")],
+]
+TORCHS_FLOORS: list[list[Room]] = [
+    [
+        Room(
+            "analysis",
+            "what a person reads of runs that were, and of one that is to come",
+            "runs forecast throughput report describe tensorboard display",
+        )
+    ],
+    [
+        Room(
+            "run",
+            "what happens at a step boundary of one worker's loop",
+            "loop schedule backend build due metrics trace saver snapshot base_run",
+        ),
+        Room("compat", "what loops written for AdaptDL and for FairScale see", "adaptdl fairscale"),
+    ],
+    [Room("", "what is trained: the pieces that a user's function returns", "workload")],
+    [
+        Room("", "with which settings, and what batches they make", "config"),
+        Room("", "AdaptDL's scaling rules, by AdaptDL's path", "scaling_rules"),
+    ],
+    [Room("", "the frozen outcome of a search", "recipe")],
+    [
+        Room("checkpoint", "what reaches a disk, and what of it is believed", "files dcp optimizer rng"),
+        Room("data", "which examples a worker sees next", "order source iterables"),
+    ],
+    [Room("optim", "how weights move", "adascale sampler rules deferred grad_scaler adam_metric")],
+    [
+        Room(
+            "sharding",
+            "where a tensor lives and how it travels",
+            "oss sharded_ddp gradient_bucket buckets collectives",
+        )
+    ],
+    [Room("measure", "where squared norms are taken", "observers ddp fsdp2 probe")],
+    [Room("", "how noisy a gradient is: the mathematics, pure functions", "gain")],
+    [Room("", "what several rooms need of torch's corners and of files; the version", "_torch _files _version")],
+]
+FLOORS = RAYS_FLOORS + TORCHS_FLOORS
+
+# Libraries that nothing below the line may need, and the modules that may load one inside a function, with the reason.
+ABOVE = ("ray", "pyarrow", "tensorboardX")
+VISITORS = {
+    ("_files", "pyarrow"): "a path may be a bucket's, and only then is the library loaded",
+    ("analysis.tensorboard", "tensorboardX"): "it comes with Ray; event files are written where it is there",
+}
+
+# Libraries that are slow to load, and the modules that load one as they are loaded themselves. All others do it inside a
+# function, and import these modules there too if they are to stay light.
+HEAVY = {
+    "torch.distributed.checkpoint": ["checkpoint.dcp"],
+    "torch.distributed.tensor": ["measure.fsdp2"],
+    "torch.distributed.fsdp": ["measure.fsdp2", "optim.grad_scaler"],
+    "matplotlib": [],
+    "jinja2": [],
+    "rich": ["analysis.display", "analysis.forecast"],
+}
+# What is loaded with these needs nothing heavy: every worker loads them, with checkpoints or without.
+LIGHT = ["run.loop", "train.backend"]
+
+BEGIN, END = "<!-- from docs/house.py, by `make docs` -->", "<!-- end -->"
+WIDTH = 120
+
+
+def picture() -> str:
+    """The floors from the top down: number, rooms, what each decides, its modules."""
+    wide = max(len(_door(room)) for floor in FLOORS for room in floor) + 2
+    lines: list[str] = []
+    for i, floor in enumerate(FLOORS):
+        if i == len(RAYS_FLOORS):
+            lines.append("-" * 40 + " Ray above, plain torch below " + "-" * 40)
+        for room in floor:
+            lines.append(f"{len(FLOORS) - i:2}  {_door(room):{wide}}{room.decides}")
+            if room.name:
+                indent = " " * (wide + 8)
+                names = ", ".join(room.modules.split())
+                lines += textwrap.wrap(names, WIDTH, initial_indent=indent, subsequent_indent=indent)
+    return "\n".join(["```text", *lines, "```"])
+
+
+def _door(room: Room) -> str:
+    return f"{room.name}/" if room.name else ", ".join(room.modules.split())
+
+
+def page() -> str:
+    """docs/architecture.md with the picture as it should be."""
+    text = PAGE.read_text(encoding="utf-8")
+    made = f"{BEGIN}\n{picture()}\n{END}"
+    return re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: made, text, count=1, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,245 @@
+"""AdaScale's statistics, steps and clock against the literal reference, on one worker and on several.
+
+All is float64 here, so a tolerance of 1e-12 (relative) is that of sums in another order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ray_adascale import OSS, AdaScale
+
+from ..classifier import batches, make_model, sample_gradient, two_groups, weights
+from ..reference import ReferenceAdaScale
+
+
+@pytest.mark.parametrize("single_gain", [False, True])
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({}, {}),
+        ({"smoothing": 0.7}, {"smoothing": 0.7}),
+        ({"debias_ewma": False, "smoothing": 0.8}, {"debias": False, "smoothing": 0.8}),
+        ({"variance_floor": 1e-6}, {"variance_floor": 1e-6}),
+        ({"clip": "averages"}, {"clip": "averages"}),
+        (
+            {"clip": "averages", "averaging_window": 0.05, "total_steps": 200},
+            {"clip": "averages", "averaging": "effective", "window": 0.05, "total_steps": 200},
+        ),
+    ],
+    ids=["default", "smoothing", "paper", "floor", "clip-averages", "effective"],
+)
+def test_gains_weights_and_clock_equal_the_reference(
+    ours: dict[str, Any], theirs: dict[str, Any], single_gain: bool
+) -> None:
+    model = make_model()
+    n, scale = 3, 5.0  # S and n differ, as they do when base and micro-batch differ in size
+    optimizer = torch.optim.SGD(two_groups(model), lr=0.05)
+    adascale = AdaScale(
+        optimizer,
+        scale=scale,
+        num_gradients_to_accumulate=n,
+        single_gain=single_gain,
+        **ours,
+    )
+    reference = ReferenceAdaScale(scale=scale, n=n, single_gain=single_gain, **theirs)
+    data = batches(n * 20, 4)
+    for step in range(20):
+        samples = []
+        for batch in data[step * n : (step + 1) * n]:
+            samples.append(sample_gradient(model, batch, adascale.param_groups))
+            (F.cross_entropy(model(batch[0]), batch[1]) / n).backward()
+        expected = reference.step(samples)
+        before = weights(model).clone()
+        assert adascale.gain() == pytest.approx(expected.gain, rel=1e-12)
+        adascale.step()
+        adascale.zero_grad()
+        assert adascale.gain() == pytest.approx(expected.gain, rel=1e-12)
+        assert [adascale.gain(g) for g in range(2)] == pytest.approx(expected.gains, rel=1e-12)
+        assert adascale.effective_steps == pytest.approx(expected.effective_steps, rel=1e-12)
+        moved = np.concatenate(
+            [lr * r * g for lr, r, g in zip((0.05, 0.02), expected.gains, expected.mean_gradient, strict=True)]
+        )
+        np.testing.assert_allclose((before - weights(model)).numpy(), moved, rtol=1e-9, atol=1e-15)
+    assert 1 < adascale.gain() < scale  # the comparison was not one of clipped ends
+
+
+def test_differenced_estimator_equals_the_reference() -> None:
+    model = make_model()
+    with pytest.warns(UserWarning, match="consecutive steps"):
+        adascale = AdaScale(torch.optim.SGD(two_groups(model), lr=0.05), scale=4.0)
+    reference = ReferenceAdaScale(scale=4.0, n=1)
+    for step, batch in enumerate(batches(15, 4)):
+        expected = reference.step([sample_gradient(model, batch, adascale.param_groups)])
+        F.cross_entropy(model(batch[0]), batch[1]).backward()
+        adascale.step()
+        adascale.zero_grad()
+        assert adascale.gain() == pytest.approx(expected.gain, rel=1e-9), step
+        assert adascale.effective_steps == pytest.approx(expected.effective_steps, rel=1e-9)
+    assert adascale.gain() > 1
+
+
+def test_unequal_micro_batches_give_the_weighted_gradient_and_its_gain() -> None:
+    model = make_model()
+    sizes = [2, 5, 3]
+    n, total = len(sizes), sum(sizes)
+    adascale = AdaScale(
+        torch.optim.SGD(model.parameters(), lr=0.05), scale=4.0, num_gradients_to_accumulate=n, single_gain=True
+    )
+    adascale.sample_weights = [m / total for m in sizes]
+    reference = ReferenceAdaScale(scale=4.0, n=n, single_gain=True)
+    for step in range(8):
+        data = [batches(8, m)[step] for m in sizes]
+        samples = [sample_gradient(model, batch, adascale.param_groups) for batch in data]
+        expected = reference.step(samples, weights=[m / total for m in sizes])
+        for batch, m in zip(data, sizes, strict=True):
+            (F.cross_entropy(model(batch[0]), batch[1]) * (n * m / total) / n).backward()
+        gradient = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+        np.testing.assert_allclose(gradient.numpy(), expected.mean_gradient[0], rtol=1e-9, atol=1e-15)
+        adascale.step()
+        adascale.zero_grad()
+        assert adascale.gain() == pytest.approx(expected.gain, rel=1e-12)
+
+
+def test_splitting_a_group_changes_nothing_with_a_single_gain() -> None:
+    trace = []
+    for split in (False, True):
+        model = make_model()
+        params = list(model.parameters())
+        groups = [{"params": params[:1]}, {"params": params[1:]}] if split else [{"params": params}]
+        adascale = AdaScale(
+            torch.optim.SGD(groups, lr=0.05, momentum=0.9), scale=4.0, num_gradients_to_accumulate=2, single_gain=True
+        )
+        gains = []
+        for i, batch in enumerate(batches(40, 4)):
+            (F.cross_entropy(model(batch[0]), batch[1]) / 2).backward()
+            if i % 2:
+                adascale.step()
+                adascale.zero_grad()
+                gains.append(adascale.gain())
+        trace.append(np.array([*gains, *weights(model).tolist()]))
+    np.testing.assert_allclose(trace[0], trace[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("magnitude", [1e-8, 1e-4, 1.0, 1e6])
+def test_equal_gradients_of_any_size_give_gain_one(magnitude: float) -> None:
+    model = make_model()
+    adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=1e-12), scale=8.0, num_gradients_to_accumulate=4)
+    batch = batches(1, 4)[0]
+    for _ in range(4):
+        (magnitude * F.cross_entropy(model(batch[0]), batch[1]) / 4).backward()
+    # The rounding of A − C leaves a relative 1e-16, which S magnifies; FairScale's floor gives 6.30 at 1e-4.
+    assert adascale.gain() == pytest.approx(1, abs=1e-12)
+
+
+# ---- several workers -------------------------------------------------------------------------------------------------
+
+
+def _ddp_against_reference(sharded: bool, passes: int = 2, view: bool = False) -> tuple[list[float], float, float]:
+    rank, world, scale = torch.distributed.get_rank(), torch.distributed.get_world_size(), 6.0
+    model = make_model()
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=view)
+    optimizer: Any = torch.optim.SGD(two_groups(model), lr=0.05, momentum=0.9)
+    adascale = AdaScale(
+        OSS.wrap(optimizer) if sharded else optimizer,
+        scale=scale,
+        num_gradients_to_accumulate=passes,
+    )
+    reference = ReferenceAdaScale(scale=scale, n=world * passes)
+    momentum = [0.0, 0.0]
+    data = batches(world * passes * 6, 4)
+    gains = []
+    for step in range(6):
+        here = data[step * world * passes : (step + 1) * world * passes]
+        samples = [sample_gradient(model, batch, adascale.param_groups) for batch in here]
+        expected = reference.step(samples)
+        before = weights(model).clone()
+        for p in range(passes):
+            x, y = here[p * world + rank]
+            if p < passes - 1:
+                with ddp.no_sync():
+                    (F.cross_entropy(ddp(x), y) / passes).backward()
+            else:
+                (F.cross_entropy(ddp(x), y) / passes).backward()
+        adascale.step()
+        adascale.zero_grad()
+        moved = []
+        for g, lr in enumerate((0.05, 0.02)):
+            momentum[g] = 0.9 * momentum[g] + expected.mean_gradient[g]
+            moved.append(lr * expected.gains[g] * momentum[g])
+        np.testing.assert_allclose((before - weights(model)).numpy(), np.concatenate(moved), rtol=1e-9, atol=1e-14)
+        assert adascale.gain() == pytest.approx(expected.gain, rel=1e-10)
+        gains.append(adascale.gain())
+    return gains, adascale.effective_steps, float(weights(model).sum())
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_workers_under_ddp_equal_the_reference_and_one_another(pool: Any, world: int, sharded: bool) -> None:
+    results = pool(world).run(_ddp_against_reference, sharded)
+    assert all(result == results[0] for result in results)
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("view", [False, True], ids=["copy", "bucket-view"])
+def test_gradients_that_are_views_of_buckets(pool: Any, passes: int, view: bool) -> None:
+    results = pool(2).run(_ddp_against_reference, False, passes, view)
+    assert results[0] == results[1]
+
+
+def _one_rank_without_gradients() -> float:
+    rank = torch.distributed.get_rank()
+    model = nn.ModuleList([nn.Linear(4, 1, dtype=torch.float64) for _ in range(2)])
+    ddp = DistributedDataParallel(_Branch(model), find_unused_parameters=True)
+    # Only the first branch is in the optimizer; rank 1 never uses it.
+    adascale = AdaScale(torch.optim.SGD(model[0].parameters(), lr=0.1))
+    for _ in range(3):
+        ddp(torch.ones(2, 4, dtype=torch.float64), rank).sum().backward()
+        adascale.step()
+        adascale.zero_grad()
+    return adascale.gain()
+
+
+class _Branch(nn.Module):
+    def __init__(self, branches: nn.ModuleList) -> None:
+        super().__init__()
+        self.branches = branches
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return self.branches[which](x)
+
+
+def test_a_rank_whose_parameters_get_no_gradient_keeps_in_step(pool: Any) -> None:
+    gains = pool(2).run(_one_rank_without_gradients)
+    # g = (G, 0): A = G²/2, C = G²/4, so σ² = 2·G²/4 = G²/2, μ² = 0 and r = S.
+    assert gains == pytest.approx([2.0, 2.0])
+
+
+def _sub_group() -> tuple[float, float]:
+    group = torch.distributed.new_group([0, 1])
+    rank = torch.distributed.get_rank()
+    if rank == 2:
+        return 1.0, 0.0
+    model = make_model()
+    ddp = DistributedDataParallel(model, process_group=group)
+    adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), process_group=group)
+    for step in range(3):
+        x, y = batches(6, 4)[2 * step + rank]
+        F.cross_entropy(ddp(x), y).backward()
+        adascale.step()
+        adascale.zero_grad()
+    return adascale.scale, adascale.gain()
+
+
+def test_a_process_group_smaller_than_the_world(pool: Any) -> None:
+    first, second, _ = pool(3).run(_sub_group)
+    assert first == second
+    assert first[0] == 2.0
+    assert 1 < first[1] <= 2

@@ -1,0 +1,19 @@
+"""README's example as a program, for tests that run it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def own_loop() -> str:
+    """README's loop as it is after the change that its first diff shows."""
+    diff = re.search(r"^```diff\n(.*?)^```$", (ROOT / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert diff
+    lines = [line[1:] for line in diff[1].splitlines() if not line.startswith("-")]
+    code = "\n".join(lines) + "\n"
+    assert "ray_adascale.prepare(" in code
+    assert "TorchTrainer(" in code
+    return code

@@ -1,0 +1,266 @@
+"""AdaScale over OSS under ShardedDataParallel reports and does what it does under DDP.
+
+A function whose name starts with an underscore runs on each rank of the pool.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from ray_adascale import OSS, AdaScale, ShardedDataParallel
+
+from ..uneven import assert_agree, batches, weights
+from .against_ddp import OPTIMIZERS, ROUNDING, SMALL, Pool, build, wrapped
+
+
+def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Targets far off, so that the true gradient does not drown in noise and gains stay inside (1, S)."""
+    return nn.functional.mse_loss(model(batch[0]), batch[1] * 0.3 + 2)
+
+
+def _adascale(
+    *,
+    accumulate: int = 1,
+    unequal: bool = False,
+    single_gain: bool = False,
+    made: str = "before",
+    dtype: torch.dtype = torch.float64,
+    name: str = "kinds",
+    changes: bool = False,
+    clip_at: float | None = None,
+    idle: bool = False,
+    still: bool = False,
+) -> tuple[list[list[float]], list[list[float]]]:
+    """What DDP and what we report of 20 steps."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    both = []
+    for sharded in (False, True):
+        model = build(dtype)
+        inner: Any = OPTIMIZERS[name](model)
+        for group in inner.param_groups:
+            group["lr"] *= not still
+        if sharded:
+            inner = OSS.wrap(inner, bucket_numel=SMALL)
+        options: dict[str, Any] = {
+            "scale": 5.0,
+            "num_gradients_to_accumulate": accumulate,
+            "single_gain": single_gain,
+            "smoothing": 0.6,
+        }
+        if not sharded:
+            optimizer = AdaScale(inner, **options)
+            ddp: Any = DistributedDataParallel(model)
+        elif made == "before":
+            ddp = ShardedDataParallel(model, inner)
+            optimizer = AdaScale(inner, **options)
+        else:
+            optimizer = AdaScale(inner, **options)
+            ddp = ShardedDataParallel(model, optimizer if made == "after-adascale" else inner)
+        trace = []
+        passes = accumulate
+        for step in range(20):
+            if changes and step in (7, 13):
+                optimizer.set_scale(3.0 if step == 7 else 8.0)
+                passes = 2 if step == 7 else 3
+                optimizer.set_num_gradients_to_accumulate(passes)
+            n = world * passes
+            data = batches(passes, 1000 * step + rank, dtype)
+            if unequal:
+                sizes = torch.arange(1, n + 1, dtype=torch.float64).view(passes, world)
+                optimizer.sample_weights = (sizes[:, rank] / sizes.sum()).tolist()
+            for i, batch in enumerate(data):
+                weight = 1 / n if not unequal else optimizer.sample_weights[i]
+                with ddp.no_sync() if i < passes - 1 else nullcontext():
+                    loss = _loss(ddp, batch) * (n * weight / passes)
+                    if idle and rank == 1 and step % 3 == 1:
+                        if not sharded:
+                            (loss * 0).backward()
+                    else:
+                        loss.backward()
+            if not (idle and sharded):
+                assert optimizer.gain() == optimizer.gain()
+            if clip_at is not None:
+                before = optimizer.gain()
+                assert optimizer.clip_grad_norm(clip_at) > clip_at
+                assert optimizer.gain() == before
+            optimizer.step()
+            optimizer.zero_grad()
+            number = len(optimizer.param_groups)
+            trace.append(
+                [
+                    optimizer.gain(),
+                    *[optimizer.gain(g) for g in range(number)],
+                    *optimizer.average_moments(),
+                    optimizer.last_sigma2,
+                    optimizer.last_mu2,
+                    optimizer.effective_steps,
+                    *weights(model).tolist(),
+                ]
+            )
+        both.append(trace)
+    return both[0], both[1]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"accumulate": 3},
+        {"accumulate": 3, "unequal": True, "made": "after"},
+        {"unequal": True, "single_gain": True, "made": "after-adascale"},
+        {"name": "lars", "accumulate": 2, "made": "after"},
+        {"name": "layers", "changes": True},
+        {"accumulate": 2, "clip_at": 0.05},
+        {"idle": True},
+    ],
+    ids=["plain", "accumulate", "unequal", "single-gain", "lars", "changes", "clip", "idle"],
+)
+def test_gains_are_those_under_ddp(pool: Pool, world_size: int, options: dict[str, Any]) -> None:
+    results = pool(world_size).run(_adascale, **options)
+    for plain, sharded in results:
+        assert sharded == results[0][1]  # to the last bit
+        # float64: roundings grow to 1e-11 in 20 steps, and the variance is a difference of numbers that are much larger.
+        torch.testing.assert_close(torch.tensor(sharded), torch.tensor(plain), rtol=1e-8, atol=1e-10)
+    gains = [row[0] for row in results[0][0]]
+    assert any(1.05 < gain < 0.95 * 5 for gain in gains), gains  # not one of clipped ends
+
+
+def test_gains_are_those_under_ddp_in_float32(pool: Pool) -> None:
+    # With weights that do not move: training itself lets a rounding of 1e-8 grow to 2e-6 in 20 steps.
+    for plain, sharded in pool(2).run(_adascale, dtype=torch.float32, still=True):
+        for ours, theirs in zip(sharded, plain, strict=True):
+            assert ours[:3] == pytest.approx(theirs[:3], rel=1e-6)
+            assert ours == pytest.approx(theirs, rel=1e-5)  # σ² is a difference of norms, each right to 1e-7
+
+
+def _lacks_a_synced_pass(lacking: int | None, clips: bool) -> tuple[Tensor, Tensor]:
+    """Two passes a step, none under no_sync(); rank 1 makes no backward pass in one of them."""
+    ends = []
+    overlapped: list[bool] = []
+    for sharded in (False, True):
+        model = build(torch.float64)
+        ddp, inner = wrapped(model, OPTIMIZERS["kinds"](model), sharded)
+        optimizer = AdaScale(inner, scale=5.0, num_gradients_to_accumulate=2, smoothing=0.6)
+        if sharded:
+            start = ddp._start_pass
+            ddp._start_pass = lambda sending, start=start: (overlapped.append(sending), start(sending))
+        for step in range(8):
+            for i, batch in enumerate(batches(2, 1000 * step + dist.get_rank(), torch.float64)):
+                loss = _loss(ddp, batch) / 2
+                if i != lacking or dist.get_rank() != 1:
+                    loss.backward()
+                    # What AdaScale knows not to be the last pass stays here, so that each step has one reduction.
+                    lacks = lacking is not None and dist.get_rank() == 1
+                    assert (sharded and i == 1 and not lacks) == all(p.grad is None for p in model.parameters())
+                elif not sharded:
+                    (loss * 0).backward()
+            if clips:
+                assert optimizer.clip_grad_norm(0.05) > 0.05
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(torch.cat([weights(model), torch.tensor([optimizer.gain(), optimizer.effective_steps])]))
+    assert overlapped == ([] if lacking is not None and dist.get_rank() == 1 else [True] * 8)  # in the last pass itself
+    return ends[0], ends[1]
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("lacking", [None, 0, 1])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_that_lacks_one_of_several_synced_passes_takes_part(
+    pool: Pool, world_size: int, lacking: int | None, clips: bool
+) -> None:
+    assert_agree(pool(world_size).run(_lacks_a_synced_pass, lacking, clips), ROUNDING)
+
+
+def _overflow(unhooked: bool) -> tuple[Tensor, Tensor]:
+    """An infinite gradient on one rank: nobody steps, and all go on."""
+    rank = dist.get_rank()
+    ends = []
+    for sharded in (False, True):
+        model = build(torch.float64)
+        ddp, inner = wrapped(model, OPTIMIZERS["kinds"](model), sharded)
+        optimizer = AdaScale(inner, scale=4.0, num_gradients_to_accumulate=2, smoothing=0.5)
+        skipped = []
+        for step in range(10):
+            if step == 4 and unhooked:
+                optimizer.unhook()
+            for i, batch in enumerate(batches(2, 1000 * step + rank, torch.float64)):
+                with ddp.no_sync() if i == 0 else nullcontext():
+                    factor = float("inf") if step in (3, 6) and rank == 1 and i == step % 2 else 0.5
+                    (_loss(ddp, batch) * factor).backward()
+            before = weights(model), optimizer.effective_steps
+            optimizer.step()
+            skipped.append(optimizer.last_step_skipped)
+            assert torch.equal(before[0], weights(model)) == skipped[-1]
+            assert (before[1] == optimizer.effective_steps) == skipped[-1]
+            optimizer.zero_grad()
+        assert skipped == [step in (3, 6) for step in range(10)]
+        ends.append(torch.cat([weights(model), torch.tensor([optimizer.gain(), optimizer.effective_steps])]))
+    return ends[0], ends[1]
+
+
+@pytest.mark.parametrize("unhooked", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(pool: Pool, world_size: int, unhooked: bool) -> None:
+    assert_agree(pool(world_size).run(_overflow, unhooked), ROUNDING)
+
+
+def _adascale_grows() -> tuple[Tensor, Tensor]:
+    ends = []
+    for sharded in (False, True):
+        model = build(torch.float64)
+        model.last.requires_grad_(False)
+        rest = [p for p in model.parameters() if p.requires_grad]
+        ddp, inner = wrapped(model, SGD(rest, lr=0.02, momentum=0.9), sharded)
+        optimizer = AdaScale(inner, scale=3.0, smoothing=0.5)
+        for step, batch in enumerate(batches(12, dist.get_rank(), torch.float64)):
+            if step == 6:
+                model.last.requires_grad_(True)
+                optimizer.add_param_group({"params": list(model.last.parameters()), "lr": 0.01})
+                if not sharded:
+                    ddp = DistributedDataParallel(model)
+            _loss(ddp, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        gains = [optimizer.gain(), optimizer.gain(0), optimizer.gain(1), optimizer.effective_steps]
+        ends.append(torch.cat([weights(model), torch.tensor(gains)]))
+    return ends[0], ends[1]
+
+
+def test_adascale_watches_a_group_added_later(pool: Pool) -> None:
+    assert_agree(pool(2).run(_adascale_grows), ROUNDING)
+
+
+def _two_adascales() -> tuple[Tensor, Tensor]:
+    ends = []
+    for sharded in (False, True):
+        model = build(torch.float64)
+        first: Any = SGD(model.first.parameters(), lr=0.02, momentum=0.9)
+        second: Any = SGD([model.middle.weight, *model.last.parameters(), model.gain, model.none], lr=0.01)
+        if sharded:
+            first, second = OSS.wrap(first, bucket_numel=SMALL), OSS.wrap(second, bucket_numel=SMALL)
+        both = [AdaScale(o, scale=3.0, smoothing=0.5) for o in (first, second)]
+        ddp = ShardedDataParallel(model, both) if sharded else DistributedDataParallel(model)
+        for batch in batches(12, dist.get_rank(), torch.float64):
+            _loss(ddp, batch).backward()
+            for optimizer in both:
+                optimizer.step()
+            for optimizer in both:
+                optimizer.zero_grad()
+        gains = [value for o in both for value in (o.gain(), o.effective_steps)]
+        ends.append(torch.cat([weights(model), torch.tensor(gains)]))
+    return ends[0], ends[1]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_two_adascales_each_watch_their_own_parameters(pool: Pool, world_size: int) -> None:
+    assert_agree(pool(world_size).run(_two_adascales), ROUNDING)

@@ -1,0 +1,94 @@
+"""Parameters and ranks without a gradient in a step are treated as DDP treats them.
+
+A function whose name starts with an underscore runs on each rank of the pool.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..uneven import assert_agree, batches, loss_of, weights
+from .against_ddp import OPTIMIZERS, Pool, build, default_dtype, default_tolerance, wrapped
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(7, 9)
+        self.branches = nn.ModuleList([nn.Linear(9, 3) for _ in range(3)])
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return self.branches[which](torch.tanh(self.trunk(x)))
+
+
+def _branches(name: str, plan: str) -> tuple[Tensor, Tensor, bool]:
+    rank, dtype = dist.get_rank(), default_dtype()
+    ends = []
+    rested = True
+    for sharded in (False, True):
+        torch.manual_seed(1)
+        model = Branches().to(dtype)
+        ddp, optimizer = wrapped(model, OPTIMIZERS[name](model), sharded, unused=True)
+        for step, (x, y) in enumerate(batches(30, rank, dtype)):
+            which = {"all": step // 10, "some": (step + rank) % 3, "first": 0}[plan]
+            before = [p.detach().clone() for p in model.branches.parameters()]
+            optimizer.zero_grad()
+            nn.functional.mse_loss(ddp(x, which), y).backward()
+            optimizer.step()
+            if plan == "all":
+                after = list(model.branches.parameters())
+                moved = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+                rested = rested and moved == [i // 2 == which for i in range(6)]
+        ends.append(weights(model))
+    return ends[0], ends[1], rested
+
+
+@pytest.mark.parametrize("name", ["nesterov", "adamw", "lars"])
+@pytest.mark.parametrize(("world_size", "plan"), [(2, "all"), (2, "some"), (3, "some"), (3, "all"), (2, "first")])
+def test_unused_parameters_are_treated_as_ddp_does(pool: Pool, world_size: int, plan: str, name: str) -> None:
+    """What no worker used stays, whatever momentum and weight decay it has; what some used moves."""
+    results = pool(world_size).run(_branches, name, plan)
+    assert_agree(results, default_tolerance(world_size))
+    assert all(rested for *_, rested in results)
+
+
+def _idle_rank() -> tuple[Tensor, Tensor]:
+    """Rank 1 makes no backward pass in every third step: as if its gradient were zero."""
+    rank = dist.get_rank()
+    ends = []
+    for sharded in (False, True):
+        model = build(default_dtype())
+        ddp, optimizer = wrapped(model, OPTIMIZERS["momentum"](model), sharded)
+        for step, batch in enumerate(batches(12, rank, default_dtype())):
+            idle = rank == 1 and step % 3 == 1
+            optimizer.zero_grad()
+            loss = loss_of(ddp, batch)
+            if not idle:
+                loss.backward()
+            elif not sharded:
+                (0 * loss).backward()
+            optimizer.step()
+        ends.append(weights(model))
+    return ends[0], ends[1]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_whose_backward_pass_reaches_nothing_takes_part(pool: Pool, world_size: int) -> None:
+    assert_agree(pool(world_size).run(_idle_rank), default_tolerance(world_size))
+
+
+def _nobody() -> None:
+    model = build()
+    ddp, optimizer = wrapped(model, OPTIMIZERS["nesterov"](model), True)
+    loss_of(ddp, batches(1)[0]).backward()
+    optimizer.step()
+    before = weights(model)
+    optimizer.step()  # no gradient anywhere: momentum and weight decay must not move anything
+    assert torch.equal(weights(model), before)
+
+
+def test_a_step_without_gradients_moves_nothing(pool: Pool) -> None:
+    pool(2).run(_nobody)
