@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 OBJECTIVE = "objective"  # the workload's metric, negated where small is better: what Tune maximises
-OUTCOME = "outcome"  # JSON, in a trial's last report only: what the recipe needs of the trial beside its score
+OUTCOME = "outcome"  # in a trial's last report only: its BaseOutcome, as JSON
 EPOCHS = "epochs"  # τ in passes over the dataset: ASHA's clock where T is given in epochs
 _FILE = "trial.json"  # what a trial has collected so far, beside the run's own files in a checkpoint
 

@@ -487,7 +487,7 @@ def test_an_interrupted_trial_on_workers_goes_on_from_its_checkpoint(
     assert resumed.noise == whole.noise
     assert [probe.effective_steps for probe in resumed.noise] == list(range(0, T, 10))
     # The schedule is that of the same search in one process, and so a run takes it for the same.
-    alone = search("alone", scaling_config=None)
+    alone = search("alone", scaling_config=None, config=None)
     assert resumed.fingerprint == whole.fingerprint == alone.fingerprint
     assert resumed.lr_curve == alone.lr_curve
 
