@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import shutil
 import threading
 import traceback
 import warnings
@@ -54,6 +55,7 @@ __all__ = [
     "TensorInfo",
     "TensorShard",
     "begin_save",
+    "delete",
     "is_complete",
     "is_sealed",
     "latest_valid",
@@ -356,6 +358,12 @@ def is_complete(directory: StrPath) -> bool:
 def is_sealed(directory: StrPath) -> bool:
     """Whether the checkpoint was completed once, damaged since or not: it has a manifest."""
     return (Path(directory) / MANIFEST).exists()
+
+
+def delete(directory: StrPath) -> None:
+    """Removes a checkpoint's folder, the manifest first: at any moment the checkpoint is complete or absent."""
+    (Path(directory) / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(directory)
 
 
 def latest_valid(directories: Sequence[_Path]) -> _Path | None:

@@ -173,8 +173,7 @@ class LocalBackend(Backend):
             kept = [path for path in self._checkpoints() if path <= folder and checkpoint.is_sealed(path)][-self.keep :]
             for old in self._checkpoints():
                 if old not in kept:
-                    (old / checkpoint.MANIFEST).unlink(missing_ok=True)  # first: a checkpoint is complete or absent
-                    shutil.rmtree(old)
+                    checkpoint.delete(old)
 
     def keep_trace(self, path: Path) -> None:
         if self.folder is not None:

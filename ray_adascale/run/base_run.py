@@ -26,11 +26,11 @@ from .backend import Backend
 from .loop import Run
 from .schedule import BaseSchedule
 
-__all__ = ["BaseOutcome", "base_config", "freeze", "kept_settings", "record_recipe", "train_base", "workload_name"]
+__all__ = ["BaseResult", "base_config", "freeze", "kept_settings", "record_recipe", "train_base", "workload_name"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaseOutcome:
+class BaseResult:
     """What a base run that has reached T hands to its recipe; as JSON from one process to another.
 
     Attributes:
@@ -57,7 +57,7 @@ class BaseOutcome:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> BaseOutcome:
+    def from_json(cls, text: str) -> BaseResult:
         """The outcome that :meth:`to_json` has written."""
         found = json.loads(text)
         noise = [NoiseProbe(**probe) for probe in found["noise"]]
@@ -112,7 +112,7 @@ def record_recipe(
     if built.metric not in summary:
         raise ValueError(f"Invalid metric={built.metric!r}: evaluate did not return it. Name one that it returns.")
     return freeze(
-        BaseOutcome(
+        BaseResult(
             metric=built.metric,
             mode=built.mode,
             score=float(summary[built.metric]),
@@ -127,7 +127,7 @@ def record_recipe(
 
 
 def freeze(
-    outcome: BaseOutcome,
+    outcome: BaseResult,
     *,
     workload: WorkloadFn,
     hyperparameters: Mapping[str, Any],

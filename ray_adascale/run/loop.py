@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..config import AdaScaleConfig
 from ..data import make_source, to_device
-from ..data.order import ExampleOrder, StepCut
+from ..data.order import ExampleOrder
 from ..data.source import BatchSource, MicroBatch
 from ..optim.deferred import HostCopy
 from ..recipe import Recipe
@@ -111,12 +111,7 @@ class Run:
         self.plan = config.plan(self.backend.world_size)
         self.source: BatchSource = make_source(
             dataset,
-            StepCut(
-                self.plan.global_batch_size,
-                rank=self.backend.rank,
-                world_size=self.plan.world_size,
-                accumulation=self.plan.accumulation,
-            ),
+            self.plan.cut(self.backend.rank),
             ExampleOrder(seed=config.seed, shuffle=config.shuffle, drop_last=config.drop_last),
             collate_fn=collate_fn,
             num_workers=config.num_loader_workers,

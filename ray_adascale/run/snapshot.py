@@ -93,7 +93,9 @@ class Snapshot:
         # on with rank 0's.
         own = {name for name, _ in self.module.named_buffers()} if self.rank > 0 else ()
         weights = self.module.state_dict()
-        out: dict[str, Any] = {f"model/{key}": value for key, value in weights.items() if key not in own}
+        out: dict[str, Any] = {
+            f"{checkpoint.WEIGHTS_PREFIX}{key}": value for key, value in weights.items() if key not in own
+        }
         out.update(optimizer_tensors(self.optimizer, self.parameter_names))
         out.update({f"adascale/{key}": value for key, value in self.optimizer.statistics_state().items()})
         out.update({f"rng/{self.rank}/{key}": value for key, value in capture_rng(self.device).items()})
@@ -132,7 +134,8 @@ class Snapshot:
         saved = checkpoint.load_state(folder)
         index = checkpoint.tensor_index(folder)
         changed = self._changed_on_purpose(folder, saved, index, accept_changes)
-        into: dict[str, Any] = {f"model/{key}": value for key, value in self.module.state_dict().items()}
+        weights = self.module.state_dict()
+        into: dict[str, Any] = {f"{checkpoint.WEIGHTS_PREFIX}{key}": value for key, value in weights.items()}
         statistics = {
             key.removeprefix("adascale/"): torch.empty(info.shape, dtype=info.dtype)
             for key, info in index.items()

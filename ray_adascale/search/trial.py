@@ -26,7 +26,7 @@ from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig
 from ..recipe import NoiseProbe
 from ..run.backend import Backend, Outcome
-from ..run.base_run import BaseOutcome, train_base
+from ..run.base_run import BaseResult, train_base
 from ..run.loop import Run
 from ..workload import Workload, WorkloadFn, build
 
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 OBJECTIVE = "objective"  # the workload's metric, negated where small is better: what Tune maximises
-OUTCOME = "outcome"  # in a trial's last report only: its BaseOutcome, as JSON
+OUTCOME = "outcome"  # in a trial's last report only: its BaseResult, as JSON
 EPOCHS = "epochs"  # τ in passes over the dataset: ASHA's clock where T is given in epochs
 _FILE = "trial.json"  # what a trial has collected so far, beside the run's own files in a checkpoint
 
@@ -153,7 +153,7 @@ class Collected:
         if schedule.base_steps_per_epoch is not None:
             report[EPOCHS] = outcome.effective_steps / schedule.base_steps_per_epoch
         if outcome.stopped is not None:
-            ended = BaseOutcome(metric=self._metric, mode=self._mode, score=value, schedule=schedule, noise=self.noise)
+            ended = BaseResult(metric=self._metric, mode=self._mode, score=value, schedule=schedule, noise=self.noise)
             report[OUTCOME] = ended.to_json()
         return report
 

@@ -23,7 +23,7 @@ from ray.util.annotations import PublicAPI
 
 from ..config import AdaScaleConfig
 from ..recipe import Recipe, Repeat
-from ..run.base_run import BaseOutcome, freeze
+from ..run.base_run import BaseResult, freeze
 from ..train.cluster import pickle_by_value, quiet_init
 from ..workload import WorkloadFn
 from .spec import SearchSpec
@@ -314,7 +314,7 @@ class _Search:
             )
 
 
-def _ranking(trials: list[Finished]) -> list[tuple[Finished, BaseOutcome]]:
+def _ranking(trials: list[Finished]) -> list[tuple[Finished, BaseResult]]:
     """The trials that reached T, best first by their metric at the end; of equals the first to finish."""
     ended = [(trial, outcome) for trial in trials if (outcome := trial.outcome) is not None]
     what = {

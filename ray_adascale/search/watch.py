@@ -17,7 +17,7 @@ from ray import cloudpickle, tune
 
 from ..analysis.display import SearchProgress
 from ..recipe import Repeat
-from ..run.base_run import BaseOutcome
+from ..run.base_run import BaseResult
 from .trial import OUTCOME, MissingMetric, PlannedRepeat, describe_config, was_building
 
 __all__ = ["BestMean", "BestTrial", "Finished", "StopOnMistake", "Watch", "best_mean", "watching"]
@@ -33,10 +33,10 @@ class Finished:
     error: Exception | None
 
     @property
-    def outcome(self) -> BaseOutcome | None:
+    def outcome(self) -> BaseResult | None:
         """What a trial that reached T has left; None for any other trial."""
         text = self.metrics.get(OUTCOME)
-        return None if self.error is not None or text is None else BaseOutcome.from_json(text)
+        return None if self.error is not None or text is None else BaseResult.from_json(text)
 
     @property
     def error_line(self) -> str:
@@ -53,7 +53,7 @@ class BestTrial:
     """
 
     def __init__(self) -> None:
-        self._best: tuple[Finished, BaseOutcome] | None = None
+        self._best: tuple[Finished, BaseResult] | None = None
 
     def __call__(self, trial: Finished) -> tuple[str, str]:
         outcome = trial.outcome

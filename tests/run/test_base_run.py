@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ray_adascale import AdaScaleConfig
 from ray_adascale.recipe import NoiseProbe, Repeat
-from ray_adascale.run.base_run import BaseOutcome, base_config, freeze, kept_settings, record_recipe
+from ray_adascale.run.base_run import BaseResult, base_config, freeze, kept_settings, record_recipe
 from ray_adascale.run.schedule import BaseSchedule
 
 from ..samples_of import regression
@@ -50,7 +50,7 @@ def test_a_recipe_keeps_the_settings_that_change_what_is_trained() -> None:
     assert kept_settings(unclipped)["grad_clip"] is None  # JSON has no ∞
 
 
-OUTCOME = BaseOutcome(
+OUTCOME = BaseResult(
     metric="error",
     mode="min",
     score=0.25,
@@ -62,7 +62,7 @@ OUTCOME = BaseOutcome(
 
 
 def test_an_outcome_reaches_another_process_as_it_was() -> None:
-    assert BaseOutcome.from_json(OUTCOME.to_json()) == OUTCOME
+    assert BaseResult.from_json(OUTCOME.to_json()) == OUTCOME
 
 
 def test_the_objective_is_larger_where_the_score_is_better() -> None:
@@ -87,6 +87,6 @@ def test_a_recipe_is_frozen_of_the_outcome_and_of_the_settings_that_the_run_had(
     assert (frozen.base_batch_size, frozen.seed, frozen.hyperparameters) == (8, 3, {"lr": 0.1})
     assert frozen.settings is not None
     assert frozen.settings["grad_clip"] == 0.5
-    assert frozen.workload == "tests.analysis.test_forecast:regression"
+    assert frozen.workload == "tests.samples_of:regression"
     assert list(frozen.versions) == ["ray_adascale", "torch", "ray", "python"]
     assert [repeat.seed for repeat in frozen.repeats] == [4]

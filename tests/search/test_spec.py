@@ -71,7 +71,7 @@ def test_a_search_goes_on_only_as_what_it_was_started_as(tmp_path: Path) -> None
     assert not spec(param_space=space).started_before(folder)
     # A search that an earlier version has started goes on, so neither key nor value changes.
     assert json.loads((tmp_path / "mine" / "search.json").read_text()) == {
-        "workload": "tests.analysis.test_forecast:regression",
+        "workload": "tests.samples_of:regression",
         "param_space": {
             "lr": {"type": "Float", "lower": 0.1, "upper": 1, "sampler": {"type": "Float._LogUniform"}},
             "depth": 2,

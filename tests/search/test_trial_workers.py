@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 from ray_adascale import AdaScaleConfig, Run, Workload
 from ray_adascale.checkpoint.rng import seed_everything
 from ray_adascale.run.backend import Outcome
-from ray_adascale.run.base_run import BaseOutcome, base_config
+from ray_adascale.run.base_run import BaseResult, base_config
 from ray_adascale.run.schedule import BaseSchedule
 from ray_adascale.search import trial_workers
 from ray_adascale.search.trial import OBJECTIVE, OUTCOME, Collected, MissingMetric
@@ -138,7 +138,7 @@ def test_tune_hears_of_evaluations_however_often_checkpoints_are_written(
 def test_the_noise_is_that_of_every_fourth_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trial = Trial(tmp_path, monkeypatch)
     found = [
-        (probe.effective_steps, probe.sigma2, probe.mu2) for probe in BaseOutcome.from_json(trial.last[OUTCOME]).noise
+        (probe.effective_steps, probe.sigma2, probe.mu2) for probe in BaseResult.from_json(trial.last[OUTCOME]).noise
     ]
     assert found == [(tau, *trial.moments[tau]) for tau in (0, 4, 8, 12, 16)]  # of the step itself, not averaged
     assert all(sigma2 > 0 for _, sigma2, _ in found)

@@ -25,7 +25,7 @@ from torch.utils.data import TensorDataset
 from ray_adascale import AdaScaleConfig, Recipe, Run, Workload, tune_recipe
 from ray_adascale.data.order import epoch_order
 from ray_adascale.measure.probe import probe_noise
-from ray_adascale.run.base_run import BaseOutcome, workload_name
+from ray_adascale.run.base_run import BaseResult, workload_name
 from ray_adascale.run.schedule import BaseSchedule, EffectiveSchedule
 from ray_adascale.run.trace import read_trace
 from ray_adascale.search.trial import describe_config, was_building
@@ -525,7 +525,7 @@ def ended(score: float | None, error: Exception | None = None, **changes: Any) -
         schedule = BaseSchedule(
             base_batch_size=B0, total_steps=T, scheduler_unit=None, base_steps_per_epoch=None, lr_curve=[[0.1]]
         )
-        outcome = BaseOutcome(score=score, schedule=schedule, noise=[], **given)
+        outcome = BaseResult(score=score, schedule=schedule, noise=[], **given)
         metrics = {"outcome": outcome.to_json()}
     return Finished(f"t{score}", {"lr": 0.1}, metrics, error)
 

@@ -12,7 +12,7 @@ import pytest
 from ray import tune
 
 from ray_adascale.recipe import NoiseProbe
-from ray_adascale.run.base_run import BaseOutcome
+from ray_adascale.run.base_run import BaseResult
 from ray_adascale.run.schedule import BaseSchedule
 from ray_adascale.search.trial import PlannedRepeat, was_building
 from ray_adascale.search.watch import BestMean, Finished, Watch, best_mean
@@ -41,7 +41,7 @@ def repeated(index: int, score: float | None, mode: Literal["min", "max"] = "min
     """A repeat that has ended; without a score it failed."""
     if score is None:
         return Finished(f"r{index}", {"repeat": index}, {}, FloatingPointError("error is nan"))
-    outcome = BaseOutcome(
+    outcome = BaseResult(
         metric="error",
         mode=mode,
         score=score,

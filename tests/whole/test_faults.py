@@ -38,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the grad
 
 # Processes fork from one that has imported torch already: 0.1 s each instead of 3.
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["tests.test_faults"])
+processes.set_forkserver_preload(["tests.whole.test_faults"])
 
 TIMEOUT_S = 15.0
 
