@@ -79,6 +79,11 @@ class AdaScale(Optimizer):
             a way that is not supported.
     """
 
+    refuses_sharding: ClassVar[str] = (
+        "OSS can't shard AdaScale: wrap the other way round, AdaScale(OSS(...)), so that every worker has the same gain."
+    )
+    """What OSS says where it is asked to shard an optimizer of this class; OSS itself knows nothing of AdaScale."""
+
     _sampler_type: ClassVar[type[GradientSampler]] = GradientSampler
 
     def __init__(
