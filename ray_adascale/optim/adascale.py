@@ -178,6 +178,11 @@ class AdaScale(Optimizer):
         self._base_batch_size = base_batch_size
         self.set_scale(float(self.num_samples if scale is None else scale))
 
+    @property
+    def wrapped(self) -> Optimizer:
+        """The optimizer that this one wraps: the user's own, or :class:`ray_adascale.OSS`."""
+        return self._optimizer
+
     # ---- what a torch.optim.Optimizer has ------------------------------------------------------------------------
 
     @property

@@ -33,6 +33,7 @@ from torch.optim import (
     Rprop,
 )
 
+from .._torch import as_bytes, global_rank, is_dtensor
 from ..measure.observers import GradientObserver, PassListener
 from .buckets import Bucket, Fragment, make_buckets, memory_view
 from .collectives import gather_shards
@@ -513,13 +514,13 @@ class OSS(Optimizer):
         else:
             carrier = source.to(device).contiguous()
         if carrier.numel():
-            data = carrier.view(-1).view(torch.uint8)  # no backend knows every dtype
+            data = as_bytes(carrier.view(-1))
             if recipient == _EVERYONE:
-                dist.broadcast(data, self._global(owner), group=self.group)
+                dist.broadcast(data, global_rank(self.group, owner), group=self.group)
             elif source is not None:
-                dist.send(data, self._global(recipient), group=self.group)
+                dist.send(data, global_rank(self.group, recipient), group=self.group)
             else:
-                dist.recv(data, self._global(owner), group=self.group)
+                dist.recv(data, global_rank(self.group, owner), group=self.group)
         if into is not None:
             into.copy_(carrier)
 
@@ -545,9 +546,6 @@ class OSS(Optimizer):
         return [
             json.loads(other[:length].cpu().numpy().tobytes()) for other, length in zip(everyone, lengths, strict=True)
         ]
-
-    def _global(self, rank: int) -> int:
-        return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
         """The full state, as the unsharded optimizer would give it; independent of the number of workers.
@@ -609,7 +607,7 @@ class OSS(Optimizer):
 def _check_shardable(p: Tensor) -> None:
     if isinstance(p, torch.nn.parameter.UninitializedParameter):
         raise ValueError("A lazy module's parameter has no shape yet. Run one forward pass before OSS is made.")
-    if type(p).__name__ == "DTensor" or hasattr(p, "device_mesh"):
+    if is_dtensor(p):
         raise ValueError(
             "The parameters are sharded already (DTensor, as from fully_shard): use the optimizer without OSS."
         )

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .._torch import as_bytes, global_rank
 from ..measure.observers import (
     GradientObserver,
     GroupSums,
@@ -418,7 +419,7 @@ class ShardedDataParallel(nn.Module):
                 for bucket in optimizer.buckets:
                     if not bucket.bound():
                         bucket.bind()
-                    dist.broadcast(bucket.flat.view(torch.uint8), self._first, group=self._group)
+                    dist.broadcast(as_bytes(bucket.flat), global_rank(self._group, 0), group=self._group)
             self._broadcast([*_rest(module, optimizers), *module.buffers()])
         self._parts = [_Part(self, optimizer) for optimizer in optimizers]  # the optimizers hold them weakly
         for optimizer, part in zip(optimizers, self._parts, strict=True):
@@ -489,10 +490,6 @@ class ShardedDataParallel(nn.Module):
 
     # ---- reduction -----------------------------------------------------------------------------------------------
 
-    @property
-    def _first(self) -> int:
-        return 0 if self._group is None else dist.get_global_rank(self._group, 0)
-
     @torch.no_grad()
     def _broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Rank 0's values to all, those of one dtype and device in one message."""
@@ -502,7 +499,7 @@ class ShardedDataParallel(nn.Module):
                 kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         for alike in kinds.values():
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in alike])
-            dist.broadcast(flat.view(torch.uint8), self._first, group=self._group)
+            dist.broadcast(as_bytes(flat), global_rank(self._group, 0), group=self._group)
             for tensor, part in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
 
@@ -671,7 +668,7 @@ def _hook(owner: ShardedDataParallel, bucket: _GradientBucket, index: int) -> Ca
 
 def _sharded(optimizer: Any) -> OSS:
     """The OSS in an optimizer."""
-    inner = getattr(optimizer, "_optimizer", optimizer)
+    inner = getattr(optimizer, "wrapped", optimizer)  # AdaScale's, which stands above this module
     if not isinstance(inner, OSS):
         what = "none was given" if optimizer is None else f"got {type(optimizer).__name__}"
         raise TypeError(
