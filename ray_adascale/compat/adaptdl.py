@@ -25,10 +25,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from .. import scaling_rules
 from .._torch import uncompiled
 from ..measure.observers import GradientObserver
+from ..optim.adam_metric import adam_preconditioner
 from ..optim.adascale import AdaScale
 from ..optim.rules import RuleInput
 from ..optim.sampler import GradientSampler, Sample
-from ..scaling_rules import VARIANCE_FLOOR, ScalingRuleBase, adam_preconditioner, pick_factor
+from ..scaling_rules import VARIANCE_FLOOR, ScalingRuleBase, pick_factor
 
 __all__ = ["AdaptiveDataParallel", "GradientNoiseScale"]
 

@@ -12,10 +12,11 @@ from torch.optim import SGD, Optimizer
 
 from ..checkpoint.optimizer import parameter_names
 from ..config import AdaScaleConfig, BatchPlan
+from ..optim.adam_metric import adam_preconditioner
 from ..optim.adascale import AdaScale
 from ..optim.rules import AdamScaleRule, AdaScaleRule, LEGWRule, make_rule
 from ..recipe import Recipe
-from ..scaling_rules import AdamScale, LEGWScale, adam_preconditioner
+from ..scaling_rules import AdamScale, LEGWScale
 from ..sharding.oss import OSS, has_state
 from ..sharding.sharded_ddp import ShardedDataParallel
 from .schedule import curve_difference
