@@ -17,14 +17,14 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.optim import Optimizer
 
 from .optim.adam_metric import adam_preconditioner
-from .optim.rules import AdamScaleRule, AdaScaleRule, LEGWRule, RuleInput, legw_factor
+from .optim.rules import AdamScaleRule, AdaScaleRule, LEGWRule, Metric, RuleInput, legw_factor
 
 __all__ = [
     "VARIANCE_FLOOR",
@@ -112,6 +112,9 @@ class ScalingRuleBase:
     Attributes:
         adp: The ``AdaptiveDataParallel`` it belongs to; ``adp.gns`` has the statistics.
     """
+
+    metric: ClassVar[Metric] = "euclidean"
+    """What noise and signal are measured in; "adam" divides gradients as Adam's step does (:func:`adam_preconditioner`)."""
 
     # On the class, so that a subclass whose constructor forgets super().__init__() works too.
     adp: Any = None
@@ -264,6 +267,8 @@ class AdamScale(AdaScale):
     AdaScale's own, carried over. √v of a larger batch is smaller by itself, since it contains the noise, which scales
     the step once more. Compare with a base run.
     """
+
+    metric = "adam"
 
     def scale_lr(self, scale: float, power: float = 0.5) -> Any:
         return super().scale_lr(scale) ** power

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from ray_adascale import AdaScale as Wrapper
 from ray_adascale import AdaScaleConfig, RuleInput
 from ray_adascale.compat.adaptdl import GradientNoiseScale
-from ray_adascale.optim.rules import RULES, AdamScaleRule, LEGWRule, make_rule
+from ray_adascale.optim.rules import RULES, AdamScaleRule, LEGWRule, make_rule, metric_of
 from ray_adascale.scaling_rules import (
     AdamScale,
     AdaScale,
@@ -173,6 +173,22 @@ def test_rules_by_name_and_refused_ones() -> None:
     assert make_rule("adamscale") == AdamScaleRule()
     with pytest.raises(ValueError, match=r"LinearScale\(\.\.\.\)"):
         make_rule(LinearScale)  # type: ignore[arg-type]
+
+
+def test_each_rule_says_what_its_statistics_are_measured_in() -> None:
+    class Own(AdamScale):
+        pass
+
+    def plain(now: RuleInput) -> tuple[float, float]:
+        return now.gain, now.gain
+
+    assert [metric_of(rule) for rule in (AdamScale(), Own(), AdamScaleRule(), AdamScaleRule(0.3))] == ["adam"] * 4
+    others = [*(make_rule(name) for name in RULES if name != "adamscale"), LEGWRule(1, 10), plain]
+    others += [AdaScale(), LinearScale(), SqrtScale(), LEGWScale(1, 10), _Cautious()]
+    assert {metric_of(rule) for rule in others} == {"euclidean"}
+    plain.metric = "Adam"  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"metric='Adam'.*euclidean, adam"):
+        metric_of(plain)
 
 
 class _Cautious(ScalingRuleBase):

@@ -27,7 +27,7 @@ from .._torch import uncompiled
 from ..measure.observers import GradientObserver
 from ..optim.adam_metric import adam_preconditioner
 from ..optim.adascale import AdaScale
-from ..optim.rules import RuleInput
+from ..optim.rules import RuleInput, metric_of
 from ..optim.sampler import GradientSampler, Sample
 from ..scaling_rules import VARIANCE_FLOOR, ScalingRuleBase, pick_factor
 
@@ -350,7 +350,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         for what, size in (("base_batch_size", base_batch_size), ("batch_size", batch_size)):
             if size is not None and not size > 0:
                 raise ValueError(f"Invalid {what}={size}. Must be a positive number of examples.")
-        precondition = adam_preconditioner(optimizer) if isinstance(rule, scaling_rules.AdamScale) else None
+        precondition = adam_preconditioner(optimizer) if metric_of(rule) == "adam" else None
 
         super().__init__(model, **kwargs)
         group = kwargs.get("process_group")

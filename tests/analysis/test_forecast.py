@@ -23,6 +23,7 @@ from ray_adascale.checkpoint.rng import seed_everything
 from ray_adascale.recipe import NoiseProbe, Repeat
 from ray_adascale.run.base_run import record_recipe
 from ray_adascale.run.trace import Trace
+from ray_adascale.scaling_rules import AdamScale
 
 
 def curve(*points: tuple[float, float, float]) -> NoiseCurve:
@@ -439,6 +440,7 @@ def test_the_interval_is_that_of_the_seeds() -> None:
         ({"workers": []}, "Invalid workers="),
         ({"workers": [0, 1]}, "Invalid workers="),
         ({"config": AdaScaleConfig(rule="adamscale")}, "no forecast for it"),
+        ({"config": AdaScaleConfig(rule=AdamScale())}, "no forecast for it"),
         ({"config": AdaScaleConfig(base_batch_size=4)}, "base_batch_size=4.: the recipe says 8"),
         ({"cost_per_worker_hour": -1, "throughput": MODEL}, "cost_per_worker_hour=-1"),
     ],
