@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.optim import Optimizer
 
+from .gain import plain_gain
 from .optim.adam_metric import adam_preconditioner
 from .optim.rules import AdamScaleRule, AdaScaleRule, LEGWRule, Metric, RuleInput, legw_factor
 
@@ -67,13 +68,6 @@ class NoiseStatistics(Protocol):
 
     def get_progress(self) -> float:
         """Σ r over the optimizer steps."""
-
-
-def _gains(var: NDArray[np.float64], sqr: NDArray[np.float64], scale: float, floor: float) -> NDArray[np.float64]:
-    """``r = (σ² + μ²) / (σ²/S + μ²)`` of each group, σ² ≥ floor, μ² ≥ 0; 1 where both are zero (Johnson et al., 2020)."""
-    var, sqr = np.maximum(var, floor), np.maximum(sqr, 0.0)
-    denominator = var / scale + sqr
-    return np.where(denominator > 0, (var + sqr) / np.where(denominator > 0, denominator, 1.0), 1.0)
 
 
 def pick_factor(factor: Any, group: int | None) -> float:
@@ -246,7 +240,8 @@ class AdaScale(ScalingRuleBase):
         gns = self._initialized().gns
         floor = getattr(gns, "variance_floor", None)
         floor = floor if isinstance(floor, float) else VARIANCE_FLOOR  # an `adp` of somebody's test has no such thing
-        return _gains(gns.raw_var_avg, gns.raw_sqr_avg, scale, floor)
+        groups = zip(np.ravel(gns.raw_var_avg).tolist(), np.ravel(gns.raw_sqr_avg).tolist(), strict=True)
+        return np.array([plain_gain(var, sqr, scale, variance_floor=floor) for var, sqr in groups])
 
     def __call__(self, now: RuleInput) -> tuple[float, float]:
         own = type(self).scale_lr is AdaScale.scale_lr and type(self).clock is ScalingRuleBase.clock
@@ -378,7 +373,7 @@ class _StandIn:
         return float(self.raw_sqr_avg.sum())
 
     def gain(self, scale: float) -> float:
-        return float(_gains(self.raw_var_avg, self.raw_sqr_avg, scale, 0.0)[0])
+        return plain_gain(self.var_avg(), self.sqr_avg(), scale)
 
     def get_progress(self) -> float:
         return self._now.effective_steps

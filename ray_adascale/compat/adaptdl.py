@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .. import scaling_rules
 from .._torch import uncompiled
+from ..gain import plain_gain
 from ..measure.observers import GradientObserver
 from ..optim.adam_metric import adam_preconditioner
 from ..optim.adascale import AdaScale
@@ -266,8 +267,7 @@ class GradientNoiseScale:
 
     def gain(self, scale: float) -> float:
         """``r = (σ² + μ²) / (σ²/S + μ²)`` at any S, of the whole optimizer; 1 where both are zero."""
-        var, sqr = self.var_avg(), self.sqr_avg()
-        return (var + sqr) / (var / scale + sqr) if var + sqr > 0 else 1.0
+        return plain_gain(self.var_avg(), self.sqr_avg(), scale)
 
     def get_progress(self) -> float:
         """Σ r over the optimizer steps, whatever the rule."""

@@ -626,14 +626,8 @@ class AdaScale(Optimizer):
             )
 
     def _empty_averages(self) -> Average:
-        groups = 1 if self._single_gain else len(self.param_groups)
-        device = self._sampler.device
-        # One weight and one count a group, since a group may be added later.
-        return Average(
-            torch.zeros((2, groups), dtype=torch.float64, device=device),
-            torch.zeros(groups, dtype=torch.float64, device=device),
-            torch.zeros(groups, dtype=torch.int64, device=device),
-        )
+        # One weight for each group, since a group may be added later.
+        return Average.empty((2, 1 if self._single_gain else len(self.param_groups)), self._sampler.device)
 
     # ---- averages and gain ---------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..config import AdaScaleConfig
 from ..data import BatchSource, MicroBatch, make_source, to_device
+from ..gain import plain_noise_scale
 from ..optim.deferred import HostCopy
 from ..recipe import Recipe
 from ..sharding.sharded_ddp import ShardedDataParallel
@@ -27,7 +28,7 @@ from . import snapshot
 from .backend import Backend, LocalBackend
 from .build import check_built, check_recipe, check_rule, wrap
 from .due import Agenda
-from .metrics import METRICS, noise_scale, plain_numbers, too_large_for_the_noise
+from .metrics import METRICS, plain_numbers, too_large_for_the_noise
 from .resume import log_start
 from .saver import Content, Saver
 from .schedule import EffectiveSchedule
@@ -466,7 +467,7 @@ class Run:
         sigma2, mu2 = self.optimizer.average_moments()
         if math.isnan(sigma2) and self._probed is not None:
             sigma2, mu2 = self._probed
-        noise = noise_scale(sigma2, mu2, self.plan.base_batch_size)
+        noise = plain_noise_scale(sigma2, mu2, self.plan.base_batch_size)
         gain, scale = self.optimizer.last_gain, self.plan.scale
         self._warn_about_noise(noise, gain)
         return {

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, LEGWRule, Recipe, Run, Workload
-from ray_adascale.analysis.forecast import Forecast, NoiseCurve, forecast_recipe, gain_of, limit_steps, replay
+from ray_adascale.analysis.forecast import Forecast, NoiseCurve, forecast_recipe, limit_steps, replay
 from ray_adascale.analysis.throughput import Measurement, Throughput, measure_throughput
 from ray_adascale.checkpoint.rng import seed_everything
+from ray_adascale.gain import plain_gain
 from ray_adascale.recipe import NoiseProbe, Repeat
 from ray_adascale.run.base_run import record_recipe
 from ray_adascale.run.trace import Trace
@@ -101,9 +102,9 @@ def test_a_lone_sample_has_no_gain_at_the_first_step() -> None:
 
 
 def test_gain_without_any_gradient_is_one() -> None:
-    assert gain_of(0, 0, 8) == 1
-    assert gain_of(-1, -1, 8) == 1
-    assert gain_of(2, 0, 8) == 8
+    assert plain_gain(0, 0, 8) == 1
+    assert plain_gain(-1, -1, 8) == 1
+    assert plain_gain(2, 0, 8) == 8
 
 
 def test_trembling_weights_have_less_to_tremble_with() -> None:
