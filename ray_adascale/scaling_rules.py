@@ -17,10 +17,9 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 from torch.optim import Optimizer
 
 from .gain import plain_gain
@@ -33,7 +32,6 @@ __all__ = [
     "AdamScale",
     "LEGWScale",
     "LinearScale",
-    "NoiseStatistics",
     "ScalingRuleBase",
     "SqrtScale",
     "adam_preconditioner",
@@ -42,32 +40,6 @@ __all__ = [
 
 VARIANCE_FLOOR = 1e-6
 """AdaptDL's and FairScale's lower bound on σ². Gradients with a squared norm near or below it get too large a gain."""
-
-Factor = float | NDArray[np.float64]
-
-
-class NoiseStatistics(Protocol):
-    """What a rule may read as ``self.adp.gns``."""
-
-    @property
-    def raw_var_avg(self) -> NDArray[np.float64]:
-        """Averaged σ² of each parameter group, unclipped."""
-
-    @property
-    def raw_sqr_avg(self) -> NDArray[np.float64]:
-        """Averaged μ² of each parameter group, unclipped."""
-
-    def var_avg(self) -> float:
-        """Σ over groups of averaged σ², each at least the floor."""
-
-    def sqr_avg(self) -> float:
-        """Σ over groups of averaged μ², each at least 0."""
-
-    def gain(self, scale: float) -> float:
-        """r at any scale."""
-
-    def get_progress(self) -> float:
-        """Σ r over the optimizer steps."""
 
 
 def pick_factor(factor: Any, group: int | None) -> float:
@@ -104,7 +76,9 @@ class ScalingRuleBase:
             rule.step()                # or optimizer.step(), which is the same
 
     Attributes:
-        adp: The ``AdaptiveDataParallel`` it belongs to; ``adp.gns`` has the statistics.
+        adp: The ``AdaptiveDataParallel`` it belongs to. What a rule may read of ``adp.gns``, also as the trainer's, are
+            ``raw_var_avg`` and ``raw_sqr_avg``, ``var_avg()`` and ``sqr_avg()``, ``gain(scale)`` and ``get_progress()``; see
+            :class:`ray_adascale.compat.adaptdl.GradientNoiseScale`.
     """
 
     metric: ClassVar[Metric] = "euclidean"
