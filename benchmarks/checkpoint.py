@@ -116,7 +116,7 @@ def waiting(run: Run, folder: Path) -> tuple[float, float, int]:
 def torch_save(run: Run, folder: Path) -> tuple[float, float, int]:
     path = folder / "torch.pt"
     began = time.perf_counter()
-    inner = run.optimizer._optimizer
+    inner = run.optimizer.wrapped
     if isinstance(inner, OSS):
         inner.consolidate_state_dict(0)
     if run.backend.rank == 0:

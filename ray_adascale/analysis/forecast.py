@@ -16,7 +16,7 @@ from rich import box
 from rich.table import Table
 
 from ..config import AdaScaleConfig, BatchPlan
-from ..optim.rules import AdamScaleRule, make_rule
+from ..optim.rules import make_rule, metric_of
 from ..recipe import Recipe
 from .plots import pyplot
 from .replay import Replay, noise_curves, replay
@@ -218,10 +218,10 @@ def forecast_recipe(
         replace(recipe, settings=None)
     )
     made = make_rule(config.rule)
-    if isinstance(made, AdamScaleRule):
+    if metric_of(made) != "euclidean":
         raise ValueError(
-            "Invalid rule='adamscale': its gain is taken in Adam's metric, and a search probes plain gradients. There is "
-            "no forecast for it."
+            f"Invalid rule={config.rule!r}: its gain is taken in Adam's metric, and a search probes plain gradients. There "
+            "is no forecast for it."
         )
     curves = noise_curves(recipe)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from ..gain import plain_gain
 from ..optim.rules import RuleInput, ScalingRule, make_rule
 from ..recipe import NoiseProbe, Recipe
 
@@ -128,13 +129,6 @@ class Replay:
         return self.progress / self.steps
 
 
-def gain_of(sigma2: float, mu2: float, scale: float) -> float:
-    """``r = (σ² + μ²) / (σ²/S + μ²)`` on plain numbers, clipped on reading; :func:`ray_adascale.gain.gain`."""
-    sigma2, mu2 = max(sigma2, 0.0), max(mu2, 0.0)
-    below = sigma2 / scale + mu2
-    return min(max((sigma2 + mu2) / below, 1.0), scale) if below > 0 else 1.0
-
-
 def replay(
     curve: NoiseCurve,
     *,
@@ -185,7 +179,7 @@ def replay(
             variance = theta * variance + (1 - theta) * grid[0][now]
             square = theta * square + (1 - theta) * grid[1][now] * efficiency**shrink
             weight = theta * weight + (1 - theta)
-            r = gain_of(variance / weight, square / weight, scale)
+            r = plain_gain(variance / weight, square / weight, scale)
         seen = RuleInput(
             gain=r,
             scale=scale,
@@ -209,4 +203,4 @@ def limit_steps(curve: NoiseCurve, *, scale: float, total_steps: float) -> float
     """
     width = total_steps / max(1, math.ceil(total_steps))
     sigma2, mu2 = curve.at((np.arange(math.ceil(total_steps)) + 0.5) * width)
-    return width * sum(1 / gain_of(s, m, scale) for s, m in zip(sigma2.tolist(), mu2.tolist(), strict=True))
+    return width * sum(1 / plain_gain(s, m, scale) for s, m in zip(sigma2.tolist(), mu2.tolist(), strict=True))

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._torch import global_rank
 from .files import (
     MANIFEST,
     STATE,
@@ -316,20 +317,15 @@ class _Ranks:
         if self.count == 1:
             return [value]
         results: list[Any] | None = [None] * self.count if self.rank == 0 else None
-        dist.gather_object(value, results, dst=self._first, group=self._group)
+        dist.gather_object(value, results, dst=global_rank(self._group, 0), group=self._group)
         return results or []
 
     def _scatter(self, values: Sequence[object]) -> Any:
         if self.count == 1:
             return values[0]
         answer: list[Any] = [None]
-        dist.scatter_object_list(answer, list(values) or None, src=self._first, group=self._group)
+        dist.scatter_object_list(answer, list(values) or None, src=global_rank(self._group, 0), group=self._group)
         return answer[0]
-
-    @property
-    def _first(self) -> int:
-        """The global rank of the group's rank 0."""
-        return 0 if self._group is None else dist.get_global_rank(self._group, 0)
 
 
 def verify(directory: StrPath) -> None:

@@ -54,7 +54,7 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]
 
 
 def _inner(optimizer: Optimizer) -> Optimizer:
-    return optimizer._optimizer if isinstance(optimizer, AdaScale) else optimizer
+    return optimizer.wrapped if isinstance(optimizer, AdaScale) else optimizer
 
 
 def _held(optimizer: Optimizer) -> tuple[Optimizer, list[Fragment]]:

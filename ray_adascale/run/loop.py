@@ -22,6 +22,7 @@ from ..config import AdaScaleConfig
 from ..data import make_source, to_device
 from ..data.order import ExampleOrder
 from ..data.source import BatchSource, MicroBatch
+from ..gain import plain_noise_scale
 from ..optim.deferred import HostCopy
 from ..recipe import Recipe
 from ..sharding.sharded_ddp import ShardedDataParallel
@@ -29,7 +30,7 @@ from ..workload import Workload, with_unit
 from .backend import Backend, LocalBackend, Outcome
 from .build import check_built, check_recipe, check_rule, wrap
 from .due import Clocks, Due
-from .metrics import METRICS, noise_scale, plain_numbers, too_large_for_the_noise
+from .metrics import METRICS, plain_numbers, too_large_for_the_noise
 from .saver import Boundary, Content, Saver
 from .schedule import BaseSchedule, EffectiveSchedule
 from .snapshot import LoopState, Snapshot, log_start
@@ -527,7 +528,7 @@ class Run:
         sigma2, mu2 = self.optimizer.average_moments()
         if math.isnan(sigma2) and self._probed is not None:
             sigma2, mu2 = self._probed
-        noise = noise_scale(sigma2, mu2, self.plan.base_batch_size)
+        noise = plain_noise_scale(sigma2, mu2, self.plan.base_batch_size)
         gain, scale = self.optimizer.last_gain, self.plan.scale
         self._warn_about_noise(noise, gain)
         return {

@@ -15,6 +15,7 @@ from ray_adascale.analysis.forecast import Forecast, forecast_recipe
 from ray_adascale.analysis.throughput import Measurement, Throughput, measure_throughput
 from ray_adascale.recipe import Repeat
 from ray_adascale.run.trace import Trace
+from ray_adascale.scaling_rules import AdamScale
 
 from ..samples_of import probes, recipe, regression
 
@@ -214,6 +215,7 @@ def test_the_interval_is_that_of_the_seeds() -> None:
         ({"workers": []}, "Invalid workers="),
         ({"workers": [0, 1]}, "Invalid workers="),
         ({"config": AdaScaleConfig(rule="adamscale")}, "no forecast for it"),
+        ({"config": AdaScaleConfig(rule=AdamScale())}, "no forecast for it"),
         ({"config": AdaScaleConfig(base_batch_size=4)}, "base_batch_size=4.: the recipe says 8"),
         ({"cost_per_worker_hour": -1, "throughput": MODEL}, "cost_per_worker_hour=-1"),
     ],

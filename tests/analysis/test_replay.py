@@ -12,8 +12,9 @@ import pytest
 
 from ray_adascale import AdaScaleConfig, LEGWRule, Recipe, Run
 from ray_adascale.analysis.forecast import forecast_recipe
-from ray_adascale.analysis.replay import NoiseCurve, gain_of, limit_steps, replay
+from ray_adascale.analysis.replay import NoiseCurve, limit_steps, replay
 from ray_adascale.checkpoint.rng import seed_everything
+from ray_adascale.gain import plain_gain
 from ray_adascale.run.base_run import record_recipe
 
 from ..samples_of import probes, regression
@@ -66,9 +67,9 @@ def test_a_lone_sample_has_no_gain_at_the_first_step() -> None:
 
 
 def test_gain_without_any_gradient_is_one() -> None:
-    assert gain_of(0, 0, 8) == 1
-    assert gain_of(-1, -1, 8) == 1
-    assert gain_of(2, 0, 8) == 8
+    assert plain_gain(0, 0, 8) == 1
+    assert plain_gain(-1, -1, 8) == 1
+    assert plain_gain(2, 0, 8) == 8
 
 
 def test_trembling_weights_have_less_to_tremble_with() -> None:
