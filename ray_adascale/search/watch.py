@@ -16,7 +16,7 @@ from typing import Any
 
 from ray import cloudpickle, tune
 
-from ..analysis.display import SearchProgress
+from ..analysis.display import SearchDisplay
 from ..recipe import NoiseProbe, Repeat
 from .trial import OUTCOME, Entry, MissingMetric, describe_config, was_building
 
@@ -124,7 +124,7 @@ class Watch(tune.Callback):
         self.fatal: ValueError | None = None
         self.interrupted = False
         self.was_interrupted: Callable[[], bool] = lambda: False
-        self.progress = SearchProgress(what, total) if verbose else None
+        self.progress = SearchDisplay(what, total) if verbose else None
         self.what = what
         self._earlier = earlier
         self._config_text = describe
