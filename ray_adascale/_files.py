@@ -1,4 +1,4 @@
-"""Files that several rooms read and write: their names, one atomic write, and small JSON files on any storage."""
+"""Files that several rooms read and write: names and paths, one atomic write, and small JSON files on any storage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RUN", "SEARCH", "TRACE", "read_json", "write_atomically", "write_json"]
+__all__ = ["RUN", "SEARCH", "TRACE", "absolute", "read_json", "write_atomically", "write_json"]
 
 TRACE = "trace.jsonl"
 """The trace of a run, in its folder and in each of its checkpoints."""
@@ -18,6 +18,11 @@ SEARCH = "search.json"
 
 RUN = "ray_adascale.json"
 """The arguments of the ``ray-adascale train`` that started a run, in its folder."""
+
+
+def absolute(path: str) -> str:
+    """A path that holds from any folder, as workers have another working directory; a URI stays as it is."""
+    return path if "://" in path else os.path.abspath(os.path.expanduser(path))
 
 
 def write_atomically(path: str | os.PathLike[str], parts: Iterable[bytes], *, sync: bool = True) -> None:

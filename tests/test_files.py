@@ -1,4 +1,4 @@
-"""The one atomic write: a file is the old one or the new one, and nothing else is left."""
+"""The one atomic write: a file is the old one or the new one, and nothing else is left. And paths that hold from anywhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_adascale._files import write_atomically
+from ray_adascale._files import absolute, write_atomically
 
 
 def test_a_file_takes_the_place_of_the_one_that_it_is_made_from(tmp_path: Path) -> None:
@@ -47,3 +47,11 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(
     write_atomically(path, [b"content"], sync=sync)
     assert seen == ([(7, False)] if sync else [])
     assert path.read_bytes() == b"content"
+
+
+def test_a_path_holds_from_any_folder_and_a_uri_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    assert absolute("runs") == str(tmp_path / "runs")
+    assert absolute("~/a/../runs/") == "/home/me/runs"
+    assert absolute("s3://bucket/../runs") == "s3://bucket/../runs"

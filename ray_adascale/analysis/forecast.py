@@ -44,7 +44,7 @@ class ForecastRow:
         low: Fewest steps among ``steps`` and the forecasts from each seed's noise alone; None without repeats.
         high: Most steps among them.
         mean_gain: r̄, over optimizer steps.
-        efficiency: r̄ / S, the share of the examples that turns into progress.
+        efficiency: r̄ / S, the share of the examples that turns into effective steps.
         seconds: Wall time; None without a throughput model.
         speedup: Over the base run: in time, or without a throughput model in passes one after the other.
         cost: Money; None without a price or without seconds.
@@ -74,11 +74,11 @@ class Forecast:
     """A forecast for a recipe: a row for each number of workers, and what to know about them.
 
     Attributes:
-        recipe: Its fingerprint.
+        recipe: The recipe's fingerprint.
         rule: How the LR follows the scale.
         total_steps: T.
         base_batch_size: B0.
-        rows: By number of workers.
+        rows: A row for each number of workers, in increasing order.
         notes: What the forecast could not know.
         pays_until: The number of workers up to which adding workers pays: further ones, up to twice as many, add less than
             half of the first one's speed-up each. It comes from the model, whatever rows were asked for; above 64 it is
@@ -94,11 +94,11 @@ class Forecast:
     pays_until: int | None
 
     def to_json(self) -> str:
-        """All of it as JSON."""
+        """The whole forecast as JSON."""
         return json.dumps(asdict(self), indent=2)
 
     def table(self) -> Table:
-        """For a terminal: ``rich.print(forecast.table())``."""
+        """The rows as a table for a terminal: ``rich.print(forecast.table())``."""
         table = Table(
             title=f"Recipe {self.recipe}: {self.total_steps:,} base steps of {self.base_batch_size} examples, "
             f"rule {self.rule}",
@@ -126,7 +126,7 @@ class Forecast:
         return [verdict, *self.notes]
 
     def _columns(self) -> dict[str, list[str]]:
-        """Heading -> cells; a column that no row fills is left out."""
+        """The cells of each column by its heading; a column that no row fills is left out."""
         rows = self.rows
         columns: dict[str, list[str]] = {
             "workers": [f"{row.workers}" for row in rows],
@@ -150,7 +150,7 @@ class Forecast:
         return columns
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Steps and speed-up against workers, to a file of any kind that matplotlib writes.
+        """Draw steps and speed-up against workers, to a file of any kind that matplotlib writes.
 
         Raises:
             ValueError: matplotlib is missing.
@@ -189,10 +189,10 @@ def forecast_recipe(
     throughput: Throughput | None = None,
     cost_per_worker_hour: float | None = None,
 ) -> Forecast:
-    """What a recipe takes on each number of workers, before anything is paid for.
+    """Forecast what a recipe takes on each number of workers, before anything is paid for.
 
     Args:
-        recipe: With the noise of its search. Repeat seeds, where it has them, sharpen the estimate and give the interval.
+        recipe: It has the noise of its search. Repeat seeds, where it has them, sharpen the estimate and give the interval.
         workers: Numbers of workers.
         config: As for :class:`ray_adascale.AdaScaleTrainer`: batch of a worker, accumulation, rule, averaging window. Passes
             are added where few workers would make less than a base batch. Not the rule "adamscale", whose statistics a
@@ -226,7 +226,7 @@ def forecast_recipe(
     curves = noise_curves(recipe)
 
     @functools.cache
-    def steps(curve: int, scale: float, count: int) -> Replay:
+    def replayed(curve: int, scale: float, count: int) -> Replay:
         return replay(
             curves[curve],
             scale=scale,
@@ -237,18 +237,22 @@ def forecast_recipe(
             averaging_window=config.averaging_window,
         )
 
+    def run_at(plan: BatchPlan, curve: int = 0) -> Replay:
+        # Beyond two gradient samples a step their number makes no difference to a replay.
+        return replayed(curve, plan.scale, min(plan.num_samples, 2))
+
     base = recipe.total_steps * _step_time(throughput, BatchPlan(recipe.base_batch_size, recipe.base_batch_size, 1, 1))
 
     @functools.cache
     def speedup(k: int) -> float:
         plan = config.plan(k)
-        return base / (steps(0, plan.scale, min(plan.num_samples, 2)).exact_steps * _step_time(throughput, plan))
+        return base / (run_at(plan).exact_steps * _step_time(throughput, plan))
 
     pays_until = _pays_until(speedup)
     rows: list[ForecastRow] = []
     for k in ks:
         plan = config.plan(k)
-        expected, *single = (steps(curve, plan.scale, min(plan.num_samples, 2)) for curve in range(len(curves)))
+        expected, *single = (run_at(plan, curve) for curve in range(len(curves)))
         span = [expected.steps, *(one.steps for one in single)]
         time = expected.steps * _step_time(throughput, plan)
         seconds = None if throughput is None else time
@@ -285,7 +289,7 @@ def forecast_recipe(
 
 
 def _step_time(throughput: Throughput | None, plan: BatchPlan) -> float:
-    """Seconds of a step; without a throughput model its passes, as if each took the same time and nothing else took any."""
+    """Seconds of a step; without a throughput model the number of its passes, as if each took as long and nothing else did."""
     if throughput is None:
         return plan.accumulation
     return throughput.step_seconds(plan.world_size, plan.accumulation, plan.global_batch_size // plan.num_samples)
@@ -294,8 +298,9 @@ def _step_time(throughput: Throughput | None, plan: BatchPlan) -> float:
 def _pays_until(speedup: Callable[[int], float]) -> int | None:
     """The first number of workers from which further ones, up to twice as many, add less than ``PAYS · speedup(1)`` each.
 
-    On average over those added, as with a fixed batch three workers may need as many passes as two; where each worker adds
-    less than the one before, that is the last worker to add so much. Above 64 to a sixteenth. None if it is above ``_MOST``.
+    What they add is averaged over them, as with a fixed batch three workers may need as many passes as two; where each worker
+    adds less than the one before, the number is that of the last worker to add so much. It is exact up to 64 workers, above
+    them to a sixteenth, and None above ``_MOST``.
     """
     share = PAYS * speedup(1)
     tried = list(range(1, 65))

@@ -16,14 +16,17 @@ from .runs import RunTrace
 
 __all__ = ["Panel", "color_of", "draw_png", "draw_svg", "make_panels", "pyplot"]
 
-_INK = "#123457"  # stands for the reader's text colour until the SVG is put into the page
-_POINTS = 1200  # of a line; more is not to be seen, and makes the page slow
-_STRETCHES = 60  # of a run, for the means of its loss
+_INK = "#123457"  # it stands for the reader's text colour until the SVG is put into the page
+_POINTS = 1200  # a line has no more of them: they could not be seen, and would make the page slow
+_STRETCHES = 60  # into so many a run is cut for the means of its loss
 _COLORS = ("#3b7dd8", "#e0702a", "#2f9e5b", "#c2417f", "#8a63d2", "#9a7b1f", "#1a9ba8", "#b5493d", "#6f7f8f")
 
 
 def pyplot(what: str) -> Any:
-    """``matplotlib.pyplot`` with the file backend.
+    """``matplotlib.pyplot``, drawing to files.
+
+    Args:
+        what: What needs it, in the error's words.
 
     Raises:
         ValueError: matplotlib is missing; says how to get it.
@@ -43,13 +46,13 @@ class Panel:
     """A plot over effective steps.
 
     Attributes:
-        title: Above it.
-        slug: In the PNG's name.
-        keys: Columns, drawn in different dashes.
-        log: Logarithmic, where the values are positive.
-        ceiling: A column drawn thin and dashed beside the first.
-        dots: The values are few: mark each.
-        noisy: Draw the values faint, and their means over equal stretches of τ on top.
+        title: What stands above it.
+        slug: What it is called in the PNG's name.
+        keys: The columns, drawn in different dashes.
+        log: Whether the values' axis is logarithmic; only positive values are drawn then.
+        ceiling: A column that is drawn thin and dashed beside the first.
+        dots: Whether the values are so few that each is marked.
+        noisy: Whether the values are drawn faint, and their means over equal stretches of τ on top.
     """
 
     title: str
@@ -93,7 +96,7 @@ def _slug(text: str) -> str:
 
 
 def _line(run: RunTrace, key: str, *, dots: bool) -> tuple[np.ndarray, np.ndarray]:
-    """τ and values without gaps; of many points the means of equal numbers of them."""
+    """τ and values where there are both; where they are many, the means of equal numbers of them."""
     tau, values = run.column("effective_steps"), run.column(key)
     kept = np.isfinite(tau) & np.isfinite(values)
     tau, values = tau[kept], values[kept]
@@ -181,6 +184,6 @@ def _draw_run(axes: Any, panel: Panel, run: RunTrace, color: str) -> None:
 
 
 def _literal(text: str) -> str:
-    """As matplotlib shows it unchanged: no formulas, and not hidden from the legend."""
+    """The text so that matplotlib shows it unchanged: without formulas, and not hidden from the legend."""
     text = text.replace("$", r"\$")
     return f"\u200b{text}" if text.startswith("_") else text

@@ -50,7 +50,7 @@ class NoiseCurve:
         Means, not medians: the loop's averages are means too, and single probes have long tails.
 
         Args:
-            probes: Of one run, or of several with the same schedule, which then count as one.
+            probes: Those of one run, or of several with the same schedule, which then count as one.
             total_steps: T.
             window: Width of the Gaussian (its σ) as a share of the run.
 
@@ -100,7 +100,7 @@ def noise_curves(recipe: Recipe) -> list[NoiseCurve]:
 
 @dataclass(frozen=True)
 class Replay:
-    """One run, replayed.
+    """A run as it was replayed.
 
     Attributes:
         steps: Optimizer steps until τ ≥ T.
@@ -120,7 +120,7 @@ class Replay:
 
     @property
     def exact_steps(self) -> float:
-        """The steps until τ = T, of the last one the share that was needed; at least 1. Has no jumps where ``steps`` has."""
+        """The steps until τ = T, of the last one the share that was needed; at least 1. It has no jumps where ``steps`` has."""
         last = self.effective_steps - self.tau[-1]
         return max(self.steps - (self.effective_steps - self.total_steps) / last, 1.0)
 
@@ -140,7 +140,7 @@ def replay(
     averaging_window: float = 0.05,
     shrink: float = SHRINK,
 ) -> Replay:
-    """The loop's arithmetic over a noise curve, step by step.
+    """Take a run's steps over a noise curve, with the loop's arithmetic.
 
     Part of μ² at the base batch is the weights' trembling, kept up by the very noise that a larger batch has less of: there
     lr·r·σ²/S drives it, r/S of the base run's. How large that part is, the probes don't tell. So
@@ -153,9 +153,9 @@ def replay(
         count: n, gradient samples a step. With one, the first step has no sample yet, and its gain is 1.
         total_steps: T.
         base_batch_size: B0, for rules that ask for it.
-        rule: As in :class:`ray_adascale.AdaScaleConfig`.
-        averaging_window: As there.
-        shrink: See above.
+        rule: The rule, as in :class:`ray_adascale.AdaScaleConfig`.
+        averaging_window: The averages' width as a share of the run, as there.
+        shrink: The exponent above.
 
     Raises:
         ValueError: An argument is out of its range, or the rule's clock stands still.
@@ -199,7 +199,7 @@ def replay(
 def limit_steps(curve: NoiseCurve, *, scale: float, total_steps: float) -> float:
     """``N(S) = ∫ dτ / r(τ; S)``: AdaScale's steps without averaging, by the midpoint rule over base steps.
 
-    A check on :func:`replay` with ``shrink=0``, whose averages lag behind and which can't end between two steps.
+    It is a check on :func:`replay` with ``shrink=0``, whose averages lag behind and which can't end between two steps.
     """
     width = total_steps / max(1, math.ceil(total_steps))
     sigma2, mu2 = curve.at((np.arange(math.ceil(total_steps)) + 0.5) * width)

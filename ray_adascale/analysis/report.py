@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from .._files import write_atomically
 from .._version import __version__
@@ -39,10 +40,10 @@ def write_report(
     """Write the page, and each of its plots as a PNG beside it (``report-loss.png`` ...).
 
     Args:
-        runs: Traces, or folders that hold one: one of them, or several, the base run first, if there is one. As a mapping: by
-            label.
+        runs: Traces, or folders that hold one: one of them, or several, the base run first, if there is one. A mapping has them
+            by label.
         output: The HTML file; its folder is made if missing.
-        recipe: Shown; and its noise gives the forecast that the runs are compared with.
+        recipe: It is shown, and its noise gives the forecast that the runs are compared with.
         forecast: A forecast made beforehand, whose rows are compared with the runs of the same scale and workers.
 
     Returns:
@@ -56,7 +57,7 @@ def write_report(
     named = list(runs.items()) if isinstance(runs, Mapping) else [(None, run) for run in runs]
     if not named:
         raise ValueError("Invalid runs: none given. Give at least one trace.jsonl or run folder.")
-    loaded = _distinct([load_run(run, label=label) for label, run in named])
+    loaded = _with_distinct_labels([load_run(run, label=label) for label, run in named])
     output = Path(output).expanduser()
     if output.is_dir():
         raise ValueError(f"Invalid output {str(output)!r}: a folder. Name the HTML file.")
@@ -65,13 +66,13 @@ def write_report(
     for panel in make_panels(loaded):
         draw_png(panel, loaded, output.with_name(f"{output.stem}-{panel.slug}.png"))
         figures.append((panel.title, draw_svg(panel, loaded)))
-    page = _page(loaded, figures, recipe, forecast)
+    page = _render(loaded, figures, recipe, forecast)
     write_atomically(output, [page.encode()], sync=False)
     return output
 
 
-def _distinct(runs: list[RunTrace]) -> list[RunTrace]:
-    """Labels that tell the runs apart."""
+def _with_distinct_labels(runs: list[RunTrace]) -> list[RunTrace]:
+    """The runs, numbered where two have the same label."""
     labels = [run.label for run in runs]
     return [
         RunTrace(f"{run.label} ({labels[: i + 1].count(run.label)})", run.rows) if labels.count(run.label) > 1 else run
@@ -79,18 +80,16 @@ def _distinct(runs: list[RunTrace]) -> list[RunTrace]:
     ]
 
 
-def _page(
+def _render(
     runs: list[RunTrace], figures: list[tuple[str, str]], recipe: Recipe | None, forecast: Forecast | None
 ) -> str:
     """The HTML, by report.html.j2."""
-    import jinja2  # here: nothing else that loads this module needs a template
-
     metrics = list(dict.fromkeys(key for run in runs for key in run.metrics))
     keys = [_Key(run.label, color_of(i)) for i, run in enumerate(runs)]
-    templates = jinja2.Environment(
-        loader=jinja2.PackageLoader(__package__, "."),
+    templates = Environment(
+        loader=PackageLoader(__package__, "."),
         autoescape=True,
-        undefined=jinja2.StrictUndefined,
+        undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
@@ -116,55 +115,54 @@ class _Key(NamedTuple):
 
 
 def _outcome(run: RunTrace, metrics: Iterable[str]) -> list[str]:
-    """A run in figures, and the newest value of each metric."""
+    """A run's row: what it is in figures, and the newest value of each metric."""
     last = run.last
     losses = run.column("loss")[-max(1, len(run.rows) // 20) :]
     losses = losses[np.isfinite(losses)]
     scales = run.column("scale")
     return [
-        _steady([row.get("world_size") for row in run.rows]),
-        _steady(scales.tolist()),
+        _changes([row.get("world_size") for row in run.rows]),
+        _changes(scales.tolist()),
         f"{last['optimizer_steps']:,}",
         f"{last['effective_steps']:,.0f}",
         f"{run.mean_gain:.2f}",
         f"{run.mean_gain / float(np.nanmean(scales)):.0%}",
-        _four(losses.mean()) if len(losses) else "",
+        _four_digits(losses.mean()) if len(losses) else "",
         *(_newest(run.column(key)) for key in metrics),
     ]
 
 
-def _steady(values: list[Any]) -> str:
-    """A value that never changed, or the way it went."""
-    way = [value for i, value in enumerate(values) if i == 0 or value != values[i - 1]]
-    return " → ".join("?" if value is None else f"{value:g}" for value in way)
+def _changes(values: list[Any]) -> str:
+    """The value, or where it changed, all that it was, one after the other."""
+    found = [value for i, value in enumerate(values) if i == 0 or value != values[i - 1]]
+    return " → ".join("?" if value is None else f"{value:g}" for value in found)
 
 
-def _four(value: float) -> str:
-    """Four digits, zeros at the end as well, so that a column lines up."""
+def _four_digits(value: float) -> str:
+    """The value with four digits, zeros at the end as well, so that a column lines up."""
     return f"{value:#.4g}".removesuffix(".")
 
 
 def _newest(values: np.ndarray) -> str:
     values = values[np.isfinite(values)]
-    return _four(values[-1]) if len(values) else ""
+    return _four_digits(values[-1]) if len(values) else ""
 
 
 def _comparisons(
     runs: list[RunTrace], recipe: Recipe | None, forecast: Forecast | None
 ) -> Iterator[tuple[int, list[str]]]:
-    """(place of a run, [S, steps forecast, these over seeds, steps taken, how far off]) for each run above the base batch.
+    """(index of a run, [S, steps forecast, these over seeds, steps taken, how far off]) for each run above the base batch.
 
     The forecast's rows say the steps where one is given; else they are replayed from the recipe's noise. With neither there
     is nothing to compare.
     """
     predict: Callable[[dict[str, Any]], tuple[int, ...] | str]
     if forecast is not None:
-        total, predict = forecast.total_steps, functools.partial(_forecast_steps, forecast)
+        total = forecast.total_steps
+        predict = functools.partial(_forecast_steps, forecast)
     elif recipe is not None and recipe.noise:
-        total, predict = (
-            recipe.total_steps,
-            functools.partial(_replayed_steps, noise_curves(recipe), recipe.total_steps),
-        )
+        total = recipe.total_steps
+        predict = functools.partial(_replayed_steps, noise_curves(recipe), total)
     else:
         return
     for i, run in enumerate(runs):
@@ -184,7 +182,7 @@ def _comparisons(
             steps = f"{found[0]:,}"
             over_seeds = f"{min(found):,}–{max(found):,}" if len(found) > 1 else ""
             off = f"{found[0] / taken - 1:+.1%}" if done >= 1 else f"not finished: at {done:.0%}"
-        yield i, [_steady(scales.tolist()), steps, over_seeds, f"{taken:,}", off]
+        yield i, [_changes(scales.tolist()), steps, over_seeds, f"{taken:,}", off]
 
 
 def _forecast_steps(forecast: Forecast, last: dict[str, Any]) -> tuple[int, ...] | str:
@@ -203,7 +201,7 @@ def _replayed_steps(curves: list[NoiseCurve], total_steps: int, last: dict[str, 
 
 
 def _follows(run: RunTrace, recipe: Recipe) -> bool:
-    """Whether the run began at the recipe's learning rate; also where its trace doesn't tell."""
+    """Whether the run began at the recipe's learning rate; True, too, where its trace doesn't tell."""
     rate = run.column("lr")[0]
     began_earlier = run.rows[0]["optimizer_steps"] != 1
     return began_earlier or math.isnan(rate) or math.isclose(rate, recipe.lr_curve[0][0], rel_tol=1e-6)

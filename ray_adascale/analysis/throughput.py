@@ -63,10 +63,10 @@ class Measurement:
         rows = rows[len(rows) // 2 :]
         if not rows:
             raise ValueError(f"The trace {trace} is empty: there is no throughput to read.")
-        places = {(row["world_size"], row["scale"]) for row in rows}
-        if len(places) > 1:
+        sizes = {(row["world_size"], row["scale"]) for row in rows}
+        if len(sizes) > 1:
             raise ValueError(f"The run in {trace} was resized. Take a run that kept its number of workers.")
-        ((workers, scale),) = places
+        ((workers, scale),) = sizes
         batch = round(scale * base_batch_size)
         passes, rest = divmod(batch, workers * per_worker_batch_size)
         if rest or not passes:

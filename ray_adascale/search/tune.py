@@ -304,7 +304,7 @@ class _Search:
                 )
                 run_config = replace(run_config, stop=StopOnMistake(watch), callbacks=[watch])
                 tuner = tune.Tuner(trainable, param_space=space, tune_config=tune_config, run_config=run_config)
-            with _quiet_tune(), watch.noticing_ctrl_c(), watch.progress or nullcontext():
+            with _quiet_tune(), watch.noticing_ctrl_c(), watch.display or nullcontext():
                 tuner.fit()
         if watch.fatal is not None:
             raise ValueError(str(watch.fatal)) from watch.fatal

@@ -15,7 +15,7 @@ from typing import Any
 
 from ray import cloudpickle, tune
 
-from ..analysis.display import SearchProgress
+from ..analysis.display import SearchDisplay
 from ..recipe import Repeat
 from ..run.base_run import BaseResult
 from .trial import OUTCOME, MissingMetric, PlannedRepeat, describe_config, was_building
@@ -128,7 +128,7 @@ class Watch(tune.Callback):
         self.finished: dict[str, Finished] = {}
         self.fatal: ValueError | None = None
         self.interrupted = False
-        self.progress = SearchProgress(what, total) if verbose else None
+        self.display = SearchDisplay(what, total) if verbose else None
         self.what = what
         self._earlier = earlier
         self._describe_config = describe
@@ -147,8 +147,8 @@ class Watch(tune.Callback):
             return
         if self._shared is not None:
             self._shared.excluded = True
-        if self.progress is not None:
-            self.progress.advance(trial.trial_id, result["effective_steps"] / result["total_steps"])
+        if self.display is not None:
+            self.display.advance(trial.trial_id, result["effective_steps"] / result["total_steps"])
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         self._add(Finished(trial.trial_id, dict(trial.config), dict(trial.last_result or {}), None))
@@ -181,12 +181,12 @@ class Watch(tune.Callback):
             return
         self.finished[trial.trial_id] = trial
         score, best = self._best(trial)
-        if self.progress is None:
+        if self.display is None:
             return
         if quiet:
-            self.progress.skip(trial.trial_id)
+            self.display.skip(trial.trial_id)
             return
-        self.progress.finish(trial.trial_id, self._describe(trial, score), best)
+        self.display.finish(trial.trial_id, self._describe(trial, score), best)
 
     def _describe(self, trial: Finished, best: str) -> str:
         where = f"at {self._describe_config(trial.config)}"

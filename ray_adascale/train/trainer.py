@@ -163,13 +163,13 @@ class AdaScaleTrainer(TorchTrainer):
         """
         if not self._progress:
             return self._fit()
-        from ..analysis.display import RunProgress  # here, as workers load this module too, and need no rich
+        from ..analysis.display import RunDisplay  # here, as workers load this module too, and need no rich
 
         quiet_init()
         board = Board.remote()  # type: ignore[attr-defined]
         self._settings["board"] = board
         try:
-            with RunProgress(lambda: ray.get(board.get.remote(), timeout=5), label=str(self.run_config.name)):
+            with RunDisplay(lambda: ray.get(board.get.remote(), timeout=5), label=str(self.run_config.name)):
                 return self._fit()
         finally:
             self._settings["board"] = None

@@ -86,8 +86,8 @@ def test_what_decides_is_what_is_shown(capsys: pytest.CaptureFixture[str]) -> No
     shown = []
     for i, score in ((2, 0.0), (4, 0.0), (5, None), (0, 0.2), (1, 0.4), (3, 0.5)):
         watch._add(repeated(i, score))
-        assert watch.progress is not None
-        shown.append(watch.progress._best)
+        assert watch.display is not None
+        shown.append(watch.display._best)
     assert shown == [
         "",
         "",
@@ -104,8 +104,8 @@ def test_what_decides_is_what_is_shown(capsys: pytest.CaptureFixture[str]) -> No
     watch = Watch(3, verbose=True)
     for i, score in enumerate((0.3, None, 0.4)):
         watch._add(replace(repeated(i, score), config={"lr": i}))
-    assert watch.progress is not None
-    assert watch.progress._best == "error 0.3 at lr=0"
+    assert watch.display is not None
+    assert watch.display._best == "error 0.3 at lr=0"
     assert capsys.readouterr().err.splitlines()[2] == "trial 3 of 3: error 0.4 at lr=2 (best 0.3)"
 
 
