@@ -39,7 +39,7 @@ TORCHS_FLOORS: list[list[Room]] = [
         Room(
             "analysis",
             "what a person reads of runs that were, and of one that is to come",
-            "runs forecast throughput report describe tensorboard display",
+            "runs forecast replay throughput report plots describe tensorboard display",
         )
     ],
     [
