@@ -30,13 +30,13 @@ from ..workload import Workload, with_unit
 from .backend import Backend, LocalBackend, Outcome
 from .build import check_built, check_recipe, check_rule, wrap
 from .due import Clocks, Due
-from .metrics import METRICS, plain_numbers, too_large_for_the_noise
+from .metrics import plain_numbers, too_large_for_the_noise
 from .saver import Boundary, Content, Saver
 from .schedule import BaseSchedule, EffectiveSchedule
 from .snapshot import LoopState, Snapshot, log_start
 from .trace import StepLog
 
-__all__ = ["METRICS", "Run"]
+__all__ = ["Run"]
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from ray_adascale import (
 )
 from ray_adascale.data.order import epoch_order
 from ray_adascale.run.backend import Outcome
-from ray_adascale.run.loop import METRICS
+from ray_adascale.run.metrics import METRICS
 from ray_adascale.run.snapshot import load_rng
 from ray_adascale.run.trace import read_trace
 

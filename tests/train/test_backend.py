@@ -15,7 +15,7 @@ import ray.train
 import torch
 
 from ray_adascale.run.backend import Outcome
-from ray_adascale.run.loop import METRICS
+from ray_adascale.run.metrics import METRICS
 from ray_adascale.run.schedule import BaseSchedule
 
 from ..samples_of import scalars
