@@ -92,8 +92,8 @@ def background(run: Run, folder: Path) -> tuple[float, float, int]:
     began = time.perf_counter()
     run._save_in_background()
     copied = time.perf_counter()
-    assert run._saver._flying is not None
-    _, path, _ = run._saver._flying
+    assert run._saver._in_flight is not None
+    path = run._saver._in_flight.folder
     while run._saver.busy:
         time.sleep(0.001)
     dist.barrier()  # the others' files: at this point a run has gone on for some steps
@@ -107,7 +107,7 @@ def waiting(run: Run, folder: Path) -> tuple[float, float, int]:
     began = time.perf_counter()
     path = run.save_checkpoint()
     assert path is not None
-    run.backend.report({}, path)
+    run.backend.report(run._outcome(), path)
     seconds = time.perf_counter() - began
     return seconds, seconds, size_of(path)
 
@@ -115,7 +115,7 @@ def waiting(run: Run, folder: Path) -> tuple[float, float, int]:
 def torch_save(run: Run, folder: Path) -> tuple[float, float, int]:
     path = folder / "torch.pt"
     began = time.perf_counter()
-    inner = run.optimizer._optimizer
+    inner = run.optimizer.wrapped
     if isinstance(inner, OSS):
         inner.consolidate_state_dict(0)
     if run.backend.rank == 0:
@@ -144,7 +144,7 @@ def measure(layers: int, settings: Settings, folder: Path) -> list[Result]:
     found: dict[str, list[tuple[float, float, int]]] = {kind: [] for kind in KINDS}
     for number in range(settings.rounds + 1):  # the first to warm up
         for kind in random.Random(number).sample(KINDS, len(KINDS)):
-            run.place.iterations += 1  # a folder of its own
+            run.state.iterations += 1  # a folder of its own
             dist.barrier()
             stall, written, size = MEASURE[kind](run, folder)
             slowest = torch.tensor([stall, written], dtype=torch.float64)

@@ -81,7 +81,7 @@ def _local(tensor: Tensor) -> Tensor:
 def state_bytes(optimizer: Any) -> int:
     """Bytes of optimizer state on this worker."""
     while isinstance(optimizer, AdaScale):
-        optimizer = optimizer._optimizer
+        optimizer = optimizer.wrapped
     holder = getattr(optimizer, "optim", optimizer)  # OSS, FairScale's and torch's ZeRO call the share so
     return sum(
         _local(value).nbytes for entry in holder.state.values() for value in entry.values() if isinstance(value, Tensor)
@@ -93,7 +93,7 @@ def gradient_bytes(model: nn.Module, optimizer: Any) -> int:
     storages = {}
     params: list[Tensor] = list(model.parameters())
     while isinstance(optimizer, AdaScale):
-        optimizer = optimizer._optimizer
+        optimizer = optimizer.wrapped
     if isinstance(optimizer, OSS):
         params += [fragment.tensor for fragment in optimizer.fragments]
     for p in params:

@@ -88,7 +88,7 @@ HEAVY = {
     "torch.distributed.tensor": ["measure.fsdp2"],
     "torch.distributed.fsdp": ["measure.fsdp2", "optim.grad_scaler"],
     "matplotlib": [],
-    "jinja2": [],
+    "jinja2": ["analysis.report"],
     "rich": ["analysis.display", "analysis.forecast"],
 }
 # What is loaded with these needs nothing heavy: every worker loads them, with checkpoints or without.

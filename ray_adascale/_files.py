@@ -1,4 +1,4 @@
-"""Files that several rooms read and write: their names, one atomic write, and small JSON files on any storage."""
+"""Files that several rooms read and write: names and paths, one atomic write, and small JSON files on any storage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RUN", "SEARCH", "TRACE", "read_json", "write_atomically", "write_json"]
+__all__ = ["RUN", "SEARCH", "TRACE", "absolute", "read_json", "write_atomically", "write_json"]
 
 TRACE = "trace.jsonl"
 """The trace of a run, in its folder and in each of its checkpoints."""
@@ -20,13 +20,19 @@ RUN = "ray_adascale.json"
 """The arguments of the ``ray-adascale train`` that started a run, in its folder."""
 
 
+def absolute(path: str) -> str:
+    """A path that holds from any folder, as workers have another working directory; a URI stays as it is."""
+    return path if "://" in path else os.path.abspath(os.path.expanduser(path))
+
+
 def write_atomically(path: str | os.PathLike[str], parts: Iterable[bytes], *, sync: bool = True) -> None:
     """Write a file that a reader finds whole, or as it was before. Where writing fails, nothing is left of the attempt.
 
     Args:
-        path: On this machine; its folder must exist.
-        parts: The content, piece by piece.
-        sync: Have it on the disk before it takes its name, so that it survives a power cut. Not for what can be made again.
+        path: A file on this machine; its folder must exist.
+        parts: The content, piece by piece. They may be made as they are written, from the old file too.
+        sync: Whether the content must be on the disk before it takes the file's name, to survive a power cut. What can be
+            made again need not be.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

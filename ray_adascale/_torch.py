@@ -1,4 +1,8 @@
-"""What several rooms need of torch's corners: DTensors told apart without their import, functions that Dynamo leaves alone."""
+"""What several rooms need of torch's corners.
+
+DTensors are told apart without their import, functions are kept from Dynamo, and collectives get what they want: global ranks
+and bytes.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["is_dtensor", "uncompiled"]
+__all__ = ["as_bytes", "global_rank", "is_dtensor", "uncompiled"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -23,6 +29,16 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
+
+
+def global_rank(group: dist.ProcessGroup | None, rank: int) -> int:
+    """The rank among all workers of a group's ``rank``; the default group, if None, numbers them alike."""
+    return rank if group is None else dist.get_global_rank(group, rank)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's memory as uint8, to send it: no backend knows every dtype. Its last dimension grows."""
+    return tensor.view(torch.uint8)
 
 
 def uncompiled(function: _Function) -> _Function:

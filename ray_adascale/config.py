@@ -8,6 +8,7 @@ import warnings
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from .data.order import StepCut
 from .optim.rules import ScalingRule, make_rule
 
 if TYPE_CHECKING:
@@ -41,6 +42,10 @@ class BatchPlan:
     def num_samples(self) -> int:
         """n, gradient samples in one optimizer step."""
         return self.world_size * self.accumulation
+
+    def cut(self, rank: int) -> StepCut:
+        """The same as the data room has it, with a worker's part."""
+        return StepCut(self.global_batch_size, rank=rank, world_size=self.world_size, accumulation=self.accumulation)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The mathematics of AdaScale, as pure functions on tensors: no distribution, no optimizer, no Ray.
+"""The mathematics of AdaScale, as pure functions: no distribution, no optimizer, no Ray.
 
 Source: Johnson, Agrawal, Gu, Guestrin, *AdaScale SGD: A User-Friendly Algorithm for Distributed Training*,
 ICML 2020 (arXiv 2007.05105). Symbols, per optimizer step, with weights ``w_i`` that sum to 1 over the ``n``
@@ -11,7 +11,9 @@ gradient samples ``g_i`` and ``ḡ = Σ w_i g_i``::
     S                       scale: global batch size / base batch size
     r                       gain, between 1 and S
 
-Statistics are float64 tensors of any common shape (in practice one entry per parameter group); scalars broadcast.
+Statistics are float64 tensors of any common shape (in practice one entry per parameter group); scalars broadcast. Where the
+numbers are on the host already, one tensor would cost more than the formula: :func:`plain_gain` and :func:`plain_noise_scale` are
+of plain numbers, and equal the functions of tensors to the bit.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ __all__ = [
     "count_decay",
     "differenced_moments",
     "effective_decay",
-    "efficiency",
     "gain",
     "gradient_moments",
     "noise_scale",
+    "plain_gain",
+    "plain_noise_scale",
 ]
 
 
@@ -96,20 +99,39 @@ def gain(sigma2: Tensor, mu2: Tensor, scale: float, *, variance_floor: float = 0
     return r.clamp(min=min(1.0, scale), max=max(1.0, scale))  # rounding may leave the interval by one ulp
 
 
+def plain_gain(sigma2: float, mu2: float, scale: float, *, variance_floor: float = 0.0) -> float:
+    """:func:`gain` of plain numbers."""
+    if scale == 1:
+        return 1.0
+    # In this order NaN stays NaN: max() keeps its first argument unless the second is larger.
+    sigma2, mu2 = max(sigma2, variance_floor), max(mu2, 0.0)
+    denominator = sigma2 / scale + mu2
+    if not denominator > 0:
+        return 1.0
+    return min(max((sigma2 + mu2) / denominator, min(1.0, scale)), max(1.0, scale))
+
+
 def noise_scale(sigma2: Tensor, mu2: Tensor, base_batch_size: float) -> Tensor:
     """``B_noise = B0·σ²/μ²`` in examples: where a larger batch starts to buy less than half.
 
-    Infinite where μ² ≤ 0 < σ², zero where there is no noise either.
+    Infinite where μ² ≤ 0 < σ², zero where there is no noise either, NaN where either is NaN (no sample yet). At the batch
+    size B the efficiency ``r/S`` is ``(B_noise + B0) / (B_noise + B)``.
 
     The simple noise scale of McCandlish et al., *An Empirical Model of Large-Batch Training* (arXiv 1812.06162).
     """
-    ratio = sigma2.clamp(min=0.0) / torch.where(mu2 > 0, mu2, 1.0)
-    return base_batch_size * torch.where(mu2 > 0, ratio, torch.where(sigma2 > 0, math.inf, 0.0))
+    signal = mu2 > 0
+    ratio = base_batch_size * sigma2.clamp(min=0.0) / torch.where(signal, mu2, 1.0)
+    known = torch.where(signal, ratio, torch.where(sigma2 > 0, math.inf, 0.0))
+    return known.masked_fill(sigma2.isnan() | mu2.isnan(), math.nan)
 
 
-def efficiency(gain: Tensor, scale: float) -> Tensor:
-    """``r/S``, the share of the added examples that turns into progress; ``(B_noise + B0) / (B_noise + B)``."""
-    return gain / scale
+def plain_noise_scale(sigma2: float, mu2: float, base_batch_size: float) -> float:
+    """:func:`noise_scale` of plain numbers."""
+    if math.isnan(sigma2) or math.isnan(mu2):
+        return math.nan
+    if mu2 > 0:
+        return base_batch_size * max(sigma2, 0.0) / mu2
+    return math.inf if sigma2 > 0 else 0.0
 
 
 def count_decay(count: int) -> float:
@@ -143,8 +165,8 @@ class Average:
 
     Attributes:
         total: float64, the shape of a sample.
-        weight: float64 scalar, between 0 and 1.
-        count: int64 scalar, samples seen.
+        weight: float64, between 0 and 1; a scalar, or one for each column where columns are averaged from different steps on.
+        count: int64, samples seen; shaped as ``weight``.
     """
 
     total: Tensor
@@ -153,10 +175,11 @@ class Average:
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], device: torch.device | str = "cpu") -> Average:
+        """Of no sample, with one weight for each column of a sample of this shape."""
         return cls(
             torch.zeros(shape, dtype=torch.float64, device=device),
-            torch.zeros((), dtype=torch.float64, device=device),
-            torch.zeros((), dtype=torch.int64, device=device),
+            torch.zeros(shape[1:], dtype=torch.float64, device=device),
+            torch.zeros(shape[1:], dtype=torch.int64, device=device),
         )
 
     @property

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ._files import write_atomically
 from ._version import __version__
 
 __all__ = ["NoiseProbe", "Recipe", "RecipeError", "Repeat", "curve_length"]
@@ -212,15 +213,7 @@ class Recipe:
                 text = json.dumps(value, indent=2, allow_nan=False).replace("\n", "\n  ")
             lines.append(f"  {json.dumps(key)}: {text}")
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            with temporary.open("w", encoding="utf-8", newline="\n") as file:
-                file.write("{\n" + ",\n".join(lines) + "\n}\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_atomically(path, [("{\n" + ",\n".join(lines) + "\n}\n").encode()])
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, accept_edits: bool = False) -> Recipe:

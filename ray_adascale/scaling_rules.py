@@ -17,15 +17,14 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
-from .optim.rules import AdamScaleRule, AdaScaleRule, LEGWRule, RuleInput, legw_factor
+from .gain import plain_gain
+from .optim.adam_metric import adam_preconditioner
+from .optim.rules import AdamScaleRule, AdaScaleRule, LEGWRule, Metric, RuleInput, legw_factor
 
 __all__ = [
     "VARIANCE_FLOOR",
@@ -33,7 +32,6 @@ __all__ = [
     "AdamScale",
     "LEGWScale",
     "LinearScale",
-    "NoiseStatistics",
     "ScalingRuleBase",
     "SqrtScale",
     "adam_preconditioner",
@@ -42,39 +40,6 @@ __all__ = [
 
 VARIANCE_FLOOR = 1e-6
 """AdaptDL's and FairScale's lower bound on σ². Gradients with a squared norm near or below it get too large a gain."""
-
-Factor = float | NDArray[np.float64]
-
-
-class NoiseStatistics(Protocol):
-    """What a rule may read as ``self.adp.gns``."""
-
-    @property
-    def raw_var_avg(self) -> NDArray[np.float64]:
-        """Averaged σ² of each parameter group, unclipped."""
-
-    @property
-    def raw_sqr_avg(self) -> NDArray[np.float64]:
-        """Averaged μ² of each parameter group, unclipped."""
-
-    def var_avg(self) -> float:
-        """Σ over groups of averaged σ², each at least the floor."""
-
-    def sqr_avg(self) -> float:
-        """Σ over groups of averaged μ², each at least 0."""
-
-    def gain(self, scale: float) -> float:
-        """r at any scale."""
-
-    def get_progress(self) -> float:
-        """Σ r over the optimizer steps."""
-
-
-def _gains(var: NDArray[np.float64], sqr: NDArray[np.float64], scale: float, floor: float) -> NDArray[np.float64]:
-    """``r = (σ² + μ²) / (σ²/S + μ²)`` of each group, σ² ≥ floor, μ² ≥ 0; 1 where both are zero (Johnson et al., 2020)."""
-    var, sqr = np.maximum(var, floor), np.maximum(sqr, 0.0)
-    denominator = var / scale + sqr
-    return np.where(denominator > 0, (var + sqr) / np.where(denominator > 0, denominator, 1.0), 1.0)
 
 
 def pick_factor(factor: Any, group: int | None) -> float:
@@ -111,8 +76,13 @@ class ScalingRuleBase:
             rule.step()                # or optimizer.step(), which is the same
 
     Attributes:
-        adp: The ``AdaptiveDataParallel`` it belongs to; ``adp.gns`` has the statistics.
+        adp: The ``AdaptiveDataParallel`` it belongs to. What a rule may read of ``adp.gns``, also as the trainer's, are
+            ``raw_var_avg`` and ``raw_sqr_avg``, ``var_avg()`` and ``sqr_avg()``, ``gain(scale)`` and ``get_progress()``; see
+            :class:`ray_adascale.compat.adaptdl.GradientNoiseScale`.
     """
+
+    metric: ClassVar[Metric] = "euclidean"
+    """What noise and signal are measured in; "adam" divides gradients as Adam's step does (:func:`adam_preconditioner`)."""
 
     # On the class, so that a subclass whose constructor forgets super().__init__() works too.
     adp: Any = None
@@ -244,7 +214,8 @@ class AdaScale(ScalingRuleBase):
         gns = self._initialized().gns
         floor = getattr(gns, "variance_floor", None)
         floor = floor if isinstance(floor, float) else VARIANCE_FLOOR  # an `adp` of somebody's test has no such thing
-        return _gains(gns.raw_var_avg, gns.raw_sqr_avg, scale, floor)
+        groups = zip(np.ravel(gns.raw_var_avg).tolist(), np.ravel(gns.raw_sqr_avg).tolist(), strict=True)
+        return np.array([plain_gain(var, sqr, scale, variance_floor=floor) for var, sqr in groups])
 
     def __call__(self, now: RuleInput) -> tuple[float, float]:
         own = type(self).scale_lr is AdaScale.scale_lr and type(self).clock is ScalingRuleBase.clock
@@ -265,6 +236,8 @@ class AdamScale(AdaScale):
     AdaScale's own, carried over. √v of a larger batch is smaller by itself, since it contains the noise, which scales
     the step once more. Compare with a base run.
     """
+
+    metric = "adam"
 
     def scale_lr(self, scale: float, power: float = 0.5) -> Any:
         return super().scale_lr(scale) ** power
@@ -374,49 +347,7 @@ class _StandIn:
         return float(self.raw_sqr_avg.sum())
 
     def gain(self, scale: float) -> float:
-        return float(_gains(self.raw_var_avg, self.raw_sqr_avg, scale, 0.0)[0])
+        return plain_gain(self.var_avg(), self.sqr_avg(), scale)
 
     def get_progress(self) -> float:
         return self._now.effective_steps
-
-
-def adam_preconditioner(optimizer: Optimizer) -> Callable[[Tensor, Tensor], Tensor]:
-    """For ``AdaScale(..., precondition=...)``: gradients as Adam divides them, so that norms are taken in its metric.
-
-    ``g / (√(v / (1 − β₂^t)) + ε)`` with v and t as the last step left them; ``g`` before the first step (Kingma & Ba, arXiv
-    1412.6980, algorithm 1, with the present step's own gradient left out of v: it is not known yet).
-
-    The state of every parameter must be here: not with OSS or other sharded state.
-
-    Args:
-        optimizer: ``Adam`` or ``AdamW``, the one that steps.
-
-    Returns:
-        Maps (parameter, gradient) to a float32 (or float64) tensor; no host synchronisation.
-
-    Raises:
-        ValueError: Another optimizer.
-    """
-    if not isinstance(optimizer, Adam | AdamW):
-        raise ValueError(
-            f"Adam-preconditioned statistics need torch.optim.Adam or AdamW, not {type(optimizer).__name__}. Choose another "
-            "rule; with OSS, leave optimizer state unsharded (sharding='none')."
-        )
-    index: dict[Tensor, int] = {}  # of the group, since load_state_dict makes new group dicts
-
-    def precondition(param: Tensor, grad: Tensor) -> Tensor:
-        dtype = torch.promote_types(grad.dtype, torch.float32)
-        state = optimizer.state.get(param)
-        if not state:
-            return grad.to(dtype)
-        if param not in index:
-            index.update((p, i) for i, group in enumerate(optimizer.param_groups) for p in group["params"])
-        group = optimizer.param_groups[index[param]]
-        # v̂ = v / (1 − β₂^t); v = max over steps with AMSGrad
-        second = state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
-        # `step` is a float32 tensor, maybe on the device, and 1 − 0.999 has three digits less than 0.999.
-        correction = 1 - group["betas"][1] ** torch.as_tensor(state["step"]).double()
-        root = (second.to(dtype) / correction).sqrt_()
-        return grad.to(dtype) / root.add_(group["eps"])
-
-    return precondition

@@ -22,10 +22,11 @@ from ray_adascale.gain import (
     count_decay,
     differenced_moments,
     effective_decay,
-    efficiency,
     gain,
     gradient_moments,
     noise_scale,
+    plain_gain,
+    plain_noise_scale,
 )
 
 from . import reference
@@ -318,9 +319,52 @@ def test_noise_scale_of_hand_worked_statistics() -> None:
 @given(positive, positive, scales, st.integers(1, 10_000))
 def test_efficiency_follows_from_the_noise_scale(sigma2: float, mu2: float, scale: float, base: int) -> None:
     b_noise = noise_scale(f64(sigma2), f64(mu2), base).item()
-    share = efficiency(gain(f64(sigma2), f64(mu2), scale), scale).item()
+    share = gain(f64(sigma2), f64(mu2), scale).item() / scale
     # r/S = (B_noise + B0) / (B_noise + B)
     assert share == pytest.approx((b_noise + base) / (b_noise + scale * base), rel=CLOSE)
+
+
+# ---- plain numbers ----------------------------------------------------------------------------------------------
+
+# The corners of both functions: 0/0, negative, huge and tiny ones, and no sample yet.
+CORNERS = [0.0, -0.0, 5e-324, 1e-300, 1e-6, 1.0, 3.0, 1e88, 1e300, -1e-6, -1.0, -1e300, math.inf, -math.inf, math.nan]
+
+
+def same(a: float, b: float) -> bool:
+    return a == b or (math.isnan(a) and math.isnan(b))
+
+
+@pytest.mark.parametrize("floor", [0.0, 1e-6])
+@pytest.mark.parametrize("scale", [1e-3, 0.5, 1.0, 1, 1.5, 2.0, 3.0, 7.3, 10, 64.0, 1e6])
+def test_the_gain_of_plain_numbers_is_that_of_tensors_to_the_bit(scale: float, floor: float) -> None:
+    for sigma2 in CORNERS:
+        for mu2 in CORNERS:
+            expected = gain(f64(sigma2), f64(mu2), scale, variance_floor=floor).item()
+            actual = plain_gain(sigma2, mu2, scale, variance_floor=floor)
+            assert same(actual, expected), (sigma2, mu2)
+            if math.isfinite(sigma2) and math.isfinite(mu2):
+                assert actual == pytest.approx(reference.gain(sigma2, mu2, scale, floor), rel=CLOSE), (sigma2, mu2)
+
+
+@unhurried
+@given(unusable, unusable, scales | st.floats(1e-3, 1.0), st.sampled_from([0.0, 1e-6]))
+def test_any_gain_of_plain_numbers_is_that_of_tensors_to_the_bit(
+    sigma2: float, mu2: float, scale: float, floor: float
+) -> None:
+    expected = gain(f64(sigma2), f64(mu2), scale, variance_floor=floor).item()
+    assert same(plain_gain(sigma2, mu2, scale, variance_floor=floor), expected)
+
+
+@pytest.mark.parametrize("base", [1, 7, 32, 12.5])
+def test_the_noise_scale_of_plain_numbers_is_that_of_tensors_to_the_bit(base: float) -> None:
+    more = [(9.0, 3.0), (2.0, 0.0), (2.0, -1.0), (0.0, 0.0), (-1.0, 0.0), (-1.0, 2.0), (0.0, 4.0)]
+    for sigma2, mu2 in more + [(s, m) for s in CORNERS for m in CORNERS]:
+        expected = noise_scale(f64(sigma2), f64(mu2), base).item()
+        assert same(plain_noise_scale(sigma2, mu2, base), expected), (sigma2, mu2)
+
+
+def test_before_the_first_sample_there_is_no_noise_scale() -> None:
+    assert math.isnan(plain_noise_scale(math.nan, math.nan, 32))
 
 
 # ---- averages ---------------------------------------------------------------------------------------------------

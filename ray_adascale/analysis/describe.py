@@ -1,4 +1,4 @@
-"""In words: what a recipe, a checkpoint or a run is, and whether it is whole."""
+"""Says in words what a recipe, a checkpoint or a run is, and whether it is whole."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ __all__ = ["describe"]
 
 
 def describe(path: str | os.PathLike[str]) -> tuple[str, bool]:
-    """A few lines for people, and whether what they are about is whole: no edited recipe, no damaged checkpoint.
+    """Return a few lines for people, and whether what they describe is whole: no edited recipe, no damaged checkpoint.
 
     Args:
-        path: A recipe's file, a checkpoint's folder, a run's folder or its trace.jsonl.
+        path: A recipe's file, a checkpoint's folder, a run's folder or its trace.
 
     Raises:
         ValueError: It is none of these.
     """
     path = Path(path).expanduser()
     if (path / checkpoint.MANIFEST).is_file():
-        return _checkpoint(path)
+        return _describe_checkpoint(path)
     if path.is_dir() and path.name.startswith("checkpoint_"):
         return f"Checkpoint {path}, incomplete: it has no {checkpoint.MANIFEST}.", False
     if path.suffix == ".jsonl" or path.is_dir():
-        return _run(path), True
+        return _describe_run(path), True
     if not path.is_file():
         raise ValueError(f"Invalid path {str(path)!r}: no such file or folder.")
-    return _recipe(path)
+    return _describe_recipe(path)
 
 
-def _recipe(path: Path) -> tuple[str, bool]:
+def _describe_recipe(path: Path) -> tuple[str, bool]:
     try:
-        return _with_warnings(Recipe.load(path)), True
+        return _recipe_text(Recipe.load(path)), True
     except RecipeError:
         recipe = Recipe.load(path, accept_edits=True)  # what is wrong beside an edit is still an error
-    return f"{_with_warnings(recipe)}\n  EDITED       after the search: it no longer is what the search found", False
+    return f"{_recipe_text(recipe)}\n  EDITED       after the search: it no longer is what the search found", False
 
 
-def _with_warnings(recipe: Recipe) -> str:
+def _recipe_text(recipe: Recipe) -> str:
     lines = [recipe.describe()]
     if not recipe.noise:
         lines.append("  no forecast  it holds no noise probes")
@@ -54,7 +54,7 @@ def _with_warnings(recipe: Recipe) -> str:
     return "\n".join(lines)
 
 
-def _checkpoint(path: Path) -> tuple[str, bool]:
+def _describe_checkpoint(path: Path) -> tuple[str, bool]:
     try:
         checkpoint.verify(path)
         state, index = checkpoint.load_state(path), checkpoint.tensor_index(path)
@@ -72,7 +72,8 @@ def _checkpoint(path: Path) -> tuple[str, bool]:
         f"{state.get('total_steps')}{', the end' if state.get('stopped') else ''}, attempt {state.get('attempt')}",
         f"  batch        {plan.get('global_batch_size')} examples on {plan.get('world_size')} workers in "
         f"{plan.get('accumulation')} passes; base batch {plan.get('base_batch_size')}",
-        f"  tensors      {len(sizes)}, {_bytes(sum(size for _, size in sizes))}; the model's {len(model)}, {_bytes(sum(model))}",
+        f"  tensors      {len(sizes)}, {_in_bytes(sum(size for _, size in sizes))}; the model's {len(model)}, "
+        f"{_in_bytes(sum(model))}",
         f"  recipe       {state.get('recipe') or 'none'}",
         f"  versions     {versions or 'not said'}",
     ]
@@ -81,7 +82,7 @@ def _checkpoint(path: Path) -> tuple[str, bool]:
     return "\n".join(lines), True
 
 
-def _run(path: Path) -> str:
+def _describe_run(path: Path) -> str:
     run = load_run(path)
     last = run.last
     lines = [
@@ -101,7 +102,7 @@ def _run(path: Path) -> str:
     return "\n".join(lines)
 
 
-def _bytes(count: int) -> str:
+def _in_bytes(count: int) -> str:
     size = float(count)
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:

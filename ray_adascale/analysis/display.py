@@ -1,4 +1,4 @@
-"""One live display for long work, a run or a search: on a terminal it stays at the bottom; elsewhere plain lines.
+"""One live display for long work, a run or a search: on a terminal it stays at the bottom; elsewhere it is plain lines.
 
 It goes to standard error, so that a command's own output stays clean. What is printed meanwhile (by the program, or by Ray
 for its workers) scrolls past above it.
@@ -22,12 +22,13 @@ from rich.text import Text
 
 from ..run.metrics import METRICS
 
-__all__ = ["RunProgress", "SearchProgress", "format_metrics"]
+__all__ = ["RunDisplay", "SearchDisplay", "format_metrics"]
 
 _WIDTH = 32  # of the bar, in characters
 
 
-def _duration(seconds: float) -> str:
+def _clock(seconds: float) -> str:
+    """h:mm:ss, without the hours where there are none; "?" for what never ends."""
     if not math.isfinite(seconds):
         return "?"
     minutes, seconds = divmod(max(round(seconds), 0), 60)
@@ -35,11 +36,11 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
-def _where(metrics: Mapping[str, Any], total_steps: float) -> str:
+def _tau(metrics: Mapping[str, Any], total_steps: float) -> str:
     return f"τ {metrics['effective_steps']:,.0f}/{total_steps:,.0f}"
 
 
-def _how(metrics: Mapping[str, Any]) -> str:
+def _state(metrics: Mapping[str, Any]) -> str:
     workers = metrics["world_size"]
     return (
         f"step {metrics['optimizer_steps']:,}  gain {metrics['gain']:.2f} of {metrics['scale']:g}  "
@@ -51,7 +52,7 @@ def _how(metrics: Mapping[str, Any]) -> str:
 def format_metrics(metrics: Mapping[str, Any], total_steps: float, seconds_left: float) -> str:
     """τ/T, steps, gain and scale, LR, loss, throughput and time left, on one line."""
     share = min(metrics["effective_steps"] / total_steps, 1)
-    return f"{_where(metrics, total_steps)} {share:4.0%}  {_how(metrics)}  {_duration(seconds_left)} left"
+    return f"{_tau(metrics, total_steps)} {share:4.0%}  {_state(metrics)}  {_clock(seconds_left)} left"
 
 
 def _bar(label: str, share: float, *texts: str) -> Table:
@@ -70,14 +71,15 @@ def _line(text: str) -> Text:
     return Text(text, no_wrap=True, overflow="ellipsis")
 
 
-class RunProgress:
+class RunDisplay:
     """Shows the newest metrics that ``poll`` returns until the ``with`` block ends; then a terminal's display goes.
 
     Args:
-        poll: Returns the newest metrics, with ``total_steps``, or None while there are none. Called in a thread of its own.
-        label: Put before the line.
+        poll: Returns the newest metrics, with ``total_steps``, or None while there are none. It is called in a thread of its
+            own.
+        label: The run's name, which stands before the line.
         interval_s: Seconds between lines where the output is not a terminal.
-        console: Where to; default: standard error.
+        console: Where the display goes; default: standard error.
     """
 
     def __init__(
@@ -94,11 +96,11 @@ class RunProgress:
         self._console = Console(stderr=True) if console is None else console
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
-        self._first: tuple[float, float] | None = None  # (time, τ) since when there is a pace
-        self._last = 0.0, 0.0  # when τ was last seen to move
+        self._first: tuple[float, float] | None = None  # (time, τ) from which the pace is taken
+        self._last = 0.0, 0.0  # (time, τ) when τ was last seen to move
 
     def line(self, metrics: Mapping[str, Any]) -> str:
-        """The plain line for these metrics; time left from the pace since the first ones seen."""
+        """The plain line for these metrics; the time left follows the pace since the first ones seen."""
         label = f"{self._label}: " if self._label else ""
         return f"{label}{format_metrics(metrics, metrics['total_steps'], self._seconds_left(metrics))}"
 
@@ -116,10 +118,10 @@ class RunProgress:
     def render(self, metrics: Mapping[str, Any]) -> RenderableType:
         """What a terminal shows for these metrics: a bar over τ, the run's state, and the user's own metrics."""
         total = metrics["total_steps"]
-        left = f"{_duration(self._seconds_left(metrics))} left"
+        left = f"{_clock(self._seconds_left(metrics))} left"
         rows: list[RenderableType] = [
-            _bar(self._label, metrics["effective_steps"] / total, _where(metrics, total), left),
-            _line(_how(metrics)),
+            _bar(self._label, metrics["effective_steps"] / total, _tau(metrics, total), left),
+            _line(_state(metrics)),
         ]
         own = [
             f"{key} {value:.4g}"
@@ -130,13 +132,13 @@ class RunProgress:
             rows.append(_line("  ".join(own)))
         return Group(*rows)
 
-    def __enter__(self) -> RunProgress:
+    def __enter__(self) -> RunDisplay:
         live = None
         if self._console.is_terminal:
             # Here and not in the thread: from now on what the program prints goes above the display.
             live = _live(_line(f"{self._label}  starting"), self._console, transient=True)
             live.start()
-        self._thread = threading.Thread(target=self._run, args=(live,), name="ray_adascale-progress", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(live,), name="ray_adascale-display", daemon=True)
         self._thread.start()
         return self
 
@@ -175,13 +177,13 @@ class RunProgress:
             return None
 
 
-class SearchProgress:
-    """Trials done, running and the best so far; a line for each that ends.
+class SearchDisplay:
+    """Shows how many trials have ended and how many run, and the best so far; and says a line of each that ends.
 
     Args:
-        what: Is counted, "trial" or "repeat".
+        what: What is counted, "trial" or "repeat".
         total: How many there will be.
-        console: Where to; default: standard error.
+        console: Where the display goes; default: standard error.
     """
 
     def __init__(self, what: str, total: int, *, console: Console | None = None) -> None:
@@ -200,19 +202,19 @@ class SearchProgress:
         self._show()
 
     def finish(self, trial_id: str, line: str, best: str) -> None:
-        """A trial has ended: ``line`` is said of it, and ``best`` is what leads so far, or empty."""
+        """A trial has ended: ``line`` is said of it, and ``best`` is what leads so far, '' if nothing does."""
         self._running.pop(trial_id, None)
         self._done += 1
         self._best = best
-        place = f"{self._what} {self._done} of {self._total}: {line}"
+        said = f"{self._what} {self._done} of {self._total}: {line}"
         if self._live is None:
-            print(place, file=self._console.file, flush=True)
+            print(said, file=self._console.file, flush=True)
         else:
-            self._console.print(Text(place))
+            self._console.print(Text(said))
             self._show()
 
     def skip(self, trial_id: str) -> None:
-        """A trial had ended before this start."""
+        """A trial had ended before this start: it counts, and tells nothing of the pace."""
         self._done += 1
         self._earlier += 1
 
@@ -222,7 +224,7 @@ class SearchProgress:
         mine = now - self._earlier
         left = (total - now) * (time.monotonic() - self._began) / mine if mine > 0 else math.inf
         running = f"{len(self._running)} running" if self._running else ""
-        texts = [f"{self._done}/{self._total} {self._what}s", running, f"{_duration(left)} left"]
+        texts = [f"{self._done}/{self._total} {self._what}s", running, f"{_clock(left)} left"]
         bar = _bar("search" if self._what == "trial" else f"{self._what}s", now / total, *filter(None, texts))
         return Group(bar, _line(f"best {self._best}")) if self._best else bar
 
@@ -230,7 +232,7 @@ class SearchProgress:
         if self._live is not None:
             self._live.update(self.render())
 
-    def __enter__(self) -> SearchProgress:
+    def __enter__(self) -> SearchDisplay:
         if self._console.is_terminal:
             self._live = _live(self.render(), self._console, transient=True)
             self._live.start()

@@ -1,216 +1,33 @@
-"""Forecast: what a run at a larger scale takes, from the noise that the search saw at the base batch.
+"""The forecast: what a recipe takes on each number of workers, in steps, time and money, before anything is paid for.
 
-The noise is replayed through the loop's own arithmetic: the moving averages over effective time, clipping on reading, the
-rule's pair (LR factor, clock increment). In the limit of no averaging the number of steps is ``N(S) = ∫ dτ / r(τ; S)``.
-
-What the replay leaves out, on purpose: the sampling noise of a step's own σ² and μ². Runs of one batch cut into 2 and into
-16 gradient samples differ by about 5 % in steps at most, because the averages reach over many of them (docs/forecast.md).
+The steps are those of a :mod:`~ray_adascale.analysis.replay`; the time of a step is :mod:`~ray_adascale.analysis.throughput`'s.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
-import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from rich import box
 from rich.table import Table
 
 from ..config import AdaScaleConfig, BatchPlan
-from ..optim.rules import AdamScaleRule, RuleInput, ScalingRule, make_rule
-from ..recipe import NoiseProbe, Recipe
+from ..optim.rules import make_rule, metric_of
+from ..recipe import Recipe
+from .plots import pyplot
+from .replay import Replay, noise_curves, replay
 from .throughput import Throughput
 
-__all__ = ["Forecast", "ForecastRow", "NoiseCurve", "Replay", "forecast_recipe", "limit_steps", "replay"]
-
-SHRINK = 0.25
-"""Exponent of μ²'s dependence on the efficiency r/S; see :func:`replay`. Empirical: docs/forecast.md."""
+__all__ = ["Forecast", "ForecastRow", "forecast_recipe"]
 
 PAYS = 0.5
 """Adding workers pays while each adds at least this share of the first worker's speed."""
 
 _MOST = 4096  # workers, among which the number is looked for up to which adding them pays
-
-_GRID = 400  # points of a smoothed curve at most: twenty within the width of what smooths it
-
-
-@dataclass(frozen=True)
-class NoiseCurve:
-    """σ² and μ² over a base run, smoothed; linear between the points, constant beyond them.
-
-    Attributes:
-        tau: Effective steps, increasing.
-        sigma2: Gradient variance of one base batch.
-        mu2: Squared norm of the true gradient. May be negative where it is lost in the noise.
-    """
-
-    tau: np.ndarray
-    sigma2: np.ndarray
-    mu2: np.ndarray
-
-    @classmethod
-    def from_probes(cls, probes: Iterable[NoiseProbe], total_steps: float, *, window: float = 0.05) -> NoiseCurve:
-        """Local lines through the raw probes, weighted by a Gaussian of ``window · T`` effective steps.
-
-        Means, not medians: the loop's averages are means too, and single probes have long tails.
-
-        Args:
-            probes: Of one run, or of several with the same schedule, which then count as one.
-            total_steps: T.
-            window: Width of the Gaussian (its σ) as a share of the run.
-
-        Raises:
-            ValueError: There are no probes.
-        """
-        rows = sorted((p.effective_steps, p.sigma2, p.mu2) for p in probes)
-        if not rows:
-            raise ValueError(
-                "There are no noise probes to forecast from. Search again with probe_every at most total_steps, or record "
-                "a base run with record_recipe."
-            )
-        points = np.array(rows, dtype=np.float64)
-        tau = np.unique(points[:, 0])
-        if len(tau) > _GRID:
-            tau = np.linspace(tau[0], tau[-1], _GRID)
-        smooth = np.array([_local_line(points, at, window * total_steps) for at in tau])
-        return cls(tau, smooth[:, 0], smooth[:, 1])
-
-    def at(self, tau: Any) -> tuple[Any, Any]:
-        """``(σ², μ²)`` at τ, a number or an array of them."""
-        return np.interp(tau, self.tau, self.sigma2), np.interp(tau, self.tau, self.mu2)
-
-
-def _local_line(points: np.ndarray, at: float, width: float) -> np.ndarray:
-    """The value at ``at`` of weighted least-squares lines through the columns after the first."""
-    x = points[:, 0] - at
-    weight = np.exp(-0.5 * (x / width) ** 2)
-    s0, s1, s2 = weight.sum(), weight @ x, weight @ (x * x)
-    determinant = s0 * s2 - s1 * s1
-    if determinant <= 1e-9 * s0 * s2:  # one probe within reach: its value
-        return weight @ points[:, 1:] / s0
-    return (weight * (s2 - s1 * x)) @ points[:, 1:] / determinant
-
-
-@dataclass(frozen=True)
-class Replay:
-    """One run, replayed.
-
-    Attributes:
-        steps: Optimizer steps until τ ≥ T.
-        effective_steps: τ at the end.
-        progress: Σ r over the steps: equal to τ under AdaScale's own rule.
-        tau: τ before each step.
-        gains: r of each step.
-        total_steps: T.
-    """
-
-    steps: int
-    effective_steps: float
-    progress: float
-    tau: tuple[float, ...]
-    gains: tuple[float, ...]
-    total_steps: float
-
-    @property
-    def exact_steps(self) -> float:
-        """The steps until τ = T, of the last one the share that was needed; at least 1. Has no jumps where ``steps`` has."""
-        last = self.effective_steps - self.tau[-1]
-        return max(self.steps - (self.effective_steps - self.total_steps) / last, 1.0)
-
-    @property
-    def mean_gain(self) -> float:
-        return self.progress / self.steps
-
-
-def gain_of(sigma2: float, mu2: float, scale: float) -> float:
-    """``r = (σ² + μ²) / (σ²/S + μ²)`` on plain numbers, clipped on reading; :func:`ray_adascale.gain.gain`."""
-    sigma2, mu2 = max(sigma2, 0.0), max(mu2, 0.0)
-    below = sigma2 / scale + mu2
-    return min(max((sigma2 + mu2) / below, 1.0), scale) if below > 0 else 1.0
-
-
-def replay(
-    curve: NoiseCurve,
-    *,
-    scale: float,
-    count: int,
-    total_steps: float,
-    base_batch_size: float | None = None,
-    rule: str | ScalingRule = "adascale",
-    averaging_window: float = 0.05,
-    shrink: float = SHRINK,
-) -> Replay:
-    """The loop's arithmetic over a noise curve, step by step.
-
-    Part of μ² at the base batch is the weights' trembling, kept up by the very noise that a larger batch has less of: there
-    lr·r·σ²/S drives it, r/S of the base run's. How large that part is, the probes don't tell. So
-    ``μ²(τ; S) = μ²(τ; 1) · (r/S)^shrink``: with ``shrink=0`` μ² is the same at every scale, and with 1 all of it trembles.
-    σ² is per base batch, and stays.
-
-    Args:
-        curve: σ²(τ), μ²(τ) of the base run.
-        scale: S ≥ 1.
-        count: n, gradient samples a step. With one, the first step has no sample yet, and its gain is 1.
-        total_steps: T.
-        base_batch_size: B0, for rules that ask for it.
-        rule: As in :class:`ray_adascale.AdaScaleConfig`.
-        averaging_window: As there.
-        shrink: See above.
-
-    Raises:
-        ValueError: An argument is out of its range, or the rule's clock stands still.
-    """
-    if not scale >= 1:
-        raise ValueError(f"Invalid {scale=}. Must be at least 1: the batch may not be smaller than the base batch.")
-    if count < 1:
-        raise ValueError(f"Invalid {count=}. Must be at least 1 gradient sample a step.")
-    advance = copy.deepcopy(make_rule(rule))  # LEGW's remembers the scale it saw
-    memory = averaging_window * total_steps
-    grid = [values.tolist() for values in curve.at(np.arange(math.ceil(total_steps)))]
-    variance, square, weight = 0.0, 0.0, 0.0
-    tau, progress, r, efficiency = 0.0, 0.0, 1.0, 1.0
-    taus: list[float] = []
-    gains: list[float] = []
-    while tau < total_steps:
-        if count > 1 or taus:
-            # θ_t = exp(−r_{t−1} / (window·T)); raw samples averaged, debiased, clipped on reading.
-            theta = math.exp(-r / memory)
-            now = int(tau)
-            variance = theta * variance + (1 - theta) * grid[0][now]
-            square = theta * square + (1 - theta) * grid[1][now] * efficiency**shrink
-            weight = theta * weight + (1 - theta)
-            r = gain_of(variance / weight, square / weight, scale)
-        seen = RuleInput(
-            gain=r,
-            scale=scale,
-            effective_steps=tau,
-            total_steps=total_steps,
-            base_batch_size=base_batch_size,
-        )
-        increment = advance(seen)[1]
-        if not increment > 0:
-            raise ValueError(f"Invalid rule: its clock increment is {increment!r} at effective step {tau:g}.")
-        taus.append(tau)
-        gains.append(r)
-        tau, progress, efficiency = tau + increment, progress + r, r / scale
-    return Replay(len(taus), tau, progress, tuple(taus), tuple(gains), total_steps)
-
-
-def limit_steps(curve: NoiseCurve, *, scale: float, total_steps: float) -> float:
-    """``N(S) = ∫ dτ / r(τ; S)``: AdaScale's steps without averaging, by the midpoint rule over base steps.
-
-    A check on :func:`replay` with ``shrink=0``, whose averages lag behind and which can't end between two steps.
-    """
-    width = total_steps / max(1, math.ceil(total_steps))
-    sigma2, mu2 = curve.at((np.arange(math.ceil(total_steps)) + 0.5) * width)
-    return width * sum(1 / gain_of(s, m, scale) for s, m in zip(sigma2.tolist(), mu2.tolist(), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +44,7 @@ class ForecastRow:
         low: Fewest steps among ``steps`` and the forecasts from each seed's noise alone; None without repeats.
         high: Most steps among them.
         mean_gain: r̄, over optimizer steps.
-        efficiency: r̄ / S, the share of the examples that turns into progress.
+        efficiency: r̄ / S, the share of the examples that turns into effective steps.
         seconds: Wall time; None without a throughput model.
         speedup: Over the base run: in time, or without a throughput model in passes one after the other.
         cost: Money; None without a price or without seconds.
@@ -257,11 +74,11 @@ class Forecast:
     """A forecast for a recipe: a row for each number of workers, and what to know about them.
 
     Attributes:
-        recipe: Its fingerprint.
+        recipe: The recipe's fingerprint.
         rule: How the LR follows the scale.
         total_steps: T.
         base_batch_size: B0.
-        rows: By number of workers.
+        rows: A row for each number of workers, in increasing order.
         notes: What the forecast could not know.
         pays_until: The number of workers up to which adding workers pays: further ones, up to twice as many, add less than
             half of the first one's speed-up each. It comes from the model, whatever rows were asked for; above 64 it is
@@ -277,11 +94,11 @@ class Forecast:
     pays_until: int | None
 
     def to_json(self) -> str:
-        """All of it as JSON."""
+        """The whole forecast as JSON."""
         return json.dumps(asdict(self), indent=2)
 
     def table(self) -> Table:
-        """For a terminal: ``rich.print(forecast.table())``."""
+        """The rows as a table for a terminal: ``rich.print(forecast.table())``."""
         table = Table(
             title=f"Recipe {self.recipe}: {self.total_steps:,} base steps of {self.base_batch_size} examples, "
             f"rule {self.rule}",
@@ -309,7 +126,7 @@ class Forecast:
         return [verdict, *self.notes]
 
     def _columns(self) -> dict[str, list[str]]:
-        """Heading -> cells; a column that no row fills is left out."""
+        """The cells of each column by its heading; a column that no row fills is left out."""
         rows = self.rows
         columns: dict[str, list[str]] = {
             "workers": [f"{row.workers}" for row in rows],
@@ -325,7 +142,7 @@ class Forecast:
         columns["mean\ngain"] = [f"{row.mean_gain:.2f}" for row in rows]
         columns["effi-\nciency"] = [f"{row.efficiency:.0%}" for row in rows]
         if any(row.seconds is not None for row in rows):
-            columns["time"] = [_duration(row.seconds) for row in rows]
+            columns["time"] = [_in_units(row.seconds) for row in rows]
         columns["speed-\nup"] = [f"{row.speedup:.2f}" for row in rows]
         columns["last\nadds"] = [f"{row.marginal:.2f}" for row in rows]
         if any(row.cost is not None for row in rows):
@@ -333,7 +150,7 @@ class Forecast:
         return columns
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Steps and speed-up against workers, to a file of any kind that matplotlib writes.
+        """Draw steps and speed-up against workers, to a file of any kind that matplotlib writes.
 
         Raises:
             ValueError: matplotlib is missing.
@@ -364,22 +181,6 @@ class Forecast:
         plt.close(figure)
 
 
-def pyplot(what: str) -> Any:
-    """``matplotlib.pyplot`` with the file backend.
-
-    Raises:
-        ValueError: matplotlib is missing; says how to get it.
-    """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ValueError(f"matplotlib is needed for {what}: pip install 'ray-adascale[plots]'.") from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
 def forecast_recipe(
     recipe: Recipe,
     *,
@@ -388,10 +189,10 @@ def forecast_recipe(
     throughput: Throughput | None = None,
     cost_per_worker_hour: float | None = None,
 ) -> Forecast:
-    """What a recipe takes on each number of workers, before anything is paid for.
+    """Forecast what a recipe takes on each number of workers, before anything is paid for.
 
     Args:
-        recipe: With the noise of its search. Repeat seeds, where it has them, sharpen the estimate and give the interval.
+        recipe: It has the noise of its search. Repeat seeds, where it has them, sharpen the estimate and give the interval.
         workers: Numbers of workers.
         config: As for :class:`ray_adascale.AdaScaleTrainer`: batch of a worker, accumulation, rule, averaging window. Passes
             are added where few workers would make less than a base batch. Not the rule "adamscale", whose statistics a
@@ -417,15 +218,15 @@ def forecast_recipe(
         replace(recipe, settings=None)
     )
     made = make_rule(config.rule)
-    if isinstance(made, AdamScaleRule):
+    if metric_of(made) != "euclidean":
         raise ValueError(
-            "Invalid rule='adamscale': its gain is taken in Adam's metric, and a search probes plain gradients. There is "
-            "no forecast for it."
+            f"Invalid rule={config.rule!r}: its gain is taken in Adam's metric, and a search probes plain gradients. There "
+            "is no forecast for it."
         )
     curves = noise_curves(recipe)
 
     @functools.cache
-    def steps(curve: int, scale: float, count: int) -> Replay:
+    def replayed(curve: int, scale: float, count: int) -> Replay:
         return replay(
             curves[curve],
             scale=scale,
@@ -436,18 +237,22 @@ def forecast_recipe(
             averaging_window=config.averaging_window,
         )
 
+    def run_at(plan: BatchPlan, curve: int = 0) -> Replay:
+        # Beyond two gradient samples a step their number makes no difference to a replay.
+        return replayed(curve, plan.scale, min(plan.num_samples, 2))
+
     base = recipe.total_steps * _step_time(throughput, BatchPlan(recipe.base_batch_size, recipe.base_batch_size, 1, 1))
 
     @functools.cache
     def speedup(k: int) -> float:
         plan = config.plan(k)
-        return base / (steps(0, plan.scale, min(plan.num_samples, 2)).exact_steps * _step_time(throughput, plan))
+        return base / (run_at(plan).exact_steps * _step_time(throughput, plan))
 
     pays_until = _pays_until(speedup)
     rows: list[ForecastRow] = []
     for k in ks:
         plan = config.plan(k)
-        expected, *single = (steps(curve, plan.scale, min(plan.num_samples, 2)) for curve in range(len(curves)))
+        expected, *single = (run_at(plan, curve) for curve in range(len(curves)))
         span = [expected.steps, *(one.steps for one in single)]
         time = expected.steps * _step_time(throughput, plan)
         seconds = None if throughput is None else time
@@ -483,20 +288,8 @@ def forecast_recipe(
     )
 
 
-def noise_curves(recipe: Recipe) -> list[NoiseCurve]:
-    """The noise of all the recipe's seeds pooled; then that of each alone, where there are several.
-
-    Raises:
-        ValueError: The recipe holds no noise.
-    """
-    seeds = [recipe.noise, *(repeat.noise for repeat in recipe.repeats if repeat.noise)]
-    pooled = [probe for noise in seeds for probe in noise]
-    alone = seeds if len(seeds) > 1 else []
-    return [NoiseCurve.from_probes(noise, recipe.total_steps) for noise in (pooled, *alone)]
-
-
 def _step_time(throughput: Throughput | None, plan: BatchPlan) -> float:
-    """Seconds of a step; without a throughput model its passes, as if each took the same time and nothing else took any."""
+    """Seconds of a step; without a throughput model the number of its passes, as if each took as long and nothing else did."""
     if throughput is None:
         return plan.accumulation
     return throughput.step_seconds(plan.world_size, plan.accumulation, plan.global_batch_size // plan.num_samples)
@@ -505,8 +298,9 @@ def _step_time(throughput: Throughput | None, plan: BatchPlan) -> float:
 def _pays_until(speedup: Callable[[int], float]) -> int | None:
     """The first number of workers from which further ones, up to twice as many, add less than ``PAYS · speedup(1)`` each.
 
-    On average over those added, as with a fixed batch three workers may need as many passes as two; where each worker adds
-    less than the one before, that is the last worker to add so much. Above 64 to a sixteenth. None if it is above ``_MOST``.
+    What they add is averaged over them, as with a fixed batch three workers may need as many passes as two; where each worker
+    adds less than the one before, the number is that of the last worker to add so much. It is exact up to 64 workers, above
+    them to a sixteenth, and None above ``_MOST``.
     """
     share = PAYS * speedup(1)
     tried = list(range(1, 65))
@@ -541,7 +335,8 @@ def _notes(recipe: Recipe, seeds: int, throughput: Throughput | None) -> list[st
     return notes
 
 
-def _duration(seconds: float | None) -> str:
+def _in_units(seconds: float | None) -> str:
+    """Seconds, minutes or hours, whichever keeps the number short."""
     if seconds is None:
         return ""
     if seconds < 60:

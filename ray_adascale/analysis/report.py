@@ -5,31 +5,29 @@ Everything is in the file: plots as SVG, no scripts, nothing from a network; dar
 
 from __future__ import annotations
 
-import html
-import io
+import functools
 import json
 import math
 import os
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from .._files import write_atomically
 from .._version import __version__
 from ..recipe import Recipe
-from .forecast import Forecast, noise_curves, pyplot, replay
+from .plots import color_of, draw_png, draw_svg, make_panels
+from .replay import NoiseCurve, noise_curves, replay
 from .runs import RunTrace, load_run
 
-__all__ = ["write_report"]
+if TYPE_CHECKING:
+    from .forecast import Forecast
 
-_INK = "#123457"  # stands for the reader's text colour until the SVG is put into the page
-_POINTS = 1200  # of a line; more is not to be seen, and makes the page slow
-_STRETCHES = 60  # of a run, for the means of its loss
-_COLORS = ("#3b7dd8", "#e0702a", "#2f9e5b", "#c2417f", "#8a63d2", "#9a7b1f", "#1a9ba8", "#b5493d", "#6f7f8f")
+__all__ = ["write_report"]
 
 
 def write_report(
@@ -42,10 +40,10 @@ def write_report(
     """Write the page, and each of its plots as a PNG beside it (``report-loss.png`` ...).
 
     Args:
-        runs: Traces, or folders that hold one: one of them, or several, the base run first, if there is one. As a mapping: by
-            label.
+        runs: Traces, or folders that hold one: one of them, or several, the base run first, if there is one. A mapping has them
+            by label.
         output: The HTML file; its folder is made if missing.
-        recipe: Shown; and its noise gives the forecast that the runs are compared with.
+        recipe: It is shown, and its noise gives the forecast that the runs are compared with.
         forecast: A forecast made beforehand, whose rows are compared with the runs of the same scale and workers.
 
     Returns:
@@ -59,28 +57,22 @@ def write_report(
     named = list(runs.items()) if isinstance(runs, Mapping) else [(None, run) for run in runs]
     if not named:
         raise ValueError("Invalid runs: none given. Give at least one trace.jsonl or run folder.")
-    loaded = _distinct([load_run(run, label=label) for label, run in named])
+    loaded = _with_distinct_labels([load_run(run, label=label) for label, run in named])
     output = Path(output).expanduser()
     if output.is_dir():
         raise ValueError(f"Invalid output {str(output)!r}: a folder. Name the HTML file.")
     output.parent.mkdir(parents=True, exist_ok=True)
     figures = []
-    for panel in _panels(loaded):
-        svg = _draw(panel, loaded, None)
-        _draw(panel, loaded, output.with_name(f"{output.stem}-{panel.slug}.png"))
-        figures.append((panel.title, svg))
-    page = _page(loaded, figures, recipe, forecast)
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(page, encoding="utf-8")
-        os.replace(temporary, output)
-    finally:
-        temporary.unlink(missing_ok=True)
+    for panel in make_panels(loaded):
+        draw_png(panel, loaded, output.with_name(f"{output.stem}-{panel.slug}.png"))
+        figures.append((panel.title, draw_svg(panel, loaded)))
+    page = _render(loaded, figures, recipe, forecast)
+    write_atomically(output, [page.encode()], sync=False)
     return output
 
 
-def _distinct(runs: list[RunTrace]) -> list[RunTrace]:
-    """Labels that tell the runs apart."""
+def _with_distinct_labels(runs: list[RunTrace]) -> list[RunTrace]:
+    """The runs, numbered where two have the same label."""
     labels = [run.label for run in runs]
     return [
         RunTrace(f"{run.label} ({labels[: i + 1].count(run.label)})", run.rows) if labels.count(run.label) > 1 else run
@@ -88,346 +80,128 @@ def _distinct(runs: list[RunTrace]) -> list[RunTrace]:
     ]
 
 
-# ---- plots -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Panel:
-    """A plot over effective steps.
-
-    Attributes:
-        title: Above it.
-        slug: In the PNG's name.
-        keys: Columns, drawn in different dashes.
-        log: Logarithmic, where the values are positive.
-        ceiling: A column drawn thin and dashed beside the first.
-        dots: The values are few: mark each.
-        noisy: Draw the values faint, and their means over equal stretches of τ on top.
-    """
-
-    title: str
-    slug: str
-    keys: tuple[str, ...]
-    log: bool = False
-    ceiling: str | None = None
-    dots: bool = False
-    noisy: bool = False
-
-
-def _panels(runs: list[RunTrace]) -> list[_Panel]:
-    metrics = dict.fromkeys(key for run in runs for key in run.metrics)
-    panels = [
-        _Panel(
-            "Training loss, means (single steps faint)", "loss", ("loss",), log=_all_positive(runs, "loss"), noisy=True
-        ),
-        *(_Panel(key, f"metric-{_slug(key)}", (key,), dots=True) for key in metrics),
-        _Panel("Learning rate lr(⌊τ⌋), before the gain", "lr", ("lr",)),
-        _Panel("Gain r, with its ceiling S dashed", "gain", ("gain",), ceiling="scale"),
-        _Panel("σ² of one base batch (solid) and μ² (dotted), averaged", "noise", ("sigma2", "mu2"), log=True),
-        _Panel("Efficiency r/S", "efficiency", ("efficiency",)),
-        _Panel("Examples per second", "throughput", ("examples_per_s",)),
-    ]
-    return [p for p in panels if any(np.isfinite(run.column(key)).any() for run in runs for key in p.keys)]
-
-
-def _all_positive(runs: list[RunTrace], key: str) -> bool:
-    values = np.concatenate([run.column(key) for run in runs])
-    return bool((values[np.isfinite(values)] > 0).all())
-
-
-def _slug(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-") or "x"
-
-
-def _line(run: RunTrace, key: str, *, dots: bool) -> tuple[np.ndarray, np.ndarray]:
-    """τ and values without gaps; of many points the means of equal numbers of them."""
-    tau, values = run.column("effective_steps"), run.column(key)
-    kept = np.isfinite(tau) & np.isfinite(values)
-    tau, values = tau[kept], values[kept]
-    if dots or len(tau) <= _POINTS:
-        return tau, values
-    parts = np.linspace(0, len(tau), _POINTS + 1).astype(int)
-    width = np.diff(parts)
-    return np.add.reduceat(tau, parts[:-1]) / width, np.add.reduceat(values, parts[:-1]) / width
-
-
-def _stretches(tau: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Means over equal stretches of τ: at every scale they hold equally much of the schedule."""
-    stretch = np.minimum((tau / max(tau[-1], 1e-9) * _STRETCHES).astype(int), _STRETCHES - 1)
-    count = np.bincount(stretch)
-    kept = count > 0
-    return tuple(np.bincount(stretch, weights=x)[kept] / count[kept] for x in (tau, values))  # type: ignore[return-value]
-
-
-def _draw(panel: _Panel, runs: list[RunTrace], png: Path | None) -> str:
-    """The plot as SVG text in the reader's colours; or into a PNG file, with a legend."""
-    plt = pyplot("a report")
-    ink = _INK if png is None else "black"
-    style = {
-        "text.color": ink,
-        "axes.edgecolor": ink,
-        "axes.labelcolor": ink,
-        "xtick.color": ink,
-        "ytick.color": ink,
-        "svg.fonttype": "none",
-        "svg.hashsalt": panel.slug,  # several SVGs share the page's names
-        "font.family": "sans-serif",
-    }
-    with plt.rc_context(style):
-        figure, axes = plt.subplots(figsize=(6, 3.1), layout="constrained")
-        if panel.log:
-            axes.set_yscale("log")
-        for i, run in enumerate(runs):
-            _draw_run(axes, panel, run, _COLORS[i % len(_COLORS)])
-        if panel.noisy:
-            axes.margins(y=0.2)
-            axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())  # by the means: the steps' range would press them flat
-            for i, run in enumerate(runs):
-                axes.plot(
-                    *_points(panel, run, panel.keys[0]), lw=0.6, alpha=0.18, zorder=1, color=_COLORS[i % len(_COLORS)]
-                )
-        axes.set_xlabel("effective steps τ")
-        axes.set_xlim(left=0)
-        axes.grid(alpha=0.2, color=ink)
-        axes.spines[["top", "right"]].set_visible(False)
-        text = io.StringIO()
-        if png is None:
-            figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-        else:
-            axes.set_title(_literal(panel.title))
-            axes.legend(frameon=False, fontsize="small")
-            figure.savefig(png, dpi=150)
-        plt.close(figure)
-    svg = text.getvalue()
-    return svg[max(svg.find("<svg"), 0) :].replace(_INK, "currentColor")
-
-
-def _points(panel: _Panel, run: RunTrace, key: str) -> tuple[np.ndarray, np.ndarray]:
-    tau, values = _line(run, key, dots=panel.dots)
-    return (tau[values > 0], values[values > 0]) if panel.log else (tau, values)
-
-
-def _draw_run(axes: Any, panel: _Panel, run: RunTrace, color: str) -> None:
-    for dash, key in zip(("-", ":"), panel.keys, strict=False):
-        tau, values = _points(panel, run, key)
-        label = _literal(run.label) if key == panel.keys[0] else None
-        if panel.noisy and len(tau) > 2 * _STRETCHES:
-            tau, values = _stretches(tau, values)
-        axes.plot(tau, values, dash, marker="o" if panel.dots else None, ms=3, lw=1.3, color=color, label=label)
-    if panel.ceiling is not None:
-        axes.plot(*_line(run, panel.ceiling, dots=False), "--", lw=0.9, alpha=0.7, color=color)
-    for at, what in run.events:
-        axes.axvline(at, lw=1, ls=":" if what == "restarted" else "--", color=color, alpha=0.8)
-
-
-def _literal(text: str) -> str:
-    """As matplotlib shows it unchanged: no formulas, and not hidden from the legend."""
-    text = text.replace("$", r"\$")
-    return f"\u200b{text}" if text.startswith("_") else text
-
-
-# ---- the page --------------------------------------------------------------------------------------------------------
-
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1c2430; --paper: #ffffff; --faint: #5b6675; --line: #d9dee5; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e4e8ee; --paper: #14181e; --faint: #98a3b3; --line: #323a46; }
-}
-body { color: var(--ink); background: var(--paper); font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto;
-  max-width: 76rem; padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-.faint, figcaption { color: var(--faint); }
-.plots { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(30rem, 100%), 1fr)); }
-figure { margin: 0; } figure svg { width: 100%; height: auto; color: var(--ink); }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; } th, td { padding: .25rem .8rem .25rem 0; text-align: right; white-space: nowrap; }
-td { font-variant-numeric: tabular-nums; }
-th:first-child, td:first-child, th.text, td.text { text-align: left; }
-td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 9rem; } /* long names leave room for figures */
-th { border-bottom: 1px solid var(--line); font-weight: 600; }
-.legend { display: flex; flex-wrap: wrap; gap: 0 1.2rem; margin: 0 0 1rem; padding: .4rem 0; background: var(--paper); }
-@media (min-width: 60rem) { .legend { position: sticky; top: 0; } }
-.key { display: inline-block; width: .8rem; height: .8rem; border-radius: .2rem; margin-right: .4rem; }
-pre { overflow-x: auto; border: 1px solid var(--line); padding: .8rem; border-radius: .4rem; }
-"""
-
-
-def _page(
+def _render(
     runs: list[RunTrace], figures: list[tuple[str, str]], recipe: Recipe | None, forecast: Forecast | None
 ) -> str:
-    made = f"ray_adascale {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-    plots = "\n".join(f"<figure><figcaption>{html.escape(title)}</figcaption>{svg}</figure>" for title, svg in figures)
-    parts = [
-        "<h1>AdaScale runs over effective steps</h1>",
-        f'<p class="faint">{made}. Over effective steps τ, a run at any scale should lie on the base run.</p>',
-        _section("Runs", _runs_table(runs)),
-        _section("Restarts and resizes", _events_table(runs)),
-        _section("Forecast and actual", _forecast_table(runs, recipe, forecast)),
-        f'<section><h2>Plots</h2>{_plots_note(runs)}{_legend(runs)}<div class="plots">{plots}</div></section>',
-        _section("Recipe", _recipe_text(recipe)),
-    ]
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>AdaScale report</title><style>{_STYLE}</style></head>\n<body>\n"
-        + "\n".join(part for part in parts if part)
-        + "\n</body></html>\n"
-    )
-
-
-def _section(title: str, body: str) -> str:
-    return f"<h2>{title}</h2>\n{body}" if body else ""
-
-
-def _table(headings: Sequence[str], rows: Iterable[Iterable[str]], *, text: Iterable[str] = ()) -> str:
-    """Cells are HTML already; the columns named in ``text`` hold words, not figures."""
-    kinds = [' class="text"' if heading in set(text) else "" for heading in headings]
-    head = "".join(f"<th{kind}>{html.escape(name)}</th>" for kind, name in zip(kinds, headings, strict=True))
-    body = "".join(
-        f"<tr>{''.join(f'<td{kind}>{cell}</td>' for kind, cell in zip(kinds, row, strict=True))}</tr>\n" for row in rows
-    )
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
-
-
-def _name(runs: list[RunTrace], i: int) -> str:
-    color = _COLORS[i % len(_COLORS)]
-    return f'<span class="key" style="background:{color}"></span>{html.escape(runs[i].label)}'
-
-
-def _plots_note(runs: list[RunTrace]) -> str:
-    marked = any(run.events for run in runs)
-    text = "Vertical lines: dotted where a run restarted, dashed where it was resized."
-    return f'<p class="faint">{text}</p>' if marked else ""
-
-
-def _legend(runs: list[RunTrace]) -> str:
-    """The runs' colours once more: below the fold their table is out of sight."""
-    return f'<div class="legend">{"".join(f"<span>{_name(runs, i)}</span>" for i in range(len(runs)))}</div>'
-
-
-def _runs_table(runs: list[RunTrace]) -> str:
+    """The HTML, by report.html.j2."""
     metrics = list(dict.fromkeys(key for run in runs for key in run.metrics))
-    headings = [
-        "run",
-        "workers",
-        "S",
-        "steps",
-        "effective steps",
-        "mean gain",
-        "efficiency",
-        "loss, last 5 %",
-        *metrics,
+    keys = [_Key(run.label, color_of(i)) for i, run in enumerate(runs)]
+    templates = Environment(
+        loader=PackageLoader(__package__, "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return templates.get_template("report.html.j2").render(
+        made=f"ray_adascale {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        keys=keys,
+        metrics=metrics,
+        outcomes=[(key, _outcome(run, metrics)) for key, run in zip(keys, runs, strict=True)],
+        events=[(key, [f"{tau:,.0f}", what]) for key, run in zip(keys, runs, strict=True) for tau, what in run.events],
+        comparisons=[(keys[i], cells) for i, cells in _comparisons(runs, recipe, forecast)],
+        figures=figures,
+        recipe=recipe,
+        hyperparameters=None if recipe is None else json.dumps(recipe.hyperparameters, indent=2),
+    )
+
+
+class _Key(NamedTuple):
+    """How the page and its plots tell a run from others."""
+
+    label: str
+    color: str
+
+
+def _outcome(run: RunTrace, metrics: Iterable[str]) -> list[str]:
+    """A run's row: what it is in figures, and the newest value of each metric."""
+    last = run.last
+    losses = run.column("loss")[-max(1, len(run.rows) // 20) :]
+    losses = losses[np.isfinite(losses)]
+    scales = run.column("scale")
+    return [
+        _changes([row.get("world_size") for row in run.rows]),
+        _changes(scales.tolist()),
+        f"{last['optimizer_steps']:,}",
+        f"{last['effective_steps']:,.0f}",
+        f"{run.mean_gain:.2f}",
+        f"{run.mean_gain / float(np.nanmean(scales)):.0%}",
+        _four_digits(losses.mean()) if len(losses) else "",
+        *(_newest(run.column(key)) for key in metrics),
     ]
-    rows = []
-    for i, run in enumerate(runs):
-        last = run.last
-        losses = run.column("loss")[-max(1, len(run.rows) // 20) :]
-        losses = losses[np.isfinite(losses)]
-        scales = run.column("scale")
-        rows.append(
-            [
-                _name(runs, i),
-                _steady([row.get("world_size") for row in run.rows]),
-                _steady(scales.tolist()),
-                f"{last['optimizer_steps']:,}",
-                f"{last['effective_steps']:,.0f}",
-                f"{run.mean_gain:.2f}",
-                f"{run.mean_gain / float(np.nanmean(scales)):.0%}",
-                _four(losses.mean()) if len(losses) else "",
-                *(_newest(run.column(key)) for key in metrics),
-            ]
-        )
-    return _table(headings, rows)
 
 
-def _steady(values: list[Any]) -> str:
-    """A value that never changed, or the way it went."""
-    way = [value for i, value in enumerate(values) if i == 0 or value != values[i - 1]]
-    return " → ".join("?" if value is None else f"{value:g}" for value in way)
+def _changes(values: list[Any]) -> str:
+    """The value, or where it changed, all that it was, one after the other."""
+    found = [value for i, value in enumerate(values) if i == 0 or value != values[i - 1]]
+    return " → ".join("?" if value is None else f"{value:g}" for value in found)
 
 
-def _four(value: float) -> str:
-    """Four digits, zeros at the end as well, so that a column lines up."""
+def _four_digits(value: float) -> str:
+    """The value with four digits, zeros at the end as well, so that a column lines up."""
     return f"{value:#.4g}".removesuffix(".")
 
 
 def _newest(values: np.ndarray) -> str:
     values = values[np.isfinite(values)]
-    return _four(values[-1]) if len(values) else ""
+    return _four_digits(values[-1]) if len(values) else ""
 
 
-def _events_table(runs: list[RunTrace]) -> str:
-    rows = [
-        [_name(runs, i), f"{tau:,.0f}", html.escape(what)] for i, run in enumerate(runs) for tau, what in run.events
-    ]
-    return _table(["run", "effective steps", "what"], rows, text=["what"]) if rows else ""
+def _comparisons(
+    runs: list[RunTrace], recipe: Recipe | None, forecast: Forecast | None
+) -> Iterator[tuple[int, list[str]]]:
+    """(index of a run, [S, steps forecast, these over seeds, steps taken, how far off]) for each run above the base batch.
 
-
-def _forecast_table(runs: list[RunTrace], recipe: Recipe | None, forecast: Forecast | None) -> str:
-    """Steps forecast and steps taken, for runs above the base batch; '' where nothing can be said."""
-    predict = _predictor(recipe, forecast)
-    if predict is None:
-        return ""
-    rows = []
+    The forecast's rows say the steps where one is given; else they are replayed from the recipe's noise. With neither there
+    is nothing to compare.
+    """
+    predict: Callable[[dict[str, Any]], tuple[int, ...] | str]
+    if forecast is not None:
+        total = forecast.total_steps
+        predict = functools.partial(_forecast_steps, forecast)
+    elif recipe is not None and recipe.noise:
+        total = recipe.total_steps
+        predict = functools.partial(_replayed_steps, noise_curves(recipe), total)
+    else:
+        return
     for i, run in enumerate(runs):
-        scales, taken = run.column("scale"), run.last["optimizer_steps"]
+        scales, last = run.column("scale"), run.last
         if (scales == 1).all():
             continue
-        said = predict(run)
-        shown = ("", "", said) if isinstance(said, str) else said
-        rows.append([_name(runs, i), _steady(scales.tolist()), *shown[:2], f"{taken:,}", shown[2]])
-    return _table(["run", "S", "steps forecast", "over seeds", "steps taken", "off by"], rows) if rows else ""
-
-
-def _predictor(
-    recipe: Recipe | None, forecast: Forecast | None
-) -> Callable[[RunTrace], tuple[str, str, str] | str] | None:
-    """For a run: steps, those over seeds, and how far off they are; or why there are none.
-
-    From the forecast's rows where one is given, else replayed from the recipe's noise.
-    """
-    if forecast is not None:
-        total, known = forecast.total_steps, {(row.scale, row.workers): row for row in forecast.rows}
-    elif recipe is not None and recipe.noise:
-        total, curves = recipe.total_steps, noise_curves(recipe)
-    else:
-        return None
-
-    def predict(run: RunTrace) -> tuple[str, str, str] | str:
-        last = run.last
-        if len(set(run.column("scale"))) > 1:
-            return "resized"
-        if recipe is not None and not _follows(run, recipe):
-            return "not this recipe's schedule"
-        if forecast is None:
-            if not math.isclose(last["progress"], last["effective_steps"], rel_tol=1e-6):
-                return "another rule than AdaScale's"
-            steps, *alone = (replay(curve, scale=last["scale"], count=2, total_steps=total).steps for curve in curves)
-            span = (steps, *alone) if alone else ()
+        if len(set(scales)) > 1:
+            found: tuple[int, ...] | str = "resized"
+        elif recipe is not None and not _follows(run, recipe):
+            found = "not this recipe's schedule"
         else:
-            row = known.get((last["scale"], last["world_size"]))
-            if row is None:
-                return "not forecast"
-            steps, span = row.steps, () if row.low is None or row.high is None else (row.low, row.high)
+            found = predict(last)
         done, taken = last["effective_steps"] / total, last["optimizer_steps"]
-        off = f"{steps / taken - 1:+.1%}" if done >= 1 else f"not finished: at {done:.0%}"
-        return f"{steps:,}", f"{min(span):,}–{max(span):,}" if span else "", off
+        if isinstance(found, str):
+            steps, over_seeds, off = "", "", found
+        else:
+            steps = f"{found[0]:,}"
+            over_seeds = f"{min(found):,}–{max(found):,}" if len(found) > 1 else ""
+            off = f"{found[0] / taken - 1:+.1%}" if done >= 1 else f"not finished: at {done:.0%}"
+        yield i, [_changes(scales.tolist()), steps, over_seeds, f"{taken:,}", off]
 
-    return predict
+
+def _forecast_steps(forecast: Forecast, last: dict[str, Any]) -> tuple[int, ...] | str:
+    """Steps, and the fewest and most over seeds where there are several, for a run with this last row; or why there are none."""
+    for row in forecast.rows:
+        if (row.scale, row.workers) == (last["scale"], last["world_size"]):
+            return (row.steps,) if row.low is None or row.high is None else (row.steps, row.low, row.high)
+    return "not forecast"
+
+
+def _replayed_steps(curves: list[NoiseCurve], total_steps: int, last: dict[str, Any]) -> tuple[int, ...] | str:
+    """The same by a replay of the pooled noise, and of each seed's alone."""
+    if not math.isclose(last["progress"], last["effective_steps"], rel_tol=1e-6):
+        return "another rule than AdaScale's"
+    return tuple(replay(curve, scale=last["scale"], count=2, total_steps=total_steps).steps for curve in curves)
 
 
 def _follows(run: RunTrace, recipe: Recipe) -> bool:
-    """Whether the run began at the recipe's learning rate; also where its trace doesn't tell."""
+    """Whether the run began at the recipe's learning rate; True, too, where its trace doesn't tell."""
     rate = run.column("lr")[0]
     began_earlier = run.rows[0]["optimizer_steps"] != 1
     return began_earlier or math.isnan(rate) or math.isclose(rate, recipe.lr_curve[0][0], rel_tol=1e-6)
-
-
-def _recipe_text(recipe: Recipe | None) -> str:
-    if recipe is None:
-        return ""
-    values = json.dumps(recipe.hyperparameters, indent=2)
-    return (
-        f"<pre>{html.escape(recipe.describe())}</pre>\n"
-        f"<details><summary>Hyperparameters</summary><pre>{html.escape(values)}</pre></details>"
-    )

@@ -1,7 +1,7 @@
 """TensorBoard event files: of a run on Ray workers while it goes on, and of any run from its trace.
 
-Every number is a scalar, against optimizer steps, and with the prefix ``tau/`` against ⌊τ⌋: against τ, runs at different
-scales lie on each other. Ray Tune writes such files for trials by itself.
+Every number is a scalar, against optimizer steps, and with the prefix ``tau/`` against ⌊τ⌋: there, runs at different scales
+lie on each other. Ray Tune writes such files for trials by itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def write_events(run: str | os.PathLike[str] | RunTrace, folder: str | os.PathLi
 
     Args:
         run: See :func:`ray_adascale.analysis.runs.trace_path`.
-        folder: For all runs; the run gets one of its own in it, named by its label.
+        folder: A folder for all runs; this one gets a folder of its own in it, named by its label.
 
     Returns:
         The run's folder.
@@ -34,7 +34,7 @@ def write_events(run: str | os.PathLike[str] | RunTrace, folder: str | os.PathLi
     Raises:
         ValueError: The run has no trace, or tensorboardX is missing.
     """
-    writer_type = _summary_writer()
+    writer_type = _writer_class()
     if writer_type is None:
         raise ValueError("tensorboardX is needed for event files: pip install 'ray[tune]', or tensorboardX.")
     loaded = run if isinstance(run, RunTrace) else load_run(run)
@@ -48,26 +48,26 @@ def write_events(run: str | os.PathLike[str] | RunTrace, folder: str | os.PathLi
 
 
 class LiveEvents:
-    """The event files of a run that goes on; does nothing where tensorboardX is missing.
+    """The event files of a run that goes on; it does nothing where tensorboardX is missing.
 
-    About 500 points at first, one a second at most, and then so many for each time that the run gets e times as long. A
-    run that resumes tells TensorBoard to forget what had been written after its checkpoint.
+    It writes about 500 points at first, one a second at most, and then so many for each time that the run gets e times as
+    long. A run that resumes tells TensorBoard to forget what had been written after its checkpoint.
 
     Args:
         folder: Gets a folder for the files against steps and one for those against τ: what is to be forgotten is told by
-            its place on the axis.
+            where it lies on the axis, and a folder has one axis.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        self._type = _summary_writer()
+        self._type = _writer_class()
         self._writers: dict[str, Any] = {}
         self._began = time.monotonic()
         self._written = -math.inf
         self._pending: Mapping[str, Any] | None = None
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        """See the metrics of an optimizer step; writes them if it is time."""
+        """Take the metrics of an optimizer step, and write them if it is time."""
         self._pending = metrics
         now = time.monotonic()
         if now - self._written >= max(1.0, (now - self._began) / 500):
@@ -75,7 +75,7 @@ class LiveEvents:
             self._write()
 
     def close(self) -> None:
-        """Write the last step's and end the files."""
+        """Write the last step's metrics and end the files."""
         self._write()
         for writer in self._writers.values():
             writer.close()
@@ -86,18 +86,18 @@ class LiveEvents:
         if metrics is None or self._type is None:
             return
         axes = {"steps": ("", metrics["optimizer_steps"]), "tau": ("tau/", int(metrics["effective_steps"]))}
-        for axis, (prefix, place) in axes.items():
+        for axis, (prefix, at) in axes.items():
             if axis not in self._writers:
                 folder = self.folder / axis
-                starts = len(list(folder.glob("events*")))  # before this one
+                starts = len(list(folder.glob("events*")))  # how often the run has started before
                 self._writers[axis] = self._type(
                     str(folder),
-                    purge_step=place if starts else None,
+                    purge_step=at if starts else None,
                     filename_suffix=f".{starts}",
                     flush_secs=1,  # a worker that is killed takes along what is not in the file
                 )
             for key, value in _scalars(metrics):
-                self._writers[axis].add_scalar(f"{prefix}{key}", value, place)
+                self._writers[axis].add_scalar(f"{prefix}{key}", value, at)
 
 
 def _scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -106,8 +106,8 @@ def _scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield key, value
 
 
-def _summary_writer() -> Any:
-    """The class, or None where tensorboardX is missing."""
+def _writer_class() -> Any:
+    """tensorboardX's class, or None where it is missing."""
     try:
         from tensorboardX import SummaryWriter  # type: ignore[import-untyped]
     except ImportError:

@@ -22,10 +22,9 @@ import torch
 
 from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig
-from ..run.backend import LocalBackend
 from ..run.loop import Run
 from ..run.trace import read_trace
-from ..workload import WorkloadFn, build, with_unit
+from ..workload import WorkloadFn, build
 
 __all__ = ["Measurement", "Throughput", "measure_throughput"]
 
@@ -64,10 +63,10 @@ class Measurement:
         rows = rows[len(rows) // 2 :]
         if not rows:
             raise ValueError(f"The trace {trace} is empty: there is no throughput to read.")
-        places = {(row["world_size"], row["scale"]) for row in rows}
-        if len(places) > 1:
+        sizes = {(row["world_size"], row["scale"]) for row in rows}
+        if len(sizes) > 1:
             raise ValueError(f"The run in {trace} was resized. Take a run that kept its number of workers.")
-        ((workers, scale),) = places
+        ((workers, scale),) = sizes
         batch = round(scale * base_batch_size)
         passes, rest = divmod(batch, workers * per_worker_batch_size)
         if rest or not passes:
@@ -241,15 +240,7 @@ def _time_alone(
     )
     # The learning rates are those of no schedule: nobody looks at the weights, and a scheduler may end too early.
     built.scheduler = None
-    run = Run(
-        built.model,
-        built.optimizer,
-        None,
-        built.train_dataset,
-        with_unit(settings, built),
-        collate_fn=built.collate_fn,
-        backend=LocalBackend(),
-    )
+    run = Run.of(built, settings)
     times: list[float] = []
     started = last = time.monotonic()
     for batch in run:

@@ -5,6 +5,9 @@ file names never collide) or to one that all share. ``load`` is not: each worker
 of workers and the kind of sharding may differ from those that saved. ``files`` says what lies in the folder, ``dcp`` how
 tensors get there.
 
+What is read from a file is never unpickled, since files come from elsewhere. The ranks of a process group run one program and
+trust each other, so what they exchange while they save is pickled by torch's object collectives.
+
 A checkpoint exists once its manifest does and every file in it has the size and digest listed there: that is what
 ``verify`` checks. Ray uploads files in no promised order, so a manifest alone proves nothing.
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import shutil
 import threading
 import traceback
 import warnings
@@ -26,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._torch import global_rank
 from .files import (
     MANIFEST,
     STATE,
@@ -51,6 +56,7 @@ __all__ = [
     "TensorInfo",
     "TensorShard",
     "begin_save",
+    "delete",
     "is_complete",
     "is_sealed",
     "latest_valid",
@@ -121,7 +127,7 @@ def begin_save(
     files: Mapping[str, tuple[Path, int]] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Save:
-    """Like :func:`save`, but only copies what this rank will write (to the CPU) and starts a thread that writes it.
+    """Does what :func:`save` does, but only copies what this rank will write (to the CPU) and starts a thread that writes it.
 
     Collective. Once it has returned the tensors may change. There is no checkpoint before all ranks have called
     :meth:`Save.finish`, which raises what went wrong in any rank's thread.
@@ -141,6 +147,7 @@ def _plan(
     files: Mapping[str, tuple[Path, int]] | None,
     process_group: dist.ProcessGroup | None,
 ) -> Save:
+    """Agrees with the other ranks on who writes what. Collective."""
     from . import dcp
 
     path = Path(directory)
@@ -227,7 +234,14 @@ class Save:
 
 @dataclass(frozen=True)
 class _Failure:
-    """What one rank tells the others of an exception: text alone, since not every exception can be pickled."""
+    """What one rank tells the others of an exception. It is text alone, since not every exception can be pickled.
+
+    Attributes:
+        rank: The rank that raised.
+        mistake: Whether the exception is a TypeError: the user's mistake.
+        message: What the exception says.
+        traceback: Where it was raised.
+    """
 
     rank: int
     mistake: bool
@@ -245,8 +259,8 @@ class _Failure:
 class _Ranks:
     """The ranks that save together; a single one without torch.distributed.
 
-    DCP's own ``save`` has such a thing too. Theirs pickles exceptions with their frames, which fails, and leaves the other
-    ranks waiting, for exceptions of some kinds, and for all of them under Python 3.13 with torch 2.11.
+    DCP's own ``save`` has such a class too. It pickles exceptions with their frames, which fails, and leaves the other ranks
+    waiting, for exceptions of some kinds, and for all of them under Python 3.13 with torch 2.11.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, complaint: str) -> None:
@@ -257,9 +271,17 @@ class _Ranks:
             self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
 
     def exchange(self, local: Callable[[], _Local], central: Callable[[list[_Local]], list[_Answer]]) -> _Answer:
-        """``local`` on every rank, then ``central`` on rank 0, from the results to an answer for each rank.
+        """Calls ``local`` on every rank, and then ``central`` on rank 0, which makes an answer for each rank of all results.
 
-        Where any of these raises, every rank does.
+        Where any of these raises, every rank raises. Collective.
+
+        Returns:
+            This rank's answer.
+
+        Raises:
+            TypeError: All that went wrong on any rank were TypeErrors: the user's mistakes.
+            CheckpointError: Something else went wrong. Either names the ranks and the causes. (What is no Exception, an
+                interrupt, stays what it is on the rank where it came.)
         """
         caught: BaseException | None = None
         mine: _Local | _Failure
@@ -295,20 +317,15 @@ class _Ranks:
         if self.count == 1:
             return [value]
         results: list[Any] | None = [None] * self.count if self.rank == 0 else None
-        dist.gather_object(value, results, dst=self._first, group=self._group)
+        dist.gather_object(value, results, dst=global_rank(self._group, 0), group=self._group)
         return results or []
 
     def _scatter(self, values: Sequence[object]) -> Any:
         if self.count == 1:
             return values[0]
         answer: list[Any] = [None]
-        dist.scatter_object_list(answer, list(values) or None, src=self._first, group=self._group)
+        dist.scatter_object_list(answer, list(values) or None, src=global_rank(self._group, 0), group=self._group)
         return answer[0]
-
-    @property
-    def _first(self) -> int:
-        """The global rank of the group's rank 0."""
-        return 0 if self._group is None else dist.get_global_rank(self._group, 0)
 
 
 def verify(directory: StrPath) -> None:
@@ -339,10 +356,16 @@ def is_sealed(directory: StrPath) -> bool:
     return (Path(directory) / MANIFEST).exists()
 
 
-def latest_valid(directories: Sequence[_Path]) -> _Path | None:
-    """The last of the folders, given oldest first, that verifies; None if none does.
+def delete(directory: StrPath) -> None:
+    """Removes a checkpoint's folder, the manifest first: at any moment the checkpoint is complete or absent."""
+    (Path(directory) / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(directory)
 
-    A later one that does not is skipped with a RuntimeWarning that says why.
+
+def latest_valid(directories: Sequence[_Path]) -> _Path | None:
+    """Finds the last of the folders, given oldest first, that verifies; None if none does.
+
+    A later one that does not verify is skipped with a RuntimeWarning that says why.
     """
     for directory in reversed(directories):
         try:
@@ -355,20 +378,20 @@ def latest_valid(directories: Sequence[_Path]) -> _Path | None:
 
 
 def load_state(directory: StrPath) -> dict[str, Any]:
-    """The ``state`` of ``save``; empty where it was None. Compares the digest of its file, not of others.
+    """Reads the ``state`` of ``save``; it is empty where that was None. Compares the digest of its file, not of others.
 
     Raises:
-        CheckpointError: Manifest or state.json are missing, damaged or malformed.
+        CheckpointError: The manifest or state.json is missing, damaged or malformed.
     """
     path = Path(directory)
     return read_json(path, read_manifest(path)[STATE])
 
 
 def tensor_index(directory: StrPath) -> dict[str, TensorInfo]:
-    """What tensors the checkpoint has, by key. Reads no tensor.
+    """Tells what tensors the checkpoint has, by key. Reads no tensor.
 
     Raises:
-        CheckpointError: Manifest or tensors.json are missing, damaged or malformed.
+        CheckpointError: The manifest or tensors.json is missing, damaged or malformed.
     """
     from . import dcp
 
@@ -424,7 +447,7 @@ def load(directory: StrPath, into: Mapping[str, Tensor | TensorShard]) -> None:
 
 
 def load_weights(directory: StrPath) -> dict[str, Tensor]:
-    """The model's plain state dict, on the CPU, for ``model.load_state_dict``. Needs no process group; verifies first.
+    """Reads the model's plain state dict, on the CPU, for ``model.load_state_dict``. Needs no process group; verifies first.
 
     Raises:
         CheckpointError: The checkpoint is incomplete or damaged, or holds no model.

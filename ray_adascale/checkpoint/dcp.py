@@ -164,10 +164,12 @@ class ShardSavePlanner(DefaultSavePlanner):
         self._tensors, self.state_dict = {}, {}
 
     def thaw(self) -> None:
+        """Lets go of the copies, once they are written."""
         self._copies = {}
 
 
 def _chunk(shard: TensorShard) -> ChunkStorageMetadata:
+    """The shard as DCP sees it: a chunk of a one-dimensional tensor."""
     return ChunkStorageMetadata(torch.Size([shard.offset]), torch.Size([len(shard.tensor)]))
 
 
@@ -215,7 +217,13 @@ class _HashingFileSystem(FileSystem):
 
 
 class Writer(FileSystemWriter):
-    """DCP's writer of one file a rank, which leaves a JSON index and a manifest where DCP leaves a pickle."""
+    """DCP's writer of one file a rank. It leaves a JSON index and a manifest where DCP leaves a pickle.
+
+    Args:
+        path: This rank's folder.
+        state: JSON values, written by rank 0.
+        files: Further files to copy, by rank 0: by the name they get, (path, how many bytes from its start).
+    """
 
     def __init__(
         self, path: Path, state: Mapping[str, Any] | None, files: Mapping[str, tuple[Path, int]] | None = None
@@ -275,7 +283,7 @@ class Writer(FileSystemWriter):
 
 @dataclass(frozen=True)
 class _StoredChunk:
-    """Where a chunk's bytes lie; the fields that FileSystemReader looks at."""
+    """Tells where a chunk's bytes lie, in the fields that FileSystemReader looks at."""
 
     relative_path: str
     offset: int
@@ -307,7 +315,7 @@ def _encode_index(metadata: Metadata, stored: Mapping[MetadataIndex, Any]) -> di
 def read_index(
     directory: Path, manifest: Mapping[str, FileDigest]
 ) -> tuple[dict[str, TensorStorageMetadata], dict[MetadataIndex, _StoredChunk]]:
-    """What tensors.json says: per key its dtype, shape and chunks; per chunk its place in the files.
+    """Reads tensors.json: per key its dtype, shape and chunks; per chunk where its bytes lie.
 
     Every field is checked. The reader may rely on it: files are listed in the manifest, bytes lie within them, and
     the chunks of a tensor lie within it and have as many elements.
@@ -319,11 +327,11 @@ def read_index(
     stored: dict[MetadataIndex, _StoredChunk] = {}
     for key, entry in read_json(directory, manifest[TENSORS]).items():
         try:
-            tensors[key], places = _decode_tensor(key, entry, manifest)
+            tensors[key], chunks = _decode_tensor(key, entry, manifest)
         except (KeyError, TypeError, ValueError) as e:
             what = f"{e} is missing" if isinstance(e, KeyError) else str(e)
             raise CheckpointError(f"{directory / TENSORS}, key {key!r}: {what}.") from e
-        stored.update(places)
+        stored.update(chunks)
     return tensors, stored
 
 
@@ -333,7 +341,8 @@ def _decode_tensor(
     dtype, shape = getattr(torch, str(entry["dtype"]), None), _decode_sizes(entry["shape"])
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{entry['dtype']!r} is not a dtype of this torch")
-    chunks, places = [], {}
+    chunks: list[ChunkStorageMetadata] = []
+    stored: dict[MetadataIndex, _StoredChunk] = {}
     for item in entry["chunks"]:
         offsets, sizes, name = _decode_sizes(item["offsets"]), _decode_sizes(item["sizes"]), item["file"]
         if not (len(offsets) == len(sizes) == len(shape)) or any(
@@ -348,14 +357,14 @@ def _decode_tensor(
             raise ValueError(f"bytes {start!r} + {length!r} do not lie within {name} of {manifest[name].size} bytes")
         if length < math.prod(sizes) * dtype.itemsize:
             raise ValueError(f"{length} bytes cannot hold a chunk of size {sizes}")
-        place = MetadataIndex(key, offsets)
-        if place in places:
+        index = MetadataIndex(key, offsets)
+        if index in stored:
             raise ValueError(f"two chunks at {offsets}")
         chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-        places[place] = _StoredChunk(name, start, length)
+        stored[index] = _StoredChunk(name, start, length)
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
         raise ValueError(f"the chunks do not add up to the shape {shape}")
-    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks), places
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks), stored
 
 
 def _decode_sizes(value: Any) -> list[int]:
@@ -397,7 +406,7 @@ class ShardLoadPlanner(DefaultLoadPlanner):
 
 
 class Reader(FileSystemReader):
-    """DCP's reader, with the metadata from tensors.json. Only tensors exist in it, so nothing can ask for bytes."""
+    """DCP's reader. It takes the metadata from tensors.json, where only tensors exist, so nothing can ask for bytes."""
 
     def __init__(self, path: Path, manifest: Mapping[str, FileDigest]) -> None:
         super().__init__(path)

@@ -25,6 +25,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from .._files import write_atomically
 from .._torch import is_dtensor
 
 FORMAT = "ray_adascale/checkpoint"
@@ -47,7 +48,7 @@ class TensorShard:
 
     Attributes:
         tensor: This worker's elements, shape ``(n,)``, ``n`` ≥ 0, on any device.
-        offset: Position of the first one, in elements.
+        offset: Elements of the whole before the first of these.
         numel: Elements of the whole.
     """
 
@@ -96,6 +97,7 @@ class FileDigest:
 
 
 def digest(directory: Path, name: str) -> FileDigest:
+    """Reads a file and hashes it."""
     with (directory / name).open("rb") as file:
         return FileDigest(name, os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
@@ -113,12 +115,7 @@ def sync_directory(directory: Path) -> None:
 def write_text(directory: Path, name: str, text: str) -> FileDigest:
     """Writes a file that is either absent or whole."""
     data = text.encode()
-    temporary = directory / f"{name}.tmp"
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(directory / name)
+    write_atomically(directory / name, [data])
     return FileDigest(name, len(data), hashlib.sha256(data).hexdigest())
 
 
@@ -163,6 +160,7 @@ def encode_state(state: Mapping[str, Any] | None) -> str:
 
 
 def is_count(value: object) -> bool:
+    """Whether a value from a JSON file can be a size or an offset: a plain int, not negative, of at most 63 bits."""
     return type(value) is int and 0 <= value < 2**63
 
 
@@ -214,6 +212,7 @@ def read_manifest(directory: Path) -> dict[str, FileDigest]:
 
 
 def check_size(directory: Path, expected: FileDigest) -> None:
+    """Raises CheckpointError unless the file is there and has the size of the manifest. Does not read it."""
     path = directory / expected.name
     try:
         size = path.stat().st_size
@@ -238,6 +237,6 @@ def check_file(directory: Path, expected: FileDigest) -> None:
 
 
 def read_json(directory: Path, expected: FileDigest) -> dict[str, Any]:
-    """The object in a JSON file, after comparing size and digest."""
+    """Reads the object in a JSON file, after comparing its size and digest with the manifest's."""
     check_file(directory, expected)
     return _parse_json(directory / expected.name, (directory / expected.name).read_bytes())

@@ -25,7 +25,7 @@ from .._torch import is_dtensor
 from ..optim.adascale import AdaScale
 from ..sharding.buckets import Fragment, memory_order
 from ..sharding.oss import OSS
-from . import TensorShard
+from .files import CheckpointError, TensorShard
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -46,7 +46,7 @@ _WARNED: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # of entries that hyper
 
 
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
-    """The name of each of the optimizer's parameters: the model's own, or its place for one that is not the model's."""
+    """Names each of the optimizer's parameters: as the model does, or by a number where it is not the model's."""
     names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
     params = [p for group in optimizer.param_groups for p in group["params"]]
     # No module can have a parameter with an empty part in its name.
@@ -54,7 +54,7 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]
 
 
 def _inner(optimizer: Optimizer) -> Optimizer:
-    return optimizer._optimizer if isinstance(optimizer, AdaScale) else optimizer
+    return optimizer.wrapped if isinstance(optimizer, AdaScale) else optimizer
 
 
 def _held(optimizer: Optimizer) -> tuple[Optimizer, list[Fragment]]:
@@ -84,8 +84,8 @@ def _held_of(param: Tensor) -> tuple[int, int]:
     return first * (param.numel() // max(param.shape[0], 1)), param.to_local().numel()
 
 
-def _placed(part: Tensor, param: DTensor) -> DTensor:
-    """This worker's rows of a state entry as the optimizer has it."""
+def _as_dtensor(part: Tensor, param: DTensor) -> DTensor:
+    """Makes of this worker's rows of a state entry what the optimizer has: a DTensor like its parameter."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
@@ -118,29 +118,31 @@ def optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict
     out: dict[str, Tensor | TensorShard] = {}
     for f in held:
         p = f.param
-        for name, value in holder.state.get(f.tensor, {}).items():
-            if not isinstance(name, str):
-                raise _unsupported(holder, repr(name), "its name is not a string")
-            place = f"{names[p]}/{quote(name, safe='')}"
+        for entry, value in holder.state.get(f.tensor, {}).items():
+            if not isinstance(entry, str):
+                raise _unsupported(holder, repr(entry), "its name is not a string")
+            rest = f"{names[p]}/{quote(entry, safe='')}"
             if isinstance(value, Tensor):
                 if is_dtensor(value):
                     if value.shape != p.shape:
-                        raise _unsupported(holder, f"{name!r} of {names[p]}", "it is sharded, and not as its parameter")
-                    out[f"optim/{place}"] = TensorShard(value.to_local().detach().reshape(-1), f.start, p.numel())
+                        raise _unsupported(
+                            holder, f"{entry!r} of {names[p]}", "it is sharded, and not as its parameter"
+                        )
+                    out[f"optim/{rest}"] = TensorShard(value.to_local().detach().reshape(-1), f.start, p.numel())
                 elif value.shape == f.tensor.shape and p.dim() > 0:
                     flat = value.detach().reshape(-1)
                     order = None if f.whole else _order(p)
                     kind = "optim" if order is None else _ORDERED + "-".join(map(str, order))
-                    out[f"{kind}/{place}"] = TensorShard(flat, f.start, p.numel()) if sharded else flat
+                    out[f"{kind}/{rest}"] = TensorShard(flat, f.start, p.numel()) if sharded else flat
                 else:
-                    out[f"optim.tensor/{place}"] = value.detach()
+                    out[f"optim.tensor/{rest}"] = value.detach()
             elif value is None:
-                out[f"optim.none/{place}"] = torch.zeros((), dtype=torch.bool)
+                out[f"optim.none/{rest}"] = torch.zeros((), dtype=torch.bool)
             else:
                 number = next((kind for kind, (of, _) in _NUMBERS.items() if isinstance(value, of)), None)
                 if number is None or (number == "optim.int" and not -(2**63) <= value < 2**63):
-                    raise _unsupported(holder, f"{name!r} of {names[p]}", f"it is a {type(value).__name__}")
-                out[f"{number}/{place}"] = torch.tensor(value, dtype=_NUMBERS[number][1])
+                    raise _unsupported(holder, f"{entry!r} of {names[p]}", f"it is a {type(value).__name__}")
+                out[f"{number}/{rest}"] = torch.tensor(value, dtype=_NUMBERS[number][1])
     return out
 
 
@@ -160,7 +162,7 @@ def load_optimizer(directory: str | Path, optimizer: Optimizer, names: Mapping[T
     holder, held = _held(optimizer)
     by_name = {names[f.param]: (i, f) for i, f in enumerate(held)}
     into: dict[str, Tensor | TensorShard] = {}
-    places: list[tuple[str, int, str, Fragment]] = []
+    wanted: list[tuple[str, int, str, Fragment]] = []
     for key, info in checkpoint.tensor_index(directory).items():
         kind, _, rest = key.partition("/")
         name, _, entry = rest.rpartition("/")
@@ -169,7 +171,7 @@ def load_optimizer(directory: str | Path, optimizer: Optimizer, names: Mapping[T
             continue
         i, f = by_name[name]
         if of_elements and info.shape.numel() != f.param.numel():
-            raise checkpoint.CheckpointError(
+            raise CheckpointError(
                 f"{directory}, key {key!r}: holds {info.shape.numel()} elements, and {name} has {f.param.numel()}."
             )
         device = f.param.device if of_elements else "cpu"
@@ -179,10 +181,10 @@ def load_optimizer(directory: str | Path, optimizer: Optimizer, names: Mapping[T
             into[key] = TensorShard(part, f.start, f.param.numel())
         else:
             into[key] = torch.empty(info.shape, dtype=info.dtype, device=device)
-        places.append((key, i, unquote(entry), f))
+        wanted.append((key, i, unquote(entry), f))
     checkpoint.load(directory, into)
     state: dict[int, dict[str, Any]] = {}
-    for key, i, entry, f in places:
+    for key, i, entry, f in wanted:
         kind = key.partition("/")[0]
         got = into[key]
         value: Any = got.tensor if isinstance(got, TensorShard) else got
@@ -194,7 +196,7 @@ def load_optimizer(directory: str | Path, optimizer: Optimizer, names: Mapping[T
             if not isinstance(got, TensorShard):
                 whole = _as_laid_out(value, _saved_order(kind), torch.empty(f.param.shape, device="meta"))
                 value = whole.reshape(-1)[f.start : f.start + f.numel].clone()
-            value = _placed(value, f.param)
+            value = _as_dtensor(value, f.param)
         elif kind != "optim.tensor" and not isinstance(got, TensorShard):
             value = f.of(_as_laid_out(value, _saved_order(kind), f.param))
             value = value if f.whole else value.clone()  # not the whole for the sake of a part

@@ -1,4 +1,4 @@
-"""The random number generators of one worker as tensors, so that they fit into a checkpoint that is never unpickled."""
+"""The random number generators of one worker: seeded, and as tensors, which fit into a checkpoint that is never unpickled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["capture_rng", "empty_rng", "restore_rng", "seed_everything"]
 
 
 def capture_rng(device: torch.device) -> dict[str, Tensor]:
-    """State of Python's, NumPy's global, torch's CPU and, on a GPU, torch's device generator."""
+    """Copies the state of Python's, NumPy's global, torch's CPU and, on a GPU, torch's device generator."""
     _, words, gauss = random.getstate()
     state = np.random.get_state(legacy=True)  # noqa: NPY002 (the global generator is the one that users' code draws from)
     _, keys, position, has_gauss, cached = tuple[Any, ...](state)
@@ -32,7 +32,7 @@ def capture_rng(device: torch.device) -> dict[str, Tensor]:
 
 
 def empty_rng(device: torch.device) -> dict[str, Tensor]:
-    """Tensors of the shapes and dtypes that :func:`capture_rng` returns here."""
+    """Makes tensors of the shapes and dtypes that :func:`capture_rng` returns here, to load a state into."""
     return {key: torch.empty_like(value) for key, value in capture_rng(device).items()}
 
 
@@ -50,7 +50,7 @@ def restore_rng(state: Mapping[str, Tensor], device: torch.device) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds Python's, NumPy's global and torch's generators (the CPU's and every device's)."""
+    """Seeds Python's, NumPy's global and torch's generators (the CPU's and every device's): all that a checkpoint holds."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002

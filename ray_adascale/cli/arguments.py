@@ -13,25 +13,33 @@ from typing import Any
 from .._version import __version__
 from ..config import AdaScaleConfig
 
-__all__ = ["BATCH", "ELASTIC_FAILURES", "make_parser", "numbers", "overrides", "settings", "workers"]
+__all__ = [
+    "BATCH_OPTIONS",
+    "ELASTIC_FAILURES",
+    "make_parser",
+    "read_config",
+    "read_numbers",
+    "read_overrides",
+    "read_workers",
+]
 
 Command = Callable[[argparse.Namespace], int]
 
-BATCH = ("per_worker_batch_size", "accumulation", "rule")
-"""Settings with options of their own that decide what a step's batch is."""
+BATCH_OPTIONS = ("per_worker_batch_size", "accumulation", "rule")
+"""The fields of ``AdaScaleConfig`` that decide what a step's batch is, and have options of their own."""
 
 ELASTIC_FAILURES = 20
-"""Restarts of an elastic run: who gives a range expects nodes to go; who does not wants to hear of the first failure."""
+"""How often an elastic run restarts: who gives a range expects nodes to go; who does not wants to hear of the first failure."""
 
 
 # ---- the options -----------------------------------------------------------------------------------------------------
 
 
 def make_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
-    """The parser.
+    """Make the parser.
 
     Args:
-        commands: What each command does, by its name; the docstring is what its help says first.
+        commands: What each command does, by its name; its help begins with the function's docstring.
     """
     parser = argparse.ArgumentParser(
         prog="ray-adascale",
@@ -287,47 +295,52 @@ def _add_ray(parser: argparse._ActionsContainer, name: str) -> None:
 # ---- reading values --------------------------------------------------------------------------------------------------
 
 
-def settings(args: argparse.Namespace, options: Sequence[str], **more: Any) -> AdaScaleConfig:
-    """The settings that options of their own and ``--config`` give.
+def read_config(args: argparse.Namespace, options: Sequence[str], **more: Any) -> AdaScaleConfig:
+    """The configuration that options of their own and ``--config`` give; what is not given has its default.
+
+    Args:
+        args: What was parsed.
+        options: The fields of ``AdaScaleConfig`` whose options have their names.
+        **more: Further fields with their values; None counts as not given.
 
     Raises:
-        ValueError: No such setting, a value that it can't have, or one that is given twice.
+        ValueError: There is no such field, it can't have the value, or it is given twice.
     """
     given = {name: getattr(args, name) for name in options} | more
     given = {name: value for name, value in given.items() if value is not None}
     for text in args.config:
-        name, value = _override(text)
+        name, value = _key_and_value(text)
         if name in given:
             raise ValueError(f"Invalid --config {text}: {name} is given twice.")
-        given[name] = _typed(name, value)
+        given[name] = _checked_field(name, value)
     return AdaScaleConfig(**given)
 
 
-def overrides(args: argparse.Namespace) -> dict[str, Any]:
+def read_overrides(args: argparse.Namespace) -> dict[str, Any]:
     """The hyperparameters given as ``key=value``.
 
     Raises:
-        ValueError: One is given twice, or is none.
+        ValueError: One is given twice, or is not of that form.
     """
     given: dict[str, Any] = {}
     for text in args.overrides:
-        key, value = _override(text)
+        key, value = _key_and_value(text)
         if key in given:
             raise ValueError(f"Invalid override {text!r}: {key} is given twice.")
         given[key] = value
     return given
 
 
-def numbers(text: str) -> list[int]:
-    """Those of ``--workers``."""
+def read_numbers(text: str) -> list[int]:
+    """The numbers that ``--workers`` gives."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(f"Invalid --workers {text!r}. Must be numbers with commas between them, as 1,2,4.") from None
 
 
-def workers(text: str) -> int | tuple[int, int]:
-    """That of ``--num-workers``, or the range."""
+def read_workers(text: str) -> int | tuple[int, int]:
+    """The number that ``--num-workers`` gives, or the range."""
     low, dots, high = text.partition("..")
     try:
         return (int(low), int(high)) if dots else int(low)
@@ -335,7 +348,7 @@ def workers(text: str) -> int | tuple[int, int]:
         raise ValueError(f"Invalid --num-workers {text!r}. Must be a number, or MIN..MAX for an elastic run.") from None
 
 
-def _override(text: str) -> tuple[str, Any]:
+def _key_and_value(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ValueError(f"Invalid override {text!r}. Must be key=value.")
@@ -345,33 +358,28 @@ def _override(text: str) -> tuple[str, Any]:
         return key, value  # a bare word is a string
 
 
-def _typed(name: str, value: Any) -> Any:
-    """A value of ``AdaScaleConfig``'s field, as its type says."""
-    fields = {field.name for field in dataclasses.fields(AdaScaleConfig)}
+_IN_WORDS = {type(None): "null", bool: "true or false", int: "a whole number", float: "a number", str: "a name"}
+"""What the command line can say for fields of these types."""
+
+
+def _checked_field(name: str, value: Any) -> Any:
+    """The value of a field of ``AdaScaleConfig``, as the field's type has it."""
+    fields = sorted(field.name for field in dataclasses.fields(AdaScaleConfig))
     if name not in fields:
-        raise ValueError(
-            f"Invalid --config {name}=...: AdaScaleConfig has no such field. It has {', '.join(sorted(fields))}."
-        )
+        raise ValueError(f"Invalid --config {name}=...: AdaScaleConfig has no such field. It has {', '.join(fields)}.")
     hint = typing.get_type_hints(AdaScaleConfig)[name]
-    kinds = (
-        typing.get_args(hint)
-        if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-        else (hint,)
-    )
-    for kind in kinds:
-        if kind is type(None) and value is None:
-            return None
-        if typing.get_origin(kind) is typing.Literal and value in typing.get_args(kind):
-            return value
-        if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-        if kind in (int, bool, str) and type(value) is kind:
-            return value
-    wanted = " or ".join(
-        ", ".join(map(repr, typing.get_args(kind)))
-        if typing.get_origin(kind) is typing.Literal
-        else {type(None): "null", bool: "true or false", int: "a whole number", float: "a number"}.get(kind, "a name")
-        for kind in kinds
-        if kind in (type(None), bool, int, float, str) or typing.get_origin(kind) is typing.Literal
-    )
-    raise ValueError(f"Invalid --config {name}={value!r}. Must be {wanted}.")
+    union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    wanted = []
+    for kind in typing.get_args(hint) if union else (hint,):
+        if typing.get_origin(kind) is typing.Literal:
+            choices = typing.get_args(kind)
+            if value in choices:
+                return value
+            wanted.append(", ".join(map(repr, choices)))
+        elif kind in _IN_WORDS:
+            if kind is float and type(value) in (int, float):
+                return float(value)
+            if type(value) is kind:
+                return value
+            wanted.append(_IN_WORDS[kind])
+    raise ValueError(f"Invalid --config {name}={value!r}. Must be {' or '.join(wanted)}.")

@@ -11,18 +11,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .._files import RUN, SEARCH, absolute, read_json, write_json
+from ..config import AdaScaleConfig
 from ..recipe import Recipe
-from ..workload import WorkloadFn, resolve
-from .arguments import BATCH, ELASTIC_FAILURES, make_parser, numbers, overrides, settings, workers
+from ..run.metrics import METRICS
+from ..workload import resolve
+from .arguments import (
+    BATCH_OPTIONS,
+    ELASTIC_FAILURES,
+    make_parser,
+    read_config,
+    read_numbers,
+    read_overrides,
+    read_workers,
+)
 
 if TYPE_CHECKING:
     from ..analysis.throughput import Throughput
-    from ..config import AdaScaleConfig
 
 __all__ = ["main"]
-
-_RUN_FILE = "ray_adascale.json"
-"""Beside a run's checkpoints: the arguments of the `train` that started it, for `resume`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,17 +54,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return args.command(args)
     except (ValueError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as e:
-        print(f"ray-adascale: {_in_words(e)}", file=sys.stderr)
+        print(f"ray-adascale: {_error_in_words(e)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("ray-adascale: interrupted", file=sys.stderr)
         return 130
     except (RuntimeError, OSError) as e:
-        print(f"ray-adascale: {_in_words(e)}", file=sys.stderr)
+        print(f"ray-adascale: {_error_in_words(e)}", file=sys.stderr)
         return 1
 
 
 # ---- the commands ----------------------------------------------------------------------------------------------------
+#
+# Each imports what it needs itself: help and mistakes in an option need neither Ray nor a plot.
 
 
 def _tune(args: argparse.Namespace) -> int:
@@ -85,8 +94,8 @@ def _tune(args: argparse.Namespace) -> int:
         raise ValueError(
             "Invalid --use-gpu with one worker a trial. Use --gpus-per-trial 1, or less than 1 to share one."
         )
-    config = settings(args, ("precision", "evaluate_every", "seed"))
-    name = args.name or _new_name("recipe")
+    config = read_config(args, ("precision", "evaluate_every", "seed"))
+    name = args.name or _name_by_time("recipe")
     _connect(args.address)
     try:
         recipe = tune_recipe(
@@ -127,16 +136,16 @@ def _forecast(args: argparse.Namespace) -> int:
     from ..analysis.forecast import forecast_recipe
 
     recipe = Recipe.load(args.recipe)
-    config = settings(args, BATCH)
+    config = read_config(args, BATCH_OPTIONS)
     if args.run and not args.measure:
         raise ValueError("--run needs --measure WORKLOAD: the time of a step on one worker, to compare with.")
     if args.cost_per_worker_hour is not None and not args.measure:
         raise ValueError("--cost-per-worker-hour needs --measure WORKLOAD: cost follows from the time of a step.")
     made = forecast_recipe(
         recipe,
-        workers=numbers(args.workers),
+        workers=read_numbers(args.workers),
         config=config,
-        throughput=_measured(args, recipe, config) if args.measure else None,
+        throughput=_measure(args, recipe, config) if args.measure else None,
         cost_per_worker_hour=args.cost_per_worker_hour,
     )
     if args.plot:
@@ -157,7 +166,6 @@ def _train(args: argparse.Namespace) -> int:
     import ray.exceptions
     import ray.train
 
-    from .._files import write_json
     from ..train.trainer import AdaScaleTrainer
 
     recipe = None if args.recipe is None else Recipe.load(args.recipe)
@@ -165,23 +173,23 @@ def _train(args: argparse.Namespace) -> int:
         "base_batch_size",
         "total_steps",
         "total_epochs",
-        *BATCH,
+        *BATCH_OPTIONS,
         "sharding",
         "precision",
         "evaluate_every",
         "seed",
     )
-    config = settings(args, names, checkpoint_every_s=args.checkpoint_every, report_every_s=args.report_every)
-    hyperparameters = overrides(args)
+    config = read_config(args, names, checkpoint_every_s=args.checkpoint_every, report_every_s=args.report_every)
+    hyperparameters = read_overrides(args)
     workload = resolve(args.workload)
-    name = args.name or _new_name(args.workload.rpartition(":")[2])
-    num_workers = workers(args.num_workers)
+    name = args.name or _name_by_time(args.workload.rpartition(":")[2])
+    num_workers = read_workers(args.num_workers)
     failures = args.max_failures
     if failures is None:
         failures = ELASTIC_FAILURES if isinstance(num_workers, tuple) else 0
     run_config = ray.train.RunConfig(
         name=name,
-        storage_path=_storage(args.storage_path),
+        storage_path=None if args.storage_path is None else absolute(args.storage_path),
         failure_config=ray.train.FailureConfig(max_failures=failures),
     )
     folder = f"{run_config.storage_path}/{name}"
@@ -194,12 +202,12 @@ def _train(args: argparse.Namespace) -> int:
         scaling_config=ray.train.ScalingConfig(num_workers=num_workers, use_gpu=args.use_gpu),
         run_config=run_config,
     )
-    write_json(f"{folder}/{_RUN_FILE}", _arguments(args, name, run_config.storage_path))
+    write_json(f"{folder}/{RUN}", _arguments_to_keep(args, name, run_config.storage_path))
     started = time.monotonic()
     try:
         result = trainer.fit()
     except (ray.train.TrainingFailedError, ray.exceptions.RayError) as e:
-        print(f"ray-adascale: run {name!r} failed. {_reason(e)}", file=sys.stderr)
+        print(f"ray-adascale: run {name!r} failed. {_failure_in_words(e)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"ray-adascale: interrupted; `ray-adascale resume {folder}` goes on", file=sys.stderr)
@@ -221,9 +229,9 @@ def _resume(args: argparse.Namespace) -> int:
     again = {**default, **saved, **{key: value for key, value in given.items() if value is not None}}
     where, _, function = saved["workload"].rpartition(":")
     if where.endswith(".py"):
-        again["workload"] = f"{_found(where, saved)}:{function}"
+        again["workload"] = f"{_find_file(where, saved)}:{function}"
     if saved["recipe"] is not None:
-        again["recipe"] = _found(saved["recipe"], saved)
+        again["recipe"] = _find_file(saved["recipe"], saved)
     return _train(argparse.Namespace(**again))
 
 
@@ -317,16 +325,16 @@ def _param_space(args: argparse.Namespace) -> Any:
             f"No search space beside the workload: {e} Define param_space = {{...}} there, as for ray.tune.Tuner, or name one "
             "with --param-space FILE:NAME."
         ) from e
-    fixed = overrides(args)
+    fixed = read_overrides(args)
     return {**space, **fixed} if isinstance(space, dict) else space
 
 
-def _measured(args: argparse.Namespace, recipe: Recipe, config: AdaScaleConfig) -> Throughput:
-    """The throughput model that ``--measure`` and ``--run`` give."""
+def _measure(args: argparse.Namespace, recipe: Recipe, config: AdaScaleConfig) -> Throughput:
+    """Fit the throughput model that ``--measure`` and ``--run`` ask for."""
     from ..analysis.runs import trace_path
     from ..analysis.throughput import measure_throughput
 
-    workload: WorkloadFn = resolve(args.measure)
+    workload = resolve(args.measure)
     runs = [trace_path(run) for run in args.run]
     try:
         return measure_throughput(
@@ -353,50 +361,52 @@ def _saved_run(run: str, storage_path: str | None) -> dict[str, Any]:
     Raises:
         ValueError: There are none.
     """
-    from .._files import read_json
-
-    is_place = "://" in run or os.sep in run or Path(run).is_dir()
-    folder = run if is_place else f"{_storage(storage_path or '~/ray_results')}/{run}"
-    folder = str(_storage(folder))
+    is_path = "://" in run or os.sep in run or Path(run).is_dir()
+    folder = absolute(run if is_path else f"{storage_path or '~/ray_results'}/{run}")
     try:
-        saved = read_json(f"{folder}/{_RUN_FILE}")
+        saved = read_json(f"{folder}/{RUN}")
     except ValueError as e:
-        raise ValueError(f"Invalid run {run!r}: {folder}/{_RUN_FILE} is damaged ({e}).") from e
+        raise ValueError(f"Invalid run {run!r}: {folder}/{RUN} is damaged ({e}).") from e
     if isinstance(saved, dict) and {"workload", "recipe", "name"} <= saved.keys():
         return saved
-    if read_json(f"{folder}/search.json") is not None:
+    if read_json(f"{folder}/{SEARCH}") is not None:
         raise ValueError(
             f"Invalid run {run!r}: a search. It goes on with the `ray-adascale tune` that started it, with --name "
             f"{folder.rpartition('/')[2]} and the same --storage-path."
         )
     raise ValueError(
-        f"Invalid run {run!r}: no {_RUN_FILE} in {folder}. `ray-adascale train` writes it; a run that was started "
+        f"Invalid run {run!r}: no {RUN} in {folder}. `ray-adascale train` writes it; a run that was started "
         "otherwise goes on when it is started again with the same name and storage path."
     )
 
 
-def _arguments(args: argparse.Namespace, name: str, storage: str | None) -> dict[str, Any]:
-    """What `resume` hands to `_train`: the arguments, with paths that hold from other folders and, in a job, other nodes."""
+def _arguments_to_keep(args: argparse.Namespace, name: str, storage: str | None) -> dict[str, Any]:
+    """What `resume` is to hand to `_train`: the arguments, with paths that hold from other folders and, in a job, other nodes."""
     kept = {key: value for key, value in vars(args).items() if key != "command"}
     where, _, function = args.workload.rpartition(":")
     # A job's working directory has another name in the next job, so files in it go by their place within it.
     folder = Path.cwd()
     earlier = getattr(args, "working_dir", None)
-    if earlier is not None and where.endswith(".py") and not _absolute(where).is_relative_to(folder):
+    if earlier is not None and where.endswith(".py") and not _resolved(where).is_relative_to(folder):
         folder = Path(earlier)  # resumed from elsewhere
 
-    def place(path: str) -> str:
-        full = _absolute(path)
+    def within(path: str) -> str:
+        full = _resolved(path)
         return str(full.relative_to(folder) if full.is_relative_to(folder) else full)
 
     if where.endswith(".py"):
-        kept["workload"] = f"{place(where)}:{function}"
+        kept["workload"] = f"{within(where)}:{function}"
     if args.recipe is not None:
-        kept["recipe"] = place(args.recipe)
+        kept["recipe"] = within(args.recipe)
     return {**kept, "name": name, "storage_path": storage, "working_dir": str(folder)}
 
 
-def _found(path: str, saved: dict[str, Any]) -> str:
+def _resolved(path: str) -> Path:
+    """The path without symbolic links, as that of the current directory is."""
+    return Path(path).expanduser().resolve()
+
+
+def _find_file(path: str, saved: dict[str, Any]) -> str:
     """A file of a run that is to be resumed: in this folder, or in the one where the run was started."""
     folders = dict.fromkeys([str(Path.cwd()), saved.get("working_dir", ".")])
     for folder in folders:
@@ -408,29 +418,19 @@ def _found(path: str, saved: dict[str, Any]) -> str:
     )
 
 
-def _absolute(path: str) -> Path:
-    return Path(path).expanduser().resolve()
-
-
-def _storage(path: str | None) -> str | None:
-    if path is None or "://" in path:
-        return path
-    return str(_absolute(path))  # workers have another working directory
-
-
-def _new_name(what: str) -> str:
+def _name_by_time(what: str) -> str:
     return f"{what}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def _in_words(error: Exception) -> str:
-    """What it says; of a file's trouble without Python's brackets and numbers."""
+def _error_in_words(error: Exception) -> str:
+    """What the error says; of a file's trouble without Python's brackets and numbers."""
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.strerror}: {error.filename}"
     return str(error)
 
 
-def _reason(error: Exception) -> str:
-    """What a worker said, where one did."""
+def _failure_in_words(error: Exception) -> str:
+    """What the worker said whose failure tells best why the run failed; what Ray says where no worker failed."""
     from ..train.cluster import is_rays, worker_failure
 
     found = worker_failure(error)
@@ -448,8 +448,7 @@ def _reason(error: Exception) -> str:
 
 
 def _summary(metrics: dict[str, Any], seconds: float, stopped: str) -> str:
-    from ..run.metrics import METRICS
-
+    """How a run went: the user's metrics, steps and gain, and why it stopped."""
     own = ", ".join(
         f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in metrics.items() if k not in METRICS
     )

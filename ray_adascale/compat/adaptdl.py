@@ -24,11 +24,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .. import scaling_rules
 from .._torch import uncompiled
+from ..gain import plain_gain
 from ..measure.observers import GradientObserver
+from ..optim.adam_metric import adam_preconditioner
 from ..optim.adascale import AdaScale
-from ..optim.rules import RuleInput
+from ..optim.rules import RuleInput, metric_of
 from ..optim.sampler import GradientSampler, Sample
-from ..scaling_rules import VARIANCE_FLOOR, ScalingRuleBase, adam_preconditioner, pick_factor
+from ..scaling_rules import VARIANCE_FLOOR, ScalingRuleBase, pick_factor
 
 __all__ = ["AdaptiveDataParallel", "GradientNoiseScale"]
 
@@ -265,8 +267,7 @@ class GradientNoiseScale:
 
     def gain(self, scale: float) -> float:
         """``r = (σ² + μ²) / (σ²/S + μ²)`` at any S, of the whole optimizer; 1 where both are zero."""
-        var, sqr = self.var_avg(), self.sqr_avg()
-        return (var + sqr) / (var / scale + sqr) if var + sqr > 0 else 1.0
+        return plain_gain(self.var_avg(), self.sqr_avg(), scale)
 
     def get_progress(self) -> float:
         """Σ r over the optimizer steps, whatever the rule."""
@@ -349,7 +350,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         for what, size in (("base_batch_size", base_batch_size), ("batch_size", batch_size)):
             if size is not None and not size > 0:
                 raise ValueError(f"Invalid {what}={size}. Must be a positive number of examples.")
-        precondition = adam_preconditioner(optimizer) if isinstance(rule, scaling_rules.AdamScale) else None
+        precondition = adam_preconditioner(optimizer) if metric_of(rule) == "adam" else None
 
         super().__init__(model, **kwargs)
         group = kwargs.get("process_group")

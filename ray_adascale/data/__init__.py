@@ -16,40 +16,24 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from .iterables import IterableSource, RayDataBatches, unshared
-from .order import StepSampler, count, epoch_order, split_evenly
-from .source import BatchSource, MapSource, MicroBatch, own_generator
+from .iterables import IterableSource, RayDataBatches, even_size, unshared
+from .order import ExampleOrder, StepCut
+from .source import BatchSource, MapSource, loader_generator
 
-__all__ = [
-    "BatchSource",
-    "IterableSource",
-    "MapSource",
-    "MicroBatch",
-    "StepSampler",
-    "epoch_order",
-    "make_source",
-    "split_evenly",
-    "to_device",
-]
+__all__ = ["make_source", "to_device"]
 
 
 def make_source(
     dataset: Any,
+    cut: StepCut,
+    order: ExampleOrder,
     *,
-    global_batch_size: int,
-    rank: int = 0,
-    world_size: int = 1,
-    accumulation: int = 1,
-    seed: int = 0,
-    shuffle: bool = True,
-    drop_last: bool = False,
     collate_fn: Callable[..., Any] | None = None,
     num_workers: int = 0,
     pin_memory: bool = False,
     length: int | None = None,
-    examples_of: Callable[[Any], int] | None = None,
 ) -> BatchSource:
-    """The source for what a user calls a dataset.
+    """Chooses the source for what a user calls a dataset.
 
     ===============================================  ===========================================================
     has ``iter_torch_batches`` (a Ray Data shard)    passes over this worker's shard
@@ -60,13 +44,12 @@ def make_source(
 
     Args:
         dataset: As above. All but a map-style dataset must be this worker's own share.
-        global_batch_size, rank, world_size, accumulation, seed, shuffle, drop_last: See ``StepSampler``. Seed, shuffle
-            and drop_last matter to map-style datasets alone.
+        cut: How a step is cut, and which part of it is this worker's.
+        order: The order of a map-style dataset's examples; those of other data come in an order of their own.
         collate_fn: Makes a batch of a list of examples; for a Ray Data shard as in ``iter_torch_batches``.
         num_workers: Loader processes, for datasets that are batched here.
         pin_memory: The same.
         length: Examples per epoch over all workers, for all but map-style datasets.
-        examples_of: See ``IterableSource``.
 
     Raises:
         ValueError: For an argument out of range, or one that this kind of dataset cannot follow.
@@ -77,27 +60,9 @@ def make_source(
     if not (ray_data or loader or bare_iterable) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         if length is not None and length != len(dataset):
             raise ValueError(f"Invalid {length=}: the dataset has {len(dataset)} examples. Leave length out.")
-        return MapSource(
-            dataset,
-            global_batch_size=global_batch_size,
-            rank=rank,
-            world_size=world_size,
-            accumulation=accumulation,
-            seed=seed,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            collate_fn=collate_fn,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-        )
+        return MapSource(dataset, cut, order, collate_fn=collate_fn, num_workers=num_workers, pin_memory=pin_memory)
 
-    parts = count("world_size", world_size, 1) * count("accumulation", accumulation, 1)
-    batch_size, rest = divmod(count("global_batch_size", global_batch_size, 1), parts)
-    if rest or batch_size == 0:
-        raise ValueError(
-            f"Invalid {global_batch_size=}: batches from an iterable are all of one size, so it must be a multiple of"
-            f" {parts} ({world_size=} times {accumulation=})."
-        )
+    batch_size = even_size(cut)
     if num_workers and not bare_iterable:
         raise ValueError(
             f"Invalid {num_workers=}: a {type(dataset).__name__} loads its batches itself. Leave num_workers out."
@@ -106,7 +71,6 @@ def make_source(
     batches: Iterable[Any] = dataset
     if ray_data:
         batches = RayDataBatches(dataset, batch_size, collate_fn)
-        examples_of = examples_of or (lambda _: batch_size)  # drop_last=True, whatever collate_fn makes of it
     elif bare_iterable:
         batches = DataLoader(
             dataset,
@@ -115,30 +79,24 @@ def make_source(
             collate_fn=collate_fn,
             num_workers=num_workers,
             pin_memory=pin_memory,
-            generator=own_generator(seed),
+            generator=loader_generator(order.seed),
         )
-        examples_of = examples_of or (lambda _: batch_size)
     elif collate_fn is not None:
         raise ValueError(
             f"Invalid collate_fn: a {type(dataset).__name__} yields batches that are collated already. Give the"
             " collate_fn to the data loader, or give the dataset itself."
         )
-    elif isinstance(dataset, DataLoader) and world_size > 1 and unshared(dataset):
+    elif isinstance(dataset, DataLoader) and cut.world_size > 1 and unshared(dataset):
         warnings.warn(
-            f"{world_size} workers were given a DataLoader without a DistributedSampler: unless each worker's dataset"
+            f"{cut.world_size} workers were given a DataLoader without a DistributedSampler: unless each worker's dataset"
             " is its own share, all go through the same examples. Give the dataset itself (loader.dataset), which also"
             " resumes exactly.",
             UserWarning,
             stacklevel=2,
         )
-    return IterableSource(
-        batches,
-        batch_size=batch_size,
-        world_size=world_size,
-        accumulation=accumulation,
-        length=length,
-        examples_of=examples_of,
-    )
+    # What is batched here leaves smaller batches out, so the size is known whatever collate_fn makes of a batch.
+    known_size = (lambda _: batch_size) if ray_data or bare_iterable else None
+    return IterableSource(batches, cut, length=length, examples_of=known_size)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

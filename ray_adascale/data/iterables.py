@@ -9,10 +9,26 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from .order import count
-from .source import BatchSource, MicroBatch, base_steps, check_state, labelled
+from .order import StepCut, checked_int
+from .source import BatchSource, MicroBatch, as_micro_batches, base_steps, check_state
 
-__all__ = ["IterableSource", "RayDataBatches", "unshared"]
+__all__ = ["IterableSource", "RayDataBatches", "even_size", "unshared"]
+
+
+def even_size(cut: StepCut) -> int:
+    """Examples in each micro-batch of a step, where all are to be of one size.
+
+    Raises:
+        ValueError: They can't be, since B is not a multiple of their number.
+    """
+    size, rest = divmod(cut.global_batch_size, cut.num_samples)
+    if rest:
+        raise ValueError(
+            f"Invalid global_batch_size={cut.global_batch_size}: batches from an iterable are all of one size, so it"
+            f" must be a multiple of {cut.num_samples} (world_size={cut.world_size} times"
+            f" accumulation={cut.accumulation})."
+        )
+    return size
 
 
 class IterableSource(BatchSource):
@@ -26,20 +42,19 @@ class IterableSource(BatchSource):
 
     Args:
         batches: Each ``iter()`` makes a pass over this worker's share.
-        batch_size: Examples in each batch.
-        world_size: Workers.
-        accumulation: Passes per optimizer step.
+        cut: How a step is cut: into micro-batches of one size, and each batch is one.
         length: Examples per epoch over all workers; the epoch stays 0 if None.
         examples_of: Number of examples in a batch, for batches whose leading dimension does not tell.
+
+    Raises:
+        ValueError: An argument is out of range, or the micro-batches would not be of one size.
     """
 
     def __init__(
         self,
         batches: Iterable[Any],
+        cut: StepCut,
         *,
-        batch_size: int,
-        world_size: int = 1,
-        accumulation: int = 1,
         length: int | None = None,
         examples_of: Callable[[Any], int] | None = None,
     ) -> None:
@@ -48,11 +63,9 @@ class IterableSource(BatchSource):
                 f"Invalid batches of type {type(batches).__name__}. Must be iterable, and start anew at each iter(): a"
                 " DataLoader, an IterableDataset, a list of batches, or an object with __iter__."
             )
-        self.batch_size = count("batch_size", batch_size, 1)
-        self.world_size = count("world_size", world_size, 1)
-        self.accumulation = count("accumulation", accumulation, 1)
-        self.length = None if length is None else count("length", length, 1)
-        self.global_batch_size = batch_size * world_size * accumulation
+        self.cut = cut
+        self.batch_size = even_size(cut)
+        self.length = None if length is None else checked_int("length", length, 1)
         self._position = 0
         self._batches = batches
         self._iterator: Generator[MicroBatch, None, None] | None = None
@@ -69,12 +82,11 @@ class IterableSource(BatchSource):
 
     def __iter__(self) -> Iterator[MicroBatch]:
         self.close()
-        sizes = [self.batch_size] * self.accumulation
-        self._iterator = labelled(self._endless(self.epoch), sizes, self.global_batch_size)
+        self._iterator = as_micro_batches(self._endless(self.epoch), self.cut)
         return self._iterator
 
     def commit(self) -> None:
-        self._position += self.global_batch_size
+        self._position += self.cut.global_batch_size
 
     def base_steps_per_epoch(self, base_batch_size: int) -> float | None:
         return None if self.length is None else base_steps(self.length, base_batch_size, drop_last=False)
@@ -128,7 +140,7 @@ class IterableSource(BatchSource):
         if examples is None:
             raise ValueError(
                 f"Cannot tell how many examples a batch of type {type(batch).__name__} holds. Use tensors, arrays or"
-                " sequences, also in nested tuples, lists or mappings, or give examples_of."
+                " sequences, also in nested tuples, lists or mappings, or an IterableSource with examples_of."
             )
         if examples != self.batch_size and not self._warned:
             self._warned = True
@@ -171,7 +183,10 @@ def _leading_dimension(batch: Any) -> int | None:
 
 
 def unshared(loader: DataLoader[Any]) -> bool:
-    """True where the loader goes through the whole of a map-style dataset, by torch's own samplers."""
+    """Whether the loader goes through the whole of a map-style dataset, by torch's own samplers.
+
+    Several workers with such loaders may all see the same examples.
+    """
     return (
         not isinstance(loader.dataset, IterableDataset)
         and type(loader.sampler) in (SequentialSampler, RandomSampler)

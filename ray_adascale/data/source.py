@@ -6,7 +6,7 @@ import abc
 import itertools
 import random
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
-from .order import StepSampler, count, stable_seed
+from .order import ExampleOrder, StepCut, StepSampler, checked_int, stable_seed
 
-__all__ = ["BatchSource", "MapSource", "MicroBatch", "base_steps", "check_state", "labelled", "own_generator"]
+__all__ = [
+    "BatchSource",
+    "MapSource",
+    "MicroBatch",
+    "as_micro_batches",
+    "base_steps",
+    "check_state",
+    "loader_generator",
+]
 
 
 @dataclass(frozen=True)
@@ -25,8 +33,8 @@ class MicroBatch:
 
     Attributes:
         batch: Whatever the dataset and ``collate_fn`` make of the examples.
-        examples: ``m_i``.
-        weight: ``w_i = m_i / B``; sums to 1 over the workers and passes of a step.
+        examples: ``m_i``, the examples in it.
+        weight: ``w_i = m_i / B``; the weights sum to 1 over the workers and passes of a step.
         pass_index: Accumulation pass within the step, from 0.
         is_last: True on the step's last pass, where the optimizer steps.
     """
@@ -39,13 +47,7 @@ class MicroBatch:
 
 
 class BatchSource(abc.ABC):
-    """Micro-batches without end, and a position that moves only when a step is committed.
-
-    Attributes:
-        global_batch_size: B, examples per optimizer step.
-    """
-
-    global_batch_size: int
+    """Micro-batches without end, and a position that moves only when a step is committed."""
 
     @property
     @abc.abstractmethod
@@ -78,7 +80,7 @@ class BatchSource(abc.ABC):
         """Goes to a saved position, for the next ``iter()``. The state may be that of another B or number of workers.
 
         Raises:
-            ValueError: If a field on which the order depends differs, by its name.
+            ValueError: A field on which the order depends differs; the message names it.
         """
 
     @abc.abstractmethod
@@ -89,53 +91,32 @@ class BatchSource(abc.ABC):
 class MapSource(BatchSource):
     """A map-style dataset (``__getitem__`` and ``__len__``), exactly resumable at any number of workers.
 
-    With loader workers, torch's, Python's and NumPy's global generators are seeded before each micro-batch with a
-    function of (seed, stream position), so random augmentation depends neither on which process fetches nor on
-    restarts; across a change of the micro-batches' sizes it differs. Without loader workers examples are fetched in the
+    With loader processes, torch's, Python's and NumPy's global generators are seeded before each micro-batch with a
+    function of (seed, position), so random augmentation depends neither on which process fetches nor on
+    restarts; across a change of the micro-batches' sizes it differs. Without loader processes examples are fetched in the
     training process, whose generators are left alone: they belong to the user and to the checkpoint.
 
     Args:
         dataset: ``__getitems__`` is used where it has one.
-        global_batch_size: B, examples per optimizer step.
-        rank, world_size, accumulation, seed, shuffle, drop_last: See ``StepSampler``.
+        cut: How a step is cut, and which part of it is this worker's.
+        order: The order of the examples.
         collate_fn: Makes a batch of a list of examples; torch's default if None.
         num_workers: Loader processes; they live as long as the iterator, over all epochs.
         pin_memory: Copies batches to page-locked memory, for a faster way to a GPU.
-        prefetch_factor: Micro-batches that each loader process loads in advance; torch's default if None.
-        worker_init_fn: Called with the worker's id in each loader process as it starts.
-        multiprocessing_context: How loader processes start ("fork", "spawn", "forkserver"); torch's default if None.
     """
 
     def __init__(
         self,
         dataset: Any,
+        cut: StepCut,
+        order: ExampleOrder,
         *,
-        global_batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-        accumulation: int = 1,
-        seed: int = 0,
-        shuffle: bool = True,
-        drop_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
-        prefetch_factor: int | None = None,
-        worker_init_fn: Callable[[int], None] | None = None,
-        multiprocessing_context: str | None = None,
     ) -> None:
-        count("num_workers", num_workers, 0)
-        self.sampler = StepSampler(
-            length=len(dataset),
-            global_batch_size=global_batch_size,
-            rank=rank,
-            world_size=world_size,
-            accumulation=accumulation,
-            seed=seed,
-            shuffle=shuffle,
-            drop_last=drop_last,
-        )
-        self.global_batch_size = self.sampler.global_batch_size
+        checked_int("num_workers", num_workers, 0)
+        self.sampler = StepSampler(len(dataset), cut, order)
         if collate_fn is None and _has_plain_rows(dataset):
             dataset, collate_fn = _Rows(dataset.tensors), _as_it_is
         self._loader: DataLoader[Any] = DataLoader(
@@ -144,10 +125,7 @@ class MapSource(BatchSource):
             collate_fn=collate_fn,
             num_workers=num_workers,
             pin_memory=pin_memory,
-            prefetch_factor=prefetch_factor,
-            worker_init_fn=worker_init_fn,
-            multiprocessing_context=multiprocessing_context,
-            generator=own_generator(seed),
+            generator=loader_generator(order.seed),
         )
         self._iterator: Generator[MicroBatch, None, None] | None = None
 
@@ -161,14 +139,14 @@ class MapSource(BatchSource):
 
     def __iter__(self) -> Iterator[MicroBatch]:
         self.close()
-        self._iterator = labelled(iter(self._loader), self.sampler.micro_batch_sizes, self.global_batch_size)
+        self._iterator = as_micro_batches(iter(self._loader), self.sampler.cut)
         return self._iterator
 
     def commit(self) -> None:
         self.sampler.position = self.sampler.next_position(self.sampler.position)
 
     def base_steps_per_epoch(self, base_batch_size: int) -> float:
-        return base_steps(self.sampler.length, base_batch_size, drop_last=self.sampler.drop_last)
+        return base_steps(self.sampler.length, base_batch_size, drop_last=self.sampler.order.drop_last)
 
     def state_dict(self) -> dict[str, Any]:
         return {"kind": "map", "position": self.position, **self._order_fields()}
@@ -184,12 +162,11 @@ class MapSource(BatchSource):
             self._iterator = None
 
     def _order_fields(self) -> dict[str, Any]:
-        s = self.sampler
-        return {"seed": s.seed, "length": s.length, "shuffle": s.shuffle, "drop_last": s.drop_last}
+        return {**asdict(self.sampler.order), "length": self.sampler.length}
 
 
 class _Rows(Dataset[Any]):
-    """The tensors of a ``TensorDataset``, a micro-batch at a time: what fetching and stacking its rows gives, in one call."""
+    """Gives the rows of a ``TensorDataset`` a micro-batch at a time: the same as fetching and stacking them one by one."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
@@ -200,7 +177,7 @@ class _Rows(Dataset[Any]):
 
 
 def _has_plain_rows(dataset: Any) -> bool:
-    """Whether selecting rows of the tensors is sure to give what torch's collation does, strides included."""
+    """Whether selecting rows of the tensors is sure to give what torch's collation gives, strides included."""
     return type(dataset) is TensorDataset and all(type(t) is Tensor and t.is_contiguous() for t in dataset.tensors)
 
 
@@ -211,24 +188,21 @@ def _as_it_is(batch: Any) -> Any:
 class _Request(list[int]):
     """The indices of one micro-batch, and the seed of whatever is random in fetching them."""
 
-    seed: int
-
-    @classmethod
-    def make(cls, indices: list[int], seed: int) -> _Request:
-        request = cls(indices)
-        request.seed = seed
-        return request
+    def __init__(self, indices: list[int], seed: int) -> None:
+        super().__init__(indices)
+        self.seed = seed
 
 
 class _SeededRequests(Sampler[_Request]):
-    """The sampler's micro-batches, each with a seed that depends on the run's seed and the stream position alone."""
+    """Yields the sampler's micro-batches, each with a seed that depends on the run's seed and the position alone."""
 
     def __init__(self, sampler: StepSampler) -> None:
         self._sampler = sampler
 
     def __iter__(self) -> Iterator[_Request]:
         micro_batches = self._sampler.micro_batches(self._sampler.position)
-        return (_Request.make(i, stable_seed("fetch", self._sampler.seed, position)) for position, i in micro_batches)
+        seed = self._sampler.order.seed
+        return (_Request(indices, stable_seed("fetch", seed, position)) for position, indices in micro_batches)
 
 
 class _Seeded(Dataset[Any]):
@@ -246,14 +220,25 @@ class _Seeded(Dataset[Any]):
         return fetch(list(request)) if fetch else [self._dataset[index] for index in request]
 
 
-def labelled(batches: Iterator[Any], sizes: Sequence[int], global_batch_size: int) -> Generator[MicroBatch, None, None]:
+def as_micro_batches(batches: Iterator[Any], cut: StepCut) -> Generator[MicroBatch, None, None]:
+    """This worker's batches, each with its weight and its pass of the step. Ends where ``batches`` do.
+
+    Args:
+        batches: Step by step, within a step pass by pass; of the sizes that ``cut`` gives this worker.
+        cut: How a step is cut.
+    """
+    sizes = cut.micro_batch_sizes
     last = len(sizes) - 1
     for batch, (pass_index, size) in zip(batches, itertools.cycle(enumerate(sizes)), strict=False):
-        yield MicroBatch(batch, size, size / global_batch_size, pass_index, pass_index == last)
+        yield MicroBatch(batch, size, size / cut.global_batch_size, pass_index, pass_index == last)
 
 
 def base_steps(length: int, base_batch_size: int, *, drop_last: bool) -> float:
-    count("base_batch_size", base_batch_size, 1)
+    """Optimizer steps per epoch of a run at batch size B0, of a dataset of ``length`` examples.
+
+    Where the rest of an epoch is not dropped, a step runs on into the next one, so the steps need not be whole.
+    """
+    checked_int("base_batch_size", base_batch_size, 1)
     if not drop_last:
         return length / base_batch_size
     if base_batch_size > length:
@@ -262,6 +247,15 @@ def base_steps(length: int, base_batch_size: int, *, drop_last: bool) -> float:
 
 
 def check_state(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Refuses a saved state whose position would mean other examples here.
+
+    Args:
+        state: What a source's ``state_dict`` returned.
+        expected: This source's fields beside the position; the state must have the same.
+
+    Raises:
+        ValueError: The position is no number of examples, or a field differs; names the field.
+    """
     position = state.get("position")
     if not isinstance(position, int) or isinstance(position, bool) or position < 0:
         raise ValueError(f"Invalid data state: position={position!r}. Must be the examples consumed so far.")
@@ -274,9 +268,10 @@ def check_state(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
             )
 
 
-def own_generator(seed: int) -> torch.Generator:
-    """For a DataLoader, which else draws its base seed from the *global* generator at each iter().
+def loader_generator(seed: int) -> torch.Generator:
+    """A generator for a ``DataLoader``, which else draws its base seed from the *global* one at each iter().
 
-    A resumed run makes one iterator more than one that was never stopped, and would differ from there on.
+    A resumed run makes one iterator more than one that was never stopped; drawing from the global generator, it would
+    differ from there on.
     """
     return torch.Generator().manual_seed(stable_seed("loader", seed))

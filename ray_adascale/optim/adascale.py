@@ -79,6 +79,11 @@ class AdaScale(Optimizer):
             a way that is not supported.
     """
 
+    refuses_sharding: ClassVar[str] = (
+        "OSS can't shard AdaScale: wrap the other way round, AdaScale(OSS(...)), so that every worker has the same gain."
+    )
+    """What OSS says where it is asked to shard an optimizer of this class; OSS itself knows nothing of AdaScale."""
+
     _sampler_type: ClassVar[type[GradientSampler]] = GradientSampler
 
     def __init__(
@@ -172,6 +177,11 @@ class AdaScale(Optimizer):
             scale = batch_size / base_batch_size
         self._base_batch_size = base_batch_size
         self.set_scale(float(self.num_samples if scale is None else scale))
+
+    @property
+    def wrapped(self) -> Optimizer:
+        """The optimizer that this one wraps: the user's own, or :class:`ray_adascale.OSS`."""
+        return self._optimizer
 
     # ---- what a torch.optim.Optimizer has ------------------------------------------------------------------------
 
@@ -616,14 +626,8 @@ class AdaScale(Optimizer):
             )
 
     def _empty_averages(self) -> Average:
-        groups = 1 if self._single_gain else len(self.param_groups)
-        device = self._sampler.device
-        # One weight and one count a group, since a group may be added later.
-        return Average(
-            torch.zeros((2, groups), dtype=torch.float64, device=device),
-            torch.zeros(groups, dtype=torch.float64, device=device),
-            torch.zeros(groups, dtype=torch.int64, device=device),
-        )
+        # One weight for each group, since a group may be added later.
+        return Average.empty((2, 1 if self._single_gain else len(self.param_groups)), self._sampler.device)
 
     # ---- averages and gain ---------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from .. import gain as gain_math
+from .._torch import is_dtensor
 from ..gain import Average
 
 __all__ = ["HostCopy", "Known", "LastStep", "numbers_of", "skippable_step", "steps_on_device"]
@@ -64,8 +65,8 @@ def steps_on_device(kind: type[Optimizer], groups: Sequence[dict[str, Any]]) -> 
         and all(group.get("dampening", 0) == 0 for group in groups)
         # The kernels want LR and found_inf where the parameters are.
         and len({p.device for p in params}) == 1
-        # DTensors don't mix with plain ones.
-        and not any(hasattr(cls, "device_mesh") for cls in {type(p) for p in params})
+        # DTensors don't mix with plain ones. One parameter of each class tells, in each step.
+        and not any(is_dtensor(p) for p in {type(p): p for p in params}.values())
     )
 
 

@@ -98,7 +98,7 @@ class ShardedGradScaler(_FSDPGradScaler):
 
     def _target(self, optimizer: Any) -> Any:
         """What torch's scaler is to work on: the optimizer, or its share of the gradients."""
-        oss = optimizer._optimizer if isinstance(optimizer, AdaScale) else optimizer
+        oss = optimizer.wrapped if isinstance(optimizer, AdaScale) else optimizer
         if not (isinstance(oss, OSS) and oss.reducer is not None and oss.world_size > 1):
             return optimizer
         oss.reducer.finish_reduction()

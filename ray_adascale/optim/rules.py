@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar, Literal, get_args
 
 __all__ = [
     "RULES",
@@ -17,12 +18,14 @@ __all__ = [
     "AdamScaleRule",
     "LEGWRule",
     "LinearRule",
+    "Metric",
     "RuleInput",
     "ScalingRule",
     "SquareRootRule",
     "UnscaledRule",
     "legw_factor",
     "make_rule",
+    "metric_of",
 ]
 
 
@@ -49,6 +52,23 @@ class RuleInput:
 
 
 ScalingRule = Callable[[RuleInput], tuple[float, float]]
+"""A rule is any such callable. It may have two things more: ``metric``, which :func:`metric_of` reads, and
+``check_curve(curve)``, which is shown the base run's learning rates and warns where rule and schedule would do the same."""
+
+Metric = Literal["euclidean", "adam"]
+"""What norms of gradients are taken in: the gradients as they are, or divided by √v as in Adam's step."""
+
+
+def metric_of(rule: ScalingRule) -> Metric:
+    """The metric in which a rule wants its statistics; Euclidean where it has no ``metric``.
+
+    Raises:
+        ValueError: Its ``metric`` is none that there is.
+    """
+    metric: Metric = getattr(rule, "metric", "euclidean")
+    if metric not in get_args(Metric):
+        raise ValueError(f"Invalid {metric=} of the rule {rule!r}. Must be one of {', '.join(get_args(Metric))}.")
+    return metric
 
 
 @dataclass(frozen=True)
@@ -108,6 +128,8 @@ class AdamScaleRule:
     Attributes:
         power: Exponent on r.
     """
+
+    metric: ClassVar[Metric] = "adam"
 
     power: float = 0.5
 

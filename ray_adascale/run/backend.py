@@ -8,6 +8,7 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,31 @@ import torch
 import torch.distributed as dist
 
 from .. import checkpoint
+from .._files import TRACE
+from .schedule import BaseSchedule
 
-__all__ = ["Backend", "LocalBackend"]
+__all__ = ["Backend", "LocalBackend", "Outcome"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What has become of a run, up to a step boundary.
+
+    Attributes:
+        metrics: The last step's under their names, with the user's.
+        effective_steps: τ.
+        schedule: The base run's, with T.
+        stopped: Why the run has ended; None while it goes on.
+        evaluated: Whether the run has evaluated at this very boundary.
+        sample: σ² and μ² of the last step alone, not averaged; NaN where it was skipped or says nothing.
+    """
+
+    metrics: Mapping[str, Any]
+    effective_steps: float
+    schedule: BaseSchedule
+    stopped: str | None = None
+    evaluated: bool = False
+    sample: tuple[float, float] = (math.nan, math.nan)
 
 
 class Backend(ABC):
@@ -28,8 +52,10 @@ class Backend(ABC):
         device: Where this worker computes.
         reports_evaluations: Report whenever the run has evaluated, not only at its intervals. Not where a report makes
             the workers wait.
+        saves_evaluations: Save a checkpoint with each of these reports.
+        saves_end: Save a checkpoint with the last report. Not where nobody goes on with a run that is done.
         keeps_trace: Whether :meth:`keep_trace` keeps it. Where not, no step's row is written.
-        progress_file: Where rank 0 notes every optimizer step, so that the next start can say how many were lost. None
+        step_note: Where rank 0 notes every optimizer step, so that the next start can say how many were lost. None
             where that would cost a request over the network.
         preemption_poll_s: Seconds between calls of :meth:`preemption_notice`; inf where there is never one.
     """
@@ -38,8 +64,10 @@ class Backend(ABC):
     world_size: int
     device: torch.device
     reports_evaluations: bool = True
+    saves_evaluations: bool = False
+    saves_end: bool = True
     keeps_trace: bool = True
-    progress_file: Path | None = None
+    step_note: Path | None = None
     preemption_poll_s: float = math.inf
 
     @abstractmethod
@@ -57,12 +85,12 @@ class Backend(ABC):
         """An empty or missing folder for this worker's share of the checkpoint after ``step``; None: keep none."""
 
     @abstractmethod
-    def report(self, metrics: Mapping[str, Any], folder: Path | None) -> None:
-        """Hand over metrics, and the checkpoint written to ``folder``. All workers together."""
+    def report(self, outcome: Outcome, folder: Path | None) -> None:
+        """Hand over what has become of the run, and the checkpoint written to ``folder``. All workers together."""
 
-    def report_in_background(self, metrics: Mapping[str, Any], folder: Path) -> None:
+    def report_in_background(self, outcome: Outcome, folder: Path) -> None:
         """The same, for a checkpoint, without waiting for its upload. ``uploading`` is True until that is over."""
-        self.report(metrics, folder)
+        self.report(outcome, folder)
 
     @property
     def uploading(self) -> bool:
@@ -73,8 +101,8 @@ class Backend(ABC):
         """What is about to be taken away, in words; None if nothing. All workers together, same answer on all."""
         return None
 
-    def observe(self, metrics: Mapping[str, Any], total_steps: int) -> None:  # noqa: B027 (most places have no gauges)
-        """See the metrics of every optimizer step; must be cheap. Called on rank 0."""
+    def observe(self, outcome: Outcome) -> None:  # noqa: B027 (most places have no gauges)
+        """See what has become of the run after every optimizer step; must be cheap. Called on rank 0."""
 
     def keep_trace(self, path: Path) -> None:  # noqa: B027
         """The run has ended: keep the trace. Called on rank 0."""
@@ -103,7 +131,7 @@ class LocalBackend(Backend):
         self.folder = None if folder is None else Path(folder)
         self.keep = keep
         self.keeps_trace = folder is not None
-        self.progress_file = None if self.folder is None else self.folder / "progress"
+        self.step_note = None if self.folder is None else self.folder / "progress"
         self.metrics: dict[str, Any] = {}
         """The last report."""
 
@@ -123,7 +151,7 @@ class LocalBackend(Backend):
                     "copy back, or delete them to begin anew."
                 )
         if self.world_size > 1:
-            dist.broadcast_object_list(found, src=0)  # a path and words of our own, not a file's content
+            dist.broadcast_object_list(found, src=0)
         if found[1] is not None:
             raise checkpoint.CheckpointError(found[1])
         yield found[0]
@@ -138,16 +166,15 @@ class LocalBackend(Backend):
             dist.barrier()
         return path
 
-    def report(self, metrics: Mapping[str, Any], folder: Path | None) -> None:
-        self.metrics = dict(metrics)
+    def report(self, outcome: Outcome, folder: Path | None) -> None:
+        self.metrics = dict(outcome.metrics)
         if folder is not None and self.rank == 0:
             # What an earlier start left incomplete, or damaged beyond this step, must not take the place of a good one.
             kept = [path for path in self._checkpoints() if path <= folder and checkpoint.is_sealed(path)][-self.keep :]
             for old in self._checkpoints():
                 if old not in kept:
-                    (old / checkpoint.MANIFEST).unlink(missing_ok=True)  # first: a checkpoint is complete or absent
-                    shutil.rmtree(old)
+                    checkpoint.delete(old)
 
     def keep_trace(self, path: Path) -> None:
         if self.folder is not None:
-            shutil.copyfile(path, self.folder / "trace.jsonl")
+            shutil.copyfile(path, self.folder / TRACE)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import platform
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,12 +20,48 @@ from .._version import __version__
 from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig
 from ..measure.probe import probe_noise
-from ..recipe import SETTINGS, NoiseProbe, Recipe
-from ..workload import Workload, WorkloadFn, build, with_unit
-from .backend import Backend, LocalBackend
+from ..recipe import SETTINGS, NoiseProbe, Recipe, Repeat
+from ..workload import Workload, WorkloadFn, build
+from .backend import Backend
 from .loop import Run
+from .schedule import BaseSchedule
 
-__all__ = ["base_config", "kept_settings", "record_recipe", "train_base", "workload_name"]
+__all__ = ["BaseResult", "base_config", "freeze", "kept_settings", "record_recipe", "train_base", "workload_name"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseResult:
+    """What a base run that has reached T hands to its recipe; as JSON from one process to another.
+
+    Attributes:
+        metric: The name of what the workload is judged by.
+        mode: Whether the metric is to be small (``"min"``) or large (``"max"``).
+        score: The metric's value at the end.
+        schedule: The one that the run had.
+        noise: The probes of the run.
+    """
+
+    metric: str
+    mode: Literal["min", "max"]
+    score: float
+    schedule: BaseSchedule
+    noise: list[NoiseProbe]
+
+    @property
+    def objective(self) -> float:
+        """The score, negated where small is good: of two base runs the one with the larger objective is better."""
+        return self.score if self.mode == "max" else -self.score
+
+    def to_json(self) -> str:
+        """This outcome as one line of JSON, for :meth:`from_json`."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> BaseResult:
+        """The outcome that :meth:`to_json` has written."""
+        found = json.loads(text)
+        noise = [NoiseProbe(**probe) for probe in found["noise"]]
+        return cls(**{**found, "schedule": BaseSchedule(**found["schedule"]), "noise": noise})
 
 
 def record_recipe(
@@ -63,17 +100,8 @@ def record_recipe(
     base = base_config(config, base_batch_size, total_steps, total_epochs, seed)
     seed_everything(seed)
     built = build(workload, dict(hyperparameters))
-    run = Run(
-        built.model,
-        built.optimizer,
-        built.scheduler,
-        built.train_dataset,
-        with_unit(base, built),
-        collate_fn=built.collate_fn,
-        evaluate=built.evaluate,
-        backend=LocalBackend() if backend is None else backend,
-    )
-    noise: list[tuple[float, float, float]] = []
+    run = Run.of(built, base, backend=backend)
+    noise: list[NoiseProbe] = []
     losses: list[Tensor] = []
     started = time.monotonic()
     train_base(run, built, probe_every, noise, losses.append)
@@ -83,27 +111,66 @@ def record_recipe(
         summary["loss"] = float(torch.stack(last).double().mean())
     if built.metric not in summary:
         raise ValueError(f"Invalid metric={built.metric!r}: evaluate did not return it. Name one that it returns.")
+    return freeze(
+        BaseResult(
+            metric=built.metric,
+            mode=built.mode,
+            score=float(summary[built.metric]),
+            schedule=run.base_schedule,
+            noise=noise,
+        ),
+        workload=workload,
+        hyperparameters=hyperparameters,
+        config=base,
+        search={"search_alg": None, "wall_s": time.monotonic() - started},
+    )
+
+
+def freeze(
+    outcome: BaseResult,
+    *,
+    workload: WorkloadFn,
+    hyperparameters: Mapping[str, Any],
+    config: AdaScaleConfig,
+    search: dict[str, Any],
+    repeats: Sequence[Repeat] = (),
+    versions: Mapping[str, str] | None = None,
+) -> Recipe:
+    """The recipe of a base run that has ended.
+
+    Args:
+        outcome: What the run has left.
+        workload: The function that has built it.
+        hyperparameters: What that function was called with.
+        config: The settings of the run, from :func:`base_config`.
+        search: How the hyperparameters were found, JSON values.
+        repeats: The same base run with further seeds.
+        versions: Versions of what took part, beside this package, torch and Python.
+    """
+    schedule = outcome.schedule
     return Recipe(
         hyperparameters=dict(hyperparameters),
-        base_batch_size=base_batch_size,
-        total_steps=run.total_steps,
-        base_steps_per_epoch=run.base_steps_per_epoch,
-        scheduler_unit=run.config.scheduler_unit,
-        metric=built.metric,
-        mode=built.mode,
-        score=float(summary[built.metric]),
-        lr_curve=run.lr_curve,
-        noise=[NoiseProbe(effective_steps=tau, sigma2=sigma2, mu2=mu2) for tau, sigma2, mu2 in noise],
-        seed=seed,
-        search={"search_alg": None, "wall_s": time.monotonic() - started},
+        base_batch_size=schedule.base_batch_size,
+        total_steps=schedule.total_steps,
+        base_steps_per_epoch=schedule.base_steps_per_epoch,
+        scheduler_unit=schedule.scheduler_unit,
+        metric=outcome.metric,
+        mode=outcome.mode,
+        score=outcome.score,
+        lr_curve=schedule.lr_curve,
+        noise=outcome.noise,
+        seed=config.seed,
+        search=search,
         workload=workload_name(workload),
         versions={
             "ray_adascale": __version__,
             "torch": torch.__version__,
+            **(versions or {}),
             "python": platform.python_version(),
         },
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        settings=kept_settings(base),
+        repeats=list(repeats),
+        settings=kept_settings(config),
     )
 
 
@@ -155,19 +222,20 @@ def train_base(
     run: Run,
     workload: Workload,
     probe_every: int,
-    noise: list[tuple[float, float, float]],
+    noise: list[NoiseProbe],
     on_loss: Callable[[Tensor], object],
 ) -> None:
-    """The base run's loop: probes on every ``probe_every``-th step, appended to ``noise`` as (τ, σ², μ²)."""
+    """Train the base run to its end, and append a probe of every ``probe_every``-th step to ``noise``."""
     trained = [p for group in run.optimizer.param_groups for p in group["params"] if p.requires_grad]
     for batch in run:
         tau = run.effective_steps
         # At S = 1 τ counts the optimizer steps. It stands still at a skipped one, which needs no second probe.
-        if tau % probe_every == 0 and (not noise or noise[-1][0] < tau):
+        if tau % probe_every == 0 and (not noise or noise[-1].effective_steps < tau):
             probed = probe_noise(run.module, workload.loss_fn, batch, parameters=trained)
             if probed is not None and all(map(math.isfinite, probed)):
                 run.observe_noise(*probed)
-                noise.append((tau, *probed))
+                sigma2, mu2 = probed
+                noise.append(NoiseProbe(effective_steps=tau, sigma2=sigma2, mu2=mu2))
         loss = workload.loss_fn(run.model, batch)
         run.backward(loss)
         on_loss(loss.detach())

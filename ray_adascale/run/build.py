@@ -12,13 +12,13 @@ from torch.optim import SGD, Optimizer
 
 from ..checkpoint.optimizer import parameter_names
 from ..config import AdaScaleConfig, BatchPlan
+from ..optim.adam_metric import adam_preconditioner
 from ..optim.adascale import AdaScale
-from ..optim.rules import AdamScaleRule, AdaScaleRule, LEGWRule, make_rule
+from ..optim.rules import AdaScaleRule, make_rule, metric_of
 from ..recipe import Recipe
-from ..scaling_rules import AdamScale, LEGWScale, adam_preconditioner
 from ..sharding.oss import OSS, has_state
 from ..sharding.sharded_ddp import ShardedDataParallel
-from .schedule import curve_difference
+from .schedule import BaseSchedule, curve_difference
 
 __all__ = ["Wrapped", "check_built", "check_recipe", "check_rule", "wrap"]
 
@@ -69,22 +69,21 @@ def check_built(model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig) 
         )
 
 
-def check_recipe(
-    recipe: Recipe, unit: str | None, base_steps_per_epoch: float | None, curve: list[list[float]]
-) -> None:
+def check_recipe(recipe: Recipe, schedule: BaseSchedule) -> None:
     """Whether the schedule that was built is the recipe's.
 
     Raises:
         ValueError: It is not; says where it differs.
     """
+    unit, per_epoch = schedule.scheduler_unit, schedule.base_steps_per_epoch
     if unit != recipe.scheduler_unit:
         raise ValueError(f"Invalid scheduler_unit={unit!r}: the recipe was found with {recipe.scheduler_unit!r}.")
-    if unit == "epoch" and base_steps_per_epoch != recipe.base_steps_per_epoch:
+    if unit == "epoch" and per_epoch != recipe.base_steps_per_epoch:
         raise ValueError(
-            f"The dataset has {base_steps_per_epoch} base steps an epoch, the recipe's had {recipe.base_steps_per_epoch}: the "
+            f"The dataset has {per_epoch} base steps an epoch, the recipe's had {recipe.base_steps_per_epoch}: the "
             "schedule would move at other steps. Use the same dataset, or search anew."
         )
-    difference = curve_difference(recipe.lr_curve, curve)
+    difference = curve_difference(recipe.lr_curve, schedule.lr_curve)
     if difference is not None:
         raise ValueError(
             f"The learning-rate curve is not the recipe's: {difference}. Build optimizer and scheduler from the "
@@ -93,10 +92,10 @@ def check_recipe(
 
 
 def check_rule(config: AdaScaleConfig, curve: list[list[float]]) -> None:
-    """Warn where the schedule and the scaling rule would each do the same: LEGW brings a warm-up."""
-    rule = make_rule(config.rule)
-    if isinstance(rule, LEGWRule | LEGWScale):
-        rule.check_curve(curve)
+    """Have the scaling rule warn where the schedule does what it does itself: LEGW brings a warm-up."""
+    check = getattr(make_rule(config.rule), "check_curve", None)  # a plain callable has none
+    if check is not None:
+        check(curve)
 
 
 def wrap(
@@ -115,7 +114,7 @@ def wrap(
     """
     names = parameter_names(module, optimizer)
     rule = make_rule(config.rule)
-    adam = isinstance(rule, AdamScaleRule | AdamScale)
+    adam = metric_of(rule) == "adam"
     sharding = _choose_sharding(config, plan.world_size, optimizer, adam=adam)
     model = module
     if sharding == "fsdp2":

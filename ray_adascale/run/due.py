@@ -4,16 +4,42 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import NamedTuple
 
 from ..config import AdaScaleConfig
 from .backend import Backend
 
-__all__ = ["Agenda"]
+__all__ = ["Clocks", "Due"]
 
 _log = logging.getLogger(__name__)
 
 
-class Agenda:
+class Due(NamedTuple):
+    """What is due at a step boundary: above zero for yes. The workers' are summed, so that all of them decide alike.
+
+    Attributes:
+        report: A report to the backend.
+        checkpoint: A checkpoint.
+        poll: A look for preemption notices.
+        busy: Whether some worker still writes or uploads the checkpoint before.
+    """
+
+    report: float
+    checkpoint: float
+    poll: float
+    busy: float
+
+    @property
+    def anything(self) -> bool:
+        """Whether there is something to do, now or as soon as nobody is busy."""
+        return max(self.report, self.checkpoint, self.poll) > 0
+
+    def together_with(self, other: Due) -> Due:
+        """What is due by either."""
+        return Due(*map(max, self, other))
+
+
+class Clocks:
     """One worker's clocks. Rank 0's decide for all: workers that each went by their own would wait in other collectives.
 
     Args:
@@ -28,22 +54,22 @@ class Agenda:
         self._reported = self._saved = self._polled = time.monotonic()
         self._examples = 0
 
-    def flags(self, *, in_flight: bool, busy: bool) -> list[float]:
-        """[report due, checkpoint due, poll due, busy], 1.0 for yes, to be summed over the workers.
+    def due(self, *, in_flight: bool, busy: bool) -> Due:
+        """This worker's part of what is due now.
 
         Args:
             in_flight: A checkpoint is; none other is due then.
             busy: This worker still writes or uploads one.
         """
         if self._backend.rank != 0:
-            return [0.0, 0.0, 0.0, float(busy)]
+            return Due(report=0.0, checkpoint=0.0, poll=0.0, busy=float(busy))
         now = time.monotonic()
-        return [
-            float(now - self._reported >= self._config.report_every_s),
-            float(not in_flight and now - self._saved >= self._config.checkpoint_every_s),
-            float(now - self._polled >= self._backend.preemption_poll_s),
-            float(busy),
-        ]
+        return Due(
+            report=float(now - self._reported >= self._config.report_every_s),
+            checkpoint=float(not in_flight and now - self._saved >= self._config.checkpoint_every_s),
+            poll=float(now - self._polled >= self._backend.preemption_poll_s),
+            busy=float(busy),
+        )
 
     def reported(self) -> None:
         """A report was made just now."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,22 +19,24 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..config import AdaScaleConfig
-from ..data import BatchSource, MicroBatch, make_source, to_device
+from ..data import make_source, to_device
+from ..data.order import ExampleOrder
+from ..data.source import BatchSource, MicroBatch
+from ..gain import plain_noise_scale
 from ..optim.deferred import HostCopy
 from ..recipe import Recipe
 from ..sharding.sharded_ddp import ShardedDataParallel
-from . import snapshot
-from .backend import Backend, LocalBackend
+from ..workload import Workload, with_unit
+from .backend import Backend, LocalBackend, Outcome
 from .build import check_built, check_recipe, check_rule, wrap
-from .due import Agenda
-from .metrics import METRICS, noise_scale, plain_numbers, too_large_for_the_noise
-from .resume import log_start
-from .saver import Content, Saver
-from .schedule import EffectiveSchedule
-from .snapshot import Place
-from .steplog import StepLog
+from .due import Clocks, Due
+from .metrics import plain_numbers, too_large_for_the_noise
+from .saver import Boundary, Content, Saver
+from .schedule import BaseSchedule, EffectiveSchedule
+from .snapshot import LoopState, Snapshot, log_start
+from .trace import StepLog
 
-__all__ = ["METRICS", "Run"]
+__all__ = ["Run"]
 
 
 @dataclass(frozen=True)
@@ -42,19 +44,19 @@ class _Unread:
     """An optimizer step whose numbers may be on their way to the host.
 
     Attributes:
-        numbers: Its loss over all workers; then the flags, unless they are known.
-        flags: See :meth:`Agenda.flags`; of all workers.
+        numbers: Its loss over all workers; then what is due, unless that is known.
+        due: What is due after it, for all workers.
         taken: False for a step that a GradScaler left out; None: ask the optimizer.
         lr: The schedule's.
-        where: Its number and place in the data, for its row.
+        row: What its row in the trace begins with: its number, the start of the run, and the position in the data.
         own: The user's metrics.
     """
 
     numbers: HostCopy
-    flags: list[float] | None
+    due: Due | None
     taken: bool | None
     lr: float
-    where: dict[str, Any]
+    row: dict[str, Any]
     own: dict[str, Any]
 
 
@@ -110,72 +112,118 @@ class Run:
         self.plan = config.plan(self.backend.world_size)
         self.source: BatchSource = make_source(
             dataset,
-            global_batch_size=self.plan.global_batch_size,
-            rank=self.backend.rank,
-            world_size=self.plan.world_size,
-            accumulation=self.plan.accumulation,
-            seed=config.seed,
-            shuffle=config.shuffle,
-            drop_last=config.drop_last,
+            self.plan.cut(self.backend.rank),
+            ExampleOrder(seed=config.seed, shuffle=config.shuffle, drop_last=config.drop_last),
             collate_fn=collate_fn,
             num_workers=config.num_loader_workers,
             pin_memory=config.pin_memory,
             length=config.dataset_length,
         )
         per_epoch = self.source.base_steps_per_epoch(self.plan.base_batch_size)
-        self.base_steps_per_epoch = per_epoch
-        self.total_steps = config.resolve_total_steps(per_epoch)
+        total_steps = config.resolve_total_steps(per_epoch)
         self.schedule = EffectiveSchedule(
             optimizer,
             scheduler,
             unit=config.scheduler_unit,
             base_steps_per_epoch=per_epoch,
-            total_steps=self.total_steps,
+            total_steps=total_steps,
         )
-        self.lr_curve = self.schedule.curve(self.total_steps)
-        check_rule(config, self.lr_curve)
+        self.base_schedule = BaseSchedule(
+            base_batch_size=self.plan.base_batch_size,
+            total_steps=total_steps,
+            scheduler_unit=config.scheduler_unit,
+            base_steps_per_epoch=per_epoch,
+            lr_curve=self.schedule.curve(total_steps),
+        )
+        check_rule(config, self.base_schedule.lr_curve)
         if recipe is not None:
-            check_recipe(recipe, config.scheduler_unit, per_epoch, self.lr_curve)
-        self.recipe = recipe
+            check_recipe(recipe, self.base_schedule)
 
         self.module = model.to(self.backend.device)
         distributed = self.plan.world_size > 1
         on_cpu = dist.new_group(backend="gloo") if distributed and dist.get_backend() == "nccl" else None
-        wrapped = wrap(
-            self.module, optimizer, config, self.plan, device=self.backend.device, total_steps=self.total_steps
-        )
-        self.model, self.optimizer = wrapped.model, wrapped.optimizer
-        self.parameter_names, self.scaler = wrapped.parameter_names, wrapped.scaler
+        wrapped = wrap(self.module, optimizer, config, self.plan, device=self.backend.device, total_steps=total_steps)
+        self.model, self.optimizer, self.scaler = wrapped.model, wrapped.optimizer, wrapped.scaler
         self._fully_sharded = wrapped.sharding == "fsdp2"
         if distributed:
             self.optimizer.rider = self._rider
 
-        self.place = Place()
+        self.state = LoopState()
         """Step counts and metrics so far, as they go into a checkpoint."""
         self._evaluate = evaluate
-        self._evaluate_every = config.evaluate_every or self.total_steps / 10
+        self._evaluate_every = config.evaluate_every or total_steps / 10
         self._probed: tuple[float, float] | None = None
         self._batch: MicroBatch | None = None
         self._unread: _Unread | None = None
-        self._flags_read: Sequence[float] | None = None  # and not acted on yet
+        self._due: Due | None = None  # read, and not acted on yet
         self._weights: list[float] = []
         self._loss = torch.zeros((), dtype=torch.float64, device=self.backend.device)
         self._backward_done = False
         self._unscaled = False
         self._no_sync, self._autocast = ExitStack(), ExitStack()  # open during the passes that want them
         self._warned_noise = False
-        self._log = StepLog(self.backend, keep=config.trace_rows)
+        writes = self.backend.rank == 0
+        self._log = StepLog(
+            trace=writes and self.backend.keeps_trace,
+            rows=config.trace_rows,
+            note=self.backend.step_note if writes else None,
+        )
         self._loop_seconds = 0.0
         self._saver = Saver(self.backend, on_cpu)
+        self._snapshot = Snapshot(
+            module=self.module,
+            optimizer=self.optimizer,
+            parameter_names=wrapped.parameter_names,
+            scaler=self.scaler,
+            schedule=self.schedule,
+            source=self.source,
+            loop=self.state,
+            base_schedule=self.base_schedule,
+            plan=self.plan,
+            recipe=None if recipe is None else recipe.fingerprint,
+            rank=self.backend.rank,
+            device=self.backend.device,
+        )
         with self.backend.latest_checkpoint() as folder:
             if folder is not None:
-                snapshot.load(self, folder)
+                self._snapshot.load(folder, accept_changes=config.accept_changes)
                 self._log.resume(folder)
             if self.backend.rank == 0:
-                log_start(self, folder, self._log.last)
-        self._agenda = Agenda(config, self.backend)  # the clocks start now
+                log_start(self._snapshot, folder, self._log.last, config.checkpoint_every_s)
+        self._clocks = Clocks(config, self.backend)  # they start now
+
+    @classmethod
+    def of(
+        cls,
+        workload: Workload,
+        config: AdaScaleConfig,
+        *,
+        recipe: Recipe | None = None,
+        backend: Backend | None = None,
+    ) -> Run:
+        """The run of a workload that was built; its scheduler unit need not be in ``config``.
+
+        Raises:
+            ValueError: As for ``Run``, or ``config`` has another scheduler unit.
+        """
+        return cls(
+            workload.model,
+            workload.optimizer,
+            workload.scheduler,
+            workload.train_dataset,
+            with_unit(config, workload),
+            collate_fn=workload.collate_fn,
+            evaluate=workload.evaluate,
+            recipe=recipe,
+            backend=backend,
+        )
 
     # ---- what the loop looks at ----------------------------------------------------------------------------------
+
+    @property
+    def total_steps(self) -> int:
+        """T."""
+        return self.base_schedule.total_steps
 
     @property
     def effective_steps(self) -> float:
@@ -195,13 +243,14 @@ class Run:
     @property
     def progress(self) -> float:
         """Σ r over the optimizer steps: τ under AdaScale's own rule; AdaptDL's ``progress`` under every rule."""
-        self._read()
-        return self.place.progress
+        unread = self._unread
+        taken = unread is not None and self._was_taken(unread)
+        return self.state.progress + (self.optimizer.last_gain if taken else 0.0)
 
     @property
     def stopped(self) -> str | None:
         """Why the loop ended: "total_steps reached", or None while it runs."""
-        return self.place.stopped
+        return self.state.stopped
 
     @property
     def epoch(self) -> int:
@@ -221,13 +270,13 @@ class Run:
         """
         if not self.at_boundary or (self._furthest() < self.total_steps and not self._evaluations_by(self._furthest())):
             return False
-        finished = self.effective_steps >= self.total_steps and self.place.evaluated_at < self.effective_steps
+        finished = self.effective_steps >= self.total_steps and self.state.evaluated_at < self.effective_steps
         return finished or self._evaluations_by(self.effective_steps) > 0
 
     def _evaluations_by(self, effective_steps: float) -> float:
         """Multiples of ``evaluate_every`` up to there, since the last evaluation."""
         every = self._evaluate_every
-        return effective_steps // every - max(self.place.evaluated_at, 0.0) // every
+        return effective_steps // every - max(self.state.evaluated_at, 0.0) // every
 
     def _furthest(self) -> float:
         """What τ may be, as far as is known without waiting for the device."""
@@ -238,9 +287,9 @@ class Run:
         """Add metrics to this and every later report, until they are recorded anew. Also says that evaluation is done."""
         metrics = plain_numbers(metrics)
         self._read()
-        self.place.recorded.update(metrics)
+        self.state.recorded.update(metrics)
         self._log.add(metrics)
-        self.place.evaluated_at = self.effective_steps
+        self.state.evaluated_at = self.effective_steps
 
     def observe_noise(self, sigma2: float, mu2: float) -> None:
         """Take σ² and μ² from a probe, for reports where the step itself shows none (one gradient sample at S = 1)."""
@@ -249,7 +298,7 @@ class Run:
     def summary(self) -> dict[str, Any]:
         """The last report's metrics, why the run stopped, and the seconds spent in the loop since this start."""
         self._read()
-        return {**self.place.metrics, "stopped": self.stopped, "loop_seconds": self._loop_seconds}
+        return {**self.state.metrics, "stopped": self.stopped, "loop_seconds": self._loop_seconds}
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
@@ -354,7 +403,7 @@ class Run:
         if batch is None or not self._backward_done:
             raise RuntimeError("run.step() comes once after each run.backward().")
         own = plain_numbers(metrics) if metrics else {}
-        self.place.recorded.update({key: value for key, value in own.items() if key != "loss"})
+        self.state.recorded.update({key: value for key, value in own.items() if key != "loss"})
         if not batch.is_last:
             self._batch = None
             return False
@@ -370,20 +419,20 @@ class Run:
             taken = self.optimizer.steps > steps_before
         else:
             self.optimizer.step()
-        numbers, flags = self._shared()
+        numbers, due = self._shared()
         self.optimizer.zero_grad()
         self._batch, self._unscaled = None, False
         self.source.commit()
-        self.place.iterations += 1
-        self._agenda.took(self.plan.global_batch_size)
-        where = {"step": self.place.iterations, "attempt": self.place.attempt, "position": self.source.position}
-        self._unread = _Unread(HostCopy(numbers), flags, taken, lr, where, own)
+        self.state.iterations += 1
+        self._clocks.took(self.plan.global_batch_size)
+        row = {"step": self.state.iterations, "attempt": self.state.attempt, "position": self.source.position}
+        self._unread = _Unread(HostCopy(numbers), due, taken, lr, row, own)
         if self._must_read():
             self._read()
-            flags_read, self._flags_read = self._flags_read, None
-            assert flags_read is not None
+            due, self._due = self._due, None
+            assert due is not None
             if self.effective_steps < self.total_steps:
-                self._do_what_is_due(*flags_read)
+                self._do_what_is_due(due)
         return True
 
     def _must_read(self) -> bool:
@@ -393,70 +442,83 @@ class Run:
             return True
         if self._evaluate is not None and self._evaluations_by(furthest) > 0:
             return True
-        if self._flags_read is None:
-            return False
-        *due, busy = self._flags_read
-        return any(due) or (self._saver.in_flight and not busy)
+        due = self._due
+        return due is not None and (due.anything or (self._saver.in_flight and not due.busy))
 
     def _read(self) -> None:
         """Let the host know of the last optimizer step, if it doesn't: advances the schedule, notes metrics and what is due."""
         step, self._unread = self._unread, None
         if step is None:
             return
-        loss, *flags = step.numbers.read()
-        flags = step.flags or flags
-        self._flags_read = flags if self._flags_read is None else list(map(max, self._flags_read, flags))
-        if not self.optimizer.last_step_skipped if step.taken is None else step.taken:
-            self.place.nonfinite = 0
-            self.place.progress += self.optimizer.last_gain
+        loss, *shared = step.numbers.read()
+        due = step.due or Due(*shared)
+        self._due = due if self._due is None else due.together_with(self._due)
+        if self._was_taken(step):
+            self.state.nonfinite = 0
+            self.state.progress += self.optimizer.last_gain
             self.schedule.advance_to(self.effective_steps)
         else:
-            self._count_nonfinite(loss, step.where["step"])
+            self._count_nonfinite(loss, step.row["step"])
         metrics = self._metrics(step.own.get("loss", loss), step.lr)
-        self.place.metrics = {**metrics, **self.place.recorded}
-        self._log.step({**step.where, **metrics, **step.own})
+        self.state.metrics = {**metrics, **self.state.recorded}
+        self._log.step({**step.row, **metrics, **step.own})
         if self.backend.rank == 0:
-            self.backend.observe(self.place.metrics, self.total_steps)
+            self.backend.observe(self._outcome())
 
-    def _do_what_is_due(self, report: float, checkpoint: float, poll: float, busy: float) -> None:
-        """Evaluate, hand over, save and report; the flags are non-zero for yes, and the same on all workers."""
+    def _was_taken(self, step: _Unread) -> bool:
+        """Whether the last optimizer step was one, and not left out for a gradient that was not finite."""
+        return not self.optimizer.last_step_skipped if step.taken is None else step.taken
+
+    def _outcome(self) -> Outcome:
+        return Outcome(
+            metrics=self.state.metrics,
+            effective_steps=self.effective_steps,
+            schedule=self.base_schedule,
+            stopped=self.stopped,
+            evaluated=self.state.evaluated_at == self.effective_steps,
+            sample=(self.optimizer.last_sigma2, self.optimizer.last_mu2),
+        )
+
+    def _do_what_is_due(self, due: Due) -> None:
+        """Evaluate, hand over, save and report; the same on all workers."""
         evaluated = self._evaluate is not None and self.evaluate_due
         if evaluated:
             self._run_evaluation()
-        if self._saver.in_flight and not busy:
+        if self._saver.in_flight and not due.busy:
             self._saver.hand_over()
-        if poll and self._agenda.preempted(self.place.iterations):
+        if due.poll and self._clocks.preempted(self.state.iterations):
             self._report(save=True)
             return
         # While a worker uploads, a report would wait for it, and so would a checkpoint.
-        save = bool(checkpoint and not busy)
+        save = bool(due.checkpoint and not due.busy)
         if save and self.config.async_checkpoint:
             self._save_in_background()
             save = False
-        if (evaluated and self.backend.reports_evaluations) or (report and not busy) or save:
-            self._report(save=save)
+        tell = evaluated and self.backend.reports_evaluations
+        if tell or (due.report and not due.busy) or save:
+            self._report(save=save or (tell and self.backend.saves_evaluations))
 
-    def _shared(self) -> tuple[Tensor, list[float] | None]:
-        """The step's loss over all workers, and the flags of :meth:`_do_what_is_due`; those in one tensor, if summed."""
+    def _shared(self) -> tuple[Tensor, Due | None]:
+        """The step's loss over all workers, and what is due for them; both in one tensor, if they are summed."""
         if self.plan.world_size == 1:
-            return self._loss.reshape(1).clone(), self._flags()
+            return self._loss.reshape(1).clone(), self._my_due()
         assert self.optimizer.rider_sum is not None
         return self.optimizer.rider_sum, None
 
-    def _flags(self) -> list[float]:
-        return self._agenda.flags(in_flight=self._saver.in_flight, busy=self._saver.busy)
+    def _my_due(self) -> Due:
+        return self._clocks.due(in_flight=self._saver.in_flight, busy=self._saver.busy)
 
     def _rider(self) -> Tensor:
         """What travels with a step's statistics, to be summed over workers."""
         # Filled in place on the device: a copy from the host would wait for it.
-        return torch.stack([self._loss, *(torch.full_like(self._loss, flag) for flag in self._flags())])
+        return torch.stack([self._loss, *(torch.full_like(self._loss, flag) for flag in self._my_due())])
 
     def _count_nonfinite(self, loss: float, step: int) -> None:
-        self.place.nonfinite += 1
-        if self.place.nonfinite >= self.config.max_nonfinite_steps:
+        self.state.nonfinite += 1
+        if self.state.nonfinite >= self.config.max_nonfinite_steps:
             loss_scale = 1.0 if self.scaler is None else self.scaler.get_scale()
             raise FloatingPointError(
-                f"The gradient was not finite in {self.place.nonfinite} optimizer steps in a row, up to step "
+                f"The gradient was not finite in {self.state.nonfinite} optimizer steps in a row, up to step "
                 f"{step} at effective step {self.effective_steps:.1f} of {self.total_steps} "
                 f"(loss {loss:g}, loss scale {loss_scale:g}). The weights are those before. Lower the learning rate, clip "
                 "gradients, or look at the data of this step."
@@ -466,21 +528,21 @@ class Run:
         sigma2, mu2 = self.optimizer.average_moments()
         if math.isnan(sigma2) and self._probed is not None:
             sigma2, mu2 = self._probed
-        noise = noise_scale(sigma2, mu2, self.plan.base_batch_size)
+        noise = plain_noise_scale(sigma2, mu2, self.plan.base_batch_size)
         gain, scale = self.optimizer.last_gain, self.plan.scale
         self._warn_about_noise(noise, gain)
         return {
             "gain": gain,
             "scale": scale,
             "effective_steps": self.effective_steps,
-            "progress": self.place.progress,
+            "progress": self.state.progress,
             "lr": lr,
             "loss": loss,
             "sigma2": sigma2,
             "mu2": mu2,
             "noise_scale": noise,
             "efficiency": gain / scale,
-            "examples_per_s": self._agenda.examples_per_s,
+            "examples_per_s": self._clocks.examples_per_s,
             "optimizer_steps": self.optimizer.steps,
             "world_size": self.plan.world_size,
         }
@@ -507,23 +569,26 @@ class Run:
         if not isinstance(metrics, Mapping):
             raise TypeError(f"evaluate returned a {type(metrics).__name__}. Must return a dict of metrics by name.")
         self.record(**metrics)
-        self.place.metrics.update(self.place.recorded)
+        self.state.metrics.update(self.state.recorded)
 
     def _finish(self) -> None:
-        if self._evaluate is not None and self.place.evaluated_at < self.effective_steps:
+        if self._evaluate is not None and self.state.evaluated_at < self.effective_steps:
             self._run_evaluation()
-        self.place.stopped = "total_steps reached"
-        metrics = self.place.metrics or self._metrics(math.nan, self.schedule.lrs[0])
-        self.place.metrics = {**metrics, **self.place.recorded}
-        self._report(save=True)
-        self._log.finish()
+        self.state.stopped = "total_steps reached"
+        metrics = self.state.metrics or self._metrics(math.nan, self.schedule.lrs[0])
+        self.state.metrics = {**metrics, **self.state.recorded}
+        self._saver.hand_over()
+        self._report(save=self.backend.saves_end)
+        trace = self._log.finish()
+        if trace is not None:
+            self.backend.keep_trace(trace)
 
     def _report(self, *, save: bool) -> None:
         folder = self.save_checkpoint() if save else None
-        self.backend.report(self.place.metrics, folder)
-        self._agenda.reported()
+        self.backend.report(self._outcome(), folder)
+        self._clocks.reported()
         if save:
-            self._agenda.saved()
+            self._clocks.saved()
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -536,12 +601,12 @@ class Run:
         """
         self._require_boundary()
         self._read()
-        return self._saver.save(self._where(), self._content)
+        return self._saver.save(self._boundary(), self._content)
 
     def _save_in_background(self) -> None:
         self._require_boundary()
-        self._saver.begin(self._where(), self._content, self.place.metrics)
-        self._agenda.saved()
+        self._saver.begin(self._boundary(), self._content, self._outcome())
+        self._clocks.saved()
 
     def _require_boundary(self) -> None:
         if not self.at_boundary:
@@ -550,8 +615,8 @@ class Run:
                 "after run.step() has returned True, before the next backward pass (run.at_boundary)."
             )
 
-    def _where(self) -> tuple[int, float, float]:
-        return self.place.iterations, self.effective_steps, self.schedule.lrs[0]
+    def _boundary(self) -> Boundary:
+        return Boundary(self.state.iterations, self.effective_steps, self.schedule.lrs[0])
 
     def _content(self) -> Content:
-        return snapshot.tensors(self), snapshot.state(self), self._log.files()
+        return self._snapshot.tensors(), self._snapshot.state(), self._log.files()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from ..config import BatchPlan
 
-__all__ = ["METRICS", "noise_scale", "plain_numbers", "too_large_for_the_noise"]
+__all__ = ["METRICS", "plain_numbers", "too_large_for_the_noise"]
 
 METRICS = (
     "gain",
@@ -43,15 +42,6 @@ def plain_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(value, bool | int | float | str):
             raise TypeError(f"Invalid metric {key!r} of type {type(value).__name__}. Must be a number or a string.")
     return out
-
-
-def noise_scale(sigma2: float, mu2: float, base_batch_size: int) -> float:
-    """:func:`ray_adascale.gain.noise_scale` of plain numbers, as it is asked for in every step; NaN before the first sample."""
-    if math.isnan(sigma2):
-        return math.nan
-    if mu2 > 0:
-        return base_batch_size * max(sigma2, 0.0) / mu2
-    return math.inf if sigma2 > 0 else 0.0
 
 
 def too_large_for_the_noise(plan: BatchPlan, noise_scale: float, gain: float) -> str | None:

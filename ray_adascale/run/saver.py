@@ -7,21 +7,44 @@ manifest seals it; the backend takes it. All of it is collective, at a step boun
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from .. import checkpoint
-from .backend import Backend
+from .backend import Backend, Outcome
 
-__all__ = ["Content", "Saver", "check_agreement"]
+__all__ = ["Boundary", "Content", "Saver", "check_agreement"]
 
 Content = tuple[dict[str, Any], dict[str, Any], dict[str, tuple[Path, int]]]
 """Tensors, state and files, as :func:`ray_adascale.checkpoint.save` takes them."""
+
+
+class Boundary(NamedTuple):
+    """A step boundary as one worker sees it. All must see the same.
+
+    Attributes:
+        step: Optimizer steps so far.
+        effective_steps: τ.
+        lr: The schedule's, of the first parameter group.
+    """
+
+    step: int
+    effective_steps: float
+    lr: float
+
+
+class _InFlight(NamedTuple):
+    """A checkpoint that is being written: by what, where, and what had become of the run."""
+
+    saving: checkpoint.Save
+    folder: Path
+    outcome: Outcome
 
 
 class Saver:
@@ -35,43 +58,41 @@ class Saver:
     def __init__(self, backend: Backend, process_group: dist.ProcessGroup | None = None) -> None:
         self._backend = backend
         self._group = process_group
-        # In flight: what writes it, where, and the metrics of its step.
-        self._flying: tuple[checkpoint.Save, Path, dict[str, Any]] | None = None
+        self._in_flight: _InFlight | None = None
 
     @property
     def in_flight(self) -> bool:
         """Whether a checkpoint was begun and not yet handed over. The same on all workers."""
-        return self._flying is not None
+        return self._in_flight is not None
 
     @property
     def busy(self) -> bool:
         """Whether this worker still writes, or the backend uploads what it wrote."""
-        return (self._flying is not None and self._flying[0].running) or self._backend.uploading
+        return (self._in_flight is not None and self._in_flight.saving.running) or self._backend.uploading
 
-    def save(self, place: tuple[int, float, float], content: Callable[[], Content]) -> Path | None:
+    def save(self, boundary: Boundary, content: Callable[[], Content]) -> Path | None:
         """Write this worker's share and seal the checkpoint; the caller hands the folder on.
 
         Args:
-            place: Step, τ and LR, on which all workers must agree.
+            boundary: Where this worker is.
             content: What goes into it; called once there is a folder.
 
         Returns:
             The folder, or None where the backend keeps no checkpoints.
 
         Raises:
-            RuntimeError: Workers disagree about the place.
+            RuntimeError: Workers disagree about where they are.
             CheckpointError: A worker could not write, this checkpoint or the one before.
         """
-        return self._write(checkpoint.save, place, content)[0]
+        return self._write(checkpoint.save, boundary, content)[0]
 
-    def begin(
-        self, place: tuple[int, float, float], content: Callable[[], Content], metrics: Mapping[str, Any]
-    ) -> None:
+    def begin(self, boundary: Boundary, content: Callable[[], Content], outcome: Outcome) -> None:
         """The same in the background: copies what goes into it, and has a thread write it. :meth:`hand_over` ends it."""
-        folder, saving = self._write(checkpoint.begin_save, place, content)
+        folder, saving = self._write(checkpoint.begin_save, boundary, content)
         if folder is not None:
             assert saving is not None
-            self._flying = saving, folder, dict(metrics)
+            # A copy, as the loop goes on with its metrics.
+            self._in_flight = _InFlight(saving, folder, replace(outcome, metrics=dict(outcome.metrics)))
 
     def hand_over(self) -> None:
         """Seal the checkpoint in flight, if there is one, and hand it to the backend.
@@ -79,22 +100,21 @@ class Saver:
         Raises:
             CheckpointError: A worker's thread could not write it; says which, and why.
         """
-        if self._flying is None:
+        written, self._in_flight = self._in_flight, None
+        if written is None:
             return
-        saving, folder, metrics = self._flying
-        self._flying = None
-        with _discarded_on_error(folder):
-            saving.finish()
-        self._backend.report_in_background(metrics, folder)
+        with _discarded_on_error(written.folder):
+            written.saving.finish()
+        self._backend.report_in_background(written.outcome, written.folder)
 
     def _write(
         self,
         write: Callable[..., checkpoint.Save | None],
-        place: tuple[int, float, float],
+        boundary: Boundary,
         content: Callable[[], Content],
     ) -> tuple[Path | None, checkpoint.Save | None]:
         self.hand_over()  # at most one in flight
-        folder = self._backend.checkpoint_folder(place[0])
+        folder = self._backend.checkpoint_folder(boundary.step)
         if folder is None:
             return None, None
         error: Exception | None = None
@@ -105,20 +125,20 @@ class Saver:
             error = e
         tensors, state, files = made
         with _discarded_on_error(folder):
-            check_agreement(place, error, self._backend, self._group)
+            check_agreement(boundary, error, self._backend, self._group)
             return folder, write(folder, tensors, state, files=files, process_group=self._group)
 
 
 def check_agreement(
-    place: tuple[int, float, float],
+    boundary: Boundary,
     error: Exception | None,
     backend: Backend,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """All workers together: raises where they are at different places, or where one can't take part.
+    """All workers together: raises where they are at different boundaries, or where one can't take part.
 
     Args:
-        place: This worker's step, τ and LR.
+        boundary: Where this worker is.
         error: Why this worker can't take part. Raised here; the others get a RuntimeError.
         backend: Tells who the workers are.
         process_group: Default: all, with tensors on the backend's device.
@@ -127,7 +147,7 @@ def check_agreement(
         if error is not None:
             raise error
         return
-    mine = torch.tensor([*place, error is not None], dtype=torch.float64)
+    mine = torch.tensor([*boundary, error is not None], dtype=torch.float64)
     if process_group is None:
         mine = mine.to(backend.device)
     everyone = [torch.empty_like(mine) for _ in range(backend.world_size)]

@@ -9,18 +9,18 @@ step.
 from __future__ import annotations
 
 import copy
-import hashlib
 import math
 import types
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-__all__ = ["EffectiveSchedule", "SchedulerUnit", "curve_difference", "curve_fingerprint"]
+__all__ = ["BaseSchedule", "EffectiveSchedule", "SchedulerUnit", "curve_difference"]
 
 SchedulerUnit = Literal["step", "epoch"]
 
@@ -30,6 +30,31 @@ _ORDER_WARNINGS = (
     r"Detected call of `lr_scheduler\.step\(\)` before",
     r"Seems like `optimizer\.step\(\)` has been overridden",
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseSchedule:
+    """The schedule of the base run. A run at any scale follows it; recipe and checkpoint must agree with it.
+
+    Attributes:
+        base_batch_size: B0, examples.
+        total_steps: T.
+        scheduler_unit: What one ``scheduler.step()`` means; None without a scheduler.
+        base_steps_per_epoch: Optimizer steps in an epoch of the base run; None where the dataset can't say its length.
+        lr_curve: ``lr_curve[group][call]``, the learning rate after so many scheduler calls.
+    """
+
+    base_batch_size: int
+    total_steps: int
+    scheduler_unit: SchedulerUnit | None
+    base_steps_per_epoch: float | None
+    lr_curve: list[list[float]]
+
+    def lr_at(self, group: int, effective_steps: float) -> float:
+        """A parameter group's learning rate at τ, before the gain."""
+        per_call = self.base_steps_per_epoch if self.scheduler_unit == "epoch" and self.base_steps_per_epoch else 1
+        curve = self.lr_curve[group]
+        return curve[min(int(effective_steps / per_call), len(curve) - 1)]
 
 
 class EffectiveSchedule:
@@ -243,16 +268,6 @@ def curve_difference(
                 f" (expected) and {a_length} (actual) scheduler calls. Compare total_steps and the scheduler's unit."
             )
     return None
-
-
-def curve_fingerprint(curve: Sequence[Sequence[float]]) -> str:
-    """A short name for a curve: 16 hexadecimal digits of a SHA-256 over the exact values.
-
-    Only a name. Curves of two machines may differ in the last bit and so in their names: ``curve_difference`` judges
-    whether they are the same.
-    """
-    text = "\n".join(" ".join(float(lr).hex() for lr in group) for group in curve)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class _Standin(Optimizer):

@@ -1,32 +1,38 @@
-"""What of a run goes into a checkpoint, and how it comes back, on any number of workers.
+"""What of a run goes into a checkpoint, how it comes back on any number of workers, and what is said of the way back.
 
 τ and the averages are the optimizer's own, the schedule is a function of τ, the data's position a number of examples. What
-is left is a few numbers that the loop itself keeps: its :class:`Place`.
+is left is a few numbers that the loop itself keeps: its :class:`LoopState`.
 """
 
 from __future__ import annotations
 
+import logging
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from .. import checkpoint
 from .._version import __version__
 from ..checkpoint.optimizer import hyperparameters, load_hyperparameters, load_optimizer, optimizer_tensors
 from ..checkpoint.rng import capture_rng, empty_rng, restore_rng
-from .resume import check_unchanged
+from ..config import BatchPlan
+from ..data.source import BatchSource
+from ..optim.adascale import AdaScale
+from .schedule import BaseSchedule, EffectiveSchedule, curve_difference
 
-if TYPE_CHECKING:
-    from .loop import Run
+__all__ = ["LoopState", "Snapshot", "changes_since", "load_rng", "log_start", "saved_schedule"]
 
-__all__ = ["Place", "load", "load_rng", "state", "tensors"]
+_log = logging.getLogger(__name__)
 
 
 @dataclass
-class Place:
-    """Where a loop stands, beside what optimizer, schedule and data know. Under these names in a checkpoint's state.
+class LoopState:
+    """What a loop keeps, beside what optimizer, schedule and data know. Under these names in a checkpoint's state.
 
     Attributes:
         iterations: Optimizer steps, those included that were skipped for a gradient that was not finite.
@@ -49,76 +55,135 @@ class Place:
     stopped: str | None = None
 
 
-def tensors(run: Run) -> dict[str, Any]:
-    """This worker's part of the checkpoint's tensors; the live ones."""
-    rank = run.backend.rank
-    # Parameters are equal everywhere. Buffers (BatchNorm's averages) are each worker's own after a step, and DDP goes on
-    # with rank 0's.
-    own = {name for name, _ in run.module.named_buffers()} if rank > 0 else ()
-    weights = run.module.state_dict()
-    out: dict[str, Any] = {f"model/{key}": value for key, value in weights.items() if key not in own}
-    out.update(optimizer_tensors(run.optimizer, run.parameter_names))
-    out.update({f"adascale/{key}": value for key, value in run.optimizer.statistics_state().items()})
-    out.update({f"rng/{rank}/{key}": value for key, value in capture_rng(run.backend.device).items()})
-    out["schedule/lr_curve"] = torch.tensor(run.lr_curve, dtype=torch.float64)
-    return out
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """The parts of a run that a checkpoint is made of, and is loaded into.
 
-
-def state(run: Run) -> dict[str, Any]:
-    """The rest, as JSON values; the same on every worker."""
-    return {
-        **vars(run.place),
-        "effective_steps": run.effective_steps,
-        "total_steps": run.total_steps,
-        "scheduler_unit": run.config.scheduler_unit,
-        "base_steps_per_epoch": run.base_steps_per_epoch,
-        "plan": dict(vars(run.plan)),
-        "schedule": run.schedule.state_dict(),
-        "data": run.source.state_dict(),
-        "param_groups": hyperparameters(run.optimizer),
-        "scaler": None if run.scaler is None else run.scaler.state_dict(),
-        "recipe": None if run.recipe is None else run.recipe.fingerprint,
-        "versions": {"ray_adascale": __version__, "torch": torch.__version__},
-    }
-
-
-def load(run: Run, folder: Path) -> None:
-    """Bring a fresh run to where the checkpoint is. Not collective.
-
-    Raises:
-        ValueError: Base batch, T, LR curve or data are not the checkpoint's, and that was not accepted.
-        CheckpointError: It can't be read, or does not fit the model.
+    Attributes:
+        module: The bare model.
+        optimizer: The one that steps.
+        parameter_names: Names of the optimizer's parameters.
+        scaler: The loss scaler, or None.
+        schedule: The live schedule.
+        source: The data.
+        loop: What the loop keeps.
+        base_schedule: The base run's schedule.
+        plan: How a step's batch is made up now.
+        recipe: The recipe's fingerprint, or None.
+        rank: This worker's number.
+        device: Where it computes.
     """
-    saved = checkpoint.load_state(folder)
-    index = checkpoint.tensor_index(folder)
-    changed = _check_unchanged(run, folder, saved)
-    into: dict[str, Any] = {f"model/{key}": value for key, value in run.module.state_dict().items()}
-    statistics = {
-        key.removeprefix("adascale/"): torch.empty(info.shape, dtype=info.dtype)
-        for key, info in index.items()
-        if key.startswith("adascale/")
-    }
-    into.update({f"adascale/{key}": value for key, value in statistics.items()})
-    checkpoint.load(folder, into)
-    load_optimizer(folder, run.optimizer, run.parameter_names)
-    if changed:  # and accepted: the new settings hold, from this τ on
-        run.schedule.load_state_dict({"calls": run.schedule.due(saved["effective_steps"])})
-        # σ² is of a base batch, so of another now.
-        statistics["total"][0] *= saved["plan"]["base_batch_size"] / run.plan.base_batch_size
-    else:
-        run.schedule.load_state_dict(saved["schedule"])
-        load_hyperparameters(run.optimizer, saved["param_groups"])
-    run.optimizer.load_statistics_state(statistics)
-    run.source.load_state_dict(saved["data"])
-    if run.scaler is not None and saved["scaler"]:
-        run.scaler.load_state_dict(saved["scaler"])
-    for each in fields(Place):
-        setattr(run.place, each.name, saved[each.name])
-    run.place.attempt += 1
-    if run.effective_steps < run.total_steps:  # a run that had ended, and then was given a larger T
-        run.place.stopped = None
-    if saved["plan"]["world_size"] == run.plan.world_size:
-        load_rng(folder, run.backend.rank, run.backend.device)
+
+    module: nn.Module
+    optimizer: AdaScale
+    parameter_names: Mapping[Tensor, str]
+    scaler: torch.amp.GradScaler | None
+    schedule: EffectiveSchedule
+    source: BatchSource
+    loop: LoopState
+    base_schedule: BaseSchedule
+    plan: BatchPlan
+    recipe: str | None
+    rank: int
+    device: torch.device
+
+    def tensors(self) -> dict[str, Any]:
+        """This worker's part of the checkpoint's tensors; the live ones."""
+        # Parameters are equal everywhere. Buffers (BatchNorm's averages) are each worker's own after a step, and DDP goes
+        # on with rank 0's.
+        own = {name for name, _ in self.module.named_buffers()} if self.rank > 0 else ()
+        weights = self.module.state_dict()
+        out: dict[str, Any] = {
+            f"{checkpoint.WEIGHTS_PREFIX}{key}": value for key, value in weights.items() if key not in own
+        }
+        out.update(optimizer_tensors(self.optimizer, self.parameter_names))
+        out.update({f"adascale/{key}": value for key, value in self.optimizer.statistics_state().items()})
+        out.update({f"rng/{self.rank}/{key}": value for key, value in capture_rng(self.device).items()})
+        out["schedule/lr_curve"] = torch.tensor(self.base_schedule.lr_curve, dtype=torch.float64)
+        return out
+
+    def state(self) -> dict[str, Any]:
+        """The rest, as JSON values; the same on every worker."""
+        base = self.base_schedule
+        return {
+            **vars(self.loop),
+            "effective_steps": self.optimizer.effective_steps,
+            "total_steps": base.total_steps,
+            "scheduler_unit": base.scheduler_unit,
+            "base_steps_per_epoch": base.base_steps_per_epoch,
+            "plan": dict(vars(self.plan)),
+            "schedule": self.schedule.state_dict(),
+            "data": self.source.state_dict(),
+            "param_groups": hyperparameters(self.optimizer),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "recipe": self.recipe,
+            "versions": {"ray_adascale": __version__, "torch": torch.__version__},
+        }
+
+    def load(self, folder: Path, *, accept_changes: bool) -> None:
+        """Bring a fresh run to where the checkpoint is. Not collective.
+
+        Args:
+            folder: The checkpoint's.
+            accept_changes: The user accepts that base batch, T or LR curve are not the checkpoint's.
+
+        Raises:
+            ValueError: They are not, or the data isn't, and that was not accepted.
+            CheckpointError: It can't be read, or does not fit the model.
+        """
+        saved = checkpoint.load_state(folder)
+        index = checkpoint.tensor_index(folder)
+        changed = self._changed_on_purpose(folder, saved, index, accept_changes)
+        weights = self.module.state_dict()
+        into: dict[str, Any] = {f"{checkpoint.WEIGHTS_PREFIX}{key}": value for key, value in weights.items()}
+        statistics = {
+            key.removeprefix("adascale/"): torch.empty(info.shape, dtype=info.dtype)
+            for key, info in index.items()
+            if key.startswith("adascale/")
+        }
+        into.update({f"adascale/{key}": value for key, value in statistics.items()})
+        checkpoint.load(folder, into)
+        load_optimizer(folder, self.optimizer, self.parameter_names)
+        if changed:  # the new settings hold, from this τ on
+            self.schedule.load_state_dict({"calls": self.schedule.due(saved["effective_steps"])})
+            # σ² is of a base batch, so of another now.
+            statistics["total"][0] *= saved["plan"]["base_batch_size"] / self.plan.base_batch_size
+        else:
+            self.schedule.load_state_dict(saved["schedule"])
+            load_hyperparameters(self.optimizer, saved["param_groups"])
+        self.optimizer.load_statistics_state(statistics)
+        self.source.load_state_dict(saved["data"])
+        if self.scaler is not None and saved["scaler"]:
+            self.scaler.load_state_dict(saved["scaler"])
+        for each in fields(LoopState):
+            setattr(self.loop, each.name, saved[each.name])
+        self.loop.attempt += 1
+        if self.optimizer.effective_steps < self.base_schedule.total_steps:
+            self.loop.stopped = None  # a run that had ended, and then was given a larger T
+        if saved["plan"]["world_size"] == self.plan.world_size:
+            load_rng(folder, self.rank, self.device)
+
+    def _changed_on_purpose(
+        self, folder: Path, saved: Mapping[str, Any], index: Mapping[str, checkpoint.TensorInfo], accept: bool
+    ) -> bool:
+        """Whether base batch, T or LR curve were changed since the checkpoint; raises where that was not accepted."""
+        curve = torch.empty(index["schedule/lr_curve"].shape, dtype=torch.float64)
+        checkpoint.load(folder, {"schedule/lr_curve": curve})
+        changed = changes_since(saved_schedule(saved, curve.tolist(), self.base_schedule), self.base_schedule)
+        if not changed:
+            return False
+        what = f"The run was changed since its checkpoint {folder.name}: {'; '.join(changed)}."
+        if not accept:
+            raise ValueError(
+                f"{what} Restore the settings, start a new run under another name, or accept them with "
+                "AdaScaleConfig(accept_changes=True)."
+            )
+        if self.rank == 0:
+            warnings.warn(
+                f"{what} Accepted: it goes on at effective step {saved['effective_steps']:.1f} with the new settings.",
+                stacklevel=4,  # who made the Run
+            )
+        return True
 
 
 def load_rng(folder: Path, rank: int, device: torch.device) -> None:
@@ -130,16 +195,80 @@ def load_rng(folder: Path, rank: int, device: torch.device) -> None:
     restore_rng(rng, device)
 
 
-def _check_unchanged(run: Run, folder: Path, saved: dict[str, Any]) -> bool:
-    curve = torch.empty(checkpoint.tensor_index(folder)["schedule/lr_curve"].shape, dtype=torch.float64)
-    checkpoint.load(folder, {"schedule/lr_curve": curve})
-    now = {
-        "base_batch_size": run.plan.base_batch_size,
-        "total_steps": run.total_steps,
-        "lr_curve": run.lr_curve,
-        "scheduler_unit": run.config.scheduler_unit,
-        "base_steps_per_epoch": run.base_steps_per_epoch,
-    }
-    return check_unchanged(
-        saved, curve.tolist(), now, name=folder.name, accept=run.config.accept_changes, loud=run.backend.rank == 0
+def saved_schedule(state: Mapping[str, Any], lr_curve: list[list[float]], now: BaseSchedule) -> BaseSchedule:
+    """The base run's schedule as a checkpoint has it.
+
+    Args:
+        state: The checkpoint's.
+        lr_curve: Likewise.
+        now: Says what checkpoints of the first ray_adascale 0.1 don't: unit and steps per epoch.
+    """
+    return BaseSchedule(
+        base_batch_size=state["plan"]["base_batch_size"],
+        total_steps=state["total_steps"],
+        scheduler_unit=state.get("scheduler_unit", now.scheduler_unit),
+        base_steps_per_epoch=state.get("base_steps_per_epoch", now.base_steps_per_epoch),
+        lr_curve=lr_curve,
+    )
+
+
+def changes_since(was: BaseSchedule, now: BaseSchedule) -> list[str]:
+    """What of base batch, T and LR curve is another now, in words."""
+    changed = [
+        f"{name} is {getattr(now, name)}, was {getattr(was, name)}"
+        for name in ("base_batch_size", "total_steps")
+        if getattr(now, name) != getattr(was, name)
+    ]
+    if was.scheduler_unit != now.scheduler_unit:
+        changed.append(f"scheduler_unit is {now.scheduler_unit!r}, was {was.scheduler_unit!r}")
+    difference = curve_difference(was.lr_curve, now.lr_curve)
+    if difference is not None:
+        table = _differing_points(was, now) if len(was.lr_curve) == len(now.lr_curve) else []
+        points = f" At effective step: {', '.join(table)}." if table else ""
+        changed.append(f"the learning-rate curve differs: {difference}{points}")
+    return changed
+
+
+def _differing_points(was: BaseSchedule, now: BaseSchedule, shown: int = 5) -> list[str]:
+    """ "τ: lr before → lr now" at a few τ, evenly among those where they differ, of the first group that differs."""
+    end = min(was.total_steps, now.total_steps)
+    taus = sorted({int(i * end / 200) for i in range(200)})
+    for group in range(len(was.lr_curve)):
+        rates = {tau: (was.lr_at(group, tau), now.lr_at(group, tau)) for tau in taus}
+        differing = [tau for tau, (before, after) in rates.items() if abs(before - after) > 1e-6 * abs(before)]
+        if differing:
+            picked = sorted({differing[i * (len(differing) - 1) // (shown - 1)] for i in range(shown)})
+            name = f" (group {group})" if group else ""
+            return [f"{tau}{name}: lr {rates[tau][0]:.6g} → {rates[tau][1]:.6g}" for tau in picked]
+    return []
+
+
+def log_start(snapshot: Snapshot, folder: Path | None, last: int | None, checkpoint_every_s: float) -> None:
+    """Say where a run resumes, and what was lost.
+
+    Args:
+        snapshot: Stands where the checkpoint is.
+        folder: The checkpoint; None if the run begins.
+        last: Optimizer steps that the start before this one took; None if not known.
+        checkpoint_every_s: Seconds between checkpoints, which say what may be lost where that is not known.
+    """
+    if folder is None:
+        if last:
+            _log.warning("No checkpoint was completed in the %d optimizer steps before; the run begins anew.", last)
+        return
+    step = snapshot.loop.iterations
+    if last is None:
+        lost = f"Lost are the steps since then, at most {checkpoint_every_s:g} s and a checkpoint's writing"
+    else:
+        lost = f"At most {max(last - step, 0)} optimizer steps were lost"
+    _log.log(
+        logging.INFO if last is not None and last <= step else logging.WARNING,
+        "Resumed from %s: optimizer step %d, effective step %.2f of %d, start %d, %d workers. %s.",
+        folder.name,
+        step,
+        snapshot.optimizer.effective_steps,
+        snapshot.base_schedule.total_steps,
+        snapshot.loop.attempt,
+        snapshot.plan.world_size,
+        lost,
     )

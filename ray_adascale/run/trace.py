@@ -1,4 +1,4 @@
-"""The step trace: a file of JSON lines, one object per optimizer step, that survives being killed.
+"""What is written down of each optimizer step: the trace, JSON lines that survive being killed, and a note of the last step.
 
 While training runs the file is appended to, so a crash costs at most the last line. After a crash the trainer resumes from
 a checkpoint and cuts the trace back to it: steps taken since are taken again.
@@ -11,17 +11,22 @@ how often it was thinned, and where.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import shutil
+import tempfile
+import weakref
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-__all__ = ["Trace", "read_trace"]
+from .._files import TRACE, write_atomically
+
+__all__ = ["StepLog", "StepNote", "Trace", "read_trace"]
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 _SCALARS = frozenset({bool, int, float, str, type(None)})
@@ -94,11 +99,6 @@ class Trace:
         for row in read_trace(path):
             self.append(row)
 
-    def truncate_after(self, step: int) -> None:
-        """Drops rows with ``row["step"] > step``: cuts the trace back to a checkpoint taken at ``step``."""
-        self._rewrite(lambda: (line for line, row in _rows(self.path) if row["step"] <= step))
-        self._index_rows()
-
     def shorten(self, *, always: bool = False) -> None:
         """Thins out older rows where there are more than ``keep``, and writes the waiting ones.
 
@@ -117,11 +117,8 @@ class Trace:
         if all(stays):
             return
 
-        def lines() -> Iterator[bytes]:
-            with self.path.open("rb") as file:
-                yield from itertools.compress(file, stays)
-
-        self._rewrite(lines)
+        with self.path.open("rb") as file:
+            self._rewrite(itertools.compress(file, stays))
         self._steps = array("q", itertools.compress(self._steps, stays))
         self._kinds = array("i", itertools.compress(self._kinds, stays))
 
@@ -144,33 +141,16 @@ class Trace:
             for _, row in _rows(self.path):
                 self._index(row)
 
-    def _rewrite(self, lines: Callable[[], Iterator[bytes]]) -> None:
+    def _rewrite(self, lines: Iterable[bytes]) -> None:
         """Puts these lines in the place of the file's, or, where that fails, leaves it as it is."""
         if self._file is None:
             raise ValueError(f"The trace {self.path} is closed.")
-        self.flush()
         self._file.close()
         self._file = None
-        kept = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         try:
-            with kept.open("wb") as file:
-                file.writelines(lines())
-            os.replace(kept, self.path)
+            write_atomically(self.path, lines, sync=False)  # a checkpoint's copy of it is synced
         finally:
-            kept.unlink(missing_ok=True)
             self._file = self.path.open("ab")
-
-    def copy_to(self, path: str | os.PathLike[str]) -> None:
-        """Writes a complete copy, all rows appended so far included. A reader never sees half of it."""
-        self.flush()
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            shutil.copyfile(self.path, temporary)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Flushes and closes; more than once is fine."""
@@ -256,3 +236,92 @@ def _check(key: object, value: Any) -> None:
             f"Invalid {key!r} in a trace row: {type(value).__module__}.{type(value).__qualname__}. "
             "Must be a Python number, bool, str, None or a list of these; read tensors with .item()."
         )
+
+
+class StepNote:
+    """A file of one number, the optimizer steps taken, rewritten after each; it outlives a process that is killed.
+
+    A few microseconds a step: the number goes to the page cache, in place.
+
+    Attributes:
+        last: What the file said when it was opened: the steps that the start before this one took. None if new.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self.last: int | None = int(os.read(self._descriptor, 32))
+        except ValueError:
+            self.last = None
+
+    def write(self, step: int) -> None:
+        with contextlib.suppress(OSError):  # a convenience; a full disk is reported where it matters
+            os.pwrite(self._descriptor, b"%020d\n" % step, 0)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            os.close(self._descriptor)
+
+
+class StepLog:
+    """What one worker writes down of each step while the run goes on: its trace, in a scratch folder, and its note.
+
+    Args:
+        trace: Whether to keep a trace.
+        rows: How many of its rows to keep, see :class:`Trace`.
+        note: The file of the note; None for none.
+
+    Attributes:
+        last: Optimizer steps that the start before this one took; None if not known.
+    """
+
+    def __init__(self, *, trace: bool, rows: int | None, note: Path | None) -> None:
+        self._trace: Trace | None = None
+        self._note = None if note is None else StepNote(note)
+        self._row: dict[str, Any] | None = None  # of the last step, while metrics may still be recorded for it
+        if trace:
+            scratch = tempfile.mkdtemp(prefix="ray_adascale-")
+            weakref.finalize(self, shutil.rmtree, scratch, ignore_errors=True)
+            self._trace = Trace(Path(scratch) / TRACE, keep=rows)
+        self.last = None if self._note is None else self._note.last
+
+    def resume(self, folder: Path) -> None:
+        """Go on with the trace in a checkpoint."""
+        if self._trace is not None and (folder / TRACE).exists():
+            self._trace.take_up(folder / TRACE)
+
+    def step(self, row: dict[str, Any]) -> None:
+        """Take a step's row. Metrics can be added to it until the next one comes."""
+        if self._trace is not None:
+            self._write_row()
+            self._row = row
+        if self._note is not None:
+            self._note.write(row["step"])
+
+    def add(self, metrics: Mapping[str, Any]) -> None:
+        """Add metrics of the last step, if its row is not written yet."""
+        if self._row is not None:
+            self._row.update(metrics)
+
+    def files(self) -> dict[str, tuple[Path, int]]:
+        """The trace up to the last step, as :func:`ray_adascale.checkpoint.save` takes files."""
+        if self._trace is None:
+            return {}
+        self._write_row()
+        self._trace.shorten()
+        return {TRACE: (self._trace.path, self._trace.path.stat().st_size)}
+
+    def finish(self) -> Path | None:
+        """End the trace of a run that has ended; its file goes with this object. None where no trace is kept."""
+        if self._trace is None:
+            return None
+        self._write_row()
+        self._trace.shorten(always=True)
+        self._trace.close()
+        return self._trace.path
+
+    def _write_row(self) -> None:
+        if self._trace is not None and self._row is not None:
+            self._trace.append(self._row)
+        self._row = None

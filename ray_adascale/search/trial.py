@@ -1,4 +1,7 @@
-"""One trial of a search: the base run in the process that Tune gives it. For one spread over workers see trial_workers."""
+"""One trial of a search: what every trial is given, gathers and reports, and a trial in the process that Tune gives it.
+
+A trial that is spread over workers is in trial_workers, which a search loads only where it has such trials.
+"""
 
 from __future__ import annotations
 
@@ -7,33 +10,35 @@ import json
 import math
 import shutil
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from ray import tune
-from ray.train import ScalingConfig
 from torch import Tensor, nn
 
 from .. import checkpoint
 from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig
-from ..run.backend import Backend
-from ..run.base_run import train_base
+from ..recipe import NoiseProbe
+from ..run.backend import Backend, Outcome
+from ..run.base_run import BaseResult, train_base
 from ..run.loop import Run
-from ..workload import Workload, WorkloadFn, build, with_unit
+from ..workload import Workload, WorkloadFn, build
 
 __all__ = [
     "EPOCHS",
     "OBJECTIVE",
     "OUTCOME",
     "Collected",
-    "Entry",
+    "InOneProcess",
     "MissingMetric",
-    "Settings",
+    "PlannedRepeat",
+    "TrialSetup",
     "building",
     "describe_config",
     "make_run",
@@ -43,7 +48,7 @@ __all__ = [
 ]
 
 OBJECTIVE = "objective"  # the workload's metric, negated where small is better: what Tune maximises
-OUTCOME = "outcome"  # JSON, in a trial's last report only: what the recipe needs of the trial beside its score
+OUTCOME = "outcome"  # in a trial's last report only: its BaseResult, as JSON
 EPOCHS = "epochs"  # τ in passes over the dataset: ASHA's clock where T is given in epochs
 _FILE = "trial.json"  # what a trial has collected so far, beside the run's own files in a checkpoint
 
@@ -53,33 +58,35 @@ class MissingMetric(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What every trial is given beside its config.
+class TrialSetup(ABC):
+    """What the trials of a search have in common; they differ in their hyperparameters.
 
     Attributes:
-        workload: A function from a config to a Workload.
-        config: Of the base run.
+        workload: A function from hyperparameters to a Workload.
+        config: The settings of the base run.
         probe_every: Optimizer steps between two samples of the noise.
-        threads: torch's, where the trial is one process.
-        checkpoints: Whether it saves one with each report, where it is one process.
-        scaling_config: Of the workers that a trial is spread over; None for one process.
-        folder: Where such a trial's own run goes.
     """
 
     workload: WorkloadFn
     config: AdaScaleConfig
     probe_every: int
-    threads: int
-    checkpoints: bool
-    scaling_config: ScalingConfig | None = None
-    folder: str | None = None
+
+    @abstractmethod
+    def train(self, hyperparameters: dict[str, Any]) -> None:
+        """Train the base run with these hyperparameters, and report to Tune how it goes."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
-    """One repeat: whose config, and with what seed."""
+class PlannedRepeat:
+    """One repeat before it runs.
 
-    rank: int
+    Attributes:
+        candidate: Which of the search's best it repeats; 0 is the search's winner.
+        hyperparameters: That candidate's.
+        seed: The seed to repeat it with.
+    """
+
+    candidate: int
     hyperparameters: dict[str, Any]
     seed: int
 
@@ -91,12 +98,12 @@ class Collected:
     """What a trial gathers as it runs, and the reports to Tune that come of it.
 
     Attributes:
-        noise: τ, σ² and μ² of each sample of the noise.
+        noise: The samples of the noise.
         evaluated: The keys that the workload's ``evaluate`` has returned.
     """
 
-    def __init__(self, metric: str, mode: str) -> None:
-        self.noise: list[tuple[float, float, float]] = []
+    def __init__(self, metric: str, mode: Literal["min", "max"]) -> None:
+        self.noise: list[NoiseProbe] = []
         self.evaluated: tuple[str, ...] = ()
         self._metric = metric
         self._mode = mode
@@ -104,7 +111,7 @@ class Collected:
         self._losses = 0
 
     def add_loss(self, loss: Tensor | float) -> None:
-        """Count a step's training loss into the mean of the next report; waits for nothing on a GPU."""
+        """Count a step's training loss into the mean of the next report; this waits for nothing on a GPU."""
         self._loss = self._loss + (loss.double() if isinstance(loss, Tensor) else loss)
         self._losses += 1
 
@@ -118,14 +125,14 @@ class Collected:
 
         return evaluate
 
-    def report(self, run: Run, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """The metrics, with what Tune and the search need of them.
+    def report(self, outcome: Outcome) -> dict[str, Any]:
+        """The run's metrics, with what Tune and the search need of them.
 
         Raises:
             MissingMetric: The workload's metric was not measured.
             FloatingPointError: It is not finite.
         """
-        report = dict(metrics)
+        report, schedule = dict(outcome.metrics), outcome.schedule
         if self._losses and "loss" not in self.evaluated:
             # A single batch's loss is mostly noise, and a search that compares those picks the luckiest trial.
             report["loss"] = float(self._loss) / self._losses
@@ -139,55 +146,41 @@ class Collected:
         value = float(report[self._metric])
         if not math.isfinite(value):
             raise FloatingPointError(
-                f"{self._metric} is {value} at effective step {run.effective_steps:.0f} of {run.total_steps}."
+                f"{self._metric} is {value} at effective step {outcome.effective_steps:.0f} of {schedule.total_steps}."
             )
         report[OBJECTIVE] = value if self._mode == "max" else -value
-        report["total_steps"] = run.total_steps
-        if run.base_steps_per_epoch is not None:
-            report[EPOCHS] = run.effective_steps / run.base_steps_per_epoch
-        if run.stopped is not None:
-            report[OUTCOME] = json.dumps(
-                {
-                    "metric": self._metric,
-                    "mode": self._mode,
-                    "score": value,
-                    "total_steps": run.total_steps,
-                    "base_steps_per_epoch": run.base_steps_per_epoch,
-                    "scheduler_unit": run.config.scheduler_unit,
-                    "lr_curve": run.lr_curve,
-                    "noise": self.noise,
-                }
-            )
+        report["total_steps"] = schedule.total_steps
+        if schedule.base_steps_per_epoch is not None:
+            report[EPOCHS] = outcome.effective_steps / schedule.base_steps_per_epoch
+        if outcome.stopped is not None:
+            ended = BaseResult(metric=self._metric, mode=self._mode, score=value, schedule=schedule, noise=self.noise)
+            report[OUTCOME] = ended.to_json()
         return report
 
     def save(self, folder: Path) -> None:
-        """Into a checkpoint's folder."""
-        own = {"noise": self.noise, "loss": float(self._loss), "losses": self._losses}
+        """Write what was gathered so far into a checkpoint's folder."""
+        own = {"noise": [asdict(probe) for probe in self.noise], "loss": float(self._loss), "losses": self._losses}
         (folder / _FILE).write_text(json.dumps(own), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
-        """From a checkpoint's folder."""
+        """Go on from what was gathered when that checkpoint was written."""
         own = json.loads((folder / _FILE).read_text(encoding="utf-8"))
-        self.noise = [(tau, sigma2, mu2) for tau, sigma2, mu2 in own["noise"]]
+        self.noise = [NoiseProbe(**probe) for probe in own["noise"]]
         self._loss, self._losses = own["loss"], own["losses"]
 
 
 class _TuneBackend(Backend):
-    """One trial, in one process. Reports to Tune whenever the run has evaluated, and at its end.
-
-    Attributes:
-        run: Set once it is made; the run is made with its backend, so not before.
-    """
+    """One trial, in one process. Reports to Tune whenever the run has evaluated, and at its end."""
 
     keeps_trace = False
+    saves_end = False  # nobody resumes a trial that is done
 
     def __init__(self, collected: Collected, *, checkpoints: bool) -> None:
         self.rank, self.world_size = 0, 1
         cuda = torch.cuda.is_available()  # Ray shows a trial only the GPUs that it was given
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        self.run: Run | None = None
+        self.saves_evaluations = checkpoints
         self._collected = collected
-        self._checkpoints = checkpoints
 
     @contextmanager
     def latest_checkpoint(self) -> Iterator[Path | None]:
@@ -201,14 +194,10 @@ class _TuneBackend(Backend):
             yield Path(folder)
 
     def checkpoint_folder(self, step: int) -> Path | None:
-        return Path(tempfile.mkdtemp(prefix=f"ray_adascale-trial-{step}-")) if self._checkpoints else None
+        return Path(tempfile.mkdtemp(prefix=f"ray_adascale-trial-{step}-"))
 
-    def report(self, metrics: Mapping[str, Any], folder: Path | None) -> None:
-        run = self.run
-        assert run is not None
-        report = self._collected.report(run, metrics)
-        if self._checkpoints and run.stopped is None:  # the last report needs none: nobody resumes a trial that is done
-            folder = run.save_checkpoint()
+    def report(self, outcome: Outcome, folder: Path | None) -> None:
+        report = self._collected.report(outcome)
         if folder is None:
             tune.report(report)
             return
@@ -221,44 +210,46 @@ class _TuneBackend(Backend):
 
 def make_run(workload: Workload, config: AdaScaleConfig, collected: Collected, backend: Backend) -> Run:
     """The base run of what was built, evaluated for the reports to Tune."""
-    return Run(
-        workload.model,
-        workload.optimizer,
-        workload.scheduler,
-        workload.train_dataset,
-        with_unit(config, workload),
-        collate_fn=workload.collate_fn,
-        evaluate=collected.evaluator(workload),
-        backend=backend,
-    )
+    return Run.of(replace(workload, evaluate=collected.evaluator(workload)), config, backend=backend)
 
 
-def run_trial(hyperparameters: dict[str, Any], settings: Settings) -> None:
-    """The base run of one config: what Tune calls, in a process that may have run other trials before."""
-    if settings.scaling_config is not None:
-        from .trial_workers import run_on_workers  # here: a trial in one process needs nothing of Ray Train
+@dataclass(frozen=True, kw_only=True)
+class InOneProcess(TrialSetup):
+    """Trials that are one process each, which Tune starts, and which may have run other trials before.
 
-        run_on_workers(hyperparameters, settings)
-        return
-    gc.collect()  # a trial that was stopped leaves reference cycles behind, and its model may hang on them
-    torch.set_num_threads(settings.threads)
-    seed_everything(settings.config.seed)
-    with building():
-        workload = build(settings.workload, hyperparameters)
-        collected = Collected(workload.metric, workload.mode)
-        backend = _TuneBackend(collected, checkpoints=settings.checkpoints)
-        backend.run = run = make_run(workload, settings.config, collected, backend)
-    train_base(run, workload, settings.probe_every, collected.noise, collected.add_loss)
+    Attributes:
+        threads: How many torch uses.
+        checkpoints: Whether a trial saves a checkpoint with each report.
+    """
+
+    threads: int
+    checkpoints: bool
+
+    def train(self, hyperparameters: dict[str, Any]) -> None:
+        gc.collect()  # a trial that was stopped leaves reference cycles behind, and its model may hang on them
+        torch.set_num_threads(self.threads)
+        seed_everything(self.config.seed)
+        with building():
+            workload = build(self.workload, hyperparameters)
+            collected = Collected(workload.metric, workload.mode)
+            backend = _TuneBackend(collected, checkpoints=self.checkpoints)
+            run = make_run(workload, self.config, collected, backend)
+        train_base(run, workload, self.probe_every, collected.noise, collected.add_loss)
 
 
-def run_repeat(config: dict[str, Any], settings: Settings, entries: list[Entry]) -> None:
-    """A trial's config again, with another seed: what Tune calls for the repeats."""
-    entry = entries[config["repeat"]]
-    run_trial(entry.hyperparameters, replace(settings, config=replace(settings.config, seed=entry.seed)))
+def run_trial(hyperparameters: dict[str, Any], setup: TrialSetup) -> None:
+    """One trial: what Tune calls."""
+    setup.train(hyperparameters)
+
+
+def run_repeat(config: dict[str, Any], setup: TrialSetup, planned: list[PlannedRepeat]) -> None:
+    """One repeat, a trial with another seed: what Tune calls, with a config that says which repeat."""
+    repeat = planned[config["repeat"]]
+    replace(setup, config=replace(setup.config, seed=repeat.seed)).train(repeat.hyperparameters)
 
 
 def describe_config(config: Mapping[str, Any]) -> str:
-    """For people, on one line."""
+    """Hyperparameters on one line, for people to read."""
     parts = []
     for key, value in config.items():
         text = f"{value:.4g}" if isinstance(value, float) else repr(value)
@@ -267,14 +258,14 @@ def describe_config(config: Mapping[str, Any]) -> str:
 
 
 _MISTAKES = (ValueError, TypeError, LookupError, AttributeError, NameError, ImportError)
-"""Of the program rather than of the machine: memory or a disk may be there for the next trial."""
+"""These are the program's rather than the machine's: memory or a disk may be there for the next trial."""
 
 _NOTE = "Raised while the trial was built."
 
 
 @contextmanager
 def building() -> Iterator[None]:
-    """Notes a mistake that is raised within; the note goes with the error to other processes."""
+    """Note on a mistake that is raised within that it was; the note goes with the error to other processes."""
     try:
         yield
     except _MISTAKES as error:

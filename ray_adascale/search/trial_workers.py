@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,64 +15,77 @@ from ray import tune
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.queue import Empty, Queue
 
-from ..run.loop import Run
+from ..recipe import NoiseProbe
+from ..run.backend import Outcome
 from ..train.backend import RayTrainBackend
 from ..train.cluster import build_on_worker, worker_failure
-from .trial import Collected, Settings, building, make_run
+from .trial import Collected, TrialSetup, building, make_run
 
-__all__ = ["run_on_workers"]
+__all__ = ["OnWorkers"]
 
 _POLL_S = 0.2  # how late a trial may notice that its workers are done
 
 
-def run_on_workers(hyperparameters: dict[str, Any], settings: Settings) -> None:
-    """What Tune calls: starts the workers, hands on what they report, and reports last how it ended.
+@dataclass(frozen=True, kw_only=True)
+class OnWorkers(TrialSetup):
+    """Trials that are spread over Ray Train workers of their own.
 
-    Not through Ray's ``TuneReportCallback``: each report is a barrier for the workers then, of up to two seconds, and the
-    last one gets lost where the trial's function returns before Tune has fetched it.
+    Attributes:
+        scaling_config: Of the workers of one trial.
+        folder: Where the trials keep their checkpoints and traces.
     """
-    reports = Queue(actor_options={"num_cpus": 0})
-    trainer = TorchTrainer(
-        _train,
-        train_loop_config={"hyperparameters": hyperparameters, "settings": settings, "reports": reports},
-        scaling_config=settings.scaling_config,
-        # A trial that Tune starts again has the same id, so it resumes by itself.
-        run_config=ray.train.RunConfig(
-            name=tune.get_context().get_trial_id(),
-            storage_path=settings.folder,
-            checkpoint_config=ray.train.CheckpointConfig(num_to_keep=1),
-        ),
-        torch_config=TorchConfig(timeout_s=300),  # as in AdaScaleTrainer
-    )
-    ended: list[ray.train.Result | BaseException] = []
 
-    def fit() -> None:
-        try:
-            ended.append(trainer.fit())
-        except BaseException as e:  # the loop below waits for it
-            ended.append(e)
+    scaling_config: ray.train.ScalingConfig
+    folder: str
 
-    # A daemon: where Tune stops the trial, nobody waits for its workers to reach T.
-    threading.Thread(target=fit, name="ray_adascale-trial", daemon=True).start()
-    while not (ended and reports.empty()):
-        try:
-            tune.report(reports.get(timeout=_POLL_S))
-        except Empty:
-            continue
-    (result,) = ended
-    if isinstance(result, BaseException):
-        failed = worker_failure(result)
-        raise result if failed is None else failed[1]  # as in a trial that is one process
-    # Only now, as a scheduler may end the trial at its last report: the workers are gone by themselves.
-    tune.report(result.return_value)
+    def train(self, hyperparameters: dict[str, Any]) -> None:
+        """Start the workers, hand on what they report, and report last how it ended.
+
+        This does not go through Ray's ``TuneReportCallback``: each report is a barrier for the workers then, of up to two
+        seconds, and the last one gets lost where the trial's function returns before Tune has fetched it.
+        """
+        reports = Queue(actor_options={"num_cpus": 0})
+        trainer = TorchTrainer(
+            _train,
+            train_loop_config={"hyperparameters": hyperparameters, "setup": self, "reports": reports},
+            scaling_config=self.scaling_config,
+            # A trial that Tune starts again has the same id, so it resumes by itself.
+            run_config=ray.train.RunConfig(
+                name=tune.get_context().get_trial_id(),
+                storage_path=self.folder,
+                checkpoint_config=ray.train.CheckpointConfig(num_to_keep=1),
+            ),
+            torch_config=TorchConfig(timeout_s=300),  # as in AdaScaleTrainer
+        )
+        ended: list[ray.train.Result | BaseException] = []
+
+        def fit() -> None:
+            try:
+                ended.append(trainer.fit())
+            except BaseException as e:  # the loop below waits for it
+                ended.append(e)
+
+        # A daemon: where Tune stops the trial, nobody waits for its workers to reach T.
+        threading.Thread(target=fit, name="ray_adascale-trial", daemon=True).start()
+        while not (ended and reports.empty()):
+            try:
+                tune.report(reports.get(timeout=_POLL_S))
+            except Empty:
+                continue
+        (result,) = ended
+        if isinstance(result, BaseException):
+            failed = worker_failure(result)
+            raise result if failed is None else failed[1]  # as in a trial that is one process
+        # Only now, as a scheduler may end the trial at its last report: the workers are gone by themselves.
+        tune.report(result.return_value)
 
 
 class _TrialBackend(RayTrainBackend):
     """A worker of a trial. Rank 0 collects what goes to Tune; to Ray Train go checkpoints only."""
 
     reports_evaluations = True
+    saves_end = False  # nobody resumes a trial that is done
     writes_events = False  # Tune does
-    run: Run  # set once it is made; the run is made with its backend, so not before
 
     def __init__(self, probe_every: int, reports: Queue) -> None:
         super().__init__()
@@ -80,18 +94,17 @@ class _TrialBackend(RayTrainBackend):
         self._probe_every = probe_every
         self._reports = reports
 
-    def observe(self, metrics: Mapping[str, Any], total_steps: int) -> None:
-        super().observe(metrics, total_steps)
+    def observe(self, outcome: Outcome) -> None:
+        super().observe(outcome)
         collected = self.collected
         assert collected is not None  # only rank 0 is told
-        collected.add_loss(metrics["loss"])
-        tau = metrics["effective_steps"] - 1  # at the step's start; S = 1, so r = 1
-        new = not collected.noise or collected.noise[-1][0] < tau  # τ stands still at a skipped step
-        if tau % self._probe_every == 0 and new:
+        collected.add_loss(outcome.metrics["loss"])
+        tau = outcome.effective_steps - 1  # at the step's start; S = 1, so r = 1
+        new = not collected.noise or collected.noise[-1].effective_steps < tau  # τ stands still at a skipped step
+        sigma2, mu2 = outcome.sample
+        if tau % self._probe_every == 0 and new and math.isfinite(sigma2) and math.isfinite(mu2):
             # n ≥ 2 gradient samples: the step itself has shown its noise, without a probe.
-            sample = self.run.optimizer.last_sigma2, self.run.optimizer.last_mu2
-            if all(map(math.isfinite, sample)):
-                collected.noise.append((tau, *sample))
+            collected.noise.append(NoiseProbe(effective_steps=tau, sigma2=sigma2, mu2=mu2))
 
     @contextmanager
     def latest_checkpoint(self) -> Iterator[Path | None]:
@@ -100,34 +113,30 @@ class _TrialBackend(RayTrainBackend):
                 self.collected.load(folder)
             yield folder
 
-    def report(self, metrics: Mapping[str, Any], folder: Path | None) -> None:
-        run, collected = self.run, self.collected
+    def report(self, outcome: Outcome, folder: Path | None) -> None:
+        collected = self.collected
         if collected is not None:
             # A checkpoint may come between two evaluations, also before the first: Tune is told nothing then.
-            if run.stopped is not None:
-                self.last = collected.report(run, metrics)
-            elif run.place.evaluated_at == run.effective_steps:
-                self._reports.put(collected.report(run, metrics))
+            if outcome.stopped is not None:
+                self.last = collected.report(outcome)
+            elif outcome.evaluated:
+                self._reports.put(collected.report(outcome))
             if folder is not None:
                 collected.save(folder)
         if folder is not None:
-            super().report(metrics, folder)
-
-    def checkpoint_folder(self, step: int) -> Path | None:
-        # The last one would be of no use: nobody resumes a trial that is done.
-        return super().checkpoint_folder(step) if self.run.stopped is None else None
+            super().report(outcome, folder)
 
 
 def _train(given: dict[str, Any]) -> dict[str, Any]:
-    """What each worker runs; rank 0 returns the last report."""
-    settings: Settings = given["settings"]
-    backend = _TrialBackend(settings.probe_every, given["reports"])
+    """Train the base run together with the other workers; rank 0 returns the last report."""
+    setup: OnWorkers = given["setup"]
+    backend = _TrialBackend(setup.probe_every, given["reports"])
     with building():
-        workload = build_on_worker(settings.workload, given["hyperparameters"], settings.config.seed, backend.rank)
+        workload = build_on_worker(setup.workload, given["hyperparameters"], setup.config.seed, backend.rank)
         collected = Collected(workload.metric, workload.mode)
         if backend.rank == 0:
             backend.collected = collected
-        backend.run = run = make_run(workload, settings.config, collected, backend)
+        run = make_run(workload, setup.config, collected, backend)
     for batch in run:
         run.backward(workload.loss_fn(run.model, batch))
         run.step()

@@ -3,45 +3,32 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
-import platform
 import time
 import uuid
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
 
 import ray
-import torch
 from ray import tune
 from ray.train import ScalingConfig
-from ray.tune.schedulers import (
-    AsyncHyperBandScheduler,
-    FIFOScheduler,
-    MedianStoppingRule,
-    PopulationBasedTraining,
-    PopulationBasedTrainingReplay,
-    TrialScheduler,
-)
-from ray.tune.search import BasicVariantGenerator, Searcher
+from ray.tune.schedulers import FIFOScheduler, TrialScheduler
+from ray.tune.search import BasicVariantGenerator
 from ray.util.annotations import PublicAPI
-from ray.util.state import list_nodes
-from ray.util.state.exception import RayStateApiException
 
-from .._files import read_json, write_json
-from .._version import __version__
 from ..config import AdaScaleConfig
-from ..recipe import NoiseProbe, Recipe, Repeat
-from ..run.base_run import base_config, kept_settings, workload_name
+from ..recipe import Recipe, Repeat
+from ..run.base_run import BaseResult, freeze
 from ..train.cluster import pickle_by_value, quiet_init
 from ..workload import WorkloadFn
-from .trial import EPOCHS, OBJECTIVE, Entry, Settings, describe_config, run_repeat, run_trial
-from .watch import BestMean, Finished, StopOnMistake, Watch, best_mean, interrupts, watching
+from .spec import SearchSpec
+from .trial import OBJECTIVE, InOneProcess, PlannedRepeat, TrialSetup, describe_config, run_repeat, run_trial
+from .watch import BestMean, Finished, StopOnMistake, Watch, best_mean, watching
 
 __all__ = ["tune_recipe"]
 
@@ -139,204 +126,170 @@ def tune_recipe(
         RuntimeError: No trial reached T.
         KeyboardInterrupt: The search was interrupted (Tune itself would go on with the trials that it has).
     """
-    if scaling_config is not None:
-        _check_scaling(scaling_config, resources_per_trial, search_alg)
-        resources = scaling_config.total_resources
-    else:
-        resources = {"CPU": 1} if resources_per_trial is None else resources_per_trial
-    _check_arguments(
-        workload,
-        param_space,
-        total_steps,
-        total_epochs,
-        num_samples,
-        seed,
-        resources,
-        max_concurrent_trials,
-        probe_every,
-        repeats,
-        repeat_best,
+    spec = SearchSpec(
+        workload=workload,
+        param_space=param_space,
+        base_batch_size=base_batch_size,
+        total_steps=total_steps,
+        total_epochs=total_epochs,
+        num_samples=num_samples,
+        repeats=repeats,
+        repeat_best=repeat_best,
+        search_alg=search_alg,
+        scheduler=scheduler,
+        seed=seed,
+        config=config,
+        resources_per_trial=resources_per_trial,
+        scaling_config=scaling_config,
+        max_concurrent_trials=max_concurrent_trials,
+        probe_every=probe_every,
     )
-    trial_config = base_config(config, base_batch_size, total_steps, total_epochs, seed)
-    tune_scheduler, scheduler_name = _make_scheduler(scheduler, total_steps, total_epochs)
-    if scaling_config is not None:
-        trial_config = _spread(trial_config, config, int(scaling_config.num_workers))
-    _check_config(config, trial_config)
-    if scaling_config is not None:
-        max_concurrent_trials = _concurrency(resources, tune_scheduler, max_concurrent_trials)
-    searcher, limit, search_name = _make_searcher(search_alg, seed, max_concurrent_trials)
     if name is None:
         name = f"recipe-{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
-
     quiet_init()
-    _warn_where_nothing_fits(resources)
     run_config = tune.RunConfig(
         name=name,
         storage_path=_absolute(storage_path),
         checkpoint_config=tune.CheckpointConfig(num_to_keep=1),
         verbose=0,
     )
-    folder = f"{run_config.storage_path}/{name}"
-    earlier = _check_same_search(
-        folder,
-        {
-            "workload": workload_name(workload),
-            "param_space": _describe_space(param_space),
-            "base_batch_size": base_batch_size,
-            "total_steps": total_steps,
-            "total_epochs": total_epochs,
-            "num_samples": num_samples,
-            "seed": seed,
-            "probe_every": probe_every,
-            "config": kept_settings(trial_config),
-            "num_workers": None if scaling_config is None else scaling_config.num_workers,
-            "search_alg": search_name,
-            "scheduler": scheduler_name,
-        },
-    )
+    at_once = spec.trials_at_once()
+    _warn_where_nothing_fits(spec.resources)
     search = _Search(
-        settings=Settings(
-            workload=pickle_by_value(workload),
-            config=trial_config,
-            probe_every=probe_every,
-            threads=max(1, int(resources.get("CPU", 1))),
-            # ASHA and FIFO only go on or stop; of others, subclasses included, one doesn't know.
-            checkpoints=type(tune_scheduler) not in (AsyncHyperBandScheduler, FIFOScheduler),
-            scaling_config=scaling_config,
-            folder=f"{folder}/workers",
-        ),
-        # Workers ask for themselves. What only waits for them must take no CPU that they need: Tune refuses to reserve
-        # nothing, so it reserves a byte.
-        reserved=dict(resources) if scaling_config is None else {"CPU": 0, "memory": 1},
+        spec=spec,
         run_config=run_config,
+        at_once=at_once,
         verbose=verbose > 0,
-        earlier=earlier,
+        earlier=spec.started_before(f"{run_config.storage_path}/{name}"),
     )
     started = time.monotonic()
-    trials = search.run_trials(
-        param_space,
-        num_samples=num_samples,
-        search_alg=searcher,
-        scheduler=tune_scheduler,
-        max_concurrent_trials=limit,
-    )
+    trials = search.run_trials()
     ranking = _ranking(trials)
-    rank = 0
-    again: list[Repeat] = []
-    failed_repeats: list[dict[str, str]] = []
-    if repeats:
-        entries = [
-            Entry(rank=rank, hyperparameters=trial.config, seed=seed + 1 + i)
-            for rank, (trial, _) in enumerate(ranking[:repeat_best])
-            for i in range(repeats)
-        ]
-        rank, again, failed_repeats = search.run_repeats(entries, ranking[0][1]["mode"], max_concurrent_trials)
-    failed = [{"trial": t.trial_id, "error": t.error_line} for t in trials if t.error is not None]
-    completed = sum(t.outcome is not None for t in trials)
-    winner, outcome = ranking[rank]
-    return Recipe(
+    best = [trial for trial, _ in ranking[:repeat_best]]
+    candidate, again, failed_repeats = search.run_repeats(best) if repeats else (0, [], [])
+    winner, outcome = ranking[candidate]
+    completed = sum(trial.outcome is not None for trial in trials)
+    failed = [{"trial": trial.trial_id, "error": trial.error_line} for trial in trials if trial.error is not None]
+    return freeze(
+        outcome,
+        workload=workload,
         hyperparameters=winner.config,
-        base_batch_size=base_batch_size,
-        total_steps=outcome["total_steps"],
-        base_steps_per_epoch=outcome["base_steps_per_epoch"],
-        scheduler_unit=outcome["scheduler_unit"],
-        metric=outcome["metric"],
-        mode=outcome["mode"],
-        score=outcome["score"],
-        lr_curve=outcome["lr_curve"],
-        noise=[NoiseProbe(effective_steps=tau, sigma2=sigma2, mu2=mu2) for tau, sigma2, mu2 in outcome["noise"]],
-        seed=seed,
+        config=spec.trial_config,
         search={
             "num_samples": num_samples,
             "completed": completed,
             "stopped_early": len(trials) - completed - len(failed),
             "failed": failed + failed_repeats,
-            "search_alg": search_name,
-            "scheduler": scheduler_name,
+            "search_alg": spec.searcher_name,
+            "scheduler": spec.scheduler_name,
             "num_workers": 1 if scaling_config is None else scaling_config.num_workers,
             "best_trial": winner.trial_id,
             "wall_s": time.monotonic() - started,
             "name": name,
         },
-        workload=workload_name(workload),
-        versions={
-            "ray_adascale": __version__,
-            "torch": torch.__version__,
-            "ray": ray.__version__,
-            "python": platform.python_version(),
-        },
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
         repeats=again,
-        settings=kept_settings(trial_config),
+        versions={"ray": ray.__version__},
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Search:
-    """What the trials of a search and its repeats have in common.
+    """A search as it runs under Tune: its trials, and then its repeats.
 
     Attributes:
-        settings: What every trial is given.
-        reserved: What Ray reserves for one.
-        run_config: Tune's; the repeats have a folder of their own beside it.
-        verbose: Whether a line is said about each.
-        earlier: The search was started before.
+        spec: What the search is.
+        run_config: Tune's, for the trials; the repeats have a folder of their own beside it.
+        at_once: How many trials may run at once; None: as many as fit.
+        verbose: Whether a line is printed about each trial that ends.
+        earlier: Whether the search was started before.
     """
 
-    settings: Settings
-    reserved: Mapping[str, float]
+    spec: SearchSpec
     run_config: tune.RunConfig
+    at_once: int | None
     verbose: bool
     earlier: bool
 
-    def run_trials(self, param_space: dict[str, Any], *, num_samples: int, **choices: Any) -> list[Finished]:
-        """All trials, as they ended; ``choices`` are of ``tune.TuneConfig``."""
-        watch = Watch(
-            num_samples * _grid_size(param_space), verbose=self.verbose, earlier=self.earlier, space=param_space
+    def run_trials(self) -> list[Finished]:
+        """Run all trials, and return them as they ended."""
+        spec = self.spec
+        watch = Watch(spec.num_trials, verbose=self.verbose, earlier=self.earlier, space=spec.param_space)
+        self._fit(
+            tune.with_parameters(run_trial, setup=self._setup(self.run_config.name)),
+            spec.param_space,
+            self.run_config,
+            watch,
+            num_samples=spec.num_samples,
+            scheduler=spec.tune_scheduler,
+            **spec.searcher(self.at_once),
         )
-        trainable = tune.with_parameters(run_trial, settings=self.settings)
-        self._fit(trainable, param_space, self.run_config, watch, num_samples=num_samples, **choices)
         return list(watch.finished.values())
 
-    def run_repeats(
-        self, entries: list[Entry], mode: str, max_concurrent: int | None
-    ) -> tuple[int, list[Repeat], list[dict[str, str]]]:
-        """The rank with the best mean, its repeats, and those of any rank that failed, for the recipe."""
+    def run_repeats(self, best: list[Finished]) -> tuple[int, list[Repeat], list[dict[str, str]]]:
+        """Repeat the best few trials with further seeds.
+
+        Returns:
+            The candidate with the best mean, its repeats, and those of any candidate that failed, for the recipe.
+        """
+        planned = [
+            PlannedRepeat(candidate=candidate, hyperparameters=trial.config, seed=self.spec.seed + 1 + i)
+            for candidate, trial in enumerate(best)
+            for i in range(self.spec.repeats)
+        ]
         watch = Watch(
-            len(entries),
+            len(planned),
             verbose=self.verbose,
             what="repeat",
             earlier=self.earlier,
-            describe=lambda config: str(entries[config["repeat"]]),
-            best=BestMean(entries),
+            describe=lambda config: str(planned[config["repeat"]]),
+            best=BestMean(planned),
         )
         name = f"{self.run_config.name}-repeats"
-        settings = replace(self.settings, folder=f"{self.run_config.storage_path}/{name}/workers")
         self._fit(
-            tune.with_parameters(run_repeat, settings=settings, entries=entries),
-            {"repeat": tune.grid_search(list(range(len(entries))))},
+            tune.with_parameters(run_repeat, setup=self._setup(name), planned=planned),
+            {"repeat": tune.grid_search(list(range(len(planned))))},
             replace(self.run_config, name=name),
             watch,
-            search_alg=BasicVariantGenerator(max_concurrent=max_concurrent or 0),
+            search_alg=BasicVariantGenerator(max_concurrent=self.at_once or 0),
             scheduler=FIFOScheduler(),
         )
         trials = list(watch.finished.values())
         failed = [
-            {"trial": f"repeat at {entries[t.config['repeat']]}", "error": t.error_line}
-            for t in trials
-            if t.error is not None
+            {"trial": f"repeat at {planned[trial.config['repeat']]}", "error": trial.error_line}
+            for trial in trials
+            if trial.error is not None
         ]
-        rank, repeats = best_mean(entries, trials, mode)
-        return rank, repeats, failed
+        return *best_mean(planned, trials), failed
+
+    def _setup(self, name: str) -> TrialSetup:
+        """What each of the trials, or of the repeats, is given; Tune's folder for them has this name."""
+        spec, workload = self.spec, pickle_by_value(self.spec.workload)
+        if spec.scaling_config is None:
+            return InOneProcess(
+                workload=workload,
+                config=spec.trial_config,
+                probe_every=spec.probe_every,
+                threads=max(1, int(spec.resources.get("CPU", 1))),
+                checkpoints=spec.may_pause,
+            )
+        from .trial_workers import OnWorkers  # here, as only these trials need Ray Train's part for torch
+
+        return OnWorkers(
+            workload=workload,
+            config=spec.trial_config,
+            probe_every=spec.probe_every,
+            scaling_config=spec.scaling_config,
+            folder=f"{self.run_config.storage_path}/{name}/workers",
+        )
 
     def _fit(self, function: Any, space: Any, run_config: Any, watch: Watch, **choices: Any) -> None:
-        """Run trials, or go on with the search of this name, under the eyes of the watch.
+        """Run trials, or go on with those of this name, while the watch looks on; ``choices`` are of ``tune.TuneConfig``.
 
         Raises:
             ValueError: Every trial would make the same mistake.
-            KeyboardInterrupt: It was interrupted.
+            KeyboardInterrupt: The search was interrupted.
         """
-        trainable = tune.with_resources(function, dict(self.reserved))
+        trainable = tune.with_resources(function, self.spec.reserved)
         folder = f"{run_config.storage_path}/{run_config.name}"
         with watching(watch):
             if tune.Tuner.can_restore(folder):
@@ -346,12 +299,12 @@ class _Search:
                     metric=OBJECTIVE,
                     mode="max",
                     # A process for each trial would import torch each time. But one that waits for workers must end with it.
-                    reuse_actors=self.settings.scaling_config is None,
+                    reuse_actors=self.spec.scaling_config is None,
                     **choices,
                 )
                 run_config = replace(run_config, stop=StopOnMistake(watch), callbacks=[watch])
                 tuner = tune.Tuner(trainable, param_space=space, tune_config=tune_config, run_config=run_config)
-            with _quiet_tune(), interrupts(watch), watch.progress or nullcontext():
+            with _quiet_tune(), watch.noticing_ctrl_c(), watch.display or nullcontext():
                 tuner.fit()
         if watch.fatal is not None:
             raise ValueError(str(watch.fatal)) from watch.fatal
@@ -361,252 +314,39 @@ class _Search:
             )
 
 
-def _make_searcher(search_alg: Any, seed: int, max_concurrent: int | None) -> tuple[Any, int | None, str]:
-    """Tune's searcher, the limit of trials at once where Tune is to keep it, and the searcher's name for the recipe."""
-    if search_alg is None:
-        # Not TuneConfig's default, which draws from NumPy's global generator.
-        return BasicVariantGenerator(random_state=seed, max_concurrent=max_concurrent or 0), None, "random"
-    name = search_alg if isinstance(search_alg, str) else type(search_alg).__name__
-    if max_concurrent is not None and not isinstance(search_alg, Searcher | str):
-        raise ValueError(f"Invalid max_concurrent_trials={max_concurrent} with a {name}. Give the limit to the {name}.")
-    return search_alg, max_concurrent, name
-
-
-def _check_same_search(folder: str, settings: dict[str, Any]) -> bool:
-    """Whether this search was started before; notes what it is, if not.
-
-    Raises:
-        ValueError: Another search was started under this name.
-    """
-    path = f"{folder}/search.json"
-    before = read_json(path)
-    if before is None:
-        write_json(path, settings)
-        return False
-    for key, now in settings.items():
-        if before.get(key) != now:
-            raise ValueError(
-                f"Invalid {key}={now!r}: the search in {folder} was started with {before.get(key)!r}. Restore it to go on, "
-                "or choose another name."
-            )
-    return True
-
-
-def _describe_space(space: Any) -> Any:
-    """The search space as JSON, to tell whether it is the same."""
-    if isinstance(space, Mapping):
-        return {str(key): _describe_space(value) for key, value in space.items()}
-    if isinstance(space, list | tuple):
-        return [_describe_space(value) for value in space]
-    if space is None or isinstance(space, bool | int | float | str):
-        return space
-    if callable(space) or not hasattr(space, "__dict__"):
-        return type(space).__qualname__  # two functions can't be told apart
-    inside = {key: _describe_space(value) for key, value in vars(space).items()}  # Tune's distributions and samplers
-    return {"type": type(space).__qualname__, **inside}
-
-
-def _check_arguments(
-    workload: Any,
-    param_space: Any,
-    total_steps: Any,
-    total_epochs: Any,
-    num_samples: Any,
-    seed: Any,
-    resources: Any,
-    max_concurrent_trials: Any,
-    probe_every: Any,
-    repeats: Any,
-    repeat_best: Any,
-) -> None:
-    if not callable(workload):
-        raise ValueError(f"Invalid workload of type {type(workload).__name__}. Must be a function config -> Workload.")
-    if not isinstance(param_space, dict):
-        raise ValueError(
-            f"Invalid param_space of type {type(param_space).__name__}. Must be a dict, as for ray.tune.Tuner."
-        )
-    if (total_steps is None) == (total_epochs is None):
-        raise ValueError(f"Invalid {total_steps=} with {total_epochs=}. Give one of them: how long each trial is.")
-    for name, value, least in (
-        ("num_samples", num_samples, 1),
-        ("probe_every", probe_every, 1),
-        ("repeats", repeats, 0),
-        ("repeat_best", repeat_best, 1),
-        ("seed", seed, 0),
-        ("max_concurrent_trials", max_concurrent_trials, 1),
-    ):
-        if value is None and name == "max_concurrent_trials":
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"Invalid {name}={value!r}. Must be an integer of at least {least}.")
-    if (
-        not isinstance(resources, Mapping)
-        or not resources
-        or not all(isinstance(v, int | float) and not isinstance(v, bool) and v >= 0 for v in resources.values())
-    ):
-        raise ValueError(f"Invalid resources_per_trial={resources!r}. Must be a dict such as {{'CPU': 1, 'GPU': 0.5}}.")
-
-
-def _check_config(given: AdaScaleConfig | None, used: AdaScaleConfig) -> None:
-    """Refuse what was set and would have no effect."""
-    if given is None:
-        return
-    for field in fields(AdaScaleConfig):
-        mine, theirs = getattr(used, field.name), getattr(given, field.name)
-        if theirs not in (mine, field.default):
-            instead = (
-                "Give tune_recipe(seed=...)." if field.name == "seed" else "Leave it out; it is for runs at scale."
-            )
-            raise ValueError(
-                f"Invalid AdaScaleConfig({field.name}={theirs!r}) for a search: its trials have "
-                f"{field.name}={mine!r}. {instead}"
-            )
-
-
-def _check_scaling(scaling_config: Any, resources_per_trial: Any, search_alg: Any) -> None:
-    if not isinstance(scaling_config, ScalingConfig):
-        raise ValueError(
-            f"Invalid scaling_config of type {type(scaling_config).__name__}. Must be a ray.train.ScalingConfig."
-        )
-    workers = scaling_config.num_workers
-    if isinstance(workers, tuple) or workers < 2:
-        raise ValueError(
-            f"Invalid ScalingConfig(num_workers={workers}) for a trial. Must be a fixed number of at least 2; a trial in one "
-            "process needs no scaling_config."
-        )
-    if resources_per_trial is not None:
-        raise ValueError(
-            f"Invalid {resources_per_trial=} with scaling_config. Say what a worker needs, in "
-            "ScalingConfig(resources_per_worker=...)."
-        )
-    if search_alg is not None and not isinstance(search_alg, Searcher | str):
-        raise ValueError(
-            f"Invalid search_alg: a {type(search_alg).__name__} with scaling_config. How many trials run at once has to be "
-            "limited from outside: give a Searcher, or None."
-        )
-
-
-def _spread(base: AdaScaleConfig, given: AdaScaleConfig | None, num_workers: int) -> AdaScaleConfig:
-    """The base run's settings on several workers: the same batch, in parts."""
-    given = AdaScaleConfig() if given is None else given
-    spread = replace(
-        base,
-        global_batch_size=base.base_batch_size,
-        per_worker_batch_size=given.per_worker_batch_size,
-        accumulation=given.accumulation,
-        sharding=given.sharding,
-        checkpoint_every_s=given.checkpoint_every_s,
-        async_checkpoint=False,  # what a trial has collected so far goes with it, and has to be of the same step
-    )
-    plan = spread.plan(num_workers)
-    if plan.scale != 1:
-        raise ValueError(
-            f"Invalid ScalingConfig({num_workers=}) for a base batch of {base.base_batch_size}: in {plan.accumulation} passes "
-            f"each worker needs at least {spread.min_examples_per_worker} examples. Use fewer workers or passes."
-        )
-    return spread
-
-
-def _concurrency(resources: Mapping[str, float], scheduler: TrialScheduler, most: int | None) -> int:
-    """How many trials with workers of their own may run at once.
-
-    Raises:
-        ValueError: The scheduler stops trials, and nobody would clean up after those.
-    """
-    if type(scheduler) not in (FIFOScheduler, AsyncHyperBandScheduler, MedianStoppingRule):
-        raise ValueError(
-            f"Invalid scheduler: {type(scheduler).__name__} with scaling_config. It may pause trials, which those with workers "
-            "of their own can't do. Use 'asha', MedianStoppingRule or None."
-        )
-    quiet_init()
-    if type(scheduler) is not FIFOScheduler and not _dashboard_answers():
-        raise ValueError(
-            "A scheduler that stops trials needs Ray's dashboard when trials have workers of their own (scaling_config): "
-            "without it what a stopped trial has reserved is never freed, and the search hangs. Start Ray with it (pip install "
-            "'ray[default]'; ray.init(include_dashboard=True)), or use scheduler=None."
-        )
-    have = ray.cluster_resources()
-    fit = min((int(have.get(key, 0) / value) for key, value in resources.items() if value > 0), default=1)
-    return max(1, fit if most is None else min(fit, most))
-
-
-def _dashboard_answers() -> bool:
-    """Whether the state API does, by which Ray Train finds out that a run is over whose driver is gone."""
-    here = ray.get_runtime_context()
-    try:
-        # Another Ray's dashboard, on the port that this one would have had, does not count.
-        found = list_nodes(here.gcs_address, filters=[("node_id", "=", here.get_node_id())], timeout=10)
-    except RayStateApiException:
-        return False
-    return bool(found)
-
-
-def _make_scheduler(
-    scheduler: Any, total_steps: int | None, total_epochs: float | None
-) -> tuple[TrialScheduler, str | None]:
-    """Tune's scheduler, and its name for the recipe."""
-    if scheduler is None:
-        return FIFOScheduler(), None
-    if isinstance(scheduler, str) and scheduler == "asha":
-        clock, length = ("effective_steps", total_steps) if total_steps is not None else (EPOCHS, total_epochs)
-        assert length is not None
-        return AsyncHyperBandScheduler(time_attr=clock, max_t=length, grace_period=length / 8), "asha"
-    if not isinstance(scheduler, TrialScheduler):
-        raise ValueError(f"Invalid {scheduler=}. Must be 'asha', None or a scheduler of ray.tune.schedulers.")
-    kind = type(scheduler).__name__
-    if isinstance(scheduler, PopulationBasedTraining | PopulationBasedTrainingReplay):
-        raise ValueError(
-            f"Invalid scheduler: {kind}. It changes the config of trials as they run, so no single config makes the "
-            "winner's schedule and there is nothing for a recipe to repeat. Use 'asha', or any scheduler that only stops "
-            "or pauses trials."
-        )
-    if scheduler.metric is not None:
-        raise ValueError(
-            f"Invalid scheduler: {kind} with metric={scheduler.metric!r}. Leave its metric and mode out: they are the "
-            "workload's."
-        )
-    return scheduler, kind
-
-
-def _ranking(trials: list[Finished]) -> list[tuple[Finished, dict[str, Any]]]:
+def _ranking(trials: list[Finished]) -> list[tuple[Finished, BaseResult]]:
     """The trials that reached T, best first by their metric at the end; of equals the first to finish."""
     ended = [(trial, outcome) for trial in trials if (outcome := trial.outcome) is not None]
+    what = {
+        "metric": lambda outcome: outcome.metric,
+        "mode": lambda outcome: outcome.mode,
+        "total_steps": lambda outcome: outcome.schedule.total_steps,
+    }
     for trial, outcome in ended[1:]:
-        for key in ("metric", "mode", "total_steps"):
-            if outcome[key] != ended[0][1][key]:
+        for name, of in what.items():
+            first, other = of(ended[0][1]), of(outcome)
+            if other != first:
                 raise ValueError(
-                    f"Trials differ in {key}: {ended[0][1][key]!r} at {describe_config(ended[0][0].config)}, "
-                    f"{outcome[key]!r} at {describe_config(trial.config)}. They can't be compared: keep it out of the "
-                    "search space."
+                    f"Trials differ in {name}: {first!r} at {describe_config(ended[0][0].config)}, "
+                    f"{other!r} at {describe_config(trial.config)}. They can't be compared: keep it out of the search space."
                 )
     if ended:
-        return sorted(ended, key=lambda pair: (-1 if pair[1]["mode"] == "max" else 1) * pair[1]["score"])
+        return sorted(ended, key=lambda pair: -pair[1].objective)
     failed = [trial for trial in trials if trial.error is not None]
     if not failed:
         raise RuntimeError(f"No trial reached the end: the scheduler stopped all {len(trials)}.")
     line, alike = Counter(trial.error_line for trial in failed).most_common(1)[0]
-    first = next(trial for trial in failed if trial.error_line == line)
+    example = next(trial for trial in failed if trial.error_line == line)
     told = "The first" if alike == len(failed) else f"{alike} of them alike; the first"
     others = "" if len(failed) == len(trials) else ", the scheduler stopped the others"
     raise RuntimeError(
-        f"No trial reached the end: {len(failed)} of {len(trials)} failed{others}. {told}, {first.trial_id} at "
-        f"{describe_config(first.config)}: {line}"
-    ) from first.error
-
-
-def _grid_size(space: Any) -> int:
-    """Points of the grid that a space's ``grid_search`` entries span; 1 without any."""
-    if isinstance(space, list | tuple):
-        return math.prod(map(_grid_size, space))
-    if not isinstance(space, Mapping):
-        return 1
-    if set(space) == {"grid_search"}:
-        return len(space["grid_search"])
-    return math.prod(map(_grid_size, space.values()))
+        f"No trial reached the end: {len(failed)} of {len(trials)} failed{others}. {told}, {example.trial_id} at "
+        f"{describe_config(example.config)}: {line}"
+    ) from example.error
 
 
 def _absolute(storage_path: str | os.PathLike[str] | None) -> str | None:
-    """Ray changes the working directory of its processes; a URI stays as it is."""
+    """The path made absolute, as Ray changes the working directory of its processes; a URI stays as it is."""
     if storage_path is None:
         return None
     path = os.fspath(storage_path)
@@ -614,6 +354,7 @@ def _absolute(storage_path: str | os.PathLike[str] | None) -> str | None:
 
 
 def _warn_where_nothing_fits(resources: Mapping[str, float]) -> None:
+    """Warn where the cluster, as it is, has no room for a single trial."""
     have = ray.cluster_resources()
     short = {key: value for key, value in resources.items() if value > have.get(key, 0)}
     if short:
@@ -626,10 +367,10 @@ def _warn_where_nothing_fits(resources: Mapping[str, float]) -> None:
 
 @contextmanager
 def _quiet_tune() -> Iterator[None]:
-    """Tune as silent as it can be: this module says a line about each trial, and the recipe names those that failed."""
-    # The traceback of each failed trial; and a line for each NaN or ∞ that TensorBoard is given, as a noise scale may be.
+    """Keep Tune as silent as it can be: Watch says a line about each trial, and the recipe names those that failed."""
+    # They print the traceback of each failed trial; and a line for each NaN or ∞, as a noise scale may be.
     levels = {logger: logger.level for logger in map(logging.getLogger, ("ray.tune", "tensorboardX"))}
-    # Tune's newer output prints its banner at verbose=0 too; the older one obeys. Read when the search starts.
+    # Tune's newer output prints its banner at verbose=0 too; the older one obeys. Tune reads this when the search starts.
     output = os.environ.get(_OUTPUT_ENGINE)
     os.environ[_OUTPUT_ENGINE] = "0"
     for logger in levels:

@@ -1,8 +1,7 @@
-"""What watches a search: which trials have ended and how, what is said of them, and when it is to stop."""
+"""What looks on while a search runs: which trials have ended and how, which is the best, and when the search is to end."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import statistics
@@ -16,11 +15,12 @@ from typing import Any
 
 from ray import cloudpickle, tune
 
-from ..analysis.display import SearchProgress
-from ..recipe import NoiseProbe, Repeat
-from .trial import OUTCOME, Entry, MissingMetric, describe_config, was_building
+from ..analysis.display import SearchDisplay
+from ..recipe import Repeat
+from ..run.base_run import BaseResult
+from .trial import OUTCOME, MissingMetric, PlannedRepeat, describe_config, was_building
 
-__all__ = ["BestMean", "BestTrial", "Finished", "StopOnMistake", "Watch", "best_mean", "interrupts", "watching"]
+__all__ = ["BestMean", "BestTrial", "Finished", "StopOnMistake", "Watch", "best_mean", "watching"]
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Finished:
     error: Exception | None
 
     @property
-    def outcome(self) -> dict[str, Any] | None:
-        """What the last report of a trial that reached T holds; None for any other trial."""
+    def outcome(self) -> BaseResult | None:
+        """What a trial that reached T has left; None for any other trial."""
         text = self.metrics.get(OUTCOME)
-        return None if self.error is not None or text is None else json.loads(text)
+        return None if self.error is not None or text is None else BaseResult.from_json(text)
 
     @property
     def error_line(self) -> str:
@@ -46,67 +46,72 @@ class Finished:
 
 
 class BestTrial:
-    """What decides among trials: the best score. Called with each that has ended; (score, description) of the best so far."""
+    """Knows the best trial so far, by its score.
+
+    It is called with each trial that has ended, and returns what there is to say of the best: its score, and a description;
+    both are empty while no trial has reached T.
+    """
 
     def __init__(self) -> None:
-        self._best: tuple[Finished, dict[str, Any]] | None = None
+        self._best: tuple[Finished, BaseResult] | None = None
 
     def __call__(self, trial: Finished) -> tuple[str, str]:
         outcome = trial.outcome
-        if outcome is not None and (self._best is None or _better(outcome, self._best[1])):
+        if outcome is not None and (self._best is None or outcome.objective > self._best[1].objective):
             self._best = trial, outcome
         if self._best is None:
             return "", ""
         best, outcome = self._best
-        score = f"{outcome['score']:.4g}"
-        return f"best {score}", f"{outcome['metric']} {score} at {describe_config(best.config)}"
+        score = f"{outcome.score:.4g}"
+        return f"best {score}", f"{outcome.metric} {score} at {describe_config(best.config)}"
 
 
 class BestMean:
-    """What decides among repeats: the best mean over all the seeds of a config. Called and returns as :class:`BestTrial`."""
+    """Knows the best candidate so far, by its mean over all its repeats. It is called and answers as :class:`BestTrial`."""
 
-    def __init__(self, entries: list[Entry]) -> None:
-        self._entries = entries
+    def __init__(self, planned: list[PlannedRepeat]) -> None:
+        self._planned = planned
         self._trials: list[Finished] = []
 
     def __call__(self, trial: Finished) -> tuple[str, str]:
         self._trials.append(trial)
-        wanted = Counter(entry.rank for entry in self._entries)
-        ended = Counter(self._entry(t).rank for t in self._trials)
-        whole = [t for t in self._trials if ended[self._entry(t).rank] == wanted[self._entry(t).rank]]
+        wanted = Counter(repeat.candidate for repeat in self._planned)
+        ended = Counter(map(self._candidate, self._trials))
+        whole = [t for t in self._trials if ended[self._candidate(t)] == wanted[self._candidate(t)]]
         outcome = next((t.outcome for t in whole if t.outcome is not None), None)
         if outcome is None:
             return "", ""
         try:
-            rank, repeats = best_mean(self._entries, whole, outcome["mode"])
+            candidate, repeats = best_mean(self._planned, whole)
         except RuntimeError:  # each of them has a repeat that failed
             return "", ""
-        config = next(entry.hyperparameters for entry in self._entries if entry.rank == rank)
+        config = next(repeat.hyperparameters for repeat in self._planned if repeat.candidate == candidate)
         mean = f"{statistics.mean(repeat.score for repeat in repeats):.4g}"
         over = f"over {len(repeats)} seed{'' if len(repeats) == 1 else 's'}"
-        return f"best mean {mean}", f"mean {outcome['metric']} {mean} {over} at {describe_config(config)}"
+        return f"best mean {mean}", f"mean {outcome.metric} {mean} {over} at {describe_config(config)}"
 
-    def _entry(self, trial: Finished) -> Entry:
-        return self._entries[trial.config["repeat"]]
+    def _candidate(self, trial: Finished) -> int:
+        return self._planned[trial.config["repeat"]].candidate
 
 
 class Watch(tune.Callback):
-    """Collects the trials as they end, and says a line about each.
+    """Collects the trials as they end, prints a line about each, and finds out what has to end the search.
 
     Args:
         total: How many there will be.
-        verbose: Whether anything is said.
-        what: They are called, "trial" or "repeat".
-        earlier: The search was started before: those that end without a word may have been told then.
-        describe: A trial's config, for people.
-        best: See :class:`BestTrial`.
+        verbose: Whether anything is printed.
+        what: What they are called, "trial" or "repeat".
+        earlier: Whether the search was started before: those that end without a word may have been told then.
+        describe: Describes a trial's config to people.
+        best: Knows the best so far; see :class:`BestTrial`.
         space: The search space. With one, the search ends where its first trials all make the same mistake while they are
             built.
 
     Attributes:
         finished: Those that have ended, by their trial's id.
         fatal: A mistake that every trial would repeat; the search is to end with it.
-        interrupted: Ctrl-C has ended the search.
+        interrupted: Whether Ctrl-C has ended the search.
+        progress: The display, None where nothing is printed.
     """
 
     def __init__(
@@ -123,15 +128,13 @@ class Watch(tune.Callback):
         self.finished: dict[str, Finished] = {}
         self.fatal: ValueError | None = None
         self.interrupted = False
-        self.was_interrupted: Callable[[], bool] = lambda: False
-        self.progress = SearchProgress(what, total) if verbose else None
+        self.display = SearchDisplay(what, total) if verbose else None
         self.what = what
         self._earlier = earlier
-        self._config_text = describe
+        self._describe_config = describe
         self._best = BestTrial() if best is None else best
-        self._space = space
-        self._began = 0  # trials that had begun when the first mistake was seen
-        self._reported = False
+        self._shared = None if space is None else _SharedMistake(space)
+        self._own_handler: Any = None  # the program's for Ctrl-C, while Tune has its own in place
 
     def __reduce__(self) -> Any:
         # Tune pickles its callbacks for a search to be restored with; what comes back is the watch of that restart.
@@ -142,9 +145,10 @@ class Watch(tune.Callback):
     ) -> None:
         if "total_steps" not in result:
             return
-        self._reported = True
-        if self.progress is not None:
-            self.progress.advance(trial.trial_id, result["effective_steps"] / result["total_steps"])
+        if self._shared is not None:
+            self._shared.excluded = True
+        if self.display is not None:
+            self.display.advance(trial.trial_id, result["effective_steps"] / result["total_steps"])
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         self._add(Finished(trial.trial_id, dict(trial.config), dict(trial.last_result or {}), None))
@@ -155,40 +159,13 @@ class Watch(tune.Callback):
             self.fatal = error
             return  # every trial would say the same: the search ends with this very error
         self._add(Finished(trial.trial_id, dict(trial.config), dict(trial.last_result or {}), error))
-        if self._space is not None and self.fatal is None and was_building(error):
-            self.fatal = self._shared_mistake(trials, self._space)
-
-    def _shared_mistake(self, trials: list[Any], space: Mapping[str, Any]) -> ValueError | None:
-        """The mistake that the first trials have all made, where no searched value can be to blame for it.
-
-        Args:
-            trials: All that there are, in the order in which they begin; the newest mistake is one of theirs.
-            space: The search space.
-        """
-        self._began = self._began or sum(trial.status != "PENDING" for trial in trials)
-        if self._reported:
-            return None  # some config can be built
-        alike: list[Finished] = []
-        for trial in trials:
-            found = self.finished.get(trial.trial_id)
-            if found is None or not was_building(found.error) or found.error_line != (alike or [found])[0].error_line:
-                break
-            alike.append(found)
-        if len(alike) < max(1, self._began):
-            return None
-        first, *others = (_searched(found.config, space) for found in alike)
-        if first and all(first & other for other in others):
-            return None  # it may be one of the values that they share
-        last = alike[-1]
-        told = f"The first {len(alike)} failed alike, the last" if others else "The first failed"
-        shared = ValueError(f"No trial can be built. {told} at {describe_config(last.config)}: {last.error_line}")
-        shared.__cause__ = last.error
-        return shared
+        if self._shared is not None and self.fatal is None and was_building(error):
+            self.fatal = self._shared.find(trials, self.finished)
 
     def on_experiment_end(self, trials: list[Any], **info: Any) -> None:
-        if self.was_interrupted():
+        self._notice_ctrl_c()
+        if self.interrupted:
             # Tune has just ended those that ran, as if they were done; in what it saved before, they go on.
-            self.interrupted = True
             return
         for trial in trials:
             if trial.status not in ("TERMINATED", "ERROR"):
@@ -204,22 +181,93 @@ class Watch(tune.Callback):
             return
         self.finished[trial.trial_id] = trial
         score, best = self._best(trial)
-        if self.progress is None:
+        if self.display is None:
             return
         if quiet:
-            self.progress.skip(trial.trial_id)
+            self.display.skip(trial.trial_id)
             return
-        self.progress.finish(trial.trial_id, self._describe(trial, score), best)
+        self.display.finish(trial.trial_id, self._describe(trial, score), best)
 
     def _describe(self, trial: Finished, best: str) -> str:
-        where = f"at {self._config_text(trial.config)}"
+        where = f"at {self._describe_config(trial.config)}"
         if trial.error is not None:
             return f"failed {where}: {trial.error_line}"
         outcome = trial.outcome
         if outcome is None:
             tau, total = trial.metrics.get("effective_steps", 0), trial.metrics.get("total_steps", "?")
             return f"stopped early {where}, at effective step {tau:.0f} of {total}"
-        return f"{outcome['metric']} {outcome['score']:.4g} {where}{best and f' ({best})'}"
+        return f"{outcome.metric} {outcome.score:.4g} {where}{best and f' ({best})'}"
+
+    @contextmanager
+    def noticing_ctrl_c(self) -> Iterator[None]:
+        """Notice Ctrl-C, after which Tune saves the search and returns as if it were done.
+
+        A hack, as Tune doesn't say so: it installs a handler that puts the one before back when the signal comes, and
+        otherwise leaves its own behind, which would swallow the next Ctrl-C of the program.
+        """
+        before = signal.getsignal(signal.SIGINT)
+        installs = threading.current_thread() is threading.main_thread() and not int(
+            os.environ.get("TUNE_DISABLE_SIGINT_HANDLER", "0")
+        )
+        self._own_handler = before if installs else None
+        try:
+            yield
+            self._notice_ctrl_c()
+        finally:
+            if installs:
+                signal.signal(signal.SIGINT, before)
+
+    def _notice_ctrl_c(self) -> None:
+        if self._own_handler is not None and signal.getsignal(signal.SIGINT) is self._own_handler:
+            self.interrupted = True
+
+
+class _SharedMistake:
+    """Finds the mistake that the first trials have all made while they were built, and that every trial would repeat.
+
+    Args:
+        space: The search space: where all that failed share a value that was searched for, it may be to blame.
+
+    Attributes:
+        excluded: Whether a trial has reported, so that some config can be built.
+    """
+
+    def __init__(self, space: Mapping[str, Any]) -> None:
+        self.excluded = False
+        self._space = space
+        self._began = 0  # trials that had begun when the first mistake was seen
+
+    def find(self, trials: list[Any], finished: Mapping[str, Finished]) -> ValueError | None:
+        """The mistake, where no searched value can be to blame for it; None where there is no such mistake, or not yet.
+
+        Args:
+            trials: All that there are, in the order in which they begin; the newest mistake is one of theirs.
+            finished: Those that have ended, by their trial's id.
+        """
+        self._began = self._began or sum(trial.status != "PENDING" for trial in trials)
+        if self.excluded:
+            return None
+        alike: list[Finished] = []
+        for trial in trials:
+            found = finished.get(trial.trial_id)
+            if found is None or not was_building(found.error) or found.error_line != (alike or [found])[0].error_line:
+                break
+            alike.append(found)
+        if len(alike) < max(1, self._began):
+            return None
+        first, *others = (self._searched(found.config) for found in alike)
+        if first and all(first & other for other in others):
+            return None  # it may be one of the values that they share
+        last = alike[-1]
+        told = f"The first {len(alike)} failed alike, the last" if others else "The first failed"
+        mistake = ValueError(f"No trial can be built. {told} at {describe_config(last.config)}: {last.error_line}")
+        mistake.__cause__ = last.error
+        return mistake
+
+    def _searched(self, config: Mapping[str, Any]) -> set[tuple[str, str]]:
+        """(name, value) of what is not the same in every trial; values in words, as they may be of any type."""
+        values = {(name, repr(value)) for name, value in config.items()}
+        return values - {(name, repr(value)) for name, value in self._space.items()}
 
 
 _watching: dict[str, Watch] = {}  # "trial" or "repeat" -> the watch of the search that runs in this process
@@ -231,7 +279,7 @@ def _live_watch(what: str) -> Watch:
 
 @contextmanager
 def watching(watch: Watch) -> Iterator[None]:
-    """Tune's callbacks, restored ones too, come to this watch."""
+    """Have Tune's callbacks, restored ones too, come to this watch."""
     _watching[watch.what] = watch
     try:
         yield
@@ -252,38 +300,24 @@ class StopOnMistake(tune.Stopper):
         return self._watch.fatal is not None
 
 
-def best_mean(entries: list[Entry], trials: list[Finished], mode: str) -> tuple[int, list[Repeat]]:
-    """(rank of the config with the best mean over its repeats, these repeats); one that failed puts its config out."""
-    found: dict[int, list[Repeat]] = {}
+def best_mean(planned: list[PlannedRepeat], trials: list[Finished]) -> tuple[int, list[Repeat]]:
+    """The candidate with the best mean over its repeats, and these repeats; one that failed puts its candidate out."""
+    repeats: dict[int, list[Repeat]] = {}
+    objectives: dict[int, list[float]] = {}
     out: dict[int, str] = {}
     for trial in trials:
-        entry, outcome = entries[trial.config["repeat"]], trial.outcome
+        this, outcome = planned[trial.config["repeat"]], trial.outcome
         if outcome is None:
-            out[entry.rank] = trial.error_line
+            out[this.candidate] = trial.error_line
             continue
-        noise = [NoiseProbe(effective_steps=tau, sigma2=sigma2, mu2=mu2) for tau, sigma2, mu2 in outcome["noise"]]
-        found.setdefault(entry.rank, []).append(Repeat(seed=entry.seed, score=outcome["score"], noise=noise))
-    sign = 1 if mode == "max" else -1
-    means = {
-        rank: sign * statistics.mean(repeat.score for repeat in repeats)
-        for rank, repeats in found.items()
-        if rank not in out
-    }
+        repeat = Repeat(seed=this.seed, score=outcome.score, noise=outcome.noise)
+        repeats.setdefault(this.candidate, []).append(repeat)
+        objectives.setdefault(this.candidate, []).append(outcome.objective)
+    means = {candidate: statistics.mean(found) for candidate, found in objectives.items() if candidate not in out}
     if not means:
         raise RuntimeError(f"Each of the best trials failed with another seed. The first: {out[min(out)]}")
     best = max(sorted(means), key=means.__getitem__)  # of equals the one that the search found better
-    return best, sorted(found[best], key=lambda repeat: repeat.seed)
-
-
-def _searched(config: Mapping[str, Any], space: Mapping[str, Any]) -> set[tuple[str, str]]:
-    """(name, value) of what is not the same in every trial; values in words, as they may be of any type."""
-    values = {(name, repr(value)) for name, value in config.items()}
-    return values - {(name, repr(value)) for name, value in space.items()}
-
-
-def _better(outcome: dict[str, Any], best: dict[str, Any]) -> bool:
-    sign = 1 if outcome["mode"] == "max" else -1
-    return bool(sign * outcome["score"] > sign * best["score"])
+    return best, sorted(repeats[best], key=lambda repeat: repeat.seed)
 
 
 def _cause(trial: Any) -> Exception:
@@ -296,23 +330,3 @@ def _cause(trial: Any) -> Exception:
         return cause if isinstance(cause, Exception) else error
     lines = Path(text).read_text(encoding="utf-8").strip().splitlines() if text and Path(text).is_file() else []
     return RuntimeError(lines[-1] if lines else "unknown error")
-
-
-@contextmanager
-def interrupts(watch: Watch) -> Iterator[None]:
-    """Notices Ctrl-C, after which Tune saves the search and returns as if it were done.
-
-    A hack, as Tune doesn't say so: it installs a handler that puts the one before back when the signal comes, and otherwise
-    leaves its own behind, which would swallow the next Ctrl-C of the program.
-    """
-    watched = threading.current_thread() is threading.main_thread() and not int(
-        os.environ.get("TUNE_DISABLE_SIGINT_HANDLER", "0")
-    )
-    before = signal.getsignal(signal.SIGINT)
-    watch.was_interrupted = lambda: watched and signal.getsignal(signal.SIGINT) is before
-    try:
-        yield
-        watch.interrupted |= watch.was_interrupted()
-    finally:
-        if watched:
-            signal.signal(signal.SIGINT, before)

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._torch import as_bytes, global_rank
+
 __all__ = ["Buffers", "Reduction", "gather_shards"]
 
 
@@ -26,14 +28,6 @@ def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str:
     """The name of what moves tensors of this device."""
     config = dict(entry.split(":") for entry in dist.get_backend_config(group).split(",") if ":" in entry)
     return config.get(device.type, dist.get_backend(group))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8)  # no backend knows every dtype
-
-
-def _global(group: dist.ProcessGroup | None, rank: int) -> int:
-    return rank if group is None else dist.get_global_rank(group, rank)
 
 
 def _renamed(name: str, before: str) -> Callable[..., Any]:
@@ -91,8 +85,8 @@ class Reduction:
             width = flat.element_size()
             self._works.append(
                 dist.all_to_all_single(
-                    _bytes(self._summands.view(-1)),
-                    _bytes(flat),
+                    as_bytes(self._summands.view(-1)),
+                    as_bytes(flat),
                     output_split_sizes=[own * width] * world_size,
                     input_split_sizes=[size * width for size in sizes],
                     group=group,
@@ -108,7 +102,7 @@ class Reduction:
             shards = flat.split(sizes)
             self._summands = shards[rank].view(1, own)
             self._works += [
-                dist.reduce(shard, _global(group, owner), group=group, async_op=True)
+                dist.reduce(shard, global_rank(group, owner), group=group, async_op=True)
                 for owner, shard in enumerate(shards)
                 if shard.numel()
             ]
@@ -144,7 +138,9 @@ def gather_shards(buffers: Sequence[tuple[Tensor, Sequence[int]]], group: dist.P
             for distance in range(1, world_size):
                 source, target = (rank - distance) % world_size, (rank + distance) % world_size
                 if shards[source].numel():
-                    receives.append(dist.irecv(_bytes(shards[source]), _global(group, source), group=group, tag=_TAG))
+                    receives.append(
+                        dist.irecv(as_bytes(shards[source]), global_rank(group, source), group=group, tag=_TAG)
+                    )
                 if shards[rank].numel():
                     sends.append((shards[rank], target))
         elif backend == "nccl" and len({shard.numel() for shard in shards}) == 1:
@@ -152,12 +148,14 @@ def gather_shards(buffers: Sequence[tuple[Tensor, Sequence[int]]], group: dist.P
             receives.append(all_gather(flat, shards[rank], group=group, async_op=True))
         else:
             receives += [
-                dist.broadcast(_bytes(shard), _global(group, owner), group=group, async_op=True)
+                dist.broadcast(as_bytes(shard), global_rank(group, owner), group=group, async_op=True)
                 for owner, shard in enumerate(shards)
                 if shard.numel()
             ]
     # All receives stand before the first message comes: one that is not expected yet waits for a round trip.
-    works = receives + [dist.isend(_bytes(shard), _global(group, to), group=group, tag=_TAG) for shard, to in sends]
+    works = receives + [
+        dist.isend(as_bytes(shard), global_rank(group, to), group=group, tag=_TAG) for shard, to in sends
+    ]
     for work in works:
         if work is not None:
             work.wait()

@@ -33,6 +33,7 @@ from torch.optim import (
     Rprop,
 )
 
+from .._torch import as_bytes, global_rank, is_dtensor
 from ..measure.observers import GradientObserver, PassListener
 from .buckets import Bucket, Fragment, make_buckets, memory_view
 from .collectives import gather_shards
@@ -170,13 +171,10 @@ class OSS(Optimizer):
         return self
 
     def _shard(self, optimizer: Optimizer, group: dist.ProcessGroup | None, bucket_numel: int) -> None:
-        from ..optim.adascale import AdaScale
-
-        if isinstance(optimizer, AdaScale):
-            raise ValueError(
-                "OSS can't shard AdaScale: wrap the other way round, AdaScale(OSS(...)), so that every worker has the "
-                "same gain."
-            )
+        # A mark on the class, which says why: that class stands above this module, and on an instance AdaScale hands on names.
+        refusal: str | None = getattr(type(optimizer), "refuses_sharding", None)
+        if refusal is not None:
+            raise ValueError(refusal)
         if isinstance(optimizer, OSS) or "_sharded" in vars(optimizer):
             # A second split would find the state of this worker's share only.
             raise ValueError("The optimizer is sharded already.")
@@ -483,7 +481,7 @@ class OSS(Optimizer):
         states: dict[Any, Any] = {}
         held = {place[f.param]: f for f in self.fragments}
         sent: set[tuple[int, Any]] = set()
-        for owner, entries in enumerate(self._all_gather_json(mine)):
+        for owner, entries in enumerate(self._all_gather_object(mine)):
             for i, start, numel, entry in entries:
                 for name, kind, payload in entry:
                     if kind != "part" and (i, name) in sent:
@@ -516,13 +514,13 @@ class OSS(Optimizer):
         else:
             carrier = source.to(device).contiguous()
         if carrier.numel():
-            data = carrier.view(-1).view(torch.uint8)  # no backend knows every dtype
+            data = as_bytes(carrier.view(-1))
             if recipient == _EVERYONE:
-                dist.broadcast(data, self._global(owner), group=self.group)
+                dist.broadcast(data, global_rank(self.group, owner), group=self.group)
             elif source is not None:
-                dist.send(data, self._global(recipient), group=self.group)
+                dist.send(data, global_rank(self.group, recipient), group=self.group)
             else:
-                dist.recv(data, self._global(owner), group=self.group)
+                dist.recv(data, global_rank(self.group, owner), group=self.group)
         if into is not None:
             into.copy_(carrier)
 
@@ -532,25 +530,13 @@ class OSS(Optimizer):
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
-    def _all_gather_json(self, mine: Any) -> list[Any]:
-        """Everybody's object, in rank order. JSON, since a pickle from another machine could run code here."""
+    def _all_gather_object(self, mine: Any) -> list[Any]:
+        """Each worker's object, in rank order. It is pickled: the workers of a group run one program and trust each other."""
         if self.world_size == 1:
             return [mine]
-        device = self._carrier_device()
-        data = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(device)
-        sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.world_size)]
-        dist.all_gather(sizes, torch.tensor([data.numel()], device=device), group=self.group)
-        lengths = [int(size) for size in sizes]
-        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
-        padded[: data.numel()] = data
-        everyone = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(everyone, padded, group=self.group)
-        return [
-            json.loads(other[:length].cpu().numpy().tobytes()) for other, length in zip(everyone, lengths, strict=True)
-        ]
-
-    def _global(self, rank: int) -> int:
-        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, mine, group=self.group)
+        return everyone
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
         """The full state, as the unsharded optimizer would give it; independent of the number of workers.
@@ -612,7 +598,7 @@ class OSS(Optimizer):
 def _check_shardable(p: Tensor) -> None:
     if isinstance(p, torch.nn.parameter.UninitializedParameter):
         raise ValueError("A lazy module's parameter has no shape yet. Run one forward pass before OSS is made.")
-    if type(p).__name__ == "DTensor" or hasattr(p, "device_mesh"):
+    if is_dtensor(p):
         raise ValueError(
             "The parameters are sharded already (DTensor, as from fully_shard): use the optimizer without OSS."
         )

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .._torch import as_bytes, global_rank
 from ..measure.observers import (
     GradientObserver,
     GroupSums,
@@ -26,234 +27,15 @@ from ..measure.observers import (
     refuse_compiled,
     take_norm,
 )
-from .buckets import Bucket, memory_view
-from .collectives import Buffers, Reduction
+from .buckets import Bucket
+from .collectives import Buffers
+from .gradient_bucket import GradientBucket
 from .oss import OSS
 
 __all__ = ["BucketObserver", "ShardHookObserver", "ShardedDDP", "ShardedDataParallel"]
 
 # Reductions under way at a time: one on the network while the next bucket fills. Their buffers are kept from step to step.
 _IN_FLIGHT = 1
-
-
-class _GradientBucket:
-    """The gradients of one bucket's parameters on their way to the owners.
-
-    The buffer has the bucket's layout, but that each shard ends with one flag per parameter: in how many workers it had a
-    gradient. So an owner knows, without another message, which parameters nobody used, and leaves those alone.
-    """
-
-    def __init__(
-        self, bucket: Bucket, group: dist.ProcessGroup | None, wire_dtype: torch.dtype | None, buffers: Buffers
-    ) -> None:
-        self.bucket = bucket
-        self.group = group
-        self.buffers = buffers
-        # The sum of N halves might not be finite where their mean is, so what is sent as such is divided before.
-        self.half = bucket.flat.dtype.itemsize < 4
-        self.wire_dtype = None if self.half else wire_dtype
-        self.spans = [bucket.spans(rank) for rank in range(bucket.world_size)]
-        sizes = [b - a for a, b in zip(bucket.bounds, bucket.bounds[1:], strict=False)]
-        most = max(len(spans) for spans in self.spans)
-        flags = [most if bucket.equal_shards else len(spans) for spans in self.spans]
-        self.bounds = [0]
-        for size, flag in zip(sizes, flags, strict=True):
-            self.bounds.append(self.bounds[-1] + size + flag)
-        self.own_size = sizes[bucket.rank]
-        positions, owners = [], []
-        for spans, start, size in zip(self.spans, self.bounds, sizes, strict=False):
-            positions += [start + size + i for i in range(len(spans))]
-            owners += [span.index for span in spans]
-        device = bucket.flat.device
-        self._flag_positions = torch.tensor(positions, dtype=torch.int64, device=device)
-        self._flag_params = owners
-        self._all_present = torch.ones(len(positions), dtype=bucket.flat.dtype, device=device)
-        self.segments = self._segments(0, bucket.numel, shift=self._shift)
-        own = bucket.bounds[bucket.rank]
-        self.own_segments = self._segments(own, bucket.bounds[bucket.rank + 1], shift=lambda position: position - own)
-        self._zeros = torch.zeros(0, dtype=bucket.flat.dtype, device=device)
-        self._pieces = self._plan(sizes)
-        self._parts: list[Tensor] = []  # of the shard, for each fragment
-        self.observed = False
-        self._norms: list[tuple[int, Tensor]] | None = None
-        self._plain = [p.is_contiguous() for p in bucket.params]
-        self.shard: Tensor | None = None
-        """The sum over passes of this worker's reduced shard, with flags; valid while ``held``."""
-        self.held = False
-        self.accumulated: Tensor | None = None
-        """Unreduced gradients of earlier passes, where each pass's norm is wanted."""
-        self.work: Reduction | None = None
-        self._wire: Tensor | None = None
-        self._taken: Tensor | None = None
-        self.seen: list[bool] = [False] * len(bucket.params)  # in any pass since the last reduction
-        self.begin_pass()
-
-    def begin_pass(self) -> None:
-        self.arrived = [False] * len(self.bucket.params)
-        self.missing = sum(p.requires_grad for p in self.bucket.params)
-        self.launched = self.observed = False
-
-    @property
-    def active(self) -> bool:
-        """Whether workers exchange this bucket: the same on all."""
-        return any(p.requires_grad for p in self.bucket.params)
-
-    def _shift(self, position: int) -> int:
-        """Where an element of the bucket lies in the gradient buffer."""
-        shard = max(r for r in range(self.bucket.world_size) if self.bucket.bounds[r] <= position)
-        return position - self.bucket.bounds[shard] + self.bounds[shard]
-
-    def _segments(self, low: int, high: int, *, shift: Callable[[int], int]) -> list[tuple[int, int, int]]:
-        """(parameter group, start, end) of the buffer's elements from ``low`` to ``high``, in as few as there are."""
-        segments: list[tuple[int, int, int]] = []
-        bucket = self.bucket
-        for g, offset, p in zip(bucket.groups, bucket.offsets, bucket.params, strict=True):
-            start, end = max(low, offset), min(high, offset + p.numel())
-            if start >= end:
-                continue
-            first, last = shift(start), shift(end - 1) + 1
-            if segments and segments[-1][0] == g:
-                segments[-1] = g, segments[-1][1], last
-            else:
-                segments.append((g, first, last))
-        return segments
-
-    def _plan(self, sizes: Sequence[int]) -> list[tuple[int, int, int]]:
-        """What lies side by side in the buffer: (parameter, from, to) in memory order, −1 for all of it; or (−1, 0, zeros)."""
-        pieces: list[tuple[int, int, int]] = []
-        bucket = self.bucket
-        for r, spans in enumerate(self.spans):
-            position = bucket.bounds[r]
-            for span in spans:
-                if span.numel == 0:
-                    continue  # may lie behind this shard
-                begin = bucket.offsets[span.index] + span.start
-                if begin > position:
-                    pieces.append((-1, 0, begin - position))
-                whole = span.numel == bucket.params[span.index].numel()
-                pieces.append((span.index, -1 if whole else span.start, span.start + span.numel))
-                position = begin + span.numel
-            rest = bucket.bounds[r] + sizes[r] - position + self.bounds[r + 1] - self.bounds[r] - sizes[r]
-            if rest:
-                pieces.append((-1, 0, rest))
-        most = max((end for index, _, end in pieces if index < 0), default=0)
-        self._zeros = torch.zeros(most, dtype=bucket.flat.dtype, device=bucket.flat.device)
-        return pieces
-
-    @torch.no_grad()
-    def collect(self, *, keep: bool) -> Tensor:
-        """This worker's gradients side by side, flags zero; the parameters' ``.grad`` are None afterwards.
-
-        In memory of their own if they are to be kept; else in a buffer that :meth:`release` gives back.
-        """
-        flat, size = self.bucket.flat, self.bounds[-1]
-        flats: list[Tensor] = []
-        for i, (p, plain) in enumerate(zip(self.bucket.params, self._plain, strict=True)):
-            grad = p.grad
-            if grad is None:
-                flats.append(torch.zeros(p.numel(), dtype=flat.dtype, device=flat.device))
-                continue
-            p.grad = None
-            self.seen[i] = True
-            if plain and grad.dtype is flat.dtype and grad.layout is torch.strided and grad.is_contiguous():
-                flats.append(grad.view(-1))
-            else:
-                flats.append(_laid_out(grad, p))
-        parts = [
-            flats[index] if start < 0 else (self._zeros if index < 0 else flats[index])[start:end]
-            for index, start, end in self._pieces
-        ]
-        if keep:
-            return torch.cat(parts)
-        self._taken = self.buffers.take(size, flat.dtype, flat.device)
-        return torch.cat(parts, out=self._taken[:size])
-
-    def release(self) -> None:
-        if self._taken is not None:
-            self.buffers.give_back(self._taken)
-            self._taken = None
-
-    @torch.no_grad()
-    def launch(self, summand: Tensor) -> None:
-        """Send the shards to their owners."""
-        if all(self.seen):
-            flags = self._all_present
-        else:
-            flags = torch.tensor(
-                [float(self.seen[i]) for i in self._flag_params], dtype=summand.dtype, device=summand.device
-            )
-        summand.index_copy_(0, self._flag_positions, flags)
-        if self.half or self.wire_dtype is not None:
-            summand.mul_(1 / self.bucket.world_size)
-        wire = summand if self.wire_dtype is None else summand.to(self.wire_dtype)
-        self._wire = wire
-        self.work = Reduction(wire, self.bounds, self.group, self.buffers)
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Wait for the reduction; from here on this worker's fragments have their gradients."""
-        assert self.work is not None
-        assert self._wire is not None
-        flat = self.bucket.flat
-        if self.shard is None or (self.shard.dtype, self.shard.device) != (flat.dtype, flat.device):
-            self.shard = flat.new_empty(self.bounds[self.bucket.rank + 1] - self.bounds[self.bucket.rank])
-            self._parts = self._parts_of(self.shard)
-            self.held = False
-        fresh = torch.empty_like(self.shard) if self.held else self.shard
-        self.work.wait(fresh)
-        self.release()
-        if self._wire.dtype.itemsize >= 4:
-            fresh.mul_(1 / self.bucket.world_size)
-        if self.held:
-            self.shard.add_(fresh)
-        self.held = True
-        self.work = self._wire = self.accumulated = None
-        used = [True] * len(self.bucket.fragments)
-        mine = self.spans[self.bucket.rank]
-        if not all(self.seen[span.index] for span in mine):
-            # Only now the host must look: another worker may have used what this one did not.
-            used = (self.shard[self.own_size : self.own_size + len(mine)] != 0).tolist()
-        self.seen = [False] * len(self.bucket.params)
-        for fragment, part, has in zip(self.bucket.fragments, self._parts, used, strict=True):
-            fragment.tensor.grad = part if has else None
-        self._norms = None
-        if self.observed:
-            self.own_norms()  # while the shard is in the cache
-
-    def own_norms(self) -> list[tuple[int, Tensor]]:
-        """(parameter group, norm) of this worker's shard of the reduced gradient."""
-        assert self.shard is not None
-        if self._norms is None:
-            shard = self.shard
-            self._norms = [(g, take_norm(shard[start:end])) for g, start, end in self.own_segments]
-        return self._norms
-
-    def _parts_of(self, shard: Tensor) -> list[Tensor]:
-        """Each fragment's gradient, a view."""
-        start = self.bucket.bounds[self.bucket.rank]
-        parts = []
-        for fragment in self.bucket.fragments:
-            part = shard[fragment.offset - start : fragment.offset - start + fragment.numel]
-            whole = fragment.whole
-            parts.append(part.as_strided(fragment.param.shape, fragment.param.stride()) if whole else part)
-        return parts
-
-    def discard(self) -> None:
-        self.held = False
-        self.accumulated = self.work = self._wire = self._taken = None
-        self.seen = [False] * len(self.bucket.params)
-        for fragment in self.bucket.fragments:
-            fragment.tensor.grad = None
-
-
-def _laid_out(grad: Tensor, param: Tensor) -> Tensor:
-    """A gradient of any layout and dtype as its parameter lies in memory; 1-D."""
-    grad = grad.detach()
-    if grad.is_sparse:
-        grad = grad.to_dense()
-    if grad.stride() != param.stride() or grad.dtype != param.dtype:
-        grad = torch.empty_like(param, requires_grad=False).copy_(grad)
-    return memory_view(grad)
 
 
 def _own_norms(owner: ShardedDataParallel | None, optimizer: OSS) -> list[tuple[int, Tensor]]:
@@ -310,7 +92,7 @@ class BucketObserver(GradientObserver):
     def listener(self) -> PassListener | None:
         return self._listener()
 
-    def add_bucket(self, bucket: _GradientBucket, flat: Tensor) -> None:
+    def add_bucket(self, bucket: GradientBucket, flat: Tensor) -> None:
         """Take the norms of one bucket of a gradient sample."""
         self._norms += [(g, take_norm(flat[start:end])) for g, start, end in bucket.segments]
 
@@ -403,14 +185,14 @@ class ShardedDataParallel(nn.Module):
         self._observers: dict[int, BucketObserver] = {}
         self._accumulating: dict[int, weakref.ref[ShardHookObserver]] = {}  # who knows which pass is a step's last
         self._watched: set[int] = set()  # optimizers, by id, whose reduced gradient's norm is wanted
-        self._buckets: dict[Bucket, _GradientBucket] = {}
-        self._place: dict[Tensor, tuple[_GradientBucket, int]] = {}
+        self._buckets: dict[Bucket, GradientBucket] = {}
+        self._place: dict[Tensor, tuple[GradientBucket, int]] = {}
         self._memory = Buffers()
-        self._known: list[nn.Parameter] = []
+        self._params: list[nn.Parameter] = []
         self._trainable: list[bool] = []
         self._handles: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
-        self._in_flight: deque[_GradientBucket] = deque()
-        self._order: list[_GradientBucket] = []
+        self._in_flight: deque[GradientBucket] = deque()
+        self._order: list[GradientBucket] = []
         self._next = 0
         self.refresh_trainable()
         if sync_models_at_startup and self._world_size > 1:
@@ -418,7 +200,7 @@ class ShardedDataParallel(nn.Module):
                 for bucket in optimizer.buckets:
                     if not bucket.bound():
                         bucket.bind()
-                    dist.broadcast(bucket.flat.view(torch.uint8), self._first, group=self._group)
+                    dist.broadcast(as_bytes(bucket.flat), global_rank(self._group, 0), group=self._group)
             self._broadcast([*_rest(module, optimizers), *module.buffers()])
         self._parts = [_Part(self, optimizer) for optimizer in optimizers]  # the optimizers hold them weakly
         for optimizer, part in zip(optimizers, self._parts, strict=True):
@@ -464,12 +246,12 @@ class ShardedDataParallel(nn.Module):
         """
         if self._world_size == 1:
             return
-        self._known = list(self.module.parameters())
-        self._trainable = [p.requires_grad for p in self._known]
+        self._params = list(self.module.parameters())
+        self._trainable = [p.requires_grad for p in self._params]
         for optimizer in self._optimizers:
             for bucket in optimizer.buckets:
                 if bucket not in self._buckets:
-                    self._buckets[bucket] = _GradientBucket(bucket, self._group, self._wire_dtype, self._memory)
+                    self._buckets[bucket] = GradientBucket(bucket, self._group, self._wire_dtype, self._memory)
                     for index, param in enumerate(bucket.params):
                         self._place[param] = self._buckets[bucket], index
         for param in self._place:
@@ -485,13 +267,9 @@ class ShardedDataParallel(nn.Module):
     def _changed(self) -> bool:
         """Whether a parameter was frozen, unfrozen, or added to an optimizer."""
         buckets = sum(len(optimizer.buckets) for optimizer in self._optimizers)
-        return buckets != len(self._buckets) or [p.requires_grad for p in self._known] != self._trainable
+        return buckets != len(self._buckets) or [p.requires_grad for p in self._params] != self._trainable
 
     # ---- reduction -----------------------------------------------------------------------------------------------
-
-    @property
-    def _first(self) -> int:
-        return 0 if self._group is None else dist.get_global_rank(self._group, 0)
 
     @torch.no_grad()
     def _broadcast(self, tensors: Sequence[Tensor]) -> None:
@@ -502,7 +280,7 @@ class ShardedDataParallel(nn.Module):
                 kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         for alike in kinds.values():
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in alike])
-            dist.broadcast(flat.view(torch.uint8), self._first, group=self._group)
+            dist.broadcast(as_bytes(flat), global_rank(self._group, 0), group=self._group)
             for tensor, part in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
 
@@ -521,10 +299,10 @@ class ShardedDataParallel(nn.Module):
         observer = self._observers[id(optimizer)] = BucketObserver(self, optimizer, listener)
         return observer
 
-    def _buckets_of(self, optimizer: OSS) -> list[_GradientBucket]:
+    def _buckets_of(self, optimizer: OSS) -> list[GradientBucket]:
         return [self._buckets[bucket] for bucket in optimizer.buckets if bucket in self._buckets]
 
-    def _on_gradient(self, bucket: _GradientBucket, index: int) -> None:
+    def _on_gradient(self, bucket: GradientBucket, index: int) -> None:
         if not self._pass_running:
             sending = self._sends()
             if not sending and not self._observers:
@@ -574,7 +352,7 @@ class ShardedDataParallel(nn.Module):
             if bucket.active and (self._sending or any(bucket.arrived)):
                 self._take(bucket)
 
-    def _take(self, bucket: _GradientBucket) -> None:
+    def _take(self, bucket: GradientBucket) -> None:
         if self._sending and len(self._in_flight) == _IN_FLIGHT:
             self._in_flight.popleft().finish()  # first, so that its buffers can be used again
         keep = not self._sending and bucket.accumulated is None
@@ -658,7 +436,7 @@ class _Part:
 ShardedDDP = ShardedDataParallel
 
 
-def _hook(owner: ShardedDataParallel, bucket: _GradientBucket, index: int) -> Callable[[Tensor], None]:
+def _hook(owner: ShardedDataParallel, bucket: GradientBucket, index: int) -> Callable[[Tensor], None]:
     ref = weakref.ref(owner)
 
     def hook(_: Tensor) -> None:
@@ -671,7 +449,7 @@ def _hook(owner: ShardedDataParallel, bucket: _GradientBucket, index: int) -> Ca
 
 def _sharded(optimizer: Any) -> OSS:
     """The OSS in an optimizer."""
-    inner = getattr(optimizer, "_optimizer", optimizer)
+    inner = getattr(optimizer, "wrapped", optimizer)  # AdaScale's, which stands above this module
     if not isinstance(inner, OSS):
         what = "none was given" if optimizer is None else f"got {type(optimizer).__name__}"
         raise TypeError(

@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -23,8 +23,9 @@ import torch.distributed as dist
 from ray.util.metrics import Gauge
 
 from .. import checkpoint
+from .._files import TRACE
 from ..analysis.tensorboard import LiveEvents
-from ..run.backend import Backend
+from ..run.backend import Backend, Outcome
 
 __all__ = ["Board", "RayTrainBackend"]
 
@@ -54,7 +55,7 @@ class RayTrainBackend(Backend):
         self._name = context.get_experiment_name()
         self._storage = context.get_storage()
         if isinstance(self._storage.storage_filesystem, pyarrow.fs.LocalFileSystem):
-            self.progress_file = Path(self._storage.experiment_fs_path) / "progress"
+            self.step_note = Path(self._storage.experiment_fs_path) / "progress"
         self._uploading = threading.Event()
         self._gauges: dict[str, Gauge] = {}
         self._observed = -math.inf
@@ -81,7 +82,7 @@ class RayTrainBackend(Backend):
                 except checkpoint.CheckpointError as e:
                     found[1] = str(e)
             if self.world_size > 1:
-                dist.broadcast_object_list(found, src=0)  # a path and words of our own, not a file's content
+                dist.broadcast_object_list(found, src=0)
             path, error = found
             if path is None:
                 raise checkpoint.CheckpointError(error)
@@ -114,16 +115,16 @@ class RayTrainBackend(Backend):
     def checkpoint_folder(self, step: int) -> Path | None:
         return Path(tempfile.mkdtemp(prefix=f"ray_adascale-checkpoint-{step}-"))
 
-    def report(self, metrics: Mapping[str, Any], folder: Path | None) -> None:
+    def report(self, outcome: Outcome, folder: Path | None) -> None:
         if folder is None:
-            ray.train.report(dict(metrics))
+            ray.train.report(dict(outcome.metrics))
             return
         try:
-            ray.train.report(dict(metrics), checkpoint=ray.train.Checkpoint.from_directory(str(folder)))
+            ray.train.report(dict(outcome.metrics), checkpoint=ray.train.Checkpoint.from_directory(str(folder)))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def report_in_background(self, metrics: Mapping[str, Any], folder: Path) -> None:
+    def report_in_background(self, outcome: Outcome, folder: Path) -> None:
         failed: list[Exception] = []
 
         def done() -> None:
@@ -146,7 +147,7 @@ class RayTrainBackend(Backend):
         self._uploading.set()
         try:
             ray.train.report(
-                dict(metrics),
+                dict(outcome.metrics),
                 checkpoint=ray.train.Checkpoint.from_directory(str(folder)),
                 checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
                 delete_local_checkpoint_after_upload=False,
@@ -177,7 +178,8 @@ class RayTrainBackend(Backend):
         nodes = ", ".join(info.preempted_node_ids)
         return f"node {nodes} with worker {', '.join(map(str, info.preempted_ranks))} goes away{when}"
 
-    def observe(self, metrics: Mapping[str, Any], total_steps: int) -> None:
+    def observe(self, outcome: Outcome) -> None:
+        metrics, total_steps = outcome.metrics, outcome.schedule.total_steps
         if self.events is not None:
             self.events.add(metrics)
         now = time.monotonic()
@@ -189,11 +191,11 @@ class RayTrainBackend(Backend):
                 if name not in self._gauges:
                     self._gauges[name] = Gauge(f"adascale_{name}", f"ray_adascale: {name}", tuple(tags))
                 self._gauges[name].set(float(metrics[name]), tags)
-        if self.board is not None and (due or metrics["effective_steps"] >= total_steps):
+        if self.board is not None and (due or outcome.effective_steps >= total_steps):
             self.board.put.remote({**metrics, "total_steps": total_steps})
 
     def keep_trace(self, path: Path) -> None:
-        target = f"{self._storage.experiment_fs_path}/trace.jsonl"
+        target = f"{self._storage.experiment_fs_path}/{TRACE}"
         pyarrow.fs.copy_files(str(path), target, destination_filesystem=self._storage.storage_filesystem)
         if self.events is None:
             return

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..config import AdaScaleConfig
 from ..recipe import Recipe
 from ..run.loop import Run
-from ..workload import WorkloadFn, with_unit
+from ..workload import WorkloadFn
 from .backend import Board, RayTrainBackend
 from .cluster import build_on_worker, pickle_by_value, quiet_init
 
@@ -75,17 +75,7 @@ def _train_workload(settings: dict[str, Any]) -> dict[str, Any]:
     backend = RayTrainBackend()
     backend.board = settings["board"]
     workload = build_on_worker(settings["workload"], settings["hyperparameters"], config.seed, backend.rank)
-    run = Run(
-        workload.model,
-        workload.optimizer,
-        workload.scheduler,
-        workload.train_dataset,
-        with_unit(config, workload),
-        collate_fn=workload.collate_fn,
-        evaluate=workload.evaluate,
-        recipe=settings["recipe"],
-        backend=backend,
-    )
+    run = Run.of(workload, config, recipe=settings["recipe"], backend=backend)
     for batch in run:
         run.backward(workload.loss_fn(run.model, batch))
         run.step()
@@ -173,13 +163,13 @@ class AdaScaleTrainer(TorchTrainer):
         """
         if not self._progress:
             return self._fit()
-        from ..analysis.display import RunProgress  # here, as workers load this module too, and need no rich
+        from ..analysis.display import RunDisplay  # here, as workers load this module too, and need no rich
 
         quiet_init()
         board = Board.remote()  # type: ignore[attr-defined]
         self._settings["board"] = board
         try:
-            with RunProgress(lambda: ray.get(board.get.remote(), timeout=5), label=str(self.run_config.name)):
+            with RunDisplay(lambda: ray.get(board.get.remote(), timeout=5), label=str(self.run_config.name)):
                 return self._fit()
         finally:
             self._settings["board"] = None

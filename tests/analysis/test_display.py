@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from ray_adascale.analysis import display
-from ray_adascale.analysis.display import RunProgress, SearchProgress
+from ray_adascale.analysis.display import RunDisplay, SearchDisplay
 
 
 def console(*, terminal: bool, width: int = 120) -> Console:
@@ -41,7 +41,7 @@ def metrics(tau: float, total: int = 100) -> dict[str, Any]:
 
 def test_a_run_shorter_than_the_interval_has_its_line() -> None:
     out = console(terminal=False)
-    with RunProgress(lambda: metrics(25.0), label="mine", interval_s=60, console=out):
+    with RunDisplay(lambda: metrics(25.0), label="mine", interval_s=60, console=out):
         pass
     assert text_of(out) == (
         "mine: τ 25/100  25%  step 7  gain 3.25 of 8  lr 0.05  loss 0.125  1,234 examples/s  2 workers  ? left\n"
@@ -50,11 +50,11 @@ def test_a_run_shorter_than_the_interval_has_its_line() -> None:
 
 def test_the_end_is_left_to_the_result() -> None:
     out = console(terminal=False)
-    with RunProgress(lambda: metrics(100.5), label="mine", interval_s=0.01, console=out):
+    with RunDisplay(lambda: metrics(100.5), label="mine", interval_s=0.01, console=out):
         time.sleep(0.1)
     assert text_of(out) == ""
     out = console(terminal=True)
-    with RunProgress(lambda: metrics(100.5), label="mine", console=out):
+    with RunDisplay(lambda: metrics(100.5), label="mine", console=out):
         time.sleep(0.7)
     assert isinstance(out.file, io.StringIO)
     _, shown, after = out.file.getvalue().rpartition("100%")
@@ -64,7 +64,7 @@ def test_the_end_is_left_to_the_result() -> None:
 
 def test_a_terminal_shows_a_bar_the_state_and_the_users_metrics() -> None:
     out = console(terminal=True)
-    with RunProgress(lambda: {**metrics(25.0), "accuracy": 0.97123}, label="mine", console=out):
+    with RunDisplay(lambda: {**metrics(25.0), "accuracy": 0.97123}, label="mine", console=out):
         print("said by the program", file=sys.stderr)
         time.sleep(0.7)
     shown = text_of(out)
@@ -80,7 +80,7 @@ def test_a_terminal_shows_a_bar_the_state_and_the_users_metrics() -> None:
 
 def test_a_narrow_terminal_cuts_lines_and_never_wraps_them() -> None:
     out = console(terminal=True, width=60)
-    out.print(RunProgress(lambda: None, label="mine", console=out).render(metrics(50)))
+    out.print(RunDisplay(lambda: None, label="mine", console=out).render(metrics(50)))
     assert len(text_of(out).splitlines()) == 2
     assert "…" in text_of(out)
 
@@ -88,7 +88,7 @@ def test_a_narrow_terminal_cuts_lines_and_never_wraps_them() -> None:
 def test_time_left_follows_the_pace_and_a_restart_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(display.time, "monotonic", lambda: clock[0])
-    line = RunProgress(lambda: None)
+    line = RunDisplay(lambda: None)
     assert line.line(metrics(10)).endswith("? left")
     clock[0] = 20.0
     assert line.line(metrics(30)).endswith("1:10 left")  # a step a second, 70 to go
@@ -105,13 +105,13 @@ def test_a_display_that_fails_ends_nothing(terminal: bool) -> None:
         raise OSError("no board")
 
     out = console(terminal=terminal)
-    with RunProgress(poll, interval_s=60, console=out):
+    with RunDisplay(poll, interval_s=60, console=out):
         pass
     assert "no board" not in text_of(out)
 
 
 def test_a_search_elsewhere_says_a_line_for_each_trial_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
-    with SearchProgress("trial", 2) as search:
+    with SearchDisplay("trial", 2) as search:
         search.advance("a", 0.5)
         search.finish("a", "accuracy 0.9 at lr=0.1", "accuracy 0.9")
         search.finish("b", "failed at lr=-1", "accuracy 0.9")
@@ -123,7 +123,7 @@ def test_a_search_elsewhere_says_a_line_for_each_trial_and_nothing_else(capsys: 
 def test_a_search_on_a_terminal_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     out = console(terminal=True)
-    search = SearchProgress("trial", 8, console=out)
+    search = SearchDisplay("trial", 8, console=out)
     search._began = 0.0
     search.skip("earlier")
     search.advance("a", 0.5)
@@ -142,7 +142,7 @@ def test_a_search_on_a_terminal_shows_how_far_it_is(monkeypatch: pytest.MonkeyPa
 
 def test_a_searchs_lines_stay_above_its_display_and_the_display_goes(capsys: pytest.CaptureFixture[str]) -> None:
     out = console(terminal=True)
-    with SearchProgress("repeat", 1, console=out) as search:
+    with SearchDisplay("repeat", 1, console=out) as search:
         search.advance("a", 0.5)
         search.finish("a", "error 0.1 at lr=0.1, seed 4", "error 0.1")
         print("a result")  # where standard output is no terminal: it belongs there

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ray_adascale import checkpoint
-from ray_adascale.checkpoint.rng import capture_rng, empty_rng, restore_rng
+from ray_adascale.checkpoint.rng import capture_rng, empty_rng, restore_rng, seed_everything
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -50,6 +50,18 @@ def test_restored_generators_repeat_their_draws(draws: int) -> None:
     assert draw() != first
     restore_rng(state, DEVICE)
     assert draw() == first
+
+
+def test_seed_everything_seeds_whatever_is_captured() -> None:
+    seed_everything(5)
+    seeded = capture_rng(DEVICE)
+    draw()
+    moved = capture_rng(DEVICE)
+    for key in seeded:
+        assert not torch.equal(moved[key], seeded[key]), key
+    seed_everything(5)
+    for key, value in capture_rng(DEVICE).items():
+        torch.testing.assert_close(value, seeded[key], rtol=0, atol=0, equal_nan=True)  # "python_gauss" may be NaN
 
 
 def test_capture_moves_nothing_and_aliases_nothing() -> None:

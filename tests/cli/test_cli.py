@@ -17,7 +17,7 @@ import ray.train
 from ray.exceptions import RayActorError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
 
-from ray_adascale import AdaScaleConfig, Recipe, _files
+from ray_adascale import AdaScaleConfig, Recipe
 from ray_adascale.analysis import throughput
 from ray_adascale.cli import main
 from ray_adascale.run.metrics import METRICS
@@ -81,7 +81,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(trainer, "AdaScaleTrainer", Trainer)
     monkeypatch.setattr(tune, "tune_recipe", search)
     # Into the storage, which by default is the user's.
-    monkeypatch.setattr(_files, "write_json", lambda path, value: seen.update(path=path, saved=value))
+    monkeypatch.setattr(main, "write_json", lambda path, value: seen.update(path=path, saved=value))
     return seen
 
 
@@ -457,8 +457,8 @@ def test_a_run_that_an_older_version_started_is_resumed(
     called: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stored: dict[str, Any] = {}
-    monkeypatch.setattr(_files, "write_json", lambda path, value: stored.update(value))
-    monkeypatch.setattr(_files, "read_json", lambda path: dict(stored))
+    monkeypatch.setattr(main, "write_json", lambda path, value: stored.update(value))
+    monkeypatch.setattr(main, "read_json", lambda path: dict(stored))
     assert main.main([*TRAIN, "--name=x", f"--storage-path={tmp_path}", "--rule=sqrt"]) == 0
     before = called["config"]
     for option in ("evaluate_every", "max_failures"):  # of which it knew nothing
@@ -496,8 +496,8 @@ def test_resume_finds_the_workload_where_a_jobs_working_directory_has_moved(
     called: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stored: dict[str, Any] = {}
-    monkeypatch.setattr(_files, "write_json", lambda path, value: stored.update(value))
-    monkeypatch.setattr(_files, "read_json", lambda path: dict(stored))
+    monkeypatch.setattr(main, "write_json", lambda path, value: stored.update(value))
+    monkeypatch.setattr(main, "read_json", lambda path: dict(stored))
     for job in ("first", "second"):
         (tmp_path / job / "mine").mkdir(parents=True)
         (tmp_path / job / "mine" / "moved_workload.py").write_text(WORKLOAD_FILE)

@@ -50,11 +50,11 @@ def test_the_wrapper_takes_any_optimizer_class_and_its_arguments() -> None:
     optimizer = AdaScaleWrapper(
         make_model().parameters(), num_gradients_to_accumulate=2, optim_cls=torch.optim.RMSprop, lr=0.3, alpha=0.8
     )
-    assert isinstance(optimizer._optimizer, torch.optim.RMSprop)
+    assert isinstance(optimizer.wrapped, torch.optim.RMSprop)
     assert optimizer.param_groups[0]["alpha"] == 0.8
     assert copy.deepcopy(optimizer).param_groups[0]["lr"] == 0.3
     nested = AdaScaleWrapper(make_model().parameters(), num_gradients_to_accumulate=2, optim_cls=OSS, lr=0.3)
-    assert isinstance(nested._optimizer, OSS)
+    assert isinstance(nested.wrapped, OSS)
     with pytest.raises(ValueError, match="optim_cls"):
         AdaScaleWrapper(make_model().parameters(), optim_cls=SGD(make_model().parameters(), lr=1.0))  # type: ignore[arg-type]
 

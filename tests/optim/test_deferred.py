@@ -418,7 +418,7 @@ def test_an_inner_step_that_raises_leaves_the_rate_as_it_was(tensor: bool) -> No
     model = make_model()
     rate: Any = torch.tensor(0.05) if tensor else 0.05
     adascale = wrapped(model, fused=True, inner={"lr": rate})
-    inner = adascale._optimizer
+    inner = adascale.wrapped
     train(adascale, model, batches(4))
     before, clock, step = weights(model).clone(), adascale.effective_steps, inner.step
 
@@ -491,7 +491,7 @@ def test_state_taken_right_after_a_step_has_that_step_in_it(way: str) -> None:
 
 
 def _load_plain(adascale: AdaScale) -> None:
-    state = adascale._optimizer.state_dict()
+    state = adascale.wrapped.state_dict()
     with pytest.warns(UserWarning, match="no AdaScale statistics"):
         adascale.load_state_dict(state)
 

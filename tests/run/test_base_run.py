@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from ray_adascale import AdaScaleConfig
-from ray_adascale.run.base_run import base_config, kept_settings, record_recipe
+from ray_adascale.recipe import NoiseProbe, Repeat
+from ray_adascale.run.base_run import BaseResult, base_config, freeze, kept_settings, record_recipe
+from ray_adascale.run.schedule import BaseSchedule
 
 from ..samples_of import regression
 
@@ -45,3 +48,45 @@ def test_a_recipe_keeps_the_settings_that_change_what_is_trained() -> None:
     assert found.settings == {"precision": "fp32", "grad_clip": 0.5, "shuffle": True, "drop_last": True}
     unclipped = base_config(AdaScaleConfig(grad_clip=math.inf), 8, 4, None, seed=0)
     assert kept_settings(unclipped)["grad_clip"] is None  # JSON has no ∞
+
+
+OUTCOME = BaseResult(
+    metric="error",
+    mode="min",
+    score=0.25,
+    schedule=BaseSchedule(
+        base_batch_size=8, total_steps=40, scheduler_unit=None, base_steps_per_epoch=4.5, lr_curve=[[0.1]]
+    ),
+    noise=[NoiseProbe(effective_steps=20, sigma2=3.0, mu2=-1.0)],
+)
+
+
+def test_an_outcome_reaches_another_process_as_it_was() -> None:
+    assert BaseResult.from_json(OUTCOME.to_json()) == OUTCOME
+
+
+def test_the_objective_is_larger_where_the_score_is_better() -> None:
+    for mode, other in (("min", 0.3), ("max", 0.2)):
+        better = replace(OUTCOME, mode=mode)
+        assert better.objective > replace(better, score=other).objective
+
+
+def test_a_recipe_is_frozen_of_the_outcome_and_of_the_settings_that_the_run_had() -> None:
+    frozen = freeze(
+        OUTCOME,
+        workload=regression,
+        hyperparameters={"lr": 0.1},
+        config=base_config(AdaScaleConfig(grad_clip=0.5), 8, 40, None, seed=3),
+        search={"search_alg": "random"},
+        repeats=[Repeat(seed=4, score=0.3, noise=[])],
+        versions={"ray": "2.60"},
+    )
+    assert all(getattr(frozen, name) == getattr(OUTCOME, name) for name in ("metric", "mode", "score", "noise"))
+    schedule = ("base_batch_size", "total_steps", "base_steps_per_epoch", "scheduler_unit", "lr_curve")
+    assert all(getattr(frozen, name) == getattr(OUTCOME.schedule, name) for name in schedule)
+    assert (frozen.base_batch_size, frozen.seed, frozen.hyperparameters) == (8, 3, {"lr": 0.1})
+    assert frozen.settings is not None
+    assert frozen.settings["grad_clip"] == 0.5
+    assert frozen.workload == "tests.samples_of:regression"
+    assert list(frozen.versions) == ["ray_adascale", "torch", "ray", "python"]
+    assert [repeat.seed for repeat in frozen.repeats] == [4]

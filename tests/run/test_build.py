@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ray_adascale.run.build import _settle_buckets
+from ray_adascale import AdaScaleConfig, LEGWRule, RuleInput
+from ray_adascale.run.build import _settle_buckets, check_rule, wrap
+from ray_adascale.scaling_rules import AdamScale, LEGWScale
 
 from ..pool import ProcessPool
 
@@ -51,3 +54,49 @@ def test_buckets_of_the_first_step_are_those_of_all_later_ones(pool: Pool, devic
     assert before != after  # DDP does lay them out anew
     (before, after), _ = pool(2).run(_bucket_layouts, True, device_ids)
     assert before == after
+
+
+class _OwnRule:
+    """A rule of the user's: any callable, with the two things more that one may have."""
+
+    metric = "adam"
+
+    def __init__(self) -> None:
+        self.curves: list[Any] = []
+
+    def __call__(self, now: RuleInput) -> tuple[float, float]:
+        return now.gain, now.gain
+
+    def check_curve(self, curve: Any) -> None:
+        self.curves.append(curve)
+
+
+def _wrapped(rule: Any, **kwargs: Any) -> Any:
+    config = AdaScaleConfig(base_batch_size=4, total_steps=10, accumulation=2, rule=rule, **kwargs)
+    module = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+    return wrap(module, optimizer, config, config.plan(1), device=torch.device("cpu"), total_steps=10)
+
+
+@pytest.mark.parametrize("rule", ["adamscale", AdamScale(), _OwnRule()], ids=["by name", "AdaptDL's", "own"])
+def test_a_rule_says_in_which_metric_it_wants_its_statistics(rule: Any) -> None:
+    _wrapped(rule)
+    with pytest.raises(ValueError, match="Adam's state of every parameter"):
+        _wrapped(rule, sharding="oss")
+
+
+def test_a_plain_callable_has_euclidean_statistics_and_no_word_on_the_schedule() -> None:
+    def rule(now: RuleInput) -> tuple[float, float]:
+        return now.gain, now.gain
+
+    assert _wrapped(rule, sharding="oss").sharding == "none"  # alone there is nothing to shard, but nothing against it
+    check_rule(AdaScaleConfig(base_batch_size=4, total_steps=10, rule=rule), [[0.1, 0.2]])
+
+
+def test_a_rule_is_shown_the_schedules_curve() -> None:
+    rule = _OwnRule()
+    check_rule(AdaScaleConfig(base_batch_size=4, total_steps=10, rule=rule), [[0.1, 0.2]])
+    assert rule.curves == [[[0.1, 0.2]]]
+    for legw in (LEGWRule(1, 60), LEGWScale(1, 60)):
+        with pytest.warns(UserWarning, match="raising the LR"):
+            check_rule(AdaScaleConfig(base_batch_size=4, total_steps=10, rule=legw), [[0.1, 0.2]])

@@ -9,7 +9,7 @@ import pytest
 
 from ray_adascale import AdaScaleConfig, LocalBackend
 from ray_adascale.run import due
-from ray_adascale.run.due import Agenda
+from ray_adascale.run.due import Clocks, Due
 
 
 class Told(LocalBackend):
@@ -27,28 +27,36 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def make(backend: LocalBackend, **settings: Any) -> Agenda:
-    return Agenda(AdaScaleConfig(report_every_s=10.0, checkpoint_every_s=300.0, **settings), backend)
+def make(backend: LocalBackend, **settings: Any) -> Clocks:
+    return Clocks(AdaScaleConfig(report_every_s=10.0, checkpoint_every_s=300.0, **settings), backend)
 
 
 def test_each_thing_is_due_after_its_own_time(clock: list[float]) -> None:
     mine = make(Told(device="cpu"))
 
-    def due(**state: bool) -> list[float]:
-        return mine.flags(**({"in_flight": False, "busy": False} | state))
+    def due(**state: bool) -> Due:
+        return mine.due(**({"in_flight": False, "busy": False} | state))
 
-    assert due() == [0, 0, 0, 0]
+    assert due() == Due(report=0, checkpoint=0, poll=0, busy=0)
+    assert not due().anything
     clock[0] += 5
-    assert due() == [0, 0, 1, 0]
+    assert due() == Due(report=0, checkpoint=0, poll=1, busy=0)
+    assert due().anything
     assert not mine.preempted(3)
-    assert due() == [0, 0, 0, 0]
+    assert due() == Due(report=0, checkpoint=0, poll=0, busy=0)
     clock[0] += 295
-    assert due(busy=True) == [1, 1, 1, 1]
-    assert due(in_flight=True) == [1, 0, 1, 0]
+    assert due(busy=True) == Due(report=1, checkpoint=1, poll=1, busy=1)
+    assert due(in_flight=True) == Due(report=1, checkpoint=0, poll=1, busy=0)
     mine.reported()
-    assert due() == [0, 1, 1, 0]
+    assert due() == Due(report=0, checkpoint=1, poll=1, busy=0)
     mine.saved()
-    assert due() == [0, 0, 1, 0]
+    assert due() == Due(report=0, checkpoint=0, poll=1, busy=0)
+
+
+def test_what_is_due_by_two_boundaries_is_due_by_either() -> None:
+    before, now = Due(report=2, checkpoint=0, poll=0, busy=1), Due(report=0, checkpoint=1, poll=0, busy=0)
+    assert now.together_with(before) == Due(report=2, checkpoint=1, poll=0, busy=1)
+    assert not Due(report=0, checkpoint=0, poll=0, busy=1).anything  # there is only something to wait for
 
 
 def test_only_rank_0_goes_by_its_clock(clock: list[float]) -> None:
@@ -56,7 +64,7 @@ def test_only_rank_0_goes_by_its_clock(clock: list[float]) -> None:
     backend.rank = 1
     mine = make(backend)
     clock[0] += 1000
-    assert mine.flags(in_flight=False, busy=True) == [0, 0, 0, 1]
+    assert mine.due(in_flight=False, busy=True) == Due(report=0, checkpoint=0, poll=0, busy=1)
 
 
 def test_examples_a_second_count_from_the_last_report(clock: list[float]) -> None:

@@ -29,8 +29,9 @@ from ray_adascale import (
     checkpoint,
     load_weights,
 )
-from ray_adascale.data import epoch_order
-from ray_adascale.run.loop import METRICS
+from ray_adascale.data.order import epoch_order
+from ray_adascale.run.backend import Outcome
+from ray_adascale.run.metrics import METRICS
 from ray_adascale.run.snapshot import load_rng
 from ray_adascale.run.trace import read_trace
 
@@ -253,9 +254,9 @@ class Recording(LocalBackend):
         super().__init__(*args, **kwargs)
         self.reports: list[tuple[dict[str, Any], bool]] = []
 
-    def report(self, metrics: Any, folder: Path | None) -> None:
-        super().report(metrics, folder)
-        self.reports.append((dict(metrics), folder is not None))
+    def report(self, outcome: Outcome, folder: Path | None) -> None:
+        super().report(outcome, folder)
+        self.reports.append((dict(outcome.metrics), folder is not None))
 
 
 def test_reports_have_the_keys_and_the_last_one_carries_a_checkpoint(tmp_path: Path) -> None:
@@ -544,7 +545,7 @@ def _interrupted(folder: str | None, stop: int | None, **settings: Any) -> tuple
         settings |= {"checkpoint_every_s": 1e-9, "async_checkpoint": False}  # after every step
     run = make_run(net, backend=backend, total_steps=60, **settings)
     torch.manual_seed(100 + torch.distributed.get_rank() if torch.distributed.is_initialized() else 100)
-    if run.place.attempt > 0:
+    if run.state.attempt > 0:
         with backend.latest_checkpoint() as path:
             assert path is not None
             load_rng(
@@ -753,7 +754,7 @@ def test_batches_of_ones_own() -> None:
     run = make_run(model(), data=own_iterable(own), per_worker_batch_size=8, accumulation=2, dataset_length=56)
     drive(run)
     assert run.effective_steps >= 40
-    assert run.base_steps_per_epoch == 14
+    assert run.base_schedule.base_steps_per_epoch == 14
 
 
 def own_iterable(batches: list[Any]) -> Any:
@@ -877,7 +878,7 @@ def _recipe_of(run: Run) -> Recipe:
         metric="loss",
         mode="min",
         score=0.1,
-        lr_curve=run.lr_curve,
+        lr_curve=run.base_schedule.lr_curve,
         noise=[],
         seed=0,
         search={},

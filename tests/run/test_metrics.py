@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
 
 from ray_adascale.config import AdaScaleConfig
-from ray_adascale.gain import noise_scale as of_tensors
-from ray_adascale.run.metrics import noise_scale, plain_numbers, too_large_for_the_noise
-
-
-@pytest.mark.parametrize(
-    ("sigma2", "mu2"), [(9.0, 3.0), (2.0, 0.0), (2.0, -1.0), (0.0, 0.0), (-1.0, 0.0), (-1.0, 2.0), (0.0, 4.0)]
-)
-def test_the_noise_scale_of_plain_numbers_is_that_of_tensors(sigma2: float, mu2: float) -> None:
-    variance, square = torch.tensor([sigma2, mu2], dtype=torch.float64)
-    assert noise_scale(sigma2, mu2, 32) == of_tensors(variance, square, 32).item()
-
-
-def test_before_the_first_sample_there_is_no_noise_scale() -> None:
-    assert math.isnan(noise_scale(math.nan, math.nan, 32))
+from ray_adascale.run.metrics import plain_numbers, too_large_for_the_noise
 
 
 def test_tensors_and_numpy_scalars_are_read_out() -> None:

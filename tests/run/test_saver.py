@@ -10,7 +10,17 @@ import torch
 import torch.distributed as dist
 
 from ray_adascale import LocalBackend, checkpoint
-from ray_adascale.run.saver import Saver
+from ray_adascale.run.backend import Outcome
+from ray_adascale.run.saver import Boundary, Saver
+from ray_adascale.run.schedule import BaseSchedule
+
+SCHEDULE = BaseSchedule(
+    base_batch_size=4, total_steps=9, scheduler_unit=None, base_steps_per_epoch=None, lr_curve=[[0.1]]
+)
+
+
+def outcome(metrics: dict[str, float], effective_steps: float = 1.0) -> Outcome:
+    return Outcome(metrics=metrics, effective_steps=effective_steps, schedule=SCHEDULE)
 
 
 def content() -> Any:
@@ -25,9 +35,9 @@ class Uploading(LocalBackend):
         self.reported: list[dict[str, Any]] = []
         self.going = False
 
-    def report_in_background(self, metrics: Any, folder: Path) -> None:
+    def report_in_background(self, outcome: Outcome, folder: Path) -> None:
         checkpoint.verify(folder)
-        self.reported.append(dict(metrics))
+        self.reported.append(dict(outcome.metrics))
         self.going = True
 
     @property
@@ -40,7 +50,7 @@ def test_one_is_in_flight_until_it_is_handed_over_and_busy_until_it_is_uploaded(
     saver = Saver(backend)
     assert not saver.in_flight
     metrics = {"loss": 1.0}
-    saver.begin((1, 1.0, 0.1), content, metrics)
+    saver.begin(Boundary(1, 1.0, 0.1), content, outcome(metrics))
     metrics["loss"] = 2.0  # the next step's
     assert saver.in_flight
     saver.hand_over()
@@ -52,15 +62,15 @@ def test_one_is_in_flight_until_it_is_handed_over_and_busy_until_it_is_uploaded(
     saver.hand_over()
     assert len(backend.reported) == 1
     # The next one hands over the one before it.
-    saver.begin((2, 2.0, 0.1), content, {"loss": 2.0})
-    assert saver.save((3, 3.0, 0.1), content) == tmp_path / "checkpoint_0000000003"
+    saver.begin(Boundary(2, 2.0, 0.1), content, outcome({"loss": 2.0}, 2.0))
+    assert saver.save(Boundary(3, 3.0, 0.1), content) == tmp_path / "checkpoint_0000000003"
     assert [row["loss"] for row in backend.reported] == [1.0, 2.0]
 
 
 def test_nothing_is_made_where_none_is_kept() -> None:
     saver = Saver(LocalBackend(device="cpu"))
-    assert saver.save((1, 1.0, 0.1), lambda: pytest.fail("not asked for")) is None
-    saver.begin((1, 1.0, 0.1), lambda: pytest.fail("not asked for"), {})
+    assert saver.save(Boundary(1, 1.0, 0.1), lambda: pytest.fail("not asked for")) is None
+    saver.begin(Boundary(1, 1.0, 0.1), lambda: pytest.fail("not asked for"), outcome({}))
     assert not saver.in_flight
 
 
@@ -69,7 +79,7 @@ def test_content_that_cannot_be_made_leaves_no_folder(tmp_path: Path) -> None:
         raise MemoryError("no room for a copy")
 
     with pytest.raises(MemoryError, match="no room"):
-        Saver(LocalBackend(tmp_path, device="cpu")).save((1, 1.0, 0.1), broken)
+        Saver(LocalBackend(tmp_path, device="cpu")).save(Boundary(1, 1.0, 0.1), broken)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -82,7 +92,7 @@ def disagree(folder: str, step: int, tau: float, broken: bool) -> str:
         return content()
 
     try:
-        Saver(LocalBackend(folder, device="cpu")).save((7 + step * rank, 1.5 + tau * rank, 0.1), mine)
+        Saver(LocalBackend(folder, device="cpu")).save(Boundary(7 + step * rank, 1.5 + tau * rank, 0.1), mine)
     except Exception as e:
         return f"{type(e).__name__}: {e}"
     return "saved"

@@ -10,6 +10,7 @@ import random
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import torch
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim import lr_scheduler as L
 
-from ray_adascale.run.schedule import EffectiveSchedule, SchedulerUnit, curve_difference, curve_fingerprint
+from ray_adascale.run.schedule import BaseSchedule, EffectiveSchedule, SchedulerUnit, curve_difference
 
 T = 120
 MOVED = ("lr", "momentum", "betas")
@@ -419,11 +420,17 @@ def test_curve_difference_forgives_rounding_alone() -> None:
     assert curve_difference([[math.nan]], [[1.0]]) is not None
 
 
-def test_fingerprints_name_curves() -> None:
-    # Committed values: recipes carry this name.
-    assert curve_fingerprint([[0.1, 0.05], [1.0, 0.5]]) == "48c05cde9d214d01"
-    curves = [[[0.1, 0.2]], [[0.1], [0.2]], [[0.1, 0.2 + 1e-16]], [[0.2, 0.1]], [[0.1]]]
-    assert len({curve_fingerprint(c) for c in curves}) == len(curves)
+@pytest.mark.parametrize(("tau", "call"), [(0.0, 0), (9.9, 0), (10.0, 1), (39.5, 3), (400.0, 3)])
+def test_the_rate_at_an_effective_step(tau: float, call: int) -> None:
+    by_epoch = BaseSchedule(
+        base_batch_size=4,
+        total_steps=40,
+        scheduler_unit="epoch",
+        base_steps_per_epoch=10.0,
+        lr_curve=[[9.0], [0.0, 1.0, 2.0, 3.0]],
+    )
+    assert by_epoch.lr_at(1, tau) == call
+    assert replace(by_epoch, scheduler_unit="step").lr_at(1, tau / 10) == call
 
 
 @pytest.mark.parametrize("unit", ["step", "epoch"])

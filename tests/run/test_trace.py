@@ -2,16 +2,21 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
-from ray_adascale import AdaScaleConfig
+from ray_adascale import AdaScaleConfig, LocalBackend, Run
+from ray_adascale._files import TRACE
 from ray_adascale.run.metrics import METRICS
-from ray_adascale.run.trace import Trace, read_trace
+from ray_adascale.run.trace import StepLog, StepNote, Trace, read_trace
 
 
 def rows(*steps: int) -> list[dict[str, Any]]:
@@ -81,22 +86,32 @@ def test_flush_every_is_checked(tmp_path: Path) -> None:
         Trace(tmp_path / "t", flush_every=0)
 
 
-def test_cutting_back_to_a_checkpoint_and_going_on(tmp_path: Path) -> None:
-    path = filled(tmp_path / "t", *range(1, 8))
-    with Trace(path) as trace:
-        trace.append({"step": 8})  # still waiting in memory when the cut comes
-        trace.truncate_after(4)
-        assert read_trace(path) == rows(1, 2, 3, 4)
+def test_going_on_with_the_rows_of_a_checkpoint(tmp_path: Path) -> None:
+    path = filled(tmp_path / "checkpoint", *range(1, 5))
+    with Trace(tmp_path / "t") as trace:
+        trace.take_up(path)
         trace.append({"step": 5, "attempt": 2})
-    assert read_trace(path) == [*rows(1, 2, 3, 4), {"step": 5, "attempt": 2}]
+    assert read_trace(tmp_path / "t") == [*rows(1, 2, 3, 4), {"step": 5, "attempt": 2}]
+    assert read_trace(path) == rows(1, 2, 3, 4)
+
+
+def test_thinning_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "t"
+    with Trace(path, keep=4) as trace:
+        for row in rows(*range(1, 20)):
+            trace.append(row)
+        with monkeypatch.context() as patched, pytest.raises(OSError, match="full"):
+            patched.setattr(os, "replace", Mock(side_effect=OSError("the disk is full")))
+            trace.shorten()
+        assert read_trace(path) == rows(*range(1, 20))
+        trace.append(rows(20)[0])  # still waiting in memory when the rows are thinned
+        trace.shorten()
+        kept = [row["step"] for row in read_trace(path)]
+        assert len(kept) <= 4
+        assert kept[-2:] == [19, 20]
+        trace.append(rows(21)[0])
+    assert [row["step"] for row in read_trace(path)] == [*kept, 21]
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_cutting_back_finds_late_rows_anywhere(tmp_path: Path) -> None:
-    path = filled(tmp_path / "t", 1, 5, 2)
-    with Trace(path) as trace:
-        trace.truncate_after(2)
-    assert read_trace(path) == rows(1, 2)
 
 
 @pytest.mark.parametrize("lost", range(1, 12))
@@ -109,16 +124,6 @@ def test_a_torn_last_line_is_left_out_and_appended_after(tmp_path: Path, lost: i
     with Trace(path) as trace:
         trace.append(rows(9)[0])
     assert read_trace(path) == [*expected, *rows(9)]
-
-
-def test_cutting_back_tolerates_a_line_torn_by_another_process(tmp_path: Path) -> None:
-    path = filled(tmp_path / "t", 1, 2)
-    with Trace(path) as trace:
-        with path.open("ab") as other:
-            other.write(b'{"step": 3, "ga')
-        trace.truncate_after(9)
-        trace.append(rows(3)[0])
-    assert read_trace(path) == rows(1, 2, 3)
 
 
 @pytest.mark.parametrize("tail", [b"\0\0\0\0", b'{"step": 3, "ga\n', b"\n"])
@@ -141,20 +146,11 @@ def test_a_damaged_line_elsewhere_is_named(tmp_path: Path, bad: bytes) -> None:
     path.write_bytes(damaged)
     with pytest.raises(ValueError, match="Line 2 of"):
         read_trace(path)
-    with Trace(path) as trace:
+    with Trace(tmp_path / "other") as trace:
         with pytest.raises(ValueError, match="Line 2 of"):
-            trace.truncate_after(1)
-        assert path.read_bytes() == damaged  # a failed cut loses nothing
+            trace.take_up(path)
+        assert path.read_bytes() == damaged
         trace.append(rows(4)[0])
-
-
-def test_a_copy_holds_every_row_so_far(tmp_path: Path) -> None:
-    with Trace(tmp_path / "t") as trace:
-        trace.append(rows(1)[0])
-        trace.copy_to(tmp_path / "checkpoint" / "trace.jsonl")
-        trace.append(rows(2)[0])
-    assert read_trace(tmp_path / "checkpoint" / "trace.jsonl") == rows(1)
-    assert [p.name for p in (tmp_path / "checkpoint").iterdir()] == ["trace.jsonl"]
 
 
 def test_closing(tmp_path: Path) -> None:
@@ -165,8 +161,6 @@ def test_closing(tmp_path: Path) -> None:
     assert read_trace(tmp_path / "t") == rows(1)
     with pytest.raises(ValueError, match="closed"):
         trace.append(rows(2)[0])
-    with pytest.raises(ValueError, match="closed"):
-        trace.truncate_after(0)
 
 
 def test_an_empty_trace(tmp_path: Path) -> None:
@@ -252,16 +246,6 @@ def test_all_rows_stay_where_that_is_wanted(tmp_path: Path) -> None:
     assert read_trace(tmp_path / "t") == long_rows(1, 500)
 
 
-def test_a_trace_that_is_opened_again_and_cut_back_knows_its_rows(tmp_path: Path) -> None:
-    filled(tmp_path / "t", *range(1, 1001))
-    with Trace(tmp_path / "t", keep=10) as trace:
-        trace.truncate_after(100)
-        trace.shorten()
-    steps = [row["step"] for row in read_trace(tmp_path / "t")]
-    assert steps[-5:] == [96, 97, 98, 99, 100]
-    assert steps[:-5] == [32, 64]
-
-
 def test_too_few_rows_to_keep(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keep=1"):
         Trace(tmp_path / "t", keep=1)
@@ -276,3 +260,88 @@ def test_a_trace_of_the_first_version_is_read_for_ever() -> None:
     assert math.isnan(found[0]["sigma2"])
     assert found[1]["accuracy"] == 0.75
     assert found[2]["position"] == 24
+
+
+# ---- what a run writes of each step ------------------------------------------------------------------------------------
+
+
+def take_steps(log: StepLog, count: int) -> None:
+    for step in range(1, count + 1):
+        log.step({"step": step, "loss": 1 / step})
+
+
+def test_rows_hold_metrics_that_came_after_the_step() -> None:
+    log = StepLog(trace=True, rows=None, note=None)
+    take_steps(log, 2)
+    log.add({"accuracy": 0.5})
+    take_steps(log, 1)
+    path = log.finish()
+    assert path is not None
+    assert read_trace(path) == [
+        {"step": 1, "loss": 1.0},
+        {"step": 2, "loss": 0.5, "accuracy": 0.5},
+        {"step": 1, "loss": 1.0},
+    ]
+
+
+def test_a_checkpoint_gets_the_rows_so_far() -> None:
+    log = StepLog(trace=True, rows=None, note=None)
+    take_steps(log, 3)
+    path, size = log.files()[TRACE]
+    take_steps(log, 1)
+    assert [row["step"] for row in read_trace(path)] == [1, 2, 3]
+    assert path.stat().st_size == size
+
+
+def scratch_while_running(scratch: str, backend: LocalBackend) -> list[str]:
+    """What a run of three steps writes to the machine's scratch folder."""
+    tempfile.tempdir = scratch
+    try:
+        net = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        data = [torch.ones(2)] * 8
+        run = Run(net, optimizer, None, data, AdaScaleConfig(base_batch_size=2, total_steps=3), backend=backend)
+        for x in run:
+            run.backward(run.model(x).square().mean())
+            run.step()
+        return [name for name in os.listdir(scratch) if name.startswith("ray_adascale-")]
+    finally:
+        tempfile.tempdir = None
+
+
+@pytest.mark.parametrize("why", ["no folder", "the backend says so", None])
+def test_a_trace_is_written_where_somebody_keeps_it(why: str | None, tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    backend = LocalBackend(None if why == "no folder" else tmp_path / "run", device="cpu")
+    if why == "the backend says so":
+        backend.keeps_trace = False
+    assert len(scratch_while_running(str(tmp_path / "scratch"), backend)) == (why is None)
+    assert (tmp_path / "run" / "trace.jsonl").exists() == (why is None)
+
+
+def on_two_workers(folder: str) -> int:
+    scratch = Path(folder, f"scratch-{dist.get_rank()}")
+    scratch.mkdir()
+    return len(scratch_while_running(str(scratch), LocalBackend(Path(folder, "run"), device="cpu")))
+
+
+def test_the_first_worker_alone_writes_a_trace(pool: Any, tmp_path: Path) -> None:
+    assert pool(2).run(on_two_workers, str(tmp_path)) == [1, 0]
+
+
+def test_the_number_of_a_step_is_noted_without_a_trace(tmp_path: Path) -> None:
+    take_steps(StepLog(trace=False, rows=None, note=tmp_path / "note"), 7)
+    assert StepLog(trace=False, rows=None, note=tmp_path / "note").last == 7
+
+
+def test_a_note_outlives_its_writer_and_shows_the_last_step(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "progress"
+    note = StepNote(path)
+    assert note.last is None
+    for step in (9, 10, 11):
+        note.write(step)
+    assert StepNote(path).last == 11
+    note.write(5)  # taken up again from an older checkpoint
+    assert StepNote(path).last == 5
+    path.write_text("torn")
+    assert StepNote(path).last is None

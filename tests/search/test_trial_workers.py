@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import queue
 import shutil
@@ -21,9 +20,12 @@ from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, Run, Workload
 from ray_adascale.checkpoint.rng import seed_everything
+from ray_adascale.run.backend import Outcome
+from ray_adascale.run.base_run import BaseResult, base_config
+from ray_adascale.run.schedule import BaseSchedule
 from ray_adascale.search import trial_workers
 from ray_adascale.search.trial import OBJECTIVE, OUTCOME, Collected, MissingMetric
-from ray_adascale.search.trial_workers import _TrialBackend
+from ray_adascale.search.trial_workers import OnWorkers, _TrialBackend
 
 B0, T, EVERY, PROBE_EVERY = 4, 20, 5, 4
 
@@ -85,7 +87,7 @@ class Trial:
         seed_everything(1)
         workload = make_workload(metric)
         backend.collected = collected = Collected(workload.metric, workload.mode)
-        backend.run = run = Run(
+        run = Run(
             workload.model,
             workload.optimizer,
             None,
@@ -108,7 +110,7 @@ class Trial:
         for batch in run:
             run.backward(workload.loss_fn(run.model, batch))
             if run.step():
-                self.losses.append(run.place.metrics["loss"])
+                self.losses.append(run.state.metrics["loss"])
                 self.moments.append((run.optimizer.last_sigma2, run.optimizer.last_mu2))
         self.last = backend.last
 
@@ -135,8 +137,10 @@ def test_tune_hears_of_evaluations_however_often_checkpoints_are_written(
 
 def test_the_noise_is_that_of_every_fourth_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trial = Trial(tmp_path, monkeypatch)
-    found = json.loads(trial.last[OUTCOME])["noise"]
-    assert found == [[tau, *trial.moments[tau]] for tau in (0, 4, 8, 12, 16)]  # of the step itself, not averaged
+    found = [
+        (probe.effective_steps, probe.sigma2, probe.mu2) for probe in BaseResult.from_json(trial.last[OUTCOME]).noise
+    ]
+    assert found == [(tau, *trial.moments[tau]) for tau in (0, 4, 8, 12, 16)]  # of the step itself, not averaged
     assert all(sigma2 > 0 for _, sigma2, _ in found)
 
 
@@ -172,15 +176,17 @@ def test_other_workers_collect_nothing_and_write_their_share(tmp_path: Path, mon
     monkeypatch.setattr(ray.train, "report", lambda metrics, checkpoint: reported.append(Path(checkpoint.path)))
     backend = object.__new__(_TrialBackend)
     backend.rank, backend.collected = 1, None
-    backend.run = SimpleNamespace(stopped=None)
+    schedule = BaseSchedule(
+        base_batch_size=B0, total_steps=T, scheduler_unit=None, base_steps_per_epoch=None, lr_curve=[[0.1]]
+    )
+    outcome = Outcome(metrics={"loss": 1.0}, effective_steps=3.0, schedule=schedule)
     folder = backend.checkpoint_folder(3)
     assert folder is not None
-    backend.report({"loss": 1.0}, folder)
+    backend.report(outcome, folder)
     assert reported == [folder]
-    backend.report({"loss": 1.0}, None)
+    backend.report(outcome, None)
     assert len(reported) == 1  # each would be a barrier
-    backend.run.stopped = "total_steps reached"
-    assert backend.checkpoint_folder(4) is None
+    assert not backend.saves_end
 
 
 def test_event_files_are_left_to_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,8 +228,10 @@ def run_with(fit: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], ray.
     monkeypatch.setattr(trial_workers, "TorchTrainer", Trainer)
     tune = SimpleNamespace(report=told.append, get_context=lambda: SimpleNamespace(get_trial_id=lambda: "a1b2"))
     monkeypatch.setattr(trial_workers, "tune", tune)
-    trial_workers.run_on_workers({}, SimpleNamespace(scaling_config="workers", folder="there"))
-    assert seen["scaling_config"] == "workers"
+    config = base_config(None, B0, T, None, seed=0)
+    workers = ray.train.ScalingConfig(num_workers=2)
+    OnWorkers(workload=make_workload, config=config, probe_every=4, scaling_config=workers, folder="there").train({})
+    assert seen["scaling_config"] is workers
     return told, seen["run_config"]
 
 

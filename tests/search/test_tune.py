@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import math
 import re
 import signal
@@ -24,13 +23,13 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, Recipe, Run, Workload, tune_recipe
-from ray_adascale.data import epoch_order
+from ray_adascale.data.order import epoch_order
 from ray_adascale.measure.probe import probe_noise
-from ray_adascale.run.base_run import workload_name
-from ray_adascale.run.schedule import EffectiveSchedule
+from ray_adascale.run.base_run import BaseResult, workload_name
+from ray_adascale.run.schedule import BaseSchedule, EffectiveSchedule
 from ray_adascale.run.trace import read_trace
 from ray_adascale.search.trial import describe_config, was_building
-from ray_adascale.search.tune import _concurrency, _describe_space, _grid_size, _ranking
+from ray_adascale.search.tune import _ranking
 from ray_adascale.search.watch import Finished, Watch
 from ray_adascale.workload import build, resolve
 
@@ -116,7 +115,7 @@ def test_recipe_says_what_was_found_and_how(searched: Recipe, tmp_path: Path) ->
     assert (searched.base_batch_size, searched.total_steps, searched.seed) == (B0, T, 3)
     assert (searched.base_steps_per_epoch, searched.scheduler_unit) == (LENGTH / B0, "epoch")
     assert (searched.metric, searched.mode) == ("error", "min")
-    assert searched.workload == "tests.test_tune:linear"
+    assert searched.workload == "tests.search.test_tune:linear"
     assert searched.settings == {"precision": "fp32", "grad_clip": 1e6, "shuffle": True, "drop_last": False}
     assert searched.versions["torch"] == torch.__version__
     found = searched.search
@@ -488,7 +487,7 @@ def test_an_interrupted_trial_on_workers_goes_on_from_its_checkpoint(
     assert resumed.noise == whole.noise
     assert [probe.effective_steps for probe in resumed.noise] == list(range(0, T, 10))
     # The schedule is that of the same search in one process, and so a run takes it for the same.
-    alone = search("alone", scaling_config=None)
+    alone = search("alone", scaling_config=None, config=None)
     assert resumed.fingerprint == whole.fingerprint == alone.fingerprint
     assert resumed.lr_curve == alone.lr_curve
 
@@ -519,21 +518,15 @@ def test_mistakes_with_workers_of_trials_are_found_before_anything_starts(
         tune_recipe(linear, {}, **(arguments | changes))
 
 
-def test_no_more_trials_run_at_once_than_have_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ray_adascale.search.tune.quiet_init", lambda: None)
-    monkeypatch.setattr("ray_adascale.search.tune.ray.cluster_resources", lambda: {"CPU": 9.0, "GPU": 4.0})
-    four = ScalingConfig(num_workers=4).total_resources
-    assert _concurrency(four, FIFOScheduler(), None) == 2
-    assert _concurrency(four, FIFOScheduler(), 1) == 1
-    assert _concurrency(four, FIFOScheduler(), 8) == 2
-    two_gpus = ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker={"CPU": 1, "GPU": 1}).total_resources
-    assert _concurrency(two_gpus, FIFOScheduler(), None) == 2
-    assert _concurrency(ScalingConfig(num_workers=16).total_resources, FIFOScheduler(), None) == 1  # nodes may be added
-
-
 def ended(score: float | None, error: Exception | None = None, **changes: Any) -> Finished:
-    outcome = {"metric": "error", "mode": "min", "score": score, "total_steps": T} | changes
-    metrics = {} if score is None else {"outcome": json.dumps(outcome)}
+    metrics = {}
+    if score is not None:
+        given: dict[str, Any] = {"metric": "error", "mode": "min"} | changes
+        schedule = BaseSchedule(
+            base_batch_size=B0, total_steps=T, scheduler_unit=None, base_steps_per_epoch=None, lr_curve=[[0.1]]
+        )
+        outcome = BaseResult(score=score, schedule=schedule, noise=[], **given)
+        metrics = {"outcome": outcome.to_json()}
     return Finished(f"t{score}", {"lr": 0.1}, metrics, error)
 
 
@@ -633,30 +626,6 @@ def test_settings_that_a_search_uses_as_they_are_given_are_taken(monkeypatch: py
 
 
 def test_small_things() -> None:
-    assert (
-        _grid_size({"a": tune.grid_search([1, 2]), "b": {"c": tune.grid_search([1, 2, 3]), "d": tune.uniform(0, 1)}})
-        == 6
-    )
     assert describe_config({"lr": 0.123456, "layers": [1] * 50}) == f"lr=0.1235, layers={str([1] * 50)[:37]}..."
     assert describe_config({}) == "an empty config"
-    assert workload_name(linear) == "tests.test_tune:linear"
-
-
-def test_search_spaces_are_told_apart() -> None:
-    def spaces() -> list[Any]:
-        return [
-            {"lr": tune.loguniform(0.1, 1)},
-            {"lr": tune.uniform(0.1, 1)},
-            {"lr": tune.loguniform(0.1, 2)},
-            {"lr": tune.quniform(0.1, 1, 0.1)},
-            {"lr": tune.quniform(0.1, 1, 0.05)},
-            {"lr": tune.choice([0.1, 1])},
-            {"lr": tune.grid_search([0.1, 1])},
-            {"lr": tune.sample_from(lambda spec: 0.1)},
-            {"lr": 0.1},
-        ]
-
-    described = [json.dumps(_describe_space(space)) for space in spaces()]
-    assert len(set(described)) == len(described)
-    assert [json.dumps(_describe_space(space)) for space in spaces()] == described  # as in another process
-    assert not any("0x" in text for text in described)
+    assert workload_name(linear) == "tests.search.test_tune:linear"

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from ray import tune
 
 from ray_adascale.recipe import NoiseProbe
-from ray_adascale.search.trial import Entry, was_building
-from ray_adascale.search.watch import BestMean, Finished, Watch, best_mean, interrupts
+from ray_adascale.run.base_run import BaseResult
+from ray_adascale.run.schedule import BaseSchedule
+from ray_adascale.search.trial import PlannedRepeat, was_building
+from ray_adascale.search.watch import BestMean, Finished, Watch, best_mean
 
 T = 200
 
@@ -25,7 +26,7 @@ def test_trials_that_ran_when_a_search_was_interrupted_have_not_ended(
 ) -> None:
     watch = Watch(2, verbose=True)
     trial = SimpleNamespace(trial_id="a", config={"lr": 0.1}, status="TERMINATED", last_result={"total_steps": T})
-    with interrupts(watch):
+    with watch.noticing_ctrl_c():
         # As Tune does: a handler of its own, until the signal comes; and then trials that run are ended without a word.
         before = signal.signal(signal.SIGINT, lambda *_: None)
         if interrupted:
@@ -36,40 +37,57 @@ def test_trials_that_ran_when_a_search_was_interrupted_have_not_ended(
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def repeated(index: int, score: float | None, mode: str = "min") -> Finished:
+def repeated(index: int, score: float | None, mode: Literal["min", "max"] = "min") -> Finished:
     """A repeat that has ended; without a score it failed."""
     if score is None:
         return Finished(f"r{index}", {"repeat": index}, {}, FloatingPointError("error is nan"))
-    outcome = {"metric": "error", "mode": mode, "score": score, "noise": [[20, 3.0, 1.0]]}
-    return Finished(f"r{index}", {"repeat": index}, {"outcome": json.dumps(outcome)}, None)
+    outcome = BaseResult(
+        metric="error",
+        mode=mode,
+        score=score,
+        schedule=BaseSchedule(
+            base_batch_size=8, total_steps=T, scheduler_unit=None, base_steps_per_epoch=None, lr_curve=[[0.1]]
+        ),
+        noise=[NoiseProbe(effective_steps=20, sigma2=3.0, mu2=1.0)],
+    )
+    return Finished(f"r{index}", {"repeat": index}, {"outcome": outcome.to_json()}, None)
+
+
+def plan(candidates: int) -> list[PlannedRepeat]:
+    """Two repeats of each."""
+    return [
+        PlannedRepeat(candidate=candidate, hyperparameters={"lr": 0.1 + candidate}, seed=seed)
+        for candidate in range(candidates)
+        for seed in (4, 5)
+    ]
 
 
 def test_best_mean_over_the_repeats_wins() -> None:
-    entries = [Entry(rank=rank, hyperparameters={}, seed=seed) for rank in (0, 1) for seed in (4, 5)]
+    planned = plan(2)
     # Ended in any order. Means 0.3 and 0.25: the second is better where small is.
     scores = {3: 0.1, 0: 0.2, 2: 0.4, 1: 0.4}
-    rank, repeats = best_mean(entries, [repeated(i, score) for i, score in scores.items()], "min")
-    assert rank == 1
+    candidate, repeats = best_mean(planned, [repeated(i, score) for i, score in scores.items()])
+    assert candidate == 1
     assert [(repeat.seed, repeat.score) for repeat in repeats] == [(4, 0.4), (5, 0.1)]
     assert repeats[0].noise == [NoiseProbe(effective_steps=20, sigma2=3, mu2=1)]
-    assert best_mean(entries, [repeated(i, score, "max") for i, score in scores.items()], "max")[0] == 0
+    assert best_mean(planned, [repeated(i, score, "max") for i, score in scores.items()])[0] == 0
     # A config that fails with another seed is out, however good its other repeats.
     scores_or_none = {0: 0.2, 1: 0.4, 2: 0.0, 3: None}
-    assert best_mean(entries, [repeated(i, score) for i, score in scores_or_none.items()], "min")[0] == 0
+    assert best_mean(planned, [repeated(i, score) for i, score in scores_or_none.items()])[0] == 0
     with pytest.raises(RuntimeError, match=r"with another seed\. The first: FloatingPointError: error is nan"):
-        best_mean(entries, [repeated(i, None) for i in range(4)], "min")
+        best_mean(planned, [repeated(i, None) for i in range(4)])
 
 
 def test_what_decides_is_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    entries = [Entry(rank=rank, hyperparameters={"lr": 0.1 + rank}, seed=seed) for rank in (0, 1, 2) for seed in (4, 5)]
-    best = BestMean(entries)
-    watch = Watch(6, verbose=True, what="repeat", describe=lambda config: str(entries[config["repeat"]]), best=best)
+    planned = plan(3)
+    best = BestMean(planned)
+    watch = Watch(6, verbose=True, what="repeat", describe=lambda config: str(planned[config["repeat"]]), best=best)
     # A single repeat decides nothing; nor does one whose sister failed. Small is good: means 0.3 and then 0.25.
     shown = []
     for i, score in ((2, 0.0), (4, 0.0), (5, None), (0, 0.2), (1, 0.4), (3, 0.5)):
         watch._add(repeated(i, score))
-        assert watch.progress is not None
-        shown.append(watch.progress._best)
+        assert watch.display is not None
+        shown.append(watch.display._best)
     assert shown == [
         "",
         "",
@@ -86,8 +104,8 @@ def test_what_decides_is_what_is_shown(capsys: pytest.CaptureFixture[str]) -> No
     watch = Watch(3, verbose=True)
     for i, score in enumerate((0.3, None, 0.4)):
         watch._add(replace(repeated(i, score), config={"lr": i}))
-    assert watch.progress is not None
-    assert watch.progress._best == "error 0.3 at lr=0"
+    assert watch.display is not None
+    assert watch.display._best == "error 0.3 at lr=0"
     assert capsys.readouterr().err.splitlines()[2] == "trial 3 of 3: error 0.4 at lr=2 (best 0.3)"
 
 

@@ -14,9 +14,19 @@ import pytest
 import ray.train
 import torch
 
-from ray_adascale.run.loop import METRICS
+from ray_adascale.run.backend import Outcome
+from ray_adascale.run.metrics import METRICS
+from ray_adascale.run.schedule import BaseSchedule
 
 from ..samples_of import scalars
+
+
+def outcome(**metrics: float) -> Outcome:
+    """After a step of a run whose metrics are all 1, but for some."""
+    schedule = BaseSchedule(
+        base_batch_size=4, total_steps=10, scheduler_unit=None, base_steps_per_epoch=None, lr_curve=[[0.1]]
+    )
+    return Outcome(metrics={**dict.fromkeys(METRICS, 1.0), **metrics}, effective_steps=1.0, schedule=schedule)
 
 
 def test_gauges_follow_the_run_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +48,7 @@ def test_gauges_follow_the_run_once_a_second(monkeypatch: pytest.MonkeyPatch) ->
     backend.rank, backend.board, backend._name, backend._gauges, backend._observed = 0, None, "mine", {}, -1.0
     backend.events = None
     for gain, later in ((2.0, 0.5), (3.0, 0.6), (4.0, 0.0)):
-        backend.observe({**dict.fromkeys(METRICS, 1.0), "gain": gain}, total_steps=10)
+        backend.observe(outcome(gain=gain))
         clock[0] += later
     tags = {"ray_train_run_name": "mine", "ray_train_worker_world_rank": "0"}  # what Ray's own dashboards filter by
     assert seen["adascale_gain"] == [(2.0, tags), (4.0, tags)]
@@ -87,7 +97,7 @@ def test_event_files_are_in_the_runs_folder_wherever_that_is(
     monkeypatch.setattr(ray.train.torch, "get_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(worker, "Gauge", lambda *_: SimpleNamespace(set=lambda *_: None))
     backend = worker.RayTrainBackend()
-    backend.observe(dict.fromkeys(METRICS, 1.0), total_steps=10)
+    backend.observe(outcome())
     written = tmp_path / "run" / "tensorboard" / "steps"
     assert written.is_dir() == local
     (tmp_path / "trace.jsonl").write_text("{}")
@@ -154,7 +164,7 @@ def test_a_failing_upload_is_tried_again_and_at_last_says_why(
     backend = object.__new__(worker.RayTrainBackend)
     backend._uploading = threading.Event()
     backend._storage = storage = Storage(error, times)
-    backend.report_in_background({"loss": 1.0}, folder)
+    backend.report_in_background(outcome(), folder)
     assert storage.taken == ([["state.json"]] if uploaded else [])
     assert ("error" not in seen) == uploaded
     assert uploaded or seen["error"] is error  # and not that of a later try, which finds no folder
@@ -173,7 +183,7 @@ def test_a_report_that_raises_leaves_nothing_behind(tmp_path: Path, monkeypatch:
     backend._uploading = threading.Event()
     (tmp_path / "share").mkdir()
     with pytest.raises(TimeoutError):
-        backend.report_in_background({}, tmp_path / "share")
+        backend.report_in_background(outcome(), tmp_path / "share")
     assert not backend.uploading
     assert not (tmp_path / "share").exists()
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, AdaScaleTrainer, LocalBackend, Recipe, Run, Workload, load_weights, prepare
-from ray_adascale.data import epoch_order
-from ray_adascale.run.loop import METRICS
+from ray_adascale.data.order import epoch_order
+from ray_adascale.run.metrics import METRICS
 from ray_adascale.run.trace import read_trace
 
 from ..samples_of import scalars

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ray_adascale import AdaScaleConfig, LocalBackend, Run, checkpoint
-from ray_adascale.config import BatchPlan
-from ray_adascale.data import StepSampler, epoch_order
+from ray_adascale.data.order import epoch_order
 from ray_adascale.run.trace import read_trace
 
 pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
@@ -26,23 +25,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the grad
 # ---- the batch that workers make up ----------------------------------------------------------------------------------
 
 
-def sizes(plan: BatchPlan, rank: int = 0) -> StepSampler:
-    return StepSampler(
-        length=1000,
-        global_batch_size=plan.global_batch_size,
-        rank=rank,
-        world_size=plan.world_size,
-        accumulation=plan.accumulation,
-    )
-
-
 @pytest.mark.parametrize("workers", range(1, 8))
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("batch", [64, 97])
 def test_a_global_batch_stays_whatever_the_workers(workers: int, passes: int, batch: int) -> None:
     config = AdaScaleConfig(base_batch_size=16, global_batch_size=batch, per_worker_batch_size=20, accumulation=passes)
     plan = config.plan(workers)
-    parts = sizes(plan).sample_sizes
+    parts = plan.cut(0).sample_sizes
     assert sum(parts) == plan.global_batch_size == batch
     assert plan.scale == batch / 16
     assert len(parts) == plan.num_samples
@@ -62,7 +51,7 @@ def test_a_floor_on_a_workers_examples_lets_the_batch_grow_instead() -> None:
     config = AdaScaleConfig(base_batch_size=16, global_batch_size=64, min_examples_per_worker=12)
     assert [config.plan(workers).global_batch_size for workers in (1, 4, 5, 6, 8)] == [64, 64, 64, 72, 96]
     for workers in range(1, 9):
-        assert min(sizes(config.plan(workers)).sample_sizes) >= 12
+        assert min(config.plan(workers).cut(0).sample_sizes) >= 12
 
 
 @pytest.mark.parametrize("workers", range(1, 8))

@@ -28,6 +28,8 @@ from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, LocalBackend, Run, checkpoint, load_weights
 from ray_adascale.checkpoint import CheckpointError, dcp
+from ray_adascale.run.backend import Outcome
+from ray_adascale.run.schedule import BaseSchedule
 from ray_adascale.run.trace import read_trace
 
 from ..pool import free_port
@@ -36,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the grad
 
 # Processes fork from one that has imported torch already: 0.1 s each instead of 3.
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["tests.test_faults"])
+processes.set_forkserver_preload(["tests.whole.test_faults"])
 
 TIMEOUT_S = 15.0
 
@@ -413,8 +415,8 @@ def test_training_goes_on_while_one_checkpoint_is_written(tmp_path: Path, monkey
                 assert disk.begun == 1, "at most one in flight"
                 assert not list(tmp_path.glob("checkpoint_*/manifest.json"))
                 disk.may_write.set()
-                assert run._saver._flying is not None
-                run._saver._flying[0]._thread.join()  # type: ignore[union-attr]
+                assert run._saver._in_flight is not None
+                run._saver._in_flight.saving._thread.join()  # type: ignore[union-attr]
             if len(weights) == 21:
                 break
     (first,) = [folder for folder in tmp_path.glob("checkpoint_*") if checkpoint.is_sealed(folder)]
@@ -458,7 +460,11 @@ def test_old_checkpoints_go_and_wrecks_do_not_count(tmp_path: Path) -> None:
     (tmp_path / "checkpoint_9999999999" / "manifest.json").write_text("{}")
     checkpoint.save(tmp_path / "checkpoint_0000000002", {"x": torch.ones(1)})
     checkpoint.save(tmp_path / "checkpoint_0000000004", {"x": torch.ones(1)})
-    LocalBackend(tmp_path).report({}, tmp_path / "checkpoint_0000000004")
+    schedule = BaseSchedule(
+        base_batch_size=4, total_steps=9, scheduler_unit=None, base_steps_per_epoch=None, lr_curve=[[0.1]]
+    )
+    outcome = Outcome(metrics={}, effective_steps=4.0, schedule=schedule)
+    LocalBackend(tmp_path).report(outcome, tmp_path / "checkpoint_0000000004")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint_0000000002", "checkpoint_0000000004"]
 
 
@@ -551,7 +557,7 @@ def damage(folder: Path, older: Path, chosen: random.Random) -> str:
 def standing(run: Run) -> tuple[Any, ...]:
     momentum = [state["momentum_buffer"].double() for state in run.optimizer.state.values()]
     return (
-        run.place.iterations,
+        run.state.iterations,
         run.effective_steps,
         run.source.position,
         run.schedule.calls,
@@ -574,7 +580,7 @@ def test_a_damaged_checkpoint_is_never_resumed_from(tmp_path: Path) -> None:
     for folder in (older, newest):
         shutil.copytree(folder, tmp_path / folder.name / folder.name)
         resumed = alone(tmp_path / folder.name)
-        good[resumed.place.iterations] = standing(resumed)
+        good[resumed.state.iterations] = standing(resumed)
     assert list(good) == [6, 7]
     seen: dict[str, int] = {}
     for seed in range(220):
@@ -594,12 +600,12 @@ def test_a_damaged_checkpoint_is_never_resumed_from(tmp_path: Path) -> None:
             except CheckpointError as e:
                 outcome = "refused" if "None of the" in str(e) else f"{seed} {done}: {e}"
             else:
-                if resumed.place.iterations == 0:
+                if resumed.state.iterations == 0:
                     outcome = "anew"  # only where no folder has a manifest: as after a kill during the first save
                     assert not list((tmp_path / "fuzz").glob("*/manifest.json")), (seed, done)
                 else:
-                    outcome = str(resumed.place.iterations)
-                    assert standing(resumed) == good[resumed.place.iterations], (seed, done)
+                    outcome = str(resumed.state.iterations)
+                    assert standing(resumed) == good[resumed.state.iterations], (seed, done)
         seen[outcome] = seen.get(outcome, 0) + 1
     assert seen["6"] > 150, seen  # most of the time the one before
     assert seen["refused"] > 3, seen
@@ -627,12 +633,12 @@ class Warned(LocalBackend):
         assert count == self.asked * self.world_size, "the workers have asked a different number of times"
         return None if self.asked < 5 else "node a" if self.asked < 9 else "nodes a, b"
 
-    def report(self, metrics: Any, folder: Path | None) -> None:
-        super().report(metrics, folder)
+    def report(self, outcome: Outcome, folder: Path | None) -> None:
+        super().report(outcome, folder)
         if folder is not None:
-            self.saved.append((metrics["optimizer_steps"], checkpoint.is_complete(folder)))
+            self.saved.append((outcome.metrics["optimizer_steps"], checkpoint.is_complete(folder)))
 
-    def report_in_background(self, metrics: Any, folder: Path) -> None:
+    def report_in_background(self, outcome: Outcome, folder: Path) -> None:
         raise AssertionError("a notice is answered before the next step")
 
 

@@ -1,0 +1,189 @@
+"""Plots with matplotlib, which is asked for here alone: the curves of runs over effective steps."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .runs import RunTrace
+
+__all__ = ["Panel", "color_of", "draw_png", "draw_svg", "make_panels", "pyplot"]
+
+_INK = "#123457"  # it stands for the reader's text colour until the SVG is put into the page
+_POINTS = 1200  # a line has no more of them: they could not be seen, and would make the page slow
+_STRETCHES = 60  # into so many a run is cut for the means of its loss
+_COLORS = ("#3b7dd8", "#e0702a", "#2f9e5b", "#c2417f", "#8a63d2", "#9a7b1f", "#1a9ba8", "#b5493d", "#6f7f8f")
+
+
+def pyplot(what: str) -> Any:
+    """``matplotlib.pyplot``, drawing to files.
+
+    Args:
+        what: What needs it, in the error's words.
+
+    Raises:
+        ValueError: matplotlib is missing; says how to get it.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ValueError(f"matplotlib is needed for {what}: pip install 'ray-adascale[plots]'.") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A plot over effective steps.
+
+    Attributes:
+        title: What stands above it.
+        slug: What it is called in the PNG's name.
+        keys: The columns, drawn in different dashes.
+        log: Whether the values' axis is logarithmic; only positive values are drawn then.
+        ceiling: A column that is drawn thin and dashed beside the first.
+        dots: Whether the values are so few that each is marked.
+        noisy: Whether the values are drawn faint, and their means over equal stretches of τ on top.
+    """
+
+    title: str
+    slug: str
+    keys: tuple[str, ...]
+    log: bool = False
+    ceiling: str | None = None
+    dots: bool = False
+    noisy: bool = False
+
+
+def make_panels(runs: list[RunTrace]) -> list[Panel]:
+    """The plots that these runs give: those of which at least one run has numbers."""
+    metrics = dict.fromkeys(key for run in runs for key in run.metrics)
+    panels = [
+        Panel(
+            "Training loss, means (single steps faint)", "loss", ("loss",), log=_all_positive(runs, "loss"), noisy=True
+        ),
+        *(Panel(key, f"metric-{_slug(key)}", (key,), dots=True) for key in metrics),
+        Panel("Learning rate lr(⌊τ⌋), before the gain", "lr", ("lr",)),
+        Panel("Gain r, with its ceiling S dashed", "gain", ("gain",), ceiling="scale"),
+        Panel("σ² of one base batch (solid) and μ² (dotted), averaged", "noise", ("sigma2", "mu2"), log=True),
+        Panel("Efficiency r/S", "efficiency", ("efficiency",)),
+        Panel("Examples per second", "throughput", ("examples_per_s",)),
+    ]
+    return [p for p in panels if any(np.isfinite(run.column(key)).any() for run in runs for key in p.keys)]
+
+
+def color_of(i: int) -> str:
+    """The colour of the run in this place, in the plots and beside its label."""
+    return _COLORS[i % len(_COLORS)]
+
+
+def _all_positive(runs: list[RunTrace], key: str) -> bool:
+    values = np.concatenate([run.column(key) for run in runs])
+    return bool((values[np.isfinite(values)] > 0).all())
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-") or "x"
+
+
+def _line(run: RunTrace, key: str, *, dots: bool) -> tuple[np.ndarray, np.ndarray]:
+    """τ and values where there are both; where they are many, the means of equal numbers of them."""
+    tau, values = run.column("effective_steps"), run.column(key)
+    kept = np.isfinite(tau) & np.isfinite(values)
+    tau, values = tau[kept], values[kept]
+    if dots or len(tau) <= _POINTS:
+        return tau, values
+    parts = np.linspace(0, len(tau), _POINTS + 1).astype(int)
+    width = np.diff(parts)
+    return np.add.reduceat(tau, parts[:-1]) / width, np.add.reduceat(values, parts[:-1]) / width
+
+
+def _stretches(tau: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Means over equal stretches of τ: at every scale they hold equally much of the schedule."""
+    stretch = np.minimum((tau / max(tau[-1], 1e-9) * _STRETCHES).astype(int), _STRETCHES - 1)
+    count = np.bincount(stretch)
+    kept = count > 0
+    return tuple(np.bincount(stretch, weights=x)[kept] / count[kept] for x in (tau, values))  # type: ignore[return-value]
+
+
+def draw_svg(panel: Panel, runs: list[RunTrace]) -> str:
+    """The plot as SVG text, in the reader's colours and without a legend: a page has one for all its plots."""
+    text = io.StringIO()
+    with _drawn(panel, runs, ink=_INK) as (figure, _):
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = text.getvalue()
+    return svg[max(svg.find("<svg"), 0) :].replace(_INK, "currentColor")
+
+
+def draw_png(panel: Panel, runs: list[RunTrace], path: Path) -> None:
+    """The plot as a PNG file, with title and legend."""
+    with _drawn(panel, runs, ink="black") as (figure, axes):
+        axes.set_title(_literal(panel.title))
+        axes.legend(frameon=False, fontsize="small")
+        figure.savefig(path, dpi=150)
+
+
+@contextmanager
+def _drawn(panel: Panel, runs: list[RunTrace], *, ink: str) -> Iterator[tuple[Any, Any]]:
+    """Figure and axes with the runs' curves in them."""
+    plt = pyplot("a report")
+    style = {
+        "text.color": ink,
+        "axes.edgecolor": ink,
+        "axes.labelcolor": ink,
+        "xtick.color": ink,
+        "ytick.color": ink,
+        "svg.fonttype": "none",
+        "svg.hashsalt": panel.slug,  # several SVGs share the page's names
+        "font.family": "sans-serif",
+    }
+    with plt.rc_context(style):
+        figure, axes = plt.subplots(figsize=(6, 3.1), layout="constrained")
+        if panel.log:
+            axes.set_yscale("log")
+        for i, run in enumerate(runs):
+            _draw_run(axes, panel, run, color_of(i))
+        if panel.noisy:
+            axes.margins(y=0.2)
+            axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())  # by the means: the steps' range would press them flat
+            for i, run in enumerate(runs):
+                axes.plot(*_points(panel, run, panel.keys[0]), lw=0.6, alpha=0.18, zorder=1, color=color_of(i))
+        axes.set_xlabel("effective steps τ")
+        axes.set_xlim(left=0)
+        axes.grid(alpha=0.2, color=ink)
+        axes.spines[["top", "right"]].set_visible(False)
+        yield figure, axes
+        plt.close(figure)
+
+
+def _points(panel: Panel, run: RunTrace, key: str) -> tuple[np.ndarray, np.ndarray]:
+    tau, values = _line(run, key, dots=panel.dots)
+    return (tau[values > 0], values[values > 0]) if panel.log else (tau, values)
+
+
+def _draw_run(axes: Any, panel: Panel, run: RunTrace, color: str) -> None:
+    for dash, key in zip(("-", ":"), panel.keys, strict=False):
+        tau, values = _points(panel, run, key)
+        label = _literal(run.label) if key == panel.keys[0] else None
+        if panel.noisy and len(tau) > 2 * _STRETCHES:
+            tau, values = _stretches(tau, values)
+        axes.plot(tau, values, dash, marker="o" if panel.dots else None, ms=3, lw=1.3, color=color, label=label)
+    if panel.ceiling is not None:
+        axes.plot(*_line(run, panel.ceiling, dots=False), "--", lw=0.9, alpha=0.7, color=color)
+    for at, what in run.events:
+        axes.axvline(at, lw=1, ls=":" if what == "restarted" else "--", color=color, alpha=0.8)
+
+
+def _literal(text: str) -> str:
+    """The text so that matplotlib shows it unchanged: without formulas, and not hidden from the legend."""
+    text = text.replace("$", r"\$")
+    return f"\u200b{text}" if text.startswith("_") else text

@@ -1,0 +1,53 @@
+"""Adam's metric: gradients divided by √v, so that noise and signal are measured in the units of Adam's own step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, AdamW, Optimizer
+
+__all__ = ["adam_preconditioner"]
+
+
+def adam_preconditioner(optimizer: Optimizer) -> Callable[[Tensor, Tensor], Tensor]:
+    """For ``AdaScale(..., precondition=...)``: gradients as Adam divides them, so that norms are taken in its metric.
+
+    ``g / (√(v / (1 − β₂^t)) + ε)`` with v and t as the last step left them; ``g`` before the first step (Kingma & Ba, arXiv
+    1412.6980, algorithm 1, with the present step's own gradient left out of v: it is not known yet).
+
+    The state of every parameter must be here: not with OSS or other sharded state.
+
+    Args:
+        optimizer: ``Adam`` or ``AdamW``, the one that steps.
+
+    Returns:
+        Maps (parameter, gradient) to a float32 (or float64) tensor; no host synchronisation.
+
+    Raises:
+        ValueError: Another optimizer.
+    """
+    if not isinstance(optimizer, Adam | AdamW):
+        raise ValueError(
+            f"Adam-preconditioned statistics need torch.optim.Adam or AdamW, not {type(optimizer).__name__}. Choose another "
+            "rule; with OSS, leave optimizer state unsharded (sharding='none')."
+        )
+    index: dict[Tensor, int] = {}  # of the group, since load_state_dict makes new group dicts
+
+    def precondition(param: Tensor, grad: Tensor) -> Tensor:
+        dtype = torch.promote_types(grad.dtype, torch.float32)
+        state = optimizer.state.get(param)
+        if not state:
+            return grad.to(dtype)
+        if param not in index:
+            index.update((p, i) for i, group in enumerate(optimizer.param_groups) for p in group["params"])
+        group = optimizer.param_groups[index[param]]
+        # v̂ = v / (1 − β₂^t); v = max over steps with AMSGrad
+        second = state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
+        # `step` is a float32 tensor, maybe on the device, and 1 − 0.999 has three digits less than 0.999.
+        correction = 1 - group["betas"][1] ** torch.as_tensor(state["step"]).double()
+        root = (second.to(dtype) / correction).sqrt_()
+        return grad.to(dtype) / root.add_(group["eps"])
+
+    return precondition

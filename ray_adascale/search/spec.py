@@ -1,0 +1,350 @@
+"""What a search is: the arguments of ``tune_recipe``, checked, and all that follows from them before Ray runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+import ray
+from ray.train import ScalingConfig
+from ray.tune.schedulers import (
+    AsyncHyperBandScheduler,
+    FIFOScheduler,
+    MedianStoppingRule,
+    PopulationBasedTraining,
+    PopulationBasedTrainingReplay,
+    TrialScheduler,
+)
+from ray.tune.search import BasicVariantGenerator, Searcher
+from ray.util.state import list_nodes
+from ray.util.state.exception import RayStateApiException
+
+from .._files import SEARCH, read_json, write_json
+from ..config import AdaScaleConfig
+from ..run.base_run import base_config, kept_settings, workload_name
+from ..workload import WorkloadFn
+from .trial import EPOCHS
+
+__all__ = ["SearchSpec"]
+
+
+@dataclass(kw_only=True, eq=False)
+class SearchSpec:
+    """A search as it was asked for: the arguments of :func:`ray_adascale.tune_recipe`, which explains them.
+
+    Attributes:
+        trial_config: The settings of each trial's run, made of ``config``.
+        tune_scheduler: Tune's, made of ``scheduler``.
+
+    Raises:
+        ValueError: An argument can't work, or would have no effect.
+    """
+
+    workload: WorkloadFn
+    param_space: dict[str, Any]
+    base_batch_size: int
+    total_steps: int | None
+    total_epochs: float | None
+    num_samples: int
+    repeats: int
+    repeat_best: int
+    search_alg: Any
+    scheduler: TrialScheduler | Literal["asha"] | None
+    seed: int
+    config: AdaScaleConfig | None
+    resources_per_trial: Mapping[str, float] | None
+    scaling_config: ScalingConfig | None
+    max_concurrent_trials: int | None
+    probe_every: int
+    trial_config: AdaScaleConfig = field(init=False)
+    tune_scheduler: TrialScheduler = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.scaling_config is not None:
+            self._check_scaling_config()
+        self._check_types_and_ranges()
+        base = base_config(self.config, self.base_batch_size, self.total_steps, self.total_epochs, self.seed)
+        self.tune_scheduler = self._make_scheduler()
+        self.trial_config = base if self.scaling_config is None else self._spread(base)
+        self._check_that_config_is_used()
+        self._check_that_trials_can_be_limited()
+
+    # ---- what follows from the arguments ---------------------------------------------------------------------------
+
+    @property
+    def num_trials(self) -> int:
+        """How many trials there will be, with the points of the grid."""
+        return self.num_samples * _grid_size(self.param_space)
+
+    @property
+    def resources(self) -> Mapping[str, float]:
+        """What a trial needs of the cluster, its workers included."""
+        if self.scaling_config is not None:
+            return self.scaling_config.total_resources
+        return {"CPU": 1} if self.resources_per_trial is None else self.resources_per_trial
+
+    @property
+    def reserved(self) -> dict[str, float]:
+        """What Ray reserves for the process of a trial."""
+        # Workers ask for themselves. What only waits for them must take no CPU that they need: Tune refuses to reserve
+        # nothing, so it reserves a byte.
+        return dict(self.resources) if self.scaling_config is None else {"CPU": 0, "memory": 1}
+
+    @property
+    def may_pause(self) -> bool:
+        """Whether the scheduler may pause a trial, which then resumes from a checkpoint."""
+        # ASHA and FIFO only go on or stop; of others, subclasses included, one doesn't know.
+        return type(self.tune_scheduler) not in (AsyncHyperBandScheduler, FIFOScheduler)
+
+    @property
+    def searcher_name(self) -> str:
+        """The searcher, as the recipe and :meth:`description` name it."""
+        if self.search_alg is None:
+            return "random"
+        return self.search_alg if isinstance(self.search_alg, str) else type(self.search_alg).__name__
+
+    @property
+    def scheduler_name(self) -> str | None:
+        """The scheduler, as the recipe and :meth:`description` name it."""
+        if self.scheduler is None or isinstance(self.scheduler, str):
+            return self.scheduler
+        return type(self.scheduler).__name__
+
+    def searcher(self, at_once: int | None) -> dict[str, Any]:
+        """Who suggests configs, and how many of them are tried at once: arguments of ``tune.TuneConfig``."""
+        if self.search_alg is None:
+            # TuneConfig's default would draw from NumPy's global generator.
+            return {"search_alg": BasicVariantGenerator(random_state=self.seed, max_concurrent=at_once or 0)}
+        return {"search_alg": self.search_alg, "max_concurrent_trials": at_once}
+
+    def trials_at_once(self) -> int | None:
+        """How many trials may run at once; None: as many as fit. Asks the cluster, so Ray has to run.
+
+        Raises:
+            ValueError: The scheduler stops trials, and nobody would clean up after those.
+        """
+        if self.scaling_config is None:
+            return self.max_concurrent_trials
+        if type(self.tune_scheduler) is not FIFOScheduler and not _dashboard_answers():
+            raise ValueError(
+                "A scheduler that stops trials needs Ray's dashboard when trials have workers of their own (scaling_config): "
+                "without it what a stopped trial has reserved is never freed, and the search hangs. Start Ray with it (pip "
+                "install 'ray[default]'; ray.init(include_dashboard=True)), or use scheduler=None."
+            )
+        have, most = ray.cluster_resources(), self.max_concurrent_trials
+        fit = min((int(have.get(key, 0) / value) for key, value in self.resources.items() if value > 0), default=1)
+        return max(1, fit if most is None else min(fit, most))
+
+    # ---- whether it is the same search -----------------------------------------------------------------------------
+
+    def description(self) -> dict[str, Any]:
+        """What has to be the same where a search goes on, as JSON values."""
+        return {
+            "workload": workload_name(self.workload),
+            "param_space": _describe_space(self.param_space),
+            "base_batch_size": self.base_batch_size,
+            "total_steps": self.total_steps,
+            "total_epochs": self.total_epochs,
+            "num_samples": self.num_samples,
+            "seed": self.seed,
+            "probe_every": self.probe_every,
+            "config": kept_settings(self.trial_config),
+            "num_workers": None if self.scaling_config is None else self.scaling_config.num_workers,
+            "search_alg": self.searcher_name,
+            "scheduler": self.scheduler_name,
+        }
+
+    def started_before(self, folder: str) -> bool:
+        """Whether this search was started in that folder before. If not, the folder now holds what it is.
+
+        Raises:
+            ValueError: Another search was started there.
+        """
+        path = f"{folder}/{SEARCH}"
+        description, before = self.description(), read_json(path)
+        if before is None:
+            write_json(path, description)
+            return False
+        for key, now in description.items():
+            if before.get(key) != now:
+                raise ValueError(
+                    f"Invalid {key}={now!r}: the search in {folder} was started with {before.get(key)!r}. Restore it to go "
+                    "on, or choose another name."
+                )
+        return True
+
+    # ---- checks ----------------------------------------------------------------------------------------------------
+
+    def _check_types_and_ranges(self) -> None:
+        if not callable(self.workload):
+            raise ValueError(
+                f"Invalid workload of type {type(self.workload).__name__}. Must be a function config -> Workload."
+            )
+        if not isinstance(self.param_space, dict):
+            raise ValueError(
+                f"Invalid param_space of type {type(self.param_space).__name__}. Must be a dict, as for ray.tune.Tuner."
+            )
+        if (self.total_steps is None) == (self.total_epochs is None):
+            raise ValueError(
+                f"Invalid total_steps={self.total_steps!r} with total_epochs={self.total_epochs!r}. Give one of them: how "
+                "long each trial is."
+            )
+        for name, least in (
+            ("num_samples", 1),
+            ("probe_every", 1),
+            ("repeats", 0),
+            ("repeat_best", 1),
+            ("seed", 0),
+            ("max_concurrent_trials", 1),
+        ):
+            value = getattr(self, name)
+            if value is None and name == "max_concurrent_trials":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"Invalid {name}={value!r}. Must be an integer of at least {least}.")
+        resources = self.resources
+        if (
+            not isinstance(resources, Mapping)
+            or not resources
+            or not all(isinstance(v, int | float) and not isinstance(v, bool) and v >= 0 for v in resources.values())
+        ):
+            raise ValueError(
+                f"Invalid resources_per_trial={resources!r}. Must be a dict such as {{'CPU': 1, 'GPU': 0.5}}."
+            )
+
+    def _check_scaling_config(self) -> None:
+        if not isinstance(self.scaling_config, ScalingConfig):
+            raise ValueError(
+                f"Invalid scaling_config of type {type(self.scaling_config).__name__}. Must be a ray.train.ScalingConfig."
+            )
+        workers = self.scaling_config.num_workers
+        if isinstance(workers, tuple) or workers < 2:
+            raise ValueError(
+                f"Invalid ScalingConfig(num_workers={workers}) for a trial. Must be a fixed number of at least 2; a trial in "
+                "one process needs no scaling_config."
+            )
+        if self.resources_per_trial is not None:
+            raise ValueError(
+                f"Invalid resources_per_trial={self.resources_per_trial!r} with scaling_config. Say what a worker needs, in "
+                "ScalingConfig(resources_per_worker=...)."
+            )
+        if self.search_alg is not None and not isinstance(self.search_alg, Searcher | str):
+            raise ValueError(
+                f"Invalid search_alg: a {type(self.search_alg).__name__} with scaling_config. How many trials run at once "
+                "has to be limited from outside: give a Searcher, or None."
+            )
+
+    def _check_that_config_is_used(self) -> None:
+        """Refuse what was set and would have no effect."""
+        if self.config is None:
+            return
+        for setting in fields(AdaScaleConfig):
+            used, given = getattr(self.trial_config, setting.name), getattr(self.config, setting.name)
+            if given not in (used, setting.default):
+                instead = (
+                    "Give tune_recipe(seed=...)."
+                    if setting.name == "seed"
+                    else "Leave it out; it is for runs at scale."
+                )
+                raise ValueError(
+                    f"Invalid AdaScaleConfig({setting.name}={given!r}) for a search: its trials have "
+                    f"{setting.name}={used!r}. {instead}"
+                )
+
+    def _check_that_trials_can_be_limited(self) -> None:
+        kind = type(self.tune_scheduler)
+        if self.scaling_config is not None and kind not in (FIFOScheduler, AsyncHyperBandScheduler, MedianStoppingRule):
+            raise ValueError(
+                f"Invalid scheduler: {kind.__name__} with scaling_config. It may pause trials, which those with workers of "
+                "their own can't do. Use 'asha', MedianStoppingRule or None."
+            )
+        most, name = self.max_concurrent_trials, self.searcher_name
+        if most is not None and not (self.search_alg is None or isinstance(self.search_alg, Searcher | str)):
+            raise ValueError(f"Invalid max_concurrent_trials={most} with a {name}. Give the limit to the {name}.")
+
+    # ---- what the trials are made of -------------------------------------------------------------------------------
+
+    def _spread(self, base: AdaScaleConfig) -> AdaScaleConfig:
+        """The base run's settings on several workers: the same batch, in parts."""
+        given = AdaScaleConfig() if self.config is None else self.config
+        assert self.scaling_config is not None
+        num_workers = int(self.scaling_config.num_workers)
+        spread = replace(
+            base,
+            global_batch_size=base.base_batch_size,
+            per_worker_batch_size=given.per_worker_batch_size,
+            accumulation=given.accumulation,
+            sharding=given.sharding,
+            checkpoint_every_s=given.checkpoint_every_s,
+            async_checkpoint=False,  # what a trial has collected so far goes with it, and has to be of the same step
+        )
+        plan = spread.plan(num_workers)
+        if plan.scale != 1:
+            raise ValueError(
+                f"Invalid ScalingConfig({num_workers=}) for a base batch of {base.base_batch_size}: in {plan.accumulation} "
+                f"passes each worker needs at least {spread.min_examples_per_worker} examples. Use fewer workers or passes."
+            )
+        return spread
+
+    def _make_scheduler(self) -> TrialScheduler:
+        scheduler: Any = self.scheduler
+        if scheduler is None:
+            return FIFOScheduler()
+        if isinstance(scheduler, str) and scheduler == "asha":
+            in_steps = self.total_steps is not None
+            clock, length = ("effective_steps", self.total_steps) if in_steps else (EPOCHS, self.total_epochs)
+            assert length is not None
+            return AsyncHyperBandScheduler(time_attr=clock, max_t=length, grace_period=length / 8)
+        if not isinstance(scheduler, TrialScheduler):
+            raise ValueError(f"Invalid {scheduler=}. Must be 'asha', None or a scheduler of ray.tune.schedulers.")
+        kind = type(scheduler).__name__
+        if isinstance(scheduler, PopulationBasedTraining | PopulationBasedTrainingReplay):
+            raise ValueError(
+                f"Invalid scheduler: {kind}. It changes the config of trials as they run, so no single config makes the "
+                "winner's schedule and there is nothing for a recipe to repeat. Use 'asha', or any scheduler that only stops "
+                "or pauses trials."
+            )
+        if scheduler.metric is not None:
+            raise ValueError(
+                f"Invalid scheduler: {kind} with metric={scheduler.metric!r}. Leave its metric and mode out: they are the "
+                "workload's."
+            )
+        return scheduler
+
+
+def _dashboard_answers() -> bool:
+    """Whether the state API does, by which Ray Train finds out that a run is over whose driver is gone."""
+    here = ray.get_runtime_context()
+    try:
+        # Another Ray's dashboard, on the port that this one would have had, does not count.
+        found = list_nodes(here.gcs_address, filters=[("node_id", "=", here.get_node_id())], timeout=10)
+    except RayStateApiException:
+        return False
+    return bool(found)
+
+
+def _describe_space(space: Any) -> Any:
+    """The search space as JSON, to tell whether it is the same."""
+    if isinstance(space, Mapping):
+        return {str(key): _describe_space(value) for key, value in space.items()}
+    if isinstance(space, list | tuple):
+        return [_describe_space(value) for value in space]
+    if space is None or isinstance(space, bool | int | float | str):
+        return space
+    if callable(space) or not hasattr(space, "__dict__"):
+        return type(space).__qualname__  # two functions can't be told apart
+    inside = {key: _describe_space(value) for key, value in vars(space).items()}  # Tune's distributions and samplers
+    return {"type": type(space).__qualname__, **inside}
+
+
+def _grid_size(space: Any) -> int:
+    """How many points the grid has that a space's ``grid_search`` entries span; 1 without any."""
+    if isinstance(space, list | tuple):
+        return math.prod(map(_grid_size, space))
+    if not isinstance(space, Mapping):
+        return 1
+    if set(space) == {"grid_search"}:
+        return len(space["grid_search"])
+    return math.prod(map(_grid_size, space.values()))

@@ -1,0 +1,254 @@
+"""The gradients of one bucket on their way: laid side by side, sent to the workers that own them, and held there.
+
+What decides when each of these happens is :class:`ray_adascale.ShardedDataParallel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..measure.observers import take_norm
+from .buckets import Bucket, memory_view
+from .collectives import Buffers, Reduction
+
+__all__ = ["GradientBucket"]
+
+
+class GradientBucket:
+    """The gradients of one bucket's parameters on their way to the owners.
+
+    The buffer has the bucket's layout, but that each shard ends with one flag per parameter: in how many workers it had a
+    gradient. So an owner knows, without another message, which parameters nobody used, and leaves those alone.
+
+    Args:
+        bucket: The parameters.
+        group: Process group of the workers; the default one if None.
+        wire_dtype: What gradients are sent as; None for their own dtype.
+        buffers: Where memory comes from that is needed for a pass only.
+
+    Attributes:
+        segments: (parameter group, start, end) of the elements in what :meth:`collect` returns.
+        arrived: Which parameters have got their gradient in the pass that runs.
+        missing: The number of trainable ones that have not.
+        launched: Whether the pass that runs is done with this bucket.
+        observed: Whether the reduced gradient's norm is wanted.
+        accumulated: Unreduced gradients of earlier passes, where each pass's norm is wanted.
+        shard: The sum over passes of this worker's reduced shard, with flags; it is valid while ``held``.
+        held: Whether this worker's fragments have reduced gradients.
+    """
+
+    def __init__(
+        self, bucket: Bucket, group: dist.ProcessGroup | None, wire_dtype: torch.dtype | None, buffers: Buffers
+    ) -> None:
+        self.bucket = bucket
+        self._group = group
+        self._buffers = buffers
+        # The sum of N halves might not be finite where their mean is, so what is sent as such is divided before.
+        self._half = bucket.flat.dtype.itemsize < 4
+        self._wire_dtype = None if self._half else wire_dtype
+        self._spans = [bucket.spans(rank) for rank in range(bucket.world_size)]
+        sizes = [b - a for a, b in zip(bucket.bounds, bucket.bounds[1:], strict=False)]
+        most = max(len(spans) for spans in self._spans)
+        flags = [most if bucket.equal_shards else len(spans) for spans in self._spans]
+        self._bounds = [0]
+        for size, flag in zip(sizes, flags, strict=True):
+            self._bounds.append(self._bounds[-1] + size + flag)
+        self._own_size = sizes[bucket.rank]
+        positions, owners = [], []
+        for spans, start, size in zip(self._spans, self._bounds, sizes, strict=False):
+            positions += [start + size + i for i in range(len(spans))]
+            owners += [span.index for span in spans]
+        device = bucket.flat.device
+        self._flag_positions = torch.tensor(positions, dtype=torch.int64, device=device)
+        self._flag_params = owners
+        self._all_present = torch.ones(len(positions), dtype=bucket.flat.dtype, device=device)
+        self.segments = self._segments(0, bucket.numel, shift=self._shift)
+        own = bucket.bounds[bucket.rank]
+        self._own_segments = self._segments(own, bucket.bounds[bucket.rank + 1], shift=lambda position: position - own)
+        self._zeros = torch.zeros(0, dtype=bucket.flat.dtype, device=device)
+        self._pieces = self._plan(sizes)
+        self._parts: list[Tensor] = []  # of the shard, for each fragment
+        self._norms: list[tuple[int, Tensor]] | None = None
+        self._plain = [p.is_contiguous() for p in bucket.params]
+        self.shard: Tensor | None = None
+        self.held = False
+        self.accumulated: Tensor | None = None
+        self._work: Reduction | None = None
+        self._wire: Tensor | None = None
+        self._taken: Tensor | None = None
+        self._seen: list[bool] = [False] * len(bucket.params)  # in any pass since the last reduction
+        self.begin_pass()
+
+    def begin_pass(self) -> None:
+        """Wait for the gradients of a backward pass."""
+        self.arrived = [False] * len(self.bucket.params)
+        self.missing = sum(p.requires_grad for p in self.bucket.params)
+        self.launched = self.observed = False
+
+    @property
+    def active(self) -> bool:
+        """Whether workers exchange this bucket: the same on all."""
+        return any(p.requires_grad for p in self.bucket.params)
+
+    def _shift(self, position: int) -> int:
+        """Where an element of the bucket lies in the gradient buffer."""
+        shard = max(r for r in range(self.bucket.world_size) if self.bucket.bounds[r] <= position)
+        return position - self.bucket.bounds[shard] + self._bounds[shard]
+
+    def _segments(self, low: int, high: int, *, shift: Callable[[int], int]) -> list[tuple[int, int, int]]:
+        """(parameter group, start, end) of the buffer's elements from ``low`` to ``high``, in as few as there are."""
+        segments: list[tuple[int, int, int]] = []
+        bucket = self.bucket
+        for g, offset, p in zip(bucket.groups, bucket.offsets, bucket.params, strict=True):
+            start, end = max(low, offset), min(high, offset + p.numel())
+            if start >= end:
+                continue
+            first, last = shift(start), shift(end - 1) + 1
+            if segments and segments[-1][0] == g:
+                segments[-1] = g, segments[-1][1], last
+            else:
+                segments.append((g, first, last))
+        return segments
+
+    def _plan(self, sizes: Sequence[int]) -> list[tuple[int, int, int]]:
+        """What lies side by side in the buffer: (parameter, from, to) in memory order, −1 for all of it; or (−1, 0, zeros)."""
+        pieces: list[tuple[int, int, int]] = []
+        bucket = self.bucket
+        for r, spans in enumerate(self._spans):
+            position = bucket.bounds[r]
+            for span in spans:
+                if span.numel == 0:
+                    continue  # may lie behind this shard
+                begin = bucket.offsets[span.index] + span.start
+                if begin > position:
+                    pieces.append((-1, 0, begin - position))
+                whole = span.numel == bucket.params[span.index].numel()
+                pieces.append((span.index, -1 if whole else span.start, span.start + span.numel))
+                position = begin + span.numel
+            rest = bucket.bounds[r] + sizes[r] - position + self._bounds[r + 1] - self._bounds[r] - sizes[r]
+            if rest:
+                pieces.append((-1, 0, rest))
+        most = max((end for index, _, end in pieces if index < 0), default=0)
+        self._zeros = torch.zeros(most, dtype=bucket.flat.dtype, device=bucket.flat.device)
+        return pieces
+
+    @torch.no_grad()
+    def collect(self, *, keep: bool) -> Tensor:
+        """This worker's gradients side by side, flags zero; the parameters' ``.grad`` are None afterwards.
+
+        In memory of their own if they are to be kept; else in a buffer that :meth:`release` gives back.
+        """
+        flat, size = self.bucket.flat, self._bounds[-1]
+        flats: list[Tensor] = []
+        for i, (p, plain) in enumerate(zip(self.bucket.params, self._plain, strict=True)):
+            grad = p.grad
+            if grad is None:
+                flats.append(torch.zeros(p.numel(), dtype=flat.dtype, device=flat.device))
+                continue
+            p.grad = None
+            self._seen[i] = True
+            if plain and grad.dtype is flat.dtype and grad.layout is torch.strided and grad.is_contiguous():
+                flats.append(grad.view(-1))
+            else:
+                flats.append(_laid_out(grad, p))
+        parts = [
+            flats[index] if start < 0 else (self._zeros if index < 0 else flats[index])[start:end]
+            for index, start, end in self._pieces
+        ]
+        if keep:
+            return torch.cat(parts)
+        self._taken = self._buffers.take(size, flat.dtype, flat.device)
+        return torch.cat(parts, out=self._taken[:size])
+
+    def release(self) -> None:
+        """Give back the buffer that :meth:`collect` took."""
+        if self._taken is not None:
+            self._buffers.give_back(self._taken)
+            self._taken = None
+
+    @torch.no_grad()
+    def launch(self, summand: Tensor) -> None:
+        """Send the shards to their owners."""
+        if all(self._seen):
+            flags = self._all_present
+        else:
+            flags = torch.tensor(
+                [float(self._seen[i]) for i in self._flag_params], dtype=summand.dtype, device=summand.device
+            )
+        summand.index_copy_(0, self._flag_positions, flags)
+        if self._half or self._wire_dtype is not None:
+            summand.mul_(1 / self.bucket.world_size)
+        wire = summand if self._wire_dtype is None else summand.to(self._wire_dtype)
+        self._wire = wire
+        self._work = Reduction(wire, self._bounds, self._group, self._buffers)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for the reduction; from here on this worker's fragments have their gradients."""
+        assert self._work is not None
+        assert self._wire is not None
+        flat = self.bucket.flat
+        if self.shard is None or (self.shard.dtype, self.shard.device) != (flat.dtype, flat.device):
+            self.shard = flat.new_empty(self._bounds[self.bucket.rank + 1] - self._bounds[self.bucket.rank])
+            self._parts = self._parts_of(self.shard)
+            self.held = False
+        fresh = torch.empty_like(self.shard) if self.held else self.shard
+        self._work.wait(fresh)
+        self.release()
+        if self._wire.dtype.itemsize >= 4:
+            fresh.mul_(1 / self.bucket.world_size)
+        if self.held:
+            self.shard.add_(fresh)
+        self.held = True
+        self._work = self._wire = self.accumulated = None
+        used = [True] * len(self.bucket.fragments)
+        mine = self._spans[self.bucket.rank]
+        if not all(self._seen[span.index] for span in mine):
+            # Only now the host must look: another worker may have used what this one did not.
+            used = (self.shard[self._own_size : self._own_size + len(mine)] != 0).tolist()
+        self._seen = [False] * len(self.bucket.params)
+        for fragment, part, has in zip(self.bucket.fragments, self._parts, used, strict=True):
+            fragment.tensor.grad = part if has else None
+        self._norms = None
+        if self.observed:
+            self.own_norms()  # while the shard is in the cache
+
+    def own_norms(self) -> list[tuple[int, Tensor]]:
+        """(parameter group, norm) of this worker's shard of the reduced gradient."""
+        assert self.shard is not None
+        if self._norms is None:
+            shard = self.shard
+            self._norms = [(g, take_norm(shard[start:end])) for g, start, end in self._own_segments]
+        return self._norms
+
+    def _parts_of(self, shard: Tensor) -> list[Tensor]:
+        """Each fragment's gradient, a view."""
+        start = self.bucket.bounds[self.bucket.rank]
+        parts = []
+        for fragment in self.bucket.fragments:
+            part = shard[fragment.offset - start : fragment.offset - start + fragment.numel]
+            whole = fragment.whole
+            parts.append(part.as_strided(fragment.param.shape, fragment.param.stride()) if whole else part)
+        return parts
+
+    def discard(self) -> None:
+        """Forget gradients, reduced or not."""
+        self.held = False
+        self.accumulated = self._work = self._wire = self._taken = None
+        self._seen = [False] * len(self.bucket.params)
+        for fragment in self.bucket.fragments:
+            fragment.tensor.grad = None
+
+
+def _laid_out(grad: Tensor, param: Tensor) -> Tensor:
+    """A gradient of any layout and dtype as its parameter lies in memory; 1-D."""
+    grad = grad.detach()
+    if grad.is_sparse:
+        grad = grad.to_dense()
+    if grad.stride() != param.stride() or grad.dtype != param.dtype:
+        grad = torch.empty_like(param, requires_grad=False).copy_(grad)
+    return memory_view(grad)

@@ -1,0 +1,265 @@
+"""Damage of any kind is found, nothing is ever unpickled, and the newest whole checkpoint is chosen."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ray_adascale import checkpoint
+from ray_adascale.checkpoint import CheckpointError
+
+from .folders import Pool, corrupt, read_all, reseal, save_replicated
+
+FILES = ["__0_0.distcp", "state.json", "tensors.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (corrupt, "is damaged: its SHA-256"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes; the manifest says"),
+        (lambda path: path.write_bytes(path.read_bytes() + b" "), "bytes; the manifest says"),
+        (lambda path: path.unlink(), "is missing"),
+        (lambda path: (path.unlink(), path.mkdir()), "bytes; the manifest says|cannot be read"),
+    ],
+    ids=["flipped-bit", "truncated", "longer", "gone", "a-folder"],
+)
+def test_a_damaged_file_is_found(one: Path, name: str, damage: Callable[[Path], Any], message: str) -> None:
+    assert checkpoint.is_complete(one)
+    damage(one / name)
+    with pytest.raises(CheckpointError, match=f"{name} ({message}|has .*{message})"):
+        checkpoint.verify(one)
+    assert not checkpoint.is_complete(one)
+
+
+def test_loading_without_verifying_still_sees_sizes_and_json_digests(one: Path) -> None:
+    for name in FILES:
+        data = (one / name).read_bytes()
+        (one / name).write_bytes(data + b" ")
+        with pytest.raises(CheckpointError, match=name):
+            read_all(one)
+        (one / name).write_bytes(data)
+    for name in ("state.json", "tensors.json"):
+        data = (one / name).read_bytes()
+        corrupt(one / name)
+        with pytest.raises(CheckpointError, match=f"{name} is damaged"):
+            read_all(one)
+        (one / name).write_bytes(data)
+    read_all(one)
+
+
+def test_swapped_files_are_found(tmp_path: Path, pool: Pool) -> None:
+    pool(2).run(save_replicated, str(tmp_path))
+    first, second = tmp_path / "__0_0.distcp", tmp_path / "__1_0.distcp"
+    assert first.stat().st_size == second.stat().st_size, "or sizes alone would tell"
+    first.rename(tmp_path / "x")
+    second.rename(first)
+    (tmp_path / "x").rename(second)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        checkpoint.verify(tmp_path)
+
+
+def test_files_of_two_checkpoints_do_not_mix(tmp_path: Path) -> None:
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        checkpoint.save(tmp_path / name, {"x": torch.full((4,), value)})
+    shutil.copy(tmp_path / "a" / "__0_0.distcp", tmp_path / "b")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        checkpoint.verify(tmp_path / "b")
+
+
+def test_a_folder_that_does_not_exist_is_no_checkpoint(tmp_path: Path) -> None:
+    for read in (checkpoint.verify, checkpoint.load_state, checkpoint.tensor_index, checkpoint.load_weights):
+        with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
+            read(tmp_path / "none")
+    with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
+        checkpoint.load(tmp_path / "none", {})
+    assert not checkpoint.is_complete(tmp_path / "none")
+
+
+def entry(size: Any = 1, sha256: Any = "0" * 64) -> dict[str, Any]:
+    return {"size": size, "sha256": sha256}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m | {"version": 2}, "version 2; this ray_adascale reads version 1"),
+        (lambda m: m | {"version": True}, "version True"),
+        (lambda m: {k: v for k, v in m.items() if k != "version"}, "version None"),
+        (lambda m: m | {"format": "zip"}, "format 'zip'"),
+        (lambda m: m | {"files": []}, "no object 'files'"),
+        (lambda m: m | {"files": m["files"] | {"../x": entry()}}, r"'\.\./x', which is not a plain file name"),
+        (lambda m: m | {"files": m["files"] | {"/etc/passwd": entry()}}, "not a plain file name"),
+        (lambda m: m | {"files": m["files"] | {"..": entry()}}, "not a plain file name"),
+        (lambda m: m | {"files": m["files"] | {"a\\b": entry()}}, "not a plain file name"),
+        (lambda m: m | {"files": m["files"] | {"x": entry(size=-1)}}, "valid size"),
+        (lambda m: m | {"files": m["files"] | {"x": entry(size=1.0)}}, "valid size"),
+        (lambda m: m | {"files": m["files"] | {"x": entry(sha256="0")}}, "valid size and sha256"),
+        (lambda m: m | {"files": m["files"] | {"x": "0"}}, "valid size and sha256"),
+        (lambda m: m | {"files": {}}, r"does not list state\.json"),
+        (lambda m: [m], "holds a list"),
+        (lambda m: "{", "is not JSON"),
+        (lambda m: "\ud800", "is not JSON"),
+        (lambda m: "[" * 100_000, "is not JSON"),
+        (lambda m: "", "is not JSON"),
+    ],
+)
+def test_a_bad_manifest_is_refused(one: Path, change: Callable[[Any], Any], message: str) -> None:
+    path = one / "manifest.json"
+    content = change(json.loads(path.read_text()))
+    text = content if isinstance(content, str) else json.dumps(content)
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    for read in (checkpoint.verify, read_all):
+        with pytest.raises(CheckpointError, match=rf"manifest\.json .*{message}"):
+            read(one)
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "message"),
+    [
+        (["chunks", 0, "file"], "../one/__0_0.distcp", "not a file of tensors that the manifest lists"),
+        (["chunks", 0, "file"], "/etc/passwd", "not a file of tensors"),
+        (["chunks", 0, "file"], "__7_0.distcp", "not a file of tensors"),
+        (["chunks", 0, "file"], "state.json", "not a file of tensors"),
+        (["chunks", 0, "file"], 3, "not a file of tensors"),
+        (["chunks", 0, "file"], ["x"], "unhashable"),
+        (["chunks", 0, "byte_offset"], -1, "do not lie within"),
+        (["chunks", 0, "byte_offset"], 10**9, "do not lie within"),
+        (["chunks", 0, "byte_offset"], "0", "do not lie within"),
+        (["chunks", 0, "byte_length"], True, "do not lie within"),
+        (["chunks", 0, "byte_length"], 8, "cannot hold a chunk"),
+        (["chunks", 0, "offsets"], [1, 0], "does not lie within the shape"),
+        (["chunks", 0, "offsets"], [0], "does not lie within the shape"),
+        (["chunks", 0, "sizes"], [17, -9], "not a list of sizes"),
+        (["chunks", 0, "sizes"], [17, 8], "do not add up"),
+        (["chunks", 0], {}, "'offsets' is missing"),
+        (["chunks"], [], "do not add up"),
+        (["chunks"], None, "not iterable"),
+        (["shape"], [10**30], "not a list of sizes"),
+        (["shape"], "17", "not a list of sizes"),
+        (["dtype"], "float33", "not a dtype"),
+        (["dtype"], "load", "not a dtype"),
+        ([], 5, "not subscriptable"),
+    ],
+)
+def test_a_bad_index_is_refused(one: Path, where: list[Any], value: Any, message: str) -> None:
+    path = one / "tensors.json"
+    index = json.loads(path.read_text())
+    node, *rest = ["model/weight", *where]
+    parent = index
+    for step in rest:
+        parent, node = parent[node], step
+    parent[node] = value
+    path.write_text(json.dumps(index))
+    reseal(one)
+    checkpoint.verify(one)  # as far as digests go, all is well
+    for read in (checkpoint.tensor_index, read_all, checkpoint.load_weights):
+        with pytest.raises(CheckpointError, match=rf"tensors\.json, key 'model/weight': .*{message}"):
+            read(one)
+
+
+def test_two_chunks_at_one_place_are_refused(one: Path) -> None:
+    index = json.loads((one / "tensors.json").read_text())
+    index["model/weight"]["chunks"] *= 2
+    (one / "tensors.json").write_text(json.dumps(index))
+    reseal(one)
+    with pytest.raises(CheckpointError, match="two chunks at"):
+        checkpoint.tensor_index(one)
+
+
+@pytest.mark.parametrize("name", ["state.json", "tensors.json"])
+@pytest.mark.parametrize("text", ["{", "[]", "3", "\x00"])
+def test_json_that_is_malformed_is_refused(one: Path, name: str, text: str) -> None:
+    (one / name).write_text(text)
+    reseal(one)
+    with pytest.raises(CheckpointError, match=f"{name} (is not JSON|holds a)"):
+        read_all(one)
+
+
+class Evil:
+    """Leaves a marker where it is unpickled."""
+
+    def __init__(self, marker: str) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.marker,)
+
+
+@pytest.mark.parametrize("kind", ["pickle", "torch"])
+@pytest.mark.parametrize("sealed", [False, True], ids=["stale-manifest", "resealed"])
+@pytest.mark.parametrize("name", [*FILES, "manifest.json", ".metadata", "__0.metadata"])
+def test_nothing_planted_in_any_file_is_ever_unpickled(
+    tmp_path: Path, one: Path, name: str, sealed: bool, kind: str
+) -> None:
+    marker = tmp_path / "marker"
+    evil = Evil(str(marker))
+    if kind == "pickle":
+        (one / name).write_bytes(pickle.dumps(evil))
+    else:
+        buffer = io.BytesIO()
+        torch.save(evil, buffer)
+        (one / name).write_bytes(buffer.getvalue())
+    if name.endswith(".distcp"):
+        # As long as the index expects, and so that the index points at all of it.
+        data = (one / name).read_bytes()
+        (one / name).write_bytes(data.ljust(8192, b"\0") if kind == "pickle" else data)
+        index = json.loads((one / "tensors.json").read_text())
+        if sealed:
+            index = {"rng/0": index["rng/0"] | {"shape": [1]}}
+            index["rng/0"]["chunks"][0] |= {
+                "sizes": [1],
+                "byte_offset": 0,
+                "byte_length": (one / name).stat().st_size,
+            }
+            (one / "tensors.json").write_text(json.dumps(index))
+    if sealed and name != "manifest.json":
+        reseal(one)
+    if name.endswith(".metadata"):
+        checkpoint.verify(one)
+        read_all(one)
+        checkpoint.load_weights(one)
+    else:
+        with pytest.raises(CheckpointError, match=name):
+            read_all(one)
+        if sealed and name in FILES:
+            checkpoint.verify(one)
+        else:
+            with pytest.raises(CheckpointError, match=name):
+                checkpoint.verify(one)
+    assert not marker.exists()
+    pickle.loads(pickle.dumps(evil))
+    assert marker.exists(), "the trap itself must work, or this test says nothing"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Choosing one
+
+
+def test_the_latest_that_verifies_is_chosen_and_the_others_are_named(tmp_path: Path) -> None:
+    folders = [tmp_path / str(i) for i in range(4)]
+    for folder in folders:
+        checkpoint.save(folder, {"x": torch.ones(2)})
+    assert checkpoint.latest_valid(folders) == folders[3]
+    corrupt(folders[3] / "__0_0.distcp")
+    (folders[2] / "manifest.json").unlink()
+    with pytest.warns(RuntimeWarning) as warned:
+        assert checkpoint.latest_valid([str(folder) for folder in folders]) == str(folders[1])
+    assert [str(w.message).split(":")[0] for w in warned] == [
+        f"Skipped the checkpoint {folders[3]}",
+        f"Skipped the checkpoint {folders[2]}",
+    ]
+    assert "SHA-256" in str(warned[0].message)
+    with pytest.warns(RuntimeWarning):
+        assert checkpoint.latest_valid(folders[2:]) is None
+    assert checkpoint.latest_valid([]) is None

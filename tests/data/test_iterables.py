@@ -1,0 +1,114 @@
+"""Iterables of batches: endless for every worker, of one size, resumed at the start of an epoch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ray_adascale.data.iterables import IterableSource
+from ray_adascale.data.order import StepCut
+
+from .stream import batches_of, take
+
+
+def test_an_iterable_is_restarted_for_ever_so_that_unequal_ranks_stay_in_step() -> None:
+    seen = []
+    for batches in (batches_of(3, 3), batches_of(3, 3, 3)):
+        source = IterableSource(batches, StepCut(12, world_size=2, accumulation=2), length=15)
+        micro_batches = take(source, 4, passes=2)
+        assert (source.position, source.epoch, source.base_steps_per_epoch(4)) == (48, 3, 15 / 4)
+        assert {(m.examples, m.weight) for m in micro_batches} == {(3, 1 / 4)}
+        assert [m.is_last for m in micro_batches] == [False, True] * 4
+        seen.append([int(m.batch[0]) for m in micro_batches])
+    assert seen == [[0, 3, 0, 3, 0, 3, 0, 3], [0, 3, 6, 0, 3, 6, 0, 3]]
+
+
+def test_an_iterable_of_unknown_length_has_no_epochs() -> None:
+    source = IterableSource(batches_of(3), StepCut(3))
+    take(source, 5)
+    assert (source.position, source.epoch, source.base_steps_per_epoch(4)) == (15, 0, None)
+
+
+def test_batches_of_another_size_are_skipped_with_one_warning() -> None:
+    source = IterableSource(batches_of(4, 4, 2), StepCut(4))
+    with pytest.warns(UserWarning, match=r"do not have 4 examples \(the first has 2\)") as caught:
+        seen = [m.batch.tolist() for m in take(source, 5)]
+    assert seen == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2 + [[0, 1, 2, 3]]
+    assert len(caught) == 1
+
+
+def test_a_pass_without_a_usable_batch_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"no batch of 4 examples \(0 batches of other sizes"):
+        take(IterableSource([], StepCut(4)), 1)
+    with pytest.warns(UserWarning, match="Skipping"), pytest.raises(ValueError, match="2 batches of other sizes"):
+        take(IterableSource(batches_of(3, 3), StepCut(4)), 1)
+
+
+def test_a_one_shot_iterator_is_an_error_once_it_ends() -> None:
+    source = IterableSource(iter(batches_of(2, 2)), StepCut(2))
+    iterator = iter(source)
+    assert [next(iterator).batch.tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    with pytest.raises(ValueError, match=r"ended after 2 batches.*one-shot iterator \(list_iterator\)"):
+        next(iterator)
+    with pytest.raises(ValueError, match="Invalid batches of type int"):
+        IterableSource(3, StepCut(2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        torch.zeros(3, 5),
+        np.zeros((3, 5)),
+        (torch.zeros(3, 5), torch.zeros(4)),
+        {"a": [{"b": torch.tensor(1.0)}, np.zeros(3)]},
+        ["x", "y", "z"],
+        ("label", {"ids": [1, 2, 3]}),
+        [torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0)],
+    ],
+    ids=lambda b: re.sub(r"\W+", "_", str(b))[:30],
+)
+def test_the_leading_dimension_of_the_first_leaf_counts_the_examples(batch: Any) -> None:
+    assert take(IterableSource([batch], StepCut(3)), 1)[0].batch is batch
+
+
+def test_batches_that_do_not_tell_their_size_need_examples_of() -> None:
+    with pytest.raises(ValueError, match=r"a batch of type object holds.*examples_of"):
+        take(IterableSource([object()], StepCut(3)), 1)
+    assert take(IterableSource([object()], StepCut(3), examples_of=lambda _: 3), 1)[0].examples == 3
+
+
+def test_an_iterable_resumes_at_its_epochs_start_with_a_warning() -> None:
+    class Recorder:
+        def __init__(self) -> None:
+            self.epochs: list[int] = []
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epochs.append(epoch)
+
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter(batches_of(2, 2, start=10 * self.epochs[-1]))
+
+    source = IterableSource(Recorder(), StepCut(2), length=4)
+    take(source, 3)
+    state = json.loads(json.dumps(source.state_dict()))
+    assert state == {"kind": "iterable", "position": 6, "length": 4}
+
+    resumed = IterableSource(Recorder(), StepCut(2), length=4)
+    with pytest.warns(UserWarning, match="resumes after 6 examples.*restarts at its epoch's start"):
+        resumed.load_state_dict(state)
+    assert (resumed.position, resumed.epoch) == (4, 1)
+    assert [m.batch.tolist() for m in take(resumed, 3)] == [[10, 11], [12, 13], [20, 21]]
+
+    fresh = IterableSource(Recorder(), StepCut(2), length=4)
+    fresh.load_state_dict({**state, "position": 0})  # nothing to warn of
+    with pytest.raises(ValueError, match="written with length=4"):
+        IterableSource([], StepCut(2)).load_state_dict(state)
+    with pytest.warns(UserWarning, match="resumes after 6"):
+        (unknown := IterableSource([], StepCut(2))).load_state_dict({**state, "length": None})
+    assert unknown.position == 6

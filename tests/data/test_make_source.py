@@ -1,0 +1,112 @@
+"""What a user calls a dataset: each kind gets its source, or an error that says what to change."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from ray_adascale.data import make_source
+from ray_adascale.data.iterables import IterableSource
+from ray_adascale.data.order import ExampleOrder, StepCut
+from ray_adascale.data.source import MapSource
+
+from .stream import batches_of, settings_of, stream, take
+
+
+class FakeShard:
+    """What is used of ray.data.DataIterator. Like it, leaves the last, smaller batch out on demand only."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows, self.calls = rows, []  # type: ignore[var-annotated]
+
+    def iter_torch_batches(
+        self, *, batch_size: int, drop_last: bool = False, collate_fn: Callable[[Any], Any] | None = None
+    ) -> Any:
+        self.calls.append(batch_size)
+        sizes = [batch_size] * (self.rows // batch_size)
+        if not drop_last and self.rows % batch_size:
+            sizes.append(self.rows % batch_size)
+        shard = [{"x": x} for x in batches_of(*sizes)]
+        return [collate_fn({"x": b["x"].numpy()}) for b in shard] if collate_fn else shard  # an Iterable, no iterator
+
+
+def test_a_ray_data_shard_is_read_anew_each_epoch() -> None:
+    shard = FakeShard(7)
+    source = make_source(shard, StepCut(12, world_size=2, accumulation=2), ExampleOrder(), length=14)
+    assert isinstance(source, IterableSource)
+    assert [m.batch["x"].tolist() for m in take(source, 2, passes=2)] == [[0, 1, 2], [3, 4, 5]] * 2
+    assert shard.calls == [3, 3]
+    assert (source.position, source.epoch, source.base_steps_per_epoch(7)) == (24, 1, 2.0)
+
+
+def test_a_ray_data_shards_collate_fn_may_return_anything() -> None:
+    class Custom:
+        def __init__(self, batch: Mapping[str, np.ndarray]) -> None:
+            self.values = batch["x"].tolist()
+
+    source = make_source(FakeShard(7), StepCut(3), ExampleOrder(), collate_fn=Custom)
+    assert [m.batch.values for m in take(source, 3)] == [[0, 1, 2], [3, 4, 5], [0, 1, 2]]
+
+
+def test_a_list_is_a_list_of_examples() -> None:
+    source = make_source(list(range(9)), StepCut(4), ExampleOrder(seed=2), collate_fn=sum, length=9)
+    assert isinstance(source, MapSource)
+    assert [m.batch for m in take(source, 2)] == [sum(stream(9, 4, seed=2)), sum(stream(9, 8, seed=2)[4:])]
+
+
+class Counting(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(7))
+
+
+def test_a_bare_iterable_dataset_is_batched() -> None:
+    before = torch.get_rng_state()
+    source = make_source(Counting(), StepCut(6, accumulation=2), ExampleOrder())
+    assert [m.batch.tolist() for m in take(source, 2, passes=2)] == [[0, 1, 2], [3, 4, 5]] * 2
+    assert torch.equal(before, torch.get_rng_state())
+    assert [m.batch for m in take(make_source(Counting(), StepCut(3), ExampleOrder(), collate_fn=sum), 1)] == [3]
+
+
+def test_a_users_loader_is_an_iterable_of_batches() -> None:
+    data = TensorDataset(torch.arange(8))
+    loader = DataLoader(data, batch_size=2)
+    seen = [m.batch[0].tolist() for m in take(make_source(loader, StepCut(4, accumulation=2), ExampleOrder()), 3, 2)]
+    assert seen == [[0, 1], [2, 3], [4, 5], [6, 7], [0, 1], [2, 3]]
+
+    sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=2, rank=0, seed=4)
+    shared = make_source(DataLoader(data, batch_size=2, sampler=sampler), StepCut(4, world_size=2), ExampleOrder())
+    micro_batches = [m.batch[0].tolist() for m in take(shared, 4)]
+    assert sampler.epoch == 1  # the second pass has another order, without the user's set_epoch
+    assert micro_batches[:2] != micro_batches[2:]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_source(DataLoader(Counting(), batch_size=2), StepCut(4, world_size=2), ExampleOrder())
+    with pytest.warns(UserWarning, match="without a DistributedSampler.*loader.dataset"):
+        make_source(loader, StepCut(4, world_size=2), ExampleOrder())
+
+
+@pytest.mark.parametrize(
+    ("dataset", "arguments", "match"),
+    [
+        (DataLoader(Counting(), batch_size=2), {"world_size": 3}, "must be a multiple of 3"),
+        (DataLoader(Counting(), batch_size=2), {"num_workers": 2}, "a DataLoader loads its batches itself"),
+        (DataLoader(Counting(), batch_size=2), {"collate_fn": list}, "collated already"),
+        (DataLoader(Counting(), batch_size=2), {"length": 0}, "Invalid length=0"),
+        ([1, 2, 3], {"length": 4}, "the dataset has 3 examples"),
+        ([], {}, "empty dataset"),
+        (lambda: None, {}, "Invalid batches of type function"),
+    ],
+)
+def test_make_source_refuses_what_it_cannot_follow(dataset: Any, arguments: dict[str, Any], match: str) -> None:
+    arguments = {"global_batch_size": 4, **arguments}
+    with pytest.raises(ValueError, match=match):
+        cut, order = settings_of(arguments)
+        make_source(dataset, cut, order, **arguments)

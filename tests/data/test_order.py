@@ -1,0 +1,158 @@
+"""The order of examples, and how steps cut it: put together, what the workers see is the stream, word for word."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ray_adascale.data.order import ExampleOrder, StepCut, StepSampler, epoch_order, split_evenly
+
+from .stream import settings_of, stream
+
+
+def one_step(
+    position: int, world: int, passes: int, *, length: int, batch: int, order: ExampleOrder
+) -> tuple[list[list[int]], int]:
+    """All workers' micro-batches of one step, part by part, and the next position."""
+    cuts = [StepCut(batch, rank=r, world_size=world, accumulation=passes) for r in range(world)]
+    samplers = [StepSampler(length, cut, order, position) for cut in cuts]
+    by_rank = [list(itertools.islice(s, passes)) for s in samplers]
+    parts = [by_rank[part % world][part // world] for part in range(world * passes)]
+    assert [len(p) for p in parts] == cuts[0].sample_sizes
+    assert [[len(p) for p in of_rank] for of_rank in by_rank] == [cut.micro_batch_sizes for cut in cuts]
+    (after,) = {s.next_position(position) for s in samplers}
+    return parts, after
+
+
+def test_the_order_of_an_epoch_is_a_function_of_seed_and_epoch() -> None:
+    orders = {(s, e): tuple(epoch_order(50, seed=s, epoch=e).tolist()) for s in range(4) for e in range(4)}
+    assert all(sorted(order) == list(range(50)) for order in orders.values())
+    assert len(set(orders.values())) == 16
+    before = torch.get_rng_state()
+    assert tuple(epoch_order(50, seed=1, epoch=2).tolist()) == orders[1, 2]
+    assert torch.equal(before, torch.get_rng_state())
+    assert epoch_order(50, seed=np.int64(1), epoch=2).tolist() == list(orders[1, 2])  # type: ignore[arg-type]
+    assert epoch_order(5, seed=1, epoch=2, shuffle=False).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_the_order_is_the_committed_one() -> None:
+    # Checkpoints hold a position in this order. If torch changes randperm, old checkpoints resume elsewhere: say so.
+    assert epoch_order(10, seed=0, epoch=0).tolist() == [9, 8, 2, 0, 6, 1, 4, 7, 3, 5]
+    assert epoch_order(10, seed=0, epoch=1).tolist() == [6, 5, 2, 9, 0, 8, 4, 3, 7, 1]
+
+
+@given(total=st.integers(0, 200), parts=st.integers(1, 50))
+@settings(deadline=None)  # other work may share the machine
+def test_an_even_split_puts_the_larger_parts_first(total: int, parts: int) -> None:
+    sizes = split_evenly(total, parts)
+    assert (len(sizes), sum(sizes)) == (parts, total)
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+
+
+segments = st.lists(
+    st.tuples(st.integers(1, 40), st.integers(1, 4), st.integers(1, 3), st.integers(1, 4)).filter(
+        lambda s: s[0] >= s[1] * s[2]
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(length=st.integers(1, 60), seed=st.integers(-3, 3), shuffle=st.booleans(), segments=segments)
+@settings(deadline=None)  # other work may share the machine
+def test_resizing_neither_repeats_nor_skips(
+    length: int, seed: int, shuffle: bool, segments: list[tuple[int, int, int, int]]
+) -> None:
+    """Segments are (B, workers, passes, steps). Put together in part order, the steps are the stream, word for word."""
+    position, seen = 0, []
+    for batch, world, passes, steps in segments:
+        for _ in range(steps):
+            order = ExampleOrder(seed=seed, shuffle=shuffle)
+            parts, position = one_step(position, world, passes, length=length, batch=batch, order=order)
+            assert sum(len(p) for p in parts) == batch
+            seen += [index for part in parts for index in part]
+            assert position == len(seen)
+    assert seen == stream(length, len(seen), seed=seed, shuffle=shuffle)
+
+
+@given(length=st.integers(40, 90), segments=segments)
+@settings(deadline=None)  # other work may share the machine
+def test_drop_last_resizing_repeats_nothing_within_an_epoch(
+    length: int, segments: list[tuple[int, int, int, int]]
+) -> None:
+    position = 0
+    by_epoch: dict[int, list[int]] = {}
+    for batch, world, passes, steps in segments:
+        for _ in range(steps):
+            before = position
+            order = ExampleOrder(seed=1, drop_last=True)
+            parts, position = one_step(before, world, passes, length=length, batch=batch, order=order)
+            indices = [index for part in parts for index in part]
+            assert len(indices) == batch
+            # it begins where the last step ended, unless the epoch's rest is too small for this B
+            start = before if before % length + batch <= length else (before // length + 1) * length
+            assert indices == stream(length, start + batch, seed=1)[start:]
+            by_epoch.setdefault(start // length, []).extend(indices)
+            rest = length - (start + batch) % length
+            assert position == start + batch + (rest if rest < batch else 0)
+    for indices in by_epoch.values():
+        assert len(set(indices)) == len(indices)
+
+
+def test_drop_last_counts_what_it_drops_as_consumed() -> None:
+    sampler = StepSampler(10, StepCut(4), ExampleOrder(drop_last=True))
+    positions = list(
+        itertools.islice(itertools.accumulate(itertools.repeat(0), lambda p, _: sampler.next_position(p)), 6)
+    )
+    assert positions == [0, 4, 10, 14, 20, 24]
+    batches = list(itertools.islice(sampler, 4))
+    assert batches[2] == epoch_order(10, seed=0, epoch=1).tolist()[:4]
+
+
+def test_one_iterator_runs_on_over_epochs_and_ignores_a_moved_position() -> None:
+    sampler = StepSampler(7, StepCut(4, rank=1, world_size=2, accumulation=2), ExampleOrder(seed=3))
+    iterator = iter(sampler)
+    sampler.position = 100  # what commit() does while a loader has prefetched
+    seen = list(itertools.islice(iterator, 20))
+    expected = stream(7, 40, seed=3)
+    assert seen == [[expected[4 * step + 2 * p + 1]] for step in range(10) for p in range(2)]
+    assert next(iter(sampler)) == stream(7, 102, seed=3)[101:]
+
+
+def test_a_step_may_hold_several_epochs() -> None:
+    parts, after = one_step(5, 2, 1, length=6, batch=20, order=ExampleOrder())
+    assert [i for p in parts for i in p] == stream(6, 25, seed=0)[5:]
+    assert after == 25
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"length": 0}, "empty dataset"),
+        ({"length": 2.5}, "Invalid length=2.5"),
+        ({"global_batch_size": 0}, "Invalid global_batch_size=0"),
+        ({"global_batch_size": True}, "Invalid global_batch_size=True"),
+        ({"world_size": 0}, "Invalid world_size=0"),
+        ({"accumulation": 0}, "Invalid accumulation=0"),
+        ({"rank": -1}, "Invalid rank=-1"),
+        ({"rank": 2, "world_size": 2}, "rank=2 with world_size=2"),
+        ({"world_size": 3, "accumulation": 3}, "makes 9 micro-batches a step.*larger batch, fewer workers"),
+        ({"global_batch_size": 11, "drop_last": True}, "an epoch has 10 examples.*drop_last=False"),
+        ({"position": -1}, "Invalid position=-1"),
+        ({"seed": "a"}, "Invalid seed='a'"),
+    ],
+)
+def test_impossible_samplers_are_refused(arguments: dict[str, Any], match: str) -> None:
+    arguments = {"length": 10, "global_batch_size": 8, **arguments}
+    with pytest.raises(ValueError, match=match):
+        cut, order = settings_of(arguments)
+        StepSampler(cut=cut, order=order, **arguments)
+    with pytest.raises(ValueError, match="Invalid parts=0"):
+        split_evenly(3, 0)

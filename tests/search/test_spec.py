@@ -1,0 +1,126 @@
+"""What a search is, without Ray. That each mistake in it is told before anything starts is looked at in test_tune."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray import tune
+from ray.train import ScalingConfig
+from ray.tune.schedulers import HyperBandScheduler
+
+from ray_adascale import AdaScaleConfig, tune_recipe
+from ray_adascale.search.spec import SearchSpec, _describe_space
+
+from ..analysis.test_forecast import regression
+
+B0, T = 16, 200
+
+
+def spec(**changes: Any) -> SearchSpec:
+    """As ``tune_recipe`` makes it of its arguments."""
+    arguments = {
+        name: parameter.default
+        for name, parameter in inspect.signature(tune_recipe).parameters.items()
+        if name not in ("storage_path", "name", "verbose")
+    }
+    given = {"workload": regression, "param_space": {}, "base_batch_size": B0, "total_steps": T}
+    return SearchSpec(**(arguments | given | changes))
+
+
+def test_no_more_trials_run_at_once_than_have_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray_adascale.search.spec.ray.cluster_resources", lambda: {"CPU": 9.0, "GPU": 4.0})
+
+    def at_once(most: int | None, **workers: Any) -> int | None:
+        return spec(
+            scaling_config=ScalingConfig(**workers), scheduler=None, max_concurrent_trials=most
+        ).trials_at_once()
+
+    assert at_once(None, num_workers=4) == 2
+    assert at_once(1, num_workers=4) == 1
+    assert at_once(8, num_workers=4) == 2
+    assert at_once(None, num_workers=2, use_gpu=True, resources_per_worker={"CPU": 1, "GPU": 1}) == 2
+    assert at_once(None, num_workers=16) == 1  # nodes may be added
+    assert spec(max_concurrent_trials=8).trials_at_once() == 8  # a trial in one process
+
+
+def test_trials_are_counted_with_the_grid() -> None:
+    space = {"a": tune.grid_search([1, 2]), "b": {"c": tune.grid_search([1, 2, 3]), "d": tune.uniform(0, 1)}}
+    assert spec(param_space=space, num_samples=1).num_trials == 6
+    assert spec(param_space=space, num_samples=3).num_trials == 18
+    assert spec(num_samples=3).num_trials == 3
+
+
+def test_what_waits_for_workers_reserves_nothing_that_they_need() -> None:
+    assert spec().reserved == spec().resources == {"CPU": 1}
+    spread = spec(scaling_config=ScalingConfig(num_workers=4))
+    assert spread.resources["CPU"] >= 4
+    assert spread.reserved == {"CPU": 0, "memory": 1}
+
+
+def test_only_trials_that_may_be_paused_need_checkpoints() -> None:
+    assert [spec(scheduler=given).may_pause for given in ("asha", None, HyperBandScheduler())] == [False, False, True]
+
+
+def test_a_search_goes_on_only_as_what_it_was_started_as(tmp_path: Path) -> None:
+    folder = str(tmp_path / "mine")
+    space = {"lr": tune.loguniform(0.1, 1), "depth": 2}
+    assert not spec(param_space=space).started_before(folder)
+    # A search that an earlier version has started goes on, so neither key nor value changes.
+    assert json.loads((tmp_path / "mine" / "search.json").read_text()) == {
+        "workload": "tests.samples_of:regression",
+        "param_space": {
+            "lr": {"type": "Float", "lower": 0.1, "upper": 1, "sampler": {"type": "Float._LogUniform"}},
+            "depth": 2,
+        },
+        "base_batch_size": B0,
+        "total_steps": T,
+        "total_epochs": None,
+        "num_samples": 8,
+        "seed": 0,
+        "probe_every": 20,
+        "config": {"precision": "fp32", "grad_clip": None, "shuffle": True, "drop_last": False},
+        "num_workers": None,
+        "search_alg": "random",
+        "scheduler": "asha",
+    }
+    assert spec(param_space=space).started_before(folder)
+    # How many run at once, and what is done with the best, may change.
+    assert spec(param_space=space, max_concurrent_trials=3, repeats=2, resources_per_trial={"CPU": 2}).started_before(
+        folder
+    )
+    for change, told in (
+        (
+            {"total_steps": 100},
+            r"Invalid total_steps=100: the search in \S+mine was started with 200. Restore it to go on, or",
+        ),
+        ({"scheduler": None}, "Invalid scheduler=None: .* started with 'asha'"),
+        ({"param_space": {}}, "Invalid param_space={}"),
+        ({"config": AdaScaleConfig(grad_clip=1.0)}, "Invalid config={.*'grad_clip': 1.0"),
+        ({"scaling_config": ScalingConfig(num_workers=2)}, "Invalid num_workers=2: .* started with None"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            spec(**({"param_space": space} | change)).started_before(folder)
+
+
+def test_search_spaces_are_told_apart() -> None:
+    def spaces() -> list[Any]:
+        return [
+            {"lr": tune.loguniform(0.1, 1)},
+            {"lr": tune.uniform(0.1, 1)},
+            {"lr": tune.loguniform(0.1, 2)},
+            {"lr": tune.quniform(0.1, 1, 0.1)},
+            {"lr": tune.quniform(0.1, 1, 0.05)},
+            {"lr": tune.choice([0.1, 1])},
+            {"lr": tune.grid_search([0.1, 1])},
+            {"lr": tune.sample_from(lambda spec: 0.1)},
+            {"lr": 0.1},
+        ]
+
+    described = [json.dumps(_describe_space(space)) for space in spaces()]
+    assert len(set(described)) == len(described)
+    assert [json.dumps(_describe_space(space)) for space in spaces()] == described  # as in another process
+    assert not any("0x" in text for text in described)

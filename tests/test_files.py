@@ -1,0 +1,57 @@
+"""The one atomic write: a file is the old one or the new one, and nothing else is left. And paths that hold from anywhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ray_adascale._files import absolute, write_atomically
+
+
+def test_a_file_takes_the_place_of_the_one_that_it_is_made_from(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, [b"one\n", b"two\n"])
+    with path.open("rb") as old:
+        write_atomically(path, (line for line in old if line != b"one\n"))
+    assert path.read_bytes() == b"two\n"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_cannot_be_written_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    def parts() -> Iterator[bytes]:
+        yield b"half"
+        assert path.read_bytes() == b"whole"  # nobody sees half of the new one
+        raise KeyboardInterrupt
+
+    path = tmp_path / "file"
+    write_atomically(path, [b"whole"])
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(path, parts())
+    assert path.read_bytes() == b"whole"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_file_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: bool
+) -> None:
+    path, seen = tmp_path / "file", []
+
+    def fsync(descriptor: int) -> None:
+        seen.append((os.fstat(descriptor).st_size, path.exists()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_atomically(path, [b"content"], sync=sync)
+    assert seen == ([(7, False)] if sync else [])
+    assert path.read_bytes() == b"content"
+
+
+def test_a_path_holds_from_any_folder_and_a_uri_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    assert absolute("runs") == str(tmp_path / "runs")
+    assert absolute("~/a/../runs/") == "/home/me/runs"
+    assert absolute("s3://bucket/../runs") == "s3://bucket/../runs"
