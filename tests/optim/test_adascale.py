@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ray_adascale import OSS, AdaScale, LinearRule, RuleInput
+from ray_adascale import OSS, AdaScale, RuleInput
 
 from ..classifier import backward, batches, make_model, ready, weights
 
@@ -338,16 +338,6 @@ def test_bad_arguments_are_named(arguments: dict[str, Any], message: str) -> Non
 def test_an_optimizer_with_many_evaluations_a_step_is_refused() -> None:
     with pytest.raises(ValueError, match="can't wrap LBFGS"):
         AdaScale(torch.optim.LBFGS(make_model().parameters()))
-
-
-def test_linear_rule_ramps_and_stretches() -> None:
-    rule = LinearRule(warmup=0.1)
-    half = RuleInput(gain=2.0, scale=5.0, effective_steps=50, total_steps=1000)
-    assert rule(half) == (3.0, 5.0)
-    assert rule(RuleInput(gain=2.0, scale=5.0, effective_steps=500, total_steps=1000)) == (5.0, 5.0)
-    assert LinearRule(warmup=0, steps=100)(half) == (5.0, 10.0)
-    with pytest.raises(ValueError, match="total_steps"):
-        rule(RuleInput(gain=2.0, scale=5.0, effective_steps=50))
 
 
 def _accumulated(model: nn.Module, adascale: AdaScale, data: list[tuple[Tensor, Tensor]]) -> None:

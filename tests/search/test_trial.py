@@ -18,7 +18,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from ray_adascale import AdaScaleConfig, CheckpointError
+from ray_adascale import AdaScaleConfig, CheckpointError, Workload
 from ray_adascale.recipe import NoiseProbe
 from ray_adascale.run.backend import Outcome
 from ray_adascale.run.base_run import BaseResult, base_config

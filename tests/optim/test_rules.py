@@ -1,0 +1,139 @@
+"""Scaling rules of the trainer: the pair that each answers with, worked by hand, and what it needs to know for that."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+
+from ray_adascale import AdamScaleRule, AdaScaleRule, LEGWRule, LinearRule, RuleInput, SquareRootRule, UnscaledRule
+from ray_adascale.optim.rules import RULES, ScalingRule, legw_factor, make_rule, metric_of
+from ray_adascale.scaling_rules import LEGWScale, LinearScale
+
+
+def now(gain: float = 3.0, scale: float = 4.0, **kwargs: Any) -> RuleInput:
+    return RuleInput(gain=gain, scale=scale, **{"effective_steps": 0.0, **kwargs})
+
+
+@pytest.mark.parametrize(
+    ("rule", "pair"),
+    [
+        (AdaScaleRule(), (3.0, 3.0)),
+        (AdamScaleRule(), (math.sqrt(3), 3.0)),
+        (AdamScaleRule(power=0.3), (3**0.3, 3.0)),
+        # The warm-up is a tenth of T = 1000, and 20 a fifth of that: 1 + 3/5.
+        (LinearRule(warmup=0.1), (1.6, 4.0)),
+        (LinearRule(), (1 + 3 * 20 / (1000 * 5 / 90), 4.0)),
+        (LinearRule(warmup=0), (4.0, 4.0)),
+        (LinearRule(warmup=0, steps=125), (4.0, 8.0)),
+        (SquareRootRule(), (2.0, 4.0)),
+        (UnscaledRule(), (1.0, 4.0)),
+        (UnscaledRule(steps=400), (1.0, 2.5)),
+        (LEGWRule(2, 1000), (2.0 * 20 / 80, 4.0)),
+    ],
+    ids=repr,
+)
+def test_each_rule_answers_with_factor_and_clock(rule: ScalingRule, pair: tuple[float, float]) -> None:
+    given = now(effective_steps=20.0, base_batch_size=100, total_steps=1000)
+    assert rule(given) == pytest.approx(pair, rel=1e-15)
+    assert make_rule(rule) is rule
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_at_the_base_batch_every_named_rule_is_the_base_run(name: str) -> None:
+    for tau in (0.0, 5.0, 999.0):
+        given = RuleInput(gain=1.0, scale=1.0, effective_steps=tau, total_steps=1000, base_batch_size=100)
+        assert make_rule(name)(given) == (1.0, 1.0)
+
+
+def test_rules_by_name_and_refused_ones() -> None:
+    assert RULES["adamscale"]()(now(gain=9.0)) == (3.0, 9.0)
+    assert make_rule("adamscale") == AdamScaleRule()
+    named = [AdamScaleRule(), AdaScaleRule(), LinearRule(), SquareRootRule(), UnscaledRule()]
+    assert [make_rule(name) for name in ("adamscale", "adascale", "linear", "sqrt", "unscaled")] == named
+    for cls in (LinearRule, LinearScale):
+        with pytest.raises(ValueError, match=rf"{cls.__name__}\(\.\.\.\)"):
+            make_rule(cls)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"rule='cubic'\. Known rules: adamscale, adascale, linear, sqrt, unscaled"):
+        make_rule("cubic")
+    with pytest.raises(ValueError, match=r"rule=3\. Must be one of"):
+        make_rule(3)  # type: ignore[arg-type]
+
+
+def test_linear_rule_ramps_and_stretches() -> None:
+    rule = LinearRule(warmup=0.1)
+    half = RuleInput(gain=2.0, scale=5.0, effective_steps=50, total_steps=1000)
+    assert rule(half) == (3.0, 5.0)
+    assert rule(RuleInput(gain=2.0, scale=5.0, effective_steps=500, total_steps=1000)) == (5.0, 5.0)
+    assert LinearRule(warmup=0, steps=100)(half) == (5.0, 10.0)
+    with pytest.raises(ValueError, match="total_steps"):
+        rule(RuleInput(gain=2.0, scale=5.0, effective_steps=50))
+
+
+def test_only_the_rule_for_adam_wants_its_statistics_in_adams_metric() -> None:
+    def plain(now: RuleInput) -> tuple[float, float]:
+        return now.gain, now.gain
+
+    assert [metric_of(rule) for rule in (AdamScaleRule(), AdamScaleRule(0.3))] == ["adam"] * 2
+    others = [*(make_rule(name) for name in RULES if name != "adamscale"), LEGWRule(1, 10), plain]
+    assert {metric_of(rule) for rule in others} == {"euclidean"}
+    plain.metric = "Adam"  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"metric='Adam'.*euclidean, adam"):
+        metric_of(plain)
+
+
+def test_a_number_of_steps_needs_the_runs_length() -> None:
+    for rule in (UnscaledRule, LinearRule):
+        with pytest.raises(ValueError, match=rf"{rule.__name__}\(steps=0\)"):
+            rule(steps=0)(now(total_steps=1000))
+        with pytest.raises(ValueError, match="total_steps=None"):
+            rule(steps=10)(now())
+
+
+def test_legws_factor_rises_to_the_root_of_the_scale() -> None:
+    # S = 9, a warm-up of 2 epochs of 10 base steps: nine times as long, 180 steps, up to √9.
+    assert [legw_factor(9, tau, 2, 10) for tau in (0, 45, 90, 180, 1000)] == [0, 0.75, 1.5, 3, 3]
+    assert legw_factor(9, 0, 0, 10) == 3
+
+
+# ---- LEGW ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("legw", [LEGWRule, LEGWScale])
+def test_legw_says_what_it_needs_and_when_it_cannot_work(legw: type[LEGWRule]) -> None:
+    with pytest.raises(ValueError, match="base_batch_size"):
+        legw(5, 1000)(now())
+    with pytest.raises(ValueError, match="base_warmup_epochs=-1"):
+        legw(-1, 1000)
+    with pytest.raises(ValueError, match="data_size=0"):
+        legw(5, 0)
+    rule = legw(5, 1000)
+    with pytest.warns(UserWarning, match="longer than the whole run"):
+        rule(now(base_batch_size=100, total_steps=199.0))  # 4 × 5 × 10 = 200
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rule(now(base_batch_size=100, total_steps=199.0))  # once
+        legw(5, 1000)(now(base_batch_size=100, total_steps=200.0))
+    with pytest.warns(UserWarning, match="changed from 4 to 8"):
+        rule(now(scale=8.0, base_batch_size=100))
+
+
+@pytest.mark.parametrize("legw", [LEGWRule, LEGWScale])
+def test_legw_warns_of_a_schedule_with_a_warm_up_of_its_own(legw: type[LEGWRule]) -> None:
+    flat, falling = [0.1] * 4, [0.1, 0.1, 0.05, 0.2]
+    rising = [0.1, 0.1, 0.3, 0.05]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        legw(5, 1000).check_curve([flat, falling])
+        legw(0, 1000).check_curve([rising])  # no warm-up of LEGW's
+    with pytest.warns(UserWarning, match=r"group 1: from 0\.1 to 0\.3"):
+        legw(5, 1000).check_curve([flat, rising])
+
+
+@pytest.mark.parametrize("legw", [LEGWRule, LEGWScale])
+def test_legw_warms_up_at_the_base_batch_too_and_may_have_no_warm_up(legw: type[LEGWRule]) -> None:
+    rule = legw(1, 1000)
+    assert rule(now(scale=1.0, gain=1.0, effective_steps=5.0, base_batch_size=100)) == (0.5, 1.0)
+    assert legw(0, 1000)(now(base_batch_size=100)) == (2.0, 4.0)
