@@ -158,7 +158,8 @@ class AdaScale(Optimizer):
             optimizer.when_reducer_attached(self._sampler.attach)
 
         self._smoothing = 0.0
-        self._pending: HostCopy | None = None  # the last step's outcome, of which the host does not know yet
+        # The last step, while the host does not know what became of it.
+        self._pending: tuple[HostCopy, Sample] | None = None
         self._last = LastStep()
         self._warned_single_sample = False
         self._effective_steps = 0.0
@@ -277,7 +278,7 @@ class AdaScale(Optimizer):
             gains = numbers[: averages.total.shape[1]].unbind()
             skippable_step(inner, ~sample.finite, lambda: self._step_with(gains))
             self._averages = averages
-            self._pending = HostCopy(torch.cat([sample.outcome(), numbers]))
+            self._pending = HostCopy(torch.cat([sample.outcome(), numbers])), sample
         else:
             self._step_on_host(sample, averages)
         self._sampler.begin_step()
@@ -286,16 +287,13 @@ class AdaScale(Optimizer):
     def _step_on_host(self, sample: Sample, averages: Average) -> None:
         known = self._known
         if sample.moments is None and known is not None and known.of(averages, self._sampler.scale):
-            finite, sigma2, mu2 = bool(sample.finite), math.nan, math.nan
+            last, _ = sample.unpack(sample.outcome().tolist())
         else:
             numbers = numbers_of(averages, self._sampler.scale, self._variance_floor)
-            outcome, sigma2, mu2, *rest = torch.cat([sample.outcome(), numbers]).tolist()
-            finite, known = outcome > 0, Known.from_numbers(averages, self._sampler.scale, rest)
-        if not finite:
-            self._sampler.previous = None
-            self._last = replace(self._last, skipped=True)
-            if isinstance(self._optimizer, OSS):
-                self._optimizer.discard_gradients()
+            last, rest = sample.unpack(torch.cat([sample.outcome(), numbers]).tolist())
+            known = Known.from_numbers(averages, self._sampler.scale, rest)
+        if last.skipped:
+            self._leave_out(last)
             return
         self._known = known
         before = self._effective_steps
@@ -303,20 +301,39 @@ class AdaScale(Optimizer):
         factor, increment = self._apply_rule(known.gain, None)
         self._step_with(factors)
         self._averages = averages
-        self._advance(known.gain, before + increment, LastStep(False, factor, sigma2, mu2))
+        self._advance(known.gain, before + increment, replace(last, lr_factor=factor))
+
+    @torch.no_grad()
+    def skip_step(self) -> None:
+        """End a step without taking it, as a GradScaler that found an overflow does: weights, averages and τ stay.
+
+        Raises:
+            RuntimeError: Called after fewer or more backward passes than ``num_gradients_to_accumulate``.
+        """
+        self._settle()
+        sample = self._sampler.finish()
+        last, _ = sample.unpack(sample.outcome().tolist())
+        self._leave_out(last)
+        self._sampler.begin_step()
+
+    def _leave_out(self, last: LastStep) -> None:
+        self._sampler.previous = None
+        self._last = replace(self._last, skipped=True, rider=last.rider)
+        if isinstance(self._optimizer, OSS):
+            self._optimizer.discard_gradients()
 
     def _settle(self) -> None:
         """Wait for the outcome of a step that was taken on the device, and act on it."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        finite, sigma2, mu2, *numbers = pending.read()
-        known = self._known = Known.from_numbers(self._averages, self._sampler.scale, numbers)
-        if finite:
-            last = LastStep(False, known.gain, sigma2, mu2)
-            self._advance(known.gain, self._effective_steps + known.gain, last)
+        numbers, sample = pending
+        last, rest = sample.unpack(numbers.read())
+        known = self._known = Known.from_numbers(self._averages, self._sampler.scale, rest)
+        if last.skipped:
+            self._last = replace(self._last, skipped=True, rider=last.rider)
         else:
-            self._last = replace(self._last, skipped=True)
+            self._advance(known.gain, self._effective_steps + known.gain, replace(last, lr_factor=known.gain))
 
     def _advance(self, gain: float, effective_steps: float, last: LastStep) -> None:
         self._previous_gain, self._effective_steps, self._last = gain, effective_steps, last
@@ -609,9 +626,10 @@ class AdaScale(Optimizer):
         self._sampler.rider = rider
 
     @property
-    def rider_sum(self) -> Tensor | None:
-        """The last step's :attr:`rider`, summed over workers."""
-        return self._sampler.rider_sum
+    def rider_sum(self) -> Sequence[float]:
+        """The last step's :attr:`rider`, summed over workers; read together with the step's own numbers."""
+        self._settle()
+        return self._last.rider
 
     @property
     def at_boundary(self) -> bool:

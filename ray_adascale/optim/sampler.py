@@ -19,6 +19,7 @@ from ..gain import Average
 from ..measure.ddp import bucket_observer, reduces_in_one_round
 from ..measure.observers import GradientObserver, HookObserver, take_norm
 from ..sharding.oss import OSS, GradientReducer
+from .deferred import LastStep
 
 __all__ = ["GradientSampler", "KeptGradient", "Sample"]
 
@@ -93,20 +94,37 @@ class Sample:
         moments: σ² and μ², ``[2, groups]``, unclipped; None where there is nothing to learn them from.
         known: Whether they mean anything; bool, 0-dim.
         finite: Whether the step's gradient is; bool, 0-dim.
+        rider: What travelled along, summed over workers; None for nothing.
         averages: With this sample in them, once somebody asked.
     """
 
     moments: Tensor | None
     known: Tensor
     finite: Tensor
+    rider: Tensor | None
     averages: Average | None = None
 
     def outcome(self) -> Tensor:
-        """Whether it is finite, and σ² and μ² over all groups (NaN where unknown); float64 ``[3]``."""
-        finite = self.finite.double().reshape(1)
-        if self.moments is None:
-            return torch.cat([finite, torch.full((2,), math.nan, dtype=torch.float64, device=finite.device)])
-        return torch.cat([finite, self.moments.sum(dim=1).masked_fill(~self.known, math.nan)])
+        """What the host is to know of it: whether it is finite, the rider's numbers, σ² and μ² over all groups; float64, 1-D.
+
+        :meth:`unpack` takes it apart.
+        """
+        parts = [self.finite.double().reshape(1)]
+        if self.rider is not None:
+            parts.append(self.rider)
+        if self.moments is not None:
+            parts.append(self.moments.sum(dim=1).masked_fill(~self.known, math.nan))
+        return torch.cat(parts)
+
+    def unpack(self, numbers: list[float]) -> tuple[LastStep, list[float]]:
+        """What became of the step, from :meth:`outcome` on the host; and the numbers that follow it there."""
+        finite, *numbers = numbers
+        riders = 0 if self.rider is None else len(self.rider)
+        rider, numbers = numbers[:riders], numbers[riders:]
+        sigma2, mu2, rest = math.nan, math.nan, numbers
+        if self.moments is not None:
+            sigma2, mu2, *rest = numbers
+        return LastStep(skipped=not finite, sigma2=sigma2, mu2=mu2, rider=rider), rest
 
 
 class GradientSampler:
@@ -129,7 +147,6 @@ class GradientSampler:
         accumulation: Backward passes per optimizer step.
         weights: Of this worker's sample in each pass; None: all 1/n.
         rider: 1-D numbers to sum over workers in the same all-reduce; called once a step.
-        rider_sum: The result.
         observer: Takes the norms; None where there is nothing to measure.
         previous: g_{t−1} of the differenced estimator.
         passes: Backward passes so far in this step.
@@ -160,7 +177,6 @@ class GradientSampler:
         self.accumulation = 1
         self.weights: Sequence[float] | None = None
         self.rider: Callable[[], Tensor] | None = None
-        self.rider_sum: Tensor | None = None
         self.observer: GradientObserver | None = None
         self.previous: KeptGradient | None = None
         self._unhooked = False
@@ -385,7 +401,8 @@ class GradientSampler:
             if work is not None:
                 work.wait()
             c, vector = both[:groups], both[groups:]
-        a, complete, self.rider_sum = vector[:groups], vector[groups], vector[groups + 1 :]
+        a, complete = vector[:groups], vector[groups]
+        rider = None if self.rider is None else vector[groups + 1 :]
         if not self.is_scaled_loss:
             c = c / self.accumulation**2
         unscale: Tensor | float = 1.0
@@ -399,26 +416,26 @@ class GradientSampler:
         if not observer.complete:
             # A gradient of a parameter that was frozen when the hooks were set, or (none of the passes is known) that no
             # backward pass has made: C counts it and A does not. The step is taken with the averages as they are.
-            return Sample(None, known, finite)
+            return Sample(None, known, finite, rider)
         if self.num_samples > 1:
             moments = gain_math.gradient_moments(a, c, scale=self.scale, count=self.num_samples)
-            return Sample(torch.stack(moments), known, finite)
+            return Sample(torch.stack(moments), known, finite, rider)
         if self.scale == 1:
-            return Sample(None, known, finite)
-        return self._differenced(unscale, known, finite)
+            return Sample(None, known, finite, rider)
+        return self._differenced(unscale, known, finite, rider)
 
-    def _differenced(self, unscale: Tensor | float, known: Tensor, finite: Tensor) -> Sample:
+    def _differenced(self, unscale: Tensor | float, known: Tensor, finite: Tensor, rider: Tensor | None) -> Sample:
         """From this gradient and the last step's, where there is one sample a step."""
         before = self.previous
         gradient = [None if p.grad is None else _local(p.grad.detach()) * unscale for p in self.params]
         self.previous = KeptGradient(gradient, finite)
         if before is None:
-            return Sample(None, known, finite)
+            return Sample(None, known, finite, rider)
         products = self.previous.products_with(before, [len(g["params"]) for g in self._optimizer.param_groups])
         if self._single_gain:
             products = products[0].sum(0, keepdim=True), products[1].sum(0, keepdim=True)
         moments = gain_math.differenced_moments(*products, scale=self.scale)
-        return Sample(torch.stack(moments), known & before.finite, finite)
+        return Sample(torch.stack(moments), known & before.finite, finite, rider)
 
     def _sample_without_passes(self) -> Sample:
         """Nothing was watched (a lone sample at S = 1, or unhooked): only look whether the gradients are finite."""
@@ -431,8 +448,7 @@ class GradientSampler:
             flag = finite.float()
             dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._process_group)
             finite = flag > 0
-        self.rider_sum = None if self.rider is None else self.rider()
-        return Sample(None, ~yes, finite)
+        return Sample(None, ~yes, finite, None if self.rider is None else self.rider())
 
 
 def _all_finite(grads: Sequence[Tensor], device: torch.device) -> Tensor:
