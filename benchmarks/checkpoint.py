@@ -35,8 +35,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from ray_adascale import AdaScaleConfig, LocalBackend, Run
-from ray_adascale.sharding.oss import OSS
+from ray_adascale import OSS, AdaScaleConfig, LocalBackend, Run
 
 KINDS = ("background", "waiting", "torch.save")
 WIDTH = 1000

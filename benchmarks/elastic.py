@@ -27,8 +27,7 @@ from types import ModuleType
 
 import torch
 
-from ray_adascale import AdaScaleConfig, LocalBackend, Run
-from ray_adascale.checkpoint.rng import seed_everything
+from ray_adascale import AdaScaleConfig, LocalBackend, Run, seed_everything
 
 PLANS = ((1,), (4,), (8,), (16,), (4, 8, 16), (16, 8, 4))
 CHANGES = (0.25, 0.5)

@@ -24,11 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ray_adascale import AdaScaleConfig, Recipe, Run, Workload
-from ray_adascale.analysis.forecast import forecast_recipe
-from ray_adascale.checkpoint.rng import seed_everything
+from ray_adascale import AdaScaleConfig, Recipe, Run, Workload, forecast_recipe, record_recipe, seed_everything
 from ray_adascale.recipe import Repeat
-from ray_adascale.run.base_run import record_recipe
 from ray_adascale.workload import WorkloadFn, build, resolve
 
 SCALES: tuple[int, ...] = (4, 16, 64)

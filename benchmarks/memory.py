@@ -28,9 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ray_adascale.optim.adascale import AdaScale
-from ray_adascale.sharding.oss import OSS
-from ray_adascale.sharding.sharded_ddp import ShardedDataParallel
+from ray_adascale import OSS, AdaScale, ShardedDataParallel
 
 _STEPS = 3
 _MIB = 1 << 20

@@ -41,10 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 from torch.profiler import ProfilerActivity, profile
 
-from ray_adascale.measure.ddp import measure_buckets
-from ray_adascale.optim.adascale import AdaScale
-from ray_adascale.sharding.oss import OSS
-from ray_adascale.sharding.sharded_ddp import ShardedDataParallel
+from ray_adascale import OSS, AdaScale, ShardedDataParallel, measure_buckets
 
 Batch = tuple[Tensor, Tensor]
 

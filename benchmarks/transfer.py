@@ -44,8 +44,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ray_adascale import AdaScaleConfig, LinearRule, Run, UnscaledRule, Workload
-from ray_adascale.checkpoint.rng import seed_everything
+from ray_adascale import AdaScaleConfig, LinearRule, Run, UnscaledRule, Workload, seed_everything
 from ray_adascale.workload import WorkloadFn, resolve
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

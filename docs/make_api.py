@@ -22,15 +22,26 @@ HEADER = """# API reference
 From the docstrings, by `make docs`. What `ray_adascale` itself exports stands under the module that it is from. The symbols are
 those of [concepts](concepts.md).
 """
-# Names outside the package's own that are for users, too.
+# For users too, by a path of its own: AdaptDL's.
 ALSO = {
-    "ray_adascale.compat.adaptdl": ["GradientNoiseScale"],
-    "ray_adascale.checkpoint.rng": ["seed_everything"],
     "ray_adascale.scaling_rules": [n for n in scaling_rules.__all__ if callable(getattr(scaling_rules, n))],
-    "ray_adascale.run.trace": ["read_trace"],
 }
-# Modules in a reader's order; others follow by name.
-ORDER = "train loop config backend workload tune recipe record forecast throughput report checkpoint storage trace optim parallel"
+# Rooms in a reader's order, and modules by name in each.
+ORDER = [
+    "train",
+    "run",
+    "config",
+    "workload",
+    "search",
+    "recipe",
+    "analysis",
+    "checkpoint",
+    "optim",
+    "sharding",
+    "measure",
+    "compat",
+    "scaling_rules",
+]
 SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises):")
 ENTRY = re.compile(r" {4}(\*{0,2}\w[\w.]*): ?(.*)")
 
@@ -43,13 +54,10 @@ def public() -> dict[str, list[str]]:
             found.setdefault(getattr(ray_adascale, name).__module__, []).append(name)
     for module, names in ALSO.items():
         found.setdefault(module, []).extend(names)
-    order = ORDER.split()
-
-    def place(module: str) -> tuple[int, str]:
-        part = module.split(".")[1]
-        return (order.index(part) if part in order else len(order), module)
-
-    return {module: found[module] for module in sorted(found, key=place)}
+    return {
+        module: found[module]
+        for module in sorted(found, key=lambda module: (ORDER.index(module.split(".")[1]), module))
+    }
 
 
 def markdown(text: str) -> str:

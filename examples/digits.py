@@ -28,9 +28,18 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ray_adascale import AdaScaleConfig, AdaScaleTrainer, LinearRule, LocalBackend, Recipe, Run, UnscaledRule, Workload
-from ray_adascale.checkpoint.rng import seed_everything
-from ray_adascale.run.trace import read_trace
+from ray_adascale import (
+    AdaScaleConfig,
+    AdaScaleTrainer,
+    LinearRule,
+    LocalBackend,
+    Recipe,
+    Run,
+    UnscaledRule,
+    Workload,
+    read_trace,
+    seed_everything,
+)
 
 param_space = {"lr": tune.loguniform(0.005, 0.2), "momentum": tune.choice([0.8, 0.9])}
 

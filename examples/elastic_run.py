@@ -31,8 +31,7 @@ from ray.train import FailureConfig, Result, RunConfig, ScalingConfig
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ray_adascale import AdaScaleConfig, AdaScaleTrainer, Workload
-from ray_adascale.run.trace import read_trace
+from ray_adascale import AdaScaleConfig, AdaScaleTrainer, Workload, read_trace
 
 PASSES = 2  # a step; with one worker and one pass there would be a single gradient sample, and no variance
 

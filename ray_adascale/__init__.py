@@ -9,116 +9,90 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ._version import __version__
+from ._version import __version__ as __version__
 
-if TYPE_CHECKING:
-    from .analysis.forecast import Forecast, forecast_recipe
-    from .analysis.report import write_report
-    from .analysis.throughput import Throughput, measure_throughput
-    from .checkpoint import CheckpointError, load_weights
-    from .compat.adaptdl import AdaptiveDataParallel
-    from .compat.fairscale import AdaScaleWrapper
-    from .config import AdaScaleConfig
-    from .optim.adascale import AdaScale
-    from .optim.grad_scaler import ShardedGradScaler
-    from .optim.rules import (
-        AdamScaleRule,
-        AdaScaleRule,
-        LEGWRule,
-        LinearRule,
-        RuleInput,
-        SquareRootRule,
-        UnscaledRule,
-    )
-    from .recipe import Recipe, RecipeError
-    from .run.backend import LocalBackend
-    from .run.base_run import record_recipe
-    from .run.loop import Run
-    from .search.tune import tune_recipe
-    from .sharding.oss import OSS, register_elementwise
-    from .sharding.sharded_ddp import ShardedDataParallel, ShardedDDP
-    from .train.trainer import AdaScaleTrainer, prepare
-    from .workload import Workload
+if TYPE_CHECKING:  # the same again, as type checkers read no tables
+    from .analysis.forecast import Forecast as Forecast
+    from .analysis.forecast import forecast_recipe as forecast_recipe
+    from .analysis.report import write_report as write_report
+    from .analysis.throughput import Throughput as Throughput
+    from .analysis.throughput import measure_throughput as measure_throughput
+    from .checkpoint import CheckpointError as CheckpointError
+    from .checkpoint import load_weights as load_weights
+    from .checkpoint.rng import seed_everything as seed_everything
+    from .compat.adaptdl import AdaptiveDataParallel as AdaptiveDataParallel
+    from .compat.adaptdl import GradientNoiseScale as GradientNoiseScale
+    from .compat.fairscale import AdaScaleWrapper as AdaScaleWrapper
+    from .config import AdaScaleConfig as AdaScaleConfig
+    from .measure.ddp import measure_buckets as measure_buckets
+    from .optim.adascale import AdaScale as AdaScale
+    from .optim.grad_scaler import ShardedGradScaler as ShardedGradScaler
+    from .optim.rules import AdamScaleRule as AdamScaleRule
+    from .optim.rules import AdaScaleRule as AdaScaleRule
+    from .optim.rules import LEGWRule as LEGWRule
+    from .optim.rules import LinearRule as LinearRule
+    from .optim.rules import RuleInput as RuleInput
+    from .optim.rules import SquareRootRule as SquareRootRule
+    from .optim.rules import UnscaledRule as UnscaledRule
+    from .recipe import Recipe as Recipe
+    from .recipe import RecipeError as RecipeError
+    from .run.backend import LocalBackend as LocalBackend
+    from .run.base_run import record_recipe as record_recipe
+    from .run.loop import Run as Run
+    from .run.trace import read_trace as read_trace
+    from .search.tune import tune_recipe as tune_recipe
+    from .sharding.oss import OSS as OSS
+    from .sharding.oss import register_elementwise as register_elementwise
+    from .sharding.sharded_ddp import ShardedDataParallel as ShardedDataParallel
+    from .sharding.sharded_ddp import ShardedDDP as ShardedDDP
+    from .train.trainer import AdaScaleTrainer as AdaScaleTrainer
+    from .train.trainer import prepare as prepare
+    from .workload import Workload as Workload
 
-__all__ = [
-    "OSS",
-    "AdaScale",
-    "AdaScaleConfig",
-    "AdaScaleRule",
-    "AdaScaleTrainer",
-    "AdaScaleWrapper",
-    "AdamScaleRule",
-    "AdaptiveDataParallel",
-    "CheckpointError",
-    "Forecast",
-    "LEGWRule",
-    "LinearRule",
-    "LocalBackend",
-    "Recipe",
-    "RecipeError",
-    "RuleInput",
-    "Run",
-    "ShardedDDP",
-    "ShardedDataParallel",
-    "ShardedGradScaler",
-    "SquareRootRule",
-    "Throughput",
-    "UnscaledRule",
-    "Workload",
-    "__version__",
-    "forecast_recipe",
-    "load_weights",
-    "measure_throughput",
-    "prepare",
-    "record_recipe",
-    "register_elementwise",
-    "tune_recipe",
-    "write_report",
-]
-
-_HOME = {
-    "register_elementwise": "sharding.oss",
-    "ShardedGradScaler": "optim.grad_scaler",
-    "ShardedDataParallel": "sharding.sharded_ddp",
-    "ShardedDDP": "sharding.sharded_ddp",
-    "AdaScaleWrapper": "compat.fairscale",
-    "AdamScaleRule": "optim.rules",
-    "AdaptiveDataParallel": "compat.adaptdl",
-    "LEGWRule": "optim.rules",
-    "AdaScale": "optim.adascale",
-    "AdaScaleConfig": "config",
-    "AdaScaleRule": "optim.rules",
-    "AdaScaleTrainer": "train.trainer",
-    "CheckpointError": "checkpoint",
-    "Forecast": "analysis.forecast",
-    "LinearRule": "optim.rules",
-    "LocalBackend": "run.backend",
-    "OSS": "sharding.oss",
-    "Recipe": "recipe",
-    "RecipeError": "recipe",
-    "RuleInput": "optim.rules",
-    "Run": "run.loop",
-    "SquareRootRule": "optim.rules",
-    "Throughput": "analysis.throughput",
-    "UnscaledRule": "optim.rules",
-    "Workload": "workload",
-    "forecast_recipe": "analysis.forecast",
-    "load_weights": "checkpoint",
-    "measure_throughput": "analysis.throughput",
-    "prepare": "train.trainer",
-    "record_recipe": "run.base_run",
-    "tune_recipe": "search.tune",
-    "write_report": "analysis.report",
+# The public names, by the module that each is from.
+_NAMES = {
+    "analysis.forecast": ["Forecast", "forecast_recipe"],
+    "analysis.report": ["write_report"],
+    "analysis.throughput": ["Throughput", "measure_throughput"],
+    "checkpoint": ["CheckpointError", "load_weights"],
+    "checkpoint.rng": ["seed_everything"],
+    "compat.adaptdl": ["AdaptiveDataParallel", "GradientNoiseScale"],
+    "compat.fairscale": ["AdaScaleWrapper"],
+    "config": ["AdaScaleConfig"],
+    "measure.ddp": ["measure_buckets"],
+    "optim.adascale": ["AdaScale"],
+    "optim.grad_scaler": ["ShardedGradScaler"],
+    "optim.rules": [
+        "AdaScaleRule",
+        "AdamScaleRule",
+        "LEGWRule",
+        "LinearRule",
+        "RuleInput",
+        "SquareRootRule",
+        "UnscaledRule",
+    ],
+    "recipe": ["Recipe", "RecipeError"],
+    "run.backend": ["LocalBackend"],
+    "run.base_run": ["record_recipe"],
+    "run.loop": ["Run"],
+    "run.trace": ["read_trace"],
+    "search.tune": ["tune_recipe"],
+    "sharding.oss": ["OSS", "register_elementwise"],
+    "sharding.sharded_ddp": ["ShardedDDP", "ShardedDataParallel"],
+    "train.trainer": ["AdaScaleTrainer", "prepare"],
+    "workload": ["Workload"],
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
+if not TYPE_CHECKING:  # a checker would take any name for one of ours, and a star for nothing
+    __all__ = sorted(["__version__", *_HOME])
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+        globals()[name] = value
+        return value
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+    def __dir__() -> list[str]:
+        return __all__

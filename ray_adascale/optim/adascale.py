@@ -22,7 +22,7 @@ from ..gain import Average
 from ..sharding.oss import OSS
 from .deferred import HostCopy, Known, LastStep, numbers_of, skippable_step, steps_on_device
 from .rules import AdaScaleRule, RuleInput, ScalingRule
-from .sampler import GradientSampler, KeptGradient, Sample
+from .sampler import GradientSampler, KeptGradient, OpenEnded, Sample
 
 __all__ = ["AdaScale"]
 
@@ -84,8 +84,6 @@ class AdaScale(Optimizer):
     )
     """What OSS says where it is asked to shard an optimizer of this class; OSS itself knows nothing of AdaScale."""
 
-    _sampler_type: ClassVar[type[GradientSampler]] = GradientSampler
-
     def __init__(
         self,
         optimizer: Optimizer,
@@ -144,7 +142,7 @@ class AdaScale(Optimizer):
         self._total_steps = total_steps
         self._single_gain = single_gain
         self._rule: ScalingRule = AdaScaleRule() if rule is None else rule
-        self._sampler = self._sampler_type(
+        self._sampler = GradientSampler(
             optimizer,
             world_size=world_size,
             process_group=process_group,
@@ -166,6 +164,9 @@ class AdaScale(Optimizer):
         self._steps = 0
         self._previous_gain = 1.0
         self._averages = self._empty_averages()
+        self._averaged_samples = (
+            self.num_samples
+        )  # n of the steps in the averages; one is another estimator than several
         self._known: Known | None = None  # asked for more than once a step
         self.set_num_gradients_to_accumulate(num_gradients_to_accumulate, update_smoothing=smoothing is None)
         if smoothing is not None:
@@ -225,8 +226,12 @@ class AdaScale(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients, and what was collected of an unfinished or skipped step."""
-        self._sampler.begin_step()
+        self.discard_samples()
         self._optimizer.zero_grad(set_to_none=set_to_none)
+
+    def discard_samples(self) -> None:
+        """Forgets what was collected of an unfinished or skipped step, and leaves gradients as they are."""
+        self._sampler.begin_step()
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradient that the next step will use to a norm, however it is sharded; collective. Leaves the gain.
@@ -277,7 +282,7 @@ class AdaScale(Optimizer):
             numbers = numbers_of(averages, self._sampler.scale, self._variance_floor)
             gains = numbers[: averages.total.shape[1]].unbind()
             skippable_step(inner, ~sample.finite, lambda: self._step_with(gains))
-            self._averages = averages
+            self._keep(averages)
             self._pending = HostCopy(torch.cat([sample.outcome(), numbers])), sample
         else:
             self._step_on_host(sample, averages)
@@ -300,7 +305,7 @@ class AdaScale(Optimizer):
         factors = [self._apply_rule(r, i)[0] for i, r in enumerate(known.gains)]
         factor, increment = self._apply_rule(known.gain, None)
         self._step_with(factors)
-        self._averages = averages
+        self._keep(averages)
         self._advance(known.gain, before + increment, replace(last, lr_factor=factor))
 
     @torch.no_grad()
@@ -398,7 +403,7 @@ class AdaScale(Optimizer):
             "effective_steps": torch.tensor(self._effective_steps, dtype=torch.float64),
             "previous_gain": torch.tensor(self._previous_gain, dtype=torch.float64),
             "steps": torch.tensor(self._steps),
-            "num_samples": torch.tensor(self.num_samples),
+            "num_samples": torch.tensor(self._averaged_samples),
         }
         previous = self._sampler.previous
         return state if previous is None else {**state, **previous.state()}
@@ -445,8 +450,10 @@ class AdaScale(Optimizer):
         device = self._averages.total.device
         averages = Average(*(state[name].to(device, copy=True) for name in ("total", "weight", "count")))
         was, now = int(state["num_samples"]), self.num_samples
+        if self._sampler.open_ended is not None:
+            now = max(was, self._sampler.world_size)  # the next step may have as many as the last one had
         same_estimator = (was == 1) == (now == 1)
-        self._averages = averages if same_estimator else self._empty_averages()
+        self._averages, self._averaged_samples = averages if same_estimator else self._empty_averages(), now
         self._effective_steps = float(state["effective_steps"])
         self._previous_gain = float(state["previous_gain"])
         self._steps = int(state["steps"])
@@ -488,7 +495,8 @@ class AdaScale(Optimizer):
     @property
     def smoothing(self) -> float:
         """θ of the moving average over steps."""
-        return self._smoothing
+        open_ended = self._sampler.open_ended
+        return self._smoothing if open_ended is None else open_ended.smoothing(self.scale, self.num_samples)
 
     @property
     def num_samples(self) -> int:
@@ -497,9 +505,14 @@ class AdaScale(Optimizer):
 
     @property
     def effective_steps(self) -> float:
-        """τ, Σ r over the optimizer steps taken."""
+        """τ, Σ r over the optimizer steps taken; may be set, to move the clock."""
         self._settle()
         return self._effective_steps
+
+    @effective_steps.setter
+    def effective_steps(self, effective_steps: float) -> None:
+        self._settle()
+        self._effective_steps = float(effective_steps)
 
     @property
     def known_effective_steps(self) -> float:
@@ -570,12 +583,16 @@ class AdaScale(Optimizer):
         self._sampler.scale = float(scale)
         self._sampler.previous = None  # gradients of batches of different size have different noise
         self._sampler.attach()
-        if self.num_samples == 1 and scale > 1 and not self._warned_single_sample:
+        self._warn_of_single_sample()
+
+    def _warn_of_single_sample(self) -> None:
+        if self.num_samples == 1 and self.scale > 1 and not self._warned_single_sample:
             self._warned_single_sample = True
             warnings.warn(
-                f"One gradient sample a step at scale {scale:g}: its variance is estimated from consecutive steps, which "
-                "overstates the gain. Use two or more accumulation passes.",
-                stacklevel=2,
+                f"One gradient sample a step at scale {self.scale:g}: its variance is estimated from consecutive steps, which "
+                "overstates the gain. Use two or more accumulation passes (AdaptiveDataParallel: all but the last under "
+                "no_sync()).",
+                stacklevel=3,
             )
 
     def set_num_gradients_to_accumulate(self, num_gradients_to_accumulate: int, update_smoothing: bool = True) -> None:
@@ -584,12 +601,30 @@ class AdaScale(Optimizer):
             raise ValueError(f"Invalid {num_gradients_to_accumulate=}. Must be at least 1.")
         self._require_boundary("set_num_gradients_to_accumulate")
         self._settle()
-        was = self.num_samples
-        self._sampler.accumulation = num_gradients_to_accumulate
+        self._sampler.accumulation, self._sampler.open_ended = num_gradients_to_accumulate, None
         if update_smoothing:
             self._smoothing = gain_math.count_decay(self.num_samples)
-        if (was == 1) != (self.num_samples == 1):
-            self._averages = self._empty_averages()
+        self._averages, self._averaged_samples = self._averages_for_step(), self.num_samples
+        self._sampler.previous = None
+        self._sampler.attach()
+
+    def set_open_ended_accumulation(self, open_ended: OpenEnded) -> None:
+        """From the next step on, count the backward passes until one reduces gradients, instead of declaring their number.
+
+        S, n and θ then follow from their number, and the gradient is divided by it. Where a step has one gradient sample and
+        the one before had several, or the other way round, the averages restart.
+
+        Raises:
+            ValueError: ``is_scaled_loss=True`` says that the loss is divided by a number that nobody knows yet.
+        """
+        if self._sampler.is_scaled_loss:
+            raise ValueError(
+                "Open-ended accumulation needs AdaScale(..., is_scaled_loss=False): gradients are divided."
+            )
+        self._require_boundary("set_open_ended_accumulation")
+        self._settle()
+        self._sampler.open_ended = open_ended
+        self._sampler.accumulation, self._sampler.scale = 1, open_ended.scale(1)
         self._sampler.previous = None
         self._sampler.attach()
 
@@ -597,9 +632,7 @@ class AdaScale(Optimizer):
         """Divide the accumulated gradients by the number of passes, where the loss was not (``is_scaled_loss=False``)."""
         if self._sampler.is_scaled_loss:
             raise RuntimeError("is_scaled_loss=True says that the loss was divided already.")
-        grads = self._sampler.step_gradients()
-        if grads:
-            torch._foreach_div_(grads, self._sampler.accumulation)
+        self._sampler.divide_gradients()
 
     def unhook(self) -> None:
         """Stop watching gradients; ``step()`` goes on with the averages as they are."""
@@ -636,6 +669,11 @@ class AdaScale(Optimizer):
         """Whether this is a step boundary: no backward pass since the last step."""
         return self._sampler.at_boundary
 
+    @property
+    def passes(self) -> int:
+        """Backward passes since gradients were last stepped with or cleared."""
+        return self._sampler.passes
+
     def _require_boundary(self, what: str) -> None:
         if not self.at_boundary:
             raise RuntimeError(
@@ -652,18 +690,28 @@ class AdaScale(Optimizer):
     def _with(self, sample: Sample) -> Average:
         """The averages with this sample in them; computed once, committed by ``step()``."""
         if sample.averages is None:
-            sample.averages = self._averages
+            sample.averages = self._averages_for_step()
+            if self._sampler.open_ended is not None:
+                self._warn_of_single_sample()
             if sample.moments is not None:
                 moments = sample.moments
                 if self._clip_samples:
                     moments = torch.stack([moments[0].clamp(min=self._variance_floor), moments[1].clamp(min=0.0)])
                 use = sample.finite & sample.known
-                sample.averages = self._averages.update(moments, self._decay(), debias=self._debias, use=use)
+                sample.averages = sample.averages.update(moments, self._decay(), debias=self._debias, use=use)
         return sample.averages
+
+    def _averages_for_step(self) -> Average:
+        """The averages that a step's sample goes into: empty ones if those so far are of the other estimator, n = 1 or more."""
+        same_estimator = (self._averaged_samples == 1) == (self.num_samples == 1)
+        return self._averages if same_estimator else self._empty_averages()
+
+    def _keep(self, averages: Average) -> None:
+        self._averages, self._averaged_samples = averages, self.num_samples
 
     def _decay(self) -> float | Tensor:
         if self._window is None:
-            return self._smoothing
+            return self.smoothing
         previous_gain = torch.full((), self._previous_gain, dtype=torch.float64)
         total_steps = cast(float, self._total_steps)
         return gain_math.effective_decay(previous_gain, window=self._window, total_steps=total_steps)

@@ -21,7 +21,7 @@ from ..measure.observers import GradientObserver, HookObserver, take_norm
 from ..sharding.oss import OSS, GradientReducer
 from .deferred import LastStep
 
-__all__ = ["GradientSampler", "KeptGradient", "Sample"]
+__all__ = ["GradientSampler", "KeptGradient", "OpenEnded", "Sample"]
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,23 @@ class Sample:
         return LastStep(skipped=not finite, sigma2=sigma2, mu2=mu2, rider=rider), rest
 
 
+@dataclass(frozen=True)
+class OpenEnded:
+    """Open-ended accumulation: a step has as many backward passes as there were when one of them reduced gradients.
+
+    Nobody divides the loss by their number, which is not known before; the reduced gradient is divided by it.
+
+    Attributes:
+        last_pass: Says whether the backward pass that has just ended completes the step; it is asked once in each pass.
+        scale: S of a step of so many passes.
+        smoothing: θ of the moving average, from S and n.
+    """
+
+    last_pass: Callable[[], bool]
+    scale: Callable[[int], float]
+    smoothing: Callable[[float, int], float]
+
+
 class GradientSampler:
     """Counts the backward passes of a step, sums what an observer measures in them, and makes a :class:`Sample` of it.
 
@@ -143,8 +160,10 @@ class GradientSampler:
         model: Where norms may be taken of, beside the optimizer's parameters.
 
     Attributes:
-        scale: S. Call :meth:`attach` after a change of this or of ``accumulation``, at a step boundary.
+        scale: S. Call :meth:`attach` after a change of this, of ``accumulation`` or of ``open_ended``, at a step boundary.
         accumulation: Backward passes per optimizer step.
+        open_ended: Where it is set, ``accumulation`` is the passes that are expected from what is known so far of the step
+            under way, and ``scale`` that of the last complete one.
         weights: Of this worker's sample in each pass; None: all 1/n.
         rider: 1-D numbers to sum over workers in the same all-reduce; called once a step.
         observer: Takes the norms; None where there is nothing to measure.
@@ -175,6 +194,7 @@ class GradientSampler:
         self._model = model
         self.scale = 1.0
         self.accumulation = 1
+        self.open_ended: OpenEnded | None = None
         self.weights: Sequence[float] | None = None
         self.rider: Callable[[], Tensor] | None = None
         self.observer: GradientObserver | None = None
@@ -231,18 +251,23 @@ class GradientSampler:
                 "The optimizer's parameters are DTensors. Give AdaScale(..., model=model), the model that fully_shard was "
                 "applied to: gradient samples are measured on its unsharded parameters."
             )
-        if self.num_samples > 1 or self.scale != 1:
+        if self._measures_samples or self.scale != 1:
             groups = [group["params"] for group in self._optimizer.param_groups]
             self.observer = self._fsdp2_observer(groups) if sharded else self._observer_of(groups)
 
+    @property
+    def _measures_samples(self) -> bool:
+        """Whether norms of single gradient samples are wanted: a step has several, or may turn out to have."""
+        return self.num_samples > 1 or self.open_ended is not None
+
     def _observer_of(self, groups: Sequence[Sequence[Tensor]]) -> GradientObserver:
-        local = self.num_samples > 1
+        local, one_pass = self._measures_samples, self.accumulation == 1 and self.open_ended is None
         if self._sharded_gradients:
             self._refuse_precondition("whole gradients on every worker", "or train with DistributedDataParallel")
             oss = cast(OSS, self._optimizer)
-            return cast(GradientReducer, oss.reducer).observe(oss, self, accumulating=self.accumulation > 1)
+            return cast(GradientReducer, oss.reducer).observe(oss, self, accumulating=not one_pass)
         model = self._model
-        if isinstance(model, DistributedDataParallel) and local and self.accumulation == 1 and not self._precondition:
+        if isinstance(model, DistributedDataParallel) and local and one_pass and not self._precondition:
             # Of several passes, a bucket holds the sum; a precondition is of one parameter.
             buckets = bucket_observer(model, groups, self)
             if buckets is not None:
@@ -258,7 +283,7 @@ class GradientSampler:
         from ..measure.fsdp2 import FSDP2Observer  # here, since DTensor takes half a second to import
 
         model = cast(torch.nn.Module, self._model)
-        return FSDP2Observer(groups, self, model=model, world_size=self.world_size, local=self.num_samples > 1)
+        return FSDP2Observer(groups, self, model=model, world_size=self.world_size, local=self._measures_samples)
 
     def _refuse_precondition(self, needs: str, instead: str) -> None:
         if self._precondition is not None:
@@ -315,6 +340,8 @@ class GradientSampler:
         """The observer's word that a backward pass has ended on this worker; reduced gradients may yet be on their way."""
         if self.sample is not None:
             self._drop_sample()
+        if self.open_ended is not None:
+            self._count_on_pass(self.open_ended)
         if self.num_samples > 1:
             n = self.num_samples
             weight = 1 / n if self.weights is None else self.weights[self.passes]
@@ -328,11 +355,32 @@ class GradientSampler:
             # Only A is still in parts. Sent off now, it travels behind the last gradients while we wait for those anyway.
             self._sent = self._send([])
 
+    def _count_on_pass(self, open_ended: OpenEnded) -> None:
+        """Expect as many passes as there were with this one, and one more unless it completes the step."""
+        last = open_ended.last_pass()
+        expected = self.passes + (1 if last else 2)
+        if self._mean_sq_norm is not None:
+            self._mean_sq_norm = self._mean_sq_norm * (self.accumulation / expected)  # each pass weighs 1/n
+        self.accumulation = expected
+        if last:
+            scale = open_ended.scale(expected)
+            if scale != self.scale or self.num_samples > 1:
+                self.previous = None  # g_{t−1} counts where both steps are of one sample, from batches of one size
+            self.scale = scale
+
     @torch.no_grad()
     def on_reduced(self, observer: GradientObserver) -> None:
         """The observer's word that reduced gradients are in place, if this was the step's last pass."""
         if self.passes == self.accumulation:
             self.sample = self._gather(observer)
+            if self.open_ended is not None:
+                self.divide_gradients()
+
+    def divide_gradients(self) -> None:
+        """Divide the gradients that add up over passes by the number of passes, as no loss was."""
+        grads = self.step_gradients() if self.accumulation > 1 else []
+        if grads:
+            torch._foreach_div_(grads, self.accumulation)
 
     def complete(self) -> None:
         """No further pass comes in this step: take part in the reduction, if that is still under way on the others.

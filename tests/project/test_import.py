@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import ray_adascale
 
 WITHOUT_RAY = """
 import sys
@@ -78,3 +83,17 @@ def test_unknown_names_are_refused() -> None:
     code = "import ray_adascale; ray_adascale.AdaScal"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "has no attribute 'AdaScal'" in done.stderr
+
+
+def test_type_checkers_are_told_the_same_names() -> None:
+    tree = ast.parse(Path(ray_adascale.__file__).read_text(encoding="utf-8"))
+    told = {
+        alias.asname: f"{ray_adascale.__name__}.{node.module}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.level == 1
+        for alias in node.names
+        if alias.name == alias.asname
+    }
+    assert sorted(told) == ray_adascale.__all__ == dir(ray_adascale)
+    for name, module in told.items():
+        assert getattr(ray_adascale, name) is getattr(importlib.import_module(module), name)
