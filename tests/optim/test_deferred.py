@@ -337,8 +337,9 @@ def test_what_rides_along_is_read_with_the_step(
 ) -> None:
     model = make_model()
     adascale = wrapped(model, fused=fused, **settings)
-    sent = iter([[0.1, -2.0], [3.0, math.inf], [0.1 + 0.2, 5e-324]])
-    adascale.rider = lambda: torch.from_numpy(np.array(next(sent)))
+    rows = torch.tensor([[0.1, -2.0], [3.0, math.inf], [0.1 + 0.2, 5e-324]], dtype=torch.float64)
+    sent = iter(rows.unbind())
+    adascale.rider = lambda: next(sent)
     assert list(adascale.rider_sum) == []
     assert len(_reads(adascale, model, monkeypatch)) == (not fused)
     assert list(adascale.rider_sum) == [0.1 + 0.2, 5e-324]  # the third step's, to the bit
