@@ -46,7 +46,7 @@ class FSDP2Observer(HookObserver):
 
     Args:
         groups: Parameters of each parameter group.
-        listener: Told when a pass has ended.
+        listener: Is told when a pass has ended.
         model: The model, or a module that contains it; its ``fully_shard``-ed modules hold the parameters.
         world_size: Workers that share the batch: those of the mesh, no more and no less.
         local: Take the norm of each gradient sample. False where only the end of the pass matters.
@@ -129,7 +129,7 @@ class FSDP2Observer(HookObserver):
                 self._pre_forward.append(module.register_forward_pre_hook(pre_forward))
 
     def _hook_module(self, module: nn.Module) -> None:
-        """Hook the parameters of an unsharded module that are not yet."""
+        """Hook the parameters of an unsharded module that are not hooked yet."""
         for owner, name, shard in self._sites[module]:
             whole = getattr(owner, name)
             if whole is self._whole.get(shard) or whole is shard or not whole.requires_grad:
@@ -249,7 +249,7 @@ def _counts(param: DTensor) -> bool:
 
 
 def _norm_into(slot: Tensor, grad: Tensor) -> None:
-    """Its norm; the slot has the shard's dtype and device, the gradient of a whole parameter may have others."""
+    """Put a gradient's norm into its slot, which has the shard's dtype and device; that of a whole parameter may have others."""
     if grad.device == slot.device and (grad.dtype is torch.float64) == (slot.dtype is torch.float64):
         take_norm(grad, slot)
     else:
