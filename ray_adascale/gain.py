@@ -175,7 +175,7 @@ class Average:
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], device: torch.device | str = "cpu") -> Average:
-        """Of no sample, with one weight for each column of a sample of this shape."""
+        """The average of no sample, with one weight for each column of samples of this shape."""
         return cls(
             torch.zeros(shape, dtype=torch.float64, device=device),
             torch.zeros(shape[1:], dtype=torch.float64, device=device),
@@ -189,7 +189,7 @@ class Average:
     def update(
         self, sample: Tensor, decay: Tensor | float, *, debias: bool = True, use: Tensor | None = None
     ) -> Average:
-        """The average after one more sample. No host synchronisation.
+        """The average after one more sample; this needs no host synchronisation.
 
         Args:
             sample: Same shape as ``total``.

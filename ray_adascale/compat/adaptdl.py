@@ -51,7 +51,7 @@ class GradientNoiseScale:
     reading. Values at the start are σ² = 0, μ² = 1, a gain of 1.
 
     Args:
-        adp: Whose ``require_backward_grad_sync`` says whether a backward pass completes a step.
+        adp: The model's wrapper; its ``require_backward_grad_sync`` says whether a backward pass completes a step.
         optimizer: The plain optimizer, not yet patched.
         mp_scaler: The ``GradScaler`` that scales the loss.
         num_replicas: Workers. Default: the size of ``process_group``, else 1.
@@ -200,11 +200,11 @@ class GradientNoiseScale:
         return self.statistics.effective_steps
 
     def set_progress(self, progress: float) -> None:
-        """Set Σ r."""
+        """Set Σ r to a value."""
         self.statistics.effective_steps = progress
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Averages and progress: tensors on the CPU that alias nothing. Only at a step boundary."""
+        """Averages and progress, as tensors on the CPU that alias nothing; it can be had at a step boundary alone."""
         return self.statistics.statistics_state()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -223,10 +223,10 @@ class AdaptiveDataParallel(DistributedDataParallel):
     Args:
         model: The bare model.
         optimizer: Its optimizer, with the LRs of the base batch.
-        lr_scheduler: On it; only for :meth:`training_state`. The loop steps it.
+        lr_scheduler: The optimizer's scheduler, which the loop steps; :meth:`training_state` saves it.
         mp_scaler: The ``torch.amp.GradScaler`` that scales the loss, if one does.
         scaling_rule: One of :mod:`ray_adascale.scaling_rules`. Default: ``AdaScale()``.
-        name: Tells one instance's :meth:`training_state` from another's.
+        name: It tells one instance's :meth:`training_state` from another's.
         base_batch_size: B0, examples per optimizer step at which the schedule was tuned. Without it the scale is the number of
             workers times passes: each worker's micro-batch is one base batch.
         batch_size: Examples of one worker in one backward pass. Default: ``base_batch_size``. If it changes, say so with
@@ -301,13 +301,13 @@ class AdaptiveDataParallel(DistributedDataParallel):
         rule.initialize(self, optimizer, patch_optimizer=True)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The model's; DDP decides here, not in the backward pass, whether this pass reduces gradients."""
+        """The model's forward pass; DDP decides here, not in the backward pass, whether this pass reduces gradients."""
         if torch.is_grad_enabled():
             self._pass_reduces = self.require_backward_grad_sync
         return super().forward(*inputs, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears gradients; nothing while they are being accumulated."""
+        """Clears gradients, and does nothing while they are being accumulated."""
         self.scaling_rule.zero_grad(set_to_none=set_to_none)
 
     @property

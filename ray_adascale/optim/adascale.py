@@ -167,7 +167,7 @@ class AdaScale(Optimizer):
         self._averaged_samples = (
             self.num_samples
         )  # n of the steps in the averages; one is another estimator than several
-        self._known: Known | None = None  # asked for more than once a step
+        self._known: Known | None = None  # kept, since a step asks for it several times
         self.set_num_gradients_to_accumulate(num_gradients_to_accumulate, update_smoothing=smoothing is None)
         if smoothing is not None:
             if not 0 <= smoothing < 1:
@@ -604,9 +604,21 @@ class AdaScale(Optimizer):
         self._sampler.accumulation, self._sampler.open_ended = num_gradients_to_accumulate, None
         if update_smoothing:
             self._smoothing = gain_math.count_decay(self.num_samples)
-        self._averages, self._averaged_samples = self._averages_for_step(), self.num_samples
+        self._keep(self._averages_for_step())
         self._sampler.previous = None
         self._sampler.attach()
+
+    def scale_grad_by_num_grads_to_accum(self) -> None:
+        """Divide the accumulated gradients by the number of passes, where the loss was not (``is_scaled_loss=False``)."""
+        if self._sampler.is_scaled_loss:
+            raise RuntimeError("is_scaled_loss=True says that the loss was divided already.")
+        self._sampler.divide_gradients()
+
+    def unhook(self) -> None:
+        """Stop watching gradients; ``step()`` goes on with the averages as they are."""
+        self._sampler.unhook()
+
+    # ---- what the trainer and AdaptDL's classes have a share in ---------------------------------------------------
 
     def set_open_ended_accumulation(self, open_ended: OpenEnded) -> None:
         """From the next step on, count the backward passes until one reduces gradients, instead of declaring their number.
@@ -628,18 +640,6 @@ class AdaScale(Optimizer):
         self._sampler.previous = None
         self._sampler.attach()
 
-    def scale_grad_by_num_grads_to_accum(self) -> None:
-        """Divide the accumulated gradients by the number of passes, where the loss was not (``is_scaled_loss=False``)."""
-        if self._sampler.is_scaled_loss:
-            raise RuntimeError("is_scaled_loss=True says that the loss was divided already.")
-        self._sampler.divide_gradients()
-
-    def unhook(self) -> None:
-        """Stop watching gradients; ``step()`` goes on with the averages as they are."""
-        self._sampler.unhook()
-
-    # ---- what the trainer has a share in -------------------------------------------------------------------------
-
     @property
     def sample_weights(self) -> Sequence[float] | None:
         """w of this worker's gradient sample in each pass, where micro-batches are unequal; None: all 1/n."""
@@ -651,7 +651,7 @@ class AdaScale(Optimizer):
 
     @property
     def rider(self) -> Callable[[], Tensor] | None:
-        """1-D numbers to sum over workers in the same all-reduce; called once a step. Result: :attr:`rider_sum`."""
+        """Returns 1-D numbers whose sum over workers, in the same all-reduce, is :attr:`rider_sum`; a step calls it once."""
         return self._sampler.rider
 
     @rider.setter
@@ -688,7 +688,7 @@ class AdaScale(Optimizer):
     # ---- averages and gain ---------------------------------------------------------------------------------------
 
     def _with(self, sample: Sample) -> Average:
-        """The averages with this sample in them; computed once, committed by ``step()``."""
+        """The averages with this sample in them: they are computed once, and ``step()`` keeps them."""
         if sample.averages is None:
             sample.averages = self._averages_for_step()
             if self._sampler.open_ended is not None:
@@ -697,7 +697,7 @@ class AdaScale(Optimizer):
                 moments = sample.moments
                 if self._clip_samples:
                     moments = torch.stack([moments[0].clamp(min=self._variance_floor), moments[1].clamp(min=0.0)])
-                use = sample.finite & sample.known
+                use = sample.finite & sample.usable
                 sample.averages = sample.averages.update(moments, self._decay(), debias=self._debias, use=use)
         return sample.averages
 
@@ -717,7 +717,7 @@ class AdaScale(Optimizer):
         return gain_math.effective_decay(previous_gain, window=self._window, total_steps=total_steps)
 
     def _know(self, *, committed: bool = False) -> Known:
-        """What the averages say, with the gradients in place unless ``committed``: one wait for the device."""
+        """What the averages say, with the gradients in place unless ``committed``; it waits for the device once."""
         self._settle()
         sample = self._sampler.sample
         averages = self._averages if committed or sample is None else self._with(sample)

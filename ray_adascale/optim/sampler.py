@@ -92,14 +92,14 @@ class Sample:
 
     Attributes:
         moments: σ² and μ², ``[2, groups]``, unclipped; None where there is nothing to learn them from.
-        known: Whether they mean anything; bool, 0-dim.
+        usable: Whether they mean anything; bool, 0-dim.
         finite: Whether the step's gradient is; bool, 0-dim.
         rider: What travelled along, summed over workers; None for nothing.
-        averages: With this sample in them, once somebody asked.
+        averages: The averages with this sample in them, from when they are first wanted; until then None.
     """
 
     moments: Tensor | None
-    known: Tensor
+    usable: Tensor
     finite: Tensor
     rider: Tensor | None
     averages: Average | None = None
@@ -113,7 +113,7 @@ class Sample:
         if self.rider is not None:
             parts.append(self.rider)
         if self.moments is not None:
-            parts.append(self.moments.sum(dim=1).masked_fill(~self.known, math.nan))
+            parts.append(self.moments.sum(dim=1).masked_fill(~self.usable, math.nan))
         return torch.cat(parts)
 
     def unpack(self, numbers: list[float]) -> tuple[LastStep, list[float]]:
@@ -164,8 +164,8 @@ class GradientSampler:
         accumulation: Backward passes per optimizer step.
         open_ended: Where it is set, ``accumulation`` is the passes that are expected from what is known so far of the step
             under way, and ``scale`` that of the last complete one.
-        weights: Of this worker's sample in each pass; None: all 1/n.
-        rider: 1-D numbers to sum over workers in the same all-reduce; called once a step.
+        weights: w of this worker's gradient sample in each pass; None: all 1/n.
+        rider: Returns 1-D numbers that are summed over workers in the same all-reduce; it is called once in each step.
         observer: Takes the norms; None where there is nothing to measure.
         previous: g_{t−1} of the differenced estimator.
         passes: Backward passes so far in this step.
@@ -329,7 +329,7 @@ class GradientSampler:
             self._too_many = any(bool(take_norm(grad) != 0) for grad in grads)
 
     def _drop_sample(self) -> None:
-        """The last step was complete and never taken: a GradScaler that found an overflow leaves step() out."""
+        """Forget a complete step that was never taken: a GradScaler that found an overflow leaves step() out."""
         too_many = self._too_many
         self.previous = None
         self.begin_step()
@@ -383,9 +383,9 @@ class GradientSampler:
             torch._foreach_div_(grads, self.accumulation)
 
     def complete(self) -> None:
-        """No further pass comes in this step: take part in the reduction, if that is still under way on the others.
+        """Take part in the reduction that is still under way on the others, if one is: no further pass comes in this step.
 
-        To be called before any other collective of theirs.
+        It must be called before any other collective of theirs.
 
         Raises:
             RuntimeError: Passes are missing, or there were too many.
@@ -402,8 +402,8 @@ class GradientSampler:
         if self.observer is not None and self.reducing:
             # A backward pass reached no parameter here: a sample of zero. The others are in the reduction already.
             sample = self._gather(self.observer)
-            if lacks_passes and not bool(sample.known):
-                raise self._too_early()  # everywhere, so it was not that
+            if lacks_passes and not bool(sample.usable):
+                raise self._too_early()  # no worker has seen all passes, so that was not the reason
             self.sample = sample  # a rule may ask for the gain meanwhile
         elif lacks_passes:
             raise self._too_early()
@@ -460,33 +460,33 @@ class GradientSampler:
             a, c = a * unscale**2, c * unscale**2
         if self._single_gain and groups > 1:
             a, c = a.sum(dim=0, keepdim=True), c.sum(dim=0, keepdim=True)
-        finite, known = torch.isfinite((a + c).sum()), complete > 0
+        finite, usable = torch.isfinite((a + c).sum()), complete > 0
         if not observer.complete:
-            # A gradient of a parameter that was frozen when the hooks were set, or (none of the passes is known) that no
+            # A gradient of a parameter that was frozen when the hooks were set, or (where no pass was seen at all) that no
             # backward pass has made: C counts it and A does not. The step is taken with the averages as they are.
-            return Sample(None, known, finite, rider)
+            return Sample(None, usable, finite, rider)
         if self.num_samples > 1:
             moments = gain_math.gradient_moments(a, c, scale=self.scale, count=self.num_samples)
-            return Sample(torch.stack(moments), known, finite, rider)
+            return Sample(torch.stack(moments), usable, finite, rider)
         if self.scale == 1:
-            return Sample(None, known, finite, rider)
-        return self._differenced(unscale, known, finite, rider)
+            return Sample(None, usable, finite, rider)
+        return self._differenced(unscale, usable, finite, rider)
 
-    def _differenced(self, unscale: Tensor | float, known: Tensor, finite: Tensor, rider: Tensor | None) -> Sample:
-        """From this gradient and the last step's, where there is one sample a step."""
+    def _differenced(self, unscale: Tensor | float, usable: Tensor, finite: Tensor, rider: Tensor | None) -> Sample:
+        """The sample of a step that has one gradient sample, from this gradient and the last step's."""
         before = self.previous
         gradient = [None if p.grad is None else _local(p.grad.detach()) * unscale for p in self.params]
         self.previous = KeptGradient(gradient, finite)
         if before is None:
-            return Sample(None, known, finite, rider)
+            return Sample(None, usable, finite, rider)
         products = self.previous.products_with(before, [len(g["params"]) for g in self._optimizer.param_groups])
         if self._single_gain:
             products = products[0].sum(0, keepdim=True), products[1].sum(0, keepdim=True)
         moments = gain_math.differenced_moments(*products, scale=self.scale)
-        return Sample(torch.stack(moments), known & before.finite, finite, rider)
+        return Sample(torch.stack(moments), usable & before.finite, finite, rider)
 
     def _sample_without_passes(self) -> Sample:
-        """Nothing was watched (a lone sample at S = 1, or unhooked): only look whether the gradients are finite."""
+        """Look whether gradients are finite, where nothing more was watched: a lone sample at S = 1, or after :meth:`unhook`."""
         device = self.device
         yes = torch.ones((), dtype=torch.bool, device=device)
         grads = self.step_gradients()
