@@ -60,7 +60,7 @@ TORCHS_FLOORS: list[list[Room]] = [
         Room("checkpoint", "what reaches a disk, and what of it is believed", "files dcp optimizer rng"),
         Room("data", "which examples a worker sees next", "order source iterables"),
     ],
-    [Room("optim", "how weights move", "adascale sampler rules deferred grad_scaler adam_metric")],
+    [Room("optim", "how weights move", "adascale averages sampler rules deferred grad_scaler adam_metric")],
     [
         Room(
             "sharding",

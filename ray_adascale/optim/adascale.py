@@ -20,9 +20,10 @@ from .. import gain as gain_math
 from .._torch import is_dtensor, uncompiled
 from ..gain import Average
 from ..sharding.oss import OSS
-from .deferred import HostCopy, Known, LastStep, numbers_of, skippable_step, steps_on_device
+from .averages import Averages, Known
+from .deferred import HostCopy, LastStep, skippable_step, steps_on_device
 from .rules import AdaScaleRule, RuleInput, ScalingRule
-from .sampler import GradientSampler, KeptGradient, OpenEnded, Sample
+from .sampler import GradientSampler, OpenEnded, Sample
 
 __all__ = ["AdaScale"]
 
@@ -135,10 +136,6 @@ class AdaScale(Optimizer):
                     f"Invalid {world_size=}: the process group has {workers} workers. Leave it out, or give process_group=, the "
                     "workers that share the batch."
                 )
-        self._debias = debias_ewma
-        self._variance_floor = variance_floor
-        self._clip_samples = clip == "samples"
-        self._window = averaging_window
         self._total_steps = total_steps
         self._single_gain = single_gain
         self._rule: ScalingRule = AdaScaleRule() if rule is None else rule
@@ -155,7 +152,14 @@ class AdaScale(Optimizer):
         if isinstance(optimizer, OSS):
             optimizer.when_reducer_attached(self._sampler.attach)
 
-        self._smoothing = 0.0
+        self._averages = Averages(
+            self._sampler,
+            variance_floor=variance_floor,
+            clip_samples=clip == "samples",
+            debias=debias_ewma,
+            window=averaging_window,
+            total_steps=total_steps,
+        )
         # The last step, while the host does not know what became of it.
         self._pending: tuple[HostCopy, Sample] | None = None
         self._last = LastStep()
@@ -163,16 +167,11 @@ class AdaScale(Optimizer):
         self._effective_steps = 0.0
         self._steps = 0
         self._previous_gain = 1.0
-        self._averages = self._empty_averages()
-        self._averaged_samples = (
-            self.num_samples
-        )  # n of the steps in the averages; one is another estimator than several
-        self._known: Known | None = None  # kept, since a step asks for it several times
         self.set_num_gradients_to_accumulate(num_gradients_to_accumulate, update_smoothing=smoothing is None)
         if smoothing is not None:
             if not 0 <= smoothing < 1:
                 raise ValueError(f"Invalid {smoothing=}. Must be in [0, 1).")
-            self._smoothing = smoothing
+            self._averages.smoothing = smoothing
         if base_batch_size is not None or batch_size is not None:
             if scale is not None or not base_batch_size or not batch_size:
                 raise ValueError(f"Give scale, or both of {base_batch_size=} and {batch_size=}.")
@@ -255,9 +254,7 @@ class AdaScale(Optimizer):
         self._optimizer.add_param_group(param_group)
         self._sampler.add_group()
         if not self._single_gain:
-            old, self._averages = self._averages, self._empty_averages()
-            for name in ("total", "weight", "count"):
-                getattr(self._averages, name)[..., :-1] = getattr(old, name)
+            self._averages.add_gain()
 
     @uncompiled  # Dynamo loses what is written around a fused optimizer's step
     @torch.no_grad()
@@ -279,10 +276,10 @@ class AdaScale(Optimizer):
         averages = self._with(sample)
         inner = self._optimizer.optim if isinstance(self._optimizer, OSS) else self._optimizer
         if type(self._rule) is AdaScaleRule and steps_on_device(type(inner), self.param_groups):
-            numbers = numbers_of(averages, self._sampler.scale, self._variance_floor)
+            numbers = self._averages.numbers(averages)
             gains = numbers[: averages.total.shape[1]].unbind()
             skippable_step(inner, ~sample.finite, lambda: self._step_with(gains))
-            self._keep(averages)
+            self._averages.keep(averages)
             self._pending = HostCopy(torch.cat([sample.outcome(), numbers])), sample
         else:
             self._step_on_host(sample, averages)
@@ -290,22 +287,22 @@ class AdaScale(Optimizer):
         return loss
 
     def _step_on_host(self, sample: Sample, averages: Average) -> None:
-        known = self._known
-        if sample.moments is None and known is not None and known.of(averages, self._sampler.scale):
-            last, _ = sample.unpack(sample.outcome().tolist())
+        known = self._averages.known(averages)
+        if known is None:
+            numbers = torch.cat([sample.outcome(), self._averages.numbers(averages)])
+            last, rest = sample.unpack(numbers.tolist())
         else:
-            numbers = numbers_of(averages, self._sampler.scale, self._variance_floor)
-            last, rest = sample.unpack(torch.cat([sample.outcome(), numbers]).tolist())
-            known = Known.from_numbers(averages, self._sampler.scale, rest)
+            last, rest = sample.unpack(sample.outcome().tolist())
         if last.skipped:
             self._leave_out(last)
             return
-        self._known = known
+        if known is None:
+            known = self._averages.learn(averages, rest)
         before = self._effective_steps
         factors = [self._apply_rule(r, i)[0] for i, r in enumerate(known.gains)]
         factor, increment = self._apply_rule(known.gain, None)
         self._step_with(factors)
-        self._keep(averages)
+        self._averages.keep(averages)
         self._advance(known.gain, before + increment, replace(last, lr_factor=factor))
 
     @torch.no_grad()
@@ -334,7 +331,7 @@ class AdaScale(Optimizer):
             return
         numbers, sample = pending
         last, rest = sample.unpack(numbers.read())
-        known = self._known = Known.from_numbers(self._averages, self._sampler.scale, rest)
+        known = self._averages.learn(self._averages.now, rest)
         if last.skipped:
             self._last = replace(self._last, skipped=True, rider=last.rider)
         else:
@@ -397,13 +394,10 @@ class AdaScale(Optimizer):
         self._require_boundary("statistics_state")
         self._settle()
         state = {
-            "total": self._averages.total.detach().cpu().clone(),
-            "weight": self._averages.weight.detach().cpu().clone(),
-            "count": self._averages.count.detach().cpu().clone(),
+            **self._averages.state(),
             "effective_steps": torch.tensor(self._effective_steps, dtype=torch.float64),
             "previous_gain": torch.tensor(self._previous_gain, dtype=torch.float64),
             "steps": torch.tensor(self._steps),
-            "num_samples": torch.tensor(self._averaged_samples),
         }
         previous = self._sampler.previous
         return state if previous is None else {**state, **previous.state()}
@@ -424,40 +418,26 @@ class AdaScale(Optimizer):
             dtypes = {k: v.dtype for k, v in self.statistics_state().items()}
             statistics = {k: torch.tensor(v, dtype=dtypes[k]) for k, v in groups[0]["adascale"].items()}
         if statistics is not None:
-            self._check_statistics(statistics)
+            self._averages.check(statistics)
         self._optimizer.load_state_dict(inner)
         if statistics is None:
             warnings.warn("The state dict has no AdaScale statistics; the averages and τ start afresh.", stacklevel=2)
-            self._averages = self._empty_averages()
+            self._averages.restart()
             self._effective_steps, self._steps, self._previous_gain = 0.0, 0, 1.0
             self._sampler.previous = None
         else:
             self.load_statistics_state(statistics)
         self._sampler.begin_step()
 
-    def _check_statistics(self, state: dict[str, Tensor]) -> None:
-        expected, found = tuple(self._averages.total.shape), tuple(state["total"].shape)
-        if expected != found:
-            raise ValueError(
-                f"The AdaScale statistics in the state dict are of {found[1]} gains, this optimizer has {expected[1]}. "
-                "Parameter groups (or single_gain) differ."
-            )
-
     def load_statistics_state(self, state: dict[str, Tensor]) -> None:
         """Loads what :meth:`statistics_state` returned."""
-        self._check_statistics(state)
+        self._averages.check(state)
         self._settle()
-        device = self._averages.total.device
-        averages = Average(*(state[name].to(device, copy=True) for name in ("total", "weight", "count")))
-        was, now = int(state["num_samples"]), self.num_samples
-        if self._sampler.open_ended is not None:
-            now = max(was, self._sampler.world_size)  # the next step may have as many as the last one had
-        same_estimator = (was == 1) == (now == 1)
-        self._averages, self._averaged_samples = averages if same_estimator else self._empty_averages(), now
+        self._averages.load(state)
         self._effective_steps = float(state["effective_steps"])
         self._previous_gain = float(state["previous_gain"])
         self._steps = int(state["steps"])
-        self._sampler.previous = KeptGradient.from_state(state, self._sampler.params, device) if now == 1 else None
+        self._sampler.load_previous(state if self._averages.num_samples == 1 else {})
 
     def __getstate__(self) -> dict[str, Any]:
         # __setstate__ makes a new step(), and new hooks on the new parameters.
@@ -495,8 +475,7 @@ class AdaScale(Optimizer):
     @property
     def smoothing(self) -> float:
         """θ of the moving average over steps."""
-        open_ended = self._sampler.open_ended
-        return self._smoothing if open_ended is None else open_ended.smoothing(self.scale, self.num_samples)
+        return self._averages.theta()
 
     @property
     def num_samples(self) -> int:
@@ -603,8 +582,8 @@ class AdaScale(Optimizer):
         self._settle()
         self._sampler.accumulation, self._sampler.open_ended = num_gradients_to_accumulate, None
         if update_smoothing:
-            self._smoothing = gain_math.count_decay(self.num_samples)
-        self._keep(self._averages_for_step())
+            self._averages.smoothing = gain_math.count_decay(self.num_samples)
+        self._averages.follow_sampler()
         self._sampler.previous = None
         self._sampler.attach()
 
@@ -625,6 +604,9 @@ class AdaScale(Optimizer):
 
         S, n and θ then follow from their number, and the gradient is divided by it. Where a step has one gradient sample and
         the one before had several, or the other way round, the averages restart.
+
+        Args:
+            open_ended: What tells a step's last pass, and S and θ once it is known.
 
         Raises:
             ValueError: ``is_scaled_loss=True`` says that the loss is divided by a number that nobody knows yet.
@@ -681,47 +663,14 @@ class AdaScale(Optimizer):
                 "a step boundary, after step() (or zero_grad()) and before the next backward pass."
             )
 
-    def _empty_averages(self) -> Average:
-        # One weight for each group, since a group may be added later.
-        return Average.empty((2, 1 if self._single_gain else len(self.param_groups)), self._sampler.device)
-
-    # ---- averages and gain ---------------------------------------------------------------------------------------
-
     def _with(self, sample: Sample) -> Average:
-        """The averages with this sample in them: they are computed once, and ``step()`` keeps them."""
-        if sample.averages is None:
-            sample.averages = self._averages_for_step()
-            if self._sampler.open_ended is not None:
-                self._warn_of_single_sample()
-            if sample.moments is not None:
-                moments = sample.moments
-                if self._clip_samples:
-                    moments = torch.stack([moments[0].clamp(min=self._variance_floor), moments[1].clamp(min=0.0)])
-                use = sample.finite & sample.usable
-                sample.averages = sample.averages.update(moments, self._decay(), debias=self._debias, use=use)
-        return sample.averages
-
-    def _averages_for_step(self) -> Average:
-        """The averages that a step's sample goes into: empty ones if those so far are of the other estimator, n = 1 or more."""
-        same_estimator = (self._averaged_samples == 1) == (self.num_samples == 1)
-        return self._averages if same_estimator else self._empty_averages()
-
-    def _keep(self, averages: Average) -> None:
-        self._averages, self._averaged_samples = averages, self.num_samples
-
-    def _decay(self) -> float | Tensor:
-        if self._window is None:
-            return self.smoothing
-        previous_gain = torch.full((), self._previous_gain, dtype=torch.float64)
-        total_steps = cast(float, self._total_steps)
-        return gain_math.effective_decay(previous_gain, window=self._window, total_steps=total_steps)
+        """The averages with this sample in them."""
+        if sample.averages is None and self._sampler.open_ended is not None:
+            self._warn_of_single_sample()
+        return self._averages.with_sample(sample, self._previous_gain)
 
     def _know(self, *, committed: bool = False) -> Known:
-        """What the averages say, with the gradients in place unless ``committed``; it waits for the device once."""
+        """What the averages say, with the gradients in place unless ``committed``: one wait for the device."""
         self._settle()
         sample = self._sampler.sample
-        averages = self._averages if committed or sample is None else self._with(sample)
-        if self._known is None or not self._known.of(averages, self._sampler.scale):
-            numbers = numbers_of(averages, self._sampler.scale, self._variance_floor)
-            self._known = Known.from_numbers(averages, self._sampler.scale, numbers.tolist())
-        return self._known
+        return self._averages.know(self._averages.now if committed or sample is None else self._with(sample))

@@ -222,6 +222,11 @@ class GradientSampler:
         return self.world_size > 1 and dist.is_available() and dist.is_initialized()
 
     @property
+    def num_gains(self) -> int:
+        """One for each parameter group, or one for all."""
+        return 1 if self._single_gain else len(self._optimizer.param_groups)
+
+    @property
     def params(self) -> list[Tensor]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
@@ -301,6 +306,10 @@ class GradientSampler:
             self.observer.add_group(self._optimizer.param_groups[-1]["params"])
         self.previous = None
 
+    def load_previous(self, state: dict[str, Tensor]) -> None:
+        """Take g_{t−1} from a state dict's tensors, if it is among them."""
+        self.previous = KeptGradient.from_state(state, self.params, self.device)
+
     def unhook(self) -> None:
         """Stop watching for good."""
         if self.observer is not None:
@@ -373,12 +382,12 @@ class GradientSampler:
         """The observer's word that reduced gradients are in place, if this was the step's last pass."""
         if self.passes == self.accumulation:
             self.sample = self._gather(observer)
-            if self.open_ended is not None:
+            if self.open_ended is not None and self.accumulation > 1:
                 self.divide_gradients()
 
     def divide_gradients(self) -> None:
-        """Divide the gradients that add up over passes by the number of passes, as no loss was."""
-        grads = self.step_gradients() if self.accumulation > 1 else []
+        """Divide the gradients by the number of passes that they add up over, where no loss was divided by it."""
+        grads = self.step_gradients()
         if grads:
             torch._foreach_div_(grads, self.accumulation)
 
