@@ -163,9 +163,8 @@ class AdaScale(Optimizer):
         self._steps = 0
         self._previous_gain = 1.0
         self._averages = self._empty_averages()
-        self._averaged_samples = (
-            self.num_samples
-        )  # n of the steps in the averages; one is another estimator than several
+        # n of the steps in the averages. One gradient sample a step has another estimator than several.
+        self._averaged_samples = self.num_samples
         self._known: Known | None = None  # kept, since a step asks for it several times
         self.set_num_gradients_to_accumulate(num_gradients_to_accumulate, update_smoothing=smoothing is None)
         if smoothing is not None:
@@ -608,6 +607,9 @@ class AdaScale(Optimizer):
 
         S, n and θ then follow from their number, and the gradient is divided by it. Where a step has one gradient sample and
         the one before had several, or the other way round, the averages restart.
+
+        Args:
+            open_ended: What tells a step's last pass, and S and θ once it is known.
 
         Raises:
             ValueError: ``is_scaled_loss=True`` says that the loss is divided by a number that nobody knows yet.

@@ -357,12 +357,12 @@ class GradientSampler:
         """The observer's word that reduced gradients are in place, if this was the step's last pass."""
         if self.passes == self.accumulation:
             self.sample = self._gather(observer)
-            if self.open_ended is not None:
+            if self.open_ended is not None and self.accumulation > 1:
                 self.divide_gradients()
 
     def divide_gradients(self) -> None:
-        """Divide the gradients that add up over passes by the number of passes, as no loss was."""
-        grads = self.step_gradients() if self.accumulation > 1 else []
+        """Divide the gradients by the number of passes that they add up over, where no loss was divided by it."""
+        grads = self.step_gradients()
         if grads:
             torch._foreach_div_(grads, self.accumulation)
 
