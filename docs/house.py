@@ -65,7 +65,7 @@ TORCHS_FLOORS: list[list[Room]] = [
         Room(
             "sharding",
             "where a tensor lives and how it travels",
-            "oss sharded_ddp gradient_bucket buckets collectives",
+            "oss sharded_ddp gradient_bucket buckets collectives fsdp2",
         )
     ],
     [Room("measure", "where squared norms are taken", "observers ddp fsdp2 probe")],
@@ -86,7 +86,7 @@ VISITORS = {
 HEAVY = {
     "torch.distributed.checkpoint": ["checkpoint.dcp"],
     "torch.distributed.tensor": ["measure.fsdp2"],
-    "torch.distributed.fsdp": ["measure.fsdp2", "optim.grad_scaler"],
+    "torch.distributed.fsdp": ["measure.fsdp2", "sharding.fsdp2", "optim.grad_scaler"],
     "matplotlib": [],
     "jinja2": ["analysis.report"],
     "rich": ["analysis.display", "analysis.forecast"],
