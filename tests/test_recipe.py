@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import pickle
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ray_adascale.config import AdaScaleConfig
 from ray_adascale.recipe import NoiseProbe, Recipe, RecipeError, Repeat, curve_length
 from ray_adascale.run.schedule import EffectiveSchedule
 
@@ -408,32 +406,6 @@ def test_rounding_does_not_cost_an_epoch() -> None:
 def test_groups_have_curves_of_one_length() -> None:
     with pytest.raises(RecipeError, match=r"lr_curve\[1\]: 1 values, but group 0 has 2"):
         recipe(scheduler_unit="step", lr_curve=[[0.1, 0.1], [0.1]])
-
-
-def test_settings_that_differ_from_the_searchs_are_told() -> None:
-    """Both values, and how to set it; once each, and only what the recipe knows of."""
-
-    def told(config: AdaScaleConfig, **kept: Any) -> list[str]:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            config.with_recipe(recipe(settings=kept))
-        assert all(w.category is UserWarning for w in caught)
-        return [str(w.message) for w in caught]
-
-    precision, grad_clip, shuffle = told(
-        AdaScaleConfig(), precision="bf16", grad_clip=1, shuffle=False, drop_last=False
-    )
-    assert "found with grad_clip=1.0, and this is with grad_clip=None" in grad_clip
-    assert "AdaScaleConfig(grad_clip=1.0), or -c grad_clip=1.0 on the" in grad_clip
-    assert "AdaScaleConfig(precision='bf16'), or -c precision=bf16 on the" in precision
-    assert "AdaScaleConfig(shuffle=False), or -c shuffle=false on the" in shuffle
-    (grad_clip,) = told(AdaScaleConfig(grad_clip=2.0, precision="bf16"), grad_clip=None, precision="bf16")
-    assert "-c grad_clip=null on the" in grad_clip
-    assert told(AdaScaleConfig(grad_clip=math.inf), grad_clip=None) == []
-    assert told(AdaScaleConfig(grad_clip=1.0, drop_last=True, rule="linear"), grad_clip=1.0) == []
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        AdaScaleConfig(grad_clip=1.0).with_recipe(recipe())  # an older file: nothing is known
 
 
 def test_numpy_numbers_and_tuples_become_plain(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from ray_adascale import OSS, AdaScale
 from ray_adascale.optim.adam_metric import adam_preconditioner
 from ray_adascale.scaling_rules import AdamScale
 
+from ..classifier import make_model
 from ..reference import gain as reference_gain
-from .test_adascale import make_model
 
 
 @pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.AdamW])

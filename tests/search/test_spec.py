@@ -15,7 +15,7 @@ from ray.tune.schedulers import HyperBandScheduler
 from ray_adascale import AdaScaleConfig, tune_recipe
 from ray_adascale.search.spec import SearchSpec, _describe_space
 
-from ..analysis.test_forecast import regression
+from ..samples_of import regression
 
 B0, T = 16, 200
 

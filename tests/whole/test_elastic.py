@@ -1,4 +1,4 @@
-"""Workers that come and go: what batch they make up, which examples they see, where the clock goes on."""
+"""Workers that come and go: which examples they see, where the clock goes on. What batch they make up is in test_config."""
 
 from __future__ import annotations
 
@@ -20,60 +20,6 @@ from ray_adascale.data.order import epoch_order
 from ray_adascale.run.trace import read_trace
 
 pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
-
-
-# ---- the batch that workers make up ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("workers", range(1, 8))
-@pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("batch", [64, 97])
-def test_a_global_batch_stays_whatever_the_workers(workers: int, passes: int, batch: int) -> None:
-    config = AdaScaleConfig(base_batch_size=16, global_batch_size=batch, per_worker_batch_size=20, accumulation=passes)
-    plan = config.plan(workers)
-    parts = plan.cut(0).sample_sizes
-    assert sum(parts) == plan.global_batch_size == batch
-    assert plan.scale == batch / 16
-    assert len(parts) == plan.num_samples
-    assert max(parts) <= 20
-    assert max(parts) - min(parts) <= 1
-    assert math.fsum(part / batch for part in parts) == pytest.approx(1, abs=1e-15)
-    # No more passes than it takes.
-    assert plan.accumulation == passes or batch > 20 * workers * (plan.accumulation - 1)
-
-
-def test_each_workers_batch_stays_by_default() -> None:
-    plans = [AdaScaleConfig(base_batch_size=16, per_worker_batch_size=24).plan(workers) for workers in range(1, 8)]
-    assert [plan.global_batch_size for plan in plans] == [24 * workers for workers in range(1, 8)]
-
-
-def test_a_floor_on_a_workers_examples_lets_the_batch_grow_instead() -> None:
-    config = AdaScaleConfig(base_batch_size=16, global_batch_size=64, min_examples_per_worker=12)
-    assert [config.plan(workers).global_batch_size for workers in (1, 4, 5, 6, 8)] == [64, 64, 64, 72, 96]
-    for workers in range(1, 9):
-        assert min(config.plan(workers).cut(0).sample_sizes) >= 12
-
-
-@pytest.mark.parametrize("workers", range(1, 8))
-def test_few_workers_accumulate_up_to_a_base_batch(workers: int) -> None:
-    plan = AdaScaleConfig(base_batch_size=40, per_worker_batch_size=8, elastic=True).plan(workers)
-    assert plan.scale >= 1
-    assert plan.accumulation == max(1, math.ceil(5 / workers))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"global_batch_size": 8}, r"global_batch_size=8.*base_batch_size=16"),
-        ({"global_batch_size": 0}, "global_batch_size=0"),
-        ({"global_batch_size": 64.0}, r"global_batch_size=64\.0"),
-        ({"min_examples_per_worker": 0}, "min_examples_per_worker=0"),
-        ({"min_examples_per_worker": 9, "per_worker_batch_size": 8}, "min_examples_per_worker=9"),
-    ],
-)
-def test_batches_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        AdaScaleConfig(base_batch_size=16, **settings).plan(2)
 
 
 # ---- a run over resizes ----------------------------------------------------------------------------------------------

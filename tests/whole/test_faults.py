@@ -29,7 +29,6 @@ from torch.utils.data import TensorDataset
 from ray_adascale import AdaScaleConfig, LocalBackend, Run, checkpoint, load_weights
 from ray_adascale.checkpoint import CheckpointError, dcp
 from ray_adascale.run.backend import Outcome
-from ray_adascale.run.schedule import BaseSchedule
 from ray_adascale.run.trace import read_trace
 
 from ..pool import free_port
@@ -451,21 +450,6 @@ def test_the_last_checkpoint_is_there_when_the_run_ends(tmp_path: Path) -> None:
     (only,) = tmp_path.glob("checkpoint_*")
     assert checkpoint.load_state(only)["stopped"] == "total_steps reached"
     checkpoint.verify(only)
-
-
-def test_old_checkpoints_go_and_wrecks_do_not_count(tmp_path: Path) -> None:
-    for name in ("checkpoint_0000000003", "checkpoint_9999999999"):
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "__0_0.distcp").write_text("of a save that was cut short")
-    (tmp_path / "checkpoint_9999999999" / "manifest.json").write_text("{}")
-    checkpoint.save(tmp_path / "checkpoint_0000000002", {"x": torch.ones(1)})
-    checkpoint.save(tmp_path / "checkpoint_0000000004", {"x": torch.ones(1)})
-    schedule = BaseSchedule(
-        base_batch_size=4, total_steps=9, scheduler_unit=None, base_steps_per_epoch=None, lr_curve=[[0.1]]
-    )
-    outcome = Outcome(metrics={}, effective_steps=4.0, schedule=schedule)
-    LocalBackend(tmp_path).report(outcome, tmp_path / "checkpoint_0000000004")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint_0000000002", "checkpoint_0000000004"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
