@@ -32,6 +32,7 @@ __all__ = [
     "gain",
     "gradient_moments",
     "noise_scale",
+    "plain_effective_decay",
     "plain_gain",
     "plain_noise_scale",
 ]
@@ -153,6 +154,11 @@ def effective_decay(previous_gain: Tensor | float, *, window: float, total_steps
     if not (window > 0 and total_steps > 0):
         raise ValueError(f"Invalid {window=}, {total_steps=}. Both must be positive.")
     return torch.exp(-torch.as_tensor(previous_gain, dtype=torch.float64) / (window * total_steps))
+
+
+def plain_effective_decay(previous_gain: float, *, window: float, total_steps: float) -> float:
+    """:func:`effective_decay` of plain numbers."""
+    return math.exp(-previous_gain / (window * total_steps))
 
 
 @dataclass(frozen=True)

@@ -22,14 +22,13 @@ from ..config import AdaScaleConfig
 from ..data import make_source, to_device
 from ..data.order import ExampleOrder
 from ..data.source import BatchSource, MicroBatch
-from ..gain import plain_noise_scale
 from ..recipe import Recipe
 from ..sharding.sharded_ddp import ShardedDataParallel
 from ..workload import Workload, with_unit
 from .backend import Backend, LocalBackend, Outcome
 from .build import check_built, check_recipe, check_rule, wrap
 from .due import Clocks, Due
-from .metrics import plain_numbers, too_large_for_the_noise
+from .metrics import plain_numbers, step_metrics, too_large_for_the_noise
 from .saver import Boundary, Content, Saver
 from .schedule import BaseSchedule, EffectiveSchedule
 from .snapshot import LoopState, Snapshot, log_start
@@ -450,6 +449,7 @@ class Run:
         else:
             self._count_nonfinite(loss, step.row["step"])
         metrics = self._metrics(step.own.get("loss", loss), step.lr)
+        self._warn_about_noise(metrics)
         self.state.metrics = {**metrics, **self.state.recorded}
         self._log.step({**step.row, **metrics, **step.own})
         if self.backend.rank == 0:
@@ -506,33 +506,21 @@ class Run:
             )
 
     def _metrics(self, loss: float, lr: float) -> dict[str, Any]:
-        sigma2, mu2 = self.optimizer.average_moments()
-        if math.isnan(sigma2) and self._probed is not None:
-            sigma2, mu2 = self._probed
-        noise = plain_noise_scale(sigma2, mu2, self.plan.base_batch_size)
-        gain, scale = self.optimizer.last_gain, self.plan.scale
-        self._warn_about_noise(noise, gain)
-        return {
-            "gain": gain,
-            "scale": scale,
-            "effective_steps": self.effective_steps,
-            "progress": self.state.progress,
-            "lr": lr,
-            "loss": loss,
-            "sigma2": sigma2,
-            "mu2": mu2,
-            "noise_scale": noise,
-            "efficiency": gain / scale,
-            "examples_per_s": self._clocks.examples_per_s,
-            "optimizer_steps": self.optimizer.steps,
-            "world_size": self.plan.world_size,
-        }
+        return step_metrics(
+            self.optimizer,
+            self.plan,
+            loss=loss,
+            lr=lr,
+            progress=self.state.progress,
+            examples_per_s=self._clocks.examples_per_s,
+            probed=self._probed,
+        )
 
-    def _warn_about_noise(self, noise: float, gain: float) -> None:
-        settled = self.effective_steps >= self.config.averaging_window * self.total_steps
+    def _warn_about_noise(self, metrics: Mapping[str, Any]) -> None:
+        noise, settled = metrics["noise_scale"], self.effective_steps >= self.config.averaging_window * self.total_steps
         if self._warned_noise or not settled or math.isnan(noise) or self.backend.rank != 0:
             return
-        warning = too_large_for_the_noise(self.plan, noise, gain)
+        warning = too_large_for_the_noise(self.plan, noise, metrics["gain"])
         if warning is not None:
             self._warned_noise = True
             warnings.warn(warning, stacklevel=4)

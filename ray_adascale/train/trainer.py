@@ -22,7 +22,7 @@ from ..recipe import Recipe
 from ..run.loop import Run
 from ..workload import WorkloadFn
 from .backend import Board, RayTrainBackend
-from .cluster import build_on_worker, pickle_by_value, quiet_init
+from .cluster import WORKER_TIMEOUT_S, build_on_worker, pickle_by_value, quiet_init
 
 __all__ = ["AdaScaleTrainer", "prepare"]
 
@@ -149,8 +149,7 @@ class AdaScaleTrainer(TorchTrainer):
             train_loop_config=self._job,
             scaling_config=scaling_config,
             run_config=run_config,
-            # Ray's own default would let the others wait half an hour for a worker that died.
-            torch_config=ray.train.torch.TorchConfig(timeout_s=300) if torch_config is None else torch_config,
+            torch_config=torch_config or ray.train.torch.TorchConfig(timeout_s=WORKER_TIMEOUT_S),
         )
 
     def fit(self) -> ray.train.Result:
