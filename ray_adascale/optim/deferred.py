@@ -1,4 +1,4 @@
-"""Optimizer steps that are scaled, and skipped, on the device, and what the host gets to know of them meanwhile.
+"""Steps that a fused optimizer takes, or skips, on the device, before the host has seen the numbers that decide it.
 
 A fused optimizer takes its LR as a tensor, and leaves everything as it is where ``found_inf`` is 1: the protocol that
 ``torch.amp.GradScaler`` uses. Numbers for the host (gains, averages and outcome, in one small tensor) go by a copy that nobody

@@ -1,4 +1,4 @@
-"""From the model and optimizer of the base batch, as the user built them, to those of a run: checked and wrapped."""
+"""From model and optimizer as the user built them to those of a run: checked, against the recipe too, and wrapped."""
 
 from __future__ import annotations
 

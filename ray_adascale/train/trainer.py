@@ -1,4 +1,4 @@
-"""Ray Train: :func:`prepare` for a loop of one's own, :class:`AdaScaleTrainer` for a workload without a loop."""
+"""Ray Train: ``prepare`` for a loop of one's own, ``AdaScaleTrainer`` for a workload without a loop."""
 
 from __future__ import annotations
 
