@@ -1,4 +1,4 @@
-"""The forecast and the time of a step, against numbers worked by hand."""
+"""The forecast, against numbers worked by hand."""
 
 from __future__ import annotations
 
@@ -12,79 +12,11 @@ import rich.console
 
 from ray_adascale import AdaScaleConfig
 from ray_adascale.analysis.forecast import Forecast, forecast_recipe
-from ray_adascale.analysis.throughput import Measurement, Throughput, measure_throughput
+from ray_adascale.analysis.throughput import Throughput
 from ray_adascale.recipe import Repeat
-from ray_adascale.run.trace import Trace
 from ray_adascale.scaling_rules import AdamScale
 
-from ..samples_of import probes, recipe, regression
-
-# ---- throughput ------------------------------------------------------------------------------------------------------
-
-
-def at(workers: int, passes: int, seconds: float, batch: int = 16) -> Measurement:
-    return Measurement(workers=workers, accumulation=passes, per_worker_batch_size=batch, step_s=seconds)
-
-
-def test_throughput_through_hand_made_points() -> None:
-    # 0.2 s a pass and 0.1 s a step; ring: 0.2·(k−1)/k + 0.01·(k−1).
-    alone = [at(1, 2, 0.5), at(1, 4, 0.9)]
-    both = Throughput.fit([*alone, at(2, 2, 0.5 + 0.11), at(4, 2, 0.5 + 0.18)])
-    assert (both.pass_s, both.step_s, both.volume_s, both.hop_s) == pytest.approx((0.2, 0.1, 0.2, 0.01))
-    assert both.notes == ()
-    # Four workers, three passes of twice the size: 3·0.4 + 0.1 + 0.15 + 0.03.
-    assert both.step_seconds(4, 3, 32) == pytest.approx(1.48)
-    assert both.sync_s(1) == 0
-    one = Throughput.fit([*alone, at(2, 2, 0.6)])
-    assert (one.volume_s, one.hop_s) == pytest.approx((0.2, 0.0))
-    assert one.sync_s(1000) == pytest.approx(0.2, rel=1e-2)
-    assert "measured at 2 workers only" in one.notes[0]
-    assert "counts as nothing" in Throughput.fit(alone).notes[0]
-
-
-def test_throughput_is_never_negative() -> None:
-    faster = Throughput.fit([at(1, 2, 0.5), at(1, 4, 1.2), at(2, 2, 0.3)])  # a noisy machine
-    assert (faster.step_s, faster.volume_s) == (0, 0)
-    assert faster.pass_s == pytest.approx((2 * 0.5 + 4 * 1.2) / 20)
-    shrinking = Throughput.fit([at(1, 1, 1.0), at(2, 1, 1.4), at(8, 1, 1.1)])
-    assert min(shrinking.volume_s, shrinking.hop_s) == 0
-    with pytest.raises(ValueError, match="No measurement at 1 worker"):
-        Throughput.fit([at(2, 1, 1.0)])
-    with pytest.raises(ValueError, match="step_s positive"):
-        at(1, 1, 0.0)
-
-
-def write_trace(path: Path, rows: list[dict[str, Any]]) -> Path:
-    with Trace(path) as trace:
-        for step, row in enumerate(rows, 1):
-            trace.append({"step": step, "world_size": 2, "scale": 8.0, "examples_per_s": 320.0} | row)
-    return path
-
-
-def test_measurement_from_a_trace(tmp_path: Path) -> None:
-    rates: list[dict[str, Any]] = [{"examples_per_s": rate} for rate in (1.0, 1.0, 300.0, 320.0, 900.0)]
-    path = write_trace(tmp_path / "trace.jsonl", rows=rates)
-    # B = 8·8 = 64 examples on 2 workers, 16 a pass: 2 passes. 64 / 320 a second; the slow start does not count.
-    assert Measurement.from_trace(path, base_batch_size=8, per_worker_batch_size=16) == at(2, 2, 0.2)
-    with pytest.raises(ValueError, match=r"per_worker_batch_size=24: the batch of 64"):
-        Measurement.from_trace(path, base_batch_size=8, per_worker_batch_size=24)
-    resized = write_trace(tmp_path / "resized.jsonl", [{}, {}, {}, {"world_size": 1, "scale": 4.0}])
-    with pytest.raises(ValueError, match="was resized"):
-        Measurement.from_trace(resized, base_batch_size=8, per_worker_batch_size=16)
-    with pytest.raises(ValueError, match="is empty"):
-        Measurement.from_trace(write_trace(tmp_path / "empty.jsonl", []), base_batch_size=8, per_worker_batch_size=16)
-
-
-def test_measured_throughput(tmp_path: Path) -> None:
-    path = write_trace(tmp_path / "trace.jsonl", [{"examples_per_s": 64 / 10}])  # 10 s a step: nothing but waiting
-    found = measure_throughput(regression, {}, per_worker_batch_size=16, seconds=0.1, runs=[path], base_batch_size=8)
-    assert 0 < found.pass_s < 1
-    assert found.volume_s == pytest.approx(20, rel=0.2)
-    with pytest.raises(ValueError, match="Missing base_batch_size"):
-        measure_throughput(regression, {}, per_worker_batch_size=16, runs=[path])
-
-
-# ---- the forecast ----------------------------------------------------------------------------------------------------
+from ..samples_of import probes, recipe
 
 LINEAR = AdaScaleConfig(rule="linear")
 MODEL = Throughput(per_worker_batch_size=8, pass_s=1.0, step_s=0.0, volume_s=0.5)
