@@ -505,7 +505,7 @@ class GradientSampler:
             flag = finite.float()
             dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._process_group)
             finite = flag > 0
-        return Sample(None, ~yes, finite, None if self.rider is None else self.rider())
+        return Sample(None, ~yes, finite, None if self.rider is None else self.rider().to(device, torch.float64))
 
 
 def _all_finite(grads: Sequence[Tensor], device: torch.device) -> Tensor:
