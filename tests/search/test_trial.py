@@ -1,24 +1,319 @@
-"""A trial in one process, without Ray: its mistakes, and what it loads. test_tune runs real ones."""
+"""A trial in one process, without Ray: what it gathers and reports, its mistakes, and what it loads. test_tune runs real ones."""
 
 from __future__ import annotations
 
+import json
+import math
 import pickle
+import random
+import shutil
 import subprocess
 import sys
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
+import torch
 
-from ray_adascale.run.base_run import base_config
-from ray_adascale.search.trial import InOneProcess, run_trial, was_building
+from ray_adascale import AdaScaleConfig, CheckpointError
+from ray_adascale.recipe import NoiseProbe
+from ray_adascale.run.backend import Outcome
+from ray_adascale.run.base_run import BaseResult, base_config
+from ray_adascale.run.schedule import BaseSchedule
+from ray_adascale.search.trial import (
+    EPOCHS,
+    OBJECTIVE,
+    OUTCOME,
+    Collected,
+    InOneProcess,
+    MissingMetric,
+    PlannedRepeat,
+    TrialSetup,
+    describe_config,
+    run_repeat,
+    run_trial,
+    was_building,
+)
 
 from ..samples_of import regression
 
+# ---- what is gathered and reported -----------------------------------------------------------------------------------
 
-def setup(workload: Any) -> InOneProcess:
-    return InOneProcess(
-        workload=workload, config=base_config(None, 8, 40, None, seed=0), probe_every=20, threads=1, checkpoints=False
+PROBES = [NoiseProbe(effective_steps=0.0, sigma2=3.0, mu2=1.0), NoiseProbe(effective_steps=20.0, sigma2=2.0, mu2=0.5)]
+
+
+def outcome(
+    metrics: Mapping[str, Any], *, tau: float = 10.0, per_epoch: float | None = 4.0, stopped: str | None = None
+) -> Outcome:
+    schedule = BaseSchedule(
+        base_batch_size=8,
+        total_steps=40,
+        scheduler_unit=None,
+        base_steps_per_epoch=per_epoch,
+        lr_curve=[[0.1]],
     )
+    return Outcome(metrics=metrics, effective_steps=tau, schedule=schedule, stopped=stopped)
+
+
+def evaluated(collected: Collected, **found: float) -> dict[str, float]:
+    """What evaluate returns, as a run of the workload would have it."""
+    workload: Any = regression({})
+    workload.evaluate = lambda model: found
+    return dict(collected.evaluator(workload)(workload.model))
+
+
+def test_a_report_has_the_mean_loss_of_the_steps_since_the_last_one() -> None:
+    collected = Collected("loss", "min")
+    for loss in (1.0, torch.tensor(2.0), 6.0):
+        collected.add_loss(loss)
+    assert collected.report(outcome({"loss": 6.0}))["loss"] == 3.0
+    collected.add_loss(torch.tensor(0.1, dtype=torch.float16))
+    collected.add_loss(0.5)
+    exact = float(torch.tensor(0.1, dtype=torch.float16))  # summed in float64
+    assert collected.report(outcome({"loss": 0.5}))["loss"] == (exact + 0.5) / 2
+    assert collected.report(outcome({"loss": 0.7}))["loss"] == 0.7  # no step since: the run's own
+
+
+def test_a_loss_that_the_user_measures_is_the_users() -> None:
+    collected = Collected("loss", "min")
+    assert evaluated(collected, loss=0.25) == {"loss": 0.25}
+    collected.add_loss(8.0)
+    assert collected.report(outcome({"loss": 0.25}))["loss"] == 0.25
+
+
+@pytest.mark.parametrize(("mode", "objective"), [("min", -0.75), ("max", 0.75)])
+def test_tune_maximises_whatever_the_workload_wants(mode: Literal["min", "max"], objective: float) -> None:
+    metrics = {"accuracy": 0.75, "gain": 1.0}
+    made = Collected("accuracy", mode).report(outcome(metrics, tau=10.0))
+    assert made == {"accuracy": 0.75, "gain": 1.0, OBJECTIVE: objective, "total_steps": 40, EPOCHS: 2.5}
+    assert metrics == {"accuracy": 0.75, "gain": 1.0}  # the run's own are left alone
+    assert EPOCHS not in Collected("accuracy", mode).report(outcome(metrics, per_epoch=None))
+
+
+def test_the_last_report_alone_carries_what_the_recipe_needs() -> None:
+    collected = Collected("accuracy", "max")
+    collected.noise += PROBES
+    assert OUTCOME not in collected.report(outcome({"accuracy": 0.5}))
+    last = outcome({"accuracy": 0.75}, tau=40.0, stopped="total_steps reached")
+    assert BaseResult.from_json(collected.report(last)[OUTCOME]) == BaseResult(
+        metric="accuracy", mode="max", score=0.75, schedule=last.schedule, noise=PROBES
+    )
+
+
+def test_a_metric_that_is_not_measured_is_told_with_those_that_are() -> None:
+    collected = Collected("accuracy", "max")
+    with pytest.raises(
+        MissingMetric, match=r"metric='accuracy': evaluate returned nothing\. .*'loss' for the training loss"
+    ):
+        collected.report(outcome({"gain": 1.0}))
+    evaluated(collected, error=1.0, spread=2.0)
+    with pytest.raises(MissingMetric, match=r"evaluate returned 'error', 'spread'\."):
+        collected.report(outcome({"gain": 1.0, "error": 1.0, "spread": 2.0}))
+    assert issubclass(MissingMetric, ValueError)  # what the search takes for a mistake in the workload
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_metric_that_is_not_finite_ends_the_trial(bad: float) -> None:
+    with pytest.raises(FloatingPointError, match=f"error is {bad} at effective step 10 of 40"):
+        Collected("error", "min").report(outcome({"error": bad}))
+
+
+def test_what_was_gathered_goes_through_a_checkpoint(tmp_path: Path) -> None:
+    collected, again = Collected("loss", "min"), Collected("loss", "min")
+    collected.noise += PROBES
+    for loss in (1.0, torch.tensor(2.5)):
+        collected.add_loss(loss)
+    collected.save(tmp_path)
+    again.add_loss(100.0)
+    again.load(tmp_path)
+    assert again.noise == PROBES
+    for each in (collected, again):
+        each.add_loss(4.0)
+        assert each.report(outcome({"loss": 4.0}))["loss"] == 2.5
+    # A paused trial's checkpoint may be of an earlier version, so the file's name and keys stay.
+    assert json.loads((tmp_path / "trial.json").read_text()).keys() == {"noise", "loss", "losses"}
+
+
+def test_a_workload_without_evaluate_is_reported_all_the_same() -> None:
+    workload: Any = regression({})
+    workload.evaluate = None
+    collected = Collected("loss", "min")
+    assert collected.evaluator(workload)(workload.model) == {}
+    assert collected.evaluated == ()
+
+
+def test_hyperparameters_on_one_line() -> None:
+    assert describe_config({"lr": 0.123456, "layers": [1] * 50}) == f"lr=0.1235, layers={str([1] * 50)[:37]}..."
+    assert describe_config({"lr": 1e-7, "name": "a", "depth": 12345678}) == "lr=1e-07, name='a', depth=12345678"
+    assert describe_config({"text": "x" * 38}) == f"text='{'x' * 38}'"  # 40 characters
+    assert describe_config({}) == "an empty config"
+
+
+# ---- a trial of one process ------------------------------------------------------------------------------------------
+
+
+def setup(workload: Any, *, checkpoints: bool = False, **config: Any) -> InOneProcess:
+    return InOneProcess(
+        workload=workload,
+        config=base_config(AdaScaleConfig(**config), 8, 40, None, seed=0),
+        probe_every=20,
+        threads=1,
+        checkpoints=checkpoints,
+    )
+
+
+@dataclass
+class Tune:
+    """What a trial asks of Tune, and tells it."""
+
+    keep: Path
+    resume: Path | None = None
+    told: list[dict[str, Any]] = field(default_factory=list)
+    saved: list[Path] = field(default_factory=list)
+    gone: list[Path] = field(default_factory=list)
+    fail: bool = False
+
+    class Checkpoint:
+        def __init__(self, path: str) -> None:
+            self.path = path
+
+        @classmethod
+        def from_directory(cls, path: str) -> Tune.Checkpoint:
+            return cls(path)
+
+        @contextmanager
+        def as_directory(self) -> Iterator[str]:
+            yield self.path
+
+    def get_checkpoint(self) -> Checkpoint | None:
+        return None if self.resume is None else self.Checkpoint(str(self.resume))
+
+    def report(self, metrics: dict[str, Any], checkpoint: Any = None) -> None:
+        self.told.append(metrics)
+        if checkpoint is not None:
+            self.gone.append(Path(checkpoint.path))
+            self.saved.append(Path(shutil.copytree(checkpoint.path, self.keep / str(len(self.saved)))))
+        if self.fail:
+            raise OSError("the disk is full")
+
+
+def numbers(report: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in report.items() if key != "examples_per_s"}
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tune:
+    """A Tune that the trials of this process talk to."""
+    made = Tune(tmp_path)
+    monkeypatch.setattr("ray_adascale.search.trial.tune", made)
+    return made
+
+
+def test_tune_hears_of_each_evaluation_and_the_end(started: Tune) -> None:
+    run_trial({}, setup(regression, evaluate_every=10.0))
+    assert [report["effective_steps"] for report in started.told] == [10, 20, 30, 40]
+    assert all(report[OBJECTIVE] == -report["error"] for report in started.told)
+    assert [OUTCOME in report for report in started.told] == [False, False, False, True]
+    found = BaseResult.from_json(started.told[-1][OUTCOME])
+    assert (found.metric, found.mode, found.score) == ("error", "min", started.told[-1]["error"])
+    assert [probe.effective_steps for probe in found.noise] == [0, 20]
+    assert started.saved == []
+
+
+def test_a_trial_whose_workload_evaluates_nothing_is_judged_by_its_loss(started: Tune) -> None:
+    losses: list[float] = []
+
+    def workload(config: dict[str, Any]) -> Workload:
+        built = regression(config)
+        built.evaluate, built.metric = None, "loss"
+        loss_of = built.loss_fn
+
+        def loss_fn(model: Any, batch: Any) -> Any:
+            loss = loss_of(model, batch)
+            if loss.requires_grad and len(batch[0]) == 8:
+                losses.append(loss.item())
+            return loss
+
+        built.loss_fn = loss_fn
+        return built
+
+    run_trial({}, setup(workload, evaluate_every=10.0))
+    means = [sum(losses[start : start + 10]) / 10 for start in (0, 10, 20, 30)]
+    assert [report[OBJECTIVE] for report in started.told] == pytest.approx([-mean for mean in means])
+
+
+def test_a_trial_is_the_same_whatever_ran_in_its_process_before(started: Tune) -> None:
+    for _ in range(2):
+        run_trial({}, setup(regression))
+        torch.rand(3), random.random()
+        torch.set_num_threads(2)
+    half = len(started.told) // 2
+    assert [*map(numbers, started.told[:half])] == [*map(numbers, started.told[half:])]
+    run_trial({}, setup(regression))
+    assert torch.get_num_threads() == 1
+
+
+def test_a_trial_that_may_be_paused_goes_on_from_any_report_as_if_nothing_happened(
+    started: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kept(report: dict[str, Any]) -> dict[str, Any]:
+        """But for what the last probe has shown, which no checkpoint holds: the next probe shows it again."""
+        return {key: value for key, value in numbers(report).items() if key not in ("sigma2", "mu2", "noise_scale")}
+
+    run_trial({}, setup(regression, checkpoints=True, evaluate_every=10.0))
+    whole = list(started.told)
+    assert len(started.saved) == 3  # none at the end, which nobody goes on from
+    assert not any(folder.exists() for folder in started.gone)
+    for step, saved in enumerate(started.saved, 1):
+        (tmp_path / f"again{step}").mkdir()
+        again = Tune(tmp_path / f"again{step}", resume=saved)
+        monkeypatch.setattr("ray_adascale.search.trial.tune", again)
+        run_trial({}, setup(regression, checkpoints=True, evaluate_every=10.0))
+        assert [*map(kept, again.told)] == [*map(kept, whole[step:])]  # OUTCOME too, so all of the noise
+
+
+def test_a_damaged_checkpoint_of_a_trial_is_not_gone_on_from(started: Tune) -> None:
+    run_trial({}, setup(regression, checkpoints=True, evaluate_every=10.0))
+    (path, *_) = started.saved[0].glob("*.distcp")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    started.resume = started.saved[0]
+    with pytest.raises(CheckpointError):
+        run_trial({}, setup(regression, checkpoints=True))
+
+
+def test_a_checkpoints_folder_goes_where_tune_does_not_take_it_too(started: Tune) -> None:
+    started.fail = True
+    with pytest.raises(OSError, match="the disk is full"):
+        run_trial({}, setup(regression, checkpoints=True))
+    assert [folder.exists() for folder in started.gone] == [False]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noted(TrialSetup):
+    """Trials that only say what they were given."""
+
+    trials: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+
+    def train(self, hyperparameters: dict[str, Any]) -> None:
+        self.trials.append((self.config.seed, hyperparameters))
+
+
+def test_a_repeat_is_the_candidates_trial_with_another_seed() -> None:
+    planned = [PlannedRepeat(candidate=c, hyperparameters={"lr": c / 10}, seed=s) for c, s in ((0, 7), (1, 8))]
+    noted = Noted(workload=regression, config=AdaScaleConfig(seed=3), probe_every=20)
+    run_trial({"lr": 5.0}, noted)
+    run_repeat({"repeat": 1}, noted, planned)
+    run_repeat({"repeat": 0}, noted, planned)
+    assert noted.trials == [(3, {"lr": 5.0}), (8, {"lr": 0.1}), (7, {"lr": 0.0})]
+    assert str(planned[1]) == "lr=0.1, seed 8"
+
+
+# ---- mistakes --------------------------------------------------------------------------------------------------------
 
 
 def diverges(config: dict[str, Any]) -> Any:
@@ -56,11 +351,8 @@ def has_two_optimizers(config: dict[str, Any]) -> Any:
     ],
 )
 def test_a_trial_notes_what_was_wrong_before_it_trained(
-    workload: Any, error: type[Exception], noted: bool, monkeypatch: pytest.MonkeyPatch
+    workload: Any, error: type[Exception], noted: bool, started: Tune
 ) -> None:
-    monkeypatch.setattr(
-        "ray_adascale.search.trial.tune.get_checkpoint", lambda: None
-    )  # Tune warns that this is no trial
     with pytest.raises(error) as info:
         run_trial({}, setup(workload))
     assert was_building(pickle.loads(pickle.dumps(info.value))) == noted  # as it comes to the driver
