@@ -6,12 +6,14 @@ in docs/architecture.md from it.
 
 from __future__ import annotations
 
+import ast
 import re
 import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
 PAGE = Path(__file__).parent / "architecture.md"
+SOURCES = Path(__file__).parents[1] / "ray_adascale"
 
 
 class Room(NamedTuple):
@@ -60,12 +62,12 @@ TORCHS_FLOORS: list[list[Room]] = [
         Room("checkpoint", "what reaches a disk, and what of it is believed", "files dcp optimizer rng"),
         Room("data", "which examples a worker sees next", "order source iterables"),
     ],
-    [Room("optim", "how weights move", "adascale sampler rules deferred grad_scaler adam_metric")],
+    [Room("optim", "how weights move", "adascale averages sampler rules deferred grad_scaler adam_metric")],
     [
         Room(
             "sharding",
             "where a tensor lives and how it travels",
-            "oss sharded_ddp gradient_bucket buckets collectives",
+            "oss sharded_ddp gradient_bucket buckets collectives fsdp2",
         )
     ],
     [Room("measure", "where squared norms are taken", "observers ddp fsdp2 probe")],
@@ -86,7 +88,7 @@ VISITORS = {
 HEAVY = {
     "torch.distributed.checkpoint": ["checkpoint.dcp"],
     "torch.distributed.tensor": ["measure.fsdp2"],
-    "torch.distributed.fsdp": ["measure.fsdp2", "optim.grad_scaler"],
+    "torch.distributed.fsdp": ["measure.fsdp2", "sharding.fsdp2", "optim.grad_scaler"],
     "matplotlib": [],
     "jinja2": ["analysis.report"],
     "rich": ["analysis.display", "analysis.forecast"],
@@ -95,6 +97,7 @@ HEAVY = {
 LIGHT = ["run.loop", "train.backend"]
 
 BEGIN, END = "<!-- from docs/house.py, by `make docs` -->", "<!-- end -->"
+BEGIN_SENTENCES = "<!-- from the modules' docstrings, by `make docs` -->"
 WIDTH = 120
 
 
@@ -118,11 +121,30 @@ def _door(room: Room) -> str:
     return f"{room.name}/" if room.name else ", ".join(room.modules.split())
 
 
+def sentences() -> str:
+    """Every module in the words of its docstring's first line, room by room in the picture's order."""
+    lines = []
+    for room in (room for floor in FLOORS for room in floor):
+        doors = ["__init__", *room.modules.split()] if room.name else room.modules.split()
+        for path in (SOURCES / room.name / f"{module}.py" for module in doors):
+            doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+            if doc is not None:
+                said = re.sub(r":\w+:`~?(?:ray_adascale\.)?([^`]+)`", r"`\1`", doc.partition("\n")[0]).replace(
+                    "``", "`"
+                )
+                lines.append(f"| `{path.relative_to(SOURCES)}` | {said} |")
+    return "\n".join(["| module | |", "| --- | --- |", *lines])
+
+
 def page() -> str:
-    """docs/architecture.md with the picture as it should be."""
+    """docs/architecture.md with the picture and the sentences as they should be."""
     text = PAGE.read_text(encoding="utf-8")
-    made = f"{BEGIN}\n{picture()}\n{END}"
-    return re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: made, text, count=1, flags=re.DOTALL)
+    for begin, content in ((BEGIN, picture()), (BEGIN_SENTENCES, sentences())):
+        made = f"{begin}\n{content}\n{END}"
+        text = re.sub(
+            f"{re.escape(begin)}.*?{re.escape(END)}", lambda _, made=made: made, text, count=1, flags=re.DOTALL
+        )
+    return text
 
 
 if __name__ == "__main__":

@@ -20,8 +20,9 @@ RUN = "ray_adascale.json"
 """The arguments of the ``ray-adascale train`` that started a run, in its folder."""
 
 
-def absolute(path: str) -> str:
+def absolute(path: str | os.PathLike[str]) -> str:
     """A path that holds from any folder, as workers have another working directory; a URI stays as it is."""
+    path = os.fspath(path)
     return path if "://" in path else os.path.abspath(os.path.expanduser(path))
 
 

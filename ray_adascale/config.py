@@ -1,4 +1,4 @@
-"""The settings of a run, and the batch that follows from them."""
+"""The settings of a run, and how large a batch they make on so many workers."""
 
 from __future__ import annotations
 

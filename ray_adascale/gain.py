@@ -32,6 +32,7 @@ __all__ = [
     "gain",
     "gradient_moments",
     "noise_scale",
+    "plain_effective_decay",
     "plain_gain",
     "plain_noise_scale",
 ]
@@ -155,6 +156,11 @@ def effective_decay(previous_gain: Tensor | float, *, window: float, total_steps
     return torch.exp(-torch.as_tensor(previous_gain, dtype=torch.float64) / (window * total_steps))
 
 
+def plain_effective_decay(previous_gain: float, *, window: float, total_steps: float) -> float:
+    """:func:`effective_decay` of plain numbers."""
+    return math.exp(-previous_gain / (window * total_steps))
+
+
 @dataclass(frozen=True)
 class Average:
     """A moving average of statistics. ``value`` is NaN before the first sample.
@@ -175,7 +181,7 @@ class Average:
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], device: torch.device | str = "cpu") -> Average:
-        """Of no sample, with one weight for each column of a sample of this shape."""
+        """The average of no sample, with one weight for each column of samples of this shape."""
         return cls(
             torch.zeros(shape, dtype=torch.float64, device=device),
             torch.zeros(shape[1:], dtype=torch.float64, device=device),
@@ -189,7 +195,7 @@ class Average:
     def update(
         self, sample: Tensor, decay: Tensor | float, *, debias: bool = True, use: Tensor | None = None
     ) -> Average:
-        """The average after one more sample. No host synchronisation.
+        """The average after one more sample; this needs no host synchronisation.
 
         Args:
             sample: Same shape as ``total``.

@@ -22,6 +22,7 @@ import numpy as np
 
 from ._files import write_atomically
 from ._version import __version__
+from .gain import plain_noise_scale
 
 __all__ = ["NoiseProbe", "Recipe", "RecipeError", "Repeat", "curve_length"]
 
@@ -517,5 +518,7 @@ def _describe_noise(recipe: Recipe) -> str:
     sigma2 = sum(probe.sigma2 for probe in recipe.noise)
     mu2 = sum(probe.mu2 for probe in recipe.noise)
     # Means over the run, as a ratio of single probes has no mean.
-    scale = f"about {recipe.base_batch_size * sigma2 / mu2:.3g} examples" if mu2 > 0 and sigma2 >= 0 else "unknown"
+    scale = f"about {plain_noise_scale(sigma2, mu2, recipe.base_batch_size):.3g} examples"
+    if not (mu2 > 0 and sigma2 >= 0):
+        scale = "unknown"
     return f"{len(recipe.noise)} probes; noise scale over the whole run {scale}"

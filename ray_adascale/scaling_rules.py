@@ -63,7 +63,7 @@ def pick_factor(factor: Any, group: int | None) -> float:
 
 
 class ScalingRuleBase:
-    """A scaling rule: override :meth:`scale_lr`.
+    """Base of the scaling rules. A rule of one's own overrides :meth:`scale_lr`.
 
     ::
 
@@ -92,7 +92,7 @@ class ScalingRuleBase:
     _adding = False
 
     def initialize(self, adp: Any, optimizer: Optimizer, patch_optimizer: bool = False) -> None:
-        """Belong to an ``AdaptiveDataParallel`` and its optimizer.
+        """Make the rule belong to an ``AdaptiveDataParallel`` and its optimizer.
 
         Args:
             adp: The model's wrapper.
@@ -173,17 +173,17 @@ class ScalingRuleBase:
         return pick_factor(factor, now.group), self.clock(now)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """One optimizer step with the LR scaled for this step only; nothing while gradients are being accumulated.
+        """Takes an optimizer step with the LR scaled for this step only, and does nothing while gradients are being accumulated.
 
         Args:
-            *args: Of the optimizer's ``step``.
-            **kwargs: Likewise.
+            *args: Go to the optimizer's ``step``.
+            **kwargs: They do, too.
 
         Raises:
             ValueError: The rule belongs to no ``AdaptiveDataParallel``.
         """
         adp = self._initialized()
-        # The second: `step()` after a `with model.no_sync():` block, where the flag is up again.
+        # The second condition is for a `step()` after a `with model.no_sync():` block, where the flag is up again.
         if not adp.require_backward_grad_sync or not adp.gns.should_zero_grad:
             return None
         self._stepping = True
@@ -193,11 +193,11 @@ class ScalingRuleBase:
             self._stepping = False
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clears gradients; nothing while they are being accumulated.
+        """Clears gradients, and does nothing while they are being accumulated.
 
         Args:
-            *args: Of the optimizer's ``zero_grad``.
-            **kwargs: Likewise.
+            *args: Go to the optimizer's ``zero_grad``.
+            **kwargs: They do, too.
 
         Raises:
             ValueError: The rule belongs to no ``AdaptiveDataParallel``.
@@ -302,12 +302,12 @@ class LEGWScale(ScalingRuleBase):
         self._rule.check_curve(curve)
 
     def _watch_lrs(self) -> None:
-        """The same where no curve is known: the loop's scheduler shows it as it goes, from its beginning on."""
+        """Check the curve where nobody knows it: the loop's scheduler shows it as it goes, from its beginning on."""
         assert self._optimizer is not None
         lrs = [float(group["lr"]) for group in self._optimizer.param_groups]
         if self._first_lrs is None:
             self._first_lrs = lrs
-            self._lrs_changed = self.adp.gns.get_progress() > 0  # a resumed run: who knows what its first change was
+            self._lrs_changed = self.adp.gns.get_progress() > 0  # nobody knows what a resumed run's first change was
         elif not self._lrs_changed and lrs != self._first_lrs:
             self._lrs_changed = True
             self._rule.check_curve(list(zip(self._first_lrs, lrs, strict=False)))

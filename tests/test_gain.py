@@ -25,6 +25,7 @@ from ray_adascale.gain import (
     gain,
     gradient_moments,
     noise_scale,
+    plain_effective_decay,
     plain_gain,
     plain_noise_scale,
 )
@@ -450,6 +451,7 @@ def test_effective_decay_of_hand_worked_numbers() -> None:
     # window·T = 0.05 · 100 = 5 effective steps; r = 2: exp(−2/5).
     assert effective_decay(2.0, window=0.05, total_steps=100).item() == pytest.approx(math.exp(-0.4), rel=CLOSE)
     assert effective_decay(f64(1.0), window=0.05, total_steps=100).item() == pytest.approx(math.exp(-0.2), rel=CLOSE)
+    assert plain_effective_decay(2.0, window=0.05, total_steps=100) == pytest.approx(math.exp(-0.4), rel=CLOSE)
 
 
 @unhurried

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..gain import plain_gain
+from ..gain import plain_effective_decay, plain_gain
 from ..optim.rules import RuleInput, ScalingRule, make_rule
 from ..recipe import NoiseProbe, Recipe
 
@@ -165,7 +165,6 @@ def replay(
     if count < 1:
         raise ValueError(f"Invalid {count=}. Must be at least 1 gradient sample a step.")
     advance = copy.deepcopy(make_rule(rule))  # LEGW's remembers the scale it saw
-    memory = averaging_window * total_steps
     grid = [values.tolist() for values in curve.at(np.arange(math.ceil(total_steps)))]
     variance, square, weight = 0.0, 0.0, 0.0
     tau, progress, r, efficiency = 0.0, 0.0, 1.0, 1.0
@@ -173,8 +172,8 @@ def replay(
     gains: list[float] = []
     while tau < total_steps:
         if count > 1 or taus:
-            # θ_t = exp(−r_{t−1} / (window·T)); raw samples averaged, debiased, clipped on reading.
-            theta = math.exp(-r / memory)
+            # Raw samples averaged, debiased, clipped on reading: gain.Average in plain numbers.
+            theta = plain_effective_decay(r, window=averaging_window, total_steps=total_steps)
             now = int(tau)
             variance = theta * variance + (1 - theta) * grid[0][now]
             square = theta * square + (1 - theta) * grid[1][now] * efficiency**shrink

@@ -1,4 +1,4 @@
-"""The checkpoint on disk: sharded, reshardable, complete or absent, and nothing in it is ever unpickled.
+"""The checkpoint on disk: written, verified and loaded. It is complete or absent, and nothing in it is ever unpickled.
 
 ``save`` is collective: every worker writes its share of the tensors, to a folder of its own (Ray merges the folders;
 file names never collide) or to one that all share. ``load`` is not: each worker reads what it asks for, so the number

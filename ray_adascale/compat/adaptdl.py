@@ -8,7 +8,6 @@ are accumulated with ``no_sync()``, and saves :meth:`AdaptiveDataParallel.traini
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, cast
@@ -25,110 +24,24 @@ from torch.optim.lr_scheduler import LRScheduler
 from .. import scaling_rules
 from .._torch import uncompiled
 from ..gain import plain_gain
-from ..measure.observers import GradientObserver
 from ..optim.adam_metric import adam_preconditioner
 from ..optim.adascale import AdaScale
 from ..optim.rules import RuleInput, metric_of
-from ..optim.sampler import GradientSampler, Sample
+from ..optim.sampler import OpenEnded
 from ..scaling_rules import VARIANCE_FLOOR, ScalingRuleBase, pick_factor
 
 __all__ = ["AdaptiveDataParallel", "GradientNoiseScale"]
 
-_SMOOTHING = 0.999
-"""AdaptDL's weight of the past in the averages, per base batch: θ = 0.999^S."""
+
+def _smoothing(scale: float, num_samples: int) -> float:
+    """AdaptDL's θ, 0.999 per base batch. It counts a differenced sample, which comes of two gradients, as twice the batch."""
+    return 0.999 ** (2 * scale if num_samples == 1 else scale)
 
 
-class _OpenEndedSampler(GradientSampler):
-    """With as many passes to a step as there were when the gradients got reduced."""
-
-    statistics: Callable[[], _Statistics | None]
-    """Whose samples these are; held weakly."""
-
-    def on_local(self, observer: GradientObserver) -> None:
-        statistics = self.statistics()
-        gns = None if statistics is None else statistics.gns()
-        if statistics is None or gns is None:
-            return
-        if self.sample is not None:  # a complete step was left out, by a GradScaler
-            self._drop_sample()
-        last = gns._reduces()
-        gns.should_zero_grad = last
-        passes = self.passes + (1 if last else 2)
-        if self._mean_sq_norm is not None:
-            self._mean_sq_norm = self._mean_sq_norm * (self.accumulation / passes)  # each pass weighs 1/n
-        self.accumulation = passes
-        if last:
-            statistics.use_scale(gns.accum_scale * passes)
-        super().on_local(observer)
-
-    def on_reduced(self, observer: GradientObserver) -> None:
-        super().on_reduced(observer)
-        statistics = self.statistics()
-        if statistics is not None and self.passes == self.accumulation > 1:
-            statistics.scale_grad_by_num_grads_to_accum()
-
-    def _gather(self, observer: GradientObserver) -> Sample:
-        # finish() gathers by itself on a worker whose parameters got no gradient; the rule there reads it from here too.
-        self.sample = super()._gather(observer)
-        return self.sample
-
-
-class _Statistics(AdaScale):
-    """AdaScale's statistics and step, with as many passes to a step as there were when the gradients got reduced.
-
-    The loss isn't divided by the number of passes, which the loop need not know; the gradient is, once it is reduced.
-    """
-
-    _sampler_type = _OpenEndedSampler
-
-    def __init__(self, gns: GradientNoiseScale, optimizer: Optimizer, world_size: int, **kwargs: Any) -> None:
-        self.gns = weakref.ref(gns)
-        self._alone: bool | None = None  # n = 1: which of the two estimators the averages are of
-        # Two passes at least, so that the norm of each gradient sample is taken also on a lone worker.
-        passes = 2 if world_size == 1 else 1
-        super().__init__(
-            optimizer,
-            world_size,
-            num_gradients_to_accumulate=passes,
-            is_scaled_loss=False,
-            clip="averages",
-            rule=self._rule_of_step,
-            **kwargs,
-        )
-        cast(_OpenEndedSampler, self._sampler).statistics = weakref.ref(self)
-        self._sampler.accumulation = 1
-        self._sampler.scale = gns.accum_scale
-
-    def _rule_of_step(self, now: RuleInput) -> tuple[float, float]:
-        gns = self.gns()
-        assert gns is not None
-        return gns._apply(now)
-
-    def use_scale(self, scale: float) -> None:
-        """The step under way turns out to be of this S, and of so many passes as the sampler says."""
-        sampler = self._sampler
-        if scale != sampler.scale:
-            sampler.scale, sampler.previous = scale, None
-        alone = self.num_samples == 1
-        if alone != self._alone:
-            if self._alone is not None:
-                self._averages, sampler.previous = self._empty_averages(), None
-            self._alone = alone
-        # AdaptDL counts a differenced sample, which comes of two gradients, as a batch of twice the size.
-        self._smoothing = _SMOOTHING ** (2 * scale if alone else scale)
-        if alone and scale > 1 and not self._warned_single_sample:
-            self._warned_single_sample = True
-            warnings.warn(
-                f"One gradient sample a step at scale {scale:g}: its variance is estimated from consecutive steps, which "
-                "overstates the gain. Accumulate two or more passes with no_sync().",
-                stacklevel=2,
-            )
-
-    def load_statistics_state(self, state: dict[str, Tensor]) -> None:
-        self._alone = int(state["num_samples"]) == 1
-        # n on the same side of 2 as it was
-        self._sampler.accumulation = 1 if self._alone or self._sampler.world_size > 1 else 2
-        super().load_statistics_state(state)
+def _held_weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls a method of an object without keeping that alive."""
+    ref = weakref.WeakMethod(method)
+    return lambda *args: cast(Callable[..., Any], ref())(*args)
 
 
 class GradientNoiseScale:
@@ -138,7 +51,7 @@ class GradientNoiseScale:
     reading. Values at the start are σ² = 0, μ² = 1, a gain of 1.
 
     Args:
-        adp: Whose ``require_backward_grad_sync`` says whether a backward pass completes a step.
+        adp: The model's wrapper; its ``require_backward_grad_sync`` says whether a backward pass completes a step.
         optimizer: The plain optimizer, not yet patched.
         mp_scaler: The ``GradScaler`` that scales the loss.
         num_replicas: Workers. Default: the size of ``process_group``, else 1.
@@ -177,14 +90,20 @@ class GradientNoiseScale:
         self.should_zero_grad = True
         self._scale_lr: Callable[[float], Any] | None = None
         self._factors: Any = None
-        self.statistics = _Statistics(
-            self,
+        # The statistics hold this object weakly, so that their hooks go when it does.
+        self.statistics = AdaScale(
             optimizer,
             num_replicas,
+            is_scaled_loss=False,
             process_group=process_group,
             grad_scaler=mp_scaler,
             variance_floor=variance_floor,
+            clip="averages",
+            rule=_held_weakly(self._apply),
             precondition=precondition,
+        )
+        self.statistics.set_open_ended_accumulation(
+            OpenEnded(_held_weakly(self._completes_step), _held_weakly(self._scale_of), _smoothing)
         )
 
     # ---- one step ------------------------------------------------------------------------------------------------
@@ -201,16 +120,23 @@ class GradientNoiseScale:
         finally:
             self._scale_lr = self._factors = None
 
+    def _completes_step(self) -> bool:
+        self.should_zero_grad = self._reduces()
+        return self.should_zero_grad
+
+    def _scale_of(self, passes: int) -> float:
+        return self._accum_scale * passes
+
     def _apply(self, now: RuleInput) -> tuple[float, float]:
         assert self._scale_lr is not None
-        if self._factors is None:  # asked once a step, not once a group
+        if self._factors is None:  # a rule is asked once a step, and we are asked once for each group
             self._factors = self._scale_lr(now.scale)
         return pick_factor(self._factors, now.group), self.gain(now.scale) if now.group is None else 0.0
 
     def reset_accumulation(self, *args: Any, **kwargs: Any) -> None:
         """Clear gradients, and what was collected of an unfinished step."""
         self._orig_optimizer_zero_grad(*args, **kwargs)
-        self.statistics._sampler.begin_step()
+        self.statistics.discard_samples()
         self.should_zero_grad = True
 
     @property
@@ -231,7 +157,7 @@ class GradientNoiseScale:
     @property
     def accum_count(self) -> int:
         """Backward passes since gradients were cleared or stepped with."""
-        return self.statistics._sampler.passes
+        return self.statistics.passes
 
     @property
     def scale(self) -> float:
@@ -274,11 +200,11 @@ class GradientNoiseScale:
         return self.statistics.effective_steps
 
     def set_progress(self, progress: float) -> None:
-        """Set Σ r."""
-        self.statistics._effective_steps = float(progress)
+        """Set Σ r to a value."""
+        self.statistics.effective_steps = progress
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Averages and progress: tensors on the CPU that alias nothing. Only at a step boundary."""
+        """Averages and progress, as tensors on the CPU that alias nothing; it can be had at a step boundary alone."""
         return self.statistics.statistics_state()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -297,10 +223,10 @@ class AdaptiveDataParallel(DistributedDataParallel):
     Args:
         model: The bare model.
         optimizer: Its optimizer, with the LRs of the base batch.
-        lr_scheduler: On it; only for :meth:`training_state`. The loop steps it.
+        lr_scheduler: The optimizer's scheduler, which the loop steps; :meth:`training_state` saves it.
         mp_scaler: The ``torch.amp.GradScaler`` that scales the loss, if one does.
         scaling_rule: One of :mod:`ray_adascale.scaling_rules`. Default: ``AdaScale()``.
-        name: Tells one instance's :meth:`training_state` from another's.
+        name: It tells one instance's :meth:`training_state` from another's.
         base_batch_size: B0, examples per optimizer step at which the schedule was tuned. Without it the scale is the number of
             workers times passes: each worker's micro-batch is one base batch.
         batch_size: Examples of one worker in one backward pass. Default: ``base_batch_size``. If it changes, say so with
@@ -375,13 +301,13 @@ class AdaptiveDataParallel(DistributedDataParallel):
         rule.initialize(self, optimizer, patch_optimizer=True)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The model's; DDP decides here, not in the backward pass, whether this pass reduces gradients."""
+        """The model's forward pass; DDP decides here, not in the backward pass, whether this pass reduces gradients."""
         if torch.is_grad_enabled():
             self._pass_reduces = self.require_backward_grad_sync
         return super().forward(*inputs, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears gradients; nothing while they are being accumulated."""
+        """Clears gradients, and does nothing while they are being accumulated."""
         self.scaling_rule.zero_grad(set_to_none=set_to_none)
 
     @property

@@ -1,4 +1,4 @@
-"""Data in an order that survives resizing: positions are counted in examples, never in steps, batches or workers.
+"""Which kind of source a dataset needs. Positions are counted in examples, never in steps, batches or workers.
 
 The loop reads micro-batches from a ``BatchSource``. ``MapSource`` goes through a map-style dataset in an order that is a
 function of (seed, epoch) alone, so that over the committed steps no example is repeated or left out within an epoch,

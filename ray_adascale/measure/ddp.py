@@ -26,7 +26,7 @@ CommHook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
 
 
 class _Registered:
-    """What DDP holds for good. Observers come and go (other numbers of passes), one for each optimizer of the model's."""
+    """What DDP holds for good. Observers come and go with the number of passes; each optimizer of the model's has one."""
 
     def __init__(self, hook: CommHook, state: Any, *, one_round: bool) -> None:
         self.hook, self.state, self.one_round = hook, state, one_round
@@ -115,7 +115,7 @@ class DDPBucketObserver(GradientObserver):
 
     Args:
         groups: Parameters of each parameter group.
-        listener: Told when a pass has ended.
+        listener: Is told when a pass has ended.
         model: The model; all trainable parameters must be its own.
         registered: Its communication hook.
 
@@ -131,7 +131,7 @@ class DDPBucketObserver(GradientObserver):
         registered: _Registered,
     ) -> None:
         self._listener = weakref.ref(listener)
-        self._known = set(model.parameters())
+        self._reduced = set(model.parameters())  # by DDP
         self._group_of: dict[int, int] = {}
         self._groups = 0
         self._segments: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}
@@ -145,7 +145,7 @@ class DDPBucketObserver(GradientObserver):
 
     def add_group(self, params: Sequence[Tensor]) -> None:
         for param in params:
-            if param.requires_grad and param not in self._known:
+            if param.requires_grad and param not in self._reduced:
                 raise ValueError(
                     f"A parameter of shape {tuple(param.shape)} is in the optimizer and not in model=, so DDP would not "
                     "reduce its gradient. Wrap a model that contains it, or freeze it."

@@ -21,19 +21,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.hooks import RemovableHandle
 
 from .observers import HookObserver, PassListener, take_norm
 
-__all__ = ["FSDP2Observer", "shard_model"]
-
-# Elements of a block from which on it is gathered by itself: smaller ones are not worth a message of their own.
-_BLOCK_NUMEL = 1 << 20
+__all__ = ["FSDP2Observer"]
 
 
 class FSDP2Observer(HookObserver):
@@ -46,7 +41,7 @@ class FSDP2Observer(HookObserver):
 
     Args:
         groups: Parameters of each parameter group.
-        listener: Told when a pass has ended.
+        listener: Is told when a pass has ended.
         model: The model, or a module that contains it; its ``fully_shard``-ed modules hold the parameters.
         world_size: Workers that share the batch: those of the mesh, no more and no less.
         local: Take the norm of each gradient sample. False where only the end of the pass matters.
@@ -129,7 +124,7 @@ class FSDP2Observer(HookObserver):
                 self._pre_forward.append(module.register_forward_pre_hook(pre_forward))
 
     def _hook_module(self, module: nn.Module) -> None:
-        """Hook the parameters of an unsharded module that are not yet."""
+        """Hook the parameters of an unsharded module that are not hooked yet."""
         for owner, name, shard in self._sites[module]:
             whole = getattr(owner, name)
             if whole is self._whole.get(shard) or whole is shard or not whole.requires_grad:
@@ -249,42 +244,8 @@ def _counts(param: DTensor) -> bool:
 
 
 def _norm_into(slot: Tensor, grad: Tensor) -> None:
-    """Its norm; the slot has the shard's dtype and device, the gradient of a whole parameter may have others."""
+    """Put a gradient's norm into its slot, which has the shard's dtype and device; that of a whole parameter may have others."""
     if grad.device == slot.device and (grad.dtype is torch.float64) == (slot.dtype is torch.float64):
         take_norm(grad, slot)
     else:
         slot.copy_(take_norm(grad))
-
-
-def shard_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Apply ``fully_shard`` to a plain model over all workers, and hand the shards to an optimizer built on it. Collective.
-
-    Every large element of a ``ModuleList`` or ``Sequential`` is gathered by itself, the rest with the root. Rank 0's values
-    count. A model to which ``fully_shard`` was applied already is left as it is.
-
-    Raises:
-        ValueError: The optimizer has state already, or parameters that are not the model's.
-    """
-    if isinstance(model, FSDPModule):
-        return
-    if optimizer.state:
-        raise ValueError(
-            "The optimizer has state already. Shard the model before its first step, or apply fully_shard to it."
-        )
-    names = {param: name for name, param in model.named_parameters()}
-    for group in optimizer.param_groups:
-        if any(param not in names for param in group["params"]):
-            raise ValueError("sharding='fsdp2' needs an optimizer of the model's parameters alone.")
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            dist.broadcast(tensor.detach(), 0)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for container in reversed(list(model.modules())):  # the innermost first
-        for block in container.children() if isinstance(container, nn.ModuleList | nn.Sequential) else ():
-            large = sum(p.numel() for p in block.parameters()) >= _BLOCK_NUMEL
-            if large and not isinstance(block, FSDPModule | nn.ModuleList):
-                fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    sharded = dict(model.named_parameters())
-    for group in optimizer.param_groups:
-        group["params"] = [sharded[names[param]] for param in group["params"]]

@@ -58,9 +58,9 @@ def in_compiled_autograd() -> bool:
 
 
 def refuse_compiled() -> None:
-    """To be called in the hook that begins a pass: raises under compiled autograd.
+    """Raise under compiled autograd. The hook that begins a pass calls it.
 
-    It would make what the hook does a part of the compiled graph, but not what is queued for the end: gains came out as 1.
+    What the hook does would become a part of the compiled graph, but not what is queued for the end: gains came out as 1.
     """
     if in_compiled_autograd():
         raise RuntimeError(
@@ -70,9 +70,9 @@ def refuse_compiled() -> None:
 
 
 def _refuse_nested() -> None:
-    """To be called in the hook that begins a pass: raises within reentrant activation checkpointing.
+    """Raise within reentrant activation checkpointing. The hook that begins a pass calls it.
 
-    That runs a backward pass of its own for each checkpointed part, with an end of its own, and nothing tells when the outer
+    Such checkpointing runs a backward pass of its own for each part, with an end of its own, and nothing tells when the outer
     one ends. Where a gradient outside of the checkpointed parts came first, the pass is the outer one, and all is well.
     """
     # torch.compile, if it traces this hook, doesn't know frames; nor does it trace backward passes that are nested.
@@ -184,7 +184,7 @@ class GroupSums:
 
 
 class PassListener(Protocol):
-    """Whoever uses the norms. Held weakly by the observer."""
+    """Whoever uses the norms. The observer holds it weakly."""
 
     def on_begin(self, observer: GradientObserver) -> None:
         """A backward pass has come to its first watched parameter. Only hooks on parameters tell."""
@@ -210,7 +210,7 @@ class GradientObserver(ABC):
 
     @abstractmethod
     def local_sq_norms(self) -> Tensor:
-        """``‖g_i‖²`` per group of the gradient sample of the last backward pass, float64 ``[groups]``; then forgets it.
+        """``‖g_i‖²`` per group of the gradient sample of the last backward pass, float64 ``[groups]``. It is forgotten then.
 
         As measured: with whatever loss scale and weight the loss carried.
         """
@@ -229,7 +229,7 @@ class GradientObserver(ABC):
 
 
 class HookObserver(GradientObserver):
-    """A hook on each parameter: always correct, needs no model.
+    """A hook on each parameter, which is always correct and needs no model.
 
     The hook sees the gradient of one backward pass before it is accumulated into ``.grad`` and before DDP reduces it, and
     takes its norm while it is in the cache. The hooks hold no reference to the observer, so dropping the optimizer frees
@@ -239,7 +239,7 @@ class HookObserver(GradientObserver):
 
     Args:
         groups: Parameters of each parameter group.
-        listener: Told when a pass has ended.
+        listener: Is told when a pass has ended.
         local: Take the norm of each gradient sample. False where only the end of the pass matters.
         precondition: Maps (parameter, gradient) to what the norm is taken of.
         early: Tell the listener of the sample before the reduction has come to its end, which hides what it sends.
@@ -285,7 +285,7 @@ class HookObserver(GradientObserver):
                     self.hook(param, param)
 
     def taker(self, param: Tensor) -> Callable[[Tensor], object]:
-        """What is called with each gradient of a parameter: puts its norm in its slot."""
+        """A function that is called with each gradient of a parameter and puts its norm in its slot."""
         slot, precondition = self.samples.of[param], self._precondition
         if not self._local:
             return lambda grad: None

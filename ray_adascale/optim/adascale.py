@@ -20,9 +20,10 @@ from .. import gain as gain_math
 from .._torch import is_dtensor, uncompiled
 from ..gain import Average
 from ..sharding.oss import OSS
-from .deferred import HostCopy, Known, LastStep, numbers_of, skippable_step, steps_on_device
+from .averages import Averages, Known
+from .deferred import HostCopy, LastStep, skippable_step, steps_on_device
 from .rules import AdaScaleRule, RuleInput, ScalingRule
-from .sampler import GradientSampler, KeptGradient, Sample
+from .sampler import GradientSampler, OpenEnded, Sample
 
 __all__ = ["AdaScale"]
 
@@ -84,8 +85,6 @@ class AdaScale(Optimizer):
     )
     """What OSS says where it is asked to shard an optimizer of this class; OSS itself knows nothing of AdaScale."""
 
-    _sampler_type: ClassVar[type[GradientSampler]] = GradientSampler
-
     def __init__(
         self,
         optimizer: Optimizer,
@@ -137,14 +136,10 @@ class AdaScale(Optimizer):
                     f"Invalid {world_size=}: the process group has {workers} workers. Leave it out, or give process_group=, the "
                     "workers that share the batch."
                 )
-        self._debias = debias_ewma
-        self._variance_floor = variance_floor
-        self._clip_samples = clip == "samples"
-        self._window = averaging_window
         self._total_steps = total_steps
         self._single_gain = single_gain
         self._rule: ScalingRule = AdaScaleRule() if rule is None else rule
-        self._sampler = self._sampler_type(
+        self._sampler = GradientSampler(
             optimizer,
             world_size=world_size,
             process_group=process_group,
@@ -157,20 +152,26 @@ class AdaScale(Optimizer):
         if isinstance(optimizer, OSS):
             optimizer.when_reducer_attached(self._sampler.attach)
 
-        self._smoothing = 0.0
-        self._pending: HostCopy | None = None  # the last step's outcome, of which the host does not know yet
+        self._averages = Averages(
+            self._sampler,
+            variance_floor=variance_floor,
+            clip_samples=clip == "samples",
+            debias=debias_ewma,
+            window=averaging_window,
+            total_steps=total_steps,
+        )
+        # The last step, while the host does not know what became of it.
+        self._pending: tuple[HostCopy, Sample] | None = None
         self._last = LastStep()
         self._warned_single_sample = False
         self._effective_steps = 0.0
         self._steps = 0
         self._previous_gain = 1.0
-        self._averages = self._empty_averages()
-        self._known: Known | None = None  # asked for more than once a step
         self.set_num_gradients_to_accumulate(num_gradients_to_accumulate, update_smoothing=smoothing is None)
         if smoothing is not None:
             if not 0 <= smoothing < 1:
                 raise ValueError(f"Invalid {smoothing=}. Must be in [0, 1).")
-            self._smoothing = smoothing
+            self._averages.smoothing = smoothing
         if base_batch_size is not None or batch_size is not None:
             if scale is not None or not base_batch_size or not batch_size:
                 raise ValueError(f"Give scale, or both of {base_batch_size=} and {batch_size=}.")
@@ -224,8 +225,12 @@ class AdaScale(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients, and what was collected of an unfinished or skipped step."""
-        self._sampler.begin_step()
+        self.discard_samples()
         self._optimizer.zero_grad(set_to_none=set_to_none)
+
+    def discard_samples(self) -> None:
+        """Forgets what was collected of an unfinished or skipped step, and leaves gradients as they are."""
+        self._sampler.begin_step()
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradient that the next step will use to a norm, however it is sharded; collective. Leaves the gain.
@@ -249,9 +254,7 @@ class AdaScale(Optimizer):
         self._optimizer.add_param_group(param_group)
         self._sampler.add_group()
         if not self._single_gain:
-            old, self._averages = self._averages, self._empty_averages()
-            for name in ("total", "weight", "count"):
-                getattr(self._averages, name)[..., :-1] = getattr(old, name)
+            self._averages.add_gain()
 
     @uncompiled  # Dynamo loses what is written around a fused optimizer's step
     @torch.no_grad()
@@ -273,50 +276,66 @@ class AdaScale(Optimizer):
         averages = self._with(sample)
         inner = self._optimizer.optim if isinstance(self._optimizer, OSS) else self._optimizer
         if type(self._rule) is AdaScaleRule and steps_on_device(type(inner), self.param_groups):
-            numbers = numbers_of(averages, self._sampler.scale, self._variance_floor)
+            numbers = self._averages.numbers(averages)
             gains = numbers[: averages.total.shape[1]].unbind()
             skippable_step(inner, ~sample.finite, lambda: self._step_with(gains))
-            self._averages = averages
-            self._pending = HostCopy(torch.cat([sample.outcome(), numbers]))
+            self._averages.keep(averages)
+            self._pending = HostCopy(torch.cat([sample.outcome(), numbers])), sample
         else:
             self._step_on_host(sample, averages)
         self._sampler.begin_step()
         return loss
 
     def _step_on_host(self, sample: Sample, averages: Average) -> None:
-        known = self._known
-        if sample.moments is None and known is not None and known.of(averages, self._sampler.scale):
-            finite, sigma2, mu2 = bool(sample.finite), math.nan, math.nan
+        known = self._averages.known(averages)
+        if known is None:
+            numbers = torch.cat([sample.outcome(), self._averages.numbers(averages)])
+            last, rest = sample.unpack(numbers.tolist())
         else:
-            numbers = numbers_of(averages, self._sampler.scale, self._variance_floor)
-            outcome, sigma2, mu2, *rest = torch.cat([sample.outcome(), numbers]).tolist()
-            finite, known = outcome > 0, Known.from_numbers(averages, self._sampler.scale, rest)
-        if not finite:
-            self._sampler.previous = None
-            self._last = replace(self._last, skipped=True)
-            if isinstance(self._optimizer, OSS):
-                self._optimizer.discard_gradients()
+            last, rest = sample.unpack(sample.outcome().tolist())
+        if last.skipped:
+            self._leave_out(last)
             return
-        self._known = known
+        if known is None:
+            known = self._averages.learn(averages, rest)
         before = self._effective_steps
         factors = [self._apply_rule(r, i)[0] for i, r in enumerate(known.gains)]
         factor, increment = self._apply_rule(known.gain, None)
         self._step_with(factors)
-        self._averages = averages
-        self._advance(known.gain, before + increment, LastStep(False, factor, sigma2, mu2))
+        self._averages.keep(averages)
+        self._advance(known.gain, before + increment, replace(last, lr_factor=factor))
+
+    @torch.no_grad()
+    def skip_step(self) -> None:
+        """End a step without taking it, as a GradScaler that found an overflow does: weights, averages and τ stay.
+
+        Raises:
+            RuntimeError: Called after fewer or more backward passes than ``num_gradients_to_accumulate``.
+        """
+        self._settle()
+        sample = self._sampler.finish()
+        last, _ = sample.unpack(sample.outcome().tolist())
+        self._leave_out(last)
+        self._sampler.begin_step()
+
+    def _leave_out(self, last: LastStep) -> None:
+        self._sampler.previous = None
+        self._last = replace(self._last, skipped=True, rider=last.rider)
+        if isinstance(self._optimizer, OSS):
+            self._optimizer.discard_gradients()
 
     def _settle(self) -> None:
         """Wait for the outcome of a step that was taken on the device, and act on it."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        finite, sigma2, mu2, *numbers = pending.read()
-        known = self._known = Known.from_numbers(self._averages, self._sampler.scale, numbers)
-        if finite:
-            last = LastStep(False, known.gain, sigma2, mu2)
-            self._advance(known.gain, self._effective_steps + known.gain, last)
+        numbers, sample = pending
+        last, rest = sample.unpack(numbers.read())
+        known = self._averages.learn(self._averages.now, rest)
+        if last.skipped:
+            self._last = replace(self._last, skipped=True, rider=last.rider)
         else:
-            self._last = replace(self._last, skipped=True)
+            self._advance(known.gain, self._effective_steps + known.gain, replace(last, lr_factor=known.gain))
 
     def _advance(self, gain: float, effective_steps: float, last: LastStep) -> None:
         self._previous_gain, self._effective_steps, self._last = gain, effective_steps, last
@@ -375,13 +394,10 @@ class AdaScale(Optimizer):
         self._require_boundary("statistics_state")
         self._settle()
         state = {
-            "total": self._averages.total.detach().cpu().clone(),
-            "weight": self._averages.weight.detach().cpu().clone(),
-            "count": self._averages.count.detach().cpu().clone(),
+            **self._averages.state(),
             "effective_steps": torch.tensor(self._effective_steps, dtype=torch.float64),
             "previous_gain": torch.tensor(self._previous_gain, dtype=torch.float64),
             "steps": torch.tensor(self._steps),
-            "num_samples": torch.tensor(self.num_samples),
         }
         previous = self._sampler.previous
         return state if previous is None else {**state, **previous.state()}
@@ -402,38 +418,26 @@ class AdaScale(Optimizer):
             dtypes = {k: v.dtype for k, v in self.statistics_state().items()}
             statistics = {k: torch.tensor(v, dtype=dtypes[k]) for k, v in groups[0]["adascale"].items()}
         if statistics is not None:
-            self._check_statistics(statistics)
+            self._averages.check(statistics)
         self._optimizer.load_state_dict(inner)
         if statistics is None:
             warnings.warn("The state dict has no AdaScale statistics; the averages and τ start afresh.", stacklevel=2)
-            self._averages = self._empty_averages()
+            self._averages.restart()
             self._effective_steps, self._steps, self._previous_gain = 0.0, 0, 1.0
             self._sampler.previous = None
         else:
             self.load_statistics_state(statistics)
         self._sampler.begin_step()
 
-    def _check_statistics(self, state: dict[str, Tensor]) -> None:
-        expected, found = tuple(self._averages.total.shape), tuple(state["total"].shape)
-        if expected != found:
-            raise ValueError(
-                f"The AdaScale statistics in the state dict are of {found[1]} gains, this optimizer has {expected[1]}. "
-                "Parameter groups (or single_gain) differ."
-            )
-
     def load_statistics_state(self, state: dict[str, Tensor]) -> None:
         """Loads what :meth:`statistics_state` returned."""
-        self._check_statistics(state)
+        self._averages.check(state)
         self._settle()
-        device = self._averages.total.device
-        averages = Average(*(state[name].to(device, copy=True) for name in ("total", "weight", "count")))
-        was, now = int(state["num_samples"]), self.num_samples
-        same_estimator = (was == 1) == (now == 1)
-        self._averages = averages if same_estimator else self._empty_averages()
+        self._averages.load(state)
         self._effective_steps = float(state["effective_steps"])
         self._previous_gain = float(state["previous_gain"])
         self._steps = int(state["steps"])
-        self._sampler.previous = KeptGradient.from_state(state, self._sampler.params, device) if now == 1 else None
+        self._sampler.load_previous(state if self._averages.num_samples == 1 else {})
 
     def __getstate__(self) -> dict[str, Any]:
         # __setstate__ makes a new step(), and new hooks on the new parameters.
@@ -471,7 +475,7 @@ class AdaScale(Optimizer):
     @property
     def smoothing(self) -> float:
         """θ of the moving average over steps."""
-        return self._smoothing
+        return self._averages.theta()
 
     @property
     def num_samples(self) -> int:
@@ -480,9 +484,14 @@ class AdaScale(Optimizer):
 
     @property
     def effective_steps(self) -> float:
-        """τ, Σ r over the optimizer steps taken."""
+        """τ, Σ r over the optimizer steps taken; may be set, to move the clock."""
         self._settle()
         return self._effective_steps
+
+    @effective_steps.setter
+    def effective_steps(self, effective_steps: float) -> None:
+        self._settle()
+        self._effective_steps = float(effective_steps)
 
     @property
     def known_effective_steps(self) -> float:
@@ -553,12 +562,16 @@ class AdaScale(Optimizer):
         self._sampler.scale = float(scale)
         self._sampler.previous = None  # gradients of batches of different size have different noise
         self._sampler.attach()
-        if self.num_samples == 1 and scale > 1 and not self._warned_single_sample:
+        self._warn_of_single_sample()
+
+    def _warn_of_single_sample(self) -> None:
+        if self.num_samples == 1 and self.scale > 1 and not self._warned_single_sample:
             self._warned_single_sample = True
             warnings.warn(
-                f"One gradient sample a step at scale {scale:g}: its variance is estimated from consecutive steps, which "
-                "overstates the gain. Use two or more accumulation passes.",
-                stacklevel=2,
+                f"One gradient sample a step at scale {self.scale:g}: its variance is estimated from consecutive steps, which "
+                "overstates the gain. Use two or more accumulation passes (AdaptiveDataParallel: all but the last under "
+                "no_sync()).",
+                stacklevel=3,
             )
 
     def set_num_gradients_to_accumulate(self, num_gradients_to_accumulate: int, update_smoothing: bool = True) -> None:
@@ -567,12 +580,10 @@ class AdaScale(Optimizer):
             raise ValueError(f"Invalid {num_gradients_to_accumulate=}. Must be at least 1.")
         self._require_boundary("set_num_gradients_to_accumulate")
         self._settle()
-        was = self.num_samples
-        self._sampler.accumulation = num_gradients_to_accumulate
+        self._sampler.accumulation, self._sampler.open_ended = num_gradients_to_accumulate, None
         if update_smoothing:
-            self._smoothing = gain_math.count_decay(self.num_samples)
-        if (was == 1) != (self.num_samples == 1):
-            self._averages = self._empty_averages()
+            self._averages.smoothing = gain_math.count_decay(self.num_samples)
+        self._averages.follow_sampler()
         self._sampler.previous = None
         self._sampler.attach()
 
@@ -580,15 +591,36 @@ class AdaScale(Optimizer):
         """Divide the accumulated gradients by the number of passes, where the loss was not (``is_scaled_loss=False``)."""
         if self._sampler.is_scaled_loss:
             raise RuntimeError("is_scaled_loss=True says that the loss was divided already.")
-        grads = self._sampler.step_gradients()
-        if grads:
-            torch._foreach_div_(grads, self._sampler.accumulation)
+        self._sampler.divide_gradients()
 
     def unhook(self) -> None:
         """Stop watching gradients; ``step()`` goes on with the averages as they are."""
         self._sampler.unhook()
 
-    # ---- what the trainer has a share in -------------------------------------------------------------------------
+    # ---- what the trainer and AdaptDL's classes have a share in ---------------------------------------------------
+
+    def set_open_ended_accumulation(self, open_ended: OpenEnded) -> None:
+        """From the next step on, count the backward passes until one reduces gradients, instead of declaring their number.
+
+        S, n and θ then follow from their number, and the gradient is divided by it. Where a step has one gradient sample and
+        the one before had several, or the other way round, the averages restart.
+
+        Args:
+            open_ended: What tells a step's last pass, and S and θ once it is known.
+
+        Raises:
+            ValueError: ``is_scaled_loss=True`` says that the loss is divided by a number that nobody knows yet.
+        """
+        if self._sampler.is_scaled_loss:
+            raise ValueError(
+                "Open-ended accumulation needs AdaScale(..., is_scaled_loss=False): gradients are divided."
+            )
+        self._require_boundary("set_open_ended_accumulation")
+        self._settle()
+        self._sampler.open_ended = open_ended
+        self._sampler.accumulation, self._sampler.scale = 1, open_ended.scale(1)
+        self._sampler.previous = None
+        self._sampler.attach()
 
     @property
     def sample_weights(self) -> Sequence[float] | None:
@@ -601,7 +633,7 @@ class AdaScale(Optimizer):
 
     @property
     def rider(self) -> Callable[[], Tensor] | None:
-        """1-D numbers to sum over workers in the same all-reduce; called once a step. Result: :attr:`rider_sum`."""
+        """Returns 1-D numbers whose sum over workers, in the same all-reduce, is :attr:`rider_sum`; a step calls it once."""
         return self._sampler.rider
 
     @rider.setter
@@ -609,14 +641,20 @@ class AdaScale(Optimizer):
         self._sampler.rider = rider
 
     @property
-    def rider_sum(self) -> Tensor | None:
-        """The last step's :attr:`rider`, summed over workers."""
-        return self._sampler.rider_sum
+    def rider_sum(self) -> Sequence[float]:
+        """The last step's :attr:`rider`, summed over workers; read together with the step's own numbers."""
+        self._settle()
+        return self._last.rider
 
     @property
     def at_boundary(self) -> bool:
         """Whether this is a step boundary: no backward pass since the last step."""
         return self._sampler.at_boundary
+
+    @property
+    def passes(self) -> int:
+        """Backward passes since gradients were last stepped with or cleared."""
+        return self._sampler.passes
 
     def _require_boundary(self, what: str) -> None:
         if not self.at_boundary:
@@ -625,37 +663,14 @@ class AdaScale(Optimizer):
                 "a step boundary, after step() (or zero_grad()) and before the next backward pass."
             )
 
-    def _empty_averages(self) -> Average:
-        # One weight for each group, since a group may be added later.
-        return Average.empty((2, 1 if self._single_gain else len(self.param_groups)), self._sampler.device)
-
-    # ---- averages and gain ---------------------------------------------------------------------------------------
-
     def _with(self, sample: Sample) -> Average:
-        """The averages with this sample in them; computed once, committed by ``step()``."""
-        if sample.averages is None:
-            sample.averages = self._averages
-            if sample.moments is not None:
-                moments = sample.moments
-                if self._clip_samples:
-                    moments = torch.stack([moments[0].clamp(min=self._variance_floor), moments[1].clamp(min=0.0)])
-                use = sample.finite & sample.known
-                sample.averages = self._averages.update(moments, self._decay(), debias=self._debias, use=use)
-        return sample.averages
-
-    def _decay(self) -> float | Tensor:
-        if self._window is None:
-            return self._smoothing
-        previous_gain = torch.full((), self._previous_gain, dtype=torch.float64)
-        total_steps = cast(float, self._total_steps)
-        return gain_math.effective_decay(previous_gain, window=self._window, total_steps=total_steps)
+        """The averages with this sample in them."""
+        if sample.averages is None and self._sampler.open_ended is not None:
+            self._warn_of_single_sample()
+        return self._averages.with_sample(sample, self._previous_gain)
 
     def _know(self, *, committed: bool = False) -> Known:
         """What the averages say, with the gradients in place unless ``committed``: one wait for the device."""
         self._settle()
         sample = self._sampler.sample
-        averages = self._averages if committed or sample is None else self._with(sample)
-        if self._known is None or not self._known.of(averages, self._sampler.scale):
-            numbers = numbers_of(averages, self._sampler.scale, self._variance_floor)
-            self._known = Known.from_numbers(averages, self._sampler.scale, numbers.tolist())
-        return self._known
+        return self._averages.know(self._averages.now if committed or sample is None else self._with(sample))

@@ -16,26 +16,35 @@ from .adascale import AdaScale
 __all__ = ["ShardedGradScaler"]
 
 
-class _Share:
-    """A sharded optimizer as a GradScaler wants to see it: its parameters have the gradients that it will step with."""
+class _Target:
+    """An optimizer of ours as a GradScaler wants to see it: its parameters have the gradients that it will step with.
 
-    def __init__(self, optimizer: Optimizer, oss: OSS) -> None:
+    Attributes:
+        stepped: Whether the scaler has called :meth:`step`.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = ref(optimizer)  # the key that this is kept under
-        self._oss = ref(oss)
+        self.stepped = False
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        oss = self._oss()
-        return [] if oss is None else oss.optim.param_groups
-
-    def discard_gradients(self) -> None:
-        oss = self._oss()
-        if oss is not None:
-            oss.discard_gradients()
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return []
+        oss = _sharded(optimizer)
+        return optimizer.param_groups if oss is None else oss.optim.param_groups
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
+        self.stepped = True
         optimizer = self._optimizer()
         return None if optimizer is None else optimizer.step(*args, **kwargs)
+
+
+def _sharded(optimizer: Optimizer) -> OSS | None:
+    """The optimizer, or the one that it wraps, if it gets its share of the gradients only."""
+    oss = optimizer.wrapped if isinstance(optimizer, AdaScale) else optimizer
+    return oss if isinstance(oss, OSS) and oss.reducer is not None and oss.world_size > 1 else None
 
 
 class ShardedGradScaler(_FSDPGradScaler):
@@ -74,7 +83,7 @@ class ShardedGradScaler(_FSDPGradScaler):
             enabled=enabled,
             process_group=process_group,
         )
-        self._shares: WeakKeyDictionary[Optimizer, _Share] = WeakKeyDictionary()
+        self._targets: WeakKeyDictionary[Optimizer, _Target] = WeakKeyDictionary()
 
     def unscale_(self, optimizer: Any) -> None:
         """Divide the gradients that ``optimizer`` will step with by the loss scale; all workers together."""
@@ -91,17 +100,24 @@ class ShardedGradScaler(_FSDPGradScaler):
         if not self.is_enabled():
             return optimizer.step(*args, **kwargs)
         target = self._target(optimizer)
+        if target is optimizer:
+            return super().step(optimizer, *args, **kwargs)
+        target.stepped = False
         result = super().step(target, *args, **kwargs)
-        if target is not optimizer:
-            target.discard_gradients()  # used up; or, after an overflow, not to be added to
+        if isinstance(optimizer, AdaScale) and not target.stepped:
+            optimizer.skip_step()
+        oss = _sharded(optimizer)
+        if oss is not None:
+            oss.discard_gradients()  # used up; or, after an overflow, not to be added to
         return result
 
     def _target(self, optimizer: Any) -> Any:
         """What torch's scaler is to work on: the optimizer, or its share of the gradients."""
-        oss = optimizer.wrapped if isinstance(optimizer, AdaScale) else optimizer
-        if not (isinstance(oss, OSS) and oss.reducer is not None and oss.world_size > 1):
+        oss = _sharded(optimizer) if isinstance(optimizer, Optimizer) else None
+        if oss is None and not isinstance(optimizer, AdaScale):
             return optimizer
-        oss.reducer.finish_reduction()
-        if optimizer not in self._shares:
-            self._shares[optimizer] = _Share(optimizer, oss)
-        return self._shares[optimizer]
+        if oss is not None and oss.reducer is not None:
+            oss.reducer.finish_reduction()
+        if optimizer not in self._targets:
+            self._targets[optimizer] = _Target(optimizer)
+        return self._targets[optimizer]

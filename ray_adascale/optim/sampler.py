@@ -19,8 +19,9 @@ from ..gain import Average
 from ..measure.ddp import bucket_observer, reduces_in_one_round
 from ..measure.observers import GradientObserver, HookObserver, take_norm
 from ..sharding.oss import OSS, GradientReducer
+from .deferred import LastStep
 
-__all__ = ["GradientSampler", "KeptGradient", "Sample"]
+__all__ = ["GradientSampler", "KeptGradient", "OpenEnded", "Sample"]
 
 
 @dataclass(frozen=True)
@@ -91,22 +92,56 @@ class Sample:
 
     Attributes:
         moments: σ² and μ², ``[2, groups]``, unclipped; None where there is nothing to learn them from.
-        known: Whether they mean anything; bool, 0-dim.
+        usable: Whether they mean anything; bool, 0-dim.
         finite: Whether the step's gradient is; bool, 0-dim.
-        averages: With this sample in them, once somebody asked.
+        rider: What travelled along, summed over workers; None for nothing.
+        averages: The averages with this sample in them, from when they are first wanted; until then None.
     """
 
     moments: Tensor | None
-    known: Tensor
+    usable: Tensor
     finite: Tensor
+    rider: Tensor | None
     averages: Average | None = None
 
     def outcome(self) -> Tensor:
-        """Whether it is finite, and σ² and μ² over all groups (NaN where unknown); float64 ``[3]``."""
-        finite = self.finite.double().reshape(1)
-        if self.moments is None:
-            return torch.cat([finite, torch.full((2,), math.nan, dtype=torch.float64, device=finite.device)])
-        return torch.cat([finite, self.moments.sum(dim=1).masked_fill(~self.known, math.nan)])
+        """What the host is to know of it: whether it is finite, the rider's numbers, σ² and μ² over all groups; float64, 1-D.
+
+        :meth:`unpack` takes it apart.
+        """
+        parts = [self.finite.double().reshape(1)]
+        if self.rider is not None:
+            parts.append(self.rider)
+        if self.moments is not None:
+            parts.append(self.moments.sum(dim=1).masked_fill(~self.usable, math.nan))
+        return torch.cat(parts)
+
+    def unpack(self, numbers: list[float]) -> tuple[LastStep, list[float]]:
+        """What became of the step, from :meth:`outcome` on the host; and the numbers that follow it there."""
+        finite, *numbers = numbers
+        riders = 0 if self.rider is None else len(self.rider)
+        rider, numbers = numbers[:riders], numbers[riders:]
+        sigma2, mu2, rest = math.nan, math.nan, numbers
+        if self.moments is not None:
+            sigma2, mu2, *rest = numbers
+        return LastStep(skipped=not finite, sigma2=sigma2, mu2=mu2, rider=rider), rest
+
+
+@dataclass(frozen=True)
+class OpenEnded:
+    """Open-ended accumulation: a step has as many backward passes as there were when one of them reduced gradients.
+
+    Nobody divides the loss by their number, which is not known before; the reduced gradient is divided by it.
+
+    Attributes:
+        last_pass: Says whether the backward pass that has just ended completes the step; it is asked once in each pass.
+        scale: S of a step of so many passes.
+        smoothing: θ of the moving average, from S and n.
+    """
+
+    last_pass: Callable[[], bool]
+    scale: Callable[[int], float]
+    smoothing: Callable[[float, int], float]
 
 
 class GradientSampler:
@@ -125,11 +160,12 @@ class GradientSampler:
         model: Where norms may be taken of, beside the optimizer's parameters.
 
     Attributes:
-        scale: S. Call :meth:`attach` after a change of this or of ``accumulation``, at a step boundary.
+        scale: S. Call :meth:`attach` after a change of this, of ``accumulation`` or of ``open_ended``, at a step boundary.
         accumulation: Backward passes per optimizer step.
-        weights: Of this worker's sample in each pass; None: all 1/n.
-        rider: 1-D numbers to sum over workers in the same all-reduce; called once a step.
-        rider_sum: The result.
+        open_ended: Where it is set, ``accumulation`` is the passes that are expected from what is known so far of the step
+            under way, and ``scale`` that of the last complete one.
+        weights: w of this worker's gradient sample in each pass; None: all 1/n.
+        rider: Returns 1-D numbers that are summed over workers in the same all-reduce; it is called once in each step.
         observer: Takes the norms; None where there is nothing to measure.
         previous: g_{t−1} of the differenced estimator.
         passes: Backward passes so far in this step.
@@ -158,9 +194,9 @@ class GradientSampler:
         self._model = model
         self.scale = 1.0
         self.accumulation = 1
+        self.open_ended: OpenEnded | None = None
         self.weights: Sequence[float] | None = None
         self.rider: Callable[[], Tensor] | None = None
-        self.rider_sum: Tensor | None = None
         self.observer: GradientObserver | None = None
         self.previous: KeptGradient | None = None
         self._unhooked = False
@@ -184,6 +220,11 @@ class GradientSampler:
     def reducing(self) -> bool:
         """Whether there are other workers to sum over."""
         return self.world_size > 1 and dist.is_available() and dist.is_initialized()
+
+    @property
+    def num_gains(self) -> int:
+        """One for each parameter group, or one for all."""
+        return 1 if self._single_gain else len(self._optimizer.param_groups)
 
     @property
     def params(self) -> list[Tensor]:
@@ -215,18 +256,23 @@ class GradientSampler:
                 "The optimizer's parameters are DTensors. Give AdaScale(..., model=model), the model that fully_shard was "
                 "applied to: gradient samples are measured on its unsharded parameters."
             )
-        if self.num_samples > 1 or self.scale != 1:
+        if self._measures_samples or self.scale != 1:
             groups = [group["params"] for group in self._optimizer.param_groups]
             self.observer = self._fsdp2_observer(groups) if sharded else self._observer_of(groups)
 
+    @property
+    def _measures_samples(self) -> bool:
+        """Whether norms of single gradient samples are wanted: a step has several, or may turn out to have."""
+        return self.num_samples > 1 or self.open_ended is not None
+
     def _observer_of(self, groups: Sequence[Sequence[Tensor]]) -> GradientObserver:
-        local = self.num_samples > 1
+        local, one_pass = self._measures_samples, self.accumulation == 1 and self.open_ended is None
         if self._sharded_gradients:
             self._refuse_precondition("whole gradients on every worker", "or train with DistributedDataParallel")
             oss = cast(OSS, self._optimizer)
-            return cast(GradientReducer, oss.reducer).observe(oss, self, accumulating=self.accumulation > 1)
+            return cast(GradientReducer, oss.reducer).observe(oss, self, accumulating=not one_pass)
         model = self._model
-        if isinstance(model, DistributedDataParallel) and local and self.accumulation == 1 and not self._precondition:
+        if isinstance(model, DistributedDataParallel) and local and one_pass and not self._precondition:
             # Of several passes, a bucket holds the sum; a precondition is of one parameter.
             buckets = bucket_observer(model, groups, self)
             if buckets is not None:
@@ -242,7 +288,7 @@ class GradientSampler:
         from ..measure.fsdp2 import FSDP2Observer  # here, since DTensor takes half a second to import
 
         model = cast(torch.nn.Module, self._model)
-        return FSDP2Observer(groups, self, model=model, world_size=self.world_size, local=self.num_samples > 1)
+        return FSDP2Observer(groups, self, model=model, world_size=self.world_size, local=self._measures_samples)
 
     def _refuse_precondition(self, needs: str, instead: str) -> None:
         if self._precondition is not None:
@@ -259,6 +305,10 @@ class GradientSampler:
         if self.observer is not None:
             self.observer.add_group(self._optimizer.param_groups[-1]["params"])
         self.previous = None
+
+    def load_previous(self, state: dict[str, Tensor]) -> None:
+        """Take g_{t−1} from a state dict's tensors, if it is among them."""
+        self.previous = KeptGradient.from_state(state, self.params, self.device)
 
     def unhook(self) -> None:
         """Stop watching for good."""
@@ -288,7 +338,7 @@ class GradientSampler:
             self._too_many = any(bool(take_norm(grad) != 0) for grad in grads)
 
     def _drop_sample(self) -> None:
-        """The last step was complete and never taken: a GradScaler that found an overflow leaves step() out."""
+        """Forget a complete step that was never taken: a GradScaler that found an overflow leaves step() out."""
         too_many = self._too_many
         self.previous = None
         self.begin_step()
@@ -299,6 +349,8 @@ class GradientSampler:
         """The observer's word that a backward pass has ended on this worker; reduced gradients may yet be on their way."""
         if self.sample is not None:
             self._drop_sample()
+        if self.open_ended is not None:
+            self._count_on_pass(self.open_ended)
         if self.num_samples > 1:
             n = self.num_samples
             weight = 1 / n if self.weights is None else self.weights[self.passes]
@@ -312,16 +364,37 @@ class GradientSampler:
             # Only A is still in parts. Sent off now, it travels behind the last gradients while we wait for those anyway.
             self._sent = self._send([])
 
+    def _count_on_pass(self, open_ended: OpenEnded) -> None:
+        """Expect as many passes as there were with this one, and one more unless it completes the step."""
+        last = open_ended.last_pass()
+        expected = self.passes + (1 if last else 2)
+        if self._mean_sq_norm is not None:
+            self._mean_sq_norm = self._mean_sq_norm * (self.accumulation / expected)  # each pass weighs 1/n
+        self.accumulation = expected
+        if last:
+            scale = open_ended.scale(expected)
+            if scale != self.scale or self.num_samples > 1:
+                self.previous = None  # g_{t−1} counts where both steps are of one sample, from batches of one size
+            self.scale = scale
+
     @torch.no_grad()
     def on_reduced(self, observer: GradientObserver) -> None:
         """The observer's word that reduced gradients are in place, if this was the step's last pass."""
         if self.passes == self.accumulation:
             self.sample = self._gather(observer)
+            if self.open_ended is not None and self.accumulation > 1:
+                self.divide_gradients()
+
+    def divide_gradients(self) -> None:
+        """Divide the gradients by the number of passes that they add up over, where no loss was divided by it."""
+        grads = self.step_gradients()
+        if grads:
+            torch._foreach_div_(grads, self.accumulation)
 
     def complete(self) -> None:
-        """No further pass comes in this step: take part in the reduction, if that is still under way on the others.
+        """Take part in the reduction that is still under way on the others, if one is: no further pass comes in this step.
 
-        To be called before any other collective of theirs.
+        It must be called before any other collective of theirs.
 
         Raises:
             RuntimeError: Passes are missing, or there were too many.
@@ -338,8 +411,8 @@ class GradientSampler:
         if self.observer is not None and self.reducing:
             # A backward pass reached no parameter here: a sample of zero. The others are in the reduction already.
             sample = self._gather(self.observer)
-            if lacks_passes and not bool(sample.known):
-                raise self._too_early()  # everywhere, so it was not that
+            if lacks_passes and not bool(sample.usable):
+                raise self._too_early()  # no worker has seen all passes, so that was not the reason
             self.sample = sample  # a rule may ask for the gain meanwhile
         elif lacks_passes:
             raise self._too_early()
@@ -385,7 +458,8 @@ class GradientSampler:
             if work is not None:
                 work.wait()
             c, vector = both[:groups], both[groups:]
-        a, complete, self.rider_sum = vector[:groups], vector[groups], vector[groups + 1 :]
+        a, complete = vector[:groups], vector[groups]
+        rider = None if self.rider is None else vector[groups + 1 :]
         if not self.is_scaled_loss:
             c = c / self.accumulation**2
         unscale: Tensor | float = 1.0
@@ -395,33 +469,33 @@ class GradientSampler:
             a, c = a * unscale**2, c * unscale**2
         if self._single_gain and groups > 1:
             a, c = a.sum(dim=0, keepdim=True), c.sum(dim=0, keepdim=True)
-        finite, known = torch.isfinite((a + c).sum()), complete > 0
+        finite, usable = torch.isfinite((a + c).sum()), complete > 0
         if not observer.complete:
-            # A gradient of a parameter that was frozen when the hooks were set, or (none of the passes is known) that no
+            # A gradient of a parameter that was frozen when the hooks were set, or (where no pass was seen at all) that no
             # backward pass has made: C counts it and A does not. The step is taken with the averages as they are.
-            return Sample(None, known, finite)
+            return Sample(None, usable, finite, rider)
         if self.num_samples > 1:
             moments = gain_math.gradient_moments(a, c, scale=self.scale, count=self.num_samples)
-            return Sample(torch.stack(moments), known, finite)
+            return Sample(torch.stack(moments), usable, finite, rider)
         if self.scale == 1:
-            return Sample(None, known, finite)
-        return self._differenced(unscale, known, finite)
+            return Sample(None, usable, finite, rider)
+        return self._differenced(unscale, usable, finite, rider)
 
-    def _differenced(self, unscale: Tensor | float, known: Tensor, finite: Tensor) -> Sample:
-        """From this gradient and the last step's, where there is one sample a step."""
+    def _differenced(self, unscale: Tensor | float, usable: Tensor, finite: Tensor, rider: Tensor | None) -> Sample:
+        """The sample of a step that has one gradient sample, from this gradient and the last step's."""
         before = self.previous
         gradient = [None if p.grad is None else _local(p.grad.detach()) * unscale for p in self.params]
         self.previous = KeptGradient(gradient, finite)
         if before is None:
-            return Sample(None, known, finite)
+            return Sample(None, usable, finite, rider)
         products = self.previous.products_with(before, [len(g["params"]) for g in self._optimizer.param_groups])
         if self._single_gain:
             products = products[0].sum(0, keepdim=True), products[1].sum(0, keepdim=True)
         moments = gain_math.differenced_moments(*products, scale=self.scale)
-        return Sample(torch.stack(moments), known & before.finite, finite)
+        return Sample(torch.stack(moments), usable & before.finite, finite, rider)
 
     def _sample_without_passes(self) -> Sample:
-        """Nothing was watched (a lone sample at S = 1, or unhooked): only look whether the gradients are finite."""
+        """Look whether gradients are finite, where nothing more was watched: a lone sample at S = 1, or after :meth:`unhook`."""
         device = self.device
         yes = torch.ones((), dtype=torch.bool, device=device)
         grads = self.step_gradients()
@@ -431,8 +505,7 @@ class GradientSampler:
             flag = finite.float()
             dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._process_group)
             finite = flag > 0
-        self.rider_sum = None if self.rider is None else self.rider()
-        return Sample(None, ~yes, finite)
+        return Sample(None, ~yes, finite, None if self.rider is None else self.rider().to(device, torch.float64))
 
 
 def _all_finite(grads: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""A recipe from one base run, without a search and without Ray: for a schedule that is known already."""
+"""Base runs, at S = 1: their settings and loop, what they leave, and the recipe that is frozen of it, searched or not."""
 
 from __future__ import annotations
 

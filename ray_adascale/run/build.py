@@ -1,4 +1,4 @@
-"""From the model and optimizer of the base batch, as the user built them, to those of a run: checked and wrapped."""
+"""From model and optimizer as the user built them to those of a run: checked, against the recipe too, and wrapped."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def wrap(
     if sharding == "fsdp2":
         if config.precision == "fp16":
             raise ValueError("AdaScaleConfig(sharding='fsdp2', precision='fp16') is not supported. Use 'bf16'.")
-        from ..measure.fsdp2 import shard_model  # here, since DTensor takes most of a second to import
+        from ..sharding.fsdp2 import shard_model  # here, since DTensor takes most of a second to import
 
         shard_model(module, optimizer, device)
         names = parameter_names(module, optimizer)

@@ -22,15 +22,13 @@ from ..config import AdaScaleConfig
 from ..data import make_source, to_device
 from ..data.order import ExampleOrder
 from ..data.source import BatchSource, MicroBatch
-from ..gain import plain_noise_scale
-from ..optim.deferred import HostCopy
 from ..recipe import Recipe
 from ..sharding.sharded_ddp import ShardedDataParallel
 from ..workload import Workload, with_unit
 from .backend import Backend, LocalBackend, Outcome
 from .build import check_built, check_recipe, check_rule, wrap
 from .due import Clocks, Due
-from .metrics import plain_numbers, too_large_for_the_noise
+from .metrics import plain_numbers, step_metrics, too_large_for_the_noise
 from .saver import Boundary, Content, Saver
 from .schedule import BaseSchedule, EffectiveSchedule
 from .snapshot import LoopState, Snapshot, log_start
@@ -41,20 +39,16 @@ __all__ = ["Run"]
 
 @dataclass(frozen=True)
 class _Unread:
-    """An optimizer step whose numbers may be on their way to the host.
+    """An optimizer step of which the host may not know yet what became of it.
 
     Attributes:
-        numbers: Its loss over all workers; then what is due, unless that is known.
-        due: What is due after it, for all workers.
-        taken: False for a step that a GradScaler left out; None: ask the optimizer.
+        due: What is due after it; None on several workers, who tell each other with the step's numbers.
         lr: The schedule's.
         row: What its row in the trace begins with: its number, the start of the run, and the position in the data.
         own: The user's metrics.
     """
 
-    numbers: HostCopy
     due: Due | None
-    taken: bool | None
     lr: float
     row: dict[str, Any]
     own: dict[str, Any]
@@ -145,8 +139,7 @@ class Run:
         wrapped = wrap(self.module, optimizer, config, self.plan, device=self.backend.device, total_steps=total_steps)
         self.model, self.optimizer, self.scaler = wrapped.model, wrapped.optimizer, wrapped.scaler
         self._fully_sharded = wrapped.sharding == "fsdp2"
-        if distributed:
-            self.optimizer.rider = self._rider
+        self.optimizer.rider = self._rider
 
         self.state = LoopState()
         """Step counts and metrics so far, as they go into a checkpoint."""
@@ -243,9 +236,8 @@ class Run:
     @property
     def progress(self) -> float:
         """Σ r over the optimizer steps: τ under AdaScale's own rule; AdaptDL's ``progress`` under every rule."""
-        unread = self._unread
-        taken = unread is not None and self._was_taken(unread)
-        return self.state.progress + (self.optimizer.last_gain if taken else 0.0)
+        unread = self._unread is not None and not self.optimizer.last_step_skipped
+        return self.state.progress + (self.optimizer.last_gain if unread else 0.0)
 
     @property
     def stopped(self) -> str | None:
@@ -411,22 +403,19 @@ class Run:
             self.clip_grad_norm_(self.config.grad_clip)
         self._read()  # the step before, which says what LR this one has
         lr = self.schedule.lrs[0]
-        taken = None
         if self.scaler is not None:
-            steps_before = self.optimizer.steps
             self.scaler.step(self.optimizer)
             self.scaler.update()
-            taken = self.optimizer.steps > steps_before
         else:
             self.optimizer.step()
-        numbers, due = self._shared()
+        due = self._my_due() if self.plan.world_size == 1 else None
         self.optimizer.zero_grad()
         self._batch, self._unscaled = None, False
         self.source.commit()
         self.state.iterations += 1
         self._clocks.took(self.plan.global_batch_size)
         row = {"step": self.state.iterations, "attempt": self.state.attempt, "position": self.source.position}
-        self._unread = _Unread(HostCopy(numbers), due, taken, lr, row, own)
+        self._unread = _Unread(due, lr, row, own)
         if self._must_read():
             self._read()
             due, self._due = self._due, None
@@ -450,24 +439,21 @@ class Run:
         step, self._unread = self._unread, None
         if step is None:
             return
-        loss, *shared = step.numbers.read()
+        loss, *shared = self.optimizer.rider_sum
         due = step.due or Due(*shared)
         self._due = due if self._due is None else due.together_with(self._due)
-        if self._was_taken(step):
+        if not self.optimizer.last_step_skipped:
             self.state.nonfinite = 0
             self.state.progress += self.optimizer.last_gain
             self.schedule.advance_to(self.effective_steps)
         else:
             self._count_nonfinite(loss, step.row["step"])
         metrics = self._metrics(step.own.get("loss", loss), step.lr)
+        self._warn_about_noise(metrics)
         self.state.metrics = {**metrics, **self.state.recorded}
         self._log.step({**step.row, **metrics, **step.own})
         if self.backend.rank == 0:
             self.backend.observe(self._outcome())
-
-    def _was_taken(self, step: _Unread) -> bool:
-        """Whether the last optimizer step was one, and not left out for a gradient that was not finite."""
-        return not self.optimizer.last_step_skipped if step.taken is None else step.taken
 
     def _outcome(self) -> Outcome:
         return Outcome(
@@ -498,18 +484,13 @@ class Run:
         if tell or (due.report and not due.busy) or save:
             self._report(save=save or (tell and self.backend.saves_evaluations))
 
-    def _shared(self) -> tuple[Tensor, Due | None]:
-        """The step's loss over all workers, and what is due for them; both in one tensor, if they are summed."""
-        if self.plan.world_size == 1:
-            return self._loss.reshape(1).clone(), self._my_due()
-        assert self.optimizer.rider_sum is not None
-        return self.optimizer.rider_sum, None
-
     def _my_due(self) -> Due:
         return self._clocks.due(in_flight=self._saver.in_flight, busy=self._saver.busy)
 
     def _rider(self) -> Tensor:
-        """What travels with a step's statistics, to be summed over workers."""
+        """What travels with a step's statistics, to be summed over workers: the loss, and what is due by this worker."""
+        if self.plan.world_size == 1:
+            return self._loss.reshape(1)
         # Filled in place on the device: a copy from the host would wait for it.
         return torch.stack([self._loss, *(torch.full_like(self._loss, flag) for flag in self._my_due())])
 
@@ -525,33 +506,21 @@ class Run:
             )
 
     def _metrics(self, loss: float, lr: float) -> dict[str, Any]:
-        sigma2, mu2 = self.optimizer.average_moments()
-        if math.isnan(sigma2) and self._probed is not None:
-            sigma2, mu2 = self._probed
-        noise = plain_noise_scale(sigma2, mu2, self.plan.base_batch_size)
-        gain, scale = self.optimizer.last_gain, self.plan.scale
-        self._warn_about_noise(noise, gain)
-        return {
-            "gain": gain,
-            "scale": scale,
-            "effective_steps": self.effective_steps,
-            "progress": self.state.progress,
-            "lr": lr,
-            "loss": loss,
-            "sigma2": sigma2,
-            "mu2": mu2,
-            "noise_scale": noise,
-            "efficiency": gain / scale,
-            "examples_per_s": self._clocks.examples_per_s,
-            "optimizer_steps": self.optimizer.steps,
-            "world_size": self.plan.world_size,
-        }
+        return step_metrics(
+            self.optimizer,
+            self.plan,
+            loss=loss,
+            lr=lr,
+            progress=self.state.progress,
+            examples_per_s=self._clocks.examples_per_s,
+            probed=self._probed,
+        )
 
-    def _warn_about_noise(self, noise: float, gain: float) -> None:
-        settled = self.effective_steps >= self.config.averaging_window * self.total_steps
+    def _warn_about_noise(self, metrics: Mapping[str, Any]) -> None:
+        noise, settled = metrics["noise_scale"], self.effective_steps >= self.config.averaging_window * self.total_steps
         if self._warned_noise or not settled or math.isnan(noise) or self.backend.rank != 0:
             return
-        warning = too_large_for_the_noise(self.plan, noise, gain)
+        warning = too_large_for_the_noise(self.plan, noise, metrics["gain"])
         if warning is not None:
             self._warned_noise = True
             warnings.warn(warning, stacklevel=4)

@@ -1,4 +1,4 @@
-"""The effective-step clock: a learning-rate schedule tuned at the base batch, driven by τ instead of by steps.
+"""The LR schedule of the base run, driven by τ instead of by steps, and how two of them are compared.
 
 The base run takes step ``t`` (0-based) after a certain number of ``scheduler.step()`` calls. At scale, the optimizer
 step that begins at effective step τ must see the learning rates (and momenta) of base step ⌊τ⌋, so that many calls are

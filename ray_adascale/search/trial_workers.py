@@ -18,7 +18,7 @@ from ray.util.queue import Empty, Queue
 from ..recipe import NoiseProbe
 from ..run.backend import Outcome
 from ..train.backend import RayTrainBackend
-from ..train.cluster import build_on_worker, worker_failure
+from ..train.cluster import WORKER_TIMEOUT_S, build_on_worker, worker_failure
 from .trial import Collected, TrialSetup, building, make_run
 
 __all__ = ["OnWorkers"]
@@ -55,7 +55,7 @@ class OnWorkers(TrialSetup):
                 storage_path=self.folder,
                 checkpoint_config=ray.train.CheckpointConfig(num_to_keep=1),
             ),
-            torch_config=TorchConfig(timeout_s=300),  # as in AdaScaleTrainer
+            torch_config=TorchConfig(timeout_s=WORKER_TIMEOUT_S),
         )
         ended: list[ray.train.Result | BaseException] = []
 

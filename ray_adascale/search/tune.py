@@ -21,6 +21,7 @@ from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import BasicVariantGenerator
 from ray.util.annotations import PublicAPI
 
+from .._files import absolute
 from ..config import AdaScaleConfig
 from ..recipe import Recipe, Repeat
 from ..run.base_run import BaseResult, freeze
@@ -149,7 +150,7 @@ def tune_recipe(
     quiet_init()
     run_config = tune.RunConfig(
         name=name,
-        storage_path=_absolute(storage_path),
+        storage_path=None if storage_path is None else absolute(storage_path),
         checkpoint_config=tune.CheckpointConfig(num_to_keep=1),
         verbose=0,
     )
@@ -343,14 +344,6 @@ def _ranking(trials: list[Finished]) -> list[tuple[Finished, BaseResult]]:
         f"No trial reached the end: {len(failed)} of {len(trials)} failed{others}. {told}, {example.trial_id} at "
         f"{describe_config(example.config)}: {line}"
     ) from example.error
-
-
-def _absolute(storage_path: str | os.PathLike[str] | None) -> str | None:
-    """The path made absolute, as Ray changes the working directory of its processes; a URI stays as it is."""
-    if storage_path is None:
-        return None
-    path = os.fspath(storage_path)
-    return path if "://" in path else os.path.abspath(os.path.expanduser(path))
 
 
 def _warn_where_nothing_fits(resources: Mapping[str, float]) -> None:

@@ -21,7 +21,7 @@ from .._torch import as_bytes, global_rank
 __all__ = ["Buffers", "Reduction", "gather_shards"]
 
 
-_TAG = 7_451  # of messages that are no collective, apart from the user's own
+_TAG = 7_451  # tells messages that are no collective from the user's own
 
 
 def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str:
@@ -108,7 +108,7 @@ class Reduction:
             ]
 
     def wait(self, out: Tensor) -> None:
-        """The sum of this worker's shard, into ``out`` (which may be of another dtype)."""
+        """Wait for the sum of this worker's shard, and put it into ``out``, which may be of another dtype."""
         for work in self._works:
             work.wait()
         if len(self._summands) == 2 and out.dtype == self._summands.dtype:

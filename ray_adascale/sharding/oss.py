@@ -97,7 +97,7 @@ def has_state(optimizer: Optimizer) -> bool:
 
 
 class GradientReducer(Protocol):
-    """Who leaves every worker with the gradient of its own fragments only (ShardedDataParallel)."""
+    """What leaves every worker with the gradient of its own fragments only (ShardedDataParallel)."""
 
     def finish_reduction(self) -> None:
         """Reduce what this step's backward passes left behind, if that has not happened."""
@@ -106,7 +106,7 @@ class GradientReducer(Protocol):
         """Forget gradients, reduced or not."""
 
     def observe(self, optimizer: OSS, listener: PassListener, *, accumulating: bool) -> GradientObserver:
-        """Take norms of the optimizer's gradients from now on; ``accumulating``: of several passes a step."""
+        """Take norms of the optimizer's gradients from now on; with ``accumulating``, a step has several passes."""
 
 
 class OSS(Optimizer):
@@ -171,7 +171,7 @@ class OSS(Optimizer):
         return self
 
     def _shard(self, optimizer: Optimizer, group: dist.ProcessGroup | None, bucket_numel: int) -> None:
-        # A mark on the class, which says why: that class stands above this module, and on an instance AdaScale hands on names.
+        # AdaScale, which stands above this module, says on its class why it can't be sharded.
         refusal: str | None = getattr(type(optimizer), "refuses_sharding", None)
         if refusal is not None:
             raise ValueError(refusal)
@@ -316,7 +316,7 @@ class OSS(Optimizer):
         self._full_state = None
 
     def refresh_trainable(self) -> None:
-        """FairScale's; here freezing and unfreezing need no call. The split stays, so that no state has to move."""
+        """Does nothing: unlike in FairScale, freezing and unfreezing need no call. The split stays, so no state has to move."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._source.zero_grad(set_to_none=set_to_none)
@@ -500,7 +500,7 @@ class OSS(Optimizer):
             self._full_state = states
 
     def _move(self, owner: int, recipient: int, source: Tensor | None, into: Tensor | None, payload: list[Any]) -> None:
-        """One tensor, or part of it, from its owner to the recipient."""
+        """Bring one tensor, or part of it, from its owner to the recipient."""
         if owner == recipient or self.world_size == 1:
             if source is not None and into is not None:
                 into.copy_(source)

@@ -273,7 +273,7 @@ class ShardedDataParallel(nn.Module):
 
     @torch.no_grad()
     def _broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Rank 0's values to all, those of one dtype and device in one message."""
+        """Send rank 0's values to all, those of one dtype and device in one message."""
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for tensor in tensors:
             if tensor.numel():
@@ -398,7 +398,7 @@ class ShardedDataParallel(nn.Module):
         self._begin_pass()
         self._advance(to_the_end=True)
         for observer in self._observers.values():
-            observer.local_sq_norms()  # that was no gradient sample
+            observer.local_sq_norms()  # drops them, since that was no gradient sample
         self._wait()
 
     def discard(self, optimizer: OSS | None = None) -> None:
@@ -409,7 +409,7 @@ class ShardedDataParallel(nn.Module):
         for of in self._optimizers if optimizer is None else [optimizer]:
             self._reduced.discard(id(of))
             if id(of) in self._observers:
-                self._observers[id(of)].local_sq_norms()  # of a pass that did not come to its end
+                self._observers[id(of)].local_sq_norms()  # drops those of a pass that did not come to its end
             for bucket in self._buckets_of(of):
                 bucket.discard()
             if self._world_size == 1:
@@ -418,10 +418,10 @@ class ShardedDataParallel(nn.Module):
 
 
 class _Part:
-    """What one of several optimizers sees of it: another one's gradients are not its to forget."""
+    """What one of several optimizers sees of a ShardedDataParallel: another one's gradients are not its to forget."""
 
     def __init__(self, owner: ShardedDataParallel, optimizer: OSS) -> None:
-        self._owner, self._optimizer = weakref.proxy(owner), optimizer  # which it holds anyway
+        self._owner, self._optimizer = weakref.proxy(owner), optimizer  # the owner holds the optimizer anyway
 
     def finish_reduction(self) -> None:
         self._owner.finish_reduction(self._optimizer)

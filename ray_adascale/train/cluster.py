@@ -1,4 +1,4 @@
-"""Small things that training and search both need of Ray."""
+"""What runs and searches both need of Ray: to connect, to send functions, to build on a worker, to tell who failed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from ray import cloudpickle
 from ..checkpoint.rng import seed_everything
 from ..workload import Workload, WorkloadFn, build
 
-__all__ = ["build_on_worker", "is_rays", "pickle_by_value", "quiet_init", "worker_failure"]
+__all__ = ["WORKER_TIMEOUT_S", "build_on_worker", "is_rays", "pickle_by_value", "quiet_init", "worker_failure"]
+
+WORKER_TIMEOUT_S = 300
+"""How long workers wait for one that hangs. Ray's own default would let them wait half an hour for one that died."""
 
 _F = TypeVar("_F", bound=Callable[..., object])
 

@@ -1,4 +1,4 @@
-"""Ray Train: :func:`prepare` for a loop of one's own, :class:`AdaScaleTrainer` for a workload without a loop."""
+"""Ray Train: ``prepare`` for a loop of one's own, ``AdaScaleTrainer`` for a workload without a loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..recipe import Recipe
 from ..run.loop import Run
 from ..workload import WorkloadFn
 from .backend import Board, RayTrainBackend
-from .cluster import build_on_worker, pickle_by_value, quiet_init
+from .cluster import WORKER_TIMEOUT_S, build_on_worker, pickle_by_value, quiet_init
 
 __all__ = ["AdaScaleTrainer", "prepare"]
 
@@ -69,13 +69,13 @@ def prepare(
     )
 
 
-def _train_workload(settings: dict[str, Any]) -> dict[str, Any]:
+def _train_workload(job: dict[str, Any]) -> dict[str, Any]:
     """What each worker of an :class:`AdaScaleTrainer` runs; rank 0's return value is the result's."""
-    config: AdaScaleConfig = settings["config"]
+    config: AdaScaleConfig = job["config"]
     backend = RayTrainBackend()
-    backend.board = settings["board"]
-    workload = build_on_worker(settings["workload"], settings["hyperparameters"], config.seed, backend.rank)
-    run = Run.of(workload, config, recipe=settings["recipe"], backend=backend)
+    backend.board = job["board"]
+    workload = build_on_worker(job["workload"], job["hyperparameters"], config.seed, backend.rank)
+    run = Run.of(workload, config, recipe=job["recipe"], backend=backend)
     for batch in run:
         run.backward(workload.loss_fn(run.model, batch))
         run.step()
@@ -137,7 +137,7 @@ class AdaScaleTrainer(TorchTrainer):
         if config.total_epochs is None:
             config.resolve_total_steps(None)
         self._progress = progress
-        self._settings: dict[str, Any] = {
+        self._job: dict[str, Any] = {
             "workload": pickle_by_value(workload),
             "hyperparameters": {**(recipe.hyperparameters if recipe is not None else {}), **(hyperparameters or {})},
             "config": config,
@@ -146,11 +146,10 @@ class AdaScaleTrainer(TorchTrainer):
         }
         super().__init__(
             _train_workload,
-            train_loop_config=self._settings,
+            train_loop_config=self._job,
             scaling_config=scaling_config,
             run_config=run_config,
-            # Ray's own default would let the others wait half an hour for a worker that died.
-            torch_config=ray.train.torch.TorchConfig(timeout_s=300) if torch_config is None else torch_config,
+            torch_config=torch_config or ray.train.torch.TorchConfig(timeout_s=WORKER_TIMEOUT_S),
         )
 
     def fit(self) -> ray.train.Result:
@@ -167,12 +166,12 @@ class AdaScaleTrainer(TorchTrainer):
 
         quiet_init()
         board = Board.remote()  # type: ignore[attr-defined]
-        self._settings["board"] = board
+        self._job["board"] = board
         try:
             with RunDisplay(lambda: ray.get(board.get.remote(), timeout=5), label=str(self.run_config.name)):
                 return self._fit()
         finally:
-            self._settings["board"] = None
+            self._job["board"] = None
             ray.kill(board)
 
     def _fit(self) -> ray.train.Result:

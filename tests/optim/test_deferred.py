@@ -330,6 +330,46 @@ def test_the_host_reads_once_in_a_step_of_another_optimizer(
     assert len(_reads(wrapped(model, fused=False, **settings), model, monkeypatch)) == 1
 
 
+@pytest.mark.parametrize("settings", SETTINGS[:3], ids=str)
+@pytest.mark.parametrize("fused", [False, True], ids=["host", "device"])
+def test_what_rides_along_is_read_with_the_step(
+    settings: dict[str, Any], fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model()
+    adascale = wrapped(model, fused=fused, **settings)
+    rows = torch.tensor([[0.1, -2.0], [3.0, math.inf], [0.1 + 0.2, 5e-324]], dtype=torch.float64)
+    sent = iter(rows.unbind())
+    adascale.rider = lambda: next(sent)
+    assert list(adascale.rider_sum) == []
+    assert len(_reads(adascale, model, monkeypatch)) == (not fused)
+    assert list(adascale.rider_sum) == [0.1 + 0.2, 5e-324]  # the third step's, to the bit
+    assert adascale.steps == 3  # ∞ in what rides along is no gradient's
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["host", "device"])
+def test_a_step_that_is_left_out_changes_nothing_and_tells_what_rode_along(fused: bool) -> None:
+    model = make_model()
+    adascale = wrapped(model, fused=fused)
+    train(adascale, model, batches(4))
+    before, clock, at = weights(model).clone(), adascale.effective_steps, adascale.average_moments()
+    adascale.rider = lambda: torch.tensor([7.0], dtype=torch.float64)
+    backward(model, batches(2))
+    adascale.skip_step()
+    assert adascale.last_step_skipped
+    assert list(adascale.rider_sum) == [7.0]
+    assert (adascale.effective_steps, adascale.steps, adascale.average_moments()) == (clock, 2, at)
+    assert torch.equal(weights(model), before)
+    assert adascale.at_boundary
+    adascale.zero_grad()
+    backward(model, batches(1))
+    with pytest.raises(RuntimeError, match="after 1 of 2 backward passes"):
+        adascale.skip_step()
+    adascale.zero_grad()
+    train(adascale, model, batches(2))
+    assert not adascale.last_step_skipped
+    assert adascale.steps == 3
+
+
 def test_a_grad_scaler_reads_once_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model().float()
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from ray_adascale.config import AdaScaleConfig
-from ray_adascale.run.metrics import plain_numbers, too_large_for_the_noise
+from ray_adascale.run.metrics import METRICS, plain_numbers, step_metrics, too_large_for_the_noise
 
 
 def test_tensors_and_numpy_scalars_are_read_out() -> None:
@@ -32,3 +36,40 @@ def test_a_batch_beyond_the_noise_scale_is_too_large_but_not_at_the_base_batch()
     assert too_large_for_the_noise(plan, 64.0, 2.0) is None
     base = AdaScaleConfig(base_batch_size=8, total_steps=10, per_worker_batch_size=8).plan(1)
     assert too_large_for_the_noise(base, 1.0, 1.0) is None
+
+
+@pytest.mark.parametrize(
+    ("averaged", "probed", "sigma2", "mu2", "noise"),
+    [
+        ((6.0, 2.0), None, 6.0, 2.0, 24.0),
+        ((6.0, 2.0), (1.0, 1.0), 6.0, 2.0, 24.0),  # a probe is for where the steps show nothing
+        ((math.nan, math.nan), (1.0, 4.0), 1.0, 4.0, 2.0),
+        ((math.nan, math.nan), None, math.nan, math.nan, math.nan),
+        ((6.0, 0.0), None, 6.0, 0.0, math.inf),
+    ],
+)
+def test_a_steps_metrics(averaged: Any, probed: Any, sigma2: float, mu2: float, noise: float) -> None:
+    optimizer: Any = SimpleNamespace(average_moments=lambda: averaged, last_gain=3.0, effective_steps=7.5, steps=3)
+    plan = AdaScaleConfig(base_batch_size=8, total_steps=10, per_worker_batch_size=16).plan(2)
+    found = step_metrics(optimizer, plan, loss=0.5, lr=0.1, progress=7.0, examples_per_s=90.0, probed=probed)
+    assert tuple(found) == METRICS
+    assert found == pytest.approx(
+        {
+            "gain": 3.0,
+            "scale": 4.0,
+            "effective_steps": 7.5,
+            "progress": 7.0,
+            "lr": 0.1,
+            "loss": 0.5,
+            "sigma2": sigma2,
+            "mu2": mu2,
+            "noise_scale": noise,
+            "efficiency": 0.75,
+            "examples_per_s": 90.0,
+            "optimizer_steps": 3,
+            "world_size": 2,
+        },
+        rel=0,
+        abs=0,
+        nan_ok=True,
+    )

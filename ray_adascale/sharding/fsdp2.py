@@ -1,0 +1,51 @@
+"""A model sharded with FSDP2 (``torch.distributed.fsdp.fully_shard``), and its optimizer with it.
+
+To import this takes most of a second, for DTensor: only who shards a model so does it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+__all__ = ["shard_model"]
+
+# Elements of a block from which on it is gathered by itself: smaller ones are not worth a message of their own.
+_BLOCK_NUMEL = 1 << 20
+
+
+def shard_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Apply ``fully_shard`` to a plain model over all workers, and hand the shards to an optimizer built on it. Collective.
+
+    Every large element of a ``ModuleList`` or ``Sequential`` is gathered by itself, the rest with the root. Rank 0's values
+    count. A model to which ``fully_shard`` was applied already is left as it is.
+
+    Raises:
+        ValueError: The optimizer has state already, or parameters that are not the model's.
+    """
+    if isinstance(model, FSDPModule):
+        return
+    if optimizer.state:
+        raise ValueError(
+            "The optimizer has state already. Shard the model before its first step, or apply fully_shard to it."
+        )
+    names = {param: name for name, param in model.named_parameters()}
+    for group in optimizer.param_groups:
+        if any(param not in names for param in group["params"]):
+            raise ValueError("sharding='fsdp2' needs an optimizer of the model's parameters alone.")
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            dist.broadcast(tensor.detach(), 0)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for container in reversed(list(model.modules())):  # the innermost first
+        for block in container.children() if isinstance(container, nn.ModuleList | nn.Sequential) else ():
+            large = sum(p.numel() for p in block.parameters()) >= _BLOCK_NUMEL
+            if large and not isinstance(block, FSDPModule | nn.ModuleList):
+                fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    sharded = dict(model.named_parameters())
+    for group in optimizer.param_groups:
+        group["params"] = [sharded[names[param]] for param in group["params"]]
