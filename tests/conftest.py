@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 # Before Ray is imported anywhere: quick polls, nothing that a test does not look at.
 os.environ.update(
@@ -38,6 +40,23 @@ def pool() -> Iterator[Callable[[int], ProcessPool]]:
     yield get
     for p in pools.values():
         p.close()
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Iterator[Any]:
+    """``write(name, text)`` makes a file and returns its path; what the test imported from there is forgotten."""
+    path_before, modules_before = list(sys.path), set(sys.modules)
+
+    def put(name: str, text: str) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    yield put
+    sys.path[:] = path_before
+    for name in set(sys.modules) - modules_before:
+        del sys.modules[name]
 
 
 @pytest.fixture(scope="session")

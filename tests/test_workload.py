@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import functools
 import pickle
-import subprocess
 import sys
 import traceback
 from collections.abc import Iterator
@@ -11,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from ray import cloudpickle
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ChainedScheduler, ReduceLROnPlateau, StepLR
 from torch.utils.data import IterableDataset
 
-from ray_adascale.train.cluster import pickle_by_value
 from ray_adascale.workload import Workload, build, resolve
 
 
@@ -135,23 +131,6 @@ def test_build_says_what_came_back() -> None:
 # --- resolve ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def write(tmp_path: Path) -> Iterator[Any]:
-    """write(name, text) -> path; forgets what the test imported from there."""
-    path_before, modules_before = list(sys.path), set(sys.modules)
-
-    def put(name: str, text: str) -> Path:
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        return path
-
-    yield put
-    sys.path[:] = path_before
-    for name in set(sys.modules) - modules_before:
-        del sys.modules[name]
-
-
 def test_a_file_is_imported_by_its_name_and_finds_its_neighbours(write: Any) -> None:
     write("w_neighbour.py", "answer = 42\n")
     path = write("w_plain.py", "from w_neighbour import answer\ndef workload(config): return answer\n")
@@ -236,61 +215,3 @@ def test_a_failing_import_keeps_its_traceback(write: Any, name: str, text: str, 
     assert isinstance(caught.value.__cause__, cause)
     assert name in "".join(traceback.format_exception(caught.value))
     assert set(sys.modules) == before
-
-
-COUNTING = """
-import pathlib
-with (pathlib.Path(__file__).parent / "imports").open("a") as file:
-    file.write("x")
-RATE = 0.5
-param_space = {"lr": RATE}
-def workload(config): return RATE
-"""
-
-
-@pytest.mark.parametrize("name", ["w_counting.py", "w-counting.py"])
-def test_what_a_file_does_at_import_is_done_once_and_on_no_worker(write: Any, tmp_path: Path, name: str) -> None:
-    path = write(name, COUNTING)
-    assert resolve(f"{path}:param_space") == {"lr": 0.5}
-    function = pickle_by_value(resolve(f"{path}:workload"))
-    try:
-        sent = cloudpickle.dumps(function)
-    finally:
-        if function.__module__ in sys.modules:
-            cloudpickle.unregister_pickle_by_value(sys.modules[function.__module__])
-    worker = "import pickle, sys; sys.stdout.write(str(pickle.load(sys.stdin.buffer)({})))"
-    ran = subprocess.run([sys.executable, "-c", worker], input=sent, capture_output=True, cwd=tmp_path, check=True)
-    assert ran.stdout == b"0.5"
-    assert (tmp_path / "imports").read_text() == "x"
-
-
-CACHED = """
-import functools
-calls = []
-@functools.lru_cache(maxsize=7)
-def data(): calls.append(1); return 0.5
-def workload(config): return data() + data() + len(calls)
-"""
-
-
-def test_a_cached_function_of_the_file_goes_to_the_workers_too(write: Any, tmp_path: Path) -> None:
-    function = pickle_by_value(resolve(f"{write('w_cached.py', CACHED)}:workload"))
-    try:
-        sent = cloudpickle.dumps(function)
-    finally:
-        cloudpickle.unregister_pickle_by_value(sys.modules[function.__module__])
-    # Train's controller sends it on.
-    worker = (
-        "import sys; from ray import cloudpickle as c; f = c.loads(c.dumps(c.load(sys.stdin.buffer))); print(f({}))"
-    )
-    ran = subprocess.run([sys.executable, "-c", worker], input=sent, capture_output=True, cwd=tmp_path, check=True)
-    assert ran.stdout.split() == [b"2.0"]
-
-
-def test_cached_functions_that_can_be_imported_are_pickled_by_name() -> None:
-    assert pickle.loads(pickle.dumps(cached_here)) is cached_here
-
-
-@functools.cache
-def cached_here() -> int:
-    return 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -176,7 +177,20 @@ def test_the_picture_is_made_from_the_list() -> None:
     assert house.BEGIN in page
     assert house.BEGIN_SENTENCES in page
     assert house.page() == page, "stale: run `make docs`"
-    assert page == house.page()
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_files_that_the_map_names_are_there(page: str) -> None:
+    """From the repository or from the package; a bare name is in the folder of the one before it in the cell or sentence."""
+    named = 0
+    for part in re.split(r"\||\n\n|\. ", (ROOT / page).read_text(encoding="utf-8")):
+        folders = [ROOT, ROOT / PACKAGE]
+        for name in re.findall(r"`(\w[\w./]*(?:\.py|/))`", part):
+            there = [folder / name for folder in folders if (folder / name).exists()]
+            assert there, f"{name} in: {part}"
+            folders = [*folders[:2], there[-1] if there[-1].is_dir() else there[-1].parent]
+            named += 1
+    assert named > 5
 
 
 # ---- the arrows ------------------------------------------------------------------------------------------------------
