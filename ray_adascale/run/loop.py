@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -45,13 +46,15 @@ class _Unread:
         due: What is due after it; None on several workers, who tell each other with the step's numbers.
         lr: The schedule's.
         row: What its row in the trace begins with: its number, the start of the run, and the position in the data.
-        own: The user's metrics.
+        own: The user's metrics of this step.
+        recorded: The user's metrics so far.
     """
 
     due: Due | None
     lr: float
     row: dict[str, Any]
     own: dict[str, Any]
+    recorded: dict[str, Any]
 
 
 class Run:
@@ -139,7 +142,10 @@ class Run:
         wrapped = wrap(self.module, optimizer, config, self.plan, device=self.backend.device, total_steps=total_steps)
         self.model, self.optimizer, self.scaler = wrapped.model, wrapped.optimizer, wrapped.scaler
         self._fully_sharded = wrapped.sharding == "fsdp2"
-        self.optimizer.rider = self._rider
+        rider = weakref.WeakMethod(
+            self._rider
+        )  # or a run that nobody needs any more would wait for the garbage collector
+        self.optimizer.rider = lambda: rider()()  # type: ignore[misc]
 
         self.state = LoopState()
         """Step counts and metrics so far, as they go into a checkpoint."""
@@ -415,7 +421,7 @@ class Run:
         self.state.iterations += 1
         self._clocks.took(self.plan.global_batch_size)
         row = {"step": self.state.iterations, "attempt": self.state.attempt, "position": self.source.position}
-        self._unread = _Unread(due, lr, row, own)
+        self._unread = _Unread(due, lr, row, own, dict(self.state.recorded))
         if self._must_read():
             self._read()
             due, self._due = self._due, None
@@ -450,7 +456,7 @@ class Run:
             self._count_nonfinite(loss, step.row["step"])
         metrics = self._metrics(step.own.get("loss", loss), step.lr)
         self._warn_about_noise(metrics)
-        self.state.metrics = {**metrics, **self.state.recorded}
+        self.state.metrics = {**metrics, **step.recorded}
         self._log.step({**step.row, **metrics, **step.own})
         if self.backend.rank == 0:
             self.backend.observe(self._outcome())

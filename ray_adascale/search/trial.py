@@ -173,13 +173,12 @@ class _TuneBackend(Backend):
     """One trial, in one process. Reports to Tune whenever the run has evaluated, and at its end."""
 
     keeps_trace = False
-    saves_end = False  # nobody resumes a trial that is done
 
     def __init__(self, collected: Collected, *, checkpoints: bool) -> None:
         self.rank, self.world_size = 0, 1
         cuda = torch.cuda.is_available()  # Ray shows a trial only the GPUs that it was given
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        self.saves_evaluations = checkpoints
+        self.saves_evaluations = self.saves_end = checkpoints  # a trial may be paused at its last report, too
         self._collected = collected
 
     @contextmanager
@@ -197,12 +196,12 @@ class _TuneBackend(Backend):
         return Path(tempfile.mkdtemp(prefix=f"ray_adascale-trial-{step}-"))
 
     def report(self, outcome: Outcome, folder: Path | None) -> None:
-        report = self._collected.report(outcome)
         if folder is None:
-            tune.report(report)
+            tune.report(self._collected.report(outcome))
             return
-        self._collected.save(folder)
         try:
+            report = self._collected.report(outcome)
+            self._collected.save(folder)
             tune.report(report, checkpoint=tune.Checkpoint.from_directory(str(folder)))
         finally:
             shutil.rmtree(folder, ignore_errors=True)

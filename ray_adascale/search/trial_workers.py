@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -115,14 +116,19 @@ class _TrialBackend(RayTrainBackend):
 
     def report(self, outcome: Outcome, folder: Path | None) -> None:
         collected = self.collected
-        if collected is not None:
-            # A checkpoint may come between two evaluations, also before the first: Tune is told nothing then.
-            if outcome.stopped is not None:
-                self.last = collected.report(outcome)
-            elif outcome.evaluated:
-                self._reports.put(collected.report(outcome))
+        try:
+            if collected is not None:
+                # A checkpoint may come between two evaluations, also before the first: Tune is told nothing then.
+                if outcome.stopped is not None:
+                    self.last = collected.report(outcome)
+                elif outcome.evaluated:
+                    self._reports.put(collected.report(outcome))
+                if folder is not None:
+                    collected.save(folder)
+        except BaseException:
             if folder is not None:
-                collected.save(folder)
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
         if folder is not None:
             super().report(outcome, folder)
 

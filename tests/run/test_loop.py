@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import re
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -515,6 +517,36 @@ def test_a_fused_run_skips_bad_batches_and_ends_when_there_are_many(tmp_path: Pa
     assert torch.isfinite(flat(run.module)).all()
     with pytest.raises(FloatingPointError, match="3 optimizer steps in a row, up to step 7 at"):
         run_with(range(4, 40))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_run_that_is_dropped_is_gone_at_once(accumulation: int) -> None:
+    run = make_run(model(), per_worker_batch_size=4, accumulation=accumulation, total_steps=5)
+    drive(run)
+    gone = [weakref.ref(it) for it in (run, run.optimizer, run.module)]
+    gc.collect()
+    gc.disable()
+    try:
+        del run
+        assert [ref() is None for ref in gone] == [True] * 3
+    finally:
+        gc.enable()
+
+
+def test_what_is_observed_late_has_the_metrics_of_its_own_step() -> None:
+    seen: list[tuple[int, Any]] = []
+
+    class Watched(LocalBackend):
+        def observe(self, outcome: Outcome) -> None:
+            seen.append((outcome.metrics["optimizer_steps"], outcome.metrics["mine"]))
+
+    settings: dict[str, Any] = {"per_worker_batch_size": 4, "accumulation": 2, "total_steps": 40, "fused": True}
+    run = make_run(model(), backend=Watched(device="cpu"), **settings)
+    steps = 0
+    for x, y in run:
+        run.backward(F.cross_entropy(run.model(x), y))
+        steps += run.step(mine=float(steps + 1))
+    assert seen == [(step, float(step)) for step in range(1, steps + 1)]
 
 
 def test_background_checkpoints_of_a_fused_run(tmp_path: Path) -> None:

@@ -25,8 +25,6 @@ from ray_adascale.data.order import epoch_order
 from ray_adascale.run.metrics import METRICS
 from ray_adascale.run.trace import read_trace
 
-from ..samples_of import scalars
-
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.timeout(240),
@@ -153,6 +151,8 @@ def _recipe(**changes: Any) -> Recipe:
 def test_a_recipe_runs_on_two_workers_fails_resumes_and_ends_as_if_nothing_happened(
     ray_session: Path, pool: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    from ..samples_of import scalars  # here, as the command line loads this file outside its package
+
     def trainer(recipe: Recipe) -> AdaScaleTrainer:
         return AdaScaleTrainer(
             workload,
