@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RUN", "SEARCH", "TRACE", "absolute", "read_json", "write_atomically", "write_json"]
+__all__ = ["RUN", "SEARCH", "TRACE", "absolute", "read_json", "room_in_words", "write_atomically", "write_json"]
 
 TRACE = "trace.jsonl"
 """The trace of a run, in its folder and in each of its checkpoints."""
@@ -46,6 +49,24 @@ def write_atomically(path: str | os.PathLike[str], parts: Iterable[bytes], *, sy
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def room_in_words(error: BaseException, path: str | os.PathLike[str]) -> str:
+    """What to add to the words of a failed write where a disk is full: which, and how much of it is free. Else nothing.
+
+    Args:
+        error: What the write raised. Libraries may wrap the number of the cause in their own text.
+        path: What was to be written, on this machine; it need not exist.
+    """
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    if not full and not any(text in str(error) for text in ("No space left", "errno 28", "quota exceeded")):
+        return ""
+    path = Path(path).absolute()
+    with contextlib.suppress(OSError, StopIteration):
+        there = next(folder for folder in (path, *path.parents) if folder.exists())
+        usage = shutil.disk_usage(there)
+        return f"; the disk of {there} is full: {usage.free / 1e6:,.1f} of {usage.total / 1e6:,.1f} MB are free"
+    return f"; the disk of {path} is full"
 
 
 def write_json(path: str, value: Any) -> None:

@@ -6,9 +6,14 @@ lie on each other. Ray Tune writes such files for trials by itself.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import queue
+import socket
+import threading
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +24,12 @@ __all__ = ["LiveEvents", "write_events"]
 
 _NO_CURVES = (*COUNTERS, "optimizer_steps")
 """The keys whose numbers are no curves: where the run was. Optimizer steps are an axis."""
+
+_MOST_WAITING = 256
+"""Points that wait for a disk, at most."""
+
+_PATIENCE_S = 5.0
+"""How long the end of a run waits for its event files."""
 
 
 def write_events(run: str | os.PathLike[str] | RunTrace, folder: str | os.PathLike[str]) -> Path:
@@ -53,6 +64,8 @@ class LiveEvents:
     It writes about 500 points at first, one a second at most, and then so many for each time that the run gets e times as
     long. A run that resumes tells TensorBoard to forget what had been written after its checkpoint.
 
+    A thread of its own writes, and no caller ever waits for it: what a disk does not take is left out, with one warning.
+
     Args:
         folder: Gets a folder for the files against steps and one for those against τ: what is to be forgotten is told by
             where it lies on the axis, and a folder has one axis.
@@ -60,44 +73,111 @@ class LiveEvents:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        self._type = _writer_class()
-        self._writers: dict[str, Any] = {}
         self._began = time.monotonic()
         self._written = -math.inf
         self._pending: Mapping[str, Any] | None = None
+        self._queue: queue.Queue[Mapping[str, Any] | None] = queue.Queue(_MOST_WAITING)
+        self._thread: threading.Thread | None = None
+        self._over = _writer_class() is None
+        self._warned = False
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        """Take the metrics of an optimizer step, and write them if it is time."""
+        """Take the metrics of an optimizer step, and have them written if it is time."""
         self._pending = metrics
         now = time.monotonic()
         if now - self._written >= max(1.0, (now - self._began) / 500):
             self._written = now
-            self._write()
+            self._hand_over()
 
     def close(self) -> None:
-        """Write the last step's metrics and end the files."""
-        self._write()
-        for writer in self._writers.values():
-            writer.close()
-        self._writers = {}
-
-    def _write(self) -> None:
-        metrics, self._pending = self._pending, None
-        if metrics is None or self._type is None:
+        """Write the last step's metrics and end the files, within seconds."""
+        self._hand_over()
+        if self._thread is None:
             return
-        axes = {"steps": ("", metrics["optimizer_steps"]), "tau": ("tau/", int(metrics["effective_steps"]))}
-        for axis, (prefix, at) in axes.items():
-            if axis not in self._writers:
-                folder = self.folder / axis
-                starts = len(list(folder.glob("events*")))  # how often the run has started before
-                self._writers[axis] = self._type(
-                    str(folder),
-                    purge_step=at if starts else None,
-                    filename_suffix=f".{starts}",
-                    flush_secs=1,  # a worker that is killed takes along what is not in the file
-                )
-            for key, value in _scalars(metrics):
-                self._writers[axis].add_scalar(f"{prefix}{key}", value, at)
+        with contextlib.suppress(queue.Full):
+            self._queue.put(None, timeout=_PATIENCE_S)
+        self._thread.join(_PATIENCE_S)
+        if self._thread.is_alive():
+            self._leave_out("the disk does not answer")
+
+    def _hand_over(self) -> None:
+        metrics, self._pending = self._pending, None
+        if metrics is None or self._over:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write_all, name="ray_adascale-events", daemon=True)
+            self._thread.start()
+        try:
+            self._queue.put_nowait(dict(metrics))
+        except queue.Full:
+            self._leave_out("the disk does not answer")
+
+    def _leave_out(self, why: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"The run's TensorBoard event files in {self.folder} are incomplete: {why}. Training goes on; "
+                "`ray-adascale report --tensorboard` makes them anew from the trace.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _write_all(self) -> None:
+        """Write what is handed over until the end is; the thread's."""
+        files: dict[str, _EventFile] = {}
+        try:
+            while (metrics := self._queue.get()) is not None:
+                axes = {"steps": ("", metrics["optimizer_steps"]), "tau": ("tau/", int(metrics["effective_steps"]))}
+                for axis, (prefix, at) in axes.items():
+                    if axis not in files:
+                        files[axis] = _EventFile(self.folder / axis, at)
+                    files[axis].add({f"{prefix}{key}": value for key, value in _scalars(metrics)}, at)
+        except Exception as e:  # of whatever kind: a display never ends a run
+            self._over = True
+            self._leave_out(f"{type(e).__name__}: {e}")
+        finally:
+            for file in files.values():
+                with contextlib.suppress(OSError):  # what it could not flush is what was warned of
+                    file.close()
+
+
+class _EventFile:
+    """One event file, written as one asks. tensorboardX's own writer does so in a thread that dies of a full disk, and then
+    blocks whoever adds to it or ends the process.
+
+    Args:
+        folder: Made if missing.
+        first: Where on the axis it begins; what earlier files of the folder have from there on is forgotten.
+    """
+
+    def __init__(self, folder: Path, first: int) -> None:
+        from tensorboardX import RecordWriter
+        from tensorboardX.proto.event_pb2 import SessionLog
+
+        folder.mkdir(parents=True, exist_ok=True)
+        starts = len(list(folder.glob("events*")))  # how often the run has started before
+        self._file = RecordWriter(
+            str(folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{starts}")
+        )
+        self._write(file_version="brain.Event:2")
+        if starts:
+            self._write(step=first, session_log=SessionLog(status=SessionLog.START))
+
+    def add(self, scalars: Mapping[str, float], at: int) -> None:
+        """Write these numbers at one place of the axis, to the disk: a worker that is killed takes along what is not there."""
+        from tensorboardX.summary import scalar
+
+        for tag, value in scalars.items():
+            self._write(step=at, summary=scalar(tag, value))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, **what: Any) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+
+        self._file.write(Event(wall_time=time.time(), **what).SerializeToString())
 
 
 def _scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

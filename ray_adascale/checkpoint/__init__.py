@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._files import room_in_words
 from .._torch import global_rank
 from .files import (
     MANIFEST,
@@ -151,7 +152,7 @@ def _plan(
     from . import dcp
 
     path = Path(directory)
-    ranks = _Ranks(process_group, f"No checkpoint was saved to {path}.")
+    ranks = _Ranks(process_group, path)
     writer = dcp.Writer(path, state, files)
     planner = dcp.ShardSavePlanner(tensors)
     metadata: Metadata | None = None
@@ -249,9 +250,9 @@ class _Failure:
     traceback: str
 
     @classmethod
-    def of(cls, rank: int, error: BaseException) -> _Failure:
+    def of(cls, rank: int, error: BaseException, path: Path) -> _Failure:
         ours = isinstance(error, (TypeError, CheckpointError))
-        message = str(error) if ours else f"{type(error).__name__}: {error}"
+        message = str(error) if ours else f"{type(error).__name__}: {error}{room_in_words(error, path)}"
         text = "".join(traceback.format_exception(error))
         return cls(rank, isinstance(error, TypeError), message, f"On rank {rank}:\n{text}")
 
@@ -263,8 +264,8 @@ class _Ranks:
     waiting, for exceptions of some kinds, and for all of them under Python 3.13 with torch 2.11.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, complaint: str) -> None:
-        self._complaint = complaint
+    def __init__(self, group: dist.ProcessGroup | None, path: Path) -> None:
+        self._path = path
         self._group = group
         self.rank, self.count = 0, 1
         if dist.is_available() and dist.is_initialized():
@@ -288,7 +289,7 @@ class _Ranks:
         try:
             mine = local()
         except BaseException as e:  # an interrupt too: the others must not wait for this rank
-            caught, mine = e, _Failure.of(self.rank, e)
+            caught, mine = e, _Failure.of(self.rank, e, self._path)
         results = self._gather(mine)
         answers: Sequence[_Answer | list[_Failure]] = []
         if self.rank == 0:
@@ -297,7 +298,7 @@ class _Ranks:
                 try:
                     answers = central(cast(list[_Local], results))
                 except BaseException as e:
-                    caught, failures = e, [_Failure.of(0, e)]
+                    caught, failures = e, [_Failure.of(0, e, self._path)]
             if failures:
                 answers = [failures] * self.count
         answer = self._scatter(answers)
@@ -306,7 +307,7 @@ class _Ranks:
                 raise caught
             kind = TypeError if all(failure.mistake for failure in answer) else CheckpointError
             text = "; ".join(f"rank {failure.rank}: {failure.message}" for failure in answer)
-            error = kind(f"{self._complaint} {text}")
+            error = kind(f"No checkpoint was saved to {self._path}. {text}")
             for failure in answer:
                 if failure.rank != self.rank:
                     error.add_note(failure.traceback)

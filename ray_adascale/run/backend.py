@@ -82,7 +82,11 @@ class Backend(ABC):
 
     @abstractmethod
     def checkpoint_folder(self, step: int) -> Path | None:
-        """An empty or missing folder for this worker's share of the checkpoint after ``step``; None: keep none."""
+        """An empty or missing folder for this worker's share of the checkpoint after ``step``; None: keep none.
+
+        Raises:
+            OSError: There can't be one on this worker. The others are told.
+        """
 
     @abstractmethod
     def report(self, outcome: Outcome, folder: Path | None) -> None:
@@ -105,7 +109,7 @@ class Backend(ABC):
         """See what has become of the run after every optimizer step; must be cheap. Called on rank 0."""
 
     def keep_trace(self, path: Path) -> None:  # noqa: B027
-        """The run has ended: keep the trace. Called on rank 0."""
+        """The run has ended: keep the trace. Called on rank 0; an OSError costs the trace alone."""
 
 
 class LocalBackend(Backend):
@@ -160,10 +164,12 @@ class LocalBackend(Backend):
         if self.folder is None:
             return None
         path = self.folder / f"checkpoint_{step:010d}"
-        if self.rank == 0 and path.exists():
-            shutil.rmtree(path)  # an incomplete one, or one that this run could not load, of an earlier start
-        if self.world_size > 1:
-            dist.barrier()
+        try:
+            if self.rank == 0 and path.exists():
+                shutil.rmtree(path)  # an incomplete one, or one that this run could not load, of an earlier start
+        finally:  # also where that fails: the others wait here, and are told of it next
+            if self.world_size > 1:
+                dist.barrier()
         return path
 
     def report(self, outcome: Outcome, folder: Path | None) -> None:

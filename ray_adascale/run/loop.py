@@ -556,7 +556,10 @@ class Run:
         self._report(save=self.backend.saves_end)
         trace = self._log.finish()
         if trace is not None:
-            self.backend.keep_trace(trace)
+            try:
+                self.backend.keep_trace(trace)
+            except OSError as e:  # the run is done, and what counts is kept
+                warnings.warn(f"The run's trace could not be stored: {e}", RuntimeWarning, stacklevel=3)
 
     def _report(self, *, save: bool) -> None:
         folder = self.save_checkpoint() if save else None

@@ -7,6 +7,7 @@ manifest seals it; the backend takes it. All of it is collective, at a step boun
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from .. import checkpoint
+from .._files import room_in_words
 from .backend import Backend, Outcome
 
 __all__ = ["Boundary", "Content", "Saver", "check_agreement"]
@@ -114,18 +116,20 @@ class Saver:
         content: Callable[[], Content],
     ) -> tuple[Path | None, checkpoint.Save | None]:
         self.hand_over()  # at most one in flight
-        folder = self._backend.checkpoint_folder(boundary.step)
-        if folder is None:
-            return None, None
+        folder: Path | None = None
         error: Exception | None = None
         made: Content = {}, {}, {}
         try:
+            folder = self._backend.checkpoint_folder(boundary.step)
+            if folder is None:
+                return None, None
             made = content()
         except Exception as e:  # raised below, once the others know that they need not wait for this worker
             error = e
-        tensors, state, files = made
         with _discarded_on_error(folder):
             check_agreement(boundary, error, self._backend, self._group)
+            assert folder is not None
+            tensors, state, files = made
             return folder, write(folder, tensors, state, files=files, process_group=self._group)
 
 
@@ -139,10 +143,20 @@ def check_agreement(
 
     Args:
         boundary: Where this worker is.
-        error: Why this worker can't take part. Raised here; the others get a RuntimeError.
+        error: Why this worker can't take part: a failing disk, or else its state. Raised here; the others get a
+            CheckpointError or a RuntimeError that names it.
         backend: Tells who the workers are.
         process_group: Default: all, with tensors on the backend's device.
     """
+    if isinstance(error, OSError):  # of making the folder; what writes there later says so itself
+        cause, error = (
+            error,
+            checkpoint.CheckpointError(
+                f"No checkpoint was written: rank {backend.rank}: {type(error).__name__}: {error}"
+                + room_in_words(error, error.filename or tempfile.gettempdir())
+            ),
+        )
+        error.__cause__ = cause
     if backend.world_size == 1:
         if error is not None:
             raise error
@@ -152,11 +166,20 @@ def check_agreement(
         mine = mine.to(backend.device)
     everyone = [torch.empty_like(mine) for _ in range(backend.world_size)]
     dist.all_gather(everyone, mine, group=process_group)
-    if error is not None:
-        raise error
-    failed = [rank for rank, row in enumerate(everyone) if row[3] != 0]
-    if failed:
-        raise RuntimeError(f"No checkpoint was written: rank {failed[0]} has state that can't be saved; see its error.")
+    if any(row[3] != 0 for row in everyone):
+        # Rare, and all know of it: those that can't take part say why.
+        said: list[Any] = [None] * backend.world_size
+        dist.all_gather_object(
+            said, None if error is None else (isinstance(error, checkpoint.CheckpointError), str(error)), process_group
+        )
+        if error is not None:
+            raise error
+        rank, (on_disk, text) = next((rank, told) for rank, told in enumerate(said) if told is not None)
+        if on_disk:
+            raise checkpoint.CheckpointError(text)
+        raise RuntimeError(
+            f"No checkpoint was written: rank {rank} has state that can't be saved; see its error: {text}"
+        )
     if any(not torch.equal(other, everyone[0]) for other in everyone):
         table = "; ".join(
             f"rank {rank}: τ={tau!r}, lr={lr!r}, step={step:.0f}"
@@ -166,11 +189,11 @@ def check_agreement(
 
 
 @contextmanager
-def _discarded_on_error(folder: Path) -> Iterator[None]:
+def _discarded_on_error(folder: Path | None) -> Iterator[None]:
     """Leaves no half of a checkpoint behind: it is no use, and a full disk needs the room."""
     try:
         yield
     except BaseException:
-        if not checkpoint.is_sealed(folder):
+        if folder is not None and not checkpoint.is_sealed(folder):
             shutil.rmtree(folder, ignore_errors=True)
         raise

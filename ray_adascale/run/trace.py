@@ -17,6 +17,7 @@ import json
 import os
 import shutil
 import tempfile
+import warnings
 import weakref
 from array import array
 from collections import Counter
@@ -159,6 +160,14 @@ class Trace:
             self._file.close()
             self._file = None
 
+    def abandon(self) -> None:
+        """Close it as it is; what waits to be written is lost."""
+        self._pending.clear()
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # of what the file itself had not written yet
+                file.close()
+
     def __enter__(self) -> Trace:
         return self
 
@@ -267,6 +276,8 @@ class StepNote:
 class StepLog:
     """What one worker writes down of each step while the run goes on: its trace, in a scratch folder, and its note.
 
+    Nothing of it ends a run: what can't be written, as on a full disk, is left out, with one warning.
+
     Args:
         trace: Whether to keep a trace.
         rows: How many of its rows to keep, see :class:`Trace`.
@@ -277,19 +288,26 @@ class StepLog:
     """
 
     def __init__(self, *, trace: bool, rows: int | None, note: Path | None) -> None:
-        self._trace: Trace | None = None
-        self._note = None if note is None else StepNote(note)
+        self._trace: Trace | None = None  # while it can be written
+        self._path: Path | None = None
+        self._note: StepNote | None = None
         self._row: dict[str, Any] | None = None  # of the last step, while metrics may still be recorded for it
+        if note is not None:
+            with contextlib.suppress(OSError):  # how much was lost is then said with "at most"
+                self._note = StepNote(note)
         if trace:
-            scratch = tempfile.mkdtemp(prefix="ray_adascale-")
-            weakref.finalize(self, shutil.rmtree, scratch, ignore_errors=True)
-            self._trace = Trace(Path(scratch) / TRACE, keep=rows)
+            with self._left_out_on_error():
+                scratch = tempfile.mkdtemp(prefix="ray_adascale-")
+                weakref.finalize(self, shutil.rmtree, scratch, ignore_errors=True)
+                self._trace = Trace(Path(scratch) / TRACE, keep=rows)
+                self._path = self._trace.path
         self.last = None if self._note is None else self._note.last
 
     def resume(self, folder: Path) -> None:
         """Go on with the trace in a checkpoint."""
         if self._trace is not None and (folder / TRACE).exists():
-            self._trace.take_up(folder / TRACE)
+            with self._left_out_on_error():
+                self._trace.take_up(folder / TRACE)
 
     def step(self, row: dict[str, Any]) -> None:
         """Take a step's row. Metrics can be added to it until the next one comes."""
@@ -306,22 +324,38 @@ class StepLog:
 
     def files(self) -> dict[str, tuple[Path, int]]:
         """The trace up to the last step, as :func:`ray_adascale.checkpoint.save` takes files."""
-        if self._trace is None:
-            return {}
         self._write_row()
-        self._trace.shorten()
-        return {TRACE: (self._trace.path, self._trace.path.stat().st_size)}
+        with self._left_out_on_error():
+            if self._trace is not None:
+                self._trace.shorten()
+        return {} if self._path is None else {TRACE: (self._path, self._path.stat().st_size)}
 
     def finish(self) -> Path | None:
         """End the trace of a run that has ended; its file goes with this object. None where no trace is kept."""
-        if self._trace is None:
-            return None
         self._write_row()
-        self._trace.shorten(always=True)
-        self._trace.close()
-        return self._trace.path
+        with self._left_out_on_error():
+            if self._trace is not None:
+                self._trace.shorten(always=True)
+                self._trace.close()
+        return self._path
 
     def _write_row(self) -> None:
-        if self._trace is not None and self._row is not None:
-            self._trace.append(self._row)
-        self._row = None
+        row, self._row = self._row, None
+        if self._trace is not None and row is not None:
+            with self._left_out_on_error():
+                self._trace.append(row)
+
+    @contextlib.contextmanager
+    def _left_out_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as e:
+            if self._trace is not None:
+                self._trace.abandon()
+            self._trace = None
+            warnings.warn(
+                f"The run's trace can't be written any more: {e}. Training goes on; the report will lack this start's steps "
+                "from here on.",
+                RuntimeWarning,
+                stacklevel=4,
+            )

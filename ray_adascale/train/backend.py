@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ray.util.metrics import Gauge
 
 from .. import checkpoint
-from .._files import TRACE
+from .._files import TRACE, room_in_words
 from ..analysis.tensorboard import LiveEvents
 from ..run.backend import Backend, Outcome
 
@@ -121,6 +121,8 @@ class RayTrainBackend(Backend):
             return
         try:
             ray.train.report(dict(outcome.metrics), checkpoint=ray.train.Checkpoint.from_directory(str(folder)))
+        except OSError as e:
+            raise self._not_stored(e) from e
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -164,7 +166,18 @@ class RayTrainBackend(Backend):
             except OSError as e:  # pyarrow's, of every kind of storage
                 _log.warning("The upload of %s failed; again in %g s. %s: %s", name, pause, type(e).__name__, e)
                 time.sleep(pause)
-        return self._storage.persist_current_checkpoint(local, name)
+        try:
+            return self._storage.persist_current_checkpoint(local, name)
+        except OSError as e:
+            raise self._not_stored(e) from e
+
+    def _not_stored(self, error: OSError) -> checkpoint.CheckpointError:
+        folder = self._storage.experiment_fs_path
+        here = isinstance(self._storage.storage_filesystem, pyarrow.fs.LocalFileSystem)
+        room = room_in_words(error, folder) if here else ""
+        return checkpoint.CheckpointError(
+            f"The checkpoint could not be stored in {folder}: {type(error).__name__}: {error}{room}"
+        )
 
     @property
     def uploading(self) -> bool:

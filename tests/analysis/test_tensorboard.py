@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +92,48 @@ def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ValueError, match="tensorboardX is needed"):
         write_events(write_rows(tmp_path / "trace.jsonl", [row(1)]), tmp_path)
+
+
+def add_many(events: LiveEvents, clock: list[float], steps: int, *, wait_after_the_first: bool) -> None:
+    for step in range(1, steps):
+        events.add(live_metrics(step))
+        clock[0] += 50.0
+        if step == 1 and wait_after_the_first:
+            events.close()  # when the disk has answered
+    events.close()
+
+
+@pytest.mark.timeout(30)
+def test_a_full_disk_costs_event_files_and_nothing_else(tmp_path: Path, clock: list[float]) -> None:
+    (tmp_path / "steps").symlink_to(
+        "/dev/full"
+    )  # no folder can be made there; and each write to it says: no space left
+    events = LiveEvents(tmp_path)
+    with pytest.warns(RuntimeWarning, match=r"event files in .* are incomplete: .*[Ee]xist") as warned:
+        add_many(events, clock, 30, wait_after_the_first=True)
+    assert len(warned) == 1
+    assert not list(tmp_path.glob("steps/events*"))
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("fails", [True, False])
+def test_no_step_waits_for_a_disk_that_is_full_or_does_not_answer(
+    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    import tensorboardX
+
+    answers = threading.Event()
+
+    class Disk(tensorboardX.RecordWriter):
+        def flush(self) -> None:
+            if fails:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            answers.wait(25)
+
+    monkeypatch.setattr(tensorboardX, "RecordWriter", Disk)
+    monkeypatch.setattr(tensorboard, "_PATIENCE_S", 0.1)
+    events = LiveEvents(tmp_path)
+    with pytest.warns(RuntimeWarning, match="No space left" if fails else "does not answer") as warned:
+        add_many(events, clock, 30 if fails else 1000, wait_after_the_first=fails)
+    answers.set()
+    assert len(warned) == 1

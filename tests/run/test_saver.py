@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import re
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,34 @@ def test_content_that_cannot_be_made_leaves_no_folder(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def full(folder: str, error: OSError | None, workers: int) -> str:
+    """Saves where there is no room for rank 1's folder."""
+
+    class Full(LocalBackend):
+        def checkpoint_folder(self, step: int) -> Path | None:
+            if self.rank == workers - 1 and error is not None:
+                raise error
+            return Path(folder, str(self.rank))
+
+    try:
+        Saver(Full(folder, device="cpu")).save(Boundary(7, 1.5, 0.1), content)
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+    return "saved"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_disk_without_room_for_a_folder_is_named_by_every_worker(tmp_path: Path, pool: Any, workers: int) -> None:
+    run = pool(2).run if workers == 2 else lambda fn, *args: [fn(*args)]
+    said = run(full, str(tmp_path), OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "x")), workers)
+    for text in said:
+        assert re.match(rf"CheckpointError: No checkpoint was written: rank {workers - 1}: OSError: .*No space", text)
+        assert re.search(rf"the disk of {tmp_path} is full: [\d,.]+ of [\d,.]+ MB are free", text)
+    assert len(said) == workers
+    assert run(full, str(tmp_path), None, workers) == ["saved"] * workers  # the collectives are in step again
+
+
 def disagree(folder: str, step: int, tau: float, broken: bool) -> str:
     rank = dist.get_rank()
 
@@ -104,7 +134,7 @@ def disagree(folder: str, step: int, tau: float, broken: bool) -> str:
         ((0, 0.0, False), ["saved", "saved"]),
         ((1, 0.0, False), ["rank 1: τ=1.5, lr=0.1, step=8"] * 2),
         ((0, 1e-15, False), ["rank 1: τ=1.500000000000001, lr=0.1, step=7"] * 2),
-        ((0, 0.0, True), ["rank 1 has state that can't be saved", "MemoryError: no room"]),
+        ((0, 0.0, True), ["rank 1 has state that can't be saved; see its error: no room", "MemoryError: no room"]),
     ],
 )
 def test_workers_that_are_not_at_one_place_write_nothing(

@@ -3,7 +3,9 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import resource
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -291,6 +293,41 @@ def test_a_checkpoint_gets_the_rows_so_far() -> None:
     take_steps(log, 1)
     assert [row["step"] for row in read_trace(path)] == [1, 2, 3]
     assert path.stat().st_size == size
+
+
+@pytest.fixture
+def full_disk() -> Iterator[Callable[[], None]]:
+    """Call it, and no file of this process can grow, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path: Path, full_disk: Callable[[], None]) -> None:
+    log = StepLog(trace=True, rows=None, note=tmp_path / "note")
+    take_steps(log, 3)
+    path, _ = log.files()[TRACE]
+    full_disk()
+    with pytest.warns(RuntimeWarning, match="trace can't be written any more: .*File too large") as warned:
+        take_steps(log, 1000)
+    assert len(warned) == 1
+    assert set(log.files()) == {TRACE}  # what there is still goes into checkpoints
+    assert log.finish() == path
+    assert [row["step"] for row in read_trace(path)] == [1, 2, 3]
+
+
+def test_no_room_for_a_trace_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(**_: Any) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", no_room)
+    (tmp_path / "file").touch()
+    with pytest.warns(RuntimeWarning, match="No space left"):
+        log = StepLog(trace=True, rows=None, note=tmp_path / "file" / "note")
+    take_steps(log, 3)
+    assert log.files() == {}
+    assert log.finish() is None
+    assert log.last is None
 
 
 def scratch_while_running(scratch: str, backend: LocalBackend) -> list[str]:

@@ -14,6 +14,7 @@ import pytest
 import ray.train
 import torch
 
+from ray_adascale.checkpoint import CheckpointError
 from ray_adascale.run.backend import Outcome
 from ray_adascale.run.metrics import METRICS
 from ray_adascale.run.schedule import BaseSchedule
@@ -99,16 +100,19 @@ def test_event_files_are_in_the_runs_folder_wherever_that_is(
     backend = worker.RayTrainBackend()
     backend.observe(outcome())
     written = tmp_path / "run" / "tensorboard" / "steps"
-    assert written.is_dir() == local
+    assert backend.events is not None
+    assert (backend.events.folder == written.parent) == local
     (tmp_path / "trace.jsonl").write_text("{}")
     backend.keep_trace(tmp_path / "trace.jsonl")
     assert scalars(written)["gain"] == [(1, 1.0)]
-    assert backend.events is not None
     assert backend.events.folder.exists() == local  # nothing stays behind on the worker
 
 
 class Storage:
     """Fails as often as it is told to; then it takes what it is given."""
+
+    experiment_fs_path: str
+    storage_filesystem: Any
 
     def __init__(self, error: Exception, times: int) -> None:
         self.error, self.times = error, times
@@ -164,10 +168,15 @@ def test_a_failing_upload_is_tried_again_and_at_last_says_why(
     backend = object.__new__(worker.RayTrainBackend)
     backend._uploading = threading.Event()
     backend._storage = storage = Storage(error, times)
+    storage.experiment_fs_path, storage.storage_filesystem = str(tmp_path), pyarrow.fs.LocalFileSystem()
     backend.report_in_background(outcome(), folder)
     assert storage.taken == ([["state.json"]] if uploaded else [])
     assert ("error" not in seen) == uploaded
-    assert uploaded or seen["error"] is error  # and not that of a later try, which finds no folder
+    if not uploaded:  # and not that of a later try, which finds no folder
+        told = seen["error"]
+        assert (told.__cause__ if isinstance(error, OSError) else told) is error
+        assert isinstance(told, CheckpointError) == isinstance(error, OSError)
+        assert (f"the disk of {tmp_path} is full" in str(told)) == ("No space" in str(error))
     assert not folder.exists()
     assert not backend.uploading
 
