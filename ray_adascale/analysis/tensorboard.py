@@ -127,7 +127,10 @@ class LiveEvents:
         files: dict[str, _EventFile] = {}
         try:
             while (metrics := self._queue.get()) is not None:
-                axes = {"steps": ("", metrics["optimizer_steps"]), "tau": ("tau/", int(metrics["effective_steps"]))}
+                axes = {
+                    "steps": ("", int(metrics["optimizer_steps"])),
+                    "tau": ("tau/", int(metrics["effective_steps"])),
+                }
                 for axis, (prefix, at) in axes.items():
                     if axis not in files:
                         files[axis] = _EventFile(self.folder / axis, at)
