@@ -34,7 +34,7 @@ class Room(NamedTuple):
 RAYS_FLOORS: list[list[Room]] = [
     [Room("cli", "what a command is given, and what it prints", "main arguments")],
     [Room("search", "which settings win: the trials of a search, on Ray Tune", "tune spec watch trial trial_workers")],
-    [Room("train", "where the workers of a run live: Ray Train, its cluster, its notices", "trainer backend cluster")],
+    [Room("train", "where the workers of a run live: Ray Train, its cluster, its notices", "trainer backend board failure cluster")],
 ]
 TORCHS_FLOORS: list[list[Room]] = [
     [

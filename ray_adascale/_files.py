@@ -11,7 +11,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RUN", "SEARCH", "TRACE", "absolute", "read_json", "room_in_words", "write_atomically", "write_json"]
+__all__ = [
+    "RUN",
+    "SEARCH",
+    "TRACE",
+    "absolute",
+    "names_in",
+    "read_json",
+    "room_in_words",
+    "write_atomically",
+    "write_json",
+    "write_text",
+]
 
 TRACE = "trace.jsonl"
 """The trace of a run, in its folder and in each of its checkpoints."""
@@ -76,12 +87,26 @@ def write_json(path: str, value: Any) -> None:
         path: Absolute, or a URI such as ``s3://bucket/run/file.json``.
         value: JSON values.
     """
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def write_text(path: str, text: str) -> None:
+    """Write a text file on any storage; makes its folder. The path as for :func:`write_json`."""
     import pyarrow.fs  # comes with Ray, and only what needs Ray writes there
 
     system, inside = pyarrow.fs.FileSystem.from_uri(path)
     system.create_dir(inside.rpartition("/")[0], recursive=True)
     with system.open_output_stream(inside) as file:
-        file.write((json.dumps(value, indent=2) + "\n").encode())
+        file.write(text.encode())
+
+
+def names_in(path: str) -> list[str]:
+    """The names of what is in a folder on any storage, none where there is no such folder. The path as for :func:`write_json`."""
+    import pyarrow.fs
+
+    system, inside = pyarrow.fs.FileSystem.from_uri(path)
+    found = system.get_file_info(pyarrow.fs.FileSelector(inside, allow_not_found=True))
+    return sorted(info.base_name for info in found)
 
 
 def read_json(path: str) -> Any:

@@ -6,6 +6,7 @@ for its workers) scrolls past above it.
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 import threading
@@ -79,6 +80,7 @@ class RunDisplay:
             own.
         label: The run's name, which stands before the line.
         interval_s: Seconds between lines where the output is not a terminal.
+        log: Show what this logger is told, from INFO on, a line each; on a terminal above the display.
         console: Where the display goes; default: standard error.
     """
 
@@ -88,9 +90,13 @@ class RunDisplay:
         *,
         label: str = "",
         interval_s: float = 5.0,
+        log: logging.Logger | None = None,
         console: Console | None = None,
     ) -> None:
         self._poll = poll
+        self._log = log
+        self._handler = _Lines(self)
+        self._level = logging.NOTSET
         self._label = label
         self._interval_s = interval_s
         self._console = Console(stderr=True) if console is None else console
@@ -138,6 +144,10 @@ class RunDisplay:
             # Here and not in the thread: from now on what the program prints goes above the display.
             live = _live(_line(f"{self._label}  starting"), self._console, transient=True)
             live.start()
+        if self._log is not None:
+            self._level = self._log.level
+            self._log.setLevel(min(self._log.getEffectiveLevel(), logging.INFO))
+            self._log.addHandler(self._handler)
         self._thread = threading.Thread(target=self._run, args=(live,), name="ray_adascale-display", daemon=True)
         self._thread.start()
         return self
@@ -148,6 +158,17 @@ class RunDisplay:
         self._done.set()
         if self._thread is not None:
             self._thread.join(timeout=5)
+        if self._log is not None:
+            self._log.removeHandler(self._handler)
+            self._log.setLevel(self._level)
+
+    def say(self, text: str) -> None:
+        """Show a line that stays."""
+        line = f"{self._label}: {text}" if self._label else text
+        if self._console.is_terminal:
+            self._console.print(Text(line))
+        else:
+            print(line, file=self._console.file, flush=True)
 
     def _run(self, live: Live | None) -> None:
         if live is not None:
@@ -175,6 +196,18 @@ class RunDisplay:
             return self._poll()
         except Exception:  # a display never ends the run it shows; the run reports its own errors
             return None
+
+
+class _Lines(logging.Handler):
+    def __init__(self, display: RunDisplay) -> None:
+        super().__init__(logging.INFO)
+        self._display = display
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._display.say(record.getMessage())
+        except Exception:
+            self.handleError(record)
 
 
 class SearchDisplay:

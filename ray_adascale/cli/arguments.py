@@ -279,6 +279,7 @@ def _add_workers(parser: argparse._ActionsContainer, *, default: str | None) -> 
 
 
 def _add_address(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--verbose", action="store_true", help="show what the workers print, too")
     parser.add_argument(
         "--address", help="of a running Ray cluster, as HOST:6379 or auto (default: RAY_ADDRESS, else a new local one)"
     )

@@ -6,12 +6,13 @@ import argparse
 import os
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._files import RUN, SEARCH, absolute, read_json, write_json
+from .._files import RUN, SEARCH, absolute, names_in, read_json, write_json, write_text
 from ..config import AdaScaleConfig
 from ..recipe import Recipe
 from ..run.metrics import METRICS
@@ -96,7 +97,7 @@ def _tune(args: argparse.Namespace) -> int:
         )
     config = read_config(args, ("precision", "evaluate_every", "seed"))
     name = args.name or _name_by_time("recipe")
-    _connect(args.address)
+    _connect(args.address, verbose=args.verbose)
     try:
         recipe = tune_recipe(
             workload,
@@ -166,6 +167,7 @@ def _train(args: argparse.Namespace) -> int:
     import ray.exceptions
     import ray.train
 
+    from ..train.failure import failure_in_words, whole_failure
     from ..train.trainer import AdaScaleTrainer
 
     recipe = None if args.recipe is None else Recipe.load(args.recipe)
@@ -193,7 +195,7 @@ def _train(args: argparse.Namespace) -> int:
         failure_config=ray.train.FailureConfig(max_failures=failures),
     )
     folder = f"{run_config.storage_path}/{name}"
-    _connect(args.address)
+    _connect(args.address, verbose=args.verbose)
     trainer = AdaScaleTrainer(
         workload,
         recipe=recipe,
@@ -201,16 +203,20 @@ def _train(args: argparse.Namespace) -> int:
         config=config,
         scaling_config=ray.train.ScalingConfig(num_workers=num_workers, use_gpu=args.use_gpu),
         run_config=run_config,
+        # Not before: a command that is refused leaves an earlier one's run as it was.
+        on_start=lambda: write_json(f"{folder}/{RUN}", _arguments_to_keep(args, name, run_config.storage_path)),
     )
-    write_json(f"{folder}/{RUN}", _arguments_to_keep(args, name, run_config.storage_path))
     started = time.monotonic()
     try:
         result = trainer.fit()
     except (ray.train.TrainingFailedError, ray.exceptions.RayError) as e:
-        print(f"ray-adascale: run {name!r} failed. {_failure_in_words(e)}", file=sys.stderr)
+        print(f"ray-adascale: run {name!r} failed. {failure_in_words(e)}", file=sys.stderr)
+        print(f"The whole traceback: {_keep_failure(folder, whole_failure(e))}", file=sys.stderr)
+        _say_how_to_go_on(folder)
         return 1
-    except KeyboardInterrupt:
-        print(f"ray-adascale: interrupted; `ray-adascale resume {folder}` goes on", file=sys.stderr)
+    except KeyboardInterrupt as e:
+        print(f"ray-adascale: interrupted. {e}", file=sys.stderr)
+        _say_how_to_go_on(folder)
         return 130
     print(_summary(result.metrics, time.monotonic() - started, str(result.return_value["stopped"])))
     print(f"Checkpoint: {result.checkpoint.path}")
@@ -223,7 +229,7 @@ def _resume(args: argparse.Namespace) -> int:
     A search goes on with the command that started it, and its --name.
     """
     saved = _saved_run(args.run, args.storage_path)
-    given = {key: getattr(args, key) for key in ("num_workers", "use_gpu", "max_failures", "address")}
+    given = {key: getattr(args, key) for key in ("num_workers", "use_gpu", "max_failures", "address", "verbose")}
     # What this version can be told and the one that wrote the file could not is as it is by default.
     default = vars(_parser().parse_args(["train", saved["workload"]]))
     again = {**default, **saved, **{key: value for key, value in given.items() if value is not None}}
@@ -276,7 +282,7 @@ def _parser() -> argparse.ArgumentParser:
     return make_parser(_COMMANDS)
 
 
-def _connect(address: str | None) -> None:
+def _connect(address: str | None, *, verbose: bool = False) -> None:
     """Connect to Ray, or start one.
 
     Raises:
@@ -295,7 +301,7 @@ def _connect(address: str | None) -> None:
     address = address or os.environ.get("RAY_ADDRESS")
     try:
         _knock(address)
-        quiet_init(address)
+        quiet_init(address, log_to_driver=verbose)
     except Exception as e:
         said = str(e).strip().partition("\n")[0]
         if address is None:
@@ -349,6 +355,28 @@ def _measure(args: argparse.Namespace, recipe: Recipe, config: AdaScaleConfig) -
         raise
     except Exception as e:  # of the workload's own code
         raise RuntimeError(f"Measuring {args.measure} failed. {type(e).__name__}: {e}") from e
+
+
+def _keep_failure(folder: str, text: str) -> str:
+    """Write down why a run failed, in its folder or, where that fails, in a scratch file; returns where."""
+    path = f"{folder}/error.txt"
+    try:
+        write_text(path, text)
+    except OSError:
+        with tempfile.NamedTemporaryFile("w", prefix="ray_adascale-error-", suffix=".txt", delete=False) as file:
+            file.write(text)
+        return file.name
+    return path
+
+
+def _say_how_to_go_on(folder: str) -> None:
+    """Name the command that goes on with a run, where there is something to go on with."""
+    try:
+        names = names_in(folder)
+    except OSError:
+        return
+    if RUN in names and any(name.startswith("checkpoint_") for name in names):
+        print(f"`ray-adascale resume {folder}` goes on from the last checkpoint.", file=sys.stderr)
 
 
 def _saved_run(run: str, storage_path: str | None) -> dict[str, Any]:
@@ -427,24 +455,6 @@ def _error_in_words(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.strerror}: {error.filename}"
     return str(error)
-
-
-def _failure_in_words(error: Exception) -> str:
-    """What the worker said whose failure tells best why the run failed; what Ray says where no worker failed."""
-    from ..train.cluster import is_rays, worker_failure
-
-    found = worker_failure(error)
-    if found is None:
-        return str(error)
-    rank, failure = found
-    text = str(failure).strip()
-    if is_rays(failure) and text:
-        # A remote traceback, or a long description of the worker, lies between what happened and what a user can act on.
-        lines = text.splitlines()
-        told = f"{lines[0]} {lines[-1]}" if len(lines) > 1 and lines[0].endswith(".") else lines[-1]
-        return f"Worker {rank}: {told}"
-    kind = type(failure).__name__  # without which a KeyError's text says nothing
-    return f"Worker {rank}: {kind}: {text}" if text else f"Worker {rank}: {kind}"
 
 
 def _summary(metrics: dict[str, Any], seconds: float, stopped: str) -> str:

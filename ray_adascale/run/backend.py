@@ -105,6 +105,11 @@ class Backend(ABC):
         """What is about to be taken away, in words; None if nothing. All workers together, same answer on all."""
         return None
 
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the run is to end at the next step boundary, with a checkpoint, to be resumed. Asked on rank 0."""
+        return False
+
     def observe(self, outcome: Outcome) -> None:  # noqa: B027 (most places have no gauges)
         """See what has become of the run after every optimizer step; must be cheap. Called on rank 0."""
 

@@ -22,17 +22,19 @@ class Due(NamedTuple):
         checkpoint: A checkpoint.
         poll: A look for preemption notices.
         busy: Whether some worker still writes or uploads the checkpoint before.
+        stop: The end of this start, as somebody asked for it.
     """
 
     report: float
     checkpoint: float
     poll: float
     busy: float
+    stop: float = 0.0
 
     @property
     def anything(self) -> bool:
         """Whether there is something to do, now or as soon as nobody is busy."""
-        return max(self.report, self.checkpoint, self.poll) > 0
+        return max(self.report, self.checkpoint, self.poll, self.stop) > 0
 
     def together_with(self, other: Due) -> Due:
         """What is due by either."""
@@ -69,6 +71,7 @@ class Clocks:
             checkpoint=float(not in_flight and now - self._saved >= self._config.checkpoint_every_s),
             poll=float(now - self._polled >= self._backend.preemption_poll_s),
             busy=float(busy),
+            stop=float(self._backend.stop_requested),
         )
 
     def reported(self) -> None:

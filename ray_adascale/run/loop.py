@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 import warnings
@@ -30,12 +31,18 @@ from .backend import Backend, LocalBackend, Outcome
 from .build import check_built, check_recipe, check_rule, wrap
 from .due import Clocks, Due
 from .metrics import plain_numbers, step_metrics, too_large_for_the_noise
-from .saver import Boundary, Content, Saver
+from .saver import Boundary, Content, Saver, log_checkpoint
 from .schedule import BaseSchedule, EffectiveSchedule
 from .snapshot import LoopState, Snapshot, log_start
 from .trace import StepLog
 
-__all__ = ["Run"]
+__all__ = ["INTERRUPTED", "TOTAL_STEPS_REACHED", "Run"]
+
+_log = logging.getLogger(__name__)
+
+TOTAL_STEPS_REACHED = "total_steps reached"
+INTERRUPTED = "interrupted"
+"""Why a run stopped before T, to be resumed: it was asked to."""
 
 
 @dataclass(frozen=True)
@@ -184,11 +191,12 @@ class Run:
             device=self.backend.device,
         )
         with self.backend.latest_checkpoint() as folder:
+            workers = None
             if folder is not None:
-                self._snapshot.load(folder, accept_changes=config.accept_changes)
+                workers = self._snapshot.load(folder, accept_changes=config.accept_changes)
                 self._log.resume(folder)
             if self.backend.rank == 0:
-                log_start(self._snapshot, folder, self._log.last, config.checkpoint_every_s)
+                log_start(self._snapshot, folder, workers, self._log.last, config.checkpoint_every_s)
         self._clocks = Clocks(config, self.backend)  # they start now
 
     @classmethod
@@ -247,7 +255,7 @@ class Run:
 
     @property
     def stopped(self) -> str | None:
-        """Why the loop ended: "total_steps reached", or None while it runs."""
+        """Why the loop ended: :data:`TOTAL_STEPS_REACHED`, or :data:`INTERRUPTED`, to be resumed; None while it runs."""
         return self.state.stopped
 
     @property
@@ -307,7 +315,7 @@ class Run:
         batches = iter(self.source)
         try:
             # Where τ is not known to the last step, the run can't have ended with it.
-            while self.optimizer.known_effective_steps < self.total_steps:
+            while self.stopped is None and self.optimizer.known_effective_steps < self.total_steps:
                 batch = next(batches)
                 self._begin_pass(batch)
                 yield to_device(batch.batch, self.backend.device)
@@ -316,7 +324,7 @@ class Run:
                         "A micro-batch went by without run.step(). Call run.backward() and run.step() each time."
                     )
             if self.stopped is None:
-                self._finish()
+                self._finish(TOTAL_STEPS_REACHED)
         finally:
             self._loop_seconds = time.monotonic() - entered
             self._autocast.close()
@@ -473,6 +481,9 @@ class Run:
 
     def _do_what_is_due(self, due: Due) -> None:
         """Evaluate, hand over, save and report; the same on all workers."""
+        if due.stop:
+            self._finish(INTERRUPTED)
+            return
         evaluated = self._evaluate is not None and self.evaluate_due
         if evaluated:
             self._run_evaluation()
@@ -546,14 +557,16 @@ class Run:
         self.record(**metrics)
         self.state.metrics.update(self.state.recorded)
 
-    def _finish(self) -> None:
-        if self._evaluate is not None and self.state.evaluated_at < self.effective_steps:
+    def _finish(self, why: str) -> None:
+        if why != INTERRUPTED and self._evaluate is not None and self.state.evaluated_at < self.effective_steps:
             self._run_evaluation()
-        self.state.stopped = "total_steps reached"
+        self.state.stopped = why
         metrics = self.state.metrics or self._metrics(math.nan, self.schedule.lrs[0])
         self.state.metrics = {**metrics, **self.state.recorded}
         self._saver.hand_over()
         self._report(save=self.backend.saves_end)
+        if self.backend.rank == 0:
+            _log.info("Ended: %s, at effective step %.2f of %d.", why, self.effective_steps, self.total_steps)
         trace = self._log.finish()
         if trace is not None:
             try:
@@ -567,6 +580,8 @@ class Run:
         self._clocks.reported()
         if save:
             self._clocks.saved()
+            if folder is not None:
+                log_checkpoint(self.backend, self.state.metrics)
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 

@@ -6,9 +6,10 @@ manifest seals it; the backend takes it. All of it is collective, at a step boun
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,9 @@ from .. import checkpoint
 from .._files import room_in_words
 from .backend import Backend, Outcome
 
-__all__ = ["Boundary", "Content", "Saver", "check_agreement"]
+__all__ = ["Boundary", "Content", "Saver", "check_agreement", "log_checkpoint"]
+
+_log = logging.getLogger(__name__)
 
 Content = tuple[dict[str, Any], dict[str, Any], dict[str, tuple[Path, int]]]
 """Tensors, state and files, as :func:`ray_adascale.checkpoint.save` takes them."""
@@ -108,6 +111,7 @@ class Saver:
         with _discarded_on_error(written.folder):
             written.saving.finish()
         self._backend.report_in_background(written.outcome, written.folder)
+        log_checkpoint(self._backend, written.outcome.metrics)
 
     def _write(
         self,
@@ -131,6 +135,21 @@ class Saver:
             assert folder is not None
             tensors, state, files = made
             return folder, write(folder, tensors, state, files=files, process_group=self._group)
+
+
+def log_checkpoint(backend: Backend, metrics: Mapping[str, Any]) -> None:
+    """Say that a checkpoint is whole, and handed over.
+
+    Args:
+        backend: It was handed to; rank 0 says it.
+        metrics: Of its step.
+    """
+    if backend.rank == 0:
+        _log.info(
+            "Checkpoint of optimizer step %d, effective step %.2f.",
+            metrics["optimizer_steps"],
+            metrics["effective_steps"],
+        )
 
 
 def check_agreement(

@@ -120,12 +120,15 @@ class Snapshot:
             "versions": {"ray_adascale": __version__, "torch": torch.__version__},
         }
 
-    def load(self, folder: Path, *, accept_changes: bool) -> None:
+    def load(self, folder: Path, *, accept_changes: bool) -> int:
         """Bring a fresh run to where the checkpoint is. Not collective.
 
         Args:
             folder: The checkpoint's.
             accept_changes: The user accepts that base batch, T or LR curve are not the checkpoint's.
+
+        Returns:
+            Workers when it was written.
 
         Raises:
             ValueError: They are not, or the data isn't, and that was not accepted.
@@ -160,8 +163,10 @@ class Snapshot:
         self.loop.attempt += 1
         if self.optimizer.effective_steps < self.base_schedule.total_steps:
             self.loop.stopped = None  # a run that had ended, and then was given a larger T
-        if saved["plan"]["world_size"] == self.plan.world_size:
+        workers: int = saved["plan"]["world_size"]
+        if workers == self.plan.world_size:
             load_rng(folder, self.rank, self.device)
+        return workers
 
     def _changed_on_purpose(
         self, folder: Path, saved: Mapping[str, Any], index: Mapping[str, checkpoint.TensorInfo], accept: bool
@@ -243,16 +248,29 @@ def _differing_points(was: BaseSchedule, now: BaseSchedule, shown: int = 5) -> l
     return []
 
 
-def log_start(snapshot: Snapshot, folder: Path | None, last: int | None, checkpoint_every_s: float) -> None:
-    """Say where a run resumes, and what was lost.
+def log_start(
+    snapshot: Snapshot, folder: Path | None, workers_before: int | None, last: int | None, checkpoint_every_s: float
+) -> None:
+    """Say that a run begins, or where it resumes, and what was lost.
 
     Args:
         snapshot: Stands where the checkpoint is.
         folder: The checkpoint; None if the run begins.
+        workers_before: Workers when that was written.
         last: Optimizer steps that the start before this one took; None if not known.
         checkpoint_every_s: Seconds between checkpoints, which say what may be lost where that is not known.
     """
+    plan = snapshot.plan
+    workers = f"{plan.world_size} worker{'' if plan.world_size == 1 else 's'}"
     if folder is None:
+        _log.info(
+            "Started on %s: batch %d at base batch %d, so S = %g; T = %d effective steps.",
+            workers,
+            plan.global_batch_size,
+            plan.base_batch_size,
+            plan.scale,
+            snapshot.base_schedule.total_steps,
+        )
         if last:
             _log.warning("No checkpoint was completed in the %d optimizer steps before; the run begins anew.", last)
         return
@@ -261,14 +279,16 @@ def log_start(snapshot: Snapshot, folder: Path | None, last: int | None, checkpo
         lost = f"Lost are the steps since then, at most {checkpoint_every_s:g} s and a checkpoint's writing"
     else:
         lost = f"At most {max(last - step, 0)} optimizer steps were lost"
+    if workers_before not in (None, plan.world_size):
+        workers += f" (before: {workers_before}; S is {plan.scale:g} now)"
     _log.log(
         logging.INFO if last is not None and last <= step else logging.WARNING,
-        "Resumed from %s: optimizer step %d, effective step %.2f of %d, start %d, %d workers. %s.",
+        "Resumed from %s: optimizer step %d, effective step %.2f of %d, start %d, %s. %s.",
         folder.name,
         step,
         snapshot.optimizer.effective_steps,
         snapshot.base_schedule.total_steps,
         snapshot.loop.attempt,
-        snapshot.plan.world_size,
+        workers,
         lost,
     )

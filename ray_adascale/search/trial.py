@@ -28,6 +28,7 @@ from ..recipe import NoiseProbe
 from ..run.backend import Backend, Outcome
 from ..run.base_run import BaseResult, train_base
 from ..run.loop import Run
+from ..train.failure import noted
 from ..workload import Workload, WorkloadFn, build
 
 __all__ = [
@@ -39,12 +40,10 @@ __all__ = [
     "MissingMetric",
     "PlannedRepeat",
     "TrialSetup",
-    "building",
     "describe_config",
     "make_run",
     "run_repeat",
     "run_trial",
-    "was_building",
 ]
 
 OBJECTIVE = "objective"  # the workload's metric, negated where small is better: what Tune maximises
@@ -228,12 +227,13 @@ class InOneProcess(TrialSetup):
         gc.collect()  # a trial that was stopped leaves reference cycles behind, and its model may hang on them
         torch.set_num_threads(self.threads)
         seed_everything(self.config.seed)
-        with building():
+        with noted():
             workload = build(self.workload, hyperparameters)
             collected = Collected(workload.metric, workload.mode)
             backend = _TuneBackend(collected, checkpoints=self.checkpoints)
             run = make_run(workload, self.config, collected, backend)
-        train_base(run, workload, self.probe_every, collected.noise, collected.add_loss)
+        with noted(lambda: (0, run.state.iterations)):
+            train_base(run, workload, self.probe_every, collected.noise, collected.add_loss)
 
 
 def run_trial(hyperparameters: dict[str, Any], setup: TrialSetup) -> None:
@@ -254,24 +254,3 @@ def describe_config(config: Mapping[str, Any]) -> str:
         text = f"{value:.4g}" if isinstance(value, float) else repr(value)
         parts.append(f"{key}={text if len(text) <= 40 else text[:37] + '...'}")
     return ", ".join(parts) or "an empty config"
-
-
-_MISTAKES = (ValueError, TypeError, LookupError, AttributeError, NameError, ImportError)
-"""These are the program's rather than the machine's: memory or a disk may be there for the next trial."""
-
-_NOTE = "Raised while the trial was built."
-
-
-@contextmanager
-def building() -> Iterator[None]:
-    """Note on a mistake that is raised within that it was; the note goes with the error to other processes."""
-    try:
-        yield
-    except _MISTAKES as error:
-        error.add_note(_NOTE)
-        raise
-
-
-def was_building(error: Exception | None) -> bool:
-    """Whether the error is a mistake that was raised within :func:`building`."""
-    return _NOTE in getattr(error, "__notes__", ())

@@ -19,8 +19,9 @@ from ray.util.queue import Empty, Queue
 from ..recipe import NoiseProbe
 from ..run.backend import Outcome
 from ..train.backend import RayTrainBackend
-from ..train.cluster import WORKER_TIMEOUT_S, build_on_worker, worker_failure
-from .trial import Collected, TrialSetup, building, make_run
+from ..train.cluster import WORKER_TIMEOUT_S, build_on_worker
+from ..train.failure import noted, worker_failure
+from .trial import Collected, TrialSetup, make_run
 
 __all__ = ["OnWorkers"]
 
@@ -137,13 +138,14 @@ def _train(given: dict[str, Any]) -> dict[str, Any]:
     """Train the base run together with the other workers; rank 0 returns the last report."""
     setup: OnWorkers = given["setup"]
     backend = _TrialBackend(setup.probe_every, given["reports"])
-    with building():
+    with noted():
         workload = build_on_worker(setup.workload, given["hyperparameters"], setup.config.seed, backend.rank)
         collected = Collected(workload.metric, workload.mode)
         if backend.rank == 0:
             backend.collected = collected
         run = make_run(workload, setup.config, collected, backend)
-    for batch in run:
-        run.backward(workload.loss_fn(run.model, batch))
-        run.step()
+    with noted(lambda: (0, run.state.iterations)):
+        for batch in run:
+            run.backward(workload.loss_fn(run.model, batch))
+            run.step()
     return backend.last

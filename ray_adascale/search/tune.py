@@ -342,7 +342,7 @@ def _ranking(trials: list[Finished]) -> list[tuple[Finished, BaseResult]]:
     others = "" if len(failed) == len(trials) else ", the scheduler stopped the others"
     raise RuntimeError(
         f"No trial reached the end: {len(failed)} of {len(trials)} failed{others}. {told}, {example.trial_id} at "
-        f"{describe_config(example.config)}: {line}"
+        f"{describe_config(example.config)}: {example.error_text}"
     ) from example.error
 
 

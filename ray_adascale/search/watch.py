@@ -18,7 +18,8 @@ from ray import cloudpickle, tune
 from ..analysis.display import SearchDisplay
 from ..recipe import Repeat
 from ..run.base_run import BaseResult
-from .trial import OUTCOME, MissingMetric, PlannedRepeat, describe_config, was_building
+from ..train.failure import lines_of, was_building
+from .trial import OUTCOME, MissingMetric, PlannedRepeat, describe_config
 
 __all__ = ["BestMean", "BestTrial", "Finished", "StopOnMistake", "Watch", "best_mean", "watching"]
 
@@ -31,6 +32,7 @@ class Finished:
     config: dict[str, Any]
     metrics: dict[str, Any]
     error: Exception | None
+    error_file: str | None = None
 
     @property
     def outcome(self) -> BaseResult | None:
@@ -43,6 +45,12 @@ class Finished:
         """The error's first line, with its type."""
         lines = str(self.error).strip().splitlines()
         return f"{type(self.error).__name__}: {lines[0]}" if lines else type(self.error).__name__
+
+    @property
+    def error_text(self) -> str:
+        """The same with the user's lines in which it was raised, and the file that has the whole traceback."""
+        whole = "" if self.error_file is None else f"The whole traceback: {self.error_file}"
+        return "\n".join(filter(None, [self.error_line, lines_of(self.error), whole]))
 
 
 class BestTrial:
@@ -158,7 +166,8 @@ class Watch(tune.Callback):
         if isinstance(error, MissingMetric) and self.fatal is None:
             self.fatal = error
             return  # every trial would say the same: the search ends with this very error
-        self._add(Finished(trial.trial_id, dict(trial.config), dict(trial.last_result or {}), error))
+        metrics = dict(trial.last_result or {})
+        self._add(Finished(trial.trial_id, dict(trial.config), metrics, error, trial.error_file))
         if self._shared is not None and self.fatal is None and was_building(error):
             self.fatal = self._shared.find(trials, self.finished)
 
@@ -260,7 +269,7 @@ class _SharedMistake:
             return None  # it may be one of the values that they share
         last = alike[-1]
         told = f"The first {len(alike)} failed alike, the last" if others else "The first failed"
-        mistake = ValueError(f"No trial can be built. {told} at {describe_config(last.config)}: {last.error_line}")
+        mistake = ValueError(f"No trial can be built. {told} at {describe_config(last.config)}: {last.error_text}")
         mistake.__cause__ = last.error
         return mistake
 

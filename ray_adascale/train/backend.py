@@ -13,10 +13,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import pyarrow.fs
-import ray
 import ray.train
 import ray.train.torch
 import torch.distributed as dist
@@ -26,8 +24,9 @@ from .. import checkpoint
 from .._files import TRACE, room_in_words
 from ..analysis.tensorboard import LiveEvents
 from ..run.backend import Backend, Outcome
+from .board import Teller
 
-__all__ = ["Board", "RayTrainBackend"]
+__all__ = ["RayTrainBackend"]
 
 _log = logging.getLogger(__name__)
 
@@ -59,14 +58,15 @@ class RayTrainBackend(Backend):
         self._uploading = threading.Event()
         self._gauges: dict[str, Gauge] = {}
         self._observed = -math.inf
+        self._stop = False
         self.events: LiveEvents | None = None
         """TensorBoard's, on rank 0 of a run that writes them."""
         if self.rank == 0 and self.writes_events:
             here = isinstance(self._storage.storage_filesystem, pyarrow.fs.LocalFileSystem)
             target = self._storage.experiment_fs_path if here else tempfile.mkdtemp(prefix="ray_adascale-events-")
             self.events = LiveEvents(Path(target, _EVENTS))
-        self.board: Any = None
-        """A ``Board`` actor that shows the newest metrics to the driver, or None."""
+        self.teller = Teller(None)
+        """Tells the driver; of rank 0 alone."""
 
     @contextmanager
     def latest_checkpoint(self) -> Iterator[Path | None]:
@@ -191,6 +191,10 @@ class RayTrainBackend(Backend):
         nodes = ", ".join(info.preempted_node_ids)
         return f"node {nodes} with worker {', '.join(map(str, info.preempted_ranks))} goes away{when}"
 
+    @property
+    def stop_requested(self) -> bool:
+        return self._stop
+
     def observe(self, outcome: Outcome) -> None:
         metrics, total_steps = outcome.metrics, outcome.schedule.total_steps
         if self.events is not None:
@@ -204,8 +208,9 @@ class RayTrainBackend(Backend):
                 if name not in self._gauges:
                     self._gauges[name] = Gauge(f"adascale_{name}", f"ray_adascale: {name}", tuple(tags))
                 self._gauges[name].set(float(metrics[name]), tags)
-        if self.board is not None and (due or outcome.effective_steps >= total_steps):
-            self.board.put.remote({**metrics, "total_steps": total_steps})
+        if due or outcome.effective_steps >= total_steps:
+            self.teller.put({**metrics, "total_steps": total_steps})
+            self._stop = self.teller.look()
 
     def keep_trace(self, path: Path) -> None:
         target = f"{self._storage.experiment_fs_path}/{TRACE}"
@@ -217,17 +222,3 @@ class RayTrainBackend(Backend):
         if str(folder) != target and folder.is_dir():
             pyarrow.fs.copy_files(str(folder), target, destination_filesystem=self._storage.storage_filesystem)
             shutil.rmtree(folder.parent, ignore_errors=True)
-
-
-@ray.remote(num_cpus=0)
-class Board:
-    """Holds the newest metrics, so that the driver can show them; nothing waits for it."""
-
-    def __init__(self) -> None:
-        self._metrics: dict[str, Any] | None = None
-
-    def put(self, metrics: dict[str, Any]) -> None:
-        self._metrics = metrics
-
-    def get(self) -> dict[str, Any] | None:
-        return self._metrics

@@ -1,4 +1,4 @@
-"""What runs and searches both need of Ray: to connect, to send functions, to build on a worker, to tell who failed."""
+"""What runs and searches both need of Ray: to connect, to see what fits, to send functions, to build on a worker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ray import cloudpickle
 from ..checkpoint.rng import seed_everything
 from ..workload import Workload, WorkloadFn, build
 
-__all__ = ["WORKER_TIMEOUT_S", "build_on_worker", "is_rays", "pickle_by_value", "quiet_init", "worker_failure"]
+__all__ = ["WORKER_TIMEOUT_S", "build_on_worker", "is_local", "lacking", "pickle_by_value", "quiet_init"]
 
 WORKER_TIMEOUT_S = 300
 """How long workers wait for one that hangs. Ray's own default would let them wait half an hour for one that died."""
@@ -24,14 +24,54 @@ WORKER_TIMEOUT_S = 300
 _F = TypeVar("_F", bound=Callable[..., object])
 
 
-def quiet_init(address: str | None = None) -> None:
+def quiet_init(address: str | None = None, *, log_to_driver: bool = False) -> None:
     """Connect to Ray unless that was done, with little output.
 
     Args:
         address: Of a running cluster. Default: the one that this runs in, else a new local one.
+        log_to_driver: Show what workers print.
     """
     if not ray.is_initialized():
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        ray.init(address=address, log_to_driver=log_to_driver, logging_level="ERROR")
+
+
+def is_local() -> bool:
+    """Whether this process started its Ray itself, so that no node can come. False where that can't be told.
+
+    Ray's public functions don't say it, so this looks at the node that a driver keeps; a test fails where that moves.
+    """
+    from ray._private import worker
+
+    head = getattr(getattr(worker, "_global_node", None), "is_head", None)
+    return bool(head()) if callable(head) else False
+
+
+def lacking(bundle: Mapping[str, float], count: int) -> str | None:
+    """What the cluster lacks, as it is, for so many workers, in words; None where they fit into an empty one.
+
+    Args:
+        bundle: What one worker needs, on one node.
+        count: Workers.
+    """
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    needed = {key: value for key, value in bundle.items() if value > 0}
+    fit = sum(
+        min((int(node.get(key, 0) / value + 1e-9) for key, value in needed.items()), default=count) for node in nodes
+    )
+    if fit >= count:
+        return None
+    has = {key: sum(node.get(key, 0) for node in nodes) for key in needed}
+    return (
+        f"{_workers(count)} of {_amounts(needed)} each, and the cluster has {_amounts(has)}: room for {_workers(fit)}"
+    )
+
+
+def _workers(count: int) -> str:
+    return f"{count} worker{'' if count == 1 else 's'}"
+
+
+def _amounts(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{value:g} {key}" for key, value in resources.items())
 
 
 def build_on_worker(function: WorkloadFn, hyperparameters: dict[str, Any], seed: int, rank: int) -> Workload:
@@ -41,18 +81,6 @@ def build_on_worker(function: WorkloadFn, hyperparameters: dict[str, Any], seed:
     if rank > 0:
         seed_everything(seed + rank)
     return workload
-
-
-def worker_failure(error: BaseException) -> tuple[int, Exception] | None:
-    """The worker's rank and its failure that say best why a run failed; None where no worker did."""
-    failures: Mapping[int, Exception] = getattr(error, "worker_failures", {})
-    # One that died, of which Ray tells, is the cause, and not those that then found its connection closed.
-    return min(failures.items(), key=lambda item: (not is_rays(item[1]), item[0]), default=None)
-
-
-def is_rays(error: Exception) -> bool:
-    """Whether it is an exception of Ray's own, around what happened elsewhere."""
-    return type(error).__module__.partition(".")[0] == "ray"
 
 
 def pickle_by_value(function: _F) -> _F:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import signal
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import ray
+import ray.exceptions
 import ray.train
 import ray.train.torch
 from ray.train.torch import TorchTrainer
@@ -19,12 +23,25 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..config import AdaScaleConfig
 from ..recipe import Recipe
-from ..run.loop import Run
+from ..run.loop import INTERRUPTED, Run
 from ..workload import WorkloadFn
-from .backend import Board, RayTrainBackend
-from .cluster import WORKER_TIMEOUT_S, build_on_worker, pickle_by_value, quiet_init
+from .backend import RayTrainBackend
+from .board import News, Teller, make_board, telling
+from .cluster import WORKER_TIMEOUT_S, build_on_worker, is_local, lacking, pickle_by_value, quiet_init
+from .failure import RepeatedMistake, Restarts, noted
 
 __all__ = ["AdaScaleTrainer", "prepare"]
+
+_log = logging.getLogger(__name__)
+_PACKAGE = __name__.partition(".")[0]
+
+_POLL_S = 0.5
+_ANSWER_S = 5.0
+"""How long the driver waits for the board's answer; it tries again."""
+_ROOM_S = 5.0, 30.0
+"""How long workers may be starting before the driver says what the cluster lacks, and then how often."""
+_STOP_S = 60.0
+"""How long Ctrl-C waits for the workers to write a checkpoint."""
 
 
 @PublicAPI(stability="alpha")
@@ -73,13 +90,21 @@ def _train_workload(job: dict[str, Any]) -> dict[str, Any]:
     """What each worker of an :class:`AdaScaleTrainer` runs; rank 0's return value is the result's."""
     config: AdaScaleConfig = job["config"]
     backend = RayTrainBackend()
-    backend.board = job["board"]
-    workload = build_on_worker(job["workload"], job["hyperparameters"], config.seed, backend.rank)
-    run = Run.of(workload, config, recipe=job["recipe"], backend=backend)
-    for batch in run:
-        run.backward(workload.loss_fn(run.model, batch))
-        run.step()
-    return run.summary()
+    with contextlib.ExitStack() as stack:
+        if backend.rank == 0:
+            backend.teller = Teller(job["board"])
+            stack.enter_context(telling(backend.teller))
+        run: Run | None = None
+        began = 0
+        stack.enter_context(noted(lambda: None if run is None else (began, run.state.iterations)))
+        workload = build_on_worker(job["workload"], job["hyperparameters"], config.seed, backend.rank)
+        run = Run.of(workload, config, recipe=job["recipe"], backend=backend)
+        began = run.state.iterations
+        backend.teller.running()
+        for batch in run:
+            run.backward(workload.loss_fn(run.model, batch))
+            run.step()
+        return run.summary()
 
 
 @PublicAPI(stability="alpha")
@@ -100,6 +125,8 @@ class AdaScaleTrainer(TorchTrainer):
         run_config: Ray Train's. The same name and storage path resume a run.
         torch_config: Ray Train's. Default: a worker that hangs fails the others after 300 s.
         progress: Show how far the run is while ``fit()`` waits: live on a terminal, else a line every few seconds.
+        on_start: Called on the driver, in another thread, when the workers first enter their loop: all that could be
+            refused was accepted, and a checkpoint that there was is loaded.
 
     Raises:
         ValueError: A setting can't work; raised here, on the driver, before any worker starts.
@@ -116,6 +143,7 @@ class AdaScaleTrainer(TorchTrainer):
         run_config: ray.train.RunConfig | None = None,
         torch_config: ray.train.torch.TorchConfig | None = None,
         progress: bool = True,
+        on_start: Callable[[], None] | None = None,
     ) -> None:
         if not callable(workload):
             raise ValueError(
@@ -136,7 +164,11 @@ class AdaScaleTrainer(TorchTrainer):
         config.plan(workers)
         if config.total_epochs is None:
             config.resolve_total_steps(None)
+        run_config = ray.train.RunConfig() if run_config is None else run_config
+        failure_config = run_config.failure_config or ray.train.FailureConfig()
+        self._restarts = Restarts(failure_config.max_failures)
         self._progress = progress
+        self._on_start = on_start
         self._job: dict[str, Any] = {
             "workload": pickle_by_value(workload),
             "hyperparameters": {**(recipe.hyperparameters if recipe is not None else {}), **(hyperparameters or {})},
@@ -148,40 +180,193 @@ class AdaScaleTrainer(TorchTrainer):
             _train_workload,
             train_loop_config=self._job,
             scaling_config=scaling_config,
-            run_config=run_config,
+            run_config=replace(run_config, callbacks=[*(run_config.callbacks or []), self._restarts]),
             torch_config=torch_config or ray.train.torch.TorchConfig(timeout_s=WORKER_TIMEOUT_S),
         )
 
     def fit(self) -> ray.train.Result:
         """Run to the end, or to the point where it can't go on.
 
-        Raises:
-            ray.train.TrainingFailedError: A worker failed more often than ``FailureConfig`` allows. The last checkpoint
-                stays usable: the same call resumes from it.
-            KeyboardInterrupt: Ctrl-C; the workers have ended, and the same call resumes.
-        """
-        if not self._progress:
-            return self._fit()
-        from ..analysis.display import RunDisplay  # here, as workers load this module too, and need no rich
+        What happens meanwhile (start, resume, checkpoint, lost worker, restart, preemption notice, and the warnings of the
+        worker of rank 0) is logged on the driver by ``ray_adascale``'s logger, and shown above the progress. Where the cluster
+        lacks room for the workers, that is said after some seconds, and every half minute; Ray waits, as nodes may come.
 
+        Raises:
+            ValueError: The workers don't fit, and no node can come, since this process has started Ray for itself.
+            ray.train.TrainingFailedError: A worker failed more often than ``FailureConfig`` allows, or with an exception that
+                every restart would repeat: raised while the workload was built, before a start's first optimizer step, or
+                twice after the same step. The last checkpoint stays usable: the same call resumes from it.
+            KeyboardInterrupt: Ctrl-C. The workers have written a checkpoint at the next step boundary, unless there was none
+                within a minute, or a second Ctrl-C; the same call resumes.
+        """
         quiet_init()
-        board = Board.remote()  # type: ignore[attr-defined]
-        self._job["board"] = board
+        bundle = {
+            key: value / self.scaling_config.max_workers for key, value in self.scaling_config.total_resources.items()
+        }
+        needs = bundle, self.scaling_config.min_workers
+        short = lacking(*needs)
+        if short is not None and is_local():
+            raise ValueError(
+                f"Invalid ScalingConfig(num_workers={self.scaling_config.num_workers}): {short}. No node can come: this "
+                "process has started Ray for itself. Ask for less, or connect to a cluster (ray.init(address=...))."
+            )
+        board = make_board()
+        self._job["board"] = self._restarts.board = board
+        self._listener = _Listener(board, needs, self._on_start)
         try:
-            with RunDisplay(lambda: ray.get(board.get.remote(), timeout=5), label=str(self.run_config.name)):
+            with self._display() or contextlib.nullcontext(), self._listener:
                 return self._fit()
         finally:
-            self._job["board"] = None
+            self._job["board"] = self._restarts.board = None
             ray.kill(board)
+
+    def _display(self) -> contextlib.AbstractContextManager[Any] | None:
+        if not self._progress:
+            return None
+        from ..analysis.display import RunDisplay  # here, as workers load this module too, and need no rich
+
+        return RunDisplay(
+            lambda: self._listener.metrics, label=str(self.run_config.name), log=logging.getLogger(_PACKAGE)
+        )
 
     def _fit(self) -> ray.train.Result:
         in_main_thread = threading.current_thread() is threading.main_thread()
         handler = signal.getsignal(signal.SIGINT) if in_main_thread else None
         try:
-            return super().fit()
-        except SystemExit as e:
-            # Ray's own handler of Ctrl-C aborts the workers and then exits with 0, as if the run had ended well.
-            raise KeyboardInterrupt from e
+            result = super().fit()
+        except ray.train.ControllerError as e:
+            if not isinstance(e.controller_failure, RepeatedMistake):
+                raise
+            raise ray.train.WorkerGroupError(e.controller_failure.why, e.controller_failure.failures) from None
+        except (ray.exceptions.RayActorError, SystemExit) as e:
+            # We have ended it ourselves; and Ray's own handler of Ctrl-C exits with 0, as if the run had ended well.
+            if self._listener.interrupts or isinstance(e, SystemExit):
+                raise KeyboardInterrupt("The run was interrupted, and has written no checkpoint of it.") from None
+            raise
         finally:
             if handler is not None:
                 signal.signal(signal.SIGINT, handler)  # Ray leaves its own behind
+        if result.return_value["stopped"] == INTERRUPTED:
+            raise KeyboardInterrupt(
+                f"The run was interrupted, and has written a checkpoint of optimizer step {result.metrics['optimizer_steps']:,}."
+            )
+        return result
+
+    def _register_sigint_handler(self, controller: Any) -> None:
+        """Ray Train's own hook, a private one: its handler waits for the controller, which may be waiting for nodes.
+
+        A test fails where it moves. Ctrl-C then ends a run without a checkpoint, as Ray does.
+        """
+        self._listener.controller = controller
+        signal.signal(signal.SIGINT, lambda *_: self._listener.interrupt())
+
+
+class _Listener:
+    """The driver's ear, in a thread: keeps the newest metrics, logs what happens, says what is waited for, and ends the run.
+
+    Args:
+        board: Where the workers tell.
+        needs: What one worker needs, and the fewest workers.
+        on_start: Called once, when the workers are in their loop.
+    """
+
+    def __init__(
+        self, board: Any, needs: tuple[dict[str, float], int], on_start: Callable[[], None] | None = None
+    ) -> None:
+        self._on_start = on_start
+        self.metrics: dict[str, Any] | None = None
+        self.interrupts = 0
+        """Times that Ctrl-C came."""
+        self.controller: Any = None
+        """Ray Train's, to be ended."""
+        self._board = board
+        self._needs = needs
+        self._running = False
+        self._seen = 0
+        self._answered = 0
+        self._ends_at: float | None = None
+        self._waiting_since = time.monotonic()
+        self._said_at: float | None = None
+        self._wake = threading.Event()
+        self._done = False
+        self._thread = threading.Thread(target=self._run, name="ray_adascale-listener", daemon=True)
+
+    def interrupt(self) -> None:
+        """Ctrl-C, in the main thread: the listener's own answers it."""
+        self.interrupts += 1
+        self._wake.set()
+
+    def __enter__(self) -> _Listener:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._done = True
+        self._wake.set()
+        self._thread.join(_ANSWER_S + 1)
+
+    def _run(self) -> None:
+        last = False
+        while not last:
+            self._wake.wait(_POLL_S)
+            self._wake.clear()
+            last = self._done
+            # Whatever fails here, the run does not: it is Ray's to tell of it.
+            with contextlib.suppress(Exception):
+                self._answer_interrupts()
+            with contextlib.suppress(Exception):
+                self._take(ray.get(self._board.news.remote(self._seen), timeout=_ANSWER_S))
+            with contextlib.suppress(Exception):
+                self._say_what_is_waited_for()
+
+    def _take(self, news: News) -> None:
+        self.metrics, self._seen = news.metrics, news.count
+        if self._running and not news.running:
+            self._waiting_since, self._said_at = time.monotonic(), None
+        self._running = news.running
+        for level, text in news.events:
+            _log.log(level, "%s", text)
+        if news.running and self._on_start is not None:
+            on_start, self._on_start = self._on_start, None
+            try:
+                on_start()
+            except Exception as e:
+                _log.warning("After the run's start: %s: %s", type(e).__name__, e)
+
+    def _say_what_is_waited_for(self) -> None:
+        now = time.monotonic()
+        patience, every = _ROOM_S
+        if self._running or self._done or now - self._waiting_since < patience:
+            return
+        if self._said_at is not None and now - self._said_at < every:
+            return
+        short = lacking(*self._needs)
+        if short is None:
+            if now - self._waiting_since < every:
+                return
+            free, needed = ray.available_resources(), self._needs[0]
+            unused = ", ".join(f"{free.get(key, 0):g} {key}" for key, value in needed.items() if value > 0)
+            _log.info(
+                "Still starting after %.0f s: its workers load, or wait for what others use (free: %s).",
+                now - self._waiting_since,
+                unused,
+            )
+        else:
+            _log.warning("Waiting for nodes: the run needs %s. It begins when there is room; Ctrl-C ends it.", short)
+        self._said_at = now
+
+    def _answer_interrupts(self) -> None:
+        now = time.monotonic()
+        if self.interrupts > self._answered:
+            first, self._answered = self._answered == 0, self.interrupts
+            if first and self._running:
+                self._ends_at = now + _STOP_S
+                self._board.ask_to_stop.remote()
+                _log.warning(
+                    "Interrupted: a checkpoint is written at the next step boundary. Ctrl-C again ends at once."
+                )
+            else:
+                self._ends_at = now
+        if self._ends_at is not None and now >= self._ends_at and self.controller is not None:
+            ray.kill(self.controller)
+            self._ends_at = None

@@ -77,7 +77,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         seen.update(kwargs, workload=workload, space=space)
         return FOUND
 
-    monkeypatch.setattr(cluster, "quiet_init", lambda address=None: seen.update(address=address))
+    monkeypatch.setattr(cluster, "quiet_init", lambda address=None, **_: seen.update(address=address))
     monkeypatch.setattr(trainer, "AdaScaleTrainer", Trainer)
     monkeypatch.setattr(tune, "tune_recipe", search)
     # Into the storage, which by default is the user's.
@@ -158,7 +158,9 @@ def test_tune_takes_the_same_words_as_train(called: dict[str, Any], tmp_path: Pa
 def test_tune_refuses_what_is_for_runs_at_scale(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cluster, "quiet_init", lambda address=None: None)  # what tune_recipe itself does is not faked
+    monkeypatch.setattr(
+        cluster, "quiet_init", lambda address=None, **_: None
+    )  # what tune_recipe itself does is not faked
     (tmp_path / "mine_cli_scale.py").write_text("param_space = {'lr': 0.1}\ndef workload(config): ...\n")
     common = ["tune", f"{tmp_path / 'mine_cli_scale.py'}:workload", "--base-batch-size=8", "--total-steps=60"]
     assert main.main([*common, "-c", "rule=linear"]) == 2
@@ -338,7 +340,7 @@ def test_resume_is_the_same_command_again(
     called: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()  # the run's file is written for real
-    monkeypatch.setattr(cluster, "quiet_init", lambda address=None: called.update(address=address))
+    monkeypatch.setattr(cluster, "quiet_init", lambda address=None, **_: called.update(address=address))
 
     class Trainer:
         def __init__(self, workload: Any, **kwargs: Any) -> None:

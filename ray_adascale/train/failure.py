@@ -1,0 +1,227 @@
+"""Why a run failed: which worker's failure tells it, in whose lines, and whether a restart can mend it.
+
+A worker notes on an exception where it was raised (:func:`noted`); the notes travel with it, as its traceback does not. Ray Train
+restarts the workers whatever the cause; :class:`Restarts` looks on in its controller, and ends the run at once where each restart
+would meet the same exception again.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sysconfig
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray.train
+from ray.train import UserCallback
+
+from ..checkpoint import CheckpointError
+from .board import Teller
+
+__all__ = [
+    "MISTAKES",
+    "RepeatedMistake",
+    "Restarts",
+    "failure_in_words",
+    "is_rays",
+    "lines_of",
+    "noted",
+    "users_lines",
+    "was_building",
+    "whole_failure",
+    "worker_failure",
+]
+
+MISTAKES = (ValueError, TypeError, LookupError, AttributeError, NameError, ImportError)
+"""These are the program's rather than the machine's: memory or a disk may be there the next time."""
+
+_BUILDING = "Raised while the workload was built."
+_BEGINNING = "Raised before this start's first optimizer step."
+_AT_STEP = "Raised after optimizer step {}."
+_LINES = "In your files:"
+_TRACEBACK = "_ray_adascale_traceback"  # the whole of it, in words: an exception loses its own on the way
+
+_PACKAGE = str(Path(__file__).parents[1])
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_BETWEEN_WORKERS = re.compile(r"gloo|NCCL|[Cc]onnection (closed|reset|refused)|Broken pipe|ProcessGroup|TCPStore")
+_RAYS_ADVICE = re.compile(r" (Worker exit type: \w+ Worker exit detail:|Some common causes include:).*")
+_STORAGE_TRIES = 3
+
+
+# ---- on a worker -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def noted(steps: Callable[[], tuple[int, int] | None] = lambda: None) -> Iterator[None]:
+    """Note on an exception that is raised within where in the run that was, and in which lines of the user's.
+
+    Args:
+        steps: The run's optimizer steps when this start began, and now; None while the workload is built.
+    """
+    try:
+        yield
+    except Exception as error:
+        at = steps()
+        place = _BUILDING if at is None else _BEGINNING if at[0] == at[1] else _AT_STEP.format(at[1])
+        if not any(note.startswith("Raised ") for note in _notes(error)):  # the innermost knows best
+            lines = users_lines(error)
+            for note in (f"{_LINES}\n{lines}", place) if lines else (place,):
+                error.add_note(note)
+            setattr(error, _TRACEBACK, "".join(traceback.format_exception(error)))
+        raise
+
+
+def users_lines(error: BaseException) -> str:
+    """The lines of the traceback in files that are neither a library's nor Python's nor ours, as Python shows them."""
+    shown = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename.startswith(("<", _PACKAGE, *_LIBRARIES)) or "-packages" in frame.filename:
+            continue
+        shown.append(f"  {frame.filename}:{frame.lineno}, in {frame.name}")
+        line = linecache.getline(frame.filename, frame.lineno or 0).strip()  # not there where the code came by wire
+        if line:
+            shown.append(f"    {line}")
+    return "\n".join(shown)
+
+
+def _notes(error: BaseException | None) -> list[str]:
+    return getattr(error, "__notes__", [])
+
+
+def was_building(error: BaseException | None) -> bool:
+    """Whether the error is a mistake that was raised while a workload was built."""
+    return isinstance(error, MISTAKES) and _BUILDING in _notes(error)
+
+
+# ---- on the driver ---------------------------------------------------------------------------------------------------
+
+
+def is_rays(error: Exception) -> bool:
+    """Whether it is an exception of Ray's own, around what happened elsewhere."""
+    return type(error).__module__.partition(".")[0] == "ray"
+
+
+def _is_between_workers(error: Exception) -> bool:
+    """Whether it says that another worker is gone, and not what happened to it."""
+    return isinstance(error, RuntimeError | ConnectionError) and _BETWEEN_WORKERS.search(str(error)) is not None
+
+
+def worker_failure(error: BaseException) -> tuple[int, Exception] | None:
+    """The worker's rank and its failure that say best why a run failed; None where no worker did."""
+    failures: Mapping[int, Exception] = getattr(error, "worker_failures", {})
+
+    def order(item: tuple[int, Exception]) -> tuple[bool, bool, int]:
+        # One that died, of which Ray tells, is the cause; and not those that then found its connection closed.
+        return not is_rays(item[1]), _is_between_workers(item[1]), item[0]
+
+    return min(failures.items(), key=order, default=None)
+
+
+def failure_in_words(error: BaseException, *, lines: bool = True) -> str:
+    """What the worker said whose failure tells best why a run failed; what Ray says where no worker failed.
+
+    Args:
+        error: What ``fit()`` raised.
+        lines: Add the user's lines in which it was raised.
+    """
+    found = worker_failure(error)
+    if found is None:
+        return str(error)
+    rank, failure = found
+    text = _RAYS_ADVICE.sub("", str(failure).strip())
+    if is_rays(failure) and text:
+        # A remote traceback, or a long description of the worker, lies between what happened and what a user can act on.
+        told = text.splitlines()
+        short = f"{told[0]} {told[-1]}" if len(told) > 1 and told[0].endswith(".") else told[-1]
+        return f"Worker {rank}: {short}"
+    kind = type(failure).__name__  # without which a KeyError's text says nothing
+    said = f"Worker {rank}: {kind}: {text}" if text else f"Worker {rank}: {kind}"
+    return "\n".join([said, lines_of(failure)] if lines and lines_of(failure) else [said])
+
+
+def whole_failure(error: BaseException) -> str:
+    """All that is known of why a run failed: the tracebacks of all workers that did."""
+    failures: Mapping[int, Exception] = getattr(error, "worker_failures", {})
+    parts = [f"Worker {rank}:\n{getattr(failure, _TRACEBACK, failure)}" for rank, failure in sorted(failures.items())]
+    return "\n\n".join(map(str, [error, *parts])) + "\n"
+
+
+def lines_of(error: BaseException | None) -> str:
+    """The user's lines in which it was raised, as :func:`noted` has noted them; empty where it has not."""
+    return next((note for note in _notes(error) if note.startswith(_LINES)), "")
+
+
+# ---- in Ray Train's controller ---------------------------------------------------------------------------------------
+
+
+class RepeatedMistake(Exception):
+    """A run ends since each restart would fail as this one did.
+
+    Args:
+        failures: Of the workers, by rank.
+        why: How one knows.
+    """
+
+    def __init__(self, failures: dict[int, Exception], why: str) -> None:
+        super().__init__(why)
+        self.failures = failures
+        self.why = why
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.failures, self.why)
+
+
+class Restarts(UserCallback):
+    """Says a line about each failure, and ends the run at one that every restart would repeat.
+
+    That is an exception of the user's own, or of ours, while the workload is built or before a start's first optimizer step,
+    and one that came after the same step before. What goes on is for Ray's ``FailureConfig`` to count: lost workers, lost
+    nodes, and storage that fails (which three starts that stop at the same step settle, too).
+
+    Args:
+        max_failures: Ray Train's, to be named.
+    """
+
+    def __init__(self, max_failures: int) -> None:
+        self.board: Any = None
+        """Where it is told; see ``board``."""
+        self._max_failures = max_failures
+        self._restarts = 0
+        self._seen: Counter[str] = Counter()
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        """Ray Train's: one or more workers have failed."""
+        failed = ray.train.WorkerGroupError("", dict(worker_exceptions))
+        found = worker_failure(failed)
+        assert found is not None
+        why = self._repeats(found[1])
+        if why is not None:
+            raise RepeatedMistake(dict(worker_exceptions), why)
+        self._restarts += 1
+        if self._max_failures < 0 or self._restarts <= self._max_failures:
+            of = "" if self._max_failures < 0 else f" of {self._max_failures}"
+            text = failure_in_words(failed, lines=False).rstrip(".")
+            Teller(self.board).restarting(f"{text}. Restart {self._restarts}{of}, from the last checkpoint.")
+
+    def _repeats(self, error: Exception) -> str | None:
+        """Why each restart would meet this error again; None where that is not known."""
+        if is_rays(error) or _is_between_workers(error):
+            return None
+        # Without a note it did not come from the loop: nothing is known of its place.
+        place = next((note for note in _notes(error) if note.startswith("Raised ")), "")
+        of_storage = isinstance(error, CheckpointError) or (
+            isinstance(error, OSError)
+            and not isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+        )
+        if place in (_BUILDING, _BEGINNING) and not of_storage:
+            return place
+        key = f"{place} {type(error).__name__}"
+        self._seen[key] += 1
+        if place and self._seen[key] >= (_STORAGE_TRIES if of_storage else 2):
+            return f"{place} The same in {self._seen[key]} starts."
+        return None
