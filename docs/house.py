@@ -34,7 +34,13 @@ class Room(NamedTuple):
 RAYS_FLOORS: list[list[Room]] = [
     [Room("cli", "what a command is given, and what it prints", "main arguments")],
     [Room("search", "which settings win: the trials of a search, on Ray Tune", "tune spec watch trial trial_workers")],
-    [Room("train", "where the workers of a run live: Ray Train, its cluster, its notices", "trainer backend board failure cluster")],
+    [
+        Room(
+            "train",
+            "where the workers of a run live: Ray Train, its cluster, its notices",
+            "trainer backend board restarts cluster",
+        )
+    ],
 ]
 TORCHS_FLOORS: list[list[Room]] = [
     [
@@ -48,7 +54,7 @@ TORCHS_FLOORS: list[list[Room]] = [
         Room(
             "run",
             "what happens at a step boundary of one worker's loop",
-            "loop schedule backend build due metrics trace saver snapshot base_run",
+            "loop schedule backend build due metrics trace saver snapshot failure base_run",
         ),
         Room("compat", "what loops written for AdaptDL and for FairScale see", "adaptdl fairscale"),
     ],

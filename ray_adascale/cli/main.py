@@ -167,7 +167,7 @@ def _train(args: argparse.Namespace) -> int:
     import ray.exceptions
     import ray.train
 
-    from ..train.failure import failure_in_words, whole_failure
+    from ..train.restarts import failure_in_words, whole_failure
     from ..train.trainer import AdaScaleTrainer
 
     recipe = None if args.recipe is None else Recipe.load(args.recipe)

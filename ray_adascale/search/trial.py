@@ -27,8 +27,8 @@ from ..config import AdaScaleConfig
 from ..recipe import NoiseProbe
 from ..run.backend import Backend, Outcome
 from ..run.base_run import BaseResult, train_base
+from ..run.failure import noted
 from ..run.loop import Run
-from ..train.failure import noted
 from ..workload import Workload, WorkloadFn, build
 
 __all__ = [

@@ -18,9 +18,10 @@ from ray.util.queue import Empty, Queue
 
 from ..recipe import NoiseProbe
 from ..run.backend import Outcome
+from ..run.failure import noted
 from ..train.backend import RayTrainBackend
 from ..train.cluster import WORKER_TIMEOUT_S, build_on_worker
-from ..train.failure import noted, worker_failure
+from ..train.restarts import worker_failure
 from .trial import Collected, TrialSetup, make_run
 
 __all__ = ["OnWorkers"]

@@ -18,7 +18,7 @@ from ray import cloudpickle, tune
 from ..analysis.display import SearchDisplay
 from ..recipe import Repeat
 from ..run.base_run import BaseResult
-from ..train.failure import lines_of, was_building
+from ..run.failure import lines_of, was_building
 from .trial import OUTCOME, MissingMetric, PlannedRepeat, describe_config
 
 __all__ = ["BestMean", "BestTrial", "Finished", "StopOnMistake", "Watch", "best_mean", "watching"]

@@ -23,12 +23,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..config import AdaScaleConfig
 from ..recipe import Recipe
+from ..run.failure import noted
 from ..run.loop import INTERRUPTED, Run
 from ..workload import WorkloadFn
 from .backend import RayTrainBackend
 from .board import News, Teller, make_board, telling
 from .cluster import WORKER_TIMEOUT_S, build_on_worker, is_local, lacking, pickle_by_value, quiet_init
-from .failure import RepeatedMistake, Restarts, noted
+from .restarts import RepeatedMistake, Restarts
 
 __all__ = ["AdaScaleTrainer", "prepare"]
 

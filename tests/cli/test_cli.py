@@ -18,8 +18,10 @@ from ray.exceptions import RayActorError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
 
 from ray_adascale import AdaScaleConfig, Recipe
+from ray_adascale._files import write_json
 from ray_adascale.analysis import throughput
 from ray_adascale.cli import main
+from ray_adascale.run.failure import noted
 from ray_adascale.run.metrics import METRICS
 from ray_adascale.search import tune
 from ray_adascale.train import cluster, trainer
@@ -69,6 +71,8 @@ def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             seen.update(kwargs, workload=workload)
 
         def fit(self) -> Any:
+            if not seen.get("refused"):
+                seen["on_start"]()
             if "error" in seen:
                 raise seen["error"]
             return Result
@@ -207,7 +211,7 @@ def test_an_address_is_refused_where_ray_runs_already(
 
 
 def test_ray_that_does_not_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def fail(address: str | None = None) -> None:
+    def fail(address: str | None = None, *, log_to_driver: bool) -> None:
         raise TimeoutError("no redis\nand more") if address is None else ConnectionError("Could not find any")
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -287,9 +291,66 @@ def test_a_failed_run_exits_with_1_and_the_workers_own_words(
     called["error"] = ray.exceptions.ActorDiedError()
     assert main.main(["train", WORKLOAD, "--base-batch-size=4", "--total-steps=4", "--name=x"]) == 1
     assert "run 'x' failed. The actor died" in capsys.readouterr().err
-    called["error"] = KeyboardInterrupt()
-    assert main.main(["train", WORKLOAD, "--base-batch-size=4", "--total-steps=4", "--name=x"]) == 130
-    assert re.search(r"`ray-adascale resume \S+/x` goes on", capsys.readouterr().err)
+
+
+def test_every_end_that_leaves_a_checkpoint_says_how_to_go_on(
+    called: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(main, "write_json", write_json)
+    for error, code in (
+        (KeyboardInterrupt("The run was interrupted."), 130),
+        (ray.train.WorkerGroupError("all of it", {1: OSError("no disk")}), 1),
+    ):
+        folder = tmp_path / str(code) / "x"
+        for checkpoint in (False, True):
+            if checkpoint:
+                (folder / "checkpoint_1").mkdir()
+            called["error"] = error
+            assert main.main([*TRAIN, "--name=x", f"--storage-path={folder.parent}"]) == code
+            said = capsys.readouterr().err
+            assert (f"`ray-adascale resume {folder}` goes on from the last checkpoint.\n" in said) == checkpoint
+            assert ("The run was interrupted." in said) == (code == 130)
+
+
+def test_the_whole_traceback_is_in_a_file_that_is_named(
+    called: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        with noted(lambda: (0, 3)):
+            samples_of.recipe(None)  # type: ignore[arg-type]
+    except TypeError as error:
+        called["error"] = ray.train.WorkerGroupError("all of it", {1: error})
+    assert main.main([*TRAIN, "--name=x", f"--storage-path={tmp_path}"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("ray-adascale: run 'x' failed. Worker 1: TypeError: ")
+    assert lines[1] == "In your files:"
+    assert re.fullmatch(rf"  {re.escape(str(Path(SAMPLES)))}:\d+, in (recipe|probes)", lines[-3])
+    assert lines[-1] == f"The whole traceback: {tmp_path}/x/error.txt"
+    whole = (tmp_path / "x" / "error.txt").read_text()
+    assert "Traceback (most recent call last):" in whole
+    assert "all of it" in whole
+    (tmp_path / "full").touch()  # where no folder can be
+    assert main.main([*TRAIN, "--name=x", f"--storage-path={tmp_path}/full"]) == 1
+    where = capsys.readouterr().err.splitlines()[-1].removeprefix("The whole traceback: ")
+    assert Path(where).read_text() == whole
+    Path(where).unlink()
+
+
+def test_a_refused_command_leaves_the_run_as_it_was(
+    called: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(main, "write_json", write_json)
+    common = [*TRAIN, "--name=x", f"--storage-path={tmp_path}"]
+    assert main.main([*common, "n=200"]) == 0
+    kept = (tmp_path / "x" / "ray_adascale.json").read_bytes()
+    assert json.loads(kept)["overrides"] == ["n=200"]
+    called["error"] = ray.train.WorkerGroupError("all", {0: ValueError("the dataset has 400 examples, and had 200")})
+    called["refused"] = True
+    assert main.main([*common, "n=400"]) == 1
+    assert (tmp_path / "x" / "ray_adascale.json").read_bytes() == kept
+    del called["refused"], called["error"]
+    assert main.main([*common, "n=400"]) == 0
+    assert json.loads((tmp_path / "x" / "ray_adascale.json").read_text())["overrides"] == ["n=400"]
 
 
 @pytest.mark.parametrize(
@@ -344,9 +405,11 @@ def test_resume_is_the_same_command_again(
 
     class Trainer:
         def __init__(self, workload: Any, **kwargs: Any) -> None:
+            self.start = kwargs.pop("on_start")
             called.update(kwargs, workload=workload)
 
         def fit(self) -> Any:
+            self.start()
             raise KeyboardInterrupt
 
     monkeypatch.setattr(trainer, "AdaScaleTrainer", Trainer)

@@ -22,6 +22,7 @@ from ray_adascale import AdaScaleConfig, CheckpointError, Workload
 from ray_adascale.recipe import NoiseProbe
 from ray_adascale.run.backend import Outcome
 from ray_adascale.run.base_run import BaseResult, base_config
+from ray_adascale.run.failure import was_building
 from ray_adascale.run.schedule import BaseSchedule
 from ray_adascale.search.trial import (
     EPOCHS,
@@ -35,7 +36,6 @@ from ray_adascale.search.trial import (
     describe_config,
     run_repeat,
     run_trial,
-    was_building,
 )
 
 from ..samples_of import regression

@@ -26,9 +26,9 @@ from ray_adascale import AdaScaleConfig, Recipe, Run, Workload, tune_recipe
 from ray_adascale.data.order import epoch_order
 from ray_adascale.measure.probe import probe_noise
 from ray_adascale.run.base_run import BaseResult, workload_name
+from ray_adascale.run.failure import was_building
 from ray_adascale.run.schedule import BaseSchedule, EffectiveSchedule
 from ray_adascale.run.trace import read_trace
-from ray_adascale.search.trial import was_building
 from ray_adascale.search.tune import _ranking
 from ray_adascale.search.watch import Finished, Watch
 from ray_adascale.workload import build, resolve

@@ -13,8 +13,9 @@ from ray import tune
 
 from ray_adascale.recipe import NoiseProbe
 from ray_adascale.run.base_run import BaseResult
+from ray_adascale.run.failure import was_building
 from ray_adascale.run.schedule import BaseSchedule
-from ray_adascale.search.trial import PlannedRepeat, was_building
+from ray_adascale.search.trial import PlannedRepeat
 from ray_adascale.search.watch import BestMean, Finished, Watch, best_mean
 
 T = 200
@@ -114,7 +115,7 @@ SPACE = {"lr": tune.uniform(0, 1), "kind": tune.grid_search(["a", "b"]), "path":
 
 def building(text: str) -> Exception:
     error = TypeError(text)
-    error.add_note("Raised while the trial was built.")
+    error.add_note("Raised while the workload was built.")
     assert was_building(error)
     return error
 
@@ -171,6 +172,7 @@ def watch_failures(
             config={"lr": lr, "kind": kind, "path": "data"},
             status="RUNNING",
             last_result={},
+            error_file=None,
             error=None if text is None else TypeError("x") if text == "training" else building(text),
         )
         for i, (text, lr, kind) in enumerate(what)

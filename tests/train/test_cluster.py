@@ -1,4 +1,4 @@
-"""What runs and searches both need of Ray, without a Ray: functions on their way to workers, what is built there, who failed."""
+"""What runs and searches both need of Ray, without a Ray: functions on their way to workers, what is built there, what fits."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ import pytest
 import ray
 import torch
 from ray import cloudpickle
-from ray.exceptions import RayActorError
 
-from ray_adascale.train.cluster import build_on_worker, is_rays, pickle_by_value, quiet_init, worker_failure
+from ray_adascale.train.cluster import build_on_worker, is_local, lacking, pickle_by_value, quiet_init
 from ray_adascale.workload import Workload, resolve
 
 from ..samples_of import regression
@@ -126,26 +125,52 @@ def test_workers_build_the_same_weights_and_go_on_with_random_numbers_of_their_o
     assert after[0][0] == torch.rand(1).item()  # of rank 0 as of a run alone
 
 
-class Failed(Exception):
-    """As Ray Train's, which hold what each worker failed with."""
-
-    def __init__(self, **failures: Exception) -> None:
-        self.worker_failures = {int(rank[1:]): error for rank, error in failures.items()}
-
-
-def test_the_worker_that_died_is_told_before_those_that_lost_it() -> None:
-    died, lost, wrong = RayActorError(None, "the actor is dead"), RuntimeError("connection closed"), ValueError("mine")
-    assert worker_failure(Failed(w0=lost, w2=died, w3=RayActorError(None, "too"))) == (2, died)
-    assert worker_failure(Failed(w3=wrong, w1=lost)) == (1, lost)
-    assert worker_failure(Failed()) is None
-    assert worker_failure(ValueError("none of a worker")) is None
-    assert [is_rays(error) for error in (died, lost)] == [True, False]
-
-
 def test_ray_is_started_quietly_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(ray, "init", lambda **how: asked.append(how))
     for running in (False, True):
         monkeypatch.setattr(ray, "is_initialized", lambda running=running: running)
-        quiet_init("there:6379")
+        quiet_init("there:6379", log_to_driver=running)
     assert asked == [{"address": "there:6379", "log_to_driver": False, "logging_level": "ERROR"}]
+
+
+def node(alive: bool = True, **resources: float) -> dict[str, Any]:
+    return {"Alive": alive, "Resources": resources}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "bundle", "count", "said"),
+    [
+        ([node(CPU=2)], {"CPU": 1}, 2, None),
+        ([node(CPU=2)], {"CPU": 1}, 3, "3 workers of 1 CPU each, and the cluster has 2 CPU: room for 2 workers"),
+        (
+            [node(CPU=2), node(CPU=2, alive=False)],
+            {"CPU": 1},
+            3,
+            "3 workers of 1 CPU each, and the cluster has 2 CPU: room",
+        ),
+        (
+            [node(CPU=4)],
+            {"CPU": 0, "GPU": 1},
+            1,
+            "1 worker of 1 GPU each, and the cluster has 0 GPU: room for 0 workers",
+        ),
+        # A worker is on one node: six CPUs in two halves are not room for one that needs four.
+        ([node(CPU=3), node(CPU=3)], {"CPU": 4}, 1, "has 6 CPU: room for 0 workers"),
+        ([node(CPU=2, GPU=1), node(CPU=8)], {"CPU": 1, "GPU": 0.5}, 2, None),
+        ([node(CPU=2, GPU=1), node(CPU=8)], {"CPU": 1, "GPU": 0.5}, 3, "room for 2 workers"),
+        ([node(CPU=0.3)], {"CPU": 0.1}, 3, None),
+        ([node()], {"CPU": 0}, 5, None),
+    ],
+)
+def test_what_the_cluster_lacks_is_told_by_node(
+    monkeypatch: pytest.MonkeyPatch, nodes: Any, bundle: Any, count: int, said: str | None
+) -> None:
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    found = lacking(bundle, count)
+    assert (found is None) == (said is None)
+    assert said is None or said in str(found)
+
+
+def test_a_ray_that_is_not_ours_may_grow() -> None:
+    assert not is_local() or ray.is_initialized()

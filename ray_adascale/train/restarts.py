@@ -1,104 +1,28 @@
-"""Why a run failed: which worker's failure tells it, in whose lines, and whether a restart can mend it.
+"""Why a run failed: which worker's failure tells it, and whether a restart can mend it.
 
-A worker notes on an exception where it was raised (:func:`noted`); the notes travel with it, as its traceback does not. Ray Train
-restarts the workers whatever the cause; :class:`Restarts` looks on in its controller, and ends the run at once where each restart
-would meet the same exception again.
+Ray Train restarts the workers whatever the cause; :class:`Restarts` looks on in its controller, and ends the run at once where
+each restart would meet the same exception again.
 """
 
 from __future__ import annotations
 
-import linecache
 import re
-import sysconfig
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import ray.train
 from ray.train import UserCallback
 
 from ..checkpoint import CheckpointError
+from ..run.failure import lines_of, place_of, traceback_of, was_beginning
 from .board import Teller
 
-__all__ = [
-    "MISTAKES",
-    "RepeatedMistake",
-    "Restarts",
-    "failure_in_words",
-    "is_rays",
-    "lines_of",
-    "noted",
-    "users_lines",
-    "was_building",
-    "whole_failure",
-    "worker_failure",
-]
+__all__ = ["RepeatedMistake", "Restarts", "failure_in_words", "is_rays", "whole_failure", "worker_failure"]
 
-MISTAKES = (ValueError, TypeError, LookupError, AttributeError, NameError, ImportError)
-"""These are the program's rather than the machine's: memory or a disk may be there the next time."""
-
-_BUILDING = "Raised while the workload was built."
-_BEGINNING = "Raised before this start's first optimizer step."
-_AT_STEP = "Raised after optimizer step {}."
-_LINES = "In your files:"
-_TRACEBACK = "_ray_adascale_traceback"  # the whole of it, in words: an exception loses its own on the way
-
-_PACKAGE = str(Path(__file__).parents[1])
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _BETWEEN_WORKERS = re.compile(r"gloo|NCCL|[Cc]onnection (closed|reset|refused)|Broken pipe|ProcessGroup|TCPStore")
 _RAYS_ADVICE = re.compile(r" (Worker exit type: \w+ Worker exit detail:|Some common causes include:).*")
 _STORAGE_TRIES = 3
-
-
-# ---- on a worker -----------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def noted(steps: Callable[[], tuple[int, int] | None] = lambda: None) -> Iterator[None]:
-    """Note on an exception that is raised within where in the run that was, and in which lines of the user's.
-
-    Args:
-        steps: The run's optimizer steps when this start began, and now; None while the workload is built.
-    """
-    try:
-        yield
-    except Exception as error:
-        at = steps()
-        place = _BUILDING if at is None else _BEGINNING if at[0] == at[1] else _AT_STEP.format(at[1])
-        if not any(note.startswith("Raised ") for note in _notes(error)):  # the innermost knows best
-            lines = users_lines(error)
-            for note in (f"{_LINES}\n{lines}", place) if lines else (place,):
-                error.add_note(note)
-            setattr(error, _TRACEBACK, "".join(traceback.format_exception(error)))
-        raise
-
-
-def users_lines(error: BaseException) -> str:
-    """The lines of the traceback in files that are neither a library's nor Python's nor ours, as Python shows them."""
-    shown = []
-    for frame in traceback.extract_tb(error.__traceback__):
-        if frame.filename.startswith(("<", _PACKAGE, *_LIBRARIES)) or "-packages" in frame.filename:
-            continue
-        shown.append(f"  {frame.filename}:{frame.lineno}, in {frame.name}")
-        line = linecache.getline(frame.filename, frame.lineno or 0).strip()  # not there where the code came by wire
-        if line:
-            shown.append(f"    {line}")
-    return "\n".join(shown)
-
-
-def _notes(error: BaseException | None) -> list[str]:
-    return getattr(error, "__notes__", [])
-
-
-def was_building(error: BaseException | None) -> bool:
-    """Whether the error is a mistake that was raised while a workload was built."""
-    return isinstance(error, MISTAKES) and _BUILDING in _notes(error)
-
-
-# ---- on the driver ---------------------------------------------------------------------------------------------------
 
 
 def is_rays(error: Exception) -> bool:
@@ -147,13 +71,8 @@ def failure_in_words(error: BaseException, *, lines: bool = True) -> str:
 def whole_failure(error: BaseException) -> str:
     """All that is known of why a run failed: the tracebacks of all workers that did."""
     failures: Mapping[int, Exception] = getattr(error, "worker_failures", {})
-    parts = [f"Worker {rank}:\n{getattr(failure, _TRACEBACK, failure)}" for rank, failure in sorted(failures.items())]
+    parts = [f"Worker {rank}:\n{traceback_of(failure)}" for rank, failure in sorted(failures.items())]
     return "\n\n".join(map(str, [error, *parts])) + "\n"
-
-
-def lines_of(error: BaseException | None) -> str:
-    """The user's lines in which it was raised, as :func:`noted` has noted them; empty where it has not."""
-    return next((note for note in _notes(error) if note.startswith(_LINES)), "")
 
 
 # ---- in Ray Train's controller ---------------------------------------------------------------------------------------
@@ -213,12 +132,12 @@ class Restarts(UserCallback):
         if is_rays(error) or _is_between_workers(error):
             return None
         # Without a note it did not come from the loop: nothing is known of its place.
-        place = next((note for note in _notes(error) if note.startswith("Raised ")), "")
+        place = place_of(error)
         of_storage = isinstance(error, CheckpointError) or (
             isinstance(error, OSError)
             and not isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
         )
-        if place in (_BUILDING, _BEGINNING) and not of_storage:
+        if was_beginning(error) and not of_storage:
             return place
         key = f"{place} {type(error).__name__}"
         self._seen[key] += 1

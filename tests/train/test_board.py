@@ -1,0 +1,111 @@
+"""What reaches the driver of a run: never at the cost of a step."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import pytest
+import ray
+
+from ray_adascale.train.board import Board, Teller, telling
+
+
+class Here:
+    """A board in this process, called as the actor is."""
+
+    def __init__(self, board: Any = None) -> None:
+        self.board = board or Board.__ray_metadata__.modified_class()
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.board, name)
+
+        class Remote:
+            @staticmethod
+            def remote(*arguments: Any) -> Any:
+                return method(*arguments)
+
+        return Remote
+
+
+def test_events_come_once_and_in_order() -> None:
+    here = Here()
+    teller = Teller(here)
+    assert teller.say(logging.INFO, "one")
+    assert teller.say(logging.INFO, "one")  # said again at once
+    teller.say(logging.WARNING, "two\n  lines")
+    news = here.board.news(0)
+    assert news.events == [(logging.INFO, "one"), (logging.WARNING, "two lines")]
+    assert here.board.news(news.count).events == []
+    for i in range(1500):
+        teller.say(logging.INFO, str(i))
+    news = here.board.news(news.count)
+    assert news.count == 1502
+    assert [text for _, text in news.events] == [str(i) for i in range(500, 1500)]  # bounded: the newest stay
+
+
+def test_metrics_are_those_of_a_run_that_goes_on() -> None:
+    here = Here()
+    teller = Teller(here)
+    assert here.board.news(0)[:2] == (None, False)
+    teller.running()
+    assert here.board.news(0)[:2] == (None, True)
+    teller.put({"gain": 2.0})
+    assert here.board.news(0)[:2] == ({"gain": 2.0}, True)
+    teller.restarting("Worker 1 died.")
+    news = here.board.news(0)
+    assert news[:2] == (None, False)  # nothing stale is shown meanwhile
+    assert news.events == [(logging.WARNING, "Worker 1 died.")]
+
+
+def test_a_board_that_is_gone_costs_nothing() -> None:
+    class Gone:
+        def __getattr__(self, name: str) -> Any:
+            raise ray.exceptions.RayActorError(None, "the board is dead")
+
+    for teller in (Teller(None), Teller(Gone())):
+        assert not teller.say(logging.INFO, "text")
+        teller.put({})
+        teller.running()
+        teller.restarting("why")
+        assert not teller.look()
+
+
+def test_the_wish_to_stop_is_seen_at_the_next_look_but_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "wait", lambda refs, timeout: (refs, []))
+    monkeypatch.setattr(ray, "get", lambda ref: ref)
+    here = Here()
+    teller = Teller(here)
+    assert [teller.look() for _ in range(4)] == [False] * 4
+    here.board.ask_to_stop()
+    assert [teller.look() for _ in range(3)] == [False, True, True]
+
+
+def test_warnings_and_what_the_package_logs_are_told_once(recwarn: pytest.WarningsRecorder) -> None:
+    here = Here()
+    shown = warnings.showwarning
+    log = logging.getLogger("ray_adascale.run.loop")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        with telling(Teller(here)):
+            for _ in range(3):
+                warnings.warn("mind the\nstep", UserWarning, stacklevel=1)
+            log.info("Checkpoint of step %d.", 7)
+            log.debug("not this")
+            logging.getLogger("other").warning("nor this")
+        assert warnings.showwarning is not shown or not recwarn.list
+    texts = [text for _, text in here.board.news(0).events]
+    assert texts[0].startswith("UserWarning: mind the step (test_board.py:")
+    assert texts[1:] == ["Checkpoint of step 7."]
+    assert logging.getLogger("ray_adascale").handlers == []
+
+
+def test_a_warning_that_nobody_takes_is_shown_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "showwarning", lambda message, *_: seen.append(str(message)))
+        with telling(Teller(None)):
+            warnings.warn("to the log then", stacklevel=1)
+    assert seen == ["to the log then"]
