@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # the same again, as type checkers read no tables
     from .compat.adaptdl import GradientNoiseScale as GradientNoiseScale
     from .compat.fairscale import AdaScaleWrapper as AdaScaleWrapper
     from .config import AdaScaleConfig as AdaScaleConfig
+    from .config import EarlyStop as EarlyStop
     from .measure.ddp import measure_buckets as measure_buckets
     from .optim.adascale import AdaScale as AdaScale
     from .optim.grad_scaler import ShardedGradScaler as ShardedGradScaler
@@ -58,7 +59,7 @@ _NAMES = {
     "checkpoint.rng": ["seed_everything"],
     "compat.adaptdl": ["AdaptiveDataParallel", "GradientNoiseScale"],
     "compat.fairscale": ["AdaScaleWrapper"],
-    "config": ["AdaScaleConfig"],
+    "config": ["AdaScaleConfig", "EarlyStop"],
     "measure.ddp": ["measure_buckets"],
     "optim.adascale": ["AdaScale"],
     "optim.grad_scaler": ["ShardedGradScaler"],

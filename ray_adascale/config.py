@@ -14,7 +14,7 @@ from .optim.rules import ScalingRule, make_rule
 if TYPE_CHECKING:
     from .recipe import Recipe
 
-__all__ = ["AdaScaleConfig", "BatchPlan"]
+__all__ = ["AdaScaleConfig", "BatchPlan", "EarlyStop"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,44 @@ class BatchPlan:
     def cut(self, rank: int) -> StepCut:
         """The same as the data room has it, with a worker's part."""
         return StepCut(self.global_batch_size, rank=rank, world_size=self.world_size, accumulation=self.accumulation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyStop:
+    """End a run, with a checkpoint, where evaluations no longer get better.
+
+    Attributes:
+        patience: Effective steps since the best evaluation, so as many at every scale. Evaluations come every
+            ``evaluate_every`` of them.
+        metric: The key of what ``evaluate`` returns. Default: the workload's metric.
+        mode: Whether it is to be small ("min") or large ("max"). Default: the workload's mode.
+
+    Raises:
+        ValueError: A field is out of its range.
+    """
+
+    patience: float
+    metric: str | None = None
+    mode: Literal["min", "max"] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.patience, bool) or not isinstance(self.patience, int | float) or not self.patience > 0:
+            raise ValueError(
+                f"Invalid EarlyStop(patience={self.patience!r}). Must be a positive number of effective steps."
+            )
+        if self.mode not in (None, "min", "max"):
+            raise ValueError(f"Invalid EarlyStop(mode={self.mode!r}). Must be 'min' or 'max'.")
+        if (self.metric is None) != (self.mode is None):
+            raise ValueError(
+                f"Invalid EarlyStop(metric={self.metric!r}, mode={self.mode!r}). Give both, or neither: then they are the "
+                "workload's."
+            )
+
+    def better(self, value: float, best: float | None) -> bool:
+        """Whether a value is better than the best so far; None: there is none."""
+        if math.isnan(value):
+            return False
+        return best is None or (value > best if self.mode == "max" else value < best)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +133,9 @@ class AdaScaleConfig:
             refusing.
         report_every_s: Seconds between reports to Ray. Each is a barrier that Ray Train lets pass once in about 2 s, so a
             short interval makes the workers wait; gauges, trace and progress line don't.
+        early_stop: When to end before T, see :class:`EarlyStop`; None to go on to T.
+        show_progress: A line on standard error that shows how far the run is: True for one every half minute wherever it goes,
+            None for a live one where that is a terminal (``AdaScaleTrainer`` shows one on the driver anyway), False for none.
         trace_rows: Steps that the trace keeps: all of the newest half, and of older ones every 2nd, 4th, 8th, ..., so that
             they fit into the other half; beside those with metrics of their own, as evaluations have. None keeps all.
 
@@ -129,6 +170,8 @@ class AdaScaleConfig:
     async_checkpoint: bool = True
     accept_changes: bool = False
     report_every_s: float = 10.0
+    early_stop: EarlyStop | None = None
+    show_progress: bool | None = None
     trace_rows: int | None = 40_000
 
     def __post_init__(self) -> None:
@@ -157,6 +200,10 @@ class AdaScaleConfig:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and value > 0):
                 raise ValueError(f"Invalid AdaScaleConfig({name}={value!r}). Must be a positive number.")
+        if self.early_stop is not None and not isinstance(self.early_stop, EarlyStop):
+            raise ValueError(
+                f"Invalid AdaScaleConfig(early_stop={self.early_stop!r}). Must be an EarlyStop(patience=...), or None."
+            )
         if self.total_steps is not None and self.total_epochs is not None:
             raise ValueError("AdaScaleConfig takes total_steps or total_epochs, not both.")
         if isinstance(self.num_loader_workers, bool) or self.num_loader_workers < 0:

@@ -11,7 +11,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -42,6 +42,8 @@ class Workload:
         metric: What a search optimises: ``"loss"`` (the training loss) or a key of what ``evaluate`` returns.
         mode: Whether ``metric`` is to be small (``"min"``) or large (``"max"``).
         collate_fn: Makes a batch of a list of examples, as in ``torch.utils.data.DataLoader``; torch's by default.
+        extra_state: What else belongs into checkpoints, by name, such as an average of the weights; see
+            :class:`ray_adascale.Run`.
 
     Raises:
         ValueError: A field that can't work, naming it and what to do.
@@ -57,6 +59,7 @@ class Workload:
     metric: str = "loss"
     mode: Literal["min", "max"] = "min"
     collate_fn: Callable[[list[Any]], Any] | None = None
+    extra_state: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -129,13 +132,18 @@ WorkloadFn: TypeAlias = Callable[[dict[str, Any]], Workload]
 
 
 def with_unit(config: AdaScaleConfig, workload: Workload) -> AdaScaleConfig:
-    """The settings with the workload's scheduler unit; None without a scheduler, where there is nothing to count."""
+    """The settings with the workload's scheduler unit (None without a scheduler, where there is nothing to count), and its
+    metric for an early stop that names none.
+    """
     unit = workload.scheduler_unit if workload.scheduler is not None else None
     if config.scheduler_unit is not None and config.scheduler_unit != unit:
         raise ValueError(
             f"Invalid AdaScaleConfig(scheduler_unit={config.scheduler_unit!r}): the workload says {unit!r}. Leave it out."
         )
-    return replace(config, scheduler_unit=unit)
+    stop = config.early_stop
+    if stop is not None and stop.metric is None:
+        stop = replace(stop, metric=workload.metric, mode=workload.mode)
+    return replace(config, scheduler_unit=unit, early_stop=stop)
 
 
 def build(workload_fn: WorkloadFn, config: dict[str, Any]) -> Workload:

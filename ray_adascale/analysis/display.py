@@ -21,39 +21,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ..run.metrics import METRICS
+from ..run.metrics import METRICS, Pace, clock_time, format_metrics, state_of, tau_of
 
-__all__ = ["RunDisplay", "SearchDisplay", "format_metrics"]
+__all__ = ["RunDisplay", "SearchDisplay"]
 
 _WIDTH = 32  # of the bar, in characters
-
-
-def _clock(seconds: float) -> str:
-    """h:mm:ss, without the hours where there are none; "?" for what never ends."""
-    if not math.isfinite(seconds):
-        return "?"
-    minutes, seconds = divmod(max(round(seconds), 0), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
-
-
-def _tau(metrics: Mapping[str, Any], total_steps: float) -> str:
-    return f"τ {metrics['effective_steps']:,.0f}/{total_steps:,.0f}"
-
-
-def _state(metrics: Mapping[str, Any]) -> str:
-    workers = metrics["world_size"]
-    return (
-        f"step {metrics['optimizer_steps']:,}  gain {metrics['gain']:.2f} of {metrics['scale']:g}  "
-        f"lr {metrics['lr']:.3g}  loss {metrics['loss']:.4g}  {metrics['examples_per_s']:,.0f} examples/s  "
-        f"{workers} worker{'s' if workers != 1 else ''}"
-    )
-
-
-def format_metrics(metrics: Mapping[str, Any], total_steps: float, seconds_left: float) -> str:
-    """τ/T, steps, gain and scale, LR, loss, throughput and time left, on one line."""
-    share = min(metrics["effective_steps"] / total_steps, 1)
-    return f"{_tau(metrics, total_steps)} {share:4.0%}  {_state(metrics)}  {_clock(seconds_left)} left"
 
 
 def _bar(label: str, share: float, *texts: str) -> Table:
@@ -102,32 +74,20 @@ class RunDisplay:
         self._console = Console(stderr=True) if console is None else console
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
-        self._first: tuple[float, float] | None = None  # (time, τ) from which the pace is taken
-        self._last = 0.0, 0.0  # (time, τ) when τ was last seen to move
+        self._pace = Pace()
 
     def line(self, metrics: Mapping[str, Any]) -> str:
         """The plain line for these metrics; the time left follows the pace since the first ones seen."""
         label = f"{self._label}: " if self._label else ""
-        return f"{label}{format_metrics(metrics, metrics['total_steps'], self._seconds_left(metrics))}"
-
-    def _seconds_left(self, metrics: Mapping[str, Any]) -> float:
-        now, tau, total = time.monotonic(), metrics["effective_steps"], metrics["total_steps"]
-        if self._first is None or tau < self._first[1]:  # a restart goes back to the last checkpoint
-            self._first = self._last = now, tau
-        if tau != self._last[1]:
-            self._last = now, tau
-        (then, start), (at, _) = self._first, self._last
-        if tau <= start:
-            return math.inf
-        return max((total - tau) * (at - then) / (tau - start) - (now - at), 0.0)
+        return f"{label}{format_metrics(metrics, metrics['total_steps'], self._pace.seconds_left(metrics))}"
 
     def render(self, metrics: Mapping[str, Any]) -> RenderableType:
         """What a terminal shows for these metrics: a bar over τ, the run's state, and the user's own metrics."""
         total = metrics["total_steps"]
-        left = f"{_clock(self._seconds_left(metrics))} left"
+        left = f"{clock_time(self._pace.seconds_left(metrics))} left"
         rows: list[RenderableType] = [
-            _bar(self._label, metrics["effective_steps"] / total, _tau(metrics, total), left),
-            _line(_state(metrics)),
+            _bar(self._label, metrics["effective_steps"] / total, tau_of(metrics, total), left),
+            _line(state_of(metrics)),
         ]
         own = [
             f"{key} {value:.4g}"
@@ -257,7 +217,7 @@ class SearchDisplay:
         mine = now - self._earlier
         left = (total - now) * (time.monotonic() - self._began) / mine if mine > 0 else math.inf
         running = f"{len(self._running)} running" if self._running else ""
-        texts = [f"{self._done}/{self._total} {self._what}s", running, f"{_clock(left)} left"]
+        texts = [f"{self._done}/{self._total} {self._what}s", running, f"{clock_time(left)} left"]
         bar = _bar("search" if self._what == "trial" else f"{self._what}s", now / total, *filter(None, texts))
         return Group(bar, _line(f"best {self._best}")) if self._best else bar
 

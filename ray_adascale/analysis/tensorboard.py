@@ -192,7 +192,7 @@ def _scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 def _writer_class() -> Any:
     """tensorboardX's class, or None where it is missing."""
     try:
-        from tensorboardX import SummaryWriter  # type: ignore[import-untyped]
+        from tensorboardX import SummaryWriter
     except ImportError:
         return None
     return SummaryWriter

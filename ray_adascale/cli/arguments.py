@@ -173,6 +173,12 @@ def _add_train(train: argparse.ArgumentParser) -> None:
         help="where gradients and optimizer state live: auto, none, oss, zero2, fsdp2 (default: auto)",
     )
     _add_training(how)
+    how.add_argument(
+        "--early-stop",
+        type=float,
+        metavar="STEPS",
+        help="end when the workload's metric has not got better for so many effective steps (default: go on to T)",
+    )
     how.add_argument("--checkpoint-every", type=float, metavar="SECONDS", help="default: 300")
     how.add_argument("--report-every", type=float, metavar="SECONDS", help="to Ray Train (default: 10)")
     where = train.add_argument_group("where it runs")

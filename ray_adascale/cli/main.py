@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._files import RUN, SEARCH, absolute, names_in, read_json, write_json, write_text
-from ..config import AdaScaleConfig
+from ..config import AdaScaleConfig, EarlyStop
 from ..recipe import Recipe
 from ..run.metrics import METRICS
 from ..workload import resolve
@@ -181,7 +181,13 @@ def _train(args: argparse.Namespace) -> int:
         "evaluate_every",
         "seed",
     )
-    config = read_config(args, names, checkpoint_every_s=args.checkpoint_every, report_every_s=args.report_every)
+    config = read_config(
+        args,
+        names,
+        checkpoint_every_s=args.checkpoint_every,
+        report_every_s=args.report_every,
+        early_stop=None if args.early_stop is None else EarlyStop(patience=args.early_stop),
+    )
     hyperparameters = read_overrides(args)
     workload = resolve(args.workload)
     name = args.name or _name_by_time(args.workload.rpartition(":")[2])

@@ -52,11 +52,12 @@ def noted(steps: Callable[[], tuple[int, int] | None] = lambda: None) -> Iterato
 
 def _take_notes_along(kind: type[BaseException]) -> None:
     """Have exceptions of this kind keep their notes when they are pickled: those with a ``__reduce__`` of their own lose them."""
-    copyreg.pickle(kind, _reduce)  # type: ignore[arg-type]
+    copyreg.pickle(kind, _reduce)
 
 
 def _reduce(error: BaseException) -> Any:
-    made, arguments, *state = error.__reduce_ex__(4)
+    how: Any = error.__reduce_ex__(4)
+    made, arguments, *state = how
     return _remake, (made, arguments, state[0] if state else None, dict(vars(error)))
 
 

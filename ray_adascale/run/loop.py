@@ -30,7 +30,7 @@ from ..workload import Workload, with_unit
 from .backend import Backend, LocalBackend, Outcome
 from .build import check_built, check_recipe, check_rule, wrap
 from .due import Clocks, Due
-from .metrics import plain_numbers, step_metrics, too_large_for_the_noise
+from .metrics import METRICS, ProgressLine, plain_numbers, step_metrics, too_large_for_the_noise
 from .saver import Boundary, Content, Saver, log_checkpoint
 from .schedule import BaseSchedule, EffectiveSchedule
 from .snapshot import LoopState, Snapshot, log_start
@@ -43,6 +43,7 @@ _log = logging.getLogger(__name__)
 TOTAL_STEPS_REACHED = "total_steps reached"
 INTERRUPTED = "interrupted"
 """Why a run stopped before T, to be resumed: it was asked to."""
+_STALLED = 2.0  # as what is due, where 1 is an interrupt; rank 0 alone says either
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,9 @@ class Run:
         evaluate: ``evaluate(model) -> dict`` of metrics, called every ``config.evaluate_every`` effective steps and at the
             end, on all workers, with the bare model in eval mode and without gradients. The answer of rank 0 counts.
         recipe: The search's outcome. A schedule whose LR curve differs from the recipe's is refused.
+        extra_state: What else belongs into checkpoints, by name: objects with ``state_dict()`` and ``load_state_dict()``, such
+            as an average of the weights. Their states are nested dicts and lists of tensors and JSON values, equal on all
+            workers (rank 0's JSON counts); nothing is pickled.
         backend: Where the run lives. Default: this process or torchrun's workers, no checkpoints.
 
     Raises:
@@ -108,11 +112,19 @@ class Run:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None,
         recipe: Recipe | None = None,
+        extra_state: Mapping[str, Any] | None = None,
         backend: Backend | None = None,
     ) -> None:
         self.backend = LocalBackend() if backend is None else backend
         self.config = config = config.with_recipe(recipe)
         check_built(model, optimizer, config)
+        if config.early_stop is not None and config.early_stop.metric is None:
+            raise ValueError("EarlyStop needs metric and mode where there is no workload that has them.")
+        if config.early_stop is not None and config.early_stop.metric in METRICS and evaluate is None:
+            raise ValueError(
+                f"Invalid EarlyStop(metric={config.early_stop.metric!r}): a step's own number is mostly noise. Name one that "
+                "evaluate returns."
+            )
         self.plan = config.plan(self.backend.world_size)
         self.source: BatchSource = make_source(
             dataset,
@@ -189,14 +201,20 @@ class Run:
             recipe=None if recipe is None else recipe.fingerprint,
             rank=self.backend.rank,
             device=self.backend.device,
+            extra={} if extra_state is None else extra_state,
         )
         with self.backend.latest_checkpoint() as folder:
             workers = None
             if folder is not None:
                 workers = self._snapshot.load(folder, accept_changes=config.accept_changes)
                 self._log.resume(folder)
+            if self._stalled:
+                self.state.stopped = self._stall_in_words()
             if self.backend.rank == 0:
                 log_start(self._snapshot, folder, workers, self._log.last, config.checkpoint_every_s)
+        self._line = ProgressLine(config.show_progress)
+        if self.stopped is not None and self.backend.rank == 0:
+            self._line.end(self.state.metrics, self.total_steps, f"ended before, {self.stopped}")
         self._clocks = Clocks(config, self.backend)  # they start now
 
     @classmethod
@@ -222,6 +240,7 @@ class Run:
             collate_fn=workload.collate_fn,
             evaluate=workload.evaluate,
             recipe=recipe,
+            extra_state=workload.extra_state,
             backend=backend,
         )
 
@@ -255,7 +274,9 @@ class Run:
 
     @property
     def stopped(self) -> str | None:
-        """Why the loop ended: :data:`TOTAL_STEPS_REACHED`, or :data:`INTERRUPTED`, to be resumed; None while it runs."""
+        """Why the loop ended: "total_steps reached", "interrupted" (to be resumed), or that there was nothing better for as
+        long as ``early_stop`` waits; None while it runs.
+        """
         return self.state.stopped
 
     @property
@@ -296,6 +317,20 @@ class Run:
         self.state.recorded.update(metrics)
         self._log.add(metrics)
         self.state.evaluated_at = self.effective_steps
+        stop = self.config.early_stop
+        if stop is not None and stop.metric in metrics and stop.better(metrics[stop.metric], self.state.best):
+            self.state.best, self.state.best_at = metrics[stop.metric], self.effective_steps
+
+    @property
+    def _stalled(self) -> bool:
+        """Whether it is time for an early stop; a function of what is in a checkpoint."""
+        stop, best_at = self.config.early_stop, self.state.best_at
+        return stop is not None and best_at >= 0 and self.state.evaluated_at - best_at >= stop.patience
+
+    def _stall_in_words(self) -> str:
+        stop, best = self.config.early_stop, self.state.best
+        assert stop is not None
+        return f"no better {stop.metric} than {best:.4g} for {stop.patience:g} effective steps"
 
     def observe_noise(self, sigma2: float, mu2: float) -> None:
         """Take σ² and μ² from a probe, for reports where the step itself shows none (one gradient sample at S = 1)."""
@@ -468,6 +503,7 @@ class Run:
         self._log.step({**step.row, **metrics, **step.own})
         if self.backend.rank == 0:
             self.backend.observe(self._outcome())
+            self._line.show(self.state.metrics, self.total_steps)
 
     def _outcome(self) -> Outcome:
         return Outcome(
@@ -482,7 +518,7 @@ class Run:
     def _do_what_is_due(self, due: Due) -> None:
         """Evaluate, hand over, save and report; the same on all workers."""
         if due.stop:
-            self._finish(INTERRUPTED)
+            self._finish(self._stall_in_words() if due.stop >= _STALLED else INTERRUPTED)
             return
         evaluated = self._evaluate is not None and self.evaluate_due
         if evaluated:
@@ -502,7 +538,8 @@ class Run:
             self._report(save=save or (tell and self.backend.saves_evaluations))
 
     def _my_due(self) -> Due:
-        return self._clocks.due(in_flight=self._saver.in_flight, busy=self._saver.busy)
+        due = self._clocks.due(in_flight=self._saver.in_flight, busy=self._saver.busy)
+        return due._replace(stop=_STALLED) if self.backend.rank == 0 and self._stalled else due
 
     def _rider(self) -> Tensor:
         """What travels with a step's statistics, to be summed over workers: the loss, and what is due by this worker."""
@@ -554,11 +591,18 @@ class Run:
             self.module.train(training)
         if not isinstance(metrics, Mapping):
             raise TypeError(f"evaluate returned a {type(metrics).__name__}. Must return a dict of metrics by name.")
+        stop = self.config.early_stop
+        if stop is not None and stop.metric not in metrics:
+            raise ValueError(
+                f"Invalid EarlyStop(metric={stop.metric!r}): evaluate returned {', '.join(map(repr, metrics)) or 'nothing'}. "
+                "Name one of them."
+            )
         self.record(**metrics)
         self.state.metrics.update(self.state.recorded)
 
     def _finish(self, why: str) -> None:
-        if why != INTERRUPTED and self._evaluate is not None and self.state.evaluated_at < self.effective_steps:
+        evaluates = why == TOTAL_STEPS_REACHED and self._evaluate is not None
+        if evaluates and self.state.evaluated_at < self.effective_steps:
             self._run_evaluation()
         self.state.stopped = why
         metrics = self.state.metrics or self._metrics(math.nan, self.schedule.lrs[0])
@@ -566,6 +610,7 @@ class Run:
         self._saver.hand_over()
         self._report(save=self.backend.saves_end)
         if self.backend.rank == 0:
+            self._line.end(self.state.metrics, self.total_steps, why)
             _log.info("Ended: %s, at effective step %.2f of %d.", why, self.effective_steps, self.total_steps)
         trace = self._log.finish()
         if trace is not None:

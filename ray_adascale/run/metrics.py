@@ -1,8 +1,11 @@
-"""What a run reports of an optimizer step: keys and values, what may stand under a key of the user's, the noise in words."""
+"""What a run reports of an optimizer step: keys and values, what may stand under a key of the user's; and all of it in words."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +13,18 @@ from ..config import BatchPlan
 from ..gain import plain_noise_scale
 from ..optim.adascale import AdaScale
 
-__all__ = ["METRICS", "plain_numbers", "step_metrics", "too_large_for_the_noise"]
+__all__ = [
+    "METRICS",
+    "Pace",
+    "ProgressLine",
+    "clock_time",
+    "format_metrics",
+    "plain_numbers",
+    "state_of",
+    "step_metrics",
+    "tau_of",
+    "too_large_for_the_noise",
+]
 
 METRICS = (
     "gain",
@@ -97,3 +111,100 @@ def too_large_for_the_noise(plan: BatchPlan, noise_scale: float, gain: float) ->
         f"The batch of {plan.global_batch_size} exceeds the gradient noise scale of {noise_scale:.0f} examples "
         f"(gain {gain:.2f} at scale {plan.scale:g}): more workers now buy less than half."
     )
+
+
+# ---- how far a run is ------------------------------------------------------------------------------------------------
+
+
+def clock_time(seconds: float) -> str:
+    """h:mm:ss, without the hours where there are none; "?" for what never ends."""
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, seconds = divmod(max(round(seconds), 0), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def tau_of(metrics: Mapping[str, Any], total_steps: float) -> str:
+    """τ of T."""
+    return f"τ {metrics['effective_steps']:,.0f}/{total_steps:,.0f}"
+
+
+def state_of(metrics: Mapping[str, Any]) -> str:
+    """Steps, gain and scale, LR, loss, throughput and workers."""
+    workers = metrics["world_size"]
+    return (
+        f"step {metrics['optimizer_steps']:,}  gain {metrics['gain']:.2f} of {metrics['scale']:g}  "
+        f"lr {metrics['lr']:.3g}  loss {metrics['loss']:.4g}  {metrics['examples_per_s']:,.0f} examples/s  "
+        f"{workers} worker{'s' if workers != 1 else ''}"
+    )
+
+
+def format_metrics(metrics: Mapping[str, Any], total_steps: float, seconds_left: float) -> str:
+    """τ/T, steps, gain and scale, LR, loss, throughput and time left, on one line."""
+    share = min(metrics["effective_steps"] / total_steps, 1)
+    return f"{tau_of(metrics, total_steps)} {share:4.0%}  {state_of(metrics)}  {clock_time(seconds_left)} left"
+
+
+class Pace:
+    """How fast τ moves, as seen from outside; and so the seconds left."""
+
+    def __init__(self) -> None:
+        self._first: tuple[float, float] | None = None  # (time, τ) from which the pace is taken
+        self._last = 0.0, 0.0  # (time, τ) when τ was last seen to move
+
+    def seconds_left(self, metrics: Mapping[str, Any]) -> float:
+        """Seconds to ``metrics["total_steps"]`` at the pace since the first metrics seen; ∞ while that is not known."""
+        now, tau, total = time.monotonic(), metrics["effective_steps"], metrics["total_steps"]
+        if self._first is None or tau < self._first[1]:  # a restart goes back to the last checkpoint
+            self._first = self._last = now, tau
+        if tau != self._last[1]:
+            self._last = now, tau
+        (then, start), (at, _) = self._first, self._last
+        if tau <= start:
+            return math.inf
+        return max((total - tau) * (at - then) / (tau - start) - (now - at), 0.0)
+
+
+class ProgressLine:
+    """Shows on standard error how far a run is: live on a terminal, else a line now and then. It never ends a run.
+
+    Args:
+        show: None for a terminal only, True wherever standard error goes, False for nothing.
+    """
+
+    def __init__(self, show: bool | None) -> None:
+        terminal = False
+        with contextlib.suppress(Exception):  # there may be none, or a stand-in
+            terminal = sys.stderr.isatty()
+        self._live = terminal and show is not False
+        self._shows = self._live or bool(show)
+        self._interval_s = 0.5 if self._live else 30.0
+        self._shown_at = -math.inf
+        self._width = 0
+        self._pace = Pace()
+
+    def show(self, metrics: Mapping[str, Any], total_steps: int) -> None:
+        """After a step."""
+        if not self._shows or time.monotonic() - self._shown_at < self._interval_s:
+            return
+        self._shown_at = time.monotonic()
+        left = self._pace.seconds_left({**metrics, "total_steps": total_steps})
+        self._write(format_metrics(metrics, total_steps, left))
+
+    def end(self, metrics: Mapping[str, Any], total_steps: int, why: str) -> None:
+        """The run has ended, or had before."""
+        if self._shows:
+            self._write(f"{tau_of(metrics, total_steps)}  {state_of(metrics)}: {why}")
+            if self._live:
+                self._write("", "\n")
+
+    def _write(self, text: str, end: str | None = None) -> None:
+        with contextlib.suppress(Exception):
+            if not self._live:
+                print(text, file=sys.stderr, flush=True)
+            elif end is not None:
+                print(text, end=end, file=sys.stderr, flush=True)
+            else:
+                print(f"\r{text:{self._width}}", end="", file=sys.stderr, flush=True)
+                self._width = len(text)

@@ -25,9 +25,21 @@ from ..data.source import BatchSource
 from ..optim.adascale import AdaScale
 from .schedule import BaseSchedule, EffectiveSchedule, curve_difference
 
-__all__ = ["LoopState", "Snapshot", "changes_since", "load_rng", "log_start", "saved_schedule"]
+__all__ = [
+    "LoopState",
+    "Snapshot",
+    "changes_since",
+    "load_rng",
+    "log_start",
+    "put_together",
+    "saved_schedule",
+    "taken_apart",
+]
 
 _log = logging.getLogger(__name__)
+
+_EXTRA = "extra/"
+_TENSOR = "__tensor__"
 
 
 @dataclass
@@ -43,6 +55,8 @@ class LoopState:
         recorded: The user's metrics, each as it was last given.
         metrics: The last step's, with the user's.
         stopped: Why the loop ended, or None.
+        best: The best evaluation's metric, where an early stop looks at one.
+        best_at: τ then; −1 before the first.
     """
 
     iterations: int = 0
@@ -53,6 +67,8 @@ class LoopState:
     recorded: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
     stopped: str | None = None
+    best: float | None = None
+    best_at: float = -1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +88,7 @@ class Snapshot:
         recipe: The recipe's fingerprint, or None.
         rank: This worker's number.
         device: Where it computes.
+        extra: The user's own, by name: objects with ``state_dict`` and ``load_state_dict``.
     """
 
     module: nn.Module
@@ -86,6 +103,7 @@ class Snapshot:
     recipe: str | None
     rank: int
     device: torch.device
+    extra: Mapping[str, Any]
 
     def tensors(self) -> dict[str, Any]:
         """This worker's part of the checkpoint's tensors; the live ones."""
@@ -99,6 +117,8 @@ class Snapshot:
         out.update(optimizer_tensors(self.optimizer, self.parameter_names))
         out.update({f"adascale/{key}": value for key, value in self.optimizer.statistics_state().items()})
         out.update({f"rng/{self.rank}/{key}": value for key, value in capture_rng(self.device).items()})
+        for name, stateful in self.extra.items():
+            taken_apart(stateful.state_dict(), f"{_EXTRA}{name}", out)
         out["schedule/lr_curve"] = torch.tensor(self.base_schedule.lr_curve, dtype=torch.float64)
         return out
 
@@ -117,6 +137,9 @@ class Snapshot:
             "param_groups": hyperparameters(self.optimizer),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "recipe": self.recipe,
+            "extra": {
+                name: taken_apart(stateful.state_dict(), f"{_EXTRA}{name}", {}) for name, stateful in self.extra.items()
+            },
             "versions": {"ray_adascale": __version__, "torch": torch.__version__},
         }
 
@@ -159,7 +182,9 @@ class Snapshot:
         if self.scaler is not None and saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
         for each in fields(LoopState):
-            setattr(self.loop, each.name, saved[each.name])
+            if each.name in saved:  # the first checkpoints have no "best"
+                setattr(self.loop, each.name, saved[each.name])
+        self._load_extra(folder, saved.get("extra", {}))
         self.loop.attempt += 1
         if self.optimizer.effective_steps < self.base_schedule.total_steps:
             self.loop.stopped = None  # a run that had ended, and then was given a larger T
@@ -167,6 +192,28 @@ class Snapshot:
         if workers == self.plan.world_size:
             load_rng(folder, self.rank, self.device)
         return workers
+
+    def _load_extra(self, folder: Path, saved: Mapping[str, Any]) -> None:
+        index = checkpoint.tensor_index(folder)
+        for name, state in saved.items():
+            if name not in self.extra:
+                if self.rank == 0:
+                    warnings.warn(
+                        f"The checkpoint's extra_state {name!r} is left out: this run has none.", stacklevel=5
+                    )
+                continue
+            prefix = f"{_EXTRA}{name}/"
+            into = {
+                key: torch.empty(info.shape, dtype=info.dtype) for key, info in index.items() if key.startswith(prefix)
+            }
+            checkpoint.load(folder, into)
+            self.extra[name].load_state_dict(put_together(state, into))
+        missing = sorted(self.extra.keys() - saved.keys())
+        if missing and self.rank == 0:
+            warnings.warn(
+                f"The checkpoint {folder.name} has no extra_state {', '.join(map(repr, missing))}: it begins as it was built.",
+                stacklevel=5,
+            )
 
     def _changed_on_purpose(
         self, folder: Path, saved: Mapping[str, Any], index: Mapping[str, checkpoint.TensorInfo], accept: bool
@@ -189,6 +236,50 @@ class Snapshot:
                 stacklevel=4,  # who made the Run
             )
         return True
+
+
+def taken_apart(state: Any, key: str, tensors: dict[str, Any]) -> Any:
+    """A nested state as JSON values, with a mark where a tensor was.
+
+    Args:
+        state: Dicts with strings for keys, lists, tuples (which come back as lists), tensors, and JSON values.
+        key: Of the state.
+        tensors: Gets the tensors, by key.
+
+    Raises:
+        TypeError: Something else is in it; names where.
+    """
+    if isinstance(state, Tensor):
+        if type(state) not in (Tensor, nn.Parameter):
+            raise TypeError(
+                f"Invalid {key}: a {type(state).__name__}. Must be a plain tensor, the whole one on each worker."
+            )
+        tensors[key] = state.detach()
+        return {_TENSOR: key}
+    if isinstance(state, Mapping):
+        wrong = next((name for name in state if not isinstance(name, str) or name == _TENSOR), None)
+        if wrong is not None:
+            raise TypeError(f"Invalid key {wrong!r} in {key}. Must be a string other than {_TENSOR!r}.")
+        return {name: taken_apart(value, f"{key}/{name}", tensors) for name, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [taken_apart(value, f"{key}/{i}", tensors) for i, value in enumerate(state)]
+    if state is None or isinstance(state, bool | int | float | str):
+        return state
+    raise TypeError(
+        f"Invalid {key}: a {type(state).__name__}. The state_dict of extra_state holds tensors and JSON values; nothing in a "
+        "checkpoint is pickled."
+    )
+
+
+def put_together(state: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """What :func:`taken_apart` took apart."""
+    if isinstance(state, Mapping):
+        if set(state) == {_TENSOR}:
+            return tensors[state[_TENSOR]]
+        return {name: put_together(value, tensors) for name, value in state.items()}
+    if isinstance(state, list):
+        return [put_together(value, tensors) for value in state]
+    return state
 
 
 def load_rng(folder: Path, rank: int, device: torch.device) -> None:
@@ -275,6 +366,14 @@ def log_start(
             _log.warning("No checkpoint was completed in the %d optimizer steps before; the run begins anew.", last)
         return
     step = snapshot.loop.iterations
+    if snapshot.loop.stopped is not None:
+        _log.warning(
+            "The run in %s has ended before: %s, at optimizer step %d. Nothing is left to do.",
+            folder.name,
+            snapshot.loop.stopped,
+            step,
+        )
+        return
     if last is None:
         lost = f"Lost are the steps since then, at most {checkpoint_every_s:g} s and a checkpoint's writing"
     else:

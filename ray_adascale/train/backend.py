@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import shutil
 import tempfile
 import threading
@@ -24,13 +25,16 @@ from .. import checkpoint
 from .._files import TRACE, room_in_words
 from ..analysis.tensorboard import LiveEvents
 from ..run.backend import Backend, Outcome
+from ..run.metrics import METRICS
 from .board import Teller
 
 __all__ = ["RayTrainBackend"]
 
 _log = logging.getLogger(__name__)
 
-_GAUGES = ("gain", "scale", "effective_steps", "efficiency", "loss")
+_GAUGES = ("gain", "scale", "effective_steps", "efficiency", "lr", "loss")
+_MOST_GAUGES = 50
+"""Gauges of one run, the user's metrics among them: each is a time series for whoever collects them."""
 _GAUGE_INTERVAL_S = 1.0
 _EVENTS = "tensorboard"  # the folder of event files in a run's
 _UPLOAD_PAUSES_S = (1.0, 2.0)  # between tries, as Ray's own
@@ -204,9 +208,11 @@ class RayTrainBackend(Backend):
         if due:
             self._observed = now
             tags = {"ray_train_run_name": self._name, "ray_train_worker_world_rank": str(self.rank)}
-            for name in _GAUGES:
+            own = [key for key, value in metrics.items() if key not in METRICS and isinstance(value, int | float)]
+            for name in [*_GAUGES, *own][:_MOST_GAUGES]:
                 if name not in self._gauges:
-                    self._gauges[name] = Gauge(f"adascale_{name}", f"ray_adascale: {name}", tuple(tags))
+                    allowed = re.sub(r"\W", "_", name, flags=re.ASCII)  # Prometheus's names
+                    self._gauges[name] = Gauge(f"adascale_{allowed}", f"ray_adascale: {name}", tuple(tags))
                 self._gauges[name].set(float(metrics[name]), tags)
         if due or outcome.effective_steps >= total_steps:
             self.teller.put({**metrics, "total_steps": total_steps})

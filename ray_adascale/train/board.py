@@ -30,13 +30,13 @@ class News(NamedTuple):
         metrics: The newest, with ``total_steps``; None before the first step, and after a failure.
         running: Whether the workers are in their loop.
         events: What happened since one asked last: (level of ``logging``, text of one line).
-        count: Events so far.
+        told: Events so far.
     """
 
     metrics: dict[str, Any] | None
     running: bool
     events: list[tuple[int, str]]
-    count: int
+    told: int
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -47,7 +47,7 @@ class Board:
         self._metrics: dict[str, Any] | None = None
         self._running = False
         self._events: list[tuple[int, str]] = []
-        self._count = 0
+        self._told = 0
         self._stop = False
 
     def put(self, metrics: dict[str, Any]) -> None:
@@ -66,12 +66,12 @@ class Board:
         if self._events and self._events[-1] == (level, text):
             return
         self._events = [*self._events, (level, text)][-_MOST_EVENTS:]
-        self._count += 1
+        self._told += 1
 
     def news(self, since: int) -> News:
         """Everything, and the events after the first ``since``."""
         return News(
-            self._metrics, self._running, self._events[max(len(self._events) - self._count + since, 0) :], self._count
+            self._metrics, self._running, self._events[max(len(self._events) - self._told + since, 0) :], self._told
         )
 
     def ask_to_stop(self) -> None:

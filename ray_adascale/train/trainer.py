@@ -29,7 +29,7 @@ from ..workload import WorkloadFn
 from .backend import RayTrainBackend
 from .board import News, Teller, make_board, telling
 from .cluster import WORKER_TIMEOUT_S, build_on_worker, is_local, lacking, pickle_by_value, quiet_init
-from .restarts import RepeatedMistake, Restarts
+from .restarts import RepeatedMistake, Restarts, failure_in_words
 
 __all__ = ["AdaScaleTrainer", "prepare"]
 
@@ -56,6 +56,7 @@ def prepare(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None,
     recipe: Recipe | None = None,
+    extra_state: Mapping[str, Any] | None = None,
 ) -> Run:
     """The object of a training loop of one's own, inside a ``TorchTrainer`` worker function.
 
@@ -83,6 +84,7 @@ def prepare(
         collate_fn=collate_fn,
         evaluate=evaluate,
         recipe=recipe,
+        extra_state=extra_state,
         backend=backend,
     )
 
@@ -236,9 +238,12 @@ class AdaScaleTrainer(TorchTrainer):
         try:
             result = super().fit()
         except ray.train.ControllerError as e:
-            if not isinstance(e.controller_failure, RepeatedMistake):
+            mistake = e.controller_failure
+            if not isinstance(mistake, RepeatedMistake):
                 raise
-            raise ray.train.WorkerGroupError(e.controller_failure.why, e.controller_failure.failures) from None
+            failed = ray.train.WorkerGroupError("", mistake.failures)
+            text = f"{failure_in_words(failed)}\n{mistake.why} Each restart would repeat it."
+            raise ray.train.WorkerGroupError(text, mistake.failures) from None
         except (ray.exceptions.RayActorError, SystemExit) as e:
             # We have ended it ourselves; and Ray's own handler of Ctrl-C exits with 0, as if the run had ended well.
             if self._listener.interrupts or isinstance(e, SystemExit):
@@ -321,7 +326,7 @@ class _Listener:
                 self._say_what_is_waited_for()
 
     def _take(self, news: News) -> None:
-        self.metrics, self._seen = news.metrics, news.count
+        self.metrics, self._seen = news.metrics, news.told
         if self._running and not news.running:
             self._waiting_since, self._said_at = time.monotonic(), None
         self._running = news.running

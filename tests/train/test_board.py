@@ -37,11 +37,11 @@ def test_events_come_once_and_in_order() -> None:
     teller.say(logging.WARNING, "two\n  lines")
     news = here.board.news(0)
     assert news.events == [(logging.INFO, "one"), (logging.WARNING, "two lines")]
-    assert here.board.news(news.count).events == []
+    assert here.board.news(news.told).events == []
     for i in range(1500):
         teller.say(logging.INFO, str(i))
-    news = here.board.news(news.count)
-    assert news.count == 1502
+    news = here.board.news(news.told)
+    assert news.told == 1502
     assert [text for _, text in news.events] == [str(i) for i in range(500, 1500)]  # bounded: the newest stay
 
 

@@ -1,0 +1,366 @@
+"""How a run ends before T, and what it takes along into its checkpoints besides."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from ray_adascale import AdaScaleConfig, EarlyStop, LocalBackend, Run, Workload
+from ray_adascale.run import metrics as module
+from ray_adascale.run.metrics import Pace
+from ray_adascale.run.snapshot import put_together, taken_apart
+from ray_adascale.workload import with_unit
+
+from .test_loop import dataset, drive, flat, make_run, model
+
+pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
+
+
+class Asked(LocalBackend):
+    """Somebody asks for the end once so many steps are taken."""
+
+    def __init__(self, folder: Path, after: int, **options: Any) -> None:
+        super().__init__(folder, device="cpu", **options)
+        self.after = after
+        self.steps = 0
+
+    def observe(self, outcome: Any) -> None:
+        self.steps = outcome.metrics["optimizer_steps"]
+
+    @property
+    def stop_requested(self) -> bool:
+        return self.steps >= self.after
+
+
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
+    evaluations: list[int] = []
+    whole = make_run(model(dropout=0.2), accumulation=2, per_worker_batch_size=4)
+    drive(whole)
+    run = make_run(
+        model(dropout=0.2),
+        accumulation=2,
+        per_worker_batch_size=4,
+        backend=Asked(tmp_path, 5),
+        evaluate=lambda _: evaluations.append(1) or {},
+        evaluate_every=1e9,
+    )
+    drive(run)
+    assert run.stopped == "interrupted"
+    assert not evaluations  # whoever asked is waiting
+    assert 5 <= run.state.iterations <= 6
+    assert (tmp_path / "trace.jsonl").exists()
+    again = make_run(
+        model(dropout=0.2, seed=9), accumulation=2, per_worker_batch_size=4, backend=LocalBackend(tmp_path)
+    )
+    assert again.stopped is None
+    assert again.state.iterations == run.state.iterations
+    drive(again)
+    assert again.stopped == "total_steps reached"
+    assert torch.equal(flat(again.module), flat(whole.module))
+
+
+def _asked_on_rank_0(folder: str) -> tuple[Any, int]:
+    run = make_run(model(), backend=Asked(Path(folder), 5 if dist.get_rank() == 0 else 10**9), per_worker_batch_size=4)
+    drive(run)
+    return run.stopped, run.state.iterations
+
+
+def test_all_workers_stop_at_one_boundary(pool: Any, tmp_path: Path) -> None:
+    one, two = pool(2).run(_asked_on_rank_0, str(tmp_path))
+    assert one == two
+    assert one[0] == "interrupted"
+    assert 5 <= one[1] <= 7
+
+
+def scores(*values: float) -> Any:
+    """An evaluation that finds these one after the other."""
+    left = iter(values)
+    return lambda _: {"accuracy": next(left)}
+
+
+STOP = EarlyStop(patience=8, metric="accuracy", mode="max")
+
+
+def test_patience_is_counted_in_effective_steps_since_the_best(tmp_path: Path) -> None:
+    # S = 1: an evaluation at τ = 4, 8, 12, ...; the best is that at 8, and at 16 there were 8 without a better one.
+    evaluate = scores(0.5, 0.7, math.nan, 0.7, 0.6, 0.9)
+    run = make_run(model(), backend=LocalBackend(tmp_path), evaluate=evaluate, evaluate_every=4, early_stop=STOP)
+    rows = drive(run)
+    assert run.stopped == "no better accuracy than 0.7 for 8 effective steps"
+    assert run.state.iterations == 17  # the boundary after the one that has shown it
+    assert rows[-1]["accuracy"] == 0.7
+    assert run.summary()["stopped"] == run.stopped
+    saved = json.loads(max(tmp_path.glob("checkpoint_*/state.json")).read_text())
+    assert (saved["iterations"], saved["best"], saved["best_at"]) == (17, 0.7, 8.0)
+
+    again = make_run(
+        model(seed=3), backend=LocalBackend(tmp_path), evaluate=scores(), evaluate_every=4, early_stop=STOP
+    )
+    assert again.stopped == run.stopped
+    assert drive(again) == []
+    # Without it, or with more patience, the run goes on.
+    longer = make_run(
+        model(seed=3),
+        backend=LocalBackend(tmp_path),
+        evaluate=scores(0.6, 0.9, *[0.1] * 9),
+        evaluate_every=4,
+        early_stop=EarlyStop(patience=13, metric="accuracy", mode="max"),
+    )
+    drive(longer)
+    assert longer.stopped == "no better accuracy than 0.9 for 13 effective steps"
+
+
+def test_small_is_better_where_that_is_said() -> None:
+    stop = EarlyStop(patience=3, metric="error", mode="min")
+    assert [stop.better(x, best) for x, best in ((1.0, None), (1.0, 2.0), (2.0, 1.0), (1.0, 1.0))] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert not stop.better(math.nan, None)
+    assert not EarlyStop(patience=3, metric="x", mode="max").better(1.0, 2.0)
+
+
+def _early_on_two(folder: str) -> tuple[Any, int]:
+    low = dist.get_rank() * 0.5  # rank 0's answer counts
+    run = make_run(
+        model(),
+        backend=LocalBackend(folder, device="cpu"),
+        per_worker_batch_size=2,
+        evaluate=scores(*([0.9, 0.8, 0.7, 0.6] if low == 0 else [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8])),
+        evaluate_every=4,
+        early_stop=STOP,
+    )
+    drive(run)
+    return run.stopped is not None, run.state.iterations
+
+
+def test_workers_agree_on_an_early_stop(pool: Any, tmp_path: Path) -> None:
+    one, two = pool(2).run(_early_on_two, str(tmp_path))
+    assert one == two
+    assert one[0]
+    assert one[1] <= 14
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: EarlyStop(patience=0), "patience=0"),
+        (lambda: EarlyStop(patience=3, metric="x"), "Give both, or neither"),
+        (lambda: EarlyStop(patience=3, metric="x", mode="up"), "mode='up'"),  # type: ignore[arg-type]
+        (lambda: AdaScaleConfig(early_stop=5), "EarlyStop"),  # type: ignore[arg-type]
+        (lambda: make_run(model(), early_stop=EarlyStop(patience=3)), "needs metric and mode"),
+        (
+            lambda: make_run(model(), early_stop=EarlyStop(patience=3, metric="loss", mode="min")),
+            "a step's own number is mostly noise",
+        ),
+        (
+            lambda: drive(
+                make_run(model(), evaluate=scores(0.5), early_stop=EarlyStop(patience=3, metric="x", mode="min"))
+            ),
+            "EarlyStop.metric='x'.: evaluate returned 'accuracy'",
+        ),
+    ],
+)
+def test_an_early_stop_that_cannot_work_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_workload_brings_its_metric() -> None:
+    net = model()
+    built = Workload(
+        model=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        train_dataset=dataset(),
+        loss_fn=lambda model, batch: model(batch[0]).mean(),
+        evaluate=scores(0.5),
+        metric="accuracy",
+        mode="max",
+    )
+    config = with_unit(AdaScaleConfig(early_stop=EarlyStop(patience=8)), built)
+    assert config.early_stop == STOP
+    own = EarlyStop(patience=8, metric="other", mode="min")
+    assert with_unit(AdaScaleConfig(early_stop=own), built).early_stop == own
+
+
+# ---- extra state -----------------------------------------------------------------------------------------------------
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.state: Any = {"count": 0, "by": {"name": [1.5, None, "x"]}}
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def with_average(folder: Path | None, seed: int, **more: Any) -> tuple[Run, AveragedModel]:
+    net = model(seed=seed)
+    average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    config = AdaScaleConfig(base_batch_size=4, total_steps=20, checkpoint_every_s=1e9)
+    run = Run(
+        net,
+        optimizer,
+        None,
+        dataset(),
+        config,
+        extra_state={"ema": average, **more},
+        backend=LocalBackend(folder, device="cpu"),
+    )
+    return run, average
+
+
+def steps(run: Run, average: AveragedModel, count: int) -> None:
+    for taken, (x, y) in enumerate(run, start=1):
+        run.backward(nn.functional.cross_entropy(run.model(x), y))
+        run.step()
+        average.update_parameters(run.module)
+        if taken == count:
+            run.save_checkpoint()
+            break
+
+
+def test_an_average_of_the_weights_resumes_bit_for_bit(tmp_path: Path) -> None:
+    whole, expected = with_average(None, 1)
+    steps(whole, expected, 20)
+    counter = Counter()
+    first, average = with_average(tmp_path, 1, counter=counter)
+    counter.state["count"] = 7
+    counter.state["by"]["weights"] = (torch.arange(3), torch.tensor(2.5, dtype=torch.float64))
+    steps(first, average, 9)
+    counter = Counter()
+    second, average = with_average(tmp_path, 2, counter=counter)
+    assert counter.state["count"] == 7
+    assert counter.state["by"]["name"] == [1.5, None, "x"]
+    whole_numbers, half = counter.state["by"]["weights"]
+    assert whole_numbers.tolist() == [0, 1, 2]
+    assert half.dtype == torch.float64
+    assert half == 2.5
+    assert average.n_averaged == 9
+    steps(second, average, 11)
+    assert torch.equal(flat(average), flat(expected))
+
+
+def test_extra_state_that_comes_or_goes_is_told(tmp_path: Path) -> None:
+    first, average = with_average(tmp_path, 1, counter=Counter())
+    steps(first, average, 3)
+    with pytest.warns(UserWarning, match=r"no extra_state 'more'") as said:
+        with_average(tmp_path, 1, more=Counter())
+    assert any("extra_state 'counter' is left out" in str(w.message) for w in said)
+
+
+def test_nothing_is_pickled() -> None:
+    state = {"a": [torch.ones(2), {"b": (1, 2.5, None, True, "x")}], "p": nn.Parameter(torch.zeros(1))}
+    tensors: dict[str, Any] = {}
+    apart = taken_apart(state, "extra/me", tensors)
+    assert set(tensors) == {"extra/me/a/0", "extra/me/p"}
+    back = put_together(json.loads(json.dumps(apart)), tensors)
+    assert back["a"][1] == {"b": [1, 2.5, None, True, "x"]}
+    assert torch.equal(back["a"][0], torch.ones(2))
+    for wrong, where in (
+        ({"a": {1: 2}}, "Invalid key 1 in extra/me/a"),
+        ({"a": {1, 2}}, "Invalid extra/me/a: a set"),
+        ({"a": [object()]}, "Invalid extra/me/a/0: a object"),
+        ({"__tensor__": 1}, "Invalid key '__tensor__'"),
+        ({"a": torch.ones(1).as_subclass(type("Odd", (Tensor,), {}))}, "Odd. Must be a plain tensor"),
+    ):
+        with pytest.raises(TypeError, match=where):
+            taken_apart(wrong, "extra/me", {})
+
+
+# ---- how far it is ---------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def __init__(self, terminal: bool) -> None:
+        super().__init__()
+        self._terminal = terminal
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+
+@pytest.mark.parametrize(
+    ("terminal", "show", "shown"),
+    [(True, None, True), (False, None, False), (True, False, False), (False, True, True), (True, True, True)],
+)
+def test_a_terminal_shows_how_far_the_run_is(
+    monkeypatch: pytest.MonkeyPatch, terminal: bool, show: bool | None, shown: bool, tmp_path: Path
+) -> None:
+    out = Terminal(terminal)
+    monkeypatch.setattr(sys, "stderr", out)
+    run = make_run(model(), show_progress=show, backend=LocalBackend(tmp_path))
+    drive(run)
+    said = out.getvalue()
+    assert bool(said) == shown
+    if shown:
+        assert said.startswith("\r" if terminal else "")
+        assert "τ 1/40   2%  step 1  gain 1.00 of 1" in said
+        assert said.rstrip().endswith("1 worker: total_steps reached")
+        assert (said.count("\n") == 1) == terminal  # one live line; elsewhere lines
+    out.truncate(0)
+    again = make_run(model(), show_progress=show, backend=LocalBackend(tmp_path))
+    assert drive(again) == []
+    assert ("ended before, total_steps reached" in out.getvalue()) == shown
+
+
+def test_standard_error_that_is_gone_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed(Terminal):
+        def write(self, text: str) -> int:
+            raise OSError("gone")
+
+    monkeypatch.setattr(sys, "stderr", Closed(True))
+    run = make_run(model())
+    drive(run)
+    assert run.stopped == "total_steps reached"
+    monkeypatch.setattr(sys, "stderr", None)
+    drive(make_run(model()))
+
+
+def test_the_time_left_follows_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    pace = Pace()
+
+    def left(tau: float) -> float:
+        return pace.seconds_left({"effective_steps": tau, "total_steps": 100})
+
+    assert left(10) == math.inf
+    clock[0] += 5
+    assert left(20) == 40  # 10 in 5 s
+    clock[0] += 5
+    assert left(20) == 35  # nothing new: the time passes
+    assert left(5) == math.inf  # a restart
+
+
+def test_start_and_end_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ray_adascale")
+    run = make_run(model(), backend=LocalBackend(tmp_path), accumulation=2)
+    drive(run)
+    texts = [record.getMessage() for record in caplog.records]
+    assert texts[0] == "Started on 1 worker: batch 8 at base batch 4, so S = 2; T = 40 effective steps."
+    assert any(
+        text.startswith(f"Checkpoint of optimizer step {run.optimizer.steps}, effective step ") for text in texts
+    )
+    assert texts[-1].startswith("Ended: total_steps reached, at effective step 4")
+    caplog.clear()
+    make_run(model(), backend=LocalBackend(tmp_path), accumulation=2)
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert "has ended before: total_steps reached" in told
