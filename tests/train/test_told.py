@@ -60,7 +60,28 @@ def workload(config: dict[str, Any]) -> Workload:
     return built
 
 
-def fit(name: str, storage: Path, hyperparameters: dict[str, Any], *, max_failures: int = 0, **settings: Any) -> Any:
+class Heard(ray.train.UserCallback):
+    """One's own callback, beside ours."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
+        (self.folder / f"{metrics[0]['optimizer_steps']}").write_text(str(metrics[0].get("spread")))
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        (self.folder / "failed").touch()
+
+
+def fit(
+    name: str,
+    storage: Path,
+    hyperparameters: dict[str, Any],
+    *,
+    max_failures: int = 0,
+    callbacks: Any = None,
+    **settings: Any,
+) -> Any:
     defaults: dict[str, Any] = {"base_batch_size": 4, "total_steps": 60, "per_worker_batch_size": 4, "seed": 2}
     return AdaScaleTrainer(
         workload,
@@ -68,7 +89,10 @@ def fit(name: str, storage: Path, hyperparameters: dict[str, Any], *, max_failur
         config=AdaScaleConfig(**(defaults | settings)),
         scaling_config=ScalingConfig(num_workers=2),
         run_config=RunConfig(
-            name=name, storage_path=str(storage), failure_config=FailureConfig(max_failures=max_failures)
+            name=name,
+            storage_path=str(storage),
+            failure_config=FailureConfig(max_failures=max_failures),
+            callbacks=callbacks,
         ),
     ).fit()
 
@@ -77,7 +101,9 @@ def test_each_event_of_a_run_is_a_line_on_the_driver(
     ray_session: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     hyperparameters = {"fail_at": 31, "kill": True, "pause_s": 0.05, "flag": str(tmp_path / "flag")}
-    result = fit("told", ray_session, hyperparameters, max_failures=2, checkpoint_every_s=0.5)
+    (tmp_path / "heard").mkdir()
+    callbacks = [Heard(tmp_path / "heard")]
+    result = fit("told", ray_session, hyperparameters, max_failures=2, callbacks=callbacks, checkpoint_every_s=0.5)
     said = capfd.readouterr()
     lines = [line for line in said.err.splitlines() if line.startswith("told: ")]
 
@@ -100,6 +126,9 @@ def test_each_event_of_a_run_is_a_line_on_the_driver(
     assert any(record.getMessage().startswith("Resumed from") for record in caplog.records)  # and for one's own log
     assert logging.getLogger("ray_adascale").handlers == []
     assert result.return_value["stopped"] == "total_steps reached"
+    heard = {path.name: path.read_text() for path in (tmp_path / "heard").iterdir()}
+    assert "failed" in heard
+    assert float(heard[str(result.metrics["optimizer_steps"])]) == result.metrics["spread"]
 
 
 def test_a_mistake_is_told_at_once_with_its_place(ray_session: Path) -> None:
@@ -190,6 +219,7 @@ def test_a_ray_that_was_started_here_is_known(ray_session: Path) -> None:
 
     assert is_local()
     address = ray.get_runtime_context().gcs_address
-    connect = f"import ray; ray.init(address={address!r}, logging_level='ERROR'); from ray_adascale.train.cluster import is_local; print(is_local())"
+    connect = f"import ray; ray.init(address={address!r}, logging_level='ERROR'); "
+    connect += "from ray_adascale.train.cluster import is_local; print(is_local())"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", connect], capture_output=True, text=True, timeout=100)
     assert done.stdout.strip() == "False", done.stderr
