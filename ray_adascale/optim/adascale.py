@@ -232,6 +232,17 @@ class AdaScale(Optimizer):
         """Forgets what was collected of an unfinished or skipped step, and leaves gradients as they are."""
         self._sampler.begin_step()
 
+    def complete_samples(self) -> None:
+        """Says that no backward pass of this step is to come: takes part in what the others reduce, if none was made here.
+
+        To be called before any other collective of the step, as :meth:`clip_grad_norm` and
+        :class:`ray_adascale.ShardedGradScaler` do; :meth:`step` does by itself. Once is enough.
+
+        Raises:
+            RuntimeError: Called after fewer or more backward passes than ``num_gradients_to_accumulate``.
+        """
+        self._sampler.complete()
+
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradient that the next step will use to a norm, however it is sharded; collective. Leaves the gain.
 
