@@ -94,6 +94,11 @@ class GradientBucket:
         """Whether workers exchange this bucket: the same on all."""
         return any(p.requires_grad for p in self.bucket.params)
 
+    @property
+    def unsent(self) -> bool:
+        """Whether gradients of earlier passes are still on this worker."""
+        return self.accumulated is not None or any(p.grad is not None for p in self.bucket.params)
+
     def _shift(self, position: int) -> int:
         """Where an element of the bucket lies in the gradient buffer."""
         shard = max(r for r in range(self.bucket.world_size) if self.bucket.bounds[r] <= position)
