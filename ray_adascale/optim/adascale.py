@@ -5,6 +5,7 @@ The constructor and methods are those of FairScale's ``AdaScale``; what they com
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -114,6 +115,13 @@ class AdaScale(Optimizer):
             raise ValueError("The optimizer is wrapped in AdaScale already; its gain would be applied twice.")
         if isinstance(optimizer, LBFGS):
             raise ValueError("AdaScale can't wrap LBFGS, which evaluates the model several times within one step.")
+        inner = optimizer.optim if isinstance(optimizer, OSS) else optimizer
+        closure = inspect.signature(type(inner).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ValueError(
+                f"AdaScale can't wrap {type(inner).__name__}, whose step needs the closure: it evaluates the model within the "
+                "step, and the gain is that of the gradients before it. Use it without AdaScale."
+            )
         if clip not in ("samples", "averages"):
             raise ValueError(f"Invalid {clip=}. Must be 'samples' or 'averages'.")
         if averaging_window is not None and (smoothing is not None or total_steps is None):

@@ -222,6 +222,16 @@ class GradientBucket:
         if self.observed:
             self.own_norms()  # while the shard is in the cache
 
+    @torch.no_grad()
+    def reopen(self) -> None:
+        """What the optimizer left of its gradients is what further ones are added to; one that it cleared is zero."""
+        if self.shard is None or not self.held:
+            return
+        for i, (fragment, part) in enumerate(zip(self.bucket.fragments, self._parts, strict=True)):
+            if fragment.tensor.grad is None:
+                part.zero_()
+                self.shard[self._own_size + i] = 0
+
     def own_norms(self) -> list[tuple[int, Tensor]]:
         """(parameter group, norm) of this worker's shard of the reduced gradient."""
         assert self.shard is not None

@@ -12,7 +12,7 @@ import json
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ from torch.optim import (
 )
 
 from .._torch import as_bytes, global_rank, is_dtensor
-from ..measure.observers import GradientObserver, PassListener
+from ..measure.observers import GradientObserver, PassListener, take_norm
 from .buckets import Bucket, Fragment, make_buckets, memory_view
 from .collectives import gather_shards
 
@@ -44,19 +44,10 @@ __all__ = ["OSS", "GradientReducer", "has_state", "partition", "register_element
 _PER_PARAMETER = frozenset({"params", "param_names"})
 _EVERYONE = -1
 
-_ELEMENTWISE: set[type[Optimizer]] = {
-    SGD,
-    Adam,
-    AdamW,
-    Adamax,
-    NAdam,
-    RAdam,
-    RMSprop,
-    Rprop,
-    Adagrad,
-    Adadelta,
-    ASGD,
-}
+_TORCHS: frozenset[type[Optimizer]] = frozenset(
+    {SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop, Adagrad, Adadelta, ASGD}
+)
+_ELEMENTWISE: set[type[Optimizer]] = set(_TORCHS)
 
 
 def register_elementwise(cls: type[Optimizer]) -> type[Optimizer]:
@@ -102,6 +93,9 @@ class GradientReducer(Protocol):
     def finish_reduction(self) -> None:
         """Reduce what this step's backward passes left behind, if that has not happened."""
 
+    def reopen(self) -> None:
+        """Further backward passes come: what the optimizer left of the gradients it was handed is added to."""
+
     def discard(self) -> None:
         """Forget gradients, reduced or not."""
 
@@ -130,7 +124,8 @@ class OSS(Optimizer):
         **defaults: The optimizer's hyperparameters.
 
     Raises:
-        ValueError: An argument is out of its range, or a parameter can't lie in a bucket.
+        ValueError: An argument is out of its range, or a parameter can't lie in a bucket, or the optimizer is LBFGS or, on
+            several workers, holds another one.
     """
 
     _BUCKET_NUMEL = 1 << 22
@@ -182,14 +177,22 @@ class OSS(Optimizer):
             raise ValueError(
                 "OSS can't shard LBFGS: its direction is of all parameters together, not of each by itself."
             )
+        initialized = dist.is_available() and dist.is_initialized()
+        world_size = dist.get_world_size(group) if initialized else 1
+        held = next((name for name, value in vars(optimizer).items() if isinstance(value, Optimizer)), None)
+        if held is not None and world_size > 1:
+            name = type(optimizer).__name__
+            raise ValueError(
+                f"{name} holds another optimizer, in {held!r}, of which OSS would shard nothing. Shard that one, and wrap it, as "
+                f"in {name}(OSS(...)); or use {name} without OSS."
+            )
         if bucket_numel != -1 and bucket_numel < 1:
             raise ValueError(
                 f"Invalid bucket size of {bucket_numel} elements. Must be positive, or -1 for the default."
             )
-        initialized = dist.is_available() and dist.is_initialized()
         self.group = group
         self.rank = dist.get_rank(group) if initialized else 0
-        self.world_size = dist.get_world_size(group) if initialized else 1
+        self.world_size = world_size
         if self.rank < 0:
             raise ValueError("This worker is not in the process group that OSS is to shard over.")
         self._source = optimizer  # keeps the full groups, which schedulers drive
@@ -330,13 +333,50 @@ class OSS(Optimizer):
         ``zero_grad()``.
 
         Args:
-            closure: Evaluates the model and returns the loss.
+            closure: Evaluates the model, calls ``backward()`` and returns the loss. It is handed on to the optimizer, which may
+                evaluate it several times, on every worker as often: each time with what all have done to their parameters
+                by then. Under ShardedDataParallel each evaluation reduces its gradients.
             **kwargs: Passed on to the optimizer.
+
+        Returns:
+            What the optimizer's step returns.
         """
         loss = None
-        if closure is not None:
+        handed = False
+
+        def evaluate() -> Any:
+            nonlocal loss, handed
+            if handed:
+                self._take_back()
             with torch.enable_grad():
-                loss = closure()
+                loss = cast(Callable[[], Any], closure)()
+            self._hand_over(first=not handed)
+            handed = True
+            return loss
+
+        # Torch's own begin with the closure. Others may begin with the gradients in place.
+        if closure is None or type(self._local) not in _TORCHS:
+            self._hand_over(first=True)
+            handed = True
+        # What torch's schedulers look for: one that was built on the wrapped optimizer patched a step() that nobody
+        # calls any more, and would warn that the optimizer had not stepped before it.
+        self._source._opt_called = True  # type: ignore[attr-defined]
+        try:
+            result = self._local.step(**kwargs) if closure is None else self._local.step(evaluate, **kwargs)
+        finally:
+            if self.world_size > 1:
+                for f in self.fragments:
+                    f.tensor.grad = None
+        for local, group in zip(self._local.param_groups, self.param_groups, strict=True):
+            group.update(_hyperparameters(local))  # some optimizers keep scalars of their own in the groups
+        self._gather()
+        if self.reducer is not None:
+            self.reducer.discard()
+        self._full_state = None
+        return loss if result is None else result
+
+    def _hand_over(self, *, first: bool) -> None:
+        """Give the optimizer the gradients of its share; the hyperparameters too, if this is the step's first time."""
         for bucket in self.buckets:
             if not bucket.bound():
                 bucket.bind()
@@ -346,27 +386,31 @@ class OSS(Optimizer):
         elif self.world_size > 1:
             for f in self.fragments:
                 f.tensor.grad = None if f.param.grad is None else f.of(f.param.grad)
-        for local, group in zip(self._local.param_groups, self.param_groups, strict=True):
-            local.update(_hyperparameters(group))
-        # What torch's schedulers look for: one that was built on the wrapped optimizer patched a step() that nobody
-        # calls any more, and would warn that the optimizer had not stepped before it.
-        self._source._opt_called = True  # type: ignore[attr-defined]
-        try:
-            self._local.step(**kwargs)
-        finally:
-            if self.world_size > 1:
-                for f in self.fragments:
-                    f.tensor.grad = None
-        for local, group in zip(self._local.param_groups, self.param_groups, strict=True):
-            group.update(_hyperparameters(local))  # some optimizers keep scalars of their own in the groups
+        if first:
+            for local, group in zip(self._local.param_groups, self.param_groups, strict=True):
+                local.update(_hyperparameters(group))
+
+    def _take_back(self) -> None:
+        """Before the model is evaluated within a step: parameters as all optimizers have left them, and the gradients too."""
         self._gather()
+        reducer = self.reducer
         if reducer is not None:
-            reducer.discard()
-        self._full_state = None
-        return loss
+            reducer.reopen()
+        elif self.world_size > 1:
+            # Every worker has the whole gradient, and only the owner's optimizer has cleared its share of it.
+            grads = [f.tensor.grad for f in self.fragments if f.tensor.grad is not None]
+            params = self._params()
+            kept = torch.tensor(float(any(bool(take_norm(g) != 0) for g in grads)), device=params[0].device)
+            dist.all_reduce(kept, op=dist.ReduceOp.MAX, group=self.group)
+            if not kept:
+                for p in params:
+                    p.grad = None
 
     def _gather(self) -> None:
         """Get everybody's share of the updated parameters."""
+        if type(self._local) not in _TORCHS:
+            for bucket in self.buckets:
+                bucket.bring_back()
         # Optimizers go by the gradient: one that was left behind when the parameter was frozen still counts.
         moved = [b for b in self.buckets if any(p.requires_grad or p.grad is not None for p in b.params)]
         if moved:

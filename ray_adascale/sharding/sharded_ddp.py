@@ -466,6 +466,12 @@ class ShardedDataParallel(nn.Module):
             observer.local_sq_norms()  # drops them, since that was no gradient sample
         self._wait()
 
+    def reopen(self, optimizer: OSS) -> None:
+        """Further backward passes come before the optimizer's step has ended."""
+        self._reduced.discard(id(optimizer))
+        for bucket in self._buckets_of(optimizer):
+            bucket.reopen()
+
     def discard(self, optimizer: OSS | None = None) -> None:
         """Forget gradients, reduced or not, of one optimizer or of all."""
         # An exception may have ended the pass; autograd then drops what was queued for its end.
@@ -490,6 +496,9 @@ class _Part:
 
     def finish_reduction(self) -> None:
         self._owner.finish_reduction(self._optimizer)
+
+    def reopen(self) -> None:
+        self._owner.reopen(self._optimizer)
 
     def discard(self) -> None:
         self._owner.discard(self._optimizer)
