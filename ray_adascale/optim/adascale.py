@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, cast
 
@@ -59,8 +59,8 @@ class AdaScale(Optimizer):
         debias_ewma: Debiased moving average (FairScale's default), or, if False, the paper's: a plain mean at first.
         process_group: Workers that reduce gradients together. Default: OSS's, or the default group, if there is one.
         grad_scaler: The ``torch.amp.GradScaler`` that scales the loss, so that statistics are of unscaled gradients.
-        variance_floor: Lower bound on each σ². 1e-6 reproduces FairScale to the digit; 0 (default) makes the gain
-            independent of the gradients' magnitude.
+        variance_floor: Lower bound on each σ². 1e-6 reproduces FairScale's numbers, to its float32; 0 (default)
+            makes the gain independent of the gradients' magnitude.
         clip: Where σ², μ² ≥ 0 is enforced: on each sample before averaging ("samples", as FairScale), or on reading
             the averages ("averages", which keeps them unbiased).
         averaging_window: Average over effective time instead of over steps: θ_t = exp(−r_{t−1} / (window · T)). A
@@ -251,18 +251,34 @@ class AdaScale(Optimizer):
         """
         self._sampler.complete()
 
-    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        filter_params_fn: Callable[[Iterable[Tensor]], Iterable[Tensor]] | None = None,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> Tensor:
         """Clip the gradient that the next step will use to a norm, however it is sharded; collective. Leaves the gain.
+
+        Args:
+            max_norm: Largest norm.
+            norm_type: p of the p-norm.
+            filter_params_fn: As of :meth:`ray_adascale.OSS.clip_grad_norm`, and for an OSS only.
+            process_group: Likewise.
 
         Returns:
             The norm before clipping, on the device.
 
         Raises:
             RuntimeError: Called after fewer or more backward passes than ``num_gradients_to_accumulate``.
+            ValueError: The wrapped optimizer is no OSS, and there is a filter or a process group.
         """
-        self._sampler.complete()
+        self._sampler.complete("clip_grad_norm")
         if isinstance(self._optimizer, OSS):
-            return self._optimizer.clip_grad_norm(max_norm, norm_type)
+            return self._optimizer.clip_grad_norm(max_norm, norm_type, filter_params_fn, process_group=process_group)
+        if filter_params_fn is not None or process_group is not None:
+            raise ValueError("filter_params_fn and process_group are for sharded optimizers: AdaScale(OSS(...)).")
         norm = torch.nn.utils.clip_grad_norm_(self._sampler.params, max_norm, norm_type)
         return cast(Any, norm).full_tensor() if is_dtensor(norm) else norm
 

@@ -111,14 +111,14 @@ class OSS(Optimizer):
     gradient of its share alone, and the traffic is that of one all-reduce.
 
     Every worker must call :meth:`step` together. The parameters become views of flat buffers, in which workers exchange
-    them without copies.
+    them without copies. Before :meth:`state_dict`, all workers call :meth:`consolidate_state_dict`, after the last step.
 
     Args:
         params: Parameters or groups, as for any optimizer; the same on all workers.
         optim: Class of the optimizer to shard. Split by element for torch's elementwise optimizers and those given to
             :func:`register_elementwise`, by whole parameters for all others.
         group: Process group; the default one if None. Without one, or alone in it, OSS is just the optimizer.
-        broadcast_buffer_size: Elements in a bucket; −1 for the default.
+        broadcast_buffer_size: Elements in a bucket; zero and negative numbers for the default. FairScale ignores it.
         broadcast_fp16: Not supported: workers would hold rounded copies of the parameters.
         force_broadcast_object: Accepted for FairScale's sake; plain tensors are sent here.
         **defaults: The optimizer's hyperparameters.
@@ -149,7 +149,7 @@ class OSS(Optimizer):
             raise ValueError(
                 "broadcast_fp16=True is not supported: workers would hold rounded copies of the parameters."
             )
-        self._shard(optim(params, **defaults), group, broadcast_buffer_size)
+        self._shard(optim(params, **defaults), group, broadcast_buffer_size if broadcast_buffer_size > 0 else -1)
 
     @classmethod
     def wrap(cls, optimizer: Optimizer, group: dist.ProcessGroup | None = None, *, bucket_numel: int = -1) -> OSS:
@@ -462,37 +462,58 @@ class OSS(Optimizer):
         max_norm: float,
         norm_type: float = 2.0,
         filter_params_fn: Callable[[Iterable[Tensor]], Iterable[Tensor]] | None = None,
+        *,
+        process_group: dist.ProcessGroup | None = None,
     ) -> Tensor:
         """Clip the whole gradient to a norm, as ``torch.nn.utils.clip_grad_norm_`` would unsharded. Collective.
+
+        With tensor- or pipeline-parallel workers beside this optimizer's, each of which has an OSS of its own parameters, give
+        ``process_group=torch.distributed.group.WORLD`` on all of them, as FairScale takes it, and a filter that counts a
+        parameter of which several have a copy on one of them. Else each would clip its part of the model by itself.
 
         Args:
             max_norm: Largest norm.
             norm_type: p of the p-norm; ``inf`` for the largest element.
-            filter_params_fn: Picks, from the parameters, those that count and are clipped.
+            filter_params_fn: Picks, from the parameters, those whose gradients count. All are clipped.
+            process_group: The workers whose shares make up the model's gradient. Default: those of this optimizer.
 
         Returns:
             The norm before clipping, on the device.
         """
         params = self._params()
-        chosen = params if filter_params_fn is None else list(filter_params_fn(params))
-        if self.reducer is None or self.world_size == 1:
-            return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type)
-        self.reducer.finish_reduction()
-        wanted = set(chosen)
-        mine = [f.tensor for f in self.fragments if f.param in wanted and f.tensor.grad is not None]
-        norm_type = float(norm_type)
+        counted = set(params if filter_params_fn is None else filter_params_fn(params))
+        shared = self.reducer is not None and self.world_size > 1
+        if self.reducer is not None:
+            self.reducer.finish_reduction()
+        clipped = [f.tensor for f in self.fragments] if shared else params
+        if process_group is None and not shared:
+            grads = [p.grad for p in params if p.grad is not None and p in counted]
+            total = torch.nn.utils.get_total_norm(grads, norm_type)
+        else:
+            total = self._norm_over(process_group or self.group, self._own_gradients(counted), float(norm_type))
+        torch.nn.utils.clip_grads_with_norm_(clipped, max_norm, total)
+        return total
+
+    def _own_gradients(self, of: set[Tensor]) -> list[Tensor]:
+        """This worker's shares of the gradients of some parameters."""
+        if self.reducer is not None or self.world_size == 1:
+            return [f.tensor.grad for f in self.fragments if f.param in of and f.tensor.grad is not None]
+        return [f.of(f.param.grad) for f in self.fragments if f.param in of and f.param.grad is not None]
+
+    def _norm_over(self, group: dist.ProcessGroup | None, grads: list[Tensor], norm_type: float) -> Tensor:
+        """The norm of what all workers of a group have together."""
+        params = self._params()
+        total = torch.nn.utils.get_total_norm(grads, norm_type)
         # The same dtype on all workers, whatever lies on each.
         wide = any(p.dtype in (torch.float64, torch.complex128) for p in params)
-        total = torch.nn.utils.get_total_norm([t.grad for t in mine], norm_type)  # type: ignore[misc]
-        total = total.to(params[0].device, torch.float64 if wide else torch.float32)
+        total = total.to(params[0].device, torch.float64 if wide or group is not self.group else torch.float32)
         if norm_type == float("inf"):
-            dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self.group)
+            dist.all_reduce(total, op=dist.ReduceOp.MAX, group=group)
         else:
             total = total**norm_type
-            dist.all_reduce(total, group=self.group)
+            dist.all_reduce(total, group=group)
             total = total ** (1 / norm_type)
-        torch.nn.utils.clip_grads_with_norm_(mine, max_norm, total)
-        return total
+        return total if wide else total.float()
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
