@@ -17,6 +17,9 @@ from typing import Any
 
 _TIMEOUT_S = 60.0
 
+# The process group, until the process ends: a model that outlives it could hang in its destructor (run/build.py says how).
+_KEPT: list[Any] = []
+
 
 class RankFailed(AssertionError):
     """A rank raised; the message is its traceback."""
@@ -38,6 +41,7 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
         world_size=world_size,
         timeout=datetime.timedelta(seconds=_TIMEOUT_S / 2),
     )
+    _KEPT.append(dist.group.WORLD)
     while True:
         job = pipe.recv()
         if job is None:

@@ -195,6 +195,13 @@ class PassListener(Protocol):
     def on_reduced(self, observer: GradientObserver) -> None:
         """The same pass, when reduced gradients are in place, if it reduced them."""
 
+    def complete(self, caller: str) -> None:
+        """Take part in the sums over workers that end a step, since no further pass comes in it.
+
+        Raises:
+            RuntimeError: Passes are missing, or there were too many; says that ``caller`` was called too early.
+        """
+
 
 class GradientObserver(ABC):
     """Watches the gradients of groups of parameters, and tells its listener when a backward pass has ended."""

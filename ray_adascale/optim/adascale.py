@@ -5,9 +5,10 @@ The constructor and methods are those of FairScale's ``AdaScale``; what they com
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, cast
 
@@ -58,8 +59,8 @@ class AdaScale(Optimizer):
         debias_ewma: Debiased moving average (FairScale's default), or, if False, the paper's: a plain mean at first.
         process_group: Workers that reduce gradients together. Default: OSS's, or the default group, if there is one.
         grad_scaler: The ``torch.amp.GradScaler`` that scales the loss, so that statistics are of unscaled gradients.
-        variance_floor: Lower bound on each σ². 1e-6 reproduces FairScale to the digit; 0 (default) makes the gain
-            independent of the gradients' magnitude.
+        variance_floor: Lower bound on each σ². 1e-6 reproduces FairScale's numbers, to its float32; 0 (default)
+            makes the gain independent of the gradients' magnitude.
         clip: Where σ², μ² ≥ 0 is enforced: on each sample before averaging ("samples", as FairScale), or on reading
             the averages ("averages", which keeps them unbiased).
         averaging_window: Average over effective time instead of over steps: θ_t = exp(−r_{t−1} / (window · T)). A
@@ -114,6 +115,13 @@ class AdaScale(Optimizer):
             raise ValueError("The optimizer is wrapped in AdaScale already; its gain would be applied twice.")
         if isinstance(optimizer, LBFGS):
             raise ValueError("AdaScale can't wrap LBFGS, which evaluates the model several times within one step.")
+        inner = optimizer.optim if isinstance(optimizer, OSS) else optimizer
+        closure = inspect.signature(type(inner).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ValueError(
+                f"AdaScale can't wrap {type(inner).__name__}, whose step needs the closure: it evaluates the model within the "
+                "step, and the gain is that of the gradients before it. Use it without AdaScale."
+            )
         if clip not in ("samples", "averages"):
             raise ValueError(f"Invalid {clip=}. Must be 'samples' or 'averages'.")
         if averaging_window is not None and (smoothing is not None or total_steps is None):
@@ -232,18 +240,45 @@ class AdaScale(Optimizer):
         """Forgets what was collected of an unfinished or skipped step, and leaves gradients as they are."""
         self._sampler.begin_step()
 
-    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def complete_samples(self) -> None:
+        """Says that no backward pass of this step is to come: takes part in what the others reduce, if none was made here.
+
+        To be called before any other collective of the step, as :meth:`clip_grad_norm` and
+        :class:`ray_adascale.ShardedGradScaler` do; :meth:`step` does by itself. Once is enough.
+
+        Raises:
+            RuntimeError: Called after fewer or more backward passes than ``num_gradients_to_accumulate``.
+        """
+        self._sampler.complete()
+
+    def clip_grad_norm(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        filter_params_fn: Callable[[Iterable[Tensor]], Iterable[Tensor]] | None = None,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> Tensor:
         """Clip the gradient that the next step will use to a norm, however it is sharded; collective. Leaves the gain.
+
+        Args:
+            max_norm: Largest norm.
+            norm_type: p of the p-norm.
+            filter_params_fn: As of :meth:`ray_adascale.OSS.clip_grad_norm`, and for an OSS only.
+            process_group: Likewise.
 
         Returns:
             The norm before clipping, on the device.
 
         Raises:
             RuntimeError: Called after fewer or more backward passes than ``num_gradients_to_accumulate``.
+            ValueError: The wrapped optimizer is no OSS, and there is a filter or a process group.
         """
-        self._sampler.complete()
+        self._sampler.complete("clip_grad_norm")
         if isinstance(self._optimizer, OSS):
-            return self._optimizer.clip_grad_norm(max_norm, norm_type)
+            return self._optimizer.clip_grad_norm(max_norm, norm_type, filter_params_fn, process_group=process_group)
+        if filter_params_fn is not None or process_group is not None:
+            raise ValueError("filter_params_fn and process_group are for sharded optimizers: AdaScale(OSS(...)).")
         norm = torch.nn.utils.clip_grad_norm_(self._sampler.params, max_norm, norm_type)
         return cast(Any, norm).full_tensor() if is_dtensor(norm) else norm
 

@@ -132,10 +132,19 @@ class Averages:
         self.keep(self._empty())
 
     def add_gain(self) -> None:
-        """The sampler has one more group with a gain of its own, which starts without a sample."""
+        """The sampler has one more group with a gain of its own, which starts without a sample.
+
+        FairScale has a single count for the plain means of ``debias=False``, also for a group that comes later: its first sample
+        is then divided by the number of all steps, or, where the average moves already, added to σ² = 0 and μ² = 1.
+        """
         old, self.now = self.now, self._empty()
         for name in ("total", "weight", "count"):
             getattr(self.now, name)[..., : old.total.shape[1]] = getattr(old, name)
+        count = int(old.count.max())
+        if not self._debias and self._window is None and count > 0:
+            self.now.count[-1], self.now.weight[-1] = count, 1.0
+            if count + 1 >= 1 / (1 - self.theta()):
+                self.now.total[1, -1] = 1.0
 
     # ---- what they say -------------------------------------------------------------------------------------------
 

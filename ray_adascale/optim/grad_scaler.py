@@ -116,6 +116,10 @@ class ShardedGradScaler(_FSDPGradScaler):
         oss = _sharded(optimizer) if isinstance(optimizer, Optimizer) else None
         if oss is None and not isinstance(optimizer, AdaScale):
             return optimizer
+        # Where no backward pass reached a parameter here, the others are in these reductions; what the scaler sums comes
+        # after them.
+        if isinstance(optimizer, AdaScale):
+            optimizer.complete_samples()
         if oss is not None and oss.reducer is not None:
             oss.reducer.finish_reduction()
         if optimizer not in self._targets:

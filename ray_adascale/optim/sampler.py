@@ -391,10 +391,13 @@ class GradientSampler:
         if grads:
             torch._foreach_div_(grads, self.accumulation)
 
-    def complete(self) -> None:
+    def complete(self, caller: str = "step") -> None:
         """Take part in the reduction that is still under way on the others, if one is: no further pass comes in this step.
 
         It must be called before any other collective of theirs.
+
+        Args:
+            caller: The method that an error names.
 
         Raises:
             RuntimeError: Passes are missing, or there were too many.
@@ -412,19 +415,19 @@ class GradientSampler:
             # A backward pass reached no parameter here: a sample of zero. The others are in the reduction already.
             sample = self._gather(self.observer)
             if lacks_passes and not bool(sample.usable):
-                raise self._too_early()  # no worker has seen all passes, so that was not the reason
+                raise self._too_early(caller)  # no worker has seen all passes, so that was not the reason
             self.sample = sample  # a rule may ask for the gain meanwhile
         elif lacks_passes:
-            raise self._too_early()
+            raise self._too_early(caller)
 
     def finish(self) -> Sample:
         """The step's sample, once it is :meth:`complete`."""
         self.complete()
         return self._sample_without_passes() if self.sample is None else self.sample
 
-    def _too_early(self) -> RuntimeError:
+    def _too_early(self, caller: str) -> RuntimeError:
         return RuntimeError(
-            f"step() after {self.passes} of {self.accumulation} backward passes. Call it after the last one, or "
+            f"{caller}() after {self.passes} of {self.accumulation} backward passes. Call it after the last one, or "
             "set_num_gradients_to_accumulate() first."
         )
 

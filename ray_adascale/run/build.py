@@ -6,6 +6,7 @@ import warnings
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
@@ -166,6 +167,11 @@ def _choose_sharding(config: AdaScaleConfig, workers: int, optimizer: Optimizer,
     return config.sharding
 
 
+# Process groups, until the process ends. In torch 2.13 a DistributedDataParallel that outlives destroy_process_group() and is
+# the last to know its gloo group now and then hangs in its destructor.
+_KEPT: list[dist.ProcessGroup | None] = []
+
+
 def _data_parallel(
     module: nn.Module, device: torch.device, *, find_unused: bool, workers: int
 ) -> DistributedDataParallel:
@@ -175,6 +181,9 @@ def _data_parallel(
         find_unused_parameters=find_unused,
         gradient_as_bucket_view=True,
     )
+    group = dist.group.WORLD
+    if "gloo" in dist.get_backend_config() and group not in _KEPT:
+        _KEPT.append(group)
     if workers > 2 and not find_unused:
         _settle_buckets(model)
     return model

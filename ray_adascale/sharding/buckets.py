@@ -186,11 +186,25 @@ class Bucket:
         self._addresses = [p.data_ptr() for p in self.params]
         for fragment in self.fragments:
             p = fragment.param
-            part = p.detach() if fragment.whole else self.flat[fragment.offset : fragment.offset + fragment.numel]
             # Kept as the same object: the inner optimizer's state hangs on it.
-            fragment.tensor.data = part.view_as(part)
+            fragment.tensor.data = self._part(fragment)
             fragment.tensor.requires_grad_(p.requires_grad)
             fragment.tensor.__dict__.update(vars(p))  # marks that some optimizers look for
+
+    def _part(self, fragment: Fragment) -> Tensor:
+        """The fragment's elements of the buffer, shaped as its tensor."""
+        if fragment.whole:
+            part = fragment.param.detach()
+            return part.view_as(part)
+        return self.flat[fragment.offset : fragment.offset + fragment.numel]
+
+    @torch.no_grad()
+    def bring_back(self) -> None:
+        """Put this worker's fragments into the buffer again where an optimizer gave them other memory (``p.data = ...``)."""
+        start, size = self.flat.data_ptr(), self.flat.element_size()
+        for fragment in self.fragments:
+            if fragment.numel and fragment.tensor.data_ptr() != start + fragment.offset * size:
+                fragment.tensor.data = self._part(fragment).copy_(fragment.tensor)
 
 
 def make_buckets(

@@ -94,6 +94,11 @@ class GradientBucket:
         """Whether workers exchange this bucket: the same on all."""
         return any(p.requires_grad for p in self.bucket.params)
 
+    @property
+    def unsent(self) -> bool:
+        """Whether gradients of earlier passes are still on this worker."""
+        return self.accumulated is not None or any(p.grad is not None for p in self.bucket.params)
+
     def _shift(self, position: int) -> int:
         """Where an element of the bucket lies in the gradient buffer."""
         shard = max(r for r in range(self.bucket.world_size) if self.bucket.bounds[r] <= position)
@@ -216,6 +221,16 @@ class GradientBucket:
         self._norms = None
         if self.observed:
             self.own_norms()  # while the shard is in the cache
+
+    @torch.no_grad()
+    def reopen(self) -> None:
+        """What the optimizer left of its gradients is what further ones are added to; one that it cleared is zero."""
+        if self.shard is None or not self.held:
+            return
+        for i, (fragment, part) in enumerate(zip(self.bucket.fragments, self._parts, strict=True)):
+            if fragment.tensor.grad is None:
+                part.zero_()
+                self.shard[self._own_size + i] = 0
 
     def own_norms(self) -> list[tuple[int, Tensor]]:
         """(parameter group, norm) of this worker's shard of the reduced gradient."""

@@ -12,7 +12,7 @@ import json
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ from torch.optim import (
 )
 
 from .._torch import as_bytes, global_rank, is_dtensor
-from ..measure.observers import GradientObserver, PassListener
+from ..measure.observers import GradientObserver, PassListener, take_norm
 from .buckets import Bucket, Fragment, make_buckets, memory_view
 from .collectives import gather_shards
 
@@ -44,19 +44,10 @@ __all__ = ["OSS", "GradientReducer", "has_state", "partition", "register_element
 _PER_PARAMETER = frozenset({"params", "param_names"})
 _EVERYONE = -1
 
-_ELEMENTWISE: set[type[Optimizer]] = {
-    SGD,
-    Adam,
-    AdamW,
-    Adamax,
-    NAdam,
-    RAdam,
-    RMSprop,
-    Rprop,
-    Adagrad,
-    Adadelta,
-    ASGD,
-}
+_TORCHS: frozenset[type[Optimizer]] = frozenset(
+    {SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop, Adagrad, Adadelta, ASGD}
+)
+_ELEMENTWISE: set[type[Optimizer]] = set(_TORCHS)
 
 
 def register_elementwise(cls: type[Optimizer]) -> type[Optimizer]:
@@ -102,6 +93,9 @@ class GradientReducer(Protocol):
     def finish_reduction(self) -> None:
         """Reduce what this step's backward passes left behind, if that has not happened."""
 
+    def reopen(self) -> None:
+        """Further backward passes come: what the optimizer left of the gradients it was handed is added to."""
+
     def discard(self) -> None:
         """Forget gradients, reduced or not."""
 
@@ -117,20 +111,21 @@ class OSS(Optimizer):
     gradient of its share alone, and the traffic is that of one all-reduce.
 
     Every worker must call :meth:`step` together. The parameters become views of flat buffers, in which workers exchange
-    them without copies.
+    them without copies. Before :meth:`state_dict`, all workers call :meth:`consolidate_state_dict`, after the last step.
 
     Args:
         params: Parameters or groups, as for any optimizer; the same on all workers.
         optim: Class of the optimizer to shard. Split by element for torch's elementwise optimizers and those given to
             :func:`register_elementwise`, by whole parameters for all others.
         group: Process group; the default one if None. Without one, or alone in it, OSS is just the optimizer.
-        broadcast_buffer_size: Elements in a bucket; −1 for the default.
+        broadcast_buffer_size: Elements in a bucket; zero and negative numbers for the default. FairScale ignores it.
         broadcast_fp16: Not supported: workers would hold rounded copies of the parameters.
         force_broadcast_object: Accepted for FairScale's sake; plain tensors are sent here.
         **defaults: The optimizer's hyperparameters.
 
     Raises:
-        ValueError: An argument is out of its range, or a parameter can't lie in a bucket.
+        ValueError: An argument is out of its range, or a parameter can't lie in a bucket, or the optimizer is LBFGS or, on
+            several workers, holds another one.
     """
 
     _BUCKET_NUMEL = 1 << 22
@@ -154,7 +149,7 @@ class OSS(Optimizer):
             raise ValueError(
                 "broadcast_fp16=True is not supported: workers would hold rounded copies of the parameters."
             )
-        self._shard(optim(params, **defaults), group, broadcast_buffer_size)
+        self._shard(optim(params, **defaults), group, broadcast_buffer_size if broadcast_buffer_size > 0 else -1)
 
     @classmethod
     def wrap(cls, optimizer: Optimizer, group: dist.ProcessGroup | None = None, *, bucket_numel: int = -1) -> OSS:
@@ -182,14 +177,22 @@ class OSS(Optimizer):
             raise ValueError(
                 "OSS can't shard LBFGS: its direction is of all parameters together, not of each by itself."
             )
+        initialized = dist.is_available() and dist.is_initialized()
+        world_size = dist.get_world_size(group) if initialized else 1
+        held = next((name for name, value in vars(optimizer).items() if isinstance(value, Optimizer)), None)
+        if held is not None and world_size > 1:
+            name = type(optimizer).__name__
+            raise ValueError(
+                f"{name} holds another optimizer, in {held!r}, of which OSS would shard nothing. Shard that one, and wrap it, as "
+                f"in {name}(OSS(...)); or use {name} without OSS."
+            )
         if bucket_numel != -1 and bucket_numel < 1:
             raise ValueError(
                 f"Invalid bucket size of {bucket_numel} elements. Must be positive, or -1 for the default."
             )
-        initialized = dist.is_available() and dist.is_initialized()
         self.group = group
         self.rank = dist.get_rank(group) if initialized else 0
-        self.world_size = dist.get_world_size(group) if initialized else 1
+        self.world_size = world_size
         if self.rank < 0:
             raise ValueError("This worker is not in the process group that OSS is to shard over.")
         self._source = optimizer  # keeps the full groups, which schedulers drive
@@ -330,13 +333,50 @@ class OSS(Optimizer):
         ``zero_grad()``.
 
         Args:
-            closure: Evaluates the model and returns the loss.
+            closure: Evaluates the model, calls ``backward()`` and returns the loss. It is handed on to the optimizer, which may
+                evaluate it several times, on every worker as often: each time with what all have done to their parameters
+                by then. Under ShardedDataParallel each evaluation reduces its gradients.
             **kwargs: Passed on to the optimizer.
+
+        Returns:
+            What the optimizer's step returns.
         """
         loss = None
-        if closure is not None:
+        handed = False
+
+        def evaluate() -> Any:
+            nonlocal loss, handed
+            if handed:
+                self._take_back()
             with torch.enable_grad():
-                loss = closure()
+                loss = cast(Callable[[], Any], closure)()
+            self._hand_over(first=not handed)
+            handed = True
+            return loss
+
+        # Torch's own begin with the closure. Others may begin with the gradients in place.
+        if closure is None or type(self._local) not in _TORCHS:
+            self._hand_over(first=True)
+            handed = True
+        # What torch's schedulers look for: one that was built on the wrapped optimizer patched a step() that nobody
+        # calls any more, and would warn that the optimizer had not stepped before it.
+        self._source._opt_called = True  # type: ignore[attr-defined]
+        try:
+            result = self._local.step(**kwargs) if closure is None else self._local.step(evaluate, **kwargs)
+        finally:
+            if self.world_size > 1:
+                for f in self.fragments:
+                    f.tensor.grad = None
+        for local, group in zip(self._local.param_groups, self.param_groups, strict=True):
+            group.update(_hyperparameters(local))  # some optimizers keep scalars of their own in the groups
+        self._gather()
+        if self.reducer is not None:
+            self.reducer.discard()
+        self._full_state = None
+        return loss if result is None else result
+
+    def _hand_over(self, *, first: bool) -> None:
+        """Give the optimizer the gradients of its share; the hyperparameters too, if this is the step's first time."""
         for bucket in self.buckets:
             if not bucket.bound():
                 bucket.bind()
@@ -346,27 +386,31 @@ class OSS(Optimizer):
         elif self.world_size > 1:
             for f in self.fragments:
                 f.tensor.grad = None if f.param.grad is None else f.of(f.param.grad)
-        for local, group in zip(self._local.param_groups, self.param_groups, strict=True):
-            local.update(_hyperparameters(group))
-        # What torch's schedulers look for: one that was built on the wrapped optimizer patched a step() that nobody
-        # calls any more, and would warn that the optimizer had not stepped before it.
-        self._source._opt_called = True  # type: ignore[attr-defined]
-        try:
-            self._local.step(**kwargs)
-        finally:
-            if self.world_size > 1:
-                for f in self.fragments:
-                    f.tensor.grad = None
-        for local, group in zip(self._local.param_groups, self.param_groups, strict=True):
-            group.update(_hyperparameters(local))  # some optimizers keep scalars of their own in the groups
+        if first:
+            for local, group in zip(self._local.param_groups, self.param_groups, strict=True):
+                local.update(_hyperparameters(group))
+
+    def _take_back(self) -> None:
+        """Before the model is evaluated within a step: parameters as all optimizers have left them, and the gradients too."""
         self._gather()
+        reducer = self.reducer
         if reducer is not None:
-            reducer.discard()
-        self._full_state = None
-        return loss
+            reducer.reopen()
+        elif self.world_size > 1:
+            # Every worker has the whole gradient, and only the owner's optimizer has cleared its share of it.
+            grads = [f.tensor.grad for f in self.fragments if f.tensor.grad is not None]
+            params = self._params()
+            kept = torch.tensor(float(any(bool(take_norm(g) != 0) for g in grads)), device=params[0].device)
+            dist.all_reduce(kept, op=dist.ReduceOp.MAX, group=self.group)
+            if not kept:
+                for p in params:
+                    p.grad = None
 
     def _gather(self) -> None:
         """Get everybody's share of the updated parameters."""
+        if type(self._local) not in _TORCHS:
+            for bucket in self.buckets:
+                bucket.bring_back()
         # Optimizers go by the gradient: one that was left behind when the parameter was frozen still counts.
         moved = [b for b in self.buckets if any(p.requires_grad or p.grad is not None for p in b.params)]
         if moved:
@@ -418,37 +462,58 @@ class OSS(Optimizer):
         max_norm: float,
         norm_type: float = 2.0,
         filter_params_fn: Callable[[Iterable[Tensor]], Iterable[Tensor]] | None = None,
+        *,
+        process_group: dist.ProcessGroup | None = None,
     ) -> Tensor:
         """Clip the whole gradient to a norm, as ``torch.nn.utils.clip_grad_norm_`` would unsharded. Collective.
+
+        With tensor- or pipeline-parallel workers beside this optimizer's, each of which has an OSS of its own parameters, give
+        ``process_group=torch.distributed.group.WORLD`` on all of them, as FairScale takes it, and a filter that counts a
+        parameter of which several have a copy on one of them. Else each would clip its part of the model by itself.
 
         Args:
             max_norm: Largest norm.
             norm_type: p of the p-norm; ``inf`` for the largest element.
-            filter_params_fn: Picks, from the parameters, those that count and are clipped.
+            filter_params_fn: Picks, from the parameters, those whose gradients count. All are clipped.
+            process_group: The workers whose shares make up the model's gradient. Default: those of this optimizer.
 
         Returns:
             The norm before clipping, on the device.
         """
         params = self._params()
-        chosen = params if filter_params_fn is None else list(filter_params_fn(params))
-        if self.reducer is None or self.world_size == 1:
-            return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type)
-        self.reducer.finish_reduction()
-        wanted = set(chosen)
-        mine = [f.tensor for f in self.fragments if f.param in wanted and f.tensor.grad is not None]
-        norm_type = float(norm_type)
+        counted = set(params if filter_params_fn is None else filter_params_fn(params))
+        shared = self.reducer is not None and self.world_size > 1
+        if self.reducer is not None:
+            self.reducer.finish_reduction()
+        clipped = [f.tensor for f in self.fragments] if shared else params
+        if process_group is None and not shared:
+            grads = [p.grad for p in params if p.grad is not None and p in counted]
+            total = torch.nn.utils.get_total_norm(grads, norm_type)
+        else:
+            total = self._norm_over(process_group or self.group, self._own_gradients(counted), float(norm_type))
+        torch.nn.utils.clip_grads_with_norm_(clipped, max_norm, total)
+        return total
+
+    def _own_gradients(self, of: set[Tensor]) -> list[Tensor]:
+        """This worker's shares of the gradients of some parameters."""
+        if self.reducer is not None or self.world_size == 1:
+            return [f.tensor.grad for f in self.fragments if f.param in of and f.tensor.grad is not None]
+        return [f.of(f.param.grad) for f in self.fragments if f.param in of and f.param.grad is not None]
+
+    def _norm_over(self, group: dist.ProcessGroup | None, grads: list[Tensor], norm_type: float) -> Tensor:
+        """The norm of what all workers of a group have together."""
+        params = self._params()
+        total = torch.nn.utils.get_total_norm(grads, norm_type)
         # The same dtype on all workers, whatever lies on each.
         wide = any(p.dtype in (torch.float64, torch.complex128) for p in params)
-        total = torch.nn.utils.get_total_norm([t.grad for t in mine], norm_type)  # type: ignore[misc]
-        total = total.to(params[0].device, torch.float64 if wide else torch.float32)
+        total = total.to(params[0].device, torch.float64 if wide or group is not self.group else torch.float32)
         if norm_type == float("inf"):
-            dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self.group)
+            dist.all_reduce(total, op=dist.ReduceOp.MAX, group=group)
         else:
             total = total**norm_type
-            dist.all_reduce(total, group=self.group)
+            dist.all_reduce(total, group=group)
             total = total ** (1 / norm_type)
-        torch.nn.utils.clip_grads_with_norm_(mine, max_norm, total)
-        return total
+        return total if wide else total.float()
 
     # ---- state ---------------------------------------------------------------------------------------------------
 

@@ -56,6 +56,10 @@ class ShardHookObserver(HookObserver):
         self._optimizer = optimizer
         super().__init__([group["params"] for group in optimizer.param_groups], listener)
 
+    @property
+    def listener(self) -> PassListener | None:
+        return self._listener()
+
     def _watch(self) -> None:
         super()._watch()
         self._sums = GroupSums(len(self.groups), self.device)
@@ -223,7 +227,55 @@ class ShardedDataParallel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("module"), name)
+            module = super().__getattr__("module")
+        try:
+            return getattr(module, name)
+        except AttributeError as error:
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}, nor has its module, of type "
+                f"{type(module).__name__!r}.",
+                name=name,
+                obj=self,
+            ) from error
+
+    @property
+    def device_type(self) -> str:
+        """Type of the device of the module's parameters, such as "cuda"; that of the first one if they differ."""
+        return next((p.device.type for p in self.module.parameters()), "cpu")
+
+    @property
+    def is_multi_device_module(self) -> bool:
+        """Whether the module's parameters are on more than one device."""
+        return len({p.device for p in self.module.parameters()}) > 1
+
+    def reduce(self) -> None:
+        """Send what passes in :meth:`no_sync` left here to the owners, now. Collective; does nothing where nothing is left.
+
+        It need not be called: the next backward pass outside ``no_sync`` sends that, and so does ``optimizer.step()``.
+        A worker whose passes reached no parameter takes part with a gradient of zero.
+
+        Raises:
+            RuntimeError: Called between the passes of an optimizer step of AdaScale; it is for after the last one.
+        """
+        if self._world_size == 1:
+            return
+        for optimizer in self._optimizers:
+            listener = self._listener_of(optimizer)
+            if listener is not None:
+                listener.complete("reduce")
+        if any(bucket.unsent for bucket in self._buckets.values()):
+            self._reduced.clear()
+        for optimizer in self._optimizers:
+            self.finish_reduction(optimizer)
+
+    def sync_buffers(self, blocking: bool = False) -> None:
+        """Send rank 0's buffers to all workers, now. Collective.
+
+        Args:
+            blocking: Accepted for FairScale's sake; the buffers have arrived when this returns.
+        """
+        if self._world_size > 1:
+            self._broadcast(list(self.module.buffers()))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -302,7 +354,20 @@ class ShardedDataParallel(nn.Module):
     def _buckets_of(self, optimizer: OSS) -> list[GradientBucket]:
         return [self._buckets[bucket] for bucket in optimizer.buckets if bucket in self._buckets]
 
+    def _listener_of(self, optimizer: OSS) -> PassListener | None:
+        """Whoever measures the optimizer's gradient samples."""
+        hooks = self._accumulating.get(id(optimizer))
+        observer = self._observers.get(id(optimizer)) if hooks is None else hooks()
+        return None if observer is None else observer.listener
+
     def _on_gradient(self, bucket: GradientBucket, index: int) -> None:
+        grad = bucket.bucket.params[index].grad
+        if grad is not None and grad.requires_grad:
+            raise RuntimeError(
+                "backward(create_graph=True): ShardedDataParallel sends gradients without their graph. Take the inner gradient "
+                "with torch.autograd.grad(..., create_graph=True) and then call backward() without create_graph, or use "
+                'DistributedDataParallel (sharding="none" or "oss").'
+            )
         if not self._pass_running:
             sending = self._sends()
             if not sending and not self._observers:
@@ -401,6 +466,12 @@ class ShardedDataParallel(nn.Module):
             observer.local_sq_norms()  # drops them, since that was no gradient sample
         self._wait()
 
+    def reopen(self, optimizer: OSS) -> None:
+        """Further backward passes come before the optimizer's step has ended."""
+        self._reduced.discard(id(optimizer))
+        for bucket in self._buckets_of(optimizer):
+            bucket.reopen()
+
     def discard(self, optimizer: OSS | None = None) -> None:
         """Forget gradients, reduced or not, of one optimizer or of all."""
         # An exception may have ended the pass; autograd then drops what was queued for its end.
@@ -425,6 +496,9 @@ class _Part:
 
     def finish_reduction(self) -> None:
         self._owner.finish_reduction(self._optimizer)
+
+    def reopen(self) -> None:
+        self._owner.reopen(self._optimizer)
 
     def discard(self) -> None:
         self._owner.discard(self._optimizer)

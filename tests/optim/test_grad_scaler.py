@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -205,6 +206,48 @@ def _sub_group() -> float:
 
 def test_a_process_group_of_some_ranks(pool: Pool) -> None:
     assert pool(3).run(_sub_group) == [0.0, 512.0, 512.0]
+
+
+def _idle_rank(accumulate: int, clip: bool) -> tuple[Tensor, Tensor]:
+    """Rank 1 makes no backward pass in every third step: as if its gradient were zero."""
+    rank = dist.get_rank()
+    ends = []
+    for sharded in (False, True):
+        model = build()
+        inner: Any = momentum(model)
+        ddp: Any = None
+        if sharded:
+            inner = OSS.wrap(inner, bucket_numel=40)
+            ddp = ShardedDataParallel(model, inner)
+        else:
+            ddp = DistributedDataParallel(model)
+        scaler: Any = ShardedGradScaler(**OPTIONS) if sharded else torch.amp.GradScaler("cpu", **OPTIONS)
+        optimizer = AdaScale(inner, scale=4.0, num_gradients_to_accumulate=accumulate, grad_scaler=scaler)
+        for step in range(6):
+            optimizer.zero_grad()
+            for i in range(accumulate):
+                with ddp.no_sync() if i < accumulate - 1 else nullcontext():
+                    loss = scaler.scale((ddp(batch(10 * step + i)) - 1).square().mean() / accumulate)
+                    idle = rank == 1 and step % 3 == 1 and i == accumulate - 1
+                    if not idle:
+                        loss.backward()
+                    elif not sharded:
+                        (loss * 0).backward()
+            if clip:
+                scaler.unscale_(optimizer)
+                optimizer.clip_grad_norm(0.1)
+            scaler.step(optimizer)
+            scaler.update()
+        known = torch.tensor([optimizer.gain(), optimizer.effective_steps, *optimizer.average_moments()])
+        ends.append(torch.cat([weights(model), known]))
+    return ends[0], ends[1]
+
+
+@pytest.mark.parametrize(("accumulate", "clip"), [(1, False), (1, True), (2, False)])
+def test_a_rank_whose_backward_pass_reaches_nothing_keeps_in_step(pool: Pool, accumulate: int, clip: bool) -> None:
+    """Its share of AdaScale's sums must be on its way before the scaler's own, or one meets the other."""
+    for plain, ours in pool(2).run(_idle_rank, accumulate, clip):
+        torch.testing.assert_close(ours, plain, rtol=1e-11, atol=1e-11)  # float64
 
 
 def _half() -> tuple[Tensor, Tensor, list[float]]:

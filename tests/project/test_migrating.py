@@ -37,7 +37,7 @@ def test_there_are_blocks_for_all_three() -> None:
 
 
 def test_the_names_on_the_page_exist() -> None:
-    from ray_adascale import OSS, AdaScale, AdaScaleConfig, scaling_rules
+    from ray_adascale import OSS, AdaScale, AdaScaleConfig, ShardedDataParallel, scaling_rules
     from ray_adascale.compat import adaptdl
     from ray_adascale.compat.fairscale import AdaScaleWrapper
     from ray_adascale.run.loop import Run
@@ -51,6 +51,8 @@ def test_the_names_on_the_page_exist() -> None:
         "accum_count set_accum_scale reset_accumulation",
         scaling_rules.ScalingRuleBase: "initialize scale_lr step zero_grad clock",
         scaling_rules: "AdaScale AdamScale LinearScale SqrtScale LEGWScale adam_preconditioner",
+        OSS: "wrap step clip_grad_norm consolidate_state_dict state_dict load_state_dict add_param_group refresh_trainable",
+        ShardedDataParallel: "reduce sync_buffers no_sync zero_grad refresh_trainable device_type is_multi_device_module",
         Run: "epoch record effective_steps",
     }
     text = PAGE.read_text()

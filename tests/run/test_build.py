@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+from torch.utils.data import TensorDataset
 
-from ray_adascale import AdaScaleConfig, LEGWRule, RuleInput
+from ray_adascale import AdaScaleConfig, LEGWRule, RuleInput, Run
 from ray_adascale.run.build import _settle_buckets, check_rule, wrap
 from ray_adascale.scaling_rules import AdamScale, LEGWScale
 
-from ..pool import ProcessPool
+from ..pool import ProcessPool, free_port
 
 Pool = Callable[[int], ProcessPool]
 
@@ -100,3 +105,36 @@ def test_a_rule_is_shown_the_schedules_curve() -> None:
     for legw in (LEGWRule(1, 60), LEGWScale(1, 60)):
         with pytest.warns(UserWarning, match="raising the LR"):
             check_rule(AdaScaleConfig(base_batch_size=4, total_steps=10, rule=legw), [[0.1, 0.2]])
+
+
+def _outlives(rank: int, ports: list[int], queue: Any) -> None:
+    torch.set_num_threads(1)
+    for port in ports:
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+        model = nn.Linear(4, 2)
+        dataset = TensorDataset(torch.randn(16, 4), torch.randn(16, 2))
+        config = AdaScaleConfig(base_batch_size=4, total_steps=1, sharding="none")
+        run = Run(model, SGD(model.parameters(), lr=0.1), None, dataset, config)
+        for x, y in run:
+            run.backward(nn.functional.mse_loss(run.model(x), y))
+            run.step()
+        dist.destroy_process_group()
+        del model, run, x, y
+        gc.collect()
+    queue.put(rank)
+
+
+def test_a_data_parallel_model_may_outlive_its_process_group() -> None:
+    """On torch 2.13's gloo its destructor hung before the third life had ended, where it was the last to know the group."""
+    context = multiprocessing.get_context("spawn")
+    queue: Any = context.Queue()
+    ports = [free_port() for _ in range(6)]
+    processes = [context.Process(target=_outlives, args=(rank, ports, queue), daemon=True) for rank in range(2)]
+    for process in processes:
+        process.start()
+    try:
+        assert sorted(queue.get(timeout=90) for _ in processes) == [0, 1]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()

@@ -1,0 +1,255 @@
+"""What FairScale's ShardedDataParallel has beside the reduction in the backward pass: reduce(), sync_buffers(), attributes.
+
+A function whose name starts with an underscore runs on each rank of the pool.
+"""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from ray_adascale import OSS, AdaScale, ShardedDataParallel
+
+from ..uneven import assert_agree, batches, loss_of, weights
+from .against_ddp import OPTIMIZERS, ROUNDING, SMALL, Pool, build, clip, default_dtype, default_tolerance, wrapped
+
+
+def _reduced_on_request(name: str, passes: int, clip_at: float | None, idle: bool) -> tuple[Tensor, Tensor]:
+    """All passes under no_sync, then reduce(); DDP reduces in the last one."""
+    rank, dtype = dist.get_rank(), default_dtype()
+    ends = []
+    for sharded in (False, True):
+        model = build(dtype)
+        ddp, optimizer = wrapped(model, OPTIMIZERS[name](model), sharded)
+        data = iter(batches(8 * passes, rank, dtype))
+        for step in range(8):
+            optimizer.zero_grad()
+            for i in range(passes):
+                with ddp.no_sync() if sharded or i < passes - 1 else nullcontext():
+                    loss = loss_of(ddp, next(data))
+                    if idle and rank == 1 and step % 3 == 1:
+                        (0 * loss).backward() if not sharded else None
+                    else:
+                        loss.backward()
+            if sharded:
+                ddp.reduce()
+                assert all(p.grad is None for p in model.parameters())
+                assert all(f.tensor.grad is not None for f in optimizer.fragments)
+                ddp.reduce()  # nothing is left
+            if clip_at is not None:
+                clip(model, optimizer, clip_at)
+            optimizer.step()
+        ends.append(weights(model))
+    return ends[0], ends[1]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("name", "passes", "clip_at", "idle"),
+    [("momentum", 1, None, False), ("lars", 3, None, False), ("layers", 2, 0.01, False), ("momentum", 1, None, True)],
+)
+def test_reduce_sends_what_no_sync_left(
+    pool: Pool, world_size: int, name: str, passes: int, clip_at: float | None, idle: bool
+) -> None:
+    rounding = 1e-5 if clip_at is not None and world_size == 2 else 0.0  # the norm is a sum over shards
+    results = pool(world_size).run(_reduced_on_request, name, passes, clip_at, idle)
+    assert_agree(results, max(rounding, default_tolerance(world_size)))
+
+
+def _after_a_reduced_pass() -> Tensor:
+    """A pass that was reduced, one that was not, reduce(): their sum."""
+    model = nn.Linear(3, 1, bias=False).double()
+    optimizer = OSS.wrap(SGD(model.parameters(), lr=1.0))
+    ddp = ShardedDataParallel(model, optimizer)
+    start = weights(model)
+    mine = torch.tensor([[1.0, 2.0, 4.0]], dtype=torch.float64) * (
+        1 + dist.get_rank()
+    )  # mean over two: 1.5 times as much
+    ddp(mine).sum().backward()
+    with ddp.no_sync():
+        (10 * ddp(mine)).sum().backward()
+        ddp.reduce()  # what it is asked for is done, here as well
+    optimizer.step()
+    return start - weights(model)
+
+
+def test_reduce_adds_to_what_was_reduced_before(pool: Pool) -> None:
+    for moved in pool(2).run(_after_a_reduced_pass):
+        torch.testing.assert_close(moved, 11 * 1.5 * torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64))
+
+
+def _adascale(passes: int, idle: bool) -> tuple[Tensor, Tensor]:
+    """AdaScale under DDP, and under ShardedDataParallel with every pass in no_sync and reduce() after the last."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    ends = []
+    for sharded in (False, True):
+        model = build(torch.float64)
+        inner: Any = OPTIMIZERS["kinds"](model)
+        if sharded:
+            inner = OSS.wrap(inner, bucket_numel=SMALL)
+        ddp: Any = ShardedDataParallel(model, inner) if sharded else DistributedDataParallel(model)
+        optimizer = AdaScale(inner, scale=5.0, num_gradients_to_accumulate=passes, smoothing=0.6)
+        data = iter(batches(8 * passes, rank, torch.float64))
+        trace = []
+        for step in range(8):
+            optimizer.zero_grad()
+            for i in range(passes):
+                with ddp.no_sync() if sharded or i < passes - 1 else nullcontext():
+                    loss = loss_of(ddp, next(data)) / passes
+                    if idle and rank == 1 and step % 3 == 1 and i == passes - 1:
+                        (0 * loss).backward() if not sharded else None
+                    else:
+                        loss.backward()
+            if sharded:
+                ddp.reduce()
+                ones = torch.ones(1)
+                dist.all_reduce(ones)  # of the user's own: it must not meet one of AdaScale's
+                assert ones == world
+                ddp.reduce()
+            optimizer.step()
+            trace += [optimizer.gain(), optimizer.effective_steps, *optimizer.average_moments()]
+        ends.append(torch.cat([weights(model), torch.tensor(trace, dtype=torch.float64)]))
+    return ends[0], ends[1]
+
+
+@pytest.mark.parametrize(("passes", "idle"), [(1, False), (3, False), (1, True), (2, True)])
+def test_reduce_under_adascale_leaves_the_gains_of_ddp(pool: Pool, passes: int, idle: bool) -> None:
+    for plain, sharded in pool(2).run(_adascale, passes, idle):
+        torch.testing.assert_close(sharded, plain, rtol=1e-8, atol=1e-10)  # as in test_sharded_adascale
+
+
+def _too_early() -> None:
+    model = build()
+    inner = OSS.wrap(OPTIMIZERS["momentum"](model))
+    ddp = ShardedDataParallel(model, inner)
+    optimizer = AdaScale(inner, num_gradients_to_accumulate=3)
+    with ddp.no_sync():
+        loss_of(ddp, batches(1)[0]).backward()
+    with pytest.raises(
+        RuntimeError, match=r"^reduce\(\) after 1 of 3 backward passes.*set_num_gradients_to_accumulate"
+    ):
+        ddp.reduce()
+    optimizer.zero_grad()
+
+
+def test_reduce_between_the_passes_of_an_adascale_step_is_refused(pool: Pool) -> None:
+    pool(2).run(_too_early)
+
+
+def _of_two_optimizers() -> tuple[Tensor, Tensor]:
+    ends = []
+    for sharded in (False, True):
+        model = build()
+        options = {"lr": 0.05, "momentum": 0.9}
+        halves = [
+            [*model.first.parameters()],
+            [p for p in model.parameters() if p not in set(model.first.parameters())],
+        ]
+        optimizers: list[Any] = [SGD(half, **options) for half in halves]
+        if sharded:
+            optimizers = [OSS.wrap(optimizer, bucket_numel=SMALL) for optimizer in optimizers]
+        ddp: Any = ShardedDataParallel(model, optimizers) if sharded else DistributedDataParallel(model)
+        for batch in batches(4, dist.get_rank()):
+            with ddp.no_sync() if sharded else nullcontext():
+                loss_of(ddp, batch).backward()
+            if sharded:
+                ddp.reduce()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        ends.append(weights(model))
+    return ends[0], ends[1]
+
+
+def test_reduce_serves_several_optimizers(pool: Pool) -> None:
+    assert_agree(pool(2).run(_of_two_optimizers), 0.0)
+
+
+def _buffers(blocking: bool | None) -> Tensor:
+    model = nn.BatchNorm1d(2)
+    assert isinstance(model.running_mean, Tensor)
+    ddp = ShardedDataParallel(model, OSS(model.parameters(), lr=0.1), sync_models_at_startup=False)
+    model.running_mean += 10.0 * (1 + dist.get_rank())
+    assert ddp.sync_buffers() is None if blocking is None else ddp.sync_buffers(blocking=blocking) is None
+    return model.running_mean
+
+
+@pytest.mark.parametrize("blocking", [None, False, True])
+def test_sync_buffers_sends_those_of_rank_0(pool: Pool, blocking: bool | None) -> None:
+    for world_size in (1, 2):
+        for mean in pool(world_size).run(_buffers, blocking):
+            assert mean.tolist() == [10.0, 10.0]
+
+
+def test_has_the_attributes_of_ddp_that_frameworks_look_at() -> None:
+    model = build()
+    ddp = ShardedDataParallel(model, OSS(model.parameters(), lr=0.1))
+    assert ddp.device_type == "cpu"
+    assert ddp.is_multi_device_module is False
+    ddp.reduce()  # alone there is nothing to do
+    ddp.sync_buffers()
+
+
+def test_what_neither_has_is_reported_as_the_wrappers() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.banana = "sweet"
+    ddp = ShardedDataParallel(model, OSS(model.parameters(), lr=0.1))
+    assert ddp.banana == "sweet"
+    assert not hasattr(ddp, "orange")
+    with pytest.raises(AttributeError, match=r"^'ShardedDataParallel' object has no attribute 'orange'") as info:
+        _ = ddp.orange
+    assert "Sequential" in str(info.value)  # where else it was looked for
+    assert (info.value.name, info.value.obj) == ("orange", ddp)
+
+
+def _second_order(accumulate: bool, adascale: bool) -> None:
+    model = build()
+    optimizer: Any = OSS.wrap(OPTIMIZERS["momentum"](model))
+    ddp = ShardedDataParallel(model, optimizer)
+    if adascale:
+        optimizer = AdaScale(optimizer)
+    start = weights(model)
+    what = r"create_graph=True.*torch\.autograd\.grad.*DistributedDataParallel"
+    with warnings.catch_warnings(), ddp.no_sync() if accumulate else nullcontext():
+        warnings.filterwarnings("ignore", message=r"Using backward\(\) with create_graph=True")  # torch's own
+        with pytest.raises(RuntimeError, match=what):
+            loss_of(ddp, batches(1)[0]).backward(create_graph=True)
+    optimizer.zero_grad()
+    loss_of(ddp, batches(1)[0]).backward()  # and goes on
+    optimizer.step()
+    assert not torch.equal(weights(model), start)
+
+
+@pytest.mark.parametrize("adascale", [False, True])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_gradient_with_a_graph_is_refused(pool: Pool, accumulate: bool, adascale: bool) -> None:
+    pool(2).run(_second_order, accumulate, adascale)
+
+
+def _penalty() -> tuple[Tensor, Tensor]:
+    """A gradient penalty by torch.autograd.grad, as the error advises."""
+    ends = []
+    for sharded in (False, True):
+        model = build(torch.float64)
+        ddp, optimizer = wrapped(model, OPTIMIZERS["momentum"](model), sharded)
+        for x, y in batches(6, dist.get_rank(), torch.float64):
+            optimizer.zero_grad()
+            inputs = x.clone().requires_grad_()
+            loss = nn.functional.mse_loss(ddp(inputs), y)
+            (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
+            (loss + slope.square().sum()).backward()
+            optimizer.step()
+        ends.append(weights(model))
+    return ends[0], ends[1]
+
+
+def test_a_gradient_penalty_goes_another_way(pool: Pool) -> None:
+    assert_agree(pool(2).run(_penalty), ROUNDING)
