@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RUN", "SEARCH", "TRACE", "absolute", "read_json", "write_atomically", "write_json"]
+__all__ = ["RUN", "SEARCH", "TRACE", "absolute", "check_writable", "read_json", "write_atomically", "write_json"]
 
 TRACE = "trace.jsonl"
 """The trace of a run, in its folder and in each of its checkpoints."""
@@ -46,6 +47,23 @@ def write_atomically(path: str | os.PathLike[str], parts: Iterable[bytes], *, sy
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Find out whether :func:`write_atomically` could write a file of some size there; makes its folder.
+
+    Raises:
+        OSError: It could not: the path is a folder's, or may not be written, or the disk is full.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tried = path.with_name(f".{path.name}.tried")
+    try:
+        write_atomically(tried, [bytes(1 << 18)])  # as large as recipes are
+    finally:
+        tried.unlink(missing_ok=True)
 
 
 def write_json(path: str, value: Any) -> None:

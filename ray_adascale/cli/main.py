@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._files import RUN, SEARCH, absolute, read_json, write_json
+from .._files import RUN, SEARCH, absolute, check_writable, read_json, write_json
 from ..config import AdaScaleConfig
 from ..recipe import Recipe
 from ..run.metrics import METRICS
@@ -96,6 +96,10 @@ def _tune(args: argparse.Namespace) -> int:
         )
     config = read_config(args, ("precision", "evaluate_every", "seed"))
     name = args.name or _name_by_time("recipe")
+    try:
+        check_writable(args.output)  # a search is long, and what it found goes there at its end
+    except OSError as e:
+        raise ValueError(f"Invalid --output {args.output}: {e.strerror or e}. Name a file that can be written.") from e
     _connect(args.address)
     try:
         recipe = tune_recipe(
@@ -118,8 +122,13 @@ def _tune(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print(f"ray-adascale: interrupted; the same command with --name {name} goes on", file=sys.stderr)
         return 130
-    recipe.save(args.output)
     print(recipe.describe())
+    try:
+        recipe.save(args.output)
+    except OSError as e:
+        told = f"{args.output} could not be written: {e.strerror or e}"
+        print(f"ray-adascale: {told}; the same command with --name {name} writes it anew", file=sys.stderr)
+        return 1
     print(f"Written to {args.output}")
     return 0
 

@@ -89,7 +89,9 @@ def tune_recipe(
 
     Args:
         workload: A function from a config to a :class:`ray_adascale.Workload`.
-        param_space: Tune's search space. The values chosen must be JSON's: search over names and numbers.
+        param_space: Tune's search space. Its values must be JSON's: search over numbers and strings, of which
+            the workload makes what it needs. Another value is refused before the first trial; one that a function of yours
+            draws, as its trial starts.
         base_batch_size: B0, examples per optimizer step.
         total_steps: T, optimizer steps of each trial; this or ``total_epochs``.
         total_epochs: Length of each trial in passes over the dataset.

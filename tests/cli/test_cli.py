@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import re
 import socket
@@ -138,6 +139,35 @@ def test_tune_takes_the_space_beside_the_workload_and_writes_the_recipe(
     assert str(target) in capsys.readouterr().out
     assert main.main(["tune", spec, *common, f"--param-space={tmp_path / 'mine_cli.py'}:other"]) == 0
     assert called["space"] == {"lr": 0.2}
+
+
+def test_a_recipe_that_could_not_be_written_is_not_searched_for(
+    called: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine_cli_output.py").write_text("param_space = {}\ndef workload(config): ...\n")
+    common = ["tune", f"{tmp_path / 'mine_cli_output.py'}:workload", "--base-batch-size=8", "--total-steps=60", "-o"]
+    assert main.main([*common, str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"ray-adascale: Invalid --output {tmp_path}: Is a directory. Name a")
+    assert main.main([*common, f"{tmp_path}/mine_cli_output.py/recipe.json"]) == 2
+    assert not called
+    assert main.main([*common, str(tmp_path / "new" / "recipe.json")]) == 0
+    assert Recipe.load(tmp_path / "new" / "recipe.json") == FOUND
+
+
+def test_a_disk_that_was_filled_in_the_meantime(
+    called: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine_cli_full.py").write_text("param_space = {}\ndef workload(config): ...\n")
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Recipe, "save", full)
+    command = ["tune", f"{tmp_path / 'mine_cli_full.py'}:workload", "--base-batch-size=8", "--total-steps=60"]
+    assert main.main([*command, "--name=mine", f"--output={tmp_path / 'r.json'}"]) == 1
+    captured = capsys.readouterr()
+    assert "No space left on device; the same command with --name mine writes it anew" in captured.err
+    assert FOUND.fingerprint in captured.out  # what was found is said
 
 
 def test_tune_takes_the_same_words_as_train(called: dict[str, Any], tmp_path: Path) -> None:

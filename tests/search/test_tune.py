@@ -294,6 +294,24 @@ def test_metric_that_is_not_measured_ends_the_search_at_once(
 
 
 @pytest.mark.ray
+def test_a_value_that_no_recipe_can_keep_ends_the_search_at_its_first_trial(ray_session: Path) -> None:
+    """What a function draws is known only then; and the workload would take any config."""
+    with pytest.raises(
+        ValueError, match=r"Invalid act=<class '\S+ReLU'>: type is no JSON value\. .* name it by a string"
+    ):
+        tune_recipe(
+            linear,
+            {"lr": 0.01, "act": tune.sample_from(lambda _: nn.ReLU)},
+            base_batch_size=B0,
+            total_steps=T,
+            num_samples=100,
+            max_concurrent_trials=1,
+            storage_path=ray_session,
+            verbose=0,
+        )
+
+
+@pytest.mark.ray
 def test_mistake_in_building_ends_the_search_where_no_config_is_to_blame(
     ray_session: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
