@@ -25,7 +25,7 @@ from .._files import absolute
 from ..config import AdaScaleConfig
 from ..recipe import Recipe, Repeat
 from ..run.base_run import BaseResult, freeze
-from ..train.cluster import pickle_by_value, quiet_init
+from ..train.cluster import portable, quiet_init
 from ..workload import WorkloadFn
 from .spec import SearchSpec
 from .trial import OBJECTIVE, InOneProcess, PlannedRepeat, TrialSetup, describe_config, run_repeat, run_trial
@@ -266,7 +266,7 @@ class _Search:
 
     def _setup(self, name: str) -> TrialSetup:
         """What each of the trials, or of the repeats, is given; Tune's folder for them has this name."""
-        spec, workload = self.spec, pickle_by_value(self.spec.workload)
+        spec, workload = self.spec, portable(self.spec.workload)
         if spec.scaling_config is None:
             return InOneProcess(
                 workload=workload,

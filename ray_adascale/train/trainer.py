@@ -22,7 +22,7 @@ from ..recipe import Recipe
 from ..run.loop import Run
 from ..workload import WorkloadFn
 from .backend import Board, RayTrainBackend
-from .cluster import WORKER_TIMEOUT_S, build_on_worker, pickle_by_value, quiet_init
+from .cluster import WORKER_TIMEOUT_S, build_on_worker, portable, quiet_init
 
 __all__ = ["AdaScaleTrainer", "prepare"]
 
@@ -138,7 +138,7 @@ class AdaScaleTrainer(TorchTrainer):
             config.resolve_total_steps(None)
         self._progress = progress
         self._job: dict[str, Any] = {
-            "workload": pickle_by_value(workload),
+            "workload": portable(workload),
             "hyperparameters": {**(recipe.hyperparameters if recipe is not None else {}), **(hyperparameters or {})},
             "config": config,
             "recipe": recipe,

@@ -172,11 +172,10 @@ FILE = """
 import torch
 from torch import nn
 from ray_adascale import Workload
+from a_neighbour_of_mine import TARGET
 
 def loss_fn(model, x):
     return (model(x) - TARGET).square().mean()
-
-TARGET = 1.0
 
 def workload(config):
     model = nn.Linear(2, 1)
@@ -209,7 +208,9 @@ class ListSearcher(Searcher):
 def test_asha_stops_what_lags_with_any_searcher_and_a_workload_from_a_file(
     ray_session: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Ray runs already, so its workers have never heard of this folder: the function travels with its code.
+    # Ray runs already, so its workers have never heard of this folder: the function travels with its code, and the folder's
+    # name for what it imports from there.
+    (tmp_path / "a_neighbour_of_mine.py").write_text("TARGET = 1.0\n")
     (tmp_path / "a_workload_of_mine.py").write_text(FILE)
     searcher = ListSearcher([0.1, 1e-5, 1e-4])
     recipe = tune_recipe(

@@ -24,6 +24,7 @@ from ray_adascale import AdaScaleConfig, AdaScaleTrainer, LocalBackend, Recipe, 
 from ray_adascale.data.order import epoch_order
 from ray_adascale.run.metrics import METRICS
 from ray_adascale.run.trace import read_trace
+from ray_adascale.workload import resolve
 
 pytestmark = [
     pytest.mark.ray,
@@ -234,6 +235,44 @@ def _damage_the_newest(run: Path) -> int:
 
 def bad_workload(config: dict[str, Any]) -> Workload:
     return workload({**config, "unit": None})
+
+
+NEIGHBOUR = """
+import torch
+def net(): return torch.nn.Linear(6, 2)
+"""
+
+FILE = """
+import torch
+import torch.nn.functional as F
+import w_neighbour
+from ray_adascale import Workload
+def workload(config):
+    model = w_neighbour.net()
+    return Workload(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        train_dataset=torch.ones(16, 6),
+        loss_fn=lambda model, x: model(x).square().mean(),
+    )
+"""
+
+
+def test_a_file_imports_its_neighbour_on_every_worker(
+    ray_session: Path, write: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write("project/w_neighbour.py", NEIGHBOUR)
+    file = write("project/w_file.py", FILE)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    result = AdaScaleTrainer(
+        resolve(f"{file}:workload"),
+        config=AdaScaleConfig(base_batch_size=4, total_steps=4),
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(name="neighbours", storage_path=str(ray_session)),
+        progress=False,
+    ).fit()
+    assert (result.metrics["world_size"], result.return_value["stopped"]) == (2, "total_steps reached")
 
 
 def test_mistakes_in_what_is_built_and_a_nan_loss_end_the_run_with_the_reason(ray_session: Path) -> None:
