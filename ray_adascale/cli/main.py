@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("ray-adascale: the current directory was deleted. Change to one that exists.", file=sys.stderr)
         return 2
     try:
-        return args.command(args)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            return args.command(args)
     except (ValueError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as e:
         print(f"ray-adascale: {_error_in_words(e)}", file=sys.stderr)
         return 2
@@ -436,6 +439,11 @@ def _error_in_words(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.strerror}: {error.filename}"
     return str(error)
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+    """In a line, without the place in the code, which is not the reader's."""
+    print(f"ray-adascale: warning: {message}", file=sys.stderr)
 
 
 def _failure_in_words(error: Exception) -> str:

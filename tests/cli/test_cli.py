@@ -7,6 +7,7 @@ import errno
 import json
 import re
 import socket
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -446,6 +447,21 @@ def test_forecast_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     assert seen["hyperparameters"] == Recipe.load(RECIPE_2).hyperparameters
     assert (seen["per_worker_batch_size"], seen["base_batch_size"]) == (32, 32)
     assert seen["runs"] == [tmp_path / "run" / "trace.jsonl"]
+
+
+def test_a_warning_is_a_line(called: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Trainer:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            warnings.warn("The LR is high.", stacklevel=2)
+
+        def fit(self) -> Any:
+            return Result
+
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patched:
+        warnings.simplefilter("always")
+        patched.setattr(trainer, "AdaScaleTrainer", Trainer)
+        assert main.main([*TRAIN, "--name=x"]) == 0
+    assert capsys.readouterr().err == "ray-adascale: warning: The LR is high.\n"
 
 
 def test_report_and_describe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
