@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
@@ -33,7 +34,8 @@ from .watch import BestMean, Finished, StopOnMistake, Watch, best_mean, watching
 
 __all__ = ["tune_recipe"]
 
-_OUTPUT_ENGINE = "RAY_AIR_NEW_OUTPUT"
+_QUIET = {"RAY_AIR_NEW_OUTPUT": "0", "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
+"""Tune's newer output prints its banner at verbose=0 too, the older one obeys; Ray prints the errors that nobody asks for."""
 
 
 @PublicAPI(stability="alpha")
@@ -309,6 +311,10 @@ class _Search:
                 tuner = tune.Tuner(trainable, param_space=space, tune_config=tune_config, run_config=run_config)
             with _quiet_tune(), watch.noticing_ctrl_c(), watch.display or nullcontext():
                 tuner.fit()
+                # Where a mistake ends the search, other trials may have failed of whose errors nobody has asked. Ray prints
+                # a traceback of each as it forgets them, which it is to do now.
+                del tuner
+                gc.collect()
         if watch.fatal is not None:
             raise ValueError(str(watch.fatal)) from watch.fatal
         if watch.interrupted:
@@ -365,9 +371,8 @@ def _quiet_tune() -> Iterator[None]:
     """Keep Tune as silent as it can be: Watch says a line about each trial, and the recipe names those that failed."""
     # They print the traceback of each failed trial; and a line for each NaN or ∞, as a noise scale may be.
     levels = {logger: logger.level for logger in map(logging.getLogger, ("ray.tune", "tensorboardX"))}
-    # Tune's newer output prints its banner at verbose=0 too; the older one obeys. Tune reads this when the search starts.
-    output = os.environ.get(_OUTPUT_ENGINE)
-    os.environ[_OUTPUT_ENGINE] = "0"
+    before = {name: os.environ.get(name) for name in _QUIET}
+    os.environ.update(_QUIET)
     for logger in levels:
         logger.setLevel(logging.CRITICAL)
     try:
@@ -375,7 +380,8 @@ def _quiet_tune() -> Iterator[None]:
     finally:
         for logger, level in levels.items():
             logger.setLevel(level)
-        if output is None:
-            del os.environ[_OUTPUT_ENGINE]
-        else:
-            os.environ[_OUTPUT_ENGINE] = output
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

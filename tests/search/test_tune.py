@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import math
 import re
 import signal
@@ -279,8 +280,10 @@ def test_paused_trial_resumes_where_it_was(ray_session: Path) -> None:
 
 @pytest.mark.ray
 def test_metric_that_is_not_measured_ends_the_search_at_once(
-    ray_session: Path, capsys: pytest.CaptureFixture[str]
+    ray_session: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(logging.getLogger("ray._private.worker"), "error", said.append)
     with pytest.raises(ValueError, match=r"metric='accuracy': evaluate returned 'error'\. Name one"):
         tune_recipe(
             linear,
@@ -288,10 +291,11 @@ def test_metric_that_is_not_measured_ends_the_search_at_once(
             base_batch_size=B0,
             total_steps=T,
             num_samples=100,
-            max_concurrent_trials=1,
+            max_concurrent_trials=2,
             storage_path=ray_session,
         )
     assert "trial" not in capsys.readouterr().err  # none has ended before, and nothing is said of those that never ran
+    assert said == []  # nor is there a traceback of the one that failed beside the first
 
 
 @pytest.mark.ray
