@@ -9,7 +9,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RUN", "SEARCH", "TRACE", "absolute", "check_writable", "read_json", "write_atomically", "write_json"]
+__all__ = [
+    "RUN",
+    "SEARCH",
+    "TRACE",
+    "absolute",
+    "check_writable",
+    "list_names",
+    "read_json",
+    "write_atomically",
+    "write_json",
+]
 
 TRACE = "trace.jsonl"
 """The trace of a run, in its folder and in each of its checkpoints."""
@@ -90,3 +100,16 @@ def read_json(path: str) -> Any:
         return None
     with system.open_input_stream(inside) as file:
         return json.loads(file.read())
+
+
+def list_names(path: str) -> list[str]:
+    """The names of what a folder on any storage holds; none where there is no such folder.
+
+    Args:
+        path: Absolute, or a URI.
+    """
+    import pyarrow.fs
+
+    system, inside = pyarrow.fs.FileSystem.from_uri(path)
+    found = system.get_file_info(pyarrow.fs.FileSelector(inside, allow_not_found=True))
+    return sorted(info.base_name for info in found)

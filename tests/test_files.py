@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_adascale._files import absolute, check_writable, write_atomically
+from ray_adascale._files import absolute, check_writable, list_names, write_atomically
 
 
 def test_a_file_takes_the_place_of_the_one_that_it_is_made_from(tmp_path: Path) -> None:
@@ -68,6 +68,13 @@ def test_what_could_not_be_written_is_known_before(tmp_path: Path, monkeypatch: 
     with pytest.raises(OSError, match="No space left"):
         check_writable(path)
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_folder_is_listed_on_any_storage(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a").touch()
+    assert list_names(str(tmp_path)) == list_names(f"file://{tmp_path}") == ["a", "b"]
+    assert list_names(str(tmp_path / "none")) == []
 
 
 def test_a_path_holds_from_any_folder_and_a_uri_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

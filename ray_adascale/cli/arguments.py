@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from ..config import AdaScaleConfig
 __all__ = [
     "BATCH_OPTIONS",
     "ELASTIC_FAILURES",
+    "in_flags",
     "make_parser",
     "read_config",
     "read_numbers",
@@ -175,6 +177,7 @@ def _add_train(train: argparse.ArgumentParser) -> None:
     _add_training(how)
     how.add_argument("--checkpoint-every", type=float, metavar="SECONDS", help="default: 300")
     how.add_argument("--report-every", type=float, metavar="SECONDS", help="to Ray Train (default: 10)")
+    _add_accepting(how)
     where = train.add_argument_group("where it runs")
     _add_workers(where, default="1")
     _add_ray(where, "of the run; the same name and storage path go on with it")
@@ -184,6 +187,7 @@ def _add_resume(resume: argparse.ArgumentParser) -> None:
     resume.add_argument("run", help="its folder, or its name under --storage-path")
     _add_workers(resume, default=None)
     _add_address(resume)
+    _add_accepting(resume)
     resume.add_argument("--storage-path", metavar="PATH", help="where the run's folder is (default: ~/ray_results)")
 
 
@@ -278,6 +282,15 @@ def _add_workers(parser: argparse._ActionsContainer, *, default: str | None) -> 
     )
 
 
+def _add_accepting(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--accept-changes",
+        action="store_true",
+        default=None,
+        help="go on from a checkpoint of another base batch size, length or LR curve, instead of refusing",
+    )
+
+
 def _add_address(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--address", help="of a running Ray cluster, as HOST:6379 or auto (default: RAY_ADDRESS, else a new local one)"
@@ -310,10 +323,49 @@ def read_config(args: argparse.Namespace, options: Sequence[str], **more: Any) -
     given = {name: value for name, value in given.items() if value is not None}
     for text in args.config:
         name, value = _key_and_value(text)
-        if name in given:
+        value = _checked_field(name, value)
+        if given.setdefault(name, value) != value or args.config.count(text) > 1:
             raise ValueError(f"Invalid --config {text}: {name} is given twice.")
-        given[name] = _checked_field(name, value)
     return AdaScaleConfig(**given)
+
+
+def in_flags(text: str, args: argparse.Namespace, *, names: bool = True) -> str:
+    """What the API says, in the command line's words: ``--accumulation 2`` for ``AdaScaleConfig(accumulation=2)``.
+
+    Args:
+        text: An error or a warning.
+        args: What was parsed: it has the options that there are.
+        names: Whether names that stand alone are the API's, too; in a text that may be the user's they need not be.
+    """
+    fields = {field.name for field in dataclasses.fields(AdaScaleConfig)}
+
+    def flag(name: str, value: str | None) -> str | None:
+        option = name if name in args else name.removesuffix("_s")
+        given = None if value in (None, "...", "True") else value.strip("'\"")
+        if option in args:
+            return f"--{option.replace('_', '-')}" + ("" if given is None else f" {given}")
+        if name in fields and "config" in args:
+            written = {"True": "true", "False": "false", "None": "null"}.get(str(value), given)
+            return f"-c {name}={'...' if written is None else written}"
+        return None
+
+    def settings(match: re.Match[str]) -> str:
+        each = re.findall(r"(\w+)(?:=((?:'[^']*'|\([^()]*\)|[^,()])+))?", match[2])
+        said = [flag(name, value or None) for name, value in each]
+        return match[0] if None in said else " ".join(filter(None, said))
+
+    def word(match: re.Match[str]) -> str:
+        said = flag(match[1], match[2])
+        return said if said is not None and said.startswith("--") else match[0]
+
+    text = re.sub(r"\b(AdaScaleConfig|ScalingConfig|tune_recipe)\(((?:[^()]|\([^()]*\))*)\)", settings, text)
+    text = text.replace("AdaScaleConfig takes", "Give")
+    # Names of several words alone, as one word may be any word; not what is quoted, nor a workload's own hyperparameters.
+    if names and "--config" not in text:  # where the fields are called by their names
+        text = re.sub(
+            r"(?<![\w'\"./=-])((?:[a-z]+_)+[a-z]+)(?:=(\.\.\.|[^\s,;:()]*[^\s,;:().]))?(?![\w'\"(/])", word, text
+        )
+    return re.sub(r"(?<!\.)\.\.(?!\.)", ".", text)
 
 
 def read_overrides(args: argparse.Namespace) -> dict[str, Any]:

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._files import RUN, SEARCH, absolute, check_writable, read_json, write_json
+from .. import checkpoint
+from .._files import RUN, SEARCH, absolute, check_writable, list_names, read_json, write_json
+from ..checkpoint.files import STATE
 from ..config import AdaScaleConfig
 from ..recipe import Recipe
 from ..run.metrics import METRICS
@@ -20,6 +22,7 @@ from ..workload import resolve
 from .arguments import (
     BATCH_OPTIONS,
     ELASTIC_FAILURES,
+    in_flags,
     make_parser,
     read_config,
     read_numbers,
@@ -54,16 +57,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = _show_warning
+            warnings.showwarning = lambda message, *_, **__: _say(f"warning: {message}", args)
             return args.command(args)
     except (ValueError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as e:
-        print(f"ray-adascale: {_error_in_words(e)}", file=sys.stderr)
+        _say(_error_in_words(e), args)
         return 2
     except KeyboardInterrupt:
         print("ray-adascale: interrupted", file=sys.stderr)
         return 130
     except (RuntimeError, OSError) as e:
-        print(f"ray-adascale: {_error_in_words(e)}", file=sys.stderr)
+        _say(_error_in_words(e), args)
         return 1
 
 
@@ -181,17 +184,7 @@ def _train(args: argparse.Namespace) -> int:
     from ..train.trainer import AdaScaleTrainer
 
     recipe = None if args.recipe is None else Recipe.load(args.recipe)
-    names = (
-        "base_batch_size",
-        "total_steps",
-        "total_epochs",
-        *BATCH_OPTIONS,
-        "sharding",
-        "precision",
-        "evaluate_every",
-        "seed",
-    )
-    config = read_config(args, names, checkpoint_every_s=args.checkpoint_every, report_every_s=args.report_every)
+    config = _train_config(args)
     hyperparameters = read_overrides(args)
     workload = resolve(args.workload)
     name = args.name or _name_by_time(args.workload.rpartition(":")[2])
@@ -219,7 +212,7 @@ def _train(args: argparse.Namespace) -> int:
     try:
         result = trainer.fit()
     except (ray.train.TrainingFailedError, ray.exceptions.RayError) as e:
-        print(f"ray-adascale: run {name!r} failed. {_failure_in_words(e)}", file=sys.stderr)
+        _say(f"run {name!r} failed. {_failure_in_words(e)}", args, names=False)
         return 1
     except KeyboardInterrupt:
         print(f"ray-adascale: interrupted; `ray-adascale resume {folder}` goes on", file=sys.stderr)
@@ -235,7 +228,7 @@ def _resume(args: argparse.Namespace) -> int:
     A search goes on with the command that started it, and its --name.
     """
     saved = _saved_run(args.run, args.storage_path)
-    given = {key: getattr(args, key) for key in ("num_workers", "use_gpu", "max_failures", "address")}
+    given = {key: getattr(args, key) for key in _OF_RESUME}
     # What this version can be told and the one that wrote the file could not is as it is by default.
     default = vars(_parser().parse_args(["train", saved["workload"]]))
     again = {**default, **saved, **{key: value for key, value in given.items() if value is not None}}
@@ -244,6 +237,10 @@ def _resume(args: argparse.Namespace) -> int:
         again["workload"] = f"{_find_file(where, saved)}:{function}"
     if saved["recipe"] is not None:
         again["recipe"] = _find_file(saved["recipe"], saved)
+    ended = _ended(argparse.Namespace(**again))
+    if ended is not None:
+        print(ended)
+        return 0
     return _train(argparse.Namespace(**again))
 
 
@@ -271,6 +268,9 @@ def _describe(args: argparse.Namespace) -> int:
     return 0 if whole else 1
 
 
+_OF_RESUME = ("num_workers", "use_gpu", "max_failures", "address", "accept_changes")
+"""The arguments of `train` that `resume` has as well."""
+
 _COMMANDS = {
     "tune": _tune,
     "forecast": _forecast,
@@ -286,6 +286,22 @@ _COMMANDS = {
 
 def _parser() -> argparse.ArgumentParser:
     return make_parser(_COMMANDS)
+
+
+def _train_config(args: argparse.Namespace) -> AdaScaleConfig:
+    """The settings that the arguments of `train` give."""
+    names = (
+        "base_batch_size",
+        "total_steps",
+        "total_epochs",
+        *BATCH_OPTIONS,
+        "sharding",
+        "precision",
+        "evaluate_every",
+        "seed",
+        "accept_changes",
+    )
+    return read_config(args, names, checkpoint_every_s=args.checkpoint_every, report_every_s=args.report_every)
 
 
 def _connect(address: str | None) -> None:
@@ -329,13 +345,13 @@ def _param_space(args: argparse.Namespace) -> Any:
     """The search space, with what was fixed on the command line."""
     spec = args.param_space or f"{args.workload.rpartition(':')[0]}:param_space"
     try:
-        space = resolve(spec)
+        space = resolve(spec, "--param-space")
     except ValueError as e:
         if args.param_space:
             raise
         raise ValueError(
-            f"No search space beside the workload: {e} Define param_space = {{...}} there, as for ray.tune.Tuner, or name one "
-            "with --param-space FILE:NAME."
+            f"No search space beside the workload: {str(e).partition(': ')[2]} Define param_space = {{...}} there, as for "
+            "ray.tune.Tuner, or name one with --param-space FILE:NAME."
         ) from e
     fixed = read_overrides(args)
     return {**space, **fixed} if isinstance(space, dict) else space
@@ -346,7 +362,7 @@ def _measure(args: argparse.Namespace, recipe: Recipe, config: AdaScaleConfig) -
     from ..analysis.runs import trace_path
     from ..analysis.throughput import measure_throughput
 
-    workload = resolve(args.measure)
+    workload = resolve(args.measure, "--measure")
     runs = [trace_path(run) for run in args.run]
     try:
         return measure_throughput(
@@ -392,9 +408,42 @@ def _saved_run(run: str, storage_path: str | None) -> dict[str, Any]:
     )
 
 
+def _ended(args: argparse.Namespace) -> str | None:
+    """What there is to say of a run that is at its end, as its newest checkpoint has it; None where there is more to do.
+
+    Args:
+        args: Of the `train` that would go on with it.
+    """
+    config = _train_config(args)
+    folder = f"{args.storage_path}/{args.name}"
+    for name in sorted((name for name in list_names(folder) if name.startswith("checkpoint_")), reverse=True):
+        found = f"{folder}/{name}"
+        try:
+            if read_json(f"{found}/{checkpoint.MANIFEST}") is None:
+                continue  # never completed
+            if "://" not in found:
+                checkpoint.verify(found)
+            state = read_json(f"{found}/{STATE}")
+        except (checkpoint.CheckpointError, ValueError):
+            return None  # damaged: the run goes on from the one before
+        if args.recipe is not None:
+            total_steps = Recipe.load(args.recipe).total_steps
+        else:
+            total_steps = config.resolve_total_steps(state.get("base_steps_per_epoch"))
+        if not state["stopped"] or state["total_steps"] != total_steps:
+            return None
+        return (
+            f"Run {args.name!r} has ended: {state['stopped']}, {state['iterations']:,} optimizer steps for "
+            f"{state['effective_steps']:,.0f} effective ones of {total_steps:,}. Another run needs another --name.\n"
+            f"Checkpoint: {found}"
+        )
+    return None
+
+
 def _arguments_to_keep(args: argparse.Namespace, name: str, storage: str | None) -> dict[str, Any]:
     """What `resume` is to hand to `_train`: the arguments, with paths that hold from other folders and, in a job, other nodes."""
-    kept = {key: value for key, value in vars(args).items() if key != "command"}
+    # What was accepted was accepted once.
+    kept = {key: value for key, value in vars(args).items() if key not in ("command", "accept_changes")}
     where, _, function = args.workload.rpartition(":")
     # A job's working directory has another name in the next job, so files in it go by their place within it.
     folder = Path.cwd()
@@ -441,9 +490,9 @@ def _error_in_words(error: Exception) -> str:
     return str(error)
 
 
-def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-    """In a line, without the place in the code, which is not the reader's."""
-    print(f"ray-adascale: warning: {message}", file=sys.stderr)
+def _say(text: str, args: argparse.Namespace, *, names: bool = True) -> None:
+    """An error or a warning of the API, as a line in the command line's words; see :func:`in_flags`."""
+    print(f"ray-adascale: {in_flags(text, args, names=names)}", file=sys.stderr)
 
 
 def _failure_in_words(error: Exception) -> str:

@@ -16,12 +16,14 @@ import pytest
 import ray
 import ray.exceptions
 import ray.train
+import torch
 from ray.exceptions import RayActorError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
 
-from ray_adascale import AdaScaleConfig, Recipe
+from ray_adascale import AdaScaleConfig, Recipe, checkpoint
 from ray_adascale.analysis import throughput
 from ray_adascale.cli import main
+from ray_adascale.cli.arguments import in_flags
 from ray_adascale.run.metrics import METRICS
 from ray_adascale.search import tune
 from ray_adascale.train import cluster, trainer
@@ -193,7 +195,7 @@ def test_tune_refuses_what_is_for_runs_at_scale(
     (tmp_path / "mine_cli_scale.py").write_text("param_space = {'lr': 0.1}\ndef workload(config): ...\n")
     common = ["tune", f"{tmp_path / 'mine_cli_scale.py'}:workload", "--base-batch-size=8", "--total-steps=60"]
     assert main.main([*common, "-c", "rule=linear"]) == 2
-    assert "Invalid AdaScaleConfig(rule='linear') for a search" in capsys.readouterr().err
+    assert "Invalid -c rule=linear for a search: its trials have" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("how", ["option", "environment"])
@@ -254,7 +256,15 @@ def test_ray_that_does_not_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         (["train", WORKLOAD, "--recipe=missing.json"], "missing.json"),
         (["train", WORKLOAD, "--num-workers=many", "--base-batch-size=4", "--total-steps=4"], "num-workers"),
         (["train", WORKLOAD, "depth", "--base-batch-size=4", "--total-steps=4"], "key=value"),
-        (["train", WORKLOAD, "--base-batch-size=0", "--total-steps=4"], "base_batch_size"),
+        (
+            ["train", WORKLOAD, "--base-batch-size=0", "--total-steps=4"],
+            "Invalid --base-batch-size 0. Must be a positive",
+        ),
+        (
+            ["tune", f"{SAMPLES}:row", "--base-batch-size=4", "--total-steps=4", "--param-space=no.py:x"],
+            "Invalid --param-space 'no.py:x': there is no file",
+        ),
+        (["forecast", str(RECIPE_2), "--measure=no.py:x"], "Invalid --measure 'no.py:x': there is no file"),
         (
             ["tune", f"{SAMPLES}:row", "--base-batch-size=4", "--total-steps=4"],
             "No search space beside the workload",
@@ -264,7 +274,7 @@ def test_ray_that_does_not_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         ([*TRAIN, "-c", "num_loader_workers=1.5"], "num_loader_workers=1.5. Must be a whole number"),
         ([*TRAIN, "-c", "grad_clip=high"], "grad_clip='high'. Must be a number or null"),
         ([*TRAIN, "-c", "precision=fp64"], "precision='fp64'. Must be 'fp32', 'bf16', 'fp16'"),
-        ([*TRAIN, "-c", "grad_clip=-1"], "AdaScaleConfig(grad_clip=-1.0)"),
+        ([*TRAIN, "-c", "grad_clip=-1"], "Invalid -c grad_clip=-1.0. Must be a positive number"),
         ([*TRAIN, "-c", "seed=1", "--seed=2"], "seed is given twice"),
         ([*TRAIN, "-c", "seed"], "Must be key=value"),
         ([*TRAIN, "a=1", "a=2"], "Invalid override 'a=2': a is given twice"),
@@ -484,6 +494,119 @@ def test_report_and_describe(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "EDITED" in capsys.readouterr().out
     assert main.main(["describe", str(tmp_path / "run")]) == 0
     assert "2 for 4.0 effective ones, mean gain 2.00 at scale 4 on 2 workers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("Invalid AdaScaleConfig(base_batch_size=9): too large", "Invalid --base-batch-size 9: too large"),
+        ("AdaScaleConfig(base_batch_size=...) is needed: it", "--base-batch-size is needed: it"),
+        ("accept them with AdaScaleConfig(accept_changes=True).", "accept them with --accept-changes."),
+        (
+            "AdaScaleConfig(total_steps=...) or (total_epochs=...) is needed",
+            "--total-steps or (--total-epochs) is needed",
+        ),
+        ("Leave AdaScaleConfig(total_epochs) out", "Leave --total-epochs out"),
+        (
+            "AdaScaleConfig takes total_steps or total_epochs, not both.",
+            "Give --total-steps or --total-epochs, not both.",
+        ),
+        ("AdaScaleConfig(sharding='fsdp2', precision='fp16')", "--sharding fsdp2 --precision fp16"),
+        ("AdaScaleConfig(grad_clip=None), or", "-c grad_clip=null, or"),
+        ("AdaScaleConfig(checkpoint_every_s=-1)", "--checkpoint-every -1"),
+        ("Invalid ScalingConfig(num_workers=0). Must", "Invalid --num-workers 0. Must"),
+        ("ScalingConfig(resources_per_worker=...)", "ScalingConfig(resources_per_worker=...)"),  # which has no option
+        (
+            "Raise per_worker_batch_size, accumulation or num_workers, so",
+            "Raise --per-worker-batch-size, accumulation or --num-workers, so",
+        ),
+        ("more than per_worker_batch_size=64.", "more than --per-worker-batch-size 64."),
+        (
+            "KeyError: 'total_steps'; base_batch_sizes, my.num_workers",
+            "KeyError: 'total_steps'; base_batch_sizes, my.num_workers",
+        ),
+        (
+            "Invalid --config seed=2: evaluate_every is given twice.",
+            "Invalid --config seed=2: evaluate_every is given twice.",
+        ),
+        ("It failed: no such thing.. Look... at it..", "It failed: no such thing. Look... at it."),
+    ],
+)
+def test_errors_are_said_in_the_words_of_the_command_line(text: str, said: str) -> None:
+    assert in_flags(text, main._parser().parse_args(TRAIN)) == said
+
+
+def test_what_a_workload_says_keeps_its_names() -> None:
+    args, text = main._parser().parse_args(TRAIN), "num_workers=3 in AdaScaleConfig(accept_changes=True)"
+    assert in_flags(text, args, names=False) == "num_workers=3 in --accept-changes"
+
+
+def test_changes_are_accepted_once(called: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stored: dict[str, Any] = {}
+    monkeypatch.setattr(main, "write_json", lambda path, value: stored.update(value))
+    monkeypatch.setattr(main, "read_json", lambda path: dict(stored) if path.endswith("ray_adascale.json") else None)
+    assert main.main([*TRAIN, "--name=x", f"--storage-path={tmp_path}"]) == 0
+    for again, accepted in (
+        ([*TRAIN, "--name=x", "--accept-changes"], True),
+        (["resume", "x"], False),
+        (["resume", "x", "--accept-changes"], True),
+        (["resume", "x"], False),
+        ([*TRAIN, "--name=x", "--accept-changes", "-c", "accept_changes=true"], True),
+        (["resume", "x", "--accept-changes"], True),
+    ):
+        assert main.main([*again, f"--storage-path={tmp_path}"]) == 0
+        assert called["config"].accept_changes == accepted
+
+
+@pytest.mark.parametrize("length", ["--total-steps=20", "--total-epochs=2"])
+def test_a_run_at_its_end_is_not_resumed(
+    called: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    length: str,
+) -> None:
+    """T is 20: two epochs of 10 steps at the base batch."""
+    stored: dict[str, Any] = {}
+    monkeypatch.setattr(main, "write_json", lambda path, value: stored.update(value))
+    read = main.read_json
+    monkeypatch.setattr(
+        main, "read_json", lambda path: dict(stored) if path.endswith("ray_adascale.json") else read(path)
+    )
+    train = ["train", WORKLOAD, "--base-batch-size=4", "--name=x", f"--storage-path={tmp_path}"]
+    assert main.main([*train, length]) == 0
+
+    def save(name: str, tau: float, stopped: str | None) -> Path:
+        state = {
+            "stopped": stopped,
+            "iterations": 7,
+            "effective_steps": tau,
+            "total_steps": 20,
+            "base_steps_per_epoch": 10.0,
+        }
+        checkpoint.save(tmp_path / "x" / name, {"w": torch.zeros(2)}, state)
+        return tmp_path / "x" / name
+
+    def resumed() -> bool:
+        called.clear()
+        assert main.main(["resume", "x", f"--storage-path={tmp_path}"]) == 0
+        return bool(called)
+
+    assert resumed()
+    save("checkpoint_1", 10.0, None)
+    assert resumed()
+    last = save("checkpoint_2", 20.5, "total_steps reached")
+    capsys.readouterr()
+    assert not resumed()
+    said = "Run 'x' has ended: total_steps reached, 7 optimizer steps for 20 effective ones of 20. Another run needs another"
+    assert capsys.readouterr().out == f"{said} --name.\nCheckpoint: {last}\n"
+    (last / "state.json").write_text("{}")  # damaged: the run goes on from the one before
+    assert resumed()
+    save("checkpoint_3", 20.5, "total_steps reached")
+    (tmp_path / "x" / "checkpoint_4").mkdir()  # never completed
+    assert not resumed()
+    assert main.main([*train, "--total-steps=40"]) == 0  # started anew, to be longer
+    assert resumed()
 
 
 def test_what_cannot_be_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
