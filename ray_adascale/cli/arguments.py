@@ -19,6 +19,7 @@ __all__ = [
     "ELASTIC_FAILURES",
     "in_flags",
     "make_parser",
+    "read_best",
     "read_config",
     "read_numbers",
     "read_overrides",
@@ -178,6 +179,7 @@ def _add_train(train: argparse.ArgumentParser) -> None:
     how.add_argument("--checkpoint-every", type=float, metavar="SECONDS", help="default: 300")
     how.add_argument("--report-every", type=float, metavar="SECONDS", help="to Ray Train (default: 10)")
     _add_accepting(how)
+    _add_keeping(how, default="all")
     where = train.add_argument_group("where it runs")
     _add_workers(where, default="1")
     _add_ray(where, "of the run; the same name and storage path go on with it")
@@ -188,6 +190,7 @@ def _add_resume(resume: argparse.ArgumentParser) -> None:
     _add_workers(resume, default=None)
     _add_address(resume)
     _add_accepting(resume)
+    _add_keeping(resume, default="as before")
     resume.add_argument("--storage-path", metavar="PATH", help="where the run's folder is (default: ~/ray_results)")
 
 
@@ -288,6 +291,20 @@ def _add_accepting(parser: argparse._ActionsContainer) -> None:
         action="store_true",
         default=None,
         help="go on from a checkpoint of another base batch size, length or LR curve, instead of refusing",
+    )
+
+
+def _add_keeping(parser: argparse._ActionsContainer, *, default: str) -> None:
+    parser.add_argument(
+        "--keep-checkpoints",
+        type=int,
+        metavar="N",
+        help=f"how many stay, the newest ones; with 1 there is none to fall back to from a damaged one (default: {default})",
+    )
+    parser.add_argument(
+        "--keep-best",
+        metavar="METRIC:max|min",
+        help="have those stay whose metric, as of the last evaluation before them, is largest or smallest; and the newest",
     )
 
 
@@ -398,6 +415,14 @@ def read_workers(text: str) -> int | tuple[int, int]:
         return (int(low), int(high)) if dots else int(low)
     except ValueError:
         raise ValueError(f"Invalid --num-workers {text!r}. Must be a number, or MIN..MAX for an elastic run.") from None
+
+
+def read_best(text: str) -> tuple[str, str]:
+    """The metric that ``--keep-best`` gives, and "max" or "min"."""
+    metric, _, order = text.rpartition(":")
+    if not metric or order not in ("max", "min"):
+        raise ValueError(f"Invalid --keep-best {text!r}. Must be METRIC:max or METRIC:min, as accuracy:max.")
+    return metric, order
 
 
 def _key_and_value(text: str) -> tuple[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import socket
 import sys
@@ -24,6 +25,7 @@ from .arguments import (
     ELASTIC_FAILURES,
     in_flags,
     make_parser,
+    read_best,
     read_config,
     read_numbers,
     read_overrides,
@@ -31,6 +33,8 @@ from .arguments import (
 )
 
 if TYPE_CHECKING:
+    from ray.train import CheckpointConfig
+
     from ..analysis.throughput import Throughput
 
 __all__ = ["main"]
@@ -196,6 +200,7 @@ def _train(args: argparse.Namespace) -> int:
         name=name,
         storage_path=None if args.storage_path is None else absolute(args.storage_path),
         failure_config=ray.train.FailureConfig(max_failures=failures),
+        checkpoint_config=_keeping(args),
     )
     folder = f"{run_config.storage_path}/{name}"
     _connect(args.address)
@@ -217,6 +222,8 @@ def _train(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print(f"ray-adascale: interrupted; `ray-adascale resume {folder}` goes on", file=sys.stderr)
         return 130
+    if args.keep_best is not None and math.isnan(result.metrics.get(read_best(args.keep_best)[0], math.nan)):
+        _say(f"warning: --keep-best {args.keep_best}: the last checkpoint has no such metric to be compared by", args)
     print(_summary(result.metrics, time.monotonic() - started, str(result.return_value["stopped"])))
     print(f"Checkpoint: {result.checkpoint.path}")
     return 0
@@ -268,7 +275,15 @@ def _describe(args: argparse.Namespace) -> int:
     return 0 if whole else 1
 
 
-_OF_RESUME = ("num_workers", "use_gpu", "max_failures", "address", "accept_changes")
+_OF_RESUME = (
+    "num_workers",
+    "use_gpu",
+    "max_failures",
+    "address",
+    "accept_changes",
+    "keep_checkpoints",
+    "keep_best",
+)
 """The arguments of `train` that `resume` has as well."""
 
 _COMMANDS = {
@@ -302,6 +317,22 @@ def _train_config(args: argparse.Namespace) -> AdaScaleConfig:
         "accept_changes",
     )
     return read_config(args, names, checkpoint_every_s=args.checkpoint_every, report_every_s=args.report_every)
+
+
+def _keeping(args: argparse.Namespace) -> CheckpointConfig:
+    """Which checkpoints Ray Train is to keep."""
+    from ray.train import CheckpointConfig
+
+    if args.keep_checkpoints is None:
+        if args.keep_best is not None:
+            raise ValueError(f"Invalid --keep-best {args.keep_best} without --keep-checkpoints N: all stay.")
+        return CheckpointConfig()
+    if args.keep_checkpoints < 1:
+        raise ValueError(f"Invalid --keep-checkpoints {args.keep_checkpoints}. Must be at least 1.")
+    if args.keep_best is None:
+        return CheckpointConfig(num_to_keep=args.keep_checkpoints)
+    metric, order = read_best(args.keep_best)
+    return CheckpointConfig(args.keep_checkpoints, checkpoint_score_attribute=metric, checkpoint_score_order=order)
 
 
 def _connect(address: str | None) -> None:

@@ -73,7 +73,7 @@ def _train_workload(job: dict[str, Any]) -> dict[str, Any]:
     """What each worker of an :class:`AdaScaleTrainer` runs; rank 0's return value is the result's."""
     config: AdaScaleConfig = job["config"]
     backend = RayTrainBackend()
-    backend.board = job["board"]
+    backend.board, backend.kept_by = job["board"], job["kept_by"]
     workload = build_on_worker(job["workload"], job["hyperparameters"], config.seed, backend.rank)
     run = Run.of(workload, config, recipe=job["recipe"], backend=backend)
     for batch in run:
@@ -143,6 +143,7 @@ class AdaScaleTrainer(TorchTrainer):
             "config": config,
             "recipe": recipe,
             "board": None,
+            "kept_by": getattr(getattr(run_config, "checkpoint_config", None), "checkpoint_score_attribute", None),
         }
         super().__init__(
             _train_workload,

@@ -278,6 +278,12 @@ def test_ray_that_does_not_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         ([*TRAIN, "-c", "seed=1", "--seed=2"], "seed is given twice"),
         ([*TRAIN, "-c", "seed"], "Must be key=value"),
         ([*TRAIN, "a=1", "a=2"], "Invalid override 'a=2': a is given twice"),
+        ([*TRAIN, "--keep-checkpoints=0"], "Invalid --keep-checkpoints 0. Must be at least 1."),
+        ([*TRAIN, "--keep-best=accuracy:max"], "Invalid --keep-best accuracy:max without --keep-checkpoints N"),
+        (
+            [*TRAIN, "--keep-checkpoints=2", "--keep-best=accuracy"],
+            "Invalid --keep-best 'accuracy'. Must be METRIC:max",
+        ),
         (["resume", "/nowhere/x"], "no ray_adascale.json in /nowhere/x."),
         (["report", "/nowhere/x"], "Invalid run '/nowhere/x': no such file or folder"),
         (["describe", "/nowhere/x"], "Invalid path '/nowhere/x'"),
@@ -642,6 +648,34 @@ def test_a_workload_that_fails_as_it_is_measured(capsys: pytest.CaptureFixture[s
     spec = f"{tmp_path / 'mine_cli_fails.py'}:workload"
     assert main.main(["forecast", str(RECIPE_2), f"--measure={spec}"]) == 1
     assert capsys.readouterr().err == f"ray-adascale: Measuring {spec} failed. KeyError: 'depth'\n"
+
+
+def test_which_checkpoints_stay(
+    called: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored: dict[str, Any] = {}
+    monkeypatch.setattr(main, "write_json", lambda path, value: stored.update(value))
+    monkeypatch.setattr(main, "read_json", lambda path: dict(stored))
+    where = f"--storage-path={tmp_path}"
+    for given, kept in (
+        ([], ray.train.CheckpointConfig()),  # all
+        (["--keep-checkpoints=3"], ray.train.CheckpointConfig(num_to_keep=3)),
+        (
+            ["--keep-checkpoints=2", "--keep-best=accuracy:max"],
+            ray.train.CheckpointConfig(2, checkpoint_score_attribute="accuracy", checkpoint_score_order="max"),
+        ),
+    ):
+        assert main.main([*TRAIN, "--name=x", where, *given]) == 0
+        assert called["run_config"].checkpoint_config == kept
+        called.clear()
+        assert main.main(["resume", "x", where]) == 0
+        assert called["run_config"].checkpoint_config == kept
+    assert main.main(["resume", "x", where, "--keep-best=loss:min"]) == 0
+    assert called["run_config"].checkpoint_config.checkpoint_score_order == "min"
+    assert capsys.readouterr().err == ""
+    monkeypatch.setitem(Result.metrics, "error", float("nan"))  # as a worker reports what nothing has measured
+    assert main.main(["resume", "x", where, "--keep-best=error:min"]) == 0
+    assert "warning: --keep-best error:min: the last checkpoint has no such metric" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
