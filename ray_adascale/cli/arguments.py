@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import re
+import shlex
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .._version import __version__
-from ..config import AdaScaleConfig
+
+if TYPE_CHECKING:
+    from ..config import AdaScaleConfig
 
 __all__ = [
     "BATCH_OPTIONS",
@@ -44,8 +48,9 @@ def make_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     Args:
         commands: What each command does, by its name; its help begins with the function's docstring.
     """
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="ray-adascale",
+        fromfile_prefix_chars="@",
         description="Find a learning-rate schedule at a small batch, cheaply; then run that very schedule on any number of Ray "
         "workers.",
         epilog="""\
@@ -57,6 +62,8 @@ The usual way:
 
 A workload is a function of yours, from a config (a dict of hyperparameters) to a ray_adascale.Workload: model,
 optimizer, scheduler, data and loss in plain torch. Name it path/to/file.py:function or package.module:function.
+
+Options may come from a file, some on each line: ray-adascale train @options.txt --num-workers 8
 
 Exit codes: 0 done; 1 the run or search failed, or what was described is damaged; 2 a mistake in the command;
 130 interrupted. `ray-adascale COMMAND --help` says more about each.""",
@@ -74,7 +81,18 @@ Exit codes: 0 done; 1 the run or search failed, or what was described is damaged
         )
         sub.set_defaults(command=command)
         add_options(sub)
+    with contextlib.suppress(ImportError):  # an extra
+        import argcomplete
+
+        argcomplete.autocomplete(parser)  # where the shell asks for it, which it says in the environment
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Files of options are read as a shell would: several on a line, quotes, comments."""
+
+    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
+        return shlex.split(arg_line, comments=True)
 
 
 def _unindented(docstring: str) -> str:
@@ -336,6 +354,8 @@ def read_config(args: argparse.Namespace, options: Sequence[str], **more: Any) -
     Raises:
         ValueError: There is no such field, it can't have the value, or it is given twice.
     """
+    from ..config import AdaScaleConfig
+
     given = {name: getattr(args, name) for name in options} | more
     given = {name: value for name, value in given.items() if value is not None}
     for text in args.config:
@@ -354,6 +374,8 @@ def in_flags(text: str, args: argparse.Namespace, *, names: bool = True) -> str:
         args: What was parsed: it has the options that there are.
         names: Whether names that stand alone are the API's, too; in a text that may be the user's they need not be.
     """
+    from ..config import AdaScaleConfig
+
     fields = {field.name for field in dataclasses.fields(AdaScaleConfig)}
 
     def flag(name: str, value: str | None) -> str | None:
@@ -441,6 +463,8 @@ _IN_WORDS = {type(None): "null", bool: "true or false", int: "a whole number", f
 
 def _checked_field(name: str, value: Any) -> Any:
     """The value of a field of ``AdaScaleConfig``, as the field's type has it."""
+    from ..config import AdaScaleConfig
+
     fields = sorted(field.name for field in dataclasses.fields(AdaScaleConfig))
     if name not in fields:
         raise ValueError(f"Invalid --config {name}=...: AdaScaleConfig has no such field. It has {', '.join(fields)}.")

@@ -13,13 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import checkpoint
 from .._files import RUN, SEARCH, absolute, check_writable, list_names, read_json, write_json
-from ..checkpoint.files import STATE
-from ..config import AdaScaleConfig
-from ..recipe import Recipe
-from ..run.metrics import METRICS
-from ..workload import resolve
 from .arguments import (
     BATCH_OPTIONS,
     ELASTIC_FAILURES,
@@ -36,6 +30,8 @@ if TYPE_CHECKING:
     from ray.train import CheckpointConfig
 
     from ..analysis.throughput import Throughput
+    from ..config import AdaScaleConfig
+    from ..recipe import Recipe
 
 __all__ = ["main"]
 
@@ -76,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 # ---- the commands ----------------------------------------------------------------------------------------------------
 #
-# Each imports what it needs itself: help and mistakes in an option need neither Ray nor a plot.
+# Each imports what it needs itself: help, completion and mistakes in an option need neither torch nor Ray nor a plot.
 
 
 def _tune(args: argparse.Namespace) -> int:
@@ -87,6 +83,7 @@ def _tune(args: argparse.Namespace) -> int:
     from ray.train import ScalingConfig
 
     from ..search.tune import tune_recipe
+    from ..workload import resolve
 
     workload = resolve(args.workload)
     space = _param_space(args)
@@ -153,6 +150,7 @@ def _forecast(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from ..analysis.forecast import forecast_recipe
+    from ..recipe import Recipe
 
     recipe = Recipe.load(args.recipe)
     config = read_config(args, BATCH_OPTIONS)
@@ -185,7 +183,9 @@ def _train(args: argparse.Namespace) -> int:
     import ray.exceptions
     import ray.train
 
+    from ..recipe import Recipe
     from ..train.trainer import AdaScaleTrainer
+    from ..workload import resolve
 
     recipe = None if args.recipe is None else Recipe.load(args.recipe)
     config = _train_config(args)
@@ -258,6 +258,7 @@ def _report(args: argparse.Namespace) -> int:
     """
     from ..analysis.report import write_report
     from ..analysis.tensorboard import write_events
+    from ..recipe import Recipe
 
     recipe = None if args.recipe is None else Recipe.load(args.recipe)
     for run in args.runs if args.tensorboard else ():
@@ -374,6 +375,8 @@ def _knock(address: str | None) -> None:
 
 def _param_space(args: argparse.Namespace) -> Any:
     """The search space, with what was fixed on the command line."""
+    from ..workload import resolve
+
     spec = args.param_space or f"{args.workload.rpartition(':')[0]}:param_space"
     try:
         space = resolve(spec, "--param-space")
@@ -392,6 +395,7 @@ def _measure(args: argparse.Namespace, recipe: Recipe, config: AdaScaleConfig) -
     """Fit the throughput model that ``--measure`` and ``--run`` ask for."""
     from ..analysis.runs import trace_path
     from ..analysis.throughput import measure_throughput
+    from ..workload import resolve
 
     workload = resolve(args.measure, "--measure")
     runs = [trace_path(run) for run in args.run]
@@ -445,6 +449,10 @@ def _ended(args: argparse.Namespace) -> str | None:
     Args:
         args: Of the `train` that would go on with it.
     """
+    from .. import checkpoint
+    from ..checkpoint.files import STATE
+    from ..recipe import Recipe
+
     config = _train_config(args)
     folder = f"{args.storage_path}/{args.name}"
     for name in sorted((name for name in list_names(folder) if name.startswith("checkpoint_")), reverse=True):
@@ -546,6 +554,8 @@ def _failure_in_words(error: Exception) -> str:
 
 def _summary(metrics: dict[str, Any], seconds: float, stopped: str) -> str:
     """How a run went: the user's metrics, steps and gain, and why it stopped."""
+    from ..run.metrics import METRICS
+
     own = ", ".join(
         f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in metrics.items() if k not in METRICS
     )

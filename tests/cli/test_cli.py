@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import os
 import re
 import socket
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -369,6 +372,55 @@ def test_every_option_is_explained(command: str, capsys: pytest.CaptureFixture[s
     for action in parser.choices[command]._actions:
         assert action.help
         assert action.metavar or action.choices or action.nargs == 0 or len(action.dest) <= 8, action.dest
+
+
+def test_options_may_stand_in_a_file(
+    called: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "options.txt"
+    file.write_text(
+        f"{WORKLOAD} path='my data'\n\n# as it was tuned\n--base-batch-size 4 --total-steps=4  # short\n--seed 3\n"
+    )
+    assert main.main(["train", f"@{file}", "--seed=7", "mail=me@home"]) == 0
+    assert called["hyperparameters"] == {"path": "my data", "mail": "me@home"}
+    assert called["config"] == AdaScaleConfig(base_batch_size=4, total_steps=4, seed=7)  # what comes later holds
+    with pytest.raises(SystemExit) as stopped:
+        main.main(["train", f"@{tmp_path / 'none.txt'}"])
+    assert stopped.value.code == 2
+    assert "No such file or directory" in capsys.readouterr().err
+
+
+COMPLETE = "from ray_adascale.cli.main import main; main()"
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [("ray-adascale fo", ["forecast "]), ("ray-adascale resume x --keep", ["--keep-checkpoints", "--keep-best"])],
+)
+def test_the_shell_completes(line: str, found: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("argcomplete")
+    said = tmp_path / "said"
+    asked = {
+        "_ARGCOMPLETE": "1",
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(said),
+    }
+    done = subprocess.run([sys.executable, "-c", COMPLETE], env=os.environ | asked, timeout=60)
+    assert (done.returncode, said.read_text().split("\013")) == (0, found)
+
+
+LIGHT = """
+import sys
+from ray_adascale.cli.main import _parser
+_parser()
+found = {"torch", "ray", "numpy", "rich"} & set(sys.modules)
+assert not found, found
+"""
+
+
+def test_help_and_completion_load_nothing_heavy() -> None:
+    subprocess.run([sys.executable, "-c", LIGHT], check=True, timeout=60)
 
 
 def test_any_setting_can_be_given(called: dict[str, Any]) -> None:
