@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 when it did what was asked, 1 when the run or search failed, 2 for a mistake in the call, 130
         when it was interrupted.
     """
+    _cache_bytecode()
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     # argparse takes positional arguments in one run only; key=value may stand after options, too.
@@ -527,6 +528,17 @@ def _error_in_words(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.strerror}: {error.filename}"
     return str(error)
+
+
+def _cache_bytecode() -> None:
+    """Have this process, and those that it starts, keep what they compile, where Python was told to write no bytecode.
+
+    Each of Ray's processes would compile torch and Ray anew: minutes, in which a Ray may give up to start. Written to the user's
+    own cache, the bytecode doesn't lie where it was not wanted, beside the code.
+    """
+    if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+        folder = os.environ.setdefault("PYTHONPYCACHEPREFIX", str(Path.home() / ".cache" / "ray_adascale" / "bytecode"))
+        sys.dont_write_bytecode, sys.pycache_prefix = False, folder
 
 
 def _say(text: str, args: argparse.Namespace, *, names: bool = True) -> None:

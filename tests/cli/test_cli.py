@@ -423,6 +423,27 @@ def test_help_and_completion_load_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", LIGHT], check=True, timeout=60)
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_bytecode_is_kept_though_not_beside_the_code(own: bool, tmp_path: Path) -> None:
+    (tmp_path / "w_bytecode.py").write_text(WORKLOAD_FILE)
+    asked = {"HOME": str(tmp_path / "home"), "PYTHONDONTWRITEBYTECODE": "1"}
+    code = f"""
+import os, subprocess, sys
+sys.path.insert(0, {str(tmp_path)!r})
+from ray_adascale.cli.main import main
+main(["describe", "/nowhere/x"])
+import w_bytecode
+assert "PYTHONDONTWRITEBYTECODE" not in os.environ
+subprocess.run([sys.executable, "-c", "import sys; assert sys.pycache_prefix and not sys.dont_write_bytecode"], check=True)
+"""
+    kept = {key: value for key, value in os.environ.items() if key != "PYTHONPYCACHEPREFIX"}
+    cache = tmp_path / "mine" if own else tmp_path / "home" / ".cache" / "ray_adascale" / "bytecode"
+    asked |= {"PYTHONPYCACHEPREFIX": str(cache)} if own else {}
+    subprocess.run([sys.executable, "-c", code], env=kept | asked, check=True, timeout=100)
+    assert len(list(cache.rglob("w_bytecode*.pyc"))) == 1
+    assert not (tmp_path / "__pycache__").exists()
+
+
 def test_any_setting_can_be_given(called: dict[str, Any]) -> None:
     given = ["-c", "grad_clip=1", "-c", "shuffle=false", "-c", "precision=bf16", "--config=evaluate_every=null"]
     assert main.main([*TRAIN, *given, "--accumulation=2"]) == 0
