@@ -16,7 +16,8 @@ __all__ = [
     "SEARCH",
     "TRACE",
     "absolute",
-    "names_in",
+    "check_writable",
+    "list_names",
     "read_json",
     "room_in_words",
     "write_atomically",
@@ -80,6 +81,23 @@ def room_in_words(error: BaseException, path: str | os.PathLike[str]) -> str:
     return f"; the disk of {path} is full"
 
 
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Find out whether :func:`write_atomically` could write a file of some size there; makes its folder.
+
+    Raises:
+        OSError: It could not: the path is a folder's, or may not be written, or the disk is full.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tried = path.with_name(f".{path.name}.tried")
+    try:
+        write_atomically(tried, [bytes(1 << 18)])  # as large as recipes are
+    finally:
+        tried.unlink(missing_ok=True)
+
+
 def write_json(path: str, value: Any) -> None:
     """Write a JSON file on any storage; makes its folder.
 
@@ -100,15 +118,6 @@ def write_text(path: str, text: str) -> None:
         file.write(text.encode())
 
 
-def names_in(path: str) -> list[str]:
-    """The names of what is in a folder on any storage, none where there is no such folder. The path as for :func:`write_json`."""
-    import pyarrow.fs
-
-    system, inside = pyarrow.fs.FileSystem.from_uri(path)
-    found = system.get_file_info(pyarrow.fs.FileSelector(inside, allow_not_found=True))
-    return sorted(info.base_name for info in found)
-
-
 def read_json(path: str) -> Any:
     """The value of a JSON file on any storage; None where there is no such file."""
     import pyarrow.fs
@@ -118,3 +127,16 @@ def read_json(path: str) -> Any:
         return None
     with system.open_input_stream(inside) as file:
         return json.loads(file.read())
+
+
+def list_names(path: str) -> list[str]:
+    """The names of what a folder on any storage holds; none where there is no such folder.
+
+    Args:
+        path: Absolute, or a URI.
+    """
+    import pyarrow.fs
+
+    system, inside = pyarrow.fs.FileSystem.from_uri(path)
+    found = system.get_file_info(pyarrow.fs.FileSelector(inside, allow_not_found=True))
+    return sorted(info.base_name for info in found)

@@ -24,7 +24,7 @@ from ._files import write_atomically
 from ._version import __version__
 from .gain import plain_noise_scale
 
-__all__ = ["NoiseProbe", "Recipe", "RecipeError", "Repeat", "curve_length"]
+__all__ = ["NoiseProbe", "Recipe", "RecipeError", "Repeat", "curve_length", "json_value"]
 
 FORMAT = "ray_adascale/recipe"
 VERSION = 3
@@ -427,8 +427,16 @@ def _checked_settings(settings: Any) -> dict[str, Any]:
     return checked
 
 
-def _json(where: str, value: Any) -> Any:
-    """A copy of ``value`` in JSON's types."""
+def json_value(where: str, value: Any) -> Any:
+    """A copy of ``value`` in JSON's types.
+
+    Args:
+        where: What the value is, for the error.
+        value: Numbers, text, truth values, None; lists and dicts of them; NumPy's scalars, too.
+
+    Raises:
+        RecipeError: It holds something else, which a recipe can't keep.
+    """
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool):
@@ -446,19 +454,19 @@ def _json(where: str, value: Any) -> Any:
         for key in value:
             if not isinstance(key, str):
                 raise RecipeError(f"Invalid {where}: the key {key!r} is not a string, as JSON wants it.")
-        return {str.__str__(key): _json(f"{where}.{key}", item) for key, item in value.items()}
+        return {str.__str__(key): json_value(f"{where}.{key}", item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_json(f"{where}[{i}]", item) for i, item in enumerate(value)]
+        return [json_value(f"{where}[{i}]", item) for i, item in enumerate(value)]
     raise RecipeError(
-        f"Invalid {where}={_short(value)}: {type(value).__name__} is no JSON value. Search over names or numbers, and "
-        "let the workload turn them into objects."
+        f"Invalid {where}={_short(value)}: {type(value).__name__} is no JSON value. Search over numbers and "
+        "strings: name it by a string, and look it up in the workload."
     )
 
 
 def _json_object(where: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise RecipeError(f"Invalid {where}: {_short(value)}. Must be a dict.")
-    return {str.__str__(key): item for key, item in _json(where, value).items()}
+    return {str.__str__(key): item for key, item in json_value(where, value).items()}
 
 
 def _number(where: str, value: Any) -> float:

@@ -160,7 +160,7 @@ def build(workload_fn: WorkloadFn, config: dict[str, Any]) -> Workload:
     return workload
 
 
-def resolve(spec: str) -> Any:
+def resolve(spec: str, what: str = "workload") -> Any:
     """The object that a command line names.
 
     A file is imported as ``python file.py`` would find it: its folder goes to the front of ``sys.path``, so that it can
@@ -170,6 +170,7 @@ def resolve(spec: str) -> Any:
 
     Args:
         spec: ``"path/to/file.py:name"`` or ``"package.module:name"``; the name may have dots.
+        what: What errors call it.
 
     Raises:
         ValueError: The spec is malformed, there is no such file, module or name, or its import failed (the cause is
@@ -177,18 +178,18 @@ def resolve(spec: str) -> Any:
     """
     where, colon, name = spec.rpartition(":")
     if not colon or not where or not name:
-        raise ValueError(f"Invalid workload {spec!r}. Must be 'path/to/file.py:name' or 'package.module:name'.")
+        raise ValueError(f"Invalid {what} {spec!r}. Must be 'path/to/file.py:name' or 'package.module:name'.")
     if where.endswith(".py"):
-        module = _load_file(Path(where), spec)
+        module = _load_file(Path(where), spec, what)
     else:
-        module = _import(where, spec)
+        module = _import(where, spec, what)
     found: Any = module
     for part in name.split("."):
         try:
             found = getattr(found, part)
         except AttributeError as error:
             raise ValueError(
-                f"Invalid workload {spec!r}: there is no {name!r} in {where}. {_contents(module)}"
+                f"Invalid {what} {spec!r}: there is no {name!r} in {where}. {_contents(module)}"
             ) from error
     return found
 
@@ -196,10 +197,10 @@ def resolve(spec: str) -> Any:
 _loaded: dict[Path, ModuleType] = {}  # files whose name is taken, so that resolving twice gives the same objects
 
 
-def _load_file(path: Path, spec: str) -> ModuleType:
+def _load_file(path: Path, spec: str, what: str) -> ModuleType:
     path = path.expanduser().resolve()
     if not path.is_file():
-        raise ValueError(f"Invalid workload {spec!r}: there is no file {path}.")
+        raise ValueError(f"Invalid {what} {spec!r}: there is no file {path}.")
     if path in _loaded:
         return _loaded[path]
     folder = str(path.parent)
@@ -208,7 +209,7 @@ def _load_file(path: Path, spec: str) -> ModuleType:
         sys.path.insert(0, folder)
     importlib.invalidate_caches()  # the file may be younger than the finder's listing of its folder
     if not taken and _would_find(path.stem, path, folder_on_path=True):
-        return _import(path.stem, spec)
+        return _import(path.stem, spec, what)
 
     name = f"_workload_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     module_spec = importlib.util.spec_from_file_location(name, path)
@@ -219,7 +220,7 @@ def _load_file(path: Path, spec: str) -> ModuleType:
     try:
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # a script's argument parser exits, for one
-        raise _import_failed(spec, error) from error
+        raise _import_failed(spec, what, error) from error
     finally:
         del sys.modules[name]
     _loaded[path] = module
@@ -237,7 +238,7 @@ def _would_find(stem: str, path: Path, *, folder_on_path: bool = False) -> bool:
     return found.origin is not None and Path(found.origin).resolve() == path
 
 
-def _import(name: str, spec: str) -> ModuleType:
+def _import(name: str, spec: str, what: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
@@ -245,14 +246,15 @@ def _import(name: str, spec: str) -> ModuleType:
         # inside the user's code.
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
             raise ValueError(
-                f"Invalid workload {spec!r}: there is no module {error.name!r}. For a file, write path/to/file.py:name."
+                f"Invalid {what} {spec!r}: there is no module {error.name!r}. For a file, write path/to/file.py:name."
             ) from error
-        raise _import_failed(spec, error) from error
+        raise _import_failed(spec, what, error) from error
 
 
-def _import_failed(spec: str, error: BaseException) -> ValueError:
+def _import_failed(spec: str, what: str, error: BaseException) -> ValueError:
     hint = " Does it run as a script without `if __name__ == '__main__'`?" if isinstance(error, SystemExit) else ""
-    return ValueError(f"Invalid workload {spec!r}: importing it failed with {type(error).__name__}: {error}.{hint}")
+    told = f"{type(error).__name__}: {error}".removesuffix(".")
+    return ValueError(f"Invalid {what} {spec!r}: importing it failed with {told}.{hint}")
 
 
 def _contents(module: ModuleType) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ray_adascale._files import absolute, write_atomically
+from ray_adascale._files import absolute, check_writable, list_names, write_atomically
 
 
 def test_a_file_takes_the_place_of_the_one_that_it_is_made_from(tmp_path: Path) -> None:
@@ -47,6 +48,33 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(
     write_atomically(path, [b"content"], sync=sync)
     assert seen == ([(7, False)] if sync else [])
     assert path.read_bytes() == b"content"
+
+
+def test_what_could_not_be_written_is_known_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "new" / "file"
+    check_writable(path)
+    assert list(path.parent.iterdir()) == []  # nothing is left of the attempt, and the folder is there
+    path.write_text("before")
+    check_writable(path)
+    assert path.read_text() == "before"
+    for wrong, kind in ((tmp_path, IsADirectoryError), (path / "file", (NotADirectoryError, FileExistsError))):
+        with pytest.raises(kind):
+            check_writable(wrong)
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        check_writable(path)
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_folder_is_listed_on_any_storage(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a").touch()
+    assert list_names(str(tmp_path)) == list_names(f"file://{tmp_path}") == ["a", "b"]
+    assert list_names(str(tmp_path / "none")) == []
 
 
 def test_a_path_holds_from_any_folder_and_a_uri_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,8 @@ class ForecastRow:
         mean_gain: r̄, over optimizer steps.
         efficiency: r̄ / S, the share of the examples that turns into effective steps.
         seconds: Wall time; None without a throughput model.
+        seconds_low: The wall time if each step took as long as the faster ones that were measured (their lower quartile).
+        seconds_high: And as the slower ones (their upper quartile).
         speedup: Over the base run: in time, or without a throughput model in passes one after the other.
         cost: Money; None without a price or without seconds.
         marginal: Speed-up that the last of these workers adds. Not rounded to whole steps, as ``speedup`` is.
@@ -63,6 +65,8 @@ class ForecastRow:
     mean_gain: float
     efficiency: float
     seconds: float | None
+    seconds_low: float | None
+    seconds_high: float | None
     speedup: float
     cost: float | None
     marginal: float
@@ -269,6 +273,8 @@ def forecast_recipe(
                 mean_gain=expected.mean_gain,
                 efficiency=expected.mean_gain / plan.scale,
                 seconds=seconds,
+                seconds_low=None if throughput is None else time * throughput.low,
+                seconds_high=None if throughput is None else time * throughput.high,
                 speedup=base / time,
                 cost=None
                 if cost_per_worker_hour is None or seconds is None

@@ -14,6 +14,7 @@ import math
 import os
 import statistics
 import time
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,9 @@ from ..workload import WorkloadFn, build
 
 __all__ = ["Measurement", "Throughput", "measure_throughput"]
 
+_WIDE = 1.5
+"""Steps are measured well where the slowest of their middle half takes less than so many times as long as the fastest."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
@@ -37,13 +41,17 @@ class Measurement:
         workers: k.
         accumulation: Passes a step.
         per_worker_batch_size: m, examples a pass on one worker.
-        step_s: Seconds an optimizer step took.
+        step_s: Seconds an optimizer step took, the median.
+        low_s: A quarter of the steps took less than so many seconds; None where that is not known.
+        high_s: And a quarter more than these.
     """
 
     workers: int
     accumulation: int
     per_worker_batch_size: int
     step_s: float
+    low_s: float | None = None
+    high_s: float | None = None
 
     def __post_init__(self) -> None:
         if min(self.workers, self.accumulation, self.per_worker_batch_size) < 1 or not 0 < self.step_s < math.inf:
@@ -93,6 +101,8 @@ class Throughput:
         step_s: Seconds of a step beside its passes, on one worker.
         volume_s: Seconds to move all gradients once there and back, as k grows without end.
         hop_s: Seconds that each further worker adds.
+        low: A quarter of the steps measured on one worker took less than ``low`` times the median.
+        high: And a quarter more than ``high`` times it. 1 and 1 where that is not known.
         notes: What the model could not know.
     """
 
@@ -101,6 +111,8 @@ class Throughput:
     step_s: float = 0.0
     volume_s: float = 0.0
     hop_s: float = 0.0
+    low: float = 1.0
+    high: float = 1.0
     notes: tuple[str, ...] = ()
 
     def sync_s(self, workers: int) -> float:
@@ -143,8 +155,21 @@ class Throughput:
             notes.append("Synchronisation was not measured and counts as nothing: give a run at k workers as well.")
         elif len(left) == 1:
             notes.append(f"Synchronisation was measured at {next(iter(left))} workers only; beyond it is a guess.")
+        low = min((p.low_s / p.step_s for p in alone if p.low_s is not None), default=1.0)
+        high = max((p.high_s / p.step_s for p in alone if p.high_s is not None), default=1.0)
+        if low < high:
+            notes.append(
+                f"Half of the measured steps took {low:.2f} to {high:.2f} times their median, and so may these."
+            )
         return cls(
-            per_worker_batch_size=m0, pass_s=pass_s, step_s=step_s, volume_s=volume_s, hop_s=hop_s, notes=tuple(notes)
+            per_worker_batch_size=m0,
+            pass_s=pass_s,
+            step_s=step_s,
+            volume_s=volume_s,
+            hop_s=hop_s,
+            low=low,
+            high=high,
+            notes=tuple(notes),
         )
 
 
@@ -183,11 +208,13 @@ def measure_throughput(
     runs: Iterable[str | os.PathLike[str]] = (),
     base_batch_size: int | None = None,
     seconds: float = 3.0,
+    threads: int = 1,
 ) -> Throughput:
     """Time the workload's steps on one worker, in this process, and fit the model.
 
-    Times steps of 2 and of 4 passes, for half of ``seconds`` each after a few to warm up. A machine that computes otherwise
-    than the workers' must not be used.
+    Times steps of 2 and of 4 passes, for half of ``seconds`` each after a few to warm up, with as many threads as a worker
+    has. A machine that computes otherwise than the workers' must not be used. Warns where the steps took very unequal times:
+    something else is busy there, and all times are rough.
 
     Args:
         workload: A function from a config to a :class:`ray_adascale.Workload`.
@@ -197,22 +224,44 @@ def measure_throughput(
         runs: Traces of runs at k workers with the same ``per_worker_batch_size``, for the synchronisation.
         base_batch_size: B0 of those runs.
         seconds: How long to measure.
+        threads: How many torch uses on the CPU meanwhile. Ray gives a worker as many as it has CPUs, 1 by default and beside
+            a GPU.
+
+    Raises:
+        ValueError: An argument can't work.
     """
+    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+        raise ValueError(f"Invalid {threads=}. Must be an integer of at least 1.")
     if not seconds > 0:
         raise ValueError(f"Invalid {seconds=}. Must be positive.")
     runs = list(runs)
     if runs and base_batch_size is None:
         raise ValueError("Missing base_batch_size: that of the runs.")
-    points = [
-        _time_alone(workload, hyperparameters, per_worker_batch_size, passes, config or AdaScaleConfig(), seconds / 2)
-        for passes in (2, 4)
-    ]
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        points = [
+            _time_alone(
+                workload, hyperparameters, per_worker_batch_size, passes, config or AdaScaleConfig(), seconds / 2
+            )
+            for passes in (2, 4)
+        ]
+    finally:
+        torch.set_num_threads(threads_before)
     for run in runs:
         assert base_batch_size is not None
         points.append(
             Measurement.from_trace(run, base_batch_size=base_batch_size, per_worker_batch_size=per_worker_batch_size)
         )
-    return Throughput.fit(points)
+    fitted = Throughput.fit(points)
+    if fitted.high > _WIDE * fitted.low:
+        warnings.warn(
+            f"The time of a step is known roughly only: half of those measured took between {fitted.low:.2f} and "
+            f"{fitted.high:.2f} times their median. Something else is busy on this machine, or examples differ in size. "
+            "Measure on an idle one, or for longer.",
+            stacklevel=2,
+        )
+    return fitted
 
 
 def _time_alone(
@@ -253,9 +302,12 @@ def _time_alone(
             last = now
             if now - started > seconds and len(times) >= 8:
                 break
+    low, median, high = statistics.quantiles(times[3:], n=4, method="inclusive")
     return Measurement(
         workers=1,
         accumulation=passes,
         per_worker_batch_size=per_worker_batch_size,
-        step_s=statistics.median(times[3:]),
+        step_s=median,
+        low_s=low,
+        high_s=high,
     )

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import re
+import shlex
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .._version import __version__
-from ..config import AdaScaleConfig
+
+if TYPE_CHECKING:
+    from ..config import AdaScaleConfig
 
 __all__ = [
     "BATCH_OPTIONS",
     "ELASTIC_FAILURES",
+    "in_flags",
     "make_parser",
+    "read_best",
     "read_config",
     "read_numbers",
     "read_overrides",
@@ -41,8 +48,9 @@ def make_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     Args:
         commands: What each command does, by its name; its help begins with the function's docstring.
     """
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="ray-adascale",
+        fromfile_prefix_chars="@",
         description="Find a learning-rate schedule at a small batch, cheaply; then run that very schedule on any number of Ray "
         "workers.",
         epilog="""\
@@ -54,6 +62,8 @@ The usual way:
 
 A workload is a function of yours, from a config (a dict of hyperparameters) to a ray_adascale.Workload: model,
 optimizer, scheduler, data and loss in plain torch. Name it path/to/file.py:function or package.module:function.
+
+Options may come from a file, some on each line: ray-adascale train @options.txt --num-workers 8
 
 Exit codes: 0 done; 1 the run or search failed, or what was described is damaged; 2 a mistake in the command;
 130 interrupted. `ray-adascale COMMAND --help` says more about each.""",
@@ -71,7 +81,18 @@ Exit codes: 0 done; 1 the run or search failed, or what was described is damaged
         )
         sub.set_defaults(command=command)
         add_options(sub)
+    with contextlib.suppress(ImportError):  # an extra
+        import argcomplete
+
+        argcomplete.autocomplete(parser)  # where the shell asks for it, which it says in the environment
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Files of options are read as a shell would: several on a line, quotes, comments."""
+
+    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
+        return shlex.split(arg_line, comments=True)
 
 
 def _unindented(docstring: str) -> str:
@@ -181,6 +202,8 @@ def _add_train(train: argparse.ArgumentParser) -> None:
     )
     how.add_argument("--checkpoint-every", type=float, metavar="SECONDS", help="default: 300")
     how.add_argument("--report-every", type=float, metavar="SECONDS", help="to Ray Train (default: 10)")
+    _add_accepting(how)
+    _add_keeping(how, default="all")
     where = train.add_argument_group("where it runs")
     _add_workers(where, default="1")
     _add_ray(where, "of the run; the same name and storage path go on with it")
@@ -190,6 +213,8 @@ def _add_resume(resume: argparse.ArgumentParser) -> None:
     resume.add_argument("run", help="its folder, or its name under --storage-path")
     _add_workers(resume, default=None)
     _add_address(resume)
+    _add_accepting(resume)
+    _add_keeping(resume, default="as before")
     resume.add_argument("--storage-path", metavar="PATH", help="where the run's folder is (default: ~/ray_results)")
 
 
@@ -284,6 +309,29 @@ def _add_workers(parser: argparse._ActionsContainer, *, default: str | None) -> 
     )
 
 
+def _add_accepting(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--accept-changes",
+        action="store_true",
+        default=None,
+        help="go on from a checkpoint of another base batch size, length or LR curve, instead of refusing",
+    )
+
+
+def _add_keeping(parser: argparse._ActionsContainer, *, default: str) -> None:
+    parser.add_argument(
+        "--keep-checkpoints",
+        type=int,
+        metavar="N",
+        help=f"how many stay, the newest ones; with 1 there is none to fall back to from a damaged one (default: {default})",
+    )
+    parser.add_argument(
+        "--keep-best",
+        metavar="METRIC:max|min",
+        help="have those stay whose metric, as of the last evaluation before them, is largest or smallest; and the newest",
+    )
+
+
 def _add_address(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--verbose", action="store_true", help="show what the workers print, too")
     parser.add_argument(
@@ -313,14 +361,57 @@ def read_config(args: argparse.Namespace, options: Sequence[str], **more: Any) -
     Raises:
         ValueError: There is no such field, it can't have the value, or it is given twice.
     """
+    from ..config import AdaScaleConfig
+
     given = {name: getattr(args, name) for name in options} | more
     given = {name: value for name, value in given.items() if value is not None}
     for text in args.config:
         name, value = _key_and_value(text)
-        if name in given:
+        value = _checked_field(name, value)
+        if given.setdefault(name, value) != value or args.config.count(text) > 1:
             raise ValueError(f"Invalid --config {text}: {name} is given twice.")
-        given[name] = _checked_field(name, value)
     return AdaScaleConfig(**given)
+
+
+def in_flags(text: str, args: argparse.Namespace, *, names: bool = True) -> str:
+    """What the API says, in the command line's words: ``--accumulation 2`` for ``AdaScaleConfig(accumulation=2)``.
+
+    Args:
+        text: An error or a warning.
+        args: What was parsed: it has the options that there are.
+        names: Whether names that stand alone are the API's, too; in a text that may be the user's they need not be.
+    """
+    from ..config import AdaScaleConfig
+
+    fields = {field.name for field in dataclasses.fields(AdaScaleConfig)}
+
+    def flag(name: str, value: str | None) -> str | None:
+        option = name if name in args else name.removesuffix("_s")
+        given = None if value in (None, "...", "True") else value.strip("'\"")
+        if option in args:
+            return f"--{option.replace('_', '-')}" + ("" if given is None else f" {given}")
+        if name in fields and "config" in args:
+            written = {"True": "true", "False": "false", "None": "null"}.get(str(value), given)
+            return f"-c {name}={'...' if written is None else written}"
+        return None
+
+    def settings(match: re.Match[str]) -> str:
+        each = re.findall(r"(\w+)(?:=((?:'[^']*'|\([^()]*\)|[^,()])+))?", match[2])
+        said = [flag(name, value or None) for name, value in each]
+        return match[0] if None in said else " ".join(filter(None, said))
+
+    def word(match: re.Match[str]) -> str:
+        said = flag(match[1], match[2])
+        return said if said is not None and said.startswith("--") else match[0]
+
+    text = re.sub(r"\b(AdaScaleConfig|ScalingConfig|tune_recipe)\(((?:[^()]|\([^()]*\))*)\)", settings, text)
+    text = text.replace("AdaScaleConfig takes", "Give")
+    # Names of several words alone, as one word may be any word; not what is quoted, nor a workload's own hyperparameters.
+    if names and "--config" not in text:  # where the fields are called by their names
+        text = re.sub(
+            r"(?<![\w'\"./=-])((?:[a-z]+_)+[a-z]+)(?:=(\.\.\.|[^\s,;:()]*[^\s,;:().]))?(?![\w'\"(/])", word, text
+        )
+    return re.sub(r"(?<!\.)\.\.(?!\.)", ".", text)
 
 
 def read_overrides(args: argparse.Namespace) -> dict[str, Any]:
@@ -355,6 +446,14 @@ def read_workers(text: str) -> int | tuple[int, int]:
         raise ValueError(f"Invalid --num-workers {text!r}. Must be a number, or MIN..MAX for an elastic run.") from None
 
 
+def read_best(text: str) -> tuple[str, str]:
+    """The metric that ``--keep-best`` gives, and "max" or "min"."""
+    metric, _, order = text.rpartition(":")
+    if not metric or order not in ("max", "min"):
+        raise ValueError(f"Invalid --keep-best {text!r}. Must be METRIC:max or METRIC:min, as accuracy:max.")
+    return metric, order
+
+
 def _key_and_value(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key:
@@ -371,6 +470,8 @@ _IN_WORDS = {type(None): "null", bool: "true or false", int: "a whole number", f
 
 def _checked_field(name: str, value: Any) -> Any:
     """The value of a field of ``AdaScaleConfig``, as the field's type has it."""
+    from ..config import AdaScaleConfig
+
     fields = sorted(field.name for field in dataclasses.fields(AdaScaleConfig))
     if name not in fields:
         raise ValueError(f"Invalid --config {name}=...: AdaScaleConfig has no such field. It has {', '.join(fields)}.")

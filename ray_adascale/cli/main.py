@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import socket
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._files import RUN, SEARCH, absolute, names_in, read_json, write_json, write_text
-from ..config import AdaScaleConfig, EarlyStop
-from ..recipe import Recipe
-from ..run.metrics import METRICS
-from ..workload import resolve
+from .._files import RUN, SEARCH, absolute, check_writable, list_names, read_json, write_json, write_text
 from .arguments import (
     BATCH_OPTIONS,
     ELASTIC_FAILURES,
+    in_flags,
     make_parser,
+    read_best,
     read_config,
     read_numbers,
     read_overrides,
@@ -28,7 +28,11 @@ from .arguments import (
 )
 
 if TYPE_CHECKING:
+    from ray.train import CheckpointConfig
+
     from ..analysis.throughput import Throughput
+    from ..config import AdaScaleConfig
+    from ..recipe import Recipe
 
 __all__ = ["main"]
 
@@ -40,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 when it did what was asked, 1 when the run or search failed, 2 for a mistake in the call, 130
         when it was interrupted.
     """
+    _cache_bytecode()
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     # argparse takes positional arguments in one run only; key=value may stand after options, too.
@@ -53,21 +58,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("ray-adascale: the current directory was deleted. Change to one that exists.", file=sys.stderr)
         return 2
     try:
-        return args.command(args)
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: _say(f"warning: {message}", args)
+            return args.command(args)
     except (ValueError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as e:
-        print(f"ray-adascale: {_error_in_words(e)}", file=sys.stderr)
+        _say(_error_in_words(e), args)
         return 2
     except KeyboardInterrupt:
         print("ray-adascale: interrupted", file=sys.stderr)
         return 130
     except (RuntimeError, OSError) as e:
-        print(f"ray-adascale: {_error_in_words(e)}", file=sys.stderr)
+        _say(_error_in_words(e), args)
         return 1
 
 
 # ---- the commands ----------------------------------------------------------------------------------------------------
 #
-# Each imports what it needs itself: help and mistakes in an option need neither Ray nor a plot.
+# Each imports what it needs itself: help, completion and mistakes in an option need neither torch nor Ray nor a plot.
 
 
 def _tune(args: argparse.Namespace) -> int:
@@ -78,6 +85,7 @@ def _tune(args: argparse.Namespace) -> int:
     from ray.train import ScalingConfig
 
     from ..search.tune import tune_recipe
+    from ..workload import resolve
 
     workload = resolve(args.workload)
     space = _param_space(args)
@@ -97,6 +105,10 @@ def _tune(args: argparse.Namespace) -> int:
         )
     config = read_config(args, ("precision", "evaluate_every", "seed"))
     name = args.name or _name_by_time("recipe")
+    try:
+        check_writable(args.output)  # a search is long, and what it found goes there at its end
+    except OSError as e:
+        raise ValueError(f"Invalid --output {args.output}: {e.strerror or e}. Name a file that can be written.") from e
     _connect(args.address, verbose=args.verbose)
     try:
         recipe = tune_recipe(
@@ -119,8 +131,13 @@ def _tune(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print(f"ray-adascale: interrupted; the same command with --name {name} goes on", file=sys.stderr)
         return 130
-    recipe.save(args.output)
     print(recipe.describe())
+    try:
+        recipe.save(args.output)
+    except OSError as e:
+        told = f"{args.output} could not be written: {e.strerror or e}"
+        print(f"ray-adascale: {told}; the same command with --name {name} writes it anew", file=sys.stderr)
+        return 1
     print(f"Written to {args.output}")
     return 0
 
@@ -135,6 +152,7 @@ def _forecast(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from ..analysis.forecast import forecast_recipe
+    from ..recipe import Recipe
 
     recipe = Recipe.load(args.recipe)
     config = read_config(args, BATCH_OPTIONS)
@@ -167,27 +185,13 @@ def _train(args: argparse.Namespace) -> int:
     import ray.exceptions
     import ray.train
 
+    from ..recipe import Recipe
     from ..train.restarts import failure_in_words, whole_failure
     from ..train.trainer import AdaScaleTrainer
+    from ..workload import resolve
 
     recipe = None if args.recipe is None else Recipe.load(args.recipe)
-    names = (
-        "base_batch_size",
-        "total_steps",
-        "total_epochs",
-        *BATCH_OPTIONS,
-        "sharding",
-        "precision",
-        "evaluate_every",
-        "seed",
-    )
-    config = read_config(
-        args,
-        names,
-        checkpoint_every_s=args.checkpoint_every,
-        report_every_s=args.report_every,
-        early_stop=None if args.early_stop is None else EarlyStop(patience=args.early_stop),
-    )
+    config = _train_config(args)
     hyperparameters = read_overrides(args)
     workload = resolve(args.workload)
     name = args.name or _name_by_time(args.workload.rpartition(":")[2])
@@ -199,6 +203,7 @@ def _train(args: argparse.Namespace) -> int:
         name=name,
         storage_path=None if args.storage_path is None else absolute(args.storage_path),
         failure_config=ray.train.FailureConfig(max_failures=failures),
+        checkpoint_config=_keeping(args),
     )
     folder = f"{run_config.storage_path}/{name}"
     _connect(args.address, verbose=args.verbose)
@@ -216,7 +221,7 @@ def _train(args: argparse.Namespace) -> int:
     try:
         result = trainer.fit()
     except (ray.train.TrainingFailedError, ray.exceptions.RayError) as e:
-        print(f"ray-adascale: run {name!r} failed. {failure_in_words(e)}", file=sys.stderr)
+        _say(f"run {name!r} failed. {failure_in_words(e)}", args, names=False)
         print(f"The whole traceback: {_keep_failure(folder, whole_failure(e))}", file=sys.stderr)
         _say_how_to_go_on(folder)
         return 1
@@ -224,6 +229,8 @@ def _train(args: argparse.Namespace) -> int:
         print(f"ray-adascale: interrupted. {e}", file=sys.stderr)
         _say_how_to_go_on(folder)
         return 130
+    if args.keep_best is not None and math.isnan(result.metrics.get(read_best(args.keep_best)[0], math.nan)):
+        _say(f"warning: --keep-best {args.keep_best}: the last checkpoint has no such metric to be compared by", args)
     print(_summary(result.metrics, time.monotonic() - started, str(result.return_value["stopped"])))
     print(f"Checkpoint: {result.checkpoint.path}")
     return 0
@@ -235,7 +242,7 @@ def _resume(args: argparse.Namespace) -> int:
     A search goes on with the command that started it, and its --name.
     """
     saved = _saved_run(args.run, args.storage_path)
-    given = {key: getattr(args, key) for key in ("num_workers", "use_gpu", "max_failures", "address", "verbose")}
+    given = {key: getattr(args, key) for key in _OF_RESUME}
     # What this version can be told and the one that wrote the file could not is as it is by default.
     default = vars(_parser().parse_args(["train", saved["workload"]]))
     again = {**default, **saved, **{key: value for key, value in given.items() if value is not None}}
@@ -244,6 +251,10 @@ def _resume(args: argparse.Namespace) -> int:
         again["workload"] = f"{_find_file(where, saved)}:{function}"
     if saved["recipe"] is not None:
         again["recipe"] = _find_file(saved["recipe"], saved)
+    ended = _ended(argparse.Namespace(**again))
+    if ended is not None:
+        print(ended)
+        return 0
     return _train(argparse.Namespace(**again))
 
 
@@ -254,6 +265,7 @@ def _report(args: argparse.Namespace) -> int:
     """
     from ..analysis.report import write_report
     from ..analysis.tensorboard import write_events
+    from ..recipe import Recipe
 
     recipe = None if args.recipe is None else Recipe.load(args.recipe)
     for run in args.runs if args.tensorboard else ():
@@ -271,6 +283,18 @@ def _describe(args: argparse.Namespace) -> int:
     return 0 if whole else 1
 
 
+_OF_RESUME = (
+    "num_workers",
+    "use_gpu",
+    "max_failures",
+    "address",
+    "accept_changes",
+    "verbose",
+    "keep_checkpoints",
+    "keep_best",
+)
+"""The arguments of `train` that `resume` has as well."""
+
 _COMMANDS = {
     "tune": _tune,
     "forecast": _forecast,
@@ -286,6 +310,43 @@ _COMMANDS = {
 
 def _parser() -> argparse.ArgumentParser:
     return make_parser(_COMMANDS)
+
+
+def _train_config(args: argparse.Namespace) -> AdaScaleConfig:
+    """The settings that the arguments of `train` give."""
+    names = (
+        "base_batch_size",
+        "total_steps",
+        "total_epochs",
+        *BATCH_OPTIONS,
+        "sharding",
+        "precision",
+        "evaluate_every",
+        "seed",
+        "accept_changes",
+    )
+    from ..config import EarlyStop
+
+    stop = None if args.early_stop is None else EarlyStop(patience=args.early_stop)
+    return read_config(
+        args, names, checkpoint_every_s=args.checkpoint_every, report_every_s=args.report_every, early_stop=stop
+    )
+
+
+def _keeping(args: argparse.Namespace) -> CheckpointConfig:
+    """Which checkpoints Ray Train is to keep."""
+    from ray.train import CheckpointConfig
+
+    if args.keep_checkpoints is None:
+        if args.keep_best is not None:
+            raise ValueError(f"Invalid --keep-best {args.keep_best} without --keep-checkpoints N: all stay.")
+        return CheckpointConfig()
+    if args.keep_checkpoints < 1:
+        raise ValueError(f"Invalid --keep-checkpoints {args.keep_checkpoints}. Must be at least 1.")
+    if args.keep_best is None:
+        return CheckpointConfig(num_to_keep=args.keep_checkpoints)
+    metric, order = read_best(args.keep_best)
+    return CheckpointConfig(args.keep_checkpoints, checkpoint_score_attribute=metric, checkpoint_score_order=order)
 
 
 def _connect(address: str | None, *, verbose: bool = False) -> None:
@@ -327,15 +388,17 @@ def _knock(address: str | None) -> None:
 
 def _param_space(args: argparse.Namespace) -> Any:
     """The search space, with what was fixed on the command line."""
+    from ..workload import resolve
+
     spec = args.param_space or f"{args.workload.rpartition(':')[0]}:param_space"
     try:
-        space = resolve(spec)
+        space = resolve(spec, "--param-space")
     except ValueError as e:
         if args.param_space:
             raise
         raise ValueError(
-            f"No search space beside the workload: {e} Define param_space = {{...}} there, as for ray.tune.Tuner, or name one "
-            "with --param-space FILE:NAME."
+            f"No search space beside the workload: {str(e).partition(': ')[2]} Define param_space = {{...}} there, as for "
+            "ray.tune.Tuner, or name one with --param-space FILE:NAME."
         ) from e
     fixed = read_overrides(args)
     return {**space, **fixed} if isinstance(space, dict) else space
@@ -345,8 +408,9 @@ def _measure(args: argparse.Namespace, recipe: Recipe, config: AdaScaleConfig) -
     """Fit the throughput model that ``--measure`` and ``--run`` ask for."""
     from ..analysis.runs import trace_path
     from ..analysis.throughput import measure_throughput
+    from ..workload import resolve
 
-    workload = resolve(args.measure)
+    workload = resolve(args.measure, "--measure")
     runs = [trace_path(run) for run in args.run]
     try:
         return measure_throughput(
@@ -378,7 +442,7 @@ def _keep_failure(folder: str, text: str) -> str:
 def _say_how_to_go_on(folder: str) -> None:
     """Name the command that goes on with a run, where there is something to go on with."""
     try:
-        names = names_in(folder)
+        names = list_names(folder)
     except OSError:
         return
     if RUN in names and any(name.startswith("checkpoint_") for name in names):
@@ -414,9 +478,46 @@ def _saved_run(run: str, storage_path: str | None) -> dict[str, Any]:
     )
 
 
+def _ended(args: argparse.Namespace) -> str | None:
+    """What there is to say of a run that is at its end, as its newest checkpoint has it; None where there is more to do.
+
+    Args:
+        args: Of the `train` that would go on with it.
+    """
+    from .. import checkpoint
+    from ..checkpoint.files import STATE
+    from ..recipe import Recipe
+
+    config = _train_config(args)
+    folder = f"{args.storage_path}/{args.name}"
+    for name in sorted((name for name in list_names(folder) if name.startswith("checkpoint_")), reverse=True):
+        found = f"{folder}/{name}"
+        try:
+            if read_json(f"{found}/{checkpoint.MANIFEST}") is None:
+                continue  # never completed
+            if "://" not in found:
+                checkpoint.verify(found)
+            state = read_json(f"{found}/{STATE}")
+        except (checkpoint.CheckpointError, ValueError):
+            return None  # damaged: the run goes on from the one before
+        if args.recipe is not None:
+            total_steps = Recipe.load(args.recipe).total_steps
+        else:
+            total_steps = config.resolve_total_steps(state.get("base_steps_per_epoch"))
+        if not state["stopped"] or state["total_steps"] != total_steps:
+            return None
+        return (
+            f"Run {args.name!r} has ended: {state['stopped']}, {state['iterations']:,} optimizer steps for "
+            f"{state['effective_steps']:,.0f} effective ones of {total_steps:,}. Another run needs another --name.\n"
+            f"Checkpoint: {found}"
+        )
+    return None
+
+
 def _arguments_to_keep(args: argparse.Namespace, name: str, storage: str | None) -> dict[str, Any]:
     """What `resume` is to hand to `_train`: the arguments, with paths that hold from other folders and, in a job, other nodes."""
-    kept = {key: value for key, value in vars(args).items() if key != "command"}
+    # What was accepted was accepted once.
+    kept = {key: value for key, value in vars(args).items() if key not in ("command", "accept_changes")}
     where, _, function = args.workload.rpartition(":")
     # A job's working directory has another name in the next job, so files in it go by their place within it.
     folder = Path.cwd()
@@ -463,8 +564,26 @@ def _error_in_words(error: Exception) -> str:
     return str(error)
 
 
+def _cache_bytecode() -> None:
+    """Have this process, and those that it starts, keep what they compile, where Python was told to write no bytecode.
+
+    Each of Ray's processes would compile torch and Ray anew: minutes, in which a Ray may give up to start. Written to the user's
+    own cache, the bytecode doesn't lie where it was not wanted, beside the code.
+    """
+    if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+        folder = os.environ.setdefault("PYTHONPYCACHEPREFIX", str(Path.home() / ".cache" / "ray_adascale" / "bytecode"))
+        sys.dont_write_bytecode, sys.pycache_prefix = False, folder
+
+
+def _say(text: str, args: argparse.Namespace, *, names: bool = True) -> None:
+    """An error or a warning of the API, as a line in the command line's words; see :func:`in_flags`."""
+    print(f"ray-adascale: {in_flags(text, args, names=names)}", file=sys.stderr)
+
+
 def _summary(metrics: dict[str, Any], seconds: float, stopped: str) -> str:
     """How a run went: the user's metrics, steps and gain, and why it stopped."""
+    from ..run.metrics import METRICS
+
     own = ", ".join(
         f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in metrics.items() if k not in METRICS
     )

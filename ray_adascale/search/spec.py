@@ -18,11 +18,13 @@ from ray.tune.schedulers import (
     TrialScheduler,
 )
 from ray.tune.search import BasicVariantGenerator, Searcher
+from ray.tune.search.sample import Categorical, Domain
 from ray.util.state import list_nodes
 from ray.util.state.exception import RayStateApiException
 
 from .._files import SEARCH, read_json, write_json
 from ..config import AdaScaleConfig
+from ..recipe import json_value
 from ..run.base_run import base_config, kept_settings, workload_name
 from ..workload import WorkloadFn
 from .trial import EPOCHS
@@ -186,6 +188,7 @@ class SearchSpec:
             raise ValueError(
                 f"Invalid param_space of type {type(self.param_space).__name__}. Must be a dict, as for ray.tune.Tuner."
             )
+        _check_values("param_space", self.param_space)
         if (self.total_steps is None) == (self.total_epochs is None):
             raise ValueError(
                 f"Invalid total_steps={self.total_steps!r} with total_epochs={self.total_epochs!r}. Give one of them: how "
@@ -337,6 +340,26 @@ def _describe_space(space: Any) -> Any:
         return type(space).__qualname__  # two functions can't be told apart
     inside = {key: _describe_space(value) for key, value in vars(space).items()}  # Tune's distributions and samplers
     return {"type": type(space).__qualname__, **inside}
+
+
+def _check_values(where: str, space: Any) -> None:
+    """Refuse what a recipe could not keep, of the values that a space is known to give before anything is drawn from it.
+
+    Raises:
+        RecipeError: There is such a value.
+    """
+    if isinstance(space, Mapping) and set(space) == {"grid_search"} and isinstance(space["grid_search"], list | tuple):
+        space = space["grid_search"]
+    if isinstance(space, Categorical):
+        space = space.categories
+    if isinstance(space, Mapping):
+        for key, value in space.items():
+            _check_values(f"{where}[{key!r}]", value)
+    elif isinstance(space, list | tuple):
+        for value in space:
+            _check_values(where, value)
+    elif not isinstance(space, Domain):  # which draws numbers, or calls a function of the user's
+        json_value(where, space)
 
 
 def _grid_size(space: Any) -> int:

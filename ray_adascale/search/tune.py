@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
@@ -25,7 +26,7 @@ from .._files import absolute
 from ..config import AdaScaleConfig
 from ..recipe import Recipe, Repeat
 from ..run.base_run import BaseResult, freeze
-from ..train.cluster import pickle_by_value, quiet_init
+from ..train.cluster import portable, quiet_init
 from ..workload import WorkloadFn
 from .spec import SearchSpec
 from .trial import OBJECTIVE, InOneProcess, PlannedRepeat, TrialSetup, describe_config, run_repeat, run_trial
@@ -33,7 +34,8 @@ from .watch import BestMean, Finished, StopOnMistake, Watch, best_mean, watching
 
 __all__ = ["tune_recipe"]
 
-_OUTPUT_ENGINE = "RAY_AIR_NEW_OUTPUT"
+_QUIET = {"RAY_AIR_NEW_OUTPUT": "0", "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
+"""Tune's newer output prints its banner at verbose=0 too, the older one obeys; Ray prints the errors that nobody asks for."""
 
 
 @PublicAPI(stability="alpha")
@@ -89,7 +91,9 @@ def tune_recipe(
 
     Args:
         workload: A function from a config to a :class:`ray_adascale.Workload`.
-        param_space: Tune's search space. The values chosen must be JSON's: search over names and numbers.
+        param_space: Tune's search space. Its values must be JSON's: search over numbers and strings, of which
+            the workload makes what it needs. Another value is refused before the first trial; one that a function of yours
+            draws, as its trial starts.
         base_batch_size: B0, examples per optimizer step.
         total_steps: T, optimizer steps of each trial; this or ``total_epochs``.
         total_epochs: Length of each trial in passes over the dataset.
@@ -264,7 +268,7 @@ class _Search:
 
     def _setup(self, name: str) -> TrialSetup:
         """What each of the trials, or of the repeats, is given; Tune's folder for them has this name."""
-        spec, workload = self.spec, pickle_by_value(self.spec.workload)
+        spec, workload = self.spec, portable(self.spec.workload)
         if spec.scaling_config is None:
             return InOneProcess(
                 workload=workload,
@@ -307,6 +311,10 @@ class _Search:
                 tuner = tune.Tuner(trainable, param_space=space, tune_config=tune_config, run_config=run_config)
             with _quiet_tune(), watch.noticing_ctrl_c(), watch.display or nullcontext():
                 tuner.fit()
+                # Where a mistake ends the search, other trials may have failed of whose errors nobody has asked. Ray prints
+                # a traceback of each as it forgets them, which it is to do now.
+                del tuner
+                gc.collect()
         if watch.fatal is not None:
             raise ValueError(str(watch.fatal)) from watch.fatal
         if watch.interrupted:
@@ -363,9 +371,8 @@ def _quiet_tune() -> Iterator[None]:
     """Keep Tune as silent as it can be: Watch says a line about each trial, and the recipe names those that failed."""
     # They print the traceback of each failed trial; and a line for each NaN or ∞, as a noise scale may be.
     levels = {logger: logger.level for logger in map(logging.getLogger, ("ray.tune", "tensorboardX"))}
-    # Tune's newer output prints its banner at verbose=0 too; the older one obeys. Tune reads this when the search starts.
-    output = os.environ.get(_OUTPUT_ENGINE)
-    os.environ[_OUTPUT_ENGINE] = "0"
+    before = {name: os.environ.get(name) for name in _QUIET}
+    os.environ.update(_QUIET)
     for logger in levels:
         logger.setLevel(logging.CRITICAL)
     try:
@@ -373,7 +380,8 @@ def _quiet_tune() -> Iterator[None]:
     finally:
         for logger, level in levels.items():
             logger.setLevel(level)
-        if output is None:
-            del os.environ[_OUTPUT_ENGINE]
-        else:
-            os.environ[_OUTPUT_ENGINE] = output
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

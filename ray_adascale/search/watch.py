@@ -16,7 +16,7 @@ from typing import Any
 from ray import cloudpickle, tune
 
 from ..analysis.display import SearchDisplay
-from ..recipe import Repeat
+from ..recipe import Repeat, json_value
 from ..run.base_run import BaseResult
 from ..run.failure import lines_of, was_building
 from .trial import OUTCOME, MissingMetric, PlannedRepeat, describe_config
@@ -147,6 +147,16 @@ class Watch(tune.Callback):
     def __reduce__(self) -> Any:
         # Tune pickles its callbacks for a search to be restored with; what comes back is the watch of that restart.
         return _live_watch, (self.what,)
+
+    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        if self.fatal is not None:
+            return
+        for key, value in trial.config.items():
+            # What a function of the space draws is known only now, and it would be refused after the whole search.
+            try:
+                json_value(key, value)
+            except ValueError as error:
+                self.fatal = error
 
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any

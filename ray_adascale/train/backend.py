@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pyarrow.fs
 import ray.train
@@ -49,6 +50,8 @@ class RayTrainBackend(Backend):
     reports_evaluations = False
     preemption_poll_s = _PREEMPTION_POLL_S
     writes_events = True
+    kept_by: str | None = None
+    """The metric by which Ray decides which checkpoints stay, or None."""
 
     def __init__(self) -> None:
         context = ray.train.get_context()
@@ -124,11 +127,17 @@ class RayTrainBackend(Backend):
             ray.train.report(dict(outcome.metrics))
             return
         try:
-            ray.train.report(dict(outcome.metrics), checkpoint=ray.train.Checkpoint.from_directory(str(folder)))
+            ray.train.report(self._compared(outcome), checkpoint=ray.train.Checkpoint.from_directory(str(folder)))
         except OSError as e:
             raise self._not_stored(e) from e
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _compared(self, outcome: Outcome) -> dict[str, Any]:
+        """The metrics of a checkpoint, with the one by which it is compared with others."""
+        # Before the first evaluation there is none. Ray takes a checkpoint without one for the best where small is good, and
+        # one with NaN for the worst, always.
+        return {**({} if self.kept_by is None else {self.kept_by: math.nan}), **outcome.metrics}
 
     def report_in_background(self, outcome: Outcome, folder: Path) -> None:
         failed: list[Exception] = []
@@ -153,7 +162,7 @@ class RayTrainBackend(Backend):
         self._uploading.set()
         try:
             ray.train.report(
-                dict(outcome.metrics),
+                self._compared(outcome),
                 checkpoint=ray.train.Checkpoint.from_directory(str(folder)),
                 checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
                 delete_local_checkpoint_after_upload=False,

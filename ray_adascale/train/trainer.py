@@ -28,7 +28,7 @@ from ..run.loop import INTERRUPTED, Run
 from ..workload import WorkloadFn
 from .backend import RayTrainBackend
 from .board import News, Teller, make_board, telling
-from .cluster import WORKER_TIMEOUT_S, build_on_worker, is_local, lacking, pickle_by_value, quiet_init
+from .cluster import WORKER_TIMEOUT_S, build_on_worker, is_local, lacking, portable, quiet_init
 from .restarts import RepeatedMistake, Restarts, failure_in_words
 
 __all__ = ["AdaScaleTrainer", "prepare"]
@@ -93,6 +93,7 @@ def _train_workload(job: dict[str, Any]) -> dict[str, Any]:
     """What each worker of an :class:`AdaScaleTrainer` runs; rank 0's return value is the result's."""
     config: AdaScaleConfig = job["config"]
     backend = RayTrainBackend()
+    backend.kept_by = job["kept_by"]
     with contextlib.ExitStack() as stack:
         if backend.rank == 0:
             backend.teller = Teller(job["board"])
@@ -173,11 +174,12 @@ class AdaScaleTrainer(TorchTrainer):
         self._progress = progress
         self._on_start = on_start
         self._job: dict[str, Any] = {
-            "workload": pickle_by_value(workload),
+            "workload": portable(workload),
             "hyperparameters": {**(recipe.hyperparameters if recipe is not None else {}), **(hyperparameters or {})},
             "config": config,
             "recipe": recipe,
             "board": None,
+            "kept_by": getattr(getattr(run_config, "checkpoint_config", None), "checkpoint_score_attribute", None),
         }
         super().__init__(
             _train_workload,

@@ -51,6 +51,17 @@ def test_time_cost_and_where_it_stops_paying() -> None:
     assert [row.steps for row in forecast_recipe(recipe([(0, 1, 0)]), workers=[1, 2, 4, 8]).rows] == [100, 50, 25, 13]
 
 
+def test_times_have_the_spread_of_the_measured_steps() -> None:
+    # 50 steps of 1.25 s; half of the measured ones took 0.8 to 1.6 times the median.
+    rough = Throughput(per_worker_batch_size=8, pass_s=1.0, volume_s=0.5, low=0.8, high=1.6)
+    made = forecast_recipe(recipe([(0, 3, 1)]), workers=[2], config=LINEAR, throughput=rough)
+    (found,) = made.rows
+    assert (found.seconds, found.seconds_low, found.seconds_high) == pytest.approx((62.5, 50, 100))
+    exact = forecast_recipe(recipe([(0, 3, 1)]), workers=[2], config=LINEAR, throughput=MODEL)
+    assert exact.rows[0].seconds_low == exact.rows[0].seconds_high == 62.5
+    assert forecast_recipe(recipe([(0, 3, 1)]), workers=[2]).rows[0].seconds_low is None
+
+
 @pytest.mark.parametrize("workers", [[1], [1, 2, 4, 8], [3, 100]])
 def test_where_it_stops_paying_does_not_depend_on_what_was_asked(workers: list[int]) -> None:
     # Steps of 1 + 0.1·(k−1) seconds: k workers are k/(0.9 + 0.1k) times as fast, and the k-th adds 90/((9 + k)·(8 + k)):

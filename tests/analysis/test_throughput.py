@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from ray_adascale import AdaScaleConfig, Workload
+from ray_adascale.analysis import throughput
 from ray_adascale.analysis.throughput import Measurement, Throughput, measure_throughput
 from ray_adascale.run.trace import Trace
 
@@ -119,6 +121,7 @@ def test_measurement_from_a_trace(tmp_path: Path) -> None:
         Measurement.from_trace(write_trace(tmp_path / "empty.jsonl", []), base_batch_size=8, per_worker_batch_size=16)
 
 
+@pytest.mark.filterwarnings("ignore:The time of a step is known roughly only")  # so short, beside other tests
 def test_measured_throughput(tmp_path: Path) -> None:
     path = write_trace(tmp_path / "trace.jsonl", [{"examples_per_s": 64 / 10}])  # 10 s a step: nothing but waiting
     found = measure_throughput(regression, {}, per_worker_batch_size=16, seconds=0.1, runs=[path], base_batch_size=8)
@@ -128,6 +131,72 @@ def test_measured_throughput(tmp_path: Path) -> None:
         measure_throughput(regression, {}, per_worker_batch_size=16, runs=[path])
     with pytest.raises(ValueError, match="seconds=0"):
         measure_throughput(regression, {}, per_worker_batch_size=16, seconds=0)
+
+
+def test_how_far_the_measured_steps_lie_apart() -> None:
+    # Quartiles 0.4 and 0.6 of a median of 0.5; 0.9 and 0.99 of 0.9. What is known of the runs at k workers says nothing here.
+    first = Measurement(workers=1, accumulation=2, per_worker_batch_size=16, step_s=0.5, low_s=0.4, high_s=0.6)
+    second = Measurement(workers=1, accumulation=4, per_worker_batch_size=16, step_s=0.9, low_s=0.9, high_s=0.99)
+    found = Throughput.fit([first, second, at(2, 2, 0.6)])
+    assert (found.low, found.high) == pytest.approx((0.8, 1.2))
+    assert found.notes[-1] == "Half of the measured steps took 0.80 to 1.20 times their median, and so may these."
+    assert (Throughput.fit([at(1, 2, 0.5)]).low, Throughput.fit([at(1, 2, 0.5)]).high) == (1, 1)
+
+
+@pytest.mark.parametrize(("each", "wide"), [((4, 4, 5, 6, 6), False), ((3, 4, 6, 8, 9), True)])
+def test_steps_of_unequal_times_are_measured_and_warned_of(
+    each: tuple[int, ...], wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that only the loss moves. Three steps to warm up, which count for nothing, and the five that must be."""
+    now = [0.0]
+    monkeypatch.setattr("ray_adascale.analysis.throughput.time.monotonic", lambda: now[0])
+
+    def workload(config: dict[str, Any]) -> Workload:
+        built, steps = regression(config), [0.0]
+
+        def loss_fn(model: Any, batch: Any) -> Any:
+            assert torch.get_num_threads() == 2
+            now[0] += (9, 9, 9, *each)[int(steps[0])]
+            steps[0] += 1 / passes[0]
+            return built_loss(model, batch)
+
+        built_loss, built.loss_fn = built.loss_fn, loss_fn
+        return built
+
+    passes = [2]
+
+    def next_passes(*args: Any) -> Measurement:
+        passes[0] = args[3]
+        return time_alone(*args)
+
+    time_alone = throughput._time_alone
+    monkeypatch.setattr(throughput, "_time_alone", next_passes)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = measure_throughput(workload, {}, per_worker_batch_size=4, seconds=1, threads=2)
+    # The middle of the five is the median, those beside it the quartiles.
+    assert (found.low, found.high) == pytest.approx((each[1] / each[2], each[3] / each[2]))
+    assert found.pass_s == pytest.approx(each[2])
+    assert [str(w.message).partition(":")[0] for w in told] == ["The time of a step is known roughly only"] * wide
+    assert torch.get_num_threads() == 1
+
+
+def test_it_is_measured_with_the_threads_of_a_worker() -> None:
+    seen = []
+
+    def workload(config: dict[str, Any]) -> Workload:
+        seen.append(torch.get_num_threads())
+        raise KeyError("depth")
+
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(KeyError):
+            measure_throughput(workload, {}, per_worker_batch_size=4)
+        assert (seen, torch.get_num_threads()) == ([1], 2)  # and the caller's are back
+    finally:
+        torch.set_num_threads(1)
+    with pytest.raises(ValueError, match="threads=0"):
+        measure_throughput(workload, {}, per_worker_batch_size=4, threads=0)
 
 
 def test_each_pass_of_what_is_timed_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 import re
 import socket
+import subprocess
+import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +19,15 @@ import pytest
 import ray
 import ray.exceptions
 import ray.train
+import torch
 from ray.exceptions import RayActorError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
 
-from ray_adascale import AdaScaleConfig, Recipe
+from ray_adascale import AdaScaleConfig, Recipe, checkpoint
 from ray_adascale._files import write_json
 from ray_adascale.analysis import throughput
 from ray_adascale.cli import main
+from ray_adascale.cli.arguments import in_flags
 from ray_adascale.run.failure import noted
 from ray_adascale.run.metrics import METRICS
 from ray_adascale.search import tune
@@ -144,6 +151,35 @@ def test_tune_takes_the_space_beside_the_workload_and_writes_the_recipe(
     assert called["space"] == {"lr": 0.2}
 
 
+def test_a_recipe_that_could_not_be_written_is_not_searched_for(
+    called: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine_cli_output.py").write_text("param_space = {}\ndef workload(config): ...\n")
+    common = ["tune", f"{tmp_path / 'mine_cli_output.py'}:workload", "--base-batch-size=8", "--total-steps=60", "-o"]
+    assert main.main([*common, str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"ray-adascale: Invalid --output {tmp_path}: Is a directory. Name a")
+    assert main.main([*common, f"{tmp_path}/mine_cli_output.py/recipe.json"]) == 2
+    assert not called
+    assert main.main([*common, str(tmp_path / "new" / "recipe.json")]) == 0
+    assert Recipe.load(tmp_path / "new" / "recipe.json") == FOUND
+
+
+def test_a_disk_that_was_filled_in_the_meantime(
+    called: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine_cli_full.py").write_text("param_space = {}\ndef workload(config): ...\n")
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Recipe, "save", full)
+    command = ["tune", f"{tmp_path / 'mine_cli_full.py'}:workload", "--base-batch-size=8", "--total-steps=60"]
+    assert main.main([*command, "--name=mine", f"--output={tmp_path / 'r.json'}"]) == 1
+    captured = capsys.readouterr()
+    assert "No space left on device; the same command with --name mine writes it anew" in captured.err
+    assert FOUND.fingerprint in captured.out  # what was found is said
+
+
 def test_tune_takes_the_same_words_as_train(called: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "mine_cli_words.py").write_text(
         "param_space = {'lr': 0.1, 'depth': [1, 2]}\ndef workload(config): ...\n"
@@ -168,7 +204,7 @@ def test_tune_refuses_what_is_for_runs_at_scale(
     (tmp_path / "mine_cli_scale.py").write_text("param_space = {'lr': 0.1}\ndef workload(config): ...\n")
     common = ["tune", f"{tmp_path / 'mine_cli_scale.py'}:workload", "--base-batch-size=8", "--total-steps=60"]
     assert main.main([*common, "-c", "rule=linear"]) == 2
-    assert "Invalid AdaScaleConfig(rule='linear') for a search" in capsys.readouterr().err
+    assert "Invalid -c rule=linear for a search: its trials have" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("how", ["option", "environment"])
@@ -229,7 +265,15 @@ def test_ray_that_does_not_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         (["train", WORKLOAD, "--recipe=missing.json"], "missing.json"),
         (["train", WORKLOAD, "--num-workers=many", "--base-batch-size=4", "--total-steps=4"], "num-workers"),
         (["train", WORKLOAD, "depth", "--base-batch-size=4", "--total-steps=4"], "key=value"),
-        (["train", WORKLOAD, "--base-batch-size=0", "--total-steps=4"], "base_batch_size"),
+        (
+            ["train", WORKLOAD, "--base-batch-size=0", "--total-steps=4"],
+            "Invalid --base-batch-size 0. Must be a positive",
+        ),
+        (
+            ["tune", f"{SAMPLES}:row", "--base-batch-size=4", "--total-steps=4", "--param-space=no.py:x"],
+            "Invalid --param-space 'no.py:x': there is no file",
+        ),
+        (["forecast", str(RECIPE_2), "--measure=no.py:x"], "Invalid --measure 'no.py:x': there is no file"),
         (
             ["tune", f"{SAMPLES}:row", "--base-batch-size=4", "--total-steps=4"],
             "No search space beside the workload",
@@ -239,10 +283,16 @@ def test_ray_that_does_not_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         ([*TRAIN, "-c", "num_loader_workers=1.5"], "num_loader_workers=1.5. Must be a whole number"),
         ([*TRAIN, "-c", "grad_clip=high"], "grad_clip='high'. Must be a number or null"),
         ([*TRAIN, "-c", "precision=fp64"], "precision='fp64'. Must be 'fp32', 'bf16', 'fp16'"),
-        ([*TRAIN, "-c", "grad_clip=-1"], "AdaScaleConfig(grad_clip=-1.0)"),
+        ([*TRAIN, "-c", "grad_clip=-1"], "Invalid -c grad_clip=-1.0. Must be a positive number"),
         ([*TRAIN, "-c", "seed=1", "--seed=2"], "seed is given twice"),
         ([*TRAIN, "-c", "seed"], "Must be key=value"),
         ([*TRAIN, "a=1", "a=2"], "Invalid override 'a=2': a is given twice"),
+        ([*TRAIN, "--keep-checkpoints=0"], "Invalid --keep-checkpoints 0. Must be at least 1."),
+        ([*TRAIN, "--keep-best=accuracy:max"], "Invalid --keep-best accuracy:max without --keep-checkpoints N"),
+        (
+            [*TRAIN, "--keep-checkpoints=2", "--keep-best=accuracy"],
+            "Invalid --keep-best 'accuracy'. Must be METRIC:max",
+        ),
         (["resume", "/nowhere/x"], "no ray_adascale.json in /nowhere/x."),
         (["report", "/nowhere/x"], "Invalid run '/nowhere/x': no such file or folder"),
         (["describe", "/nowhere/x"], "Invalid path '/nowhere/x'"),
@@ -302,13 +352,13 @@ def test_every_end_that_leaves_a_checkpoint_says_how_to_go_on(
         (ray.train.WorkerGroupError("all of it", {1: OSError("no disk")}), 1),
     ):
         folder = tmp_path / str(code) / "x"
-        for checkpoint in (False, True):
-            if checkpoint:
+        for saved in (False, True):
+            if saved:
                 (folder / "checkpoint_1").mkdir()
             called["error"] = error
             assert main.main([*TRAIN, "--name=x", f"--storage-path={folder.parent}"]) == code
             said = capsys.readouterr().err
-            assert (f"`ray-adascale resume {folder}` goes on from the last checkpoint.\n" in said) == checkpoint
+            assert (f"`ray-adascale resume {folder}` goes on from the last checkpoint.\n" in said) == saved
             assert ("The run was interrupted." in said) == (code == 130)
 
 
@@ -385,6 +435,76 @@ def test_every_option_is_explained(command: str, capsys: pytest.CaptureFixture[s
     for action in parser.choices[command]._actions:
         assert action.help
         assert action.metavar or action.choices or action.nargs == 0 or len(action.dest) <= 8, action.dest
+
+
+def test_options_may_stand_in_a_file(
+    called: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "options.txt"
+    file.write_text(
+        f"{WORKLOAD} path='my data'\n\n# as it was tuned\n--base-batch-size 4 --total-steps=4  # short\n--seed 3\n"
+    )
+    assert main.main(["train", f"@{file}", "--seed=7", "mail=me@home"]) == 0
+    assert called["hyperparameters"] == {"path": "my data", "mail": "me@home"}
+    assert called["config"] == AdaScaleConfig(base_batch_size=4, total_steps=4, seed=7)  # what comes later holds
+    with pytest.raises(SystemExit) as stopped:
+        main.main(["train", f"@{tmp_path / 'none.txt'}"])
+    assert stopped.value.code == 2
+    assert "No such file or directory" in capsys.readouterr().err
+
+
+COMPLETE = "from ray_adascale.cli.main import main; main()"
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [("ray-adascale fo", ["forecast "]), ("ray-adascale resume x --keep", ["--keep-checkpoints", "--keep-best"])],
+)
+def test_the_shell_completes(line: str, found: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("argcomplete")
+    said = tmp_path / "said"
+    asked = {
+        "_ARGCOMPLETE": "1",
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(said),
+    }
+    done = subprocess.run([sys.executable, "-c", COMPLETE], env=os.environ | asked, timeout=60)
+    assert (done.returncode, said.read_text().split("\013")) == (0, found)
+
+
+LIGHT = """
+import sys
+from ray_adascale.cli.main import _parser
+_parser()
+found = {"torch", "ray", "numpy", "rich"} & set(sys.modules)
+assert not found, found
+"""
+
+
+def test_help_and_completion_load_nothing_heavy() -> None:
+    subprocess.run([sys.executable, "-c", LIGHT], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_bytecode_is_kept_though_not_beside_the_code(own: bool, tmp_path: Path) -> None:
+    (tmp_path / "w_bytecode.py").write_text(WORKLOAD_FILE)
+    asked = {"HOME": str(tmp_path / "home"), "PYTHONDONTWRITEBYTECODE": "1"}
+    code = f"""
+import os, subprocess, sys
+sys.path.insert(0, {str(tmp_path)!r})
+from ray_adascale.cli.main import main
+main(["describe", "/nowhere/x"])
+import w_bytecode
+assert "PYTHONDONTWRITEBYTECODE" not in os.environ
+subprocess.run([sys.executable, "-c", "import sys; assert sys.pycache_prefix and not sys.dont_write_bytecode"], check=True)
+"""
+    kept = {key: value for key, value in os.environ.items() if key != "PYTHONPYCACHEPREFIX"}
+    cache = tmp_path / "mine" if own else tmp_path / "home" / ".cache" / "ray_adascale" / "bytecode"
+    asked |= {"PYTHONPYCACHEPREFIX": str(cache)} if own else {}
+    subprocess.run([sys.executable, "-c", code], env=kept | asked, check=True, timeout=100)
+    assert len(list(cache.rglob("w_bytecode*.pyc"))) == 1
+    assert not (tmp_path / "__pycache__").exists()
 
 
 def test_any_setting_can_be_given(called: dict[str, Any]) -> None:
@@ -483,6 +603,21 @@ def test_forecast_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     assert seen["runs"] == [tmp_path / "run" / "trace.jsonl"]
 
 
+def test_a_warning_is_a_line(called: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Trainer:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            warnings.warn("The LR is high.", stacklevel=2)
+
+        def fit(self) -> Any:
+            return Result
+
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patched:
+        warnings.simplefilter("always")
+        patched.setattr(trainer, "AdaScaleTrainer", Trainer)
+        assert main.main([*TRAIN, "--name=x"]) == 0
+    assert capsys.readouterr().err == "ray-adascale: warning: The LR is high.\n"
+
+
 def test_report_and_describe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_rows(tmp_path / "run" / "trace.jsonl", [row(1), row(2)])
     page = tmp_path / "page.html"
@@ -503,6 +638,119 @@ def test_report_and_describe(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "EDITED" in capsys.readouterr().out
     assert main.main(["describe", str(tmp_path / "run")]) == 0
     assert "2 for 4.0 effective ones, mean gain 2.00 at scale 4 on 2 workers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("Invalid AdaScaleConfig(base_batch_size=9): too large", "Invalid --base-batch-size 9: too large"),
+        ("AdaScaleConfig(base_batch_size=...) is needed: it", "--base-batch-size is needed: it"),
+        ("accept them with AdaScaleConfig(accept_changes=True).", "accept them with --accept-changes."),
+        (
+            "AdaScaleConfig(total_steps=...) or (total_epochs=...) is needed",
+            "--total-steps or (--total-epochs) is needed",
+        ),
+        ("Leave AdaScaleConfig(total_epochs) out", "Leave --total-epochs out"),
+        (
+            "AdaScaleConfig takes total_steps or total_epochs, not both.",
+            "Give --total-steps or --total-epochs, not both.",
+        ),
+        ("AdaScaleConfig(sharding='fsdp2', precision='fp16')", "--sharding fsdp2 --precision fp16"),
+        ("AdaScaleConfig(grad_clip=None), or", "-c grad_clip=null, or"),
+        ("AdaScaleConfig(checkpoint_every_s=-1)", "--checkpoint-every -1"),
+        ("Invalid ScalingConfig(num_workers=0). Must", "Invalid --num-workers 0. Must"),
+        ("ScalingConfig(resources_per_worker=...)", "ScalingConfig(resources_per_worker=...)"),  # which has no option
+        (
+            "Raise per_worker_batch_size, accumulation or num_workers, so",
+            "Raise --per-worker-batch-size, accumulation or --num-workers, so",
+        ),
+        ("more than per_worker_batch_size=64.", "more than --per-worker-batch-size 64."),
+        (
+            "KeyError: 'total_steps'; base_batch_sizes, my.num_workers",
+            "KeyError: 'total_steps'; base_batch_sizes, my.num_workers",
+        ),
+        (
+            "Invalid --config seed=2: evaluate_every is given twice.",
+            "Invalid --config seed=2: evaluate_every is given twice.",
+        ),
+        ("It failed: no such thing.. Look... at it..", "It failed: no such thing. Look... at it."),
+    ],
+)
+def test_errors_are_said_in_the_words_of_the_command_line(text: str, said: str) -> None:
+    assert in_flags(text, main._parser().parse_args(TRAIN)) == said
+
+
+def test_what_a_workload_says_keeps_its_names() -> None:
+    args, text = main._parser().parse_args(TRAIN), "num_workers=3 in AdaScaleConfig(accept_changes=True)"
+    assert in_flags(text, args, names=False) == "num_workers=3 in --accept-changes"
+
+
+def test_changes_are_accepted_once(called: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stored: dict[str, Any] = {}
+    monkeypatch.setattr(main, "write_json", lambda path, value: stored.update(value))
+    monkeypatch.setattr(main, "read_json", lambda path: dict(stored) if path.endswith("ray_adascale.json") else None)
+    assert main.main([*TRAIN, "--name=x", f"--storage-path={tmp_path}"]) == 0
+    for again, accepted in (
+        ([*TRAIN, "--name=x", "--accept-changes"], True),
+        (["resume", "x"], False),
+        (["resume", "x", "--accept-changes"], True),
+        (["resume", "x"], False),
+        ([*TRAIN, "--name=x", "--accept-changes", "-c", "accept_changes=true"], True),
+        (["resume", "x", "--accept-changes"], True),
+    ):
+        assert main.main([*again, f"--storage-path={tmp_path}"]) == 0
+        assert called["config"].accept_changes == accepted
+
+
+@pytest.mark.parametrize("length", ["--total-steps=20", "--total-epochs=2"])
+def test_a_run_at_its_end_is_not_resumed(
+    called: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    length: str,
+) -> None:
+    """T is 20: two epochs of 10 steps at the base batch."""
+    stored: dict[str, Any] = {}
+    monkeypatch.setattr(main, "write_json", lambda path, value: stored.update(value))
+    read = main.read_json
+    monkeypatch.setattr(
+        main, "read_json", lambda path: dict(stored) if path.endswith("ray_adascale.json") else read(path)
+    )
+    train = ["train", WORKLOAD, "--base-batch-size=4", "--name=x", f"--storage-path={tmp_path}"]
+    assert main.main([*train, length]) == 0
+
+    def save(name: str, tau: float, stopped: str | None) -> Path:
+        state = {
+            "stopped": stopped,
+            "iterations": 7,
+            "effective_steps": tau,
+            "total_steps": 20,
+            "base_steps_per_epoch": 10.0,
+        }
+        checkpoint.save(tmp_path / "x" / name, {"w": torch.zeros(2)}, state)
+        return tmp_path / "x" / name
+
+    def resumed() -> bool:
+        called.clear()
+        assert main.main(["resume", "x", f"--storage-path={tmp_path}"]) == 0
+        return bool(called)
+
+    assert resumed()
+    save("checkpoint_1", 10.0, None)
+    assert resumed()
+    last = save("checkpoint_2", 20.5, "total_steps reached")
+    capsys.readouterr()
+    assert not resumed()
+    said = "Run 'x' has ended: total_steps reached, 7 optimizer steps for 20 effective ones of 20. Another run needs another"
+    assert capsys.readouterr().out == f"{said} --name.\nCheckpoint: {last}\n"
+    (last / "state.json").write_text("{}")  # damaged: the run goes on from the one before
+    assert resumed()
+    save("checkpoint_3", 20.5, "total_steps reached")
+    (tmp_path / "x" / "checkpoint_4").mkdir()  # never completed
+    assert not resumed()
+    assert main.main([*train, "--total-steps=40"]) == 0  # started anew, to be longer
+    assert resumed()
 
 
 def test_what_cannot_be_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -538,6 +786,34 @@ def test_a_workload_that_fails_as_it_is_measured(capsys: pytest.CaptureFixture[s
     spec = f"{tmp_path / 'mine_cli_fails.py'}:workload"
     assert main.main(["forecast", str(RECIPE_2), f"--measure={spec}"]) == 1
     assert capsys.readouterr().err == f"ray-adascale: Measuring {spec} failed. KeyError: 'depth'\n"
+
+
+def test_which_checkpoints_stay(
+    called: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored: dict[str, Any] = {}
+    monkeypatch.setattr(main, "write_json", lambda path, value: stored.update(value))
+    monkeypatch.setattr(main, "read_json", lambda path: dict(stored))
+    where = f"--storage-path={tmp_path}"
+    for given, kept in (
+        ([], ray.train.CheckpointConfig()),  # all
+        (["--keep-checkpoints=3"], ray.train.CheckpointConfig(num_to_keep=3)),
+        (
+            ["--keep-checkpoints=2", "--keep-best=accuracy:max"],
+            ray.train.CheckpointConfig(2, checkpoint_score_attribute="accuracy", checkpoint_score_order="max"),
+        ),
+    ):
+        assert main.main([*TRAIN, "--name=x", where, *given]) == 0
+        assert called["run_config"].checkpoint_config == kept
+        called.clear()
+        assert main.main(["resume", "x", where]) == 0
+        assert called["run_config"].checkpoint_config == kept
+    assert main.main(["resume", "x", where, "--keep-best=loss:min"]) == 0
+    assert called["run_config"].checkpoint_config.checkpoint_score_order == "min"
+    assert capsys.readouterr().err == ""
+    monkeypatch.setitem(Result.metrics, "error", float("nan"))  # as a worker reports what nothing has measured
+    assert main.main(["resume", "x", where, "--keep-best=error:min"]) == 0
+    assert "warning: --keep-best error:min: the last checkpoint has no such metric" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

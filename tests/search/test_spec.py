@@ -7,10 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from ray import tune
 from ray.train import ScalingConfig
 from ray.tune.schedulers import HyperBandScheduler
+from torch import nn
 
 from ray_adascale import AdaScaleConfig, tune_recipe
 from ray_adascale.search.spec import SearchSpec, _describe_space
@@ -52,6 +54,28 @@ def test_trials_are_counted_with_the_grid() -> None:
     assert spec(param_space=space, num_samples=1).num_trials == 6
     assert spec(param_space=space, num_samples=3).num_trials == 18
     assert spec(num_samples=3).num_trials == 3
+
+
+@pytest.mark.parametrize(
+    ("space", "told"),
+    [
+        ({"act": tune.choice(["a", nn.ReLU])}, r"param_space\['act'\]=<class '\S+ReLU'>: type is no JSON value"),
+        ({"act": tune.grid_search([nn.GELU()])}, r"param_space\['act'\]=GELU.*: GELU is no JSON value"),
+        ({"net": {"act": nn.ReLU}}, r"param_space\['net'\]\['act'\]=.*name it by a string, and look it up"),
+        ({"net": [tune.choice([{"at": Path("x")}])]}, r"param_space\['net'\]\['at'\]=PosixPath"),
+        ({"clip": tune.choice([1.0, float("inf")])}, r"param_space\['clip'\]=inf"),
+    ],
+)
+def test_what_a_recipe_could_not_keep_is_refused_before_anything_runs(space: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        spec(param_space=space)
+
+
+def test_all_that_a_recipe_can_keep_may_be_searched() -> None:
+    values = [1, 0.5, "a", True, None, np.float64(0.5), np.int64(3), (1, 2), {"a": [1]}]
+    space = {"a": tune.choice(values), "b": {"c": tune.grid_search(values)}, "d": tune.loguniform(1e-4, 1)}
+    # What a function draws is not known before it does.
+    spec(param_space={**space, "e": tune.sample_from(lambda _: nn.ReLU), "f": tune.randint(0, 3)})
 
 
 def test_what_waits_for_workers_reserves_nothing_that_they_need() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import math
 import re
 import signal
@@ -172,11 +173,10 @@ FILE = """
 import torch
 from torch import nn
 from ray_adascale import Workload
+from a_neighbour_of_mine import TARGET
 
 def loss_fn(model, x):
     return (model(x) - TARGET).square().mean()
-
-TARGET = 1.0
 
 def workload(config):
     model = nn.Linear(2, 1)
@@ -209,7 +209,9 @@ class ListSearcher(Searcher):
 def test_asha_stops_what_lags_with_any_searcher_and_a_workload_from_a_file(
     ray_session: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Ray runs already, so its workers have never heard of this folder: the function travels with its code.
+    # Ray runs already, so its workers have never heard of this folder: the function travels with its code, and the folder's
+    # name for what it imports from there.
+    (tmp_path / "a_neighbour_of_mine.py").write_text("TARGET = 1.0\n")
     (tmp_path / "a_workload_of_mine.py").write_text(FILE)
     searcher = ListSearcher([0.1, 1e-5, 1e-4])
     recipe = tune_recipe(
@@ -278,8 +280,10 @@ def test_paused_trial_resumes_where_it_was(ray_session: Path) -> None:
 
 @pytest.mark.ray
 def test_metric_that_is_not_measured_ends_the_search_at_once(
-    ray_session: Path, capsys: pytest.CaptureFixture[str]
+    ray_session: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(logging.getLogger("ray._private.worker"), "error", said.append)
     with pytest.raises(ValueError, match=r"metric='accuracy': evaluate returned 'error'\. Name one"):
         tune_recipe(
             linear,
@@ -287,10 +291,29 @@ def test_metric_that_is_not_measured_ends_the_search_at_once(
             base_batch_size=B0,
             total_steps=T,
             num_samples=100,
-            max_concurrent_trials=1,
+            max_concurrent_trials=2,
             storage_path=ray_session,
         )
     assert "trial" not in capsys.readouterr().err  # none has ended before, and nothing is said of those that never ran
+    assert said == []  # nor is there a traceback of the one that failed beside the first
+
+
+@pytest.mark.ray
+def test_a_value_that_no_recipe_can_keep_ends_the_search_at_its_first_trial(ray_session: Path) -> None:
+    """What a function draws is known only then; and the workload would take any config."""
+    with pytest.raises(
+        ValueError, match=r"Invalid act=<class '\S+ReLU'>: type is no JSON value\. .* name it by a string"
+    ):
+        tune_recipe(
+            linear,
+            {"lr": 0.01, "act": tune.sample_from(lambda _: nn.ReLU)},
+            base_batch_size=B0,
+            total_steps=T,
+            num_samples=100,
+            max_concurrent_trials=1,
+            storage_path=ray_session,
+            verbose=0,
+        )
 
 
 @pytest.mark.ray

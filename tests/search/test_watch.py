@@ -155,6 +155,14 @@ def test_a_mistake_waits_for_the_trials_that_began_with_it(monkeypatch: pytest.M
     assert watch_failures(monkeypatch, [("x", 0.1, "a")], {"lr": 0.1, "kind": "a", "path": "data"}).fatal is not None
 
 
+def test_a_value_that_no_recipe_can_keep_ends_the_search_as_its_trial_begins() -> None:
+    watch = Watch(2, verbose=False)
+    watch.on_trial_start(1, [], SimpleNamespace(config={"lr": 0.1, "act": "relu"}))
+    assert watch.fatal is None
+    watch.on_trial_start(2, [], SimpleNamespace(config={"lr": 0.1, "act": abs}))
+    assert "Invalid act=<built-in function abs>" in str(watch.fatal)
+
+
 def watch_failures(
     monkeypatch: pytest.MonkeyPatch,
     what: Sequence[tuple[str | None, float, str]],

@@ -7,6 +7,7 @@ import pickle
 import random
 import subprocess
 import sys
+import tempfile
 import types
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import ray
 import torch
 from ray import cloudpickle
 
-from ray_adascale.train.cluster import build_on_worker, is_local, lacking, pickle_by_value, quiet_init
+from ray_adascale.train.cluster import build_on_worker, is_local, lacking, pickle_by_value, portable, quiet_init
 from ray_adascale.workload import Workload, resolve
 
 from ..samples_of import regression
@@ -71,6 +72,54 @@ def test_a_cached_function_of_the_file_goes_to_the_workers_too(write: Any, tmp_p
     )
     ran = subprocess.run([sys.executable, "-c", worker], input=sent, capture_output=True, cwd=tmp_path, check=True)
     assert ran.stdout.split() == [b"2.0", b"7"]
+
+
+NEIGHBOURS = {
+    "w_project/w_mine.py": """
+import w_layers
+from w_parts.heads import WIDTH
+def workload(config):
+    from w_parts.late import late  # loaded nowhere before
+    return w_layers.RATE * WIDTH + late()
+""",
+    "w_project/w_layers.py": "import threading\nLOCK = threading.Lock()\nRATE = 0.5\n",  # which no pickle could hold
+    "w_project/w_parts/__init__.py": "",
+    "w_project/w_parts/heads.py": "WIDTH = 4\n",
+    "w_project/w_parts/late.py": "def late(): return 0\n",
+    "w_project/w_data.py": "raise AssertionError('nobody asked for it')\n",
+}
+
+
+@pytest.mark.parametrize("node", ["the same", "another", "another, with older files"])
+def test_a_file_imports_its_neighbours_on_the_workers_too(write: Any, tmp_path: Path, node: str) -> None:
+    paths = {name: write(name, text) for name, text in NEIGHBOURS.items()}
+    if node != "the same":  # which has only what was loaded here, as its files are not there to be looked for
+        paths["w_project/w_mine.py"].write_text(
+            NEIGHBOURS["w_project/w_mine.py"].replace("from w_parts.late", "def late(): return 0 #")
+        )
+    function = portable(resolve(f"{paths['w_project/w_mine.py']}:workload"))
+    try:
+        sent = cloudpickle.dumps({"workload": function})
+    finally:
+        cloudpickle.unregister_pickle_by_value(sys.modules[function.__module__])
+    if node == "another":
+        (tmp_path / "w_project").rename(tmp_path / "gone")
+    elif node != "the same":
+        paths["w_project/w_layers.py"].write_text("RATE = 7\n")
+    # A trial sends it on to workers of its own.
+    worker = "import sys; from ray import cloudpickle as c; f = c.load(sys.stdin.buffer)['workload'];{}"
+    first, then = worker.format("sys.stdout.buffer.write(c.dumps({'workload': f}))"), worker.format("print(f({}))")
+    ran = functools.partial(subprocess.run, capture_output=True, cwd="/", check=True)
+    if node == "another":
+        sent = ran([sys.executable, "-c", first], input=sent).stdout
+    assert float(ran([sys.executable, "-c", then], input=sent).stdout) == 2.0
+    assert not list(Path(tempfile.gettempdir()).glob("ray_adascale-neighbours-*"))  # nothing stays
+
+
+def test_the_function_itself_stays_what_it_is() -> None:
+    sent = portable(regression)
+    assert sent.__qualname__ == "regression"
+    assert isinstance(sent({}), Workload)
 
 
 def test_cached_functions_that_can_be_imported_are_pickled_by_name() -> None:

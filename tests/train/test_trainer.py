@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,17 @@ import pytest
 import ray.train
 import torch
 import torch.nn.functional as F
-from ray.train import RunConfig, ScalingConfig
+from ray.train import CheckpointConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, AdaScaleTrainer, LocalBackend, Recipe, Run, Workload, load_weights, prepare
+from ray_adascale.checkpoint import load_state
 from ray_adascale.data.order import epoch_order
 from ray_adascale.run.metrics import METRICS
 from ray_adascale.run.trace import read_trace
+from ray_adascale.workload import resolve
 
 pytestmark = [
     pytest.mark.ray,
@@ -235,6 +238,72 @@ def _damage_the_newest(run: Path) -> int:
 
 def bad_workload(config: dict[str, Any]) -> Workload:
     return workload({**config, "unit": None})
+
+
+NEIGHBOUR = """
+import torch
+def net(): return torch.nn.Linear(6, 2)
+"""
+
+FILE = """
+import torch
+import torch.nn.functional as F
+import w_neighbour
+from ray_adascale import Workload
+def workload(config):
+    model = w_neighbour.net()
+    return Workload(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        train_dataset=torch.ones(16, 6),
+        loss_fn=lambda model, x: model(x).square().mean(),
+    )
+"""
+
+
+def test_a_file_imports_its_neighbour_on_every_worker(
+    ray_session: Path, write: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write("project/w_neighbour.py", NEIGHBOUR)
+    file = write("project/w_file.py", FILE)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    result = AdaScaleTrainer(
+        resolve(f"{file}:workload"),
+        config=AdaScaleConfig(base_batch_size=4, total_steps=4),
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(name="neighbours", storage_path=str(ray_session)),
+        progress=False,
+    ).fit()
+    assert (result.metrics["world_size"], result.return_value["stopped"]) == (2, "total_steps reached")
+
+
+def rising(config: dict[str, Any]) -> Workload:
+    """Its error is 2 at the first evaluation, and 3 and 4 at the next; there is time for checkpoints between them."""
+    errors = iter([2.0, 3.0, 4.0])
+    return replace(
+        workload({"lr": 0.1, "pause_s": 0.05}), evaluate=lambda model: {"error": next(errors)}, metric="error"
+    )
+
+
+def test_of_the_checkpoints_the_best_stay_and_the_newest(ray_session: Path) -> None:
+    """Where small is good Ray would take those from before the first evaluation, which have no error, for the best."""
+    result = AdaScaleTrainer(
+        rising,
+        config=AdaScaleConfig(
+            base_batch_size=4, total_steps=60, scheduler_unit="step", evaluate_every=20.0, checkpoint_every_s=0.2
+        ),
+        run_config=RunConfig(
+            name="best",
+            storage_path=str(ray_session),
+            checkpoint_config=CheckpointConfig(1, checkpoint_score_attribute="error", checkpoint_score_order="min"),
+        ),
+        progress=False,
+    ).fit()
+    states = [load_state(file.parent) for file in sorted((ray_session / "best").glob("*/manifest.json"))]
+    assert [state["recorded"] for state in states] == [{"error": 2.0}, {"error": 4.0}]
+    assert states[1]["effective_steps"] == result.metrics["effective_steps"] == 60
+    assert 20 <= states[0]["effective_steps"] < 40
 
 
 def test_mistakes_in_what_is_built_and_a_nan_loss_end_the_run_with_the_reason(ray_session: Path) -> None:
