@@ -1,0 +1,159 @@
+"""Runs the commands of docs/session.md and writes what they say, or, with ``--check``, whether they still say it.
+
+A worker is killed and Ctrl-C is pressed on the way, as the page shows. It takes some minutes, and a Ray of its own for each command::
+
+    python docs/make_session.py
+    python docs/make_session.py --check
+
+Numbers differ from run to run, so ``--check`` compares the lines without them, and lines that come now and then (progress,
+checkpoints) by whether there are any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+PAGE = Path(__file__).parent / "session.md"
+ROOT = Path(__file__).parents[1]
+
+WORKLOAD = "digits.py:workload"
+RUN = (
+    "train digits.py:workload --recipe recipe.json --num-workers 2 --name big --storage-path runs --checkpoint-every 1"
+)
+
+
+def _kill_a_worker(process: subprocess.Popen[str]) -> str:
+    """SIGKILL to one of the workers of the command."""
+    listed = subprocess.run(["ps", "-o", "pid=,args=", "-s", str(process.pid)], capture_output=True, text=True).stdout
+    workers = [line.split()[0] for line in listed.splitlines() if "RayTrainWorker" in line]
+    os.kill(int(workers[-1]), signal.SIGKILL)
+    return f"(in another terminal: kill -9 {workers[-1]})"
+
+
+def _press_ctrl_c(process: subprocess.Popen[str]) -> str:
+    os.kill(process.pid, signal.SIGINT)
+    return "^C"
+
+
+Act = tuple[re.Pattern[str], Callable[[subprocess.Popen[str]], str]]
+STEPS: list[tuple[str, str, list[Act], int]] = [
+    # What the page says before it, the command, what is done once a line says so, and the exit code.
+    (
+        "Search at the base batch. Four trials, and the best again with another seed.",
+        f"tune {WORKLOAD} --base-batch-size 8 --total-steps 3000 --num-samples 4 --repeats 1",
+        [],
+        0,
+    ),
+    ("What would more workers cost?", "forecast recipe.json --workers 1,2,4,8", [], 0),
+    (
+        "The run at scale. A worker is killed on the way, and then somebody presses Ctrl-C.",
+        f"{RUN} --max-failures 1",
+        [
+            (re.compile("Checkpoint of"), _kill_a_worker),
+            (re.compile("Resumed from"), lambda process: ""),
+            (re.compile("Checkpoint of"), _press_ctrl_c),
+        ],
+        130,
+    ),
+    ("It goes on from there.", "resume runs/big", [], 0),
+    ("What is it?", "describe runs/big", [], 0),
+    ("And did the schedule hold?", "report runs/big --recipe recipe.json", [], 0),
+    ("A command that can't work says so, and what to do.", f"{RUN} --base-batch-size 4", [], 2),
+    ("More workers than there are CPUs here.", f"train {WORKLOAD} --recipe recipe.json --num-workers 500", [], 2),
+]
+
+
+def run(command: str, acts: list[Act], folder: Path) -> tuple[list[str], int]:
+    """The lines that the command writes, in the order in which they come, and its exit code."""
+    words = [sys.executable, "-u", "-m", "ray_adascale.cli", *shlex.split(command)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"}
+    process = subprocess.Popen(
+        words,
+        cwd=folder,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # so that signals reach nobody else
+    )
+    timer = threading.Timer(300, process.kill)
+    timer.start()
+    lines, left = [], list(acts)
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line.rstrip().replace(f"{folder}/", ""))
+        if left and left[0][0].search(line):
+            said = left.pop(0)[1](process)
+            if said:
+                lines.append(said)
+    timer.cancel()
+    return [line for line in lines if not _rays(line)], process.wait()
+
+
+def _rays(line: str) -> bool:
+    """Whether a line is of Ray's own processes and not of ours."""
+    return "(raylet)" in line or line.startswith(("[20", "***", "    @", "PC:"))
+
+
+def page(folder: Path) -> str:
+    """The whole page, from commands that are run in that folder."""
+    (folder / "digits.py").write_text((ROOT / "examples" / "digits.py").read_text())
+    parts = [
+        "# A session, from the first command to the last\n",
+        "What a terminal shows (here as it is written to a file: on a terminal one live line at the bottom takes the place "
+        "of the lines with τ), made by `python docs/make_session.py` on "
+        f"{time.strftime('%Y-%m-%d')}, on two shared cores. "
+        "The workload is [examples/digits.py](../examples/digits.py).\n",
+    ]
+    for before, command, acts, code in STEPS:
+        lines, found = run(command, acts, folder)
+        if found != code:
+            raise SystemExit(f"`ray-adascale {command}` exits with {found}, not {code}:\n" + "\n".join(lines))
+        shown = [f"$ ray-adascale {command}", *lines, *([f"(exit code {code})"] if code else [])]
+        parts.append("\n".join([f"{before}\n", "```text", *shown, "```\n"]))
+    return "\n".join(parts)
+
+
+def kinds(text: str) -> list[str]:
+    """The lines of a page without their numbers; those that come more or less often, once."""
+    out: list[str] = []
+    for line in text.splitlines():
+        kind = re.sub(r"\d[\d.,:]*", "0", line)
+        kind = re.sub(r"checkpoint_\S+", "checkpoint_0", kind)
+        kind = re.sub(r"\S+ +(left|examples/s)|e-0|\? left|[│┃╇━┏┓└┘┴─┼├┤ ]+", " ", kind).strip()
+        often = kind.startswith(
+            ("big: τ", "big: Checkpoint of", "big: UserWarning", "big: Still starting", "trial 0", "repeat 0")
+        )
+        if not often:
+            out.append(kind)
+    return out
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare with the page that is there")
+    check = parser.parse_args().check
+    with tempfile.TemporaryDirectory() as folder:
+        made = page(Path(folder).resolve())
+    if not check:
+        PAGE.write_text(made)
+        return 0
+    there, now = kinds(PAGE.read_text()), kinds(made)
+    different = [line for line in now if line not in there] + [line for line in there if line not in now]
+    print("\n".join(different) or "The page says what the commands say.")
+    return 1 if different else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
