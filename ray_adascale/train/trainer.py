@@ -74,7 +74,7 @@ def _train_workload(job: dict[str, Any]) -> dict[str, Any]:
     config: AdaScaleConfig = job["config"]
     backend = RayTrainBackend()
     backend.board = job["board"]
-    workload = build_on_worker(job["workload"], job["hyperparameters"], config.seed, backend.rank)
+    workload = build_on_worker(job["workload"], job["hyperparameters"], config, backend.rank, job["recipe"])
     run = Run.of(workload, config, recipe=job["recipe"], backend=backend)
     for batch in run:
         run.backward(workload.loss_fn(run.model, batch))
