@@ -78,7 +78,13 @@ TORCHS_FLOORS: list[list[Room]] = [
     ],
     [Room("measure", "where squared norms are taken", "observers ddp fsdp2 probe")],
     [Room("", "how noisy a gradient is: the mathematics, pure functions", "gain")],
-    [Room("", "what several rooms need of torch's corners and of files; the version", "_torch _files _version")],
+    [
+        Room(
+            "",
+            "what several rooms need of torch's corners, of files and of warnings; the version",
+            "_torch _files _warn _version",
+        )
+    ],
 ]
 FLOORS = RAYS_FLOORS + TORCHS_FLOORS
 

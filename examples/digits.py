@@ -55,7 +55,7 @@ def splits() -> tuple[TensorDataset, TensorDataset, TensorDataset]:
 
 
 def workload(config: dict[str, Any]) -> Workload:
-    """A small convolutional net with momentum SGD and a cosine schedule over the base run's 1,800 steps."""
+    """A small convolutional net with momentum SGD and a cosine schedule over the base run's steps."""
     model = nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.ReLU(),
@@ -67,7 +67,8 @@ def workload(config: dict[str, Any]) -> Workload:
         nn.Linear(128, 10),
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=config["momentum"])
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1800)
+    # T comes by itself, from --total-steps or the recipe.
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=config.get("total_steps", 1800))
     train, search, test = splits()
     # The search scores on a split of its own, so that the final table's is unseen.
     x, y = (test if config.get("split") == "test" else search).tensors

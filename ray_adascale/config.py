@@ -307,6 +307,8 @@ class AdaScaleConfig:
             raise ValueError("AdaScaleConfig(total_steps=...) or (total_epochs=...) is needed: the base run's length.")
         if base_steps_per_epoch is None:
             raise ValueError(
-                f"AdaScaleConfig(total_epochs={self.total_epochs}) needs a dataset of known length. Give total_steps."
+                f"AdaScaleConfig(total_epochs={self.total_epochs}) needs a dataset of known length, and this one "
+                "can't say it. Give AdaScaleConfig(dataset_length=...), its examples in an epoch over all workers; or "
+                "total_steps instead."
             )
         return max(1, math.floor(self.total_epochs * base_steps_per_epoch + 1e-9))

@@ -7,12 +7,13 @@ data and the schedule cannot drift apart between them.
 from __future__ import annotations
 
 import copy
+import difflib
 import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypeAlias
@@ -22,8 +23,150 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .config import AdaScaleConfig
+from .recipe import Recipe
 
-__all__ = ["Workload", "WorkloadFn", "build", "resolve", "with_unit"]
+__all__ = [
+    "ConfigReads",
+    "Workload",
+    "WorkloadFn",
+    "build",
+    "handed_settings",
+    "resolve",
+    "torchs_own_hint",
+    "unread_warning",
+    "with_unit",
+]
+
+HANDED = ("base_batch_size", "total_steps")
+"""The fields of ``AdaScaleConfig`` that a workload's function may ask its config for."""
+
+
+class ConfigReads:
+    """What a workload's function has read of its config, up to now: it may keep the config, and read later.
+
+    Args:
+        given: The keys that it was given.
+    """
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self._given = tuple(given)
+        self._asked: dict[
+            Any, None
+        ] = {}  # in the order in which they were first asked for, whether they were there or not
+        self._all = False
+
+    def key(self, key: Any) -> None:
+        """It has asked for this key."""
+        self._asked[key] = None
+
+    def everything(self) -> None:
+        """It has taken all there is, as ``Settings(**config)`` does, and nobody can tell what for."""
+        self._all = True
+
+    @property
+    def unread(self) -> dict[str, str | None]:
+        """The keys that it was given and has not asked for; each with the nearest name that it has asked for, if one is near."""
+        if self._all:
+            return {}
+        asked = [key for key in self._asked if isinstance(key, str)]
+        near = {key: difflib.get_close_matches(str(key), asked, n=1) for key in self._given if key not in self._asked}
+        return {key: found[0] if found else None for key, found in near.items()}
+
+
+def unread_warning(unread: Mapping[str, str | None]) -> str:
+    """A sentence about hyperparameters that nobody reads, see :attr:`ConfigReads.unread`."""
+    names = ", ".join(repr(key) + (f" (is {near!r} meant?)" if near else "") for key, near in unread.items())
+    them = "it" if len(unread) == 1 else "them"
+    return f"The workload has not read {names} of its config, so that changes nothing. Correct the name, or leave {them} out."
+
+
+class _Config(dict[str, Any]):
+    """The config that a workload's function gets: a dict that notes what is read of it, and knows T and B0 if asked for them.
+
+    These two are not among its keys, so that ``Settings(**config)`` gets what was given and no more.
+    """
+
+    def __init__(self, given: Mapping[str, Any], known: Mapping[str, Any], reads: ConfigReads) -> None:
+        super().__init__(given)
+        self._known = {key: value for key, value in known.items() if key not in given}
+        self._reads = reads
+
+    def __getitem__(self, key: str) -> Any:
+        self._reads.key(key)
+        return super().__getitem__(key)
+
+    def __missing__(self, key: str) -> Any:
+        return self._known[key]
+
+    def __contains__(self, key: object) -> bool:
+        self._reads.key(key)
+        return super().__contains__(key) or key in self._known
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._reads.key(key)
+        return super().get(key, self._known.get(key, default))
+
+    def pop(self, key: str, *default: Any) -> Any:
+        self._reads.key(key)
+        if not super().__contains__(key) and key in self._known:
+            return self._known.pop(key)
+        return super().pop(key, *default)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        self._reads.key(key)
+        return super().setdefault(key, self._known.get(key, default))
+
+    def __delitem__(self, key: str) -> None:
+        self._reads.key(key)
+        super().__delitem__(key)
+
+    # Whatever goes through all of it ends in one of these: ** and dict() in keys(), json in items().
+
+    def __iter__(self) -> Iterator[str]:
+        self._reads.everything()
+        return super().__iter__()
+
+    def keys(self) -> KeysView[str]:  # type: ignore[override]
+        self._reads.everything()
+        return super().keys()
+
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+        self._reads.everything()
+        return super().values()
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        self._reads.everything()
+        return super().items()
+
+    def popitem(self) -> tuple[str, Any]:
+        self._reads.everything()
+        return super().popitem()
+
+    def __or__(self, other: Any) -> Any:
+        self._reads.everything()
+        return super().__or__(other)
+
+    def __ror__(self, other: Any) -> Any:
+        self._reads.everything()
+        return super().__ror__(other)
+
+    # A copy of it is read as it is.
+
+    def copy(self) -> _Config:
+        return self._like(dict.items(self))
+
+    def __copy__(self) -> _Config:
+        return self.copy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Config:
+        return self._like((key, copy.deepcopy(value, memo)) for key, value in dict.items(self))
+
+    def _like(self, pairs: Any) -> _Config:
+        return _Config(dict(pairs), self._known, self._reads)
+
+    def __reduce__(self) -> Any:  # in another process nobody looks: there it is a plain dict, with T and B0
+        self._reads.everything()
+        return dict, ({**self._known, **dict(dict.items(self))},)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -44,6 +187,8 @@ class Workload:
         collate_fn: Makes a batch of a list of examples, as in ``torch.utils.data.DataLoader``; torch's by default.
         extra_state: What else belongs into checkpoints, by name, such as an average of the weights; see
             :class:`ray_adascale.Run`.
+        config_reads: What the function has read of its config; whoever calls the function sets it, so that a run can warn of
+            hyperparameters that nobody reads.
 
     Raises:
         ValueError: A field that can't work, naming it and what to do.
@@ -60,6 +205,7 @@ class Workload:
     mode: Literal["min", "max"] = "min"
     collate_fn: Callable[[list[Any]], Any] | None = None
     extra_state: Mapping[str, Any] | None = None
+    config_reads: ConfigReads | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -114,7 +260,7 @@ class Workload:
         if not isinstance(self.scheduler, LRScheduler):
             raise ValueError(
                 f"Invalid scheduler: {_kind(self.scheduler)}. Must be a torch.optim.lr_scheduler.LRScheduler; combine "
-                "several with SequentialLR or ChainedScheduler."
+                f"several with SequentialLR or ChainedScheduler.{torchs_own_hint(self.scheduler)}"
             )
         if self.scheduler.optimizer is not self.optimizer:
             raise ValueError(
@@ -126,6 +272,17 @@ class Workload:
                 "after every optimizer step, 'epoch' if once an epoch. The scheduler doesn't tell, and a wrong guess "
                 "is silently wrong: the learning rate would fall hundreds of times too fast or too slowly."
             )
+
+
+def torchs_own_hint(scheduler: object) -> str:
+    """What to do about a scheduler that is none of torch's kind, as a further sentence; empty where nothing is known of it."""
+    if type(scheduler).__module__.partition(".")[0] != "timm":
+        return ""
+    return (
+        " timm's schedulers are stepped with a number that the loop counts, so τ can't drive them. Use torch's own: a warm-up "
+        "and a cosine are SequentialLR(optimizer, [LinearLR(optimizer, start_factor, total_iters=w), "
+        "CosineAnnealingLR(optimizer, T_max=T - w)], milestones=[w])."
+    )
 
 
 WorkloadFn: TypeAlias = Callable[[dict[str, Any]], Workload]
@@ -146,17 +303,45 @@ def with_unit(config: AdaScaleConfig, workload: Workload) -> AdaScaleConfig:
     return replace(config, scheduler_unit=unit, early_stop=stop)
 
 
-def build(workload_fn: WorkloadFn, config: dict[str, Any]) -> Workload:
-    """``workload_fn(config)``, checked. The function gets a copy of the config, and may change it.
+def handed_settings(settings: AdaScaleConfig | None, recipe: Recipe | None = None) -> dict[str, int]:
+    """What a workload's function is told beside its hyperparameters: T (``total_steps``) and B0 (``base_batch_size``).
+
+    As far as they are known: with ``total_epochs`` T is not. With a recipe, what its search has told the function, so that
+    the function builds the same schedule again.
+    """
+    names = HANDED if recipe is None else [name for name in HANDED if name in recipe.search.get("handed", [])]
+    return {name: value for name in names if (value := getattr(settings, name, None)) is not None}
+
+
+def build(
+    workload_fn: WorkloadFn,
+    hyperparameters: Mapping[str, Any],
+    settings: AdaScaleConfig | None = None,
+    recipe: Recipe | None = None,
+) -> Workload:
+    """``workload_fn(config)``, checked. The function gets a copy of the hyperparameters as its config, and may change it.
+
+    Where the hyperparameters don't say otherwise, ``config["total_steps"]`` and ``config["base_batch_size"]`` are T and B0, see
+    :func:`handed_settings`: a schedule need not be told its length a second time. They are no hyperparameters: they are not
+    among the config's keys, and nobody has to read them.
+
+    Args:
+        workload_fn: What builds the workload.
+        hyperparameters: What it is given.
+        settings: Of the run that the workload is for.
+        recipe: Of that run, if there is one.
 
     Raises:
         TypeError: It returned something other than a :class:`Workload`.
     """
-    workload = workload_fn(copy.deepcopy(config))
+    reads = ConfigReads(hyperparameters)
+    known = handed_settings(settings, recipe)
+    workload = workload_fn(_Config(copy.deepcopy(dict(hyperparameters)), known, reads))
     if not isinstance(workload, Workload):
         name = getattr(workload_fn, "__qualname__", repr(workload_fn))
         hint = " Is a return statement missing?" if workload is None else ""
         raise TypeError(f"{name} returned {_kind(workload)}. Must return a ray_adascale.Workload.{hint}")
+    workload.config_reads = reads
     return workload
 
 

@@ -19,7 +19,7 @@ from ray_adascale.run.trace import Trace
 
 
 def regression(config: dict[str, Any]) -> Workload:
-    """A linear regression of 512 examples with noise of variance 4; its scheduler counts 400 steps."""
+    """A linear regression of 512 examples with noise of variance 4; its scheduler counts T steps, of 400 if not said."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(512, 10, generator=generator)
     y = x @ torch.linspace(-1, 1, 10).unsqueeze(1) + 2 * torch.randn(512, 1, generator=generator)
@@ -35,7 +35,7 @@ def regression(config: dict[str, Any]) -> Workload:
     return Workload(
         model=model,
         optimizer=optimizer,
-        scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 400),
+        scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.get("total_steps", 400)),
         scheduler_unit="step",
         train_dataset=TensorDataset(x, y),
         loss_fn=loss_fn,

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import copy
+import json
 import pickle
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ChainedScheduler, ReduceLROnPlateau, StepLR
 from torch.utils.data import IterableDataset
 
-from ray_adascale.workload import Workload, build, resolve
+from ray_adascale import AdaScaleConfig
+from ray_adascale.workload import Workload, build, resolve, unread_warning
+
+from .samples_of import recipe
 
 
 def mse(model: nn.Module, batch: Any) -> Tensor:
@@ -72,6 +78,12 @@ def test_some_parameters_may_stay_out_of_the_optimizer_and_schedulers_may_be_cha
     Workload(**pieces | {"optimizer": optimizer, "scheduler": ChainedScheduler([StepLR(optimizer, 2)])})
 
 
+def test_a_scheduler_of_timms_is_refused_with_what_to_use() -> None:
+    timms = type("CosineLRScheduler", (), {"__module__": "timm.scheduler.cosine_lr"})()
+    with pytest.raises(ValueError, match=r"torch's own: .*SequentialLR\(optimizer, \[LinearLR.*CosineAnnealingLR"):
+        Workload(**parts(scheduler=timms))
+
+
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -119,6 +131,104 @@ def test_build_gives_the_function_a_copy_of_the_config() -> None:
 
     assert isinstance(build(greedy, config), Workload)
     assert config == {"layers": [1]}
+
+
+SETTINGS = AdaScaleConfig(base_batch_size=16, total_steps=3000)
+
+
+def given(read: Callable[[dict[str, Any]], object], **hyperparameters: Any) -> tuple[Any, Workload]:
+    """What ``read`` makes of the config of a workload's function, and the workload."""
+    found: list[Any] = []
+
+    def function(config: dict[str, Any]) -> Workload:
+        found.append(read(config))
+        return Workload(**parts())
+
+    built = build(function, hyperparameters, SETTINGS)
+    return found[0], built
+
+
+@pytest.mark.parametrize(
+    ("read", "found"),
+    [
+        (lambda c: (c["total_steps"], c["base_batch_size"]), (3000, 16)),
+        (lambda c: (c.get("total_steps", 600), c.get("lr"), c.get("none", 5), c.get("no")), (3000, 0.1, 5, None)),
+        (lambda c: (c.pop("total_steps", 600), c.pop("total_steps", 600)), (3000, 600)),
+        (lambda c: (c.setdefault("total_steps", 600), c["total_steps"]), (3000, 3000)),
+        (lambda c: "total_steps" in c, True),
+        (lambda c: (c.copy()["total_steps"], copy.deepcopy(c)["total_steps"], pickle.loads(pickle.dumps(c))), (3000, 3000, {
+            "lr": 0.1, "base_batch_size": 16, "total_steps": 3000})),
+    ],
+)  # fmt: skip
+def test_a_function_may_ask_for_t_and_the_base_batch(read: Callable[[Any], Any], found: Any) -> None:
+    assert given(read, lr=0.1)[0] == found
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda c: (lambda **all: all)(**c),
+        lambda c: {**c},
+        dict,
+        lambda c: json.loads(json.dumps(c)),
+        lambda c: dict(c.items()),
+        lambda c: {key: c[key] for key in c},
+        lambda c: {} | c,
+    ],
+)
+def test_whoever_takes_all_of_the_config_gets_what_was_given_and_has_read_it(read: Callable[[Any], Any]) -> None:
+    """Or Settings(**config) would fail at a name that it doesn't know."""
+    everything, built = given(read, lr=0.1, momentum=0.9)
+    assert everything == {"lr": 0.1, "momentum": 0.9}
+    assert built.config_reads is not None
+    assert built.config_reads.unread == {}
+
+
+def test_what_is_given_comes_before_what_the_settings_say_and_t_may_be_unknown() -> None:
+    asked = ("total_steps", "base_batch_size")
+    assert given(lambda c: [c[key] for key in asked], total_steps=600)[0] == [600, 16]
+    built: list[Any] = []
+
+    def function(config: dict[str, Any]) -> Workload:
+        built.append([config.get(key, "unknown") for key in asked])
+        return Workload(**parts())
+
+    build(function, {}, AdaScaleConfig(base_batch_size=4, total_epochs=2.5))
+    build(function, {})
+    # A recipe's schedule was built with what its search has told the function: of an earlier version nothing.
+    build(function, {}, SETTINGS, recipe([]))
+    build(function, {}, SETTINGS, recipe([], search={"handed": ["base_batch_size"]}))
+    assert built == [["unknown", 4], ["unknown", "unknown"], ["unknown", "unknown"], ["unknown", 16]]
+
+
+def test_the_config_is_a_dict() -> None:
+    def read(config: dict[str, Any]) -> object:
+        assert isinstance(config, dict)
+        assert config == {"lr": 0.1, "net": {"width": 3}}
+        assert (len(config), repr(config)) == (2, "{'lr': 0.1, 'net': {'width': 3}}")
+        config["seen"] = True
+        del config["lr"]
+        with pytest.raises(KeyError, match="lr"):
+            config["lr"]
+        return config.pop("net")["width"]
+
+    assert given(read, lr=0.1, net={"width": 3})[0] == 3
+
+
+def test_keys_that_nobody_reads_are_named_with_the_nearest_that_somebody_asked_for() -> None:
+    def read(config: dict[str, Any]) -> Callable[[], Any]:
+        config["learning"] = 1  # its own
+        config.get("split", "train"), config.pop("momentum"), "total_steps" in config
+        return lambda: config["late"]
+
+    late, built = given(read, splitt="test", momentum=0.9, zzz=1, late=2)
+    reads = built.config_reads
+    assert reads is not None
+    assert reads.unread == {"splitt": "split", "zzz": None, "late": None}
+    late()
+    assert reads.unread == {"splitt": "split", "zzz": None}
+    assert "'splitt' (is 'split' meant?), 'zzz'" in unread_warning(reads.unread)
+    assert replace(built, metric="loss").config_reads is reads
 
 
 def test_build_says_what_came_back() -> None:

@@ -96,9 +96,9 @@ def _describe_run(path: Path) -> str:
         lines.append(f"  {name:<12} {values[values == values][-1]:.4g}")
     lines += [f"  τ = {tau:<8,.0f} {what}" for tau, what in run.events]
     if path.is_dir():
-        found = sorted(path.glob("checkpoint_*"))
-        whole = [folder.name for folder in found if checkpoint.is_complete(folder)]
-        lines.append(f"  checkpoints  {len(found)}, newest whole one {whole[-1] if whole else 'none'}")
+        found = checkpoint.in_run(path)
+        whole = next((folder.name for folder in reversed(found) if checkpoint.is_complete(folder)), "none")
+        lines.append(f"  checkpoints  {len(found)}, newest whole one {whole}")
     return "\n".join(lines)
 
 

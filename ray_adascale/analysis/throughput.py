@@ -220,7 +220,7 @@ def measure_throughput(
         workload: A function from a config to a :class:`ray_adascale.Workload`.
         hyperparameters: What it is called with, a recipe's.
         per_worker_batch_size: m, examples a pass.
-        config: Precision and the like.
+        config: Precision and the like; T and B0, where the workload asks its config for them.
         runs: Traces of runs at k workers with the same ``per_worker_batch_size``, for the synchronisation.
         base_batch_size: B0 of those runs.
         seconds: How long to measure.
@@ -274,7 +274,8 @@ def _time_alone(
 ) -> Measurement:
     """The median time of a step of so many passes on one worker."""
     seed_everything(config.seed)
-    built = build(workload, dict(hyperparameters))
+    built = build(workload, hyperparameters, config)
+    built.config_reads = None  # what is measured here is a recipe's, and was looked at when that was made
     settings = AdaScaleConfig(
         base_batch_size=per_worker_batch_size,
         total_steps=1_000_000_000,

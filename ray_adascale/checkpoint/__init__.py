@@ -19,7 +19,6 @@ import os
 import shutil
 import threading
 import traceback
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from torch import Tensor
 
 from .._files import room_in_words
 from .._torch import global_rank
+from .._warn import warn_at_user
 from .files import (
     MANIFEST,
     STATE,
@@ -58,6 +58,7 @@ __all__ = [
     "TensorShard",
     "begin_save",
     "delete",
+    "in_run",
     "is_complete",
     "is_sealed",
     "latest_valid",
@@ -73,7 +74,7 @@ WEIGHTS_PREFIX = "model/"
 """Keys of the model's own state dict start with this, so that ``load_weights`` can tell them from the rest."""
 
 StrPath = str | os.PathLike[str]
-_Path = TypeVar("_Path", bound=StrPath)
+_Candidate = TypeVar("_Candidate")
 _Local = TypeVar("_Local")
 _Answer = TypeVar("_Answer")
 
@@ -363,19 +364,58 @@ def delete(directory: StrPath) -> None:
     shutil.rmtree(directory)
 
 
-def latest_valid(directories: Sequence[_Path]) -> _Path | None:
-    """Finds the last of the folders, given oldest first, that verifies; None if none does.
+def in_run(directory: StrPath) -> list[Path]:
+    """The checkpoints in a run's folder, a LocalBackend's or Ray Train's, oldest first: by the optimizer step that each holds.
+
+    Of one that can't say its step, the place is that of its name. Files are none, whatever they are called.
+    """
+    found: list[tuple[int, Path]] = []
+    for path in sorted(Path(directory).glob("checkpoint_*")):
+        if path.is_dir():
+            try:
+                step = int(load_state(path)["iterations"])
+            except (CheckpointError, LookupError, TypeError, ValueError):
+                step = max((step for step, _ in found), default=-1)
+            found.append((step, path))
+    return [path for _, path in sorted(found, key=lambda item: item[0])]
+
+
+def latest_valid(
+    candidates: Sequence[_Candidate],
+    *,
+    fetch: Callable[[_Candidate], StrPath] | None = None,
+    called: Callable[[_Candidate], str] = str,
+) -> _Candidate | None:
+    """Finds the last of the checkpoints, given oldest first, that verifies; None if none does.
 
     A later one that does not verify is skipped with a RuntimeWarning that says why.
+
+    Args:
+        candidates: Folders, or whatever ``fetch`` makes folders of.
+        fetch: Where a candidate's files lie; is called when its turn comes. Default: it is the folder itself.
+        called: What the warning calls it.
     """
-    for directory in reversed(directories):
+    for candidate in reversed(candidates):
         try:
-            verify(directory)
-        except CheckpointError as e:
-            warnings.warn(f"Skipped the checkpoint {directory}: {e}", RuntimeWarning, stacklevel=2)
+            verify(cast(StrPath, candidate) if fetch is None else fetch(candidate))
+        except (CheckpointError, OSError) as e:
+            warn_at_user(f"Skipped the checkpoint {called(candidate)}: {e}", RuntimeWarning)
         else:
-            return directory
+            return candidate
     return None
+
+
+def _chosen(directory: StrPath) -> Path:
+    """The folder itself; of a run's folder, its newest checkpoint that verifies."""
+    path = Path(directory)
+    inside = [] if is_sealed(path) else in_run(path)
+    if not inside:
+        verify(path)
+        return path
+    newest = latest_valid(inside)
+    if newest is None:
+        raise CheckpointError(f"None of the {len(inside)} checkpoints in {path} can be used; the warnings say why.")
+    return newest
 
 
 def load_state(directory: StrPath) -> dict[str, Any]:
@@ -450,10 +490,14 @@ def load(directory: StrPath, into: Mapping[str, Tensor | TensorShard]) -> None:
 def load_weights(directory: StrPath) -> dict[str, Tensor]:
     """Reads the model's plain state dict, on the CPU, for ``model.load_state_dict``. Needs no process group; verifies first.
 
+    Args:
+        directory: A checkpoint's folder; or a run's, whose newest usable checkpoint it is then (with a RuntimeWarning for
+            each newer one that is incomplete or damaged).
+
     Raises:
         CheckpointError: The checkpoint is incomplete or damaged, or holds no model.
     """
-    verify(directory)
+    directory = _chosen(directory)
     into = {
         key: torch.empty(info.shape, dtype=info.dtype)
         for key, info in tensor_index(directory).items()

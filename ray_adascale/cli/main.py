@@ -11,6 +11,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -417,7 +418,7 @@ def _measure(args: argparse.Namespace, recipe: Recipe, config: AdaScaleConfig) -
             workload,
             recipe.hyperparameters,
             per_worker_batch_size=config.per_worker_batch_size or recipe.base_batch_size,
-            config=config,
+            config=config.with_recipe(replace(recipe, settings=None)),
             runs=runs,
             base_batch_size=recipe.base_batch_size,
         )

@@ -250,6 +250,8 @@ class HookObserver(GradientObserver):
         local: Take the norm of each gradient sample. False where only the end of the pass matters.
         precondition: Maps (parameter, gradient) to what the norm is taken of.
         early: Tell the listener of the sample before the reduction has come to its end, which hides what it sends.
+        wanted: Is asked once, when the first pass begins, whether there is anything to watch; where not, the hooks go before
+            they have done anything. Default: there is.
     """
 
     def __init__(
@@ -260,7 +262,9 @@ class HookObserver(GradientObserver):
         local: bool = True,
         precondition: Callable[[Tensor, Tensor], Tensor] | None = None,
         early: bool = True,
+        wanted: Callable[[], bool] | None = None,
     ) -> None:
+        self._wanted = wanted
         self._listener = weakref.ref(listener)
         self._local = local
         self._early = early
@@ -310,8 +314,8 @@ class HookObserver(GradientObserver):
             observer = ref()
             if observer is None:
                 return
-            if not observer._pass_runs():
-                observer._start_pass()
+            if not observer._pass_runs() and not observer._start_pass():
+                return
             if seen == observer._passes:
                 raise RuntimeError(_REENTRANT)  # of a parameter in two checkpointed parts
             seen = observer._passes
@@ -323,12 +327,22 @@ class HookObserver(GradientObserver):
         end = self._end_of_pass
         return end is not None and end() is not None
 
-    def _start_pass(self) -> None:
+    def _start_pass(self) -> bool:
+        """Begin a pass; False where nobody wants to know of it."""
+        if self._wanted is not None:
+            if in_compiled_autograd():
+                return False  # which is refused only where something is measured
+            with self._starting:
+                if self._wanted is not None and not self._wanted():
+                    self.detach()
+                    return False
+                self._wanted = None
         refuse_compiled()
         _refuse_nested()
         with self._starting:
             if not self._pass_runs():  # another thread's hook may have been quicker
                 self._begin_pass()
+        return True
 
     def _begin_pass(self) -> None:
         self._passes += 1

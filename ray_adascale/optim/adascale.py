@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, cast
@@ -19,6 +20,7 @@ from torch.optim import LBFGS, Optimizer
 
 from .. import gain as gain_math
 from .._torch import is_dtensor, uncompiled
+from .._warn import warn_at_user
 from ..gain import Average
 from ..sharding.oss import OSS
 from .averages import Averages, Known
@@ -41,6 +43,9 @@ class AdaScale(Optimizer):
     it, and stop when it reaches the number of steps that the schedule was made for.
 
     Collective: the last backward pass of a step ends with one small all-reduce over ``process_group``.
+
+    It may be built before ``init_process_group``: unless ``world_size`` or ``process_group`` is given, the workers there are
+    at its first backward pass are those that share the batch, and S, n and θ are as if they had been there from the start.
 
     A step costs the host one wait for the device, in which it reads r. None with a fused optimizer (``SGD``, ``Adam`` or
     ``AdamW`` with ``fused=True``, also in OSS; parameters on one device; AdaScale's own rule): the LR then reaches it as a
@@ -133,11 +138,14 @@ class AdaScale(Optimizer):
 
         if process_group is None and isinstance(optimizer, OSS):
             process_group = optimizer.group
+        initialized = dist.is_available() and dist.is_initialized()
+        # Nobody has said who shares the batch, and there is no group to ask: one may come up before the first pass.
+        self._workers_open = world_size is None and process_group is None and not initialized
         if world_size is None:
-            world_size = dist.get_world_size(process_group) if dist.is_available() and dist.is_initialized() else 1
+            world_size = dist.get_world_size(process_group) if initialized else 1
         if world_size < 1:
             raise ValueError(f"Invalid {world_size=}. Must be at least 1.")
-        if world_size > 1 and dist.is_available() and dist.is_initialized():
+        if world_size > 1 and initialized:
             workers = dist.get_world_size(process_group)
             if workers != world_size:
                 raise ValueError(
@@ -172,6 +180,8 @@ class AdaScale(Optimizer):
         self._pending: tuple[HostCopy, Sample] | None = None
         self._last = LastStep()
         self._warned_single_sample = False
+        self._scale_follows = False
+        self._theta_passes: int | None = None
         self._effective_steps = 0.0
         self._steps = 0
         self._previous_gain = 1.0
@@ -185,7 +195,56 @@ class AdaScale(Optimizer):
                 raise ValueError(f"Give scale, or both of {base_batch_size=} and {batch_size=}.")
             scale = batch_size / base_batch_size
         self._base_batch_size = base_batch_size
-        self.set_scale(float(self.num_samples if scale is None else scale))
+        self.set_scale(float(self._sampler.num_samples if scale is None else scale))
+        self._scale_follows = scale is None
+        self._watch_for_workers()
+
+    # ---- workers that come after this was built -------------------------------------------------------------------
+
+    def _watch_for_workers(self) -> None:
+        if self._workers_open:
+            meet = weakref.WeakMethod(self._meet_workers)  # or the optimizer would wait for the garbage collector
+            self._sampler.before_first_pass = lambda: meet()()  # type: ignore[misc]
+            self._sampler.attach()
+
+    def _meet_workers(self) -> None:
+        """Take the workers of a process group that has come up since this was built, as if it had been there then.
+
+        Raises:
+            RuntimeError: It is too late for that.
+        """
+        if not self._workers_open or not dist.is_initialized():
+            return
+        workers = dist.get_world_size()
+        if workers > 1:
+            self._refuse_latecomers(workers)
+            self._sampler.world_size = workers
+            if self._scale_follows:
+                self._sampler.scale *= workers
+            if self._theta_passes is not None:
+                self._averages.smoothing = gain_math.count_decay(workers * self._theta_passes)
+            self._averages.follow_sampler()
+            if self._sampler.observer is None:  # a pass was made before the group came up
+                self._sampler.attach()
+        self._workers_open = False
+
+    def _meet_before_first_step(self) -> None:
+        """The same, where it is not too late; else the next step will say so."""
+        if self._workers_open and not self._steps and not isinstance(self._optimizer, OSS):
+            self._meet_workers()
+
+    def _refuse_latecomers(self, workers: int) -> None:
+        why = None
+        if self._steps:
+            why = f"{self._steps} optimizer step{'s were' if self._steps > 1 else ' was'} taken (or loaded) as if alone"
+        elif isinstance(self._optimizer, OSS):
+            why = "its OSS was built before, and so shards nothing"
+        if why is not None:
+            raise RuntimeError(
+                f"A process group of {workers} workers has come up since AdaScale was built, and {why}. Call "
+                "init_process_group() first, and then build AdaScale (and load its state); or give AdaScale(..., "
+                "world_size=1) where this process trains by itself."
+            )
 
     @property
     def wrapped(self) -> Optimizer:
@@ -307,6 +366,10 @@ class AdaScale(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._settle()
+        if self._workers_open:
+            self._meet_workers()
+            if not self._steps:
+                self._warn_of_single_sample(stepping=True)
         sample = self._sampler.finish()
         averages = self._with(sample)
         inner = self._optimizer.optim if isinstance(self._optimizer, OSS) else self._optimizer
@@ -319,6 +382,8 @@ class AdaScale(Optimizer):
         else:
             self._step_on_host(sample, averages)
         self._sampler.begin_step()
+        if self._workers_open:
+            self._sampler.after_first_step()
         return loss
 
     def _step_on_host(self, sample: Sample, averages: Average) -> None:
@@ -348,6 +413,7 @@ class AdaScale(Optimizer):
             RuntimeError: Called after fewer or more backward passes than ``num_gradients_to_accumulate``.
         """
         self._settle()
+        self._meet_workers()
         sample = self._sampler.finish()
         last, _ = sample.unpack(sample.outcome().tolist())
         self._leave_out(last)
@@ -445,6 +511,7 @@ class AdaScale(Optimizer):
         """
         self._require_boundary("load_state_dict")
         self._settle()
+        self._meet_before_first_step()
         groups = state_dict["param_groups"]
         inner = {key: value for key, value in state_dict.items() if key != "adascale"}
         inner["param_groups"] = [{k: v for k, v in group.items() if k != "adascale"} for group in groups]
@@ -468,6 +535,7 @@ class AdaScale(Optimizer):
         """Loads what :meth:`statistics_state` returned."""
         self._averages.check(state)
         self._settle()
+        self._meet_before_first_step()
         self._averages.load(state)
         self._effective_steps = float(state["effective_steps"])
         self._previous_gain = float(state["previous_gain"])
@@ -484,6 +552,7 @@ class AdaScale(Optimizer):
         super().__setstate__({})
         self._sampler.begin_step()
         self._sampler.attach()
+        self._watch_for_workers()
 
     # ---- what FairScale's AdaScale has ---------------------------------------------------------------------------
 
@@ -505,16 +574,19 @@ class AdaScale(Optimizer):
     @property
     def scale(self) -> float:
         """S, global batch size / base batch size."""
+        self._meet_before_first_step()
         return self._sampler.scale
 
     @property
     def smoothing(self) -> float:
         """θ of the moving average over steps."""
+        self._meet_before_first_step()
         return self._averages.theta()
 
     @property
     def num_samples(self) -> int:
         """n, gradient samples in one optimizer step: workers × accumulation passes."""
+        self._meet_before_first_step()
         return self._sampler.num_samples
 
     @property
@@ -594,20 +666,25 @@ class AdaScale(Optimizer):
             raise ValueError(f"Invalid {scale=}. Must be a positive number: global batch size / base batch size.")
         self._require_boundary("set_scale")
         self._settle()
-        self._sampler.scale = float(scale)
+        self._meet_before_first_step()
+        self._sampler.scale, self._scale_follows = float(scale), False
         self._sampler.previous = None  # gradients of batches of different size have different noise
         self._sampler.attach()
         self._warn_of_single_sample()
 
-    def _warn_of_single_sample(self) -> None:
-        if self.num_samples == 1 and self.scale > 1 and not self._warned_single_sample:
-            self._warned_single_sample = True
-            warnings.warn(
-                f"One gradient sample a step at scale {self.scale:g}: its variance is estimated from consecutive steps, which "
-                "overstates the gain. Use two or more accumulation passes (AdaptiveDataParallel: all but the last under "
-                "no_sync()).",
-                stacklevel=3,
-            )
+    def _warn_of_single_sample(self, *, stepping: bool = False) -> None:
+        sampler = self._sampler
+        if sampler.num_samples > 1 or sampler.scale <= 1 or self._warned_single_sample:
+            return
+        if self._workers_open and not self._steps and not stepping:
+            return  # there may yet be several
+        self._warned_single_sample = True
+        alone = ", as there is one process (init_process_group() was not called) with one pass"
+        warn_at_user(
+            f"One gradient sample a step at scale {sampler.scale:g}{alone if self._workers_open else ''}: its variance is "
+            "estimated from consecutive steps, which overstates the gain. Use two or more accumulation passes "
+            "(AdaptiveDataParallel: all but the last under no_sync())."
+        )
 
     def set_num_gradients_to_accumulate(self, num_gradients_to_accumulate: int, update_smoothing: bool = True) -> None:
         """Change the backward passes per step. Between n = 1 and n > 1 the estimator changes: the averages restart."""
@@ -615,9 +692,11 @@ class AdaScale(Optimizer):
             raise ValueError(f"Invalid {num_gradients_to_accumulate=}. Must be at least 1.")
         self._require_boundary("set_num_gradients_to_accumulate")
         self._settle()
+        self._meet_before_first_step()
         self._sampler.accumulation, self._sampler.open_ended = num_gradients_to_accumulate, None
         if update_smoothing:
-            self._averages.smoothing = gain_math.count_decay(self.num_samples)
+            self._theta_passes = num_gradients_to_accumulate
+            self._averages.smoothing = gain_math.count_decay(self._sampler.num_samples)
         self._averages.follow_sampler()
         self._sampler.previous = None
         self._sampler.attach()

@@ -166,6 +166,8 @@ class GradientSampler:
             under way, and ``scale`` that of the last complete one.
         weights: w of this worker's gradient sample in each pass; None: all 1/n.
         rider: Returns 1-D numbers that are summed over workers in the same all-reduce; it is called once in each step.
+        before_first_pass: Is called when the first backward pass begins, if ``world_size`` may not be known before, and sets it
+            and ``scale``; None where it is known.
         observer: Takes the norms; None where there is nothing to measure.
         previous: g_{t−1} of the differenced estimator.
         passes: Backward passes so far in this step.
@@ -197,6 +199,7 @@ class GradientSampler:
         self.open_ended: OpenEnded | None = None
         self.weights: Sequence[float] | None = None
         self.rider: Callable[[], Tensor] | None = None
+        self.before_first_pass: Callable[[], None] | None = None
         self.observer: GradientObserver | None = None
         self.previous: KeptGradient | None = None
         self._unhooked = False
@@ -204,7 +207,8 @@ class GradientSampler:
 
     def __getstate__(self) -> dict[str, Any]:
         # Hooks and process groups belong to this process. Whoever unpickles it calls attach().
-        return {**self.__dict__, "observer": None, "_process_group": None, "_model": None, "rider": None}
+        own = {"observer": None, "_process_group": None, "_model": None, "rider": None, "before_first_pass": None}
+        return {**self.__dict__, **own}
 
     @property
     def num_samples(self) -> int:
@@ -256,7 +260,7 @@ class GradientSampler:
                 "The optimizer's parameters are DTensors. Give AdaScale(..., model=model), the model that fully_shard was "
                 "applied to: gradient samples are measured on its unsharded parameters."
             )
-        if self._measures_samples or self.scale != 1:
+        if self._measures_samples or self.scale != 1 or self.before_first_pass is not None:
             groups = [group["params"] for group in self._optimizer.param_groups]
             self.observer = self._fsdp2_observer(groups) if sharded else self._observer_of(groups)
 
@@ -267,6 +271,10 @@ class GradientSampler:
 
     def _observer_of(self, groups: Sequence[Sequence[Tensor]]) -> GradientObserver:
         local, one_pass = self._measures_samples, self.accumulation == 1 and self.open_ended is None
+        if self.before_first_pass is not None:
+            # Where one worker alone had nothing to measure, the observer asks before it does anything else.
+            wanted = None if local or self.scale != 1 else self._ask_for_workers
+            return HookObserver(groups, self, precondition=self._precondition, wanted=wanted)
         if self._sharded_gradients:
             self._refuse_precondition("whole gradients on every worker", "or train with DistributedDataParallel")
             oss = cast(OSS, self._optimizer)
@@ -279,6 +287,20 @@ class GradientSampler:
                 return buckets
         early = reduces_in_one_round(model)
         return HookObserver(groups, self, local=local, precondition=self._precondition, early=early)
+
+    def _ask_for_workers(self) -> bool:
+        """The first pass begins: learn how many workers there are, and whether there is anything to measure."""
+        ask, self.before_first_pass = self.before_first_pass, None
+        if ask is not None:
+            ask()
+        if not self._measures_samples and self.scale == 1:
+            self.observer = None
+        return self.observer is not None
+
+    def after_first_step(self) -> None:
+        """Measure from here on only what is needed: before the first pass nobody knew. At a step boundary."""
+        if self.before_first_pass is None and self.observer is not None and not self._measures_samples:
+            self.attach()
 
     def _fsdp2_observer(self, groups: Sequence[Sequence[Tensor]]) -> GradientObserver:
         self._refuse_precondition(
@@ -332,6 +354,8 @@ class GradientSampler:
     @torch.no_grad()
     def on_begin(self, observer: GradientObserver) -> None:
         """The observer's word that a backward pass begins."""
+        if self.before_first_pass is not None:
+            self._ask_for_workers()
         if self.sample is not None:
             # Gradients were cleared since, or this pass adds to those of a complete step.
             grads = (_local(p.grad.detach()) for p in self.params if p.grad is not None)

@@ -8,7 +8,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig
 from ..measure.probe import probe_noise
 from ..recipe import SETTINGS, NoiseProbe, Recipe, Repeat
-from ..workload import Workload, WorkloadFn, build
+from ..workload import Workload, WorkloadFn, build, handed_settings
 from .backend import Backend
 from .loop import Run
 from .schedule import BaseSchedule
@@ -39,6 +39,8 @@ class BaseResult:
         score: The metric's value at the end.
         schedule: The one that the run had.
         noise: The probes of the run.
+        advice: What the run had to warn of, in words; nobody sees the warnings of a trial.
+        unread: The hyperparameters that the workload has not read to the end, as ``ConfigReads.unread`` has them.
     """
 
     metric: str
@@ -46,6 +48,8 @@ class BaseResult:
     score: float
     schedule: BaseSchedule
     noise: list[NoiseProbe]
+    advice: list[str] = field(default_factory=list)
+    unread: dict[str, str | None] = field(default_factory=dict)
 
     @property
     def objective(self) -> float:
@@ -99,7 +103,7 @@ def record_recipe(
         raise ValueError(f"Invalid {probe_every=}. Must be an integer of at least 1.")
     base = base_config(config, base_batch_size, total_steps, total_epochs, seed)
     seed_everything(seed)
-    built = build(workload, dict(hyperparameters))
+    built = build(workload, hyperparameters, base)
     run = Run.of(built, base, backend=backend)
     noise: list[NoiseProbe] = []
     losses: list[Tensor] = []
@@ -160,7 +164,7 @@ def freeze(
         lr_curve=schedule.lr_curve,
         noise=outcome.noise,
         seed=config.seed,
-        search=search,
+        search={**search, "handed": list(handed_settings(config))},
         workload=workload_name(workload),
         versions={
             "ray_adascale": __version__,

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..checkpoint.optimizer import parameter_names
 from ..config import AdaScaleConfig, BatchPlan
@@ -19,9 +20,9 @@ from ..optim.rules import AdaScaleRule, make_rule, metric_of
 from ..recipe import Recipe
 from ..sharding.oss import OSS, has_state
 from ..sharding.sharded_ddp import ShardedDataParallel
-from .schedule import BaseSchedule, curve_difference
+from .schedule import BaseSchedule, curve_difference, other_length
 
-__all__ = ["Wrapped", "check_built", "check_recipe", "check_rule", "wrap"]
+__all__ = ["Wrapped", "check_built", "check_recipe", "check_rule", "check_schedule", "wrap"]
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,18 @@ def check_recipe(recipe: Recipe, schedule: BaseSchedule) -> None:
             f"The learning-rate curve is not the recipe's: {difference}. Build optimizer and scheduler from the "
             "hyperparameters that the function is given, as in the search; or search anew."
         )
+
+
+def check_schedule(scheduler: LRScheduler | None, schedule: BaseSchedule) -> list[str]:
+    """What one may doubt of a schedule that can be followed all the same; a sentence each, and usually none."""
+    found = [other_length(scheduler, schedule)]
+    per_epoch, base = schedule.base_steps_per_epoch, schedule.base_batch_size
+    if per_epoch is not None and per_epoch < 1:
+        found.append(
+            f"The base batch of {base} is larger than the dataset of {per_epoch * base:.0f} examples: a step takes some of "
+            "them twice, and the noise of the batch is less than its size says. Lower base_batch_size."
+        )
+    return [sentence for sentence in found if sentence is not None]
 
 
 def check_rule(config: AdaScaleConfig, curve: list[list[float]]) -> None:

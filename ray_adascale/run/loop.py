@@ -20,15 +20,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from .._warn import warn_at_user
 from ..config import AdaScaleConfig
 from ..data import make_source, to_device
 from ..data.order import ExampleOrder
 from ..data.source import BatchSource, MicroBatch
 from ..recipe import Recipe
 from ..sharding.sharded_ddp import ShardedDataParallel
-from ..workload import Workload, with_unit
+from ..workload import ConfigReads, Workload, unread_warning, with_unit
 from .backend import Backend, LocalBackend, Outcome
-from .build import check_built, check_recipe, check_rule, wrap
+from .build import check_built, check_recipe, check_rule, check_schedule, wrap
 from .due import Clocks, Due
 from .metrics import METRICS, ProgressLine, plain_numbers, step_metrics, too_large_for_the_noise
 from .saver import Boundary, Content, Saver, log_checkpoint
@@ -151,6 +152,11 @@ class Run:
             base_steps_per_epoch=per_epoch,
             lr_curve=self.schedule.curve(total_steps),
         )
+        self.advice = check_schedule(scheduler, self.base_schedule)
+        """What the schedule and the batch that it was tuned at make one doubt, a sentence each; rank 0 warns of it."""
+        if self.backend.rank == 0:
+            for advice in self.advice:
+                warn_at_user(advice)
         check_rule(config, self.base_schedule.lr_curve)
         if recipe is not None:
             check_recipe(recipe, self.base_schedule)
@@ -179,6 +185,7 @@ class Run:
         self._backward_done = False
         self._unscaled = False
         self._no_sync, self._autocast = ExitStack(), ExitStack()  # open during the passes that want them
+        self._config_reads: ConfigReads | None = None
         self._warned_noise = False
         writes = self.backend.rank == 0
         self._log = StepLog(
@@ -231,7 +238,7 @@ class Run:
         Raises:
             ValueError: As for ``Run``, or ``config`` has another scheduler unit.
         """
-        return cls(
+        run = cls(
             workload.model,
             workload.optimizer,
             workload.scheduler,
@@ -243,6 +250,9 @@ class Run:
             extra_state=workload.extra_state,
             backend=backend,
         )
+        if run.backend.rank == 0 and run.state.attempt == 0:
+            run._config_reads = workload.config_reads
+        return run
 
     # ---- what the loop looks at ----------------------------------------------------------------------------------
 
@@ -499,6 +509,7 @@ class Run:
             self._count_nonfinite(loss, step.row["step"])
         metrics = self._metrics(step.own.get("loss", loss), step.lr)
         self._warn_about_noise(metrics)
+        self._warn_of_unread()
         self.state.metrics = {**metrics, **step.recorded}
         self._log.step({**step.row, **metrics, **step.own})
         if self.backend.rank == 0:
@@ -578,6 +589,13 @@ class Run:
         if warning is not None:
             self._warned_noise = True
             warnings.warn(warning, stacklevel=4)
+
+    def _warn_of_unread(self) -> None:
+        """After the first optimizer step, by when what is read late has been read: in loss_fn, or a closure's first call."""
+        reads, self._config_reads = self._config_reads, None
+        unread = None if reads is None else reads.unread
+        if unread:
+            warn_at_user(unread_warning(unread))
 
     def _run_evaluation(self) -> None:
         evaluate = self._evaluate

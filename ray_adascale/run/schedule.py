@@ -18,9 +18,19 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingLR,
+    LRScheduler,
+    OneCycleLR,
+    PolynomialLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
 
-__all__ = ["BaseSchedule", "EffectiveSchedule", "SchedulerUnit", "curve_difference"]
+from ..workload import torchs_own_hint
+
+__all__ = ["BaseSchedule", "EffectiveSchedule", "SchedulerUnit", "curve_difference", "other_length"]
 
 SchedulerUnit = Literal["step", "epoch"]
 
@@ -103,7 +113,7 @@ class EffectiveSchedule:
             if unit == "epoch" and base_steps_per_epoch is None:
                 raise ValueError(
                     'unit="epoch" needs base_steps_per_epoch, the optimizer steps in an epoch at the base batch:'
-                    " len(dataset) / base_batch_size. Give the dataset's length."
+                    " len(dataset) / base_batch_size. Give the dataset's length: AdaScaleConfig(dataset_length=...)."
                 )
         self._optimizer = optimizer
         self._scheduler = scheduler
@@ -270,6 +280,73 @@ def curve_difference(
     return None
 
 
+# What a scheduler of torch's calls its own length, in calls.
+_LENGTHS: dict[type[LRScheduler], str] = {
+    CosineAnnealingLR: "T_max",
+    OneCycleLR: "total_steps",
+    PolynomialLR: "total_iters",
+}
+_SLACK = 0.02
+"""A share of T. Less than that is a matter of where a curve is taken to end: at its last step, or after it."""
+
+
+def other_length(scheduler: LRScheduler | None, schedule: BaseSchedule) -> str | None:
+    """A sentence where the schedule was made for another length than T, with both numbers; None where it seems right.
+
+    That is where a scheduler of torch's says so itself, or the learning rate stays at zero, as far as its peak is concerned,
+    for more than a fiftieth of T before the end.
+
+    Args:
+        scheduler: The one that the curve is of.
+        schedule: With the curve.
+    """
+    total = schedule.total_steps
+    per_call = schedule.base_steps_per_epoch if schedule.scheduler_unit == "epoch" else 1.0
+    if scheduler is None or per_call is None:
+        return None
+    calls = total / per_call
+    unit = "steps" if schedule.scheduler_unit == "step" else "epochs"
+    length = f"{total} steps" if unit == "steps" else f"{calls:.4g} epochs ({total} steps)"
+    fix = (
+        f"Make the schedule for {calls:.4g} {unit}: a workload finds total_steps in its config."
+        if unit == "steps"
+        else f"Make the schedule for {calls:.4g} {unit}."
+    )
+    for kind, name, ends in _own_ends(scheduler):
+        if abs(ends - calls) > max(1.0, _SLACK * calls):
+            what = "comes back up" if kind is CosineAnnealingLR else "stays where it is"
+            then = f"so the learning rate {what} after it" if ends < calls else "so the run ends before it"
+            return f"{kind.__name__}'s {name} ends at {ends:g} {unit}, and the run has {length}, {then}. {fix}"
+    at_zero = min((_calls_at_zero(curve) for curve in schedule.lr_curve if any(curve)), default=0)
+    if at_zero >= 2 and at_zero > _SLACK * calls:
+        begins = len(schedule.lr_curve[0]) - at_zero
+        return f"The learning rate is zero from {begins} {unit} on, and the run has {length}. {fix}"
+    return None
+
+
+def _own_ends(scheduler: LRScheduler, begins: int = 0) -> Iterator[tuple[type[LRScheduler], str, float]]:
+    """(class, what it calls its length, the call at which that is over), of each scheduler that is in use to the end."""
+    if isinstance(scheduler, SequentialLR):
+        milestones = getattr(scheduler, "_milestones", None)  # torch has no public name for it
+        if milestones:
+            yield from _own_ends(scheduler._schedulers[-1], begins + milestones[-1])
+    elif isinstance(scheduler, ChainedScheduler):
+        for part in scheduler._schedulers:
+            yield from _own_ends(part, begins)
+    elif type(scheduler) in _LENGTHS:
+        name = _LENGTHS[type(scheduler)]
+        yield type(scheduler), name, begins + getattr(scheduler, name)
+
+
+def _calls_at_zero(curve: Sequence[float]) -> int:
+    """How many values at the curve's end are one and the same, a millionth of the peak at most."""
+    peak, last = max(map(abs, curve)), curve[-1]
+    if abs(last) > 1e-6 * peak:
+        return 0
+    different = (i for i, lr in enumerate(reversed(curve)) if abs(lr - last) > 1e-9 * peak)
+    return next(different, len(curve))
+
+
 class _Standin(Optimizer):
     """What a scheduler needs of an optimizer, for a dry run: its own group dictionaries and no state.
 
@@ -328,7 +405,10 @@ def _nested(scheduler: LRScheduler) -> Iterator[LRScheduler]:
 def _check_scheduler(optimizer: Optimizer, scheduler: LRScheduler) -> None:
     kind = type(scheduler).__name__
     if not isinstance(scheduler, LRScheduler):
-        raise ValueError(f"Invalid scheduler of type {kind}. Must be a torch.optim.lr_scheduler.LRScheduler or None.")
+        raise ValueError(
+            f"Invalid scheduler of type {kind}. Must be a torch.optim.lr_scheduler.LRScheduler or None."
+            f"{torchs_own_hint(scheduler)}"
+        )
     for part in _nested(scheduler):
         if isinstance(part, ReduceLROnPlateau):
             raise ValueError(

@@ -29,7 +29,7 @@ from ..run.backend import Backend, Outcome
 from ..run.base_run import BaseResult, train_base
 from ..run.failure import noted
 from ..run.loop import Run
-from ..workload import Workload, WorkloadFn, build
+from ..workload import ConfigReads, Workload, WorkloadFn, build
 
 __all__ = [
     "EPOCHS",
@@ -99,11 +99,15 @@ class Collected:
     Attributes:
         noise: The samples of the noise.
         evaluated: The keys that the workload's ``evaluate`` has returned.
+        advice: What the run had to warn of when it was built.
+        reads: What the workload's function has read of its config.
     """
 
     def __init__(self, metric: str, mode: Literal["min", "max"]) -> None:
         self.noise: list[NoiseProbe] = []
         self.evaluated: tuple[str, ...] = ()
+        self.advice: list[str] = []
+        self.reads: ConfigReads | None = None
         self._metric = metric
         self._mode = mode
         self._loss: Tensor | float = 0.0
@@ -152,7 +156,15 @@ class Collected:
         if schedule.base_steps_per_epoch is not None:
             report[EPOCHS] = outcome.effective_steps / schedule.base_steps_per_epoch
         if outcome.stopped is not None:
-            ended = BaseResult(metric=self._metric, mode=self._mode, score=value, schedule=schedule, noise=self.noise)
+            ended = BaseResult(
+                metric=self._metric,
+                mode=self._mode,
+                score=value,
+                schedule=schedule,
+                noise=self.noise,
+                advice=self.advice,
+                unread={} if self.reads is None else self.reads.unread,
+            )
             report[OUTCOME] = ended.to_json()
         return report
 
@@ -207,8 +219,11 @@ class _TuneBackend(Backend):
 
 
 def make_run(workload: Workload, config: AdaScaleConfig, collected: Collected, backend: Backend) -> Run:
-    """The base run of what was built, evaluated for the reports to Tune."""
-    return Run.of(replace(workload, evaluate=collected.evaluator(workload)), config, backend=backend)
+    """The base run of what was built, evaluated for the reports to Tune, which bring home what nobody would see it warn of."""
+    collected.reads = workload.config_reads
+    run = Run.of(replace(workload, evaluate=collected.evaluator(workload), config_reads=None), config, backend=backend)
+    collected.advice = run.advice
+    return run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +243,7 @@ class InOneProcess(TrialSetup):
         torch.set_num_threads(self.threads)
         seed_everything(self.config.seed)
         with noted():
-            workload = build(self.workload, hyperparameters)
+            workload = build(self.workload, hyperparameters, self.config)
             collected = Collected(workload.metric, workload.mode)
             backend = _TuneBackend(collected, checkpoints=self.checkpoints)
             run = make_run(workload, self.config, collected, backend)

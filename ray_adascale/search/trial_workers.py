@@ -140,7 +140,7 @@ def _train(given: dict[str, Any]) -> dict[str, Any]:
     setup: OnWorkers = given["setup"]
     backend = _TrialBackend(setup.probe_every, given["reports"])
     with noted():
-        workload = build_on_worker(setup.workload, given["hyperparameters"], setup.config.seed, backend.rank)
+        workload = build_on_worker(setup.workload, given["hyperparameters"], setup.config, backend.rank)
         collected = Collected(workload.metric, workload.mode)
         if backend.rank == 0:
             backend.collected = collected

@@ -23,11 +23,12 @@ from ray.tune.search import BasicVariantGenerator
 from ray.util.annotations import PublicAPI
 
 from .._files import absolute
+from .._warn import warn_at_user
 from ..config import AdaScaleConfig
 from ..recipe import Recipe, Repeat
 from ..run.base_run import BaseResult, freeze
 from ..train.cluster import portable, quiet_init
-from ..workload import WorkloadFn
+from ..workload import WorkloadFn, unread_warning
 from .spec import SearchSpec
 from .trial import OBJECTIVE, InOneProcess, PlannedRepeat, TrialSetup, describe_config, run_repeat, run_trial
 from .watch import BestMean, Finished, StopOnMistake, Watch, best_mean, watching
@@ -173,6 +174,7 @@ def tune_recipe(
     best = [trial for trial, _ in ranking[:repeat_best]]
     candidate, again, failed_repeats = search.run_repeats(best) if repeats else (0, [], [])
     winner, outcome = ranking[candidate]
+    _warn_of(outcome, [other for _, other in ranking])
     completed = sum(trial.outcome is not None for trial in trials)
     failed = [{"trial": trial.trial_id, "error": trial.error_line} for trial in trials if trial.error is not None]
     return freeze(
@@ -352,6 +354,16 @@ def _ranking(trials: list[Finished]) -> list[tuple[Finished, BaseResult]]:
         f"No trial reached the end: {len(failed)} of {len(trials)} failed{others}. {told}, {example.trial_id} at "
         f"{describe_config(example.config)}: {example.error_text}"
     ) from example.error
+
+
+def _warn_of(winner: BaseResult, ended: list[BaseResult]) -> None:
+    """Say once what the trials had to warn of, where nobody saw it."""
+    for advice in winner.advice:
+        warn_at_user(advice)
+    # A hyperparameter that some configs don't need (of the one optimizer among two) is read by others.
+    unread = {key: near for key, near in winner.unread.items() if all(key in other.unread for other in ended)}
+    if unread:
+        warn_at_user(unread_warning(unread))
 
 
 def _warn_where_nothing_fits(resources: Mapping[str, float]) -> None:

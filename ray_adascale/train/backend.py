@@ -9,7 +9,6 @@ import shutil
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
@@ -103,17 +102,13 @@ class RayTrainBackend(Backend):
         others = sorted(
             (r.checkpoint for r in reported if r.checkpoint.path != newest.path), key=lambda c: steps[c.path]
         )
-        for candidate in (newest, *reversed(others)):
-            try:
-                checkpoint.verify(held.enter_context(candidate.as_directory()))
-            except (checkpoint.CheckpointError, OSError) as e:
-                warnings.warn(
-                    f"Skipped the checkpoint {candidate.path} of optimizer step {steps.get(candidate.path, '?')}: {e}",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-            else:
-                return candidate
+        found = checkpoint.latest_valid(
+            [*others, newest],
+            fetch=lambda candidate: held.enter_context(candidate.as_directory()),
+            called=lambda candidate: f"{candidate.path} of optimizer step {steps.get(candidate.path, '?')}",
+        )
+        if found is not None:
+            return found
         raise checkpoint.CheckpointError(
             f"None of the {len(others) + 1} checkpoints of run {self._name!r} can be used; the warnings say why. Put a good "
             "copy back, or begin anew under another RunConfig(name)."

@@ -19,6 +19,8 @@ import ray
 from ray import cloudpickle
 
 from ..checkpoint.rng import seed_everything
+from ..config import AdaScaleConfig
+from ..recipe import Recipe
 from ..workload import Workload, WorkloadFn, build
 
 __all__ = ["WORKER_TIMEOUT_S", "build_on_worker", "is_local", "lacking", "pickle_by_value", "portable", "quiet_init"]
@@ -79,12 +81,18 @@ def _amounts(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{value:g} {key}" for key, value in resources.items())
 
 
-def build_on_worker(function: WorkloadFn, hyperparameters: dict[str, Any], seed: int, rank: int) -> Workload:
+def build_on_worker(
+    function: WorkloadFn,
+    hyperparameters: dict[str, Any],
+    config: AdaScaleConfig,
+    rank: int,
+    recipe: Recipe | None = None,
+) -> Workload:
     """The workload with the same weights on every worker, and random numbers of its own (dropout) from there on."""
-    seed_everything(seed)
-    workload = build(function, hyperparameters)
+    seed_everything(config.seed)
+    workload = build(function, hyperparameters, config, recipe)
     if rank > 0:
-        seed_everything(seed + rank)
+        seed_everything(config.seed + rank)
     return workload
 
 

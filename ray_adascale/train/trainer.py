@@ -101,7 +101,7 @@ def _train_workload(job: dict[str, Any]) -> dict[str, Any]:
         run: Run | None = None
         began = 0
         stack.enter_context(noted(lambda: None if run is None else (began, run.state.iterations)))
-        workload = build_on_worker(job["workload"], job["hyperparameters"], config.seed, backend.rank)
+        workload = build_on_worker(job["workload"], job["hyperparameters"], config, backend.rank, job["recipe"])
         run = Run.of(workload, config, recipe=job["recipe"], backend=backend)
         began = run.state.iterations
         backend.teller.running()

@@ -50,6 +50,7 @@ def test_a_checkpoint_and_its_run(tmp_path: Path) -> None:
     assert "8 examples on 1 workers in 1 passes; base batch 8" in text
     assert f"error {found.score:.4g}" in text
     assert "the model's 2, 44 B" in text  # 10 weights and a bias
+    (tmp_path / "run" / "checkpoint_manager_snapshot.json").write_text("{}")  # Ray Train's, and no checkpoint
     text, whole = describe(tmp_path / "run")
     assert whole
     assert f"checkpoints  1, newest whole one {folder.name}" in text

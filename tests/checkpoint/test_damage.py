@@ -263,3 +263,43 @@ def test_the_latest_that_verifies_is_chosen_and_the_others_are_named(tmp_path: P
     with pytest.warns(RuntimeWarning):
         assert checkpoint.latest_valid(folders[2:]) is None
     assert checkpoint.latest_valid([]) is None
+
+
+def _of_a_run(run: Path, names_and_steps: dict[str, int]) -> list[Path]:
+    for name, step in names_and_steps.items():
+        checkpoint.save(run / name, {"model/weight": torch.full((2,), float(step))}, {"iterations": step})
+    (run / "checkpoint_manager_snapshot.json").write_text("{}")  # Ray Train's, and no checkpoint
+    (run / max([*names_and_steps, "checkpoint_0000000200"])).with_suffix(".9").mkdir()  # never completed
+    return [run / name for name in names_and_steps]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["checkpoint_0000000005", "checkpoint_0000000010", "checkpoint_0000000100"],  # a LocalBackend's
+        ["checkpoint_2026-11-22_10-00-00.1", "checkpoint_2026-11-22_10-05-00.2", "checkpoint_2026-11-22_09-00-00.3"],
+    ],
+)
+def test_of_a_runs_folder_the_weights_are_those_of_the_newest_usable_checkpoint(
+    tmp_path: Path, names: list[str]
+) -> None:
+    folders = _of_a_run(tmp_path, dict(zip(names, (5, 10, 100), strict=True)))
+    found = checkpoint.in_run(tmp_path)
+    assert [folder for folder in found if checkpoint.is_sealed(folder)] == folders
+    assert len(found) == 4
+    with pytest.warns(RuntimeWarning, match=r"Skipped the checkpoint .*\.9: "):
+        weights = checkpoint.load_weights(tmp_path)
+    assert weights["weight"].tolist() == [100.0, 100.0]
+    corrupt(folders[2] / "__0_0.distcp")
+    with pytest.warns(RuntimeWarning, match="Skipped the checkpoint") as warned:
+        assert checkpoint.load_weights(tmp_path)["weight"].tolist() == [10.0, 10.0]
+    assert {w.filename for w in warned} == {__file__}
+    for folder in folders[:2]:
+        corrupt(folder / "__0_0.distcp")
+    with (
+        pytest.warns(RuntimeWarning, match="Skipped"),
+        pytest.raises(CheckpointError, match="None of the 4 checkpoints"),
+    ):
+        checkpoint.load_weights(tmp_path)
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        checkpoint.load_weights(tmp_path / "nowhere")

@@ -7,7 +7,6 @@ A tolerance of 1e-6 (relative) is that of float32 gradients whose norms are summ
 from __future__ import annotations
 
 import contextlib
-import warnings
 from typing import Any, cast
 
 import numpy as np
@@ -105,6 +104,7 @@ def test_squares_that_overflow_the_gradients_dtype(dtype: torch.dtype) -> None:
     assert adascale.gain() == pytest.approx(20 / 16, rel=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:One gradient sample a step")
 def test_complex_parameters_count_as_their_real_and_imaginary_parts() -> None:
     torch.manual_seed(0)
     parts = torch.randn(5, 2, dtype=torch.float64)
@@ -113,11 +113,9 @@ def test_complex_parameters_count_as_their_real_and_imaginary_parts() -> None:
     for passes in (1, 2):
         for as_complex in (False, True):
             param = nn.Parameter(torch.view_as_complex(parts.clone()) if as_complex else parts.clone())
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="One gradient sample a step")
-                adascale = AdaScale(
-                    torch.optim.SGD([param], lr=0.01), scale=4.0, num_gradients_to_accumulate=passes, smoothing=0.5
-                )
+            adascale = AdaScale(
+                torch.optim.SGD([param], lr=0.01), scale=4.0, num_gradients_to_accumulate=passes, smoothing=0.5
+            )
             for step in noise.split(passes):
                 adascale.zero_grad()
                 for n in step:

@@ -81,6 +81,18 @@ def test_own_loop_takes_cifar_from_torchvision(monkeypatch: pytest.MonkeyPatch) 
     assert example["make_model"](3)(x_test).shape == (20, 10)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # it reads docstrings of the whole standard library
+def test_the_language_models_schedule_is_as_long_as_the_run_without_being_told_twice() -> None:
+    from ray_adascale import AdaScaleConfig, Run
+    from ray_adascale.workload import build
+
+    config = AdaScaleConfig(base_batch_size=8, total_steps=3000)  # as --base-batch-size 8 --total-steps 3000
+    workload = build(runpy.run_path(str(EXAMPLES / "language_model.py"))["workload"], {}, config)
+    (curve,) = Run.of(workload, config).base_schedule.lr_curve  # warnings are errors
+    assert len(curve) == 3000
+    assert curve[1500] == pytest.approx(0.1, rel=0.01)  # half of 0.2, half way down the cosine
+
+
 def test_language_model(tmp_path: Path) -> None:
     out = run("language_model.py", folder=tmp_path)
     found = re.findall(r"^(\S.*?) +S = (\d): (\S+) bits a character after (\d+) steps$", out, flags=re.MULTILINE)

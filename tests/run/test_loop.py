@@ -7,6 +7,7 @@ import json
 import math
 import re
 import time
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from ray_adascale import (
     Recipe,
     Run,
     UnscaledRule,
+    Workload,
     checkpoint,
     load_weights,
 )
@@ -36,6 +38,7 @@ from ray_adascale.run.backend import Outcome
 from ray_adascale.run.metrics import METRICS
 from ray_adascale.run.snapshot import load_rng
 from ray_adascale.run.trace import read_trace
+from ray_adascale.workload import build
 
 from ..host_reads import host_reads
 from ..reference import ReferenceAdaScale
@@ -333,6 +336,49 @@ def test_a_warning_says_when_more_workers_buy_little() -> None:
     run = make_run(model(), data=data, per_worker_batch_size=16, accumulation=2, lr=1e-4, scheduler=False)
     with pytest.warns(UserWarning, match="noise scale"):
         drive(run)
+
+
+def test_a_schedule_of_another_length_and_a_base_batch_beyond_the_dataset_are_warned_of_at_the_users_line() -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 600)
+    config = AdaScaleConfig(base_batch_size=64, total_steps=3000, scheduler_unit="step")
+    with pytest.warns(UserWarning, match=r"and the run has 3000 steps|is larger than") as told:
+        Run(net, optimizer, cosine, dataset(60), config)
+    assert [w.filename for w in told] == [__file__] * 2
+    assert "ends at 600 steps, and the run has 3000" in str(told[0].message)
+    assert "base batch of 64 is larger than the dataset of 60" in str(told[1].message)
+
+
+def test_total_epochs_of_a_dataset_without_a_length_names_what_gives_it() -> None:
+    net = model()
+    batches = [(torch.randn(4, 6), torch.zeros(4, dtype=torch.long))] * 15
+    config = AdaScaleConfig(base_batch_size=4, total_epochs=2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="dataset_length"):
+        Run(net, optimizer, None, iter(batches), config)
+
+
+def test_a_hyperparameter_that_nobody_has_read_by_the_first_step_is_warned_of() -> None:
+    def workload(config: dict[str, Any]) -> Workload:
+        net = model()
+
+        def loss_fn(net: nn.Module, batch: Any) -> Tensor:
+            return F.cross_entropy(net(batch[0]), batch[1]) * config["weight"]
+
+        optimizer = torch.optim.SGD(net.parameters(), lr=config["lr"])
+        return Workload(model=net, optimizer=optimizer, train_dataset=dataset(), loss_fn=loss_fn)
+
+    config = AdaScaleConfig(base_batch_size=4, total_steps=3)
+    for hyperparameters, told in (({"lr": 0.1, "weight": 1.0}, 0), ({"lr": 0.1, "weight": 1.0, "lrr": 2}, 1)):
+        built = build(workload, hyperparameters, config)
+        run = Run.of(built, config)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for batch in run:
+                run.backward(built.loss_fn(run.model, batch))
+                run.step()
+        assert [(w.filename, "'lrr' (is 'lr' meant?)" in str(w.message)) for w in said] == [(__file__, True)] * told
 
 
 # ---- gradients that are not finite -----------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import random
+import re
 import threading
 import warnings
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import torch
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim import lr_scheduler as L
 
-from ray_adascale.run.schedule import BaseSchedule, EffectiveSchedule, SchedulerUnit, curve_difference
+from ray_adascale.run.schedule import BaseSchedule, EffectiveSchedule, SchedulerUnit, curve_difference, other_length
 
 T = 120
 MOVED = ("lr", "momentum", "betas")
@@ -441,3 +442,93 @@ def test_at_scale_one_the_clock_is_the_plain_loop(unit: SchedulerUnit) -> None:
     for t in range(T):
         schedule.advance_to(float(t))
         assert snapshot(optimizer) == base[t]
+
+
+# ---- a schedule of another length than T -----------------------------------------------------------------------------
+
+
+def _said(
+    make: Callable[[Optimizer], Any], total: int, unit: SchedulerUnit = "step", per_epoch: float = 10.0
+) -> str | None:
+    optimizer = sgd()
+    scheduler = make(optimizer)
+    schedule = EffectiveSchedule(optimizer, scheduler, unit=unit, base_steps_per_epoch=per_epoch, total_steps=total)
+    base = BaseSchedule(
+        base_batch_size=4,
+        total_steps=total,
+        scheduler_unit=unit,
+        base_steps_per_epoch=per_epoch,
+        lr_curve=schedule.curve(total),
+    )
+    return other_length(scheduler, base)
+
+
+def _warmed_up(optimizer: Optimizer, warmup: int, t_max: int) -> L.SequentialLR:
+    parts = [L.LinearLR(optimizer, 0.1, total_iters=warmup), L.CosineAnnealingLR(optimizer, t_max)]
+    return L.SequentialLR(optimizer, parts, milestones=[warmup])
+
+
+def _to_zero(optimizer: Optimizer, end: int, power: float = 1.0) -> L.LambdaLR:
+    return L.LambdaLR(optimizer, lambda call: (1 - min(call / end, 1.0)) ** power)
+
+
+@pytest.mark.parametrize(
+    ("make", "total", "unit", "words"),
+    [
+        (
+            lambda o: L.CosineAnnealingLR(o, 600),
+            3000,
+            "step",
+            "CosineAnnealingLR's T_max ends at 600 steps.*3000 steps.*up",
+        ),
+        (lambda o: L.CosineAnnealingLR(o, 4000), 3000, "step", "4000 steps.*3000 steps.*ends before it"),
+        (lambda o: L.CosineAnnealingLR(o, 3000), 3000, "epoch", r"3000 epochs.*300 epochs \(3000 steps\)"),
+        (lambda o: L.OneCycleLR(o, 1.0, total_steps=400), 300, "step", "OneCycleLR's total_steps ends at 400.*300"),
+        (lambda o: L.PolynomialLR(o, 100), 300, "step", "PolynomialLR's total_iters ends at 100.*300.*stays"),
+        (lambda o: _warmed_up(o, 10, 300), 300, "step", "CosineAnnealingLR's T_max ends at 310 steps.*300"),
+        (
+            lambda o: L.ChainedScheduler([L.LinearLR(o, 0.1, total_iters=5), L.CosineAnnealingLR(o, 100)]),
+            300,
+            "step",
+            "T_max ends at 100 steps.*300",
+        ),
+        (lambda o: _to_zero(o, 600), 3000, "step", "zero from 600 steps on.*3000 steps.*total_steps in its config"),
+        (lambda o: _to_zero(o, 30), 400, "epoch", r"zero from 30 epochs on.*40 epochs \(400 steps\)"),
+    ],
+)
+def test_a_schedule_made_for_another_length_is_told_with_both_numbers(
+    make: Callable[[Optimizer], Any], total: int, unit: SchedulerUnit, words: str
+) -> None:
+    said = _said(make, total, unit)
+    assert said is not None
+    assert re.search(words, said), said
+
+
+@pytest.mark.parametrize(
+    ("make", "total", "unit"),
+    [
+        (lambda o: L.CosineAnnealingLR(o, 3000), 3000, "step"),
+        (lambda o: L.CosineAnnealingLR(o, 2999), 3000, "step"),  # zero at the last step, instead of after it
+        (lambda o: L.CosineAnnealingLR(o, 300), 3000, "epoch"),
+        (lambda o: L.CosineAnnealingLR(o, 30), 305, "epoch"),  # 30.5 epochs
+        (lambda o: _warmed_up(o, 10, 290), 300, "step"),
+        (lambda o: L.OneCycleLR(o, 1.0, total_steps=300), 300, "step"),
+        (lambda o: _to_zero(o, 300, power=4), 300, "step"),
+        (lambda o: _to_zero(o, 299), 300, "step"),
+        (lambda o: L.StepLR(o, 100, 0.1), 400, "step"),
+        (lambda o: L.CosineAnnealingWarmRestarts(o, 30), 300, "step"),
+        (lambda o: L.LambdaLR(o, lambda call: 1.0), 300, "step"),
+    ],
+)
+def test_a_schedule_of_the_right_length_or_none_is_taken_as_it_is(
+    make: Callable[[Optimizer], Any], total: int, unit: SchedulerUnit
+) -> None:
+    assert _said(make, total, unit) is None
+
+
+def test_a_group_that_never_moves_does_not_count_as_one_at_zero() -> None:
+    def make(optimizer: Optimizer) -> L.LRScheduler:
+        optimizer.param_groups[1]["lr"] = 0.0
+        return L.StepLR(optimizer, 100, 0.5)
+
+    assert _said(make, 300) is None

@@ -650,3 +650,29 @@ def test_settings_that_a_search_uses_as_they_are_given_are_taken(monkeypatch: py
 
 def test_a_workload_is_named_by_where_it_is_from() -> None:
     assert workload_name(linear) == "tests.search.test_tune:linear"
+
+
+def too_short(config: dict[str, Any]) -> Workload:
+    built = linear(config)
+    config.get("momentum", 0.5)
+    if config["kind"] == "b":
+        config["only_b"]
+    built.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(built.optimizer, T // 2)
+    built.scheduler_unit = "step"
+    assert config["total_steps"] == T
+    return built
+
+
+def test_what_trials_would_warn_of_where_nobody_sees_it_is_said_once_with_the_recipe(ray_session: Path) -> None:
+    space = {"lr": 0.02, "momentun": 0.9, "only_b": 1, "kind": tune.grid_search(["a", "b"])}
+    with pytest.warns(UserWarning, match="T_max|has not read") as told:
+        recipe = tune_recipe(
+            too_short, space, base_batch_size=B0, total_steps=T, num_samples=1, scheduler=None,
+            storage_path=ray_session, verbose=0,
+        )  # fmt: skip
+    texts = [str(w.message) for w in told]
+    assert [w.filename for w in told] == [__file__] * 2
+    assert f"T_max ends at {T // 2} steps, and the run has {T} steps" in texts[0]
+    assert "'momentun' (is 'momentum' meant?) of its config" in texts[1]
+    assert set(recipe.hyperparameters) == set(space)  # T and B0 are none
+    assert recipe.search["handed"] == ["base_batch_size", "total_steps"]

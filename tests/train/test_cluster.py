@@ -17,6 +17,7 @@ import ray
 import torch
 from ray import cloudpickle
 
+from ray_adascale import AdaScaleConfig
 from ray_adascale.train.cluster import build_on_worker, is_local, lacking, pickle_by_value, portable, quiet_init
 from ray_adascale.workload import Workload, resolve
 
@@ -164,7 +165,7 @@ def test_workers_build_the_same_weights_and_go_on_with_random_numbers_of_their_o
     built, after = [], []
     for rank in (0, 1, 2, 1):
         torch.rand(rank + 1)  # whatever was before
-        built.append(build_on_worker(workload, {"lr": 0.1}, 5, rank).model.weight)
+        built.append(build_on_worker(workload, {"lr": 0.1}, AdaScaleConfig(seed=5), rank).model.weight)
         after.append((torch.rand(1).item(), random.random()))
     assert all(torch.equal(weight, built[0]) for weight in built)
     assert after[1] == after[3]
