@@ -49,6 +49,7 @@ class Board:
         self._events: list[tuple[int, str]] = []
         self._told = 0
         self._stop = False
+        self._said: set[str] = set()
 
     def put(self, metrics: dict[str, Any]) -> None:
         """The newest metrics."""
@@ -61,10 +62,12 @@ class Board:
         if not running:
             self._metrics = None
 
-    def say(self, level: int, text: str) -> None:
-        """Something happened."""
-        if self._events and self._events[-1] == (level, text):
+    def say(self, level: int, text: str, once: bool) -> None:
+        """Something happened; ``once``: which is said once in a run, whoever says it again after a restart."""
+        if once and text in self._said:
             return
+        if once and len(self._said) < _MOST_EVENTS:
+            self._said.add(text)
         self._events = [*self._events, (level, text)][-_MOST_EVENTS:]
         self._told += 1
 
@@ -98,9 +101,15 @@ class Teller:
         self._asked: Any = None
         self._stop = False
 
-    def say(self, level: int, text: str) -> bool:
-        """Tell of something that happened, in one line. Whether somebody could be told."""
-        return self._send("say", level, " ".join(text.split()))
+    def say(self, level: int, text: str, *, once: bool = False) -> bool:
+        """Tell of something that happened, in one line. Whether somebody could be told.
+
+        Args:
+            level: As ``logging`` has it.
+            text: What happened.
+            once: It is said once in a run, and not again by each start.
+        """
+        return self._send("say", level, " ".join(text.split()), once)
 
     def put(self, metrics: dict[str, Any]) -> None:
         """Show these metrics."""
@@ -149,15 +158,11 @@ class _ToBoard(logging.Handler):
 @contextlib.contextmanager
 def telling(teller: Teller) -> Iterator[None]:
     """Have the warnings of this process, whoever's they are, and what this package logs go to the driver, once each."""
-    told: set[str] = set()
     shown_before, level = warnings.showwarning, _package.level
 
     def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
         text = f"{category.__name__}: {message} ({os.path.basename(filename)}:{lineno})"
-        if text in told:
-            return
-        told.add(text)
-        if file is not None or not teller.say(logging.WARNING, text):
+        if file is not None or not teller.say(logging.WARNING, text, once=True):
             shown_before(message, category, filename, lineno, file, line)
 
     handler = _ToBoard(teller)

@@ -32,9 +32,10 @@ class Here:
 def test_events_come_once_and_in_order() -> None:
     here = Here()
     teller = Teller(here)
-    assert teller.say(logging.INFO, "one")
-    assert teller.say(logging.INFO, "one")  # said again at once
+    assert teller.say(logging.INFO, "one", once=True)
+    assert teller.say(logging.INFO, "one", once=True)
     teller.say(logging.WARNING, "two\n  lines")
+    assert Teller(here).say(logging.INFO, "one", once=True)  # by the next start
     news = here.board.news(0)
     assert news.events == [(logging.INFO, "one"), (logging.WARNING, "two lines")]
     assert here.board.news(news.told).events == []

