@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -37,6 +36,9 @@ from .snapshot import LoopState, Snapshot, log_start
 from .trace import StepLog
 
 __all__ = ["Run"]
+
+_NOISE_WINDOWS, _NOISE_STEPS = 3, 20
+"""Windows of the averages, and optimizer steps, before they are believed to say that the batch is too large."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,7 @@ class Run:
         self._no_sync, self._autocast = ExitStack(), ExitStack()  # open during the passes that want them
         self._config_reads: ConfigReads | None = None
         self._warned_noise = False
+        self._beyond_noise_since: float | None = None  # τ
         writes = self.backend.rank == 0
         self._log = StepLog(
             trace=writes and self.backend.keeps_trace,
@@ -534,13 +537,20 @@ class Run:
         )
 
     def _warn_about_noise(self, metrics: Mapping[str, Any]) -> None:
-        noise, settled = metrics["noise_scale"], self.effective_steps >= self.config.averaging_window * self.total_steps
-        if self._warned_noise or not settled or math.isnan(noise) or self.backend.rank != 0:
+        if self._warned_noise or self.backend.rank != 0:
             return
-        warning = too_large_for_the_noise(self.plan, noise, metrics["gain"])
-        if warning is not None:
+        tau, window = self.effective_steps, self.config.averaging_window * self.total_steps
+        warning = too_large_for_the_noise(self.plan, metrics["noise_scale"], metrics["gain"])
+        if warning is None:  # nor where it is not known: NaN
+            self._beyond_noise_since = None
+            return
+        since = tau if self._beyond_noise_since is None else self._beyond_noise_since
+        self._beyond_noise_since = since
+        # The noise of a run's beginning is seldom that of the rest, and averages of a few samples go up and down.
+        begun = tau >= _NOISE_WINDOWS * window and self.optimizer.steps >= _NOISE_STEPS
+        if begun and tau - since >= window:
             self._warned_noise = True
-            warnings.warn(warning, stacklevel=4)
+            warn_at_user(warning)
 
     def _warn_of_unread(self) -> None:
         """After the first optimizer step, by when what is read late has been read: in loss_fn, or a closure's first call."""
