@@ -150,6 +150,8 @@ class Run:
         wrapped = wrap(self.module, optimizer, config, self.plan, device=self.backend.device, total_steps=total_steps)
         self.model, self.optimizer, self.scaler = wrapped.model, wrapped.optimizer, wrapped.scaler
         self._fully_sharded = wrapped.sharding == "fsdp2"
+        watch = weakref.WeakMethod(self._before_inner_step)
+        optimizer.register_step_pre_hook(lambda *_: (hook := watch()) and hook())
         rider = weakref.WeakMethod(
             self._rider
         )  # or a run that nobody needs any more would wait for the garbage collector
@@ -167,6 +169,7 @@ class Run:
         self._loss = torch.zeros((), dtype=torch.float64, device=self.backend.device)
         self._backward_done = False
         self._unscaled = False
+        self._looping, self._stepping = False, False
         self._no_sync, self._autocast = ExitStack(), ExitStack()  # open during the passes that want them
         self._config_reads: ConfigReads | None = None
         self._warned_noise = False
@@ -323,6 +326,7 @@ class Run:
             while self.optimizer.known_effective_steps < self.total_steps:
                 batch = next(batches)
                 self._begin_pass(batch)
+                self._looping = True
                 yield to_device(batch.batch, self.backend.device)
                 if self._batch is not None:
                     raise RuntimeError(
@@ -331,6 +335,7 @@ class Run:
             if self.stopped is None:
                 self._finish()
         finally:
+            self._looping = False
             self._loop_seconds = time.monotonic() - entered
             self._autocast.close()
             self._no_sync.close()
@@ -422,11 +427,15 @@ class Run:
             self.clip_grad_norm_(self.config.grad_clip)
         self._read()  # the step before, which says what LR this one has
         lr = self.schedule.lrs[0]
-        if self.scaler is not None:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        else:
-            self.optimizer.step()
+        self._stepping = True
+        try:
+            if self.scaler is not None:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+            else:
+                self.optimizer.step()
+        finally:
+            self._stepping = False
         due = self._my_due() if self.plan.world_size == 1 else None
         self.optimizer.zero_grad()
         self._batch, self._unscaled = None, False
@@ -442,6 +451,14 @@ class Run:
             if self.effective_steps < self.total_steps:
                 self._do_what_is_due(due)
         return True
+
+    def _before_inner_step(self) -> None:
+        """The user's own optimizer is about to step."""
+        if self._looping and not self._stepping:
+            raise RuntimeError(
+                "optimizer.step() was called in the loop beside run.step(): the weights would move twice, once without the "
+                "gain. Remove optimizer.step() and optimizer.zero_grad(): run.step() does both, on a step's last pass."
+            )
 
     def _must_read(self) -> bool:
         """Whether something may be due at this boundary, so that the host must know of the step that was just taken."""

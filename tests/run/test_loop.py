@@ -977,6 +977,30 @@ def test_the_rule_for_adam_reads_adams_own_scale() -> None:
         Run(net, optimizer, None, dataset(), AdaScaleConfig(rule="adamscale", sharding="oss", **settings))
 
 
+@pytest.mark.parametrize("fused", [None, True])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_is_left_of_the_loop_as_it_was_is_refused_with_what_to_remove(fused: bool | None, when: str) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=fused)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)
+    config = AdaScaleConfig(base_batch_size=4, accumulation=2, total_steps=40, scheduler_unit="step")
+    for leftover, words in (
+        (optimizer.step, r"optimizer\.step\(\) was called in the loop.*Remove optimizer\.step"),
+        (scheduler.step, r"StepLR\.step\(\) was called beside.*Remove scheduler\.step"),
+    ):
+        run = Run(net, optimizer, scheduler, dataset(), config)
+        with pytest.raises(RuntimeError, match=words):
+            for x, y in run:
+                run.backward(F.cross_entropy(run.model(x), y))
+                if when == "before":
+                    leftover()
+                run.step()
+                if when == "after":
+                    leftover()
+        assert run.state.iterations <= 3
+    optimizer.step()  # outside a loop it is the user's own affair
+
+
 def test_wrapped_optimizers_are_refused() -> None:
     net = model()
     wrapped = AdaScale(torch.optim.SGD(net.parameters(), lr=0.1))
