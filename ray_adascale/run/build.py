@@ -12,11 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from .._warn import warn_at_user
 from ..checkpoint.optimizer import parameter_names
 from ..config import AdaScaleConfig, BatchPlan
 from ..optim.adam_metric import adam_preconditioner
 from ..optim.adascale import AdaScale
-from ..optim.rules import AdaScaleRule, make_rule, metric_of
+from ..optim.rules import AdamScaleRule, AdaScaleRule, make_rule, metric_of
 from ..recipe import Recipe
 from ..sharding.oss import OSS, has_state
 from ..sharding.sharded_ddp import ShardedDataParallel
@@ -61,7 +62,13 @@ def check_built(model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig) 
         raise ValueError("Pass the bare model: it is wrapped for data parallelism here.")
     if isinstance(optimizer, AdaScale | OSS):
         raise ValueError(f"Pass the bare optimizer: it is wrapped here, and {type(optimizer).__name__} would be twice.")
-    if not isinstance(optimizer, SGD) and isinstance(make_rule(config.rule), AdaScaleRule):
+    rule = make_rule(config.rule)
+    if isinstance(rule, AdamScaleRule):
+        warn_at_user(
+            "rule='adamscale' is experimental: its gain is no theorem, and was tried on small models only. Compare with a base "
+            "run before you trust it, or take rule='sqrt'."
+        )
+    if not isinstance(optimizer, SGD) and isinstance(rule, AdaScaleRule):
         warnings.warn(
             f"AdaScale is derived for SGD with momentum; {type(optimizer).__name__} divides by the gradient's own size, so "
             "the right factor on its LR is not known (its own invariance suggests about √S: rule='sqrt', or the experimental "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -45,6 +44,9 @@ TOTAL_STEPS_REACHED = "total_steps reached"
 INTERRUPTED = "interrupted"
 """Why a run stopped before T, to be resumed: it was asked to."""
 _STALLED = 2.0  # as what is due, where 1 is an interrupt; rank 0 alone says either
+
+_NOISE_WINDOWS, _NOISE_STEPS = 3, 20
+"""Windows of the averages, and optimizer steps, before they are believed to say that the batch is too large."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,8 @@ class Run:
         wrapped = wrap(self.module, optimizer, config, self.plan, device=self.backend.device, total_steps=total_steps)
         self.model, self.optimizer, self.scaler = wrapped.model, wrapped.optimizer, wrapped.scaler
         self._fully_sharded = wrapped.sharding == "fsdp2"
+        watch = weakref.WeakMethod(self._before_inner_step)
+        optimizer.register_step_pre_hook(lambda *_: (hook := watch()) and hook())
         rider = weakref.WeakMethod(
             self._rider
         )  # or a run that nobody needs any more would wait for the garbage collector
@@ -184,9 +188,11 @@ class Run:
         self._loss = torch.zeros((), dtype=torch.float64, device=self.backend.device)
         self._backward_done = False
         self._unscaled = False
+        self._looping, self._stepping = False, False
         self._no_sync, self._autocast = ExitStack(), ExitStack()  # open during the passes that want them
         self._config_reads: ConfigReads | None = None
         self._warned_noise = False
+        self._beyond_noise_since: float | None = None  # τ
         writes = self.backend.rank == 0
         self._log = StepLog(
             trace=writes and self.backend.keeps_trace,
@@ -363,6 +369,7 @@ class Run:
             while self.stopped is None and self.optimizer.known_effective_steps < self.total_steps:
                 batch = next(batches)
                 self._begin_pass(batch)
+                self._looping = True
                 yield to_device(batch.batch, self.backend.device)
                 if self._batch is not None:
                     raise RuntimeError(
@@ -371,6 +378,7 @@ class Run:
             if self.stopped is None:
                 self._finish(TOTAL_STEPS_REACHED)
         finally:
+            self._looping = False
             self._loop_seconds = time.monotonic() - entered
             self._autocast.close()
             self._no_sync.close()
@@ -462,11 +470,15 @@ class Run:
             self.clip_grad_norm_(self.config.grad_clip)
         self._read()  # the step before, which says what LR this one has
         lr = self.schedule.lrs[0]
-        if self.scaler is not None:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        else:
-            self.optimizer.step()
+        self._stepping = True
+        try:
+            if self.scaler is not None:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+            else:
+                self.optimizer.step()
+        finally:
+            self._stepping = False
         due = self._my_due() if self.plan.world_size == 1 else None
         self.optimizer.zero_grad()
         self._batch, self._unscaled = None, False
@@ -482,6 +494,14 @@ class Run:
             if self.effective_steps < self.total_steps:
                 self._do_what_is_due(due)
         return True
+
+    def _before_inner_step(self) -> None:
+        """The user's own optimizer is about to step."""
+        if self._looping and not self._stepping:
+            raise RuntimeError(
+                "optimizer.step() was called in the loop beside run.step(): the weights would move twice, once without the "
+                "gain. Remove optimizer.step() and optimizer.zero_grad(): run.step() does both, on a step's last pass."
+            )
 
     def _must_read(self) -> bool:
         """Whether something may be due at this boundary, so that the host must know of the step that was just taken."""
@@ -582,13 +602,20 @@ class Run:
         )
 
     def _warn_about_noise(self, metrics: Mapping[str, Any]) -> None:
-        noise, settled = metrics["noise_scale"], self.effective_steps >= self.config.averaging_window * self.total_steps
-        if self._warned_noise or not settled or math.isnan(noise) or self.backend.rank != 0:
+        if self._warned_noise or self.backend.rank != 0:
             return
-        warning = too_large_for_the_noise(self.plan, noise, metrics["gain"])
-        if warning is not None:
+        tau, window = self.effective_steps, self.config.averaging_window * self.total_steps
+        warning = too_large_for_the_noise(self.plan, metrics["noise_scale"], metrics["gain"])
+        if warning is None:  # nor where it is not known: NaN
+            self._beyond_noise_since = None
+            return
+        since = tau if self._beyond_noise_since is None else self._beyond_noise_since
+        self._beyond_noise_since = since
+        # The noise of a run's beginning is seldom that of the rest, and averages of a few samples go up and down.
+        begun = tau >= _NOISE_WINDOWS * window and self.optimizer.steps >= _NOISE_STEPS
+        if begun and tau - since >= window:
             self._warned_noise = True
-            warnings.warn(warning, stacklevel=4)
+            warn_at_user(warning)
 
     def _warn_of_unread(self) -> None:
         """After the first optimizer step, by when what is read late has been read: in loss_fn, or a closure's first call."""

@@ -120,7 +120,9 @@ class EffectiveSchedule:
         self._unit = unit
         self._base_steps_per_epoch = base_steps_per_epoch
         self._calls = 0
-        self._composite = scheduler is not None and sum(1 for _ in _nested(scheduler)) > 1
+        self._parts = [] if scheduler is None else list(_nested(scheduler))
+        self._composite = len(self._parts) > 1
+        self._left_at = self._counts()
         # Taken while the scheduler is fresh: a curve can be had later too, and always begins at call 0.
         self._fresh = None if scheduler is None else _dry_copy(scheduler)
         self._last_call = None if total_steps is None else self._calls_before(_last_step(total_steps))
@@ -147,8 +149,21 @@ class EffectiveSchedule:
         return calls if self._last_call is None else min(calls, self._last_call)
 
     def advance_to(self, effective_steps: float) -> None:
-        """Calls ``scheduler.step()`` until ``calls`` is ``due(effective_steps)``. Never goes back."""
+        """Calls ``scheduler.step()`` until ``calls`` is ``due(effective_steps)``. Never goes back.
+
+        Raises:
+            RuntimeError: Somebody else has called it meanwhile, so that the learning rate is no longer the schedule's.
+        """
+        if self._counts() != self._left_at:
+            raise RuntimeError(
+                f"{type(self._scheduler).__name__}.step() was called beside the {self._calls} calls that τ has made, so the "
+                "learning rate falls twice as fast. Remove scheduler.step() from the loop: run.step() does it."
+            )
         self._replay(self.due(effective_steps))
+
+    def _counts(self) -> list[int | None]:
+        """How often each part of the scheduler was stepped, as it counts itself."""
+        return [getattr(part, "last_epoch", None) for part in self._parts]
 
     def curve(self, total_steps: float) -> list[list[float]]:
         """The learning rates of the whole base run, ``curve[group][call]`` for calls 0 ... ``due(total_steps − 1)``.
@@ -228,6 +243,7 @@ class EffectiveSchedule:
             while self._calls < calls:
                 self._scheduler.step()
                 self._calls += 1
+        self._left_at = self._counts()
 
     def _calls_before(self, step: int) -> int:
         """Scheduler calls of a base run that is about to take its step ``step``, counted from 0; not clamped."""

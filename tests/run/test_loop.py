@@ -9,6 +9,7 @@ import re
 import time
 import warnings
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from ray_adascale import (
     load_weights,
 )
 from ray_adascale.data.order import epoch_order
+from ray_adascale.run import loop
 from ray_adascale.run.backend import Outcome
 from ray_adascale.run.metrics import METRICS
 from ray_adascale.run.snapshot import load_rng
@@ -331,11 +333,54 @@ def test_user_metrics_are_checked() -> None:
         run.record(accuracy=[1.0])
 
 
-def test_a_warning_says_when_more_workers_buy_little() -> None:
+@pytest.mark.parametrize("fused", [None, True])
+def test_a_warning_says_once_when_more_workers_buy_little(fused: bool | None) -> None:
     data = TensorDataset(torch.ones(64, 6) + 0.01 * torch.randn(64, 6), torch.zeros(64, dtype=torch.long))
-    run = make_run(model(), data=data, per_worker_batch_size=16, accumulation=2, lr=1e-4, scheduler=False)
-    with pytest.warns(UserWarning, match="noise scale"):
-        drive(run)
+    run = make_run(model(), data=data, per_worker_batch_size=16, accumulation=2, lr=1e-4, scheduler=False, fused=fused)
+    told: list[float] = []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for x, y in run:
+            run.backward(F.cross_entropy(run.model(x), y))
+            run.step()
+            told += [run.optimizer.known_effective_steps] * (len(said) - len(told))
+    assert ["noise scale" in str(w.message) for w in said] == [True]
+    assert said[0].filename == __file__  # the user's own loop
+    assert told[0] >= 3 * 0.05 * 40  # three windows
+
+
+def test_what_noise_the_first_windows_show_is_not_believed_nor_what_does_not_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Windows of 20 of T = 400: 3 of them must have passed, and then the batch of 32 is beyond the noise for one whole."""
+
+    def warned_at(noise: Callable[[float], float]) -> list[float]:
+        run = make_run(
+            model(),
+            per_worker_batch_size=16,
+            accumulation=2,
+            total_steps=400,
+            rule=lambda now: (1.0, 1.0),  # τ counts the steps
+            scheduler=False,
+        )
+        made = loop.step_metrics
+        monkeypatch.setattr(
+            loop, "step_metrics", lambda *a, **k: made(*a, **k) | {"noise_scale": noise(run.effective_steps)}
+        )
+        at: list[float] = []
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for x, y in run:
+                run.backward(F.cross_entropy(run.model(x), y))
+                if run.step():
+                    at += [run.effective_steps] * (len(said) - len(at))
+        monkeypatch.setattr(loop, "step_metrics", made)
+        return at
+
+    assert warned_at(lambda tau: 10.0) == [60.0]
+    assert warned_at(lambda tau: 10.0 if tau < 55 else 300.0) == []
+    assert warned_at(lambda tau: 10.0 if tau % 10 else 300.0) == []
+    assert warned_at(lambda tau: 10.0 if tau >= 100 else math.nan) == [120.0]
 
 
 def test_a_schedule_of_another_length_and_a_base_batch_beyond_the_dataset_are_warned_of_at_the_users_line() -> None:
@@ -922,12 +967,38 @@ def test_the_rule_for_adam_reads_adams_own_scale() -> None:
     net = model()
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
     settings: dict[str, Any] = {"base_batch_size": 4, "total_steps": 40, "per_worker_batch_size": 8, "accumulation": 2}
-    run = Run(net, optimizer, None, dataset(), AdaScaleConfig(rule="adamscale", **settings))
+    with pytest.warns(UserWarning, match="'adamscale' is experimental") as told:
+        run = Run(net, optimizer, None, dataset(), AdaScaleConfig(rule="adamscale", **settings))
+    assert [w.filename for w in told] == [__file__]
     rows = drive(run)
     assert run.optimizer.lr_factor == pytest.approx(math.sqrt(rows[-1]["gain"]))
     assert 10 < len(rows) < 40
-    with pytest.raises(ValueError, match="AdamScale"):
+    with pytest.raises(ValueError, match="AdamScale"), pytest.warns(UserWarning, match="experimental"):
         Run(net, optimizer, None, dataset(), AdaScaleConfig(rule="adamscale", sharding="oss", **settings))
+
+
+@pytest.mark.parametrize("fused", [None, True])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_is_left_of_the_loop_as_it_was_is_refused_with_what_to_remove(fused: bool | None, when: str) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=fused)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)
+    config = AdaScaleConfig(base_batch_size=4, accumulation=2, total_steps=40, scheduler_unit="step")
+    for leftover, words in (
+        (optimizer.step, r"optimizer\.step\(\) was called in the loop.*Remove optimizer\.step"),
+        (scheduler.step, r"StepLR\.step\(\) was called beside.*Remove scheduler\.step"),
+    ):
+        run = Run(net, optimizer, scheduler, dataset(), config)
+        with pytest.raises(RuntimeError, match=words):
+            for x, y in run:
+                run.backward(F.cross_entropy(run.model(x), y))
+                if when == "before":
+                    leftover()
+                run.step()
+                if when == "after":
+                    leftover()
+        assert run.state.iterations <= 3
+    optimizer.step()  # outside a loop it is the user's own affair
 
 
 def test_wrapped_optimizers_are_refused() -> None:
