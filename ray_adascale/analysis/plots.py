@@ -34,7 +34,7 @@ def pyplot(what: str) -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise ValueError(f"matplotlib is needed for {what}: pip install 'ray-adascale[plots]'.") from error
+        raise ValueError(f"matplotlib is needed for {what}: pip install matplotlib.") from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

@@ -505,7 +505,7 @@ def _ended(args: argparse.Namespace) -> str | None:
             total_steps = Recipe.load(args.recipe).total_steps
         else:
             total_steps = config.resolve_total_steps(state.get("base_steps_per_epoch"))
-        if not state["stopped"] or state["total_steps"] != total_steps:
+        if not state.get("stopped") or state["total_steps"] != total_steps:
             return None
         return (
             f"Run {args.name!r} has ended: {state['stopped']}, {state['iterations']:,} optimizer steps for "
