@@ -1,6 +1,6 @@
 """Runs the commands of docs/session.md and writes what they say, or, with ``--check``, whether they still say it.
 
-A worker is killed and Ctrl-C is pressed on the way, as the page shows. It takes minutes, as each command starts a Ray of its own::
+A worker is killed and Ctrl-C is pressed on the way, as the page shows. It takes minutes: each command starts a Ray of its own::
 
     python docs/make_session.py
     python docs/make_session.py --check

@@ -33,16 +33,14 @@ from .due import Clocks, Due
 from .metrics import METRICS, ProgressLine, plain_numbers, step_metrics, too_large_for_the_noise
 from .saver import Boundary, Content, Saver, log_checkpoint
 from .schedule import BaseSchedule, EffectiveSchedule
-from .snapshot import LoopState, Snapshot, log_start
+from .snapshot import INTERRUPTED, LoopState, Snapshot, log_start
 from .trace import StepLog
 
-__all__ = ["INTERRUPTED", "TOTAL_STEPS_REACHED", "Run"]
+__all__ = ["TOTAL_STEPS_REACHED", "Run"]
 
 _log = logging.getLogger(__name__)
 
 TOTAL_STEPS_REACHED = "total_steps reached"
-INTERRUPTED = "interrupted"
-"""Why a run stopped before T, to be resumed: it was asked to."""
 _STALLED = 2.0  # as what is due, where 1 is an interrupt; rank 0 alone says either
 
 _NOISE_WINDOWS, _NOISE_STEPS = 3, 20
@@ -662,7 +660,7 @@ class Run:
             try:
                 self.backend.keep_trace(trace)
             except OSError as e:  # the run is done, and what counts is kept
-                warnings.warn(f"The run's trace could not be stored: {e}", RuntimeWarning, stacklevel=3)
+                warn_at_user(f"The run's trace could not be stored: {e}", RuntimeWarning)
 
     def _report(self, *, save: bool) -> None:
         folder = self.save_checkpoint() if save else None

@@ -26,6 +26,7 @@ from ..optim.adascale import AdaScale
 from .schedule import BaseSchedule, EffectiveSchedule, curve_difference
 
 __all__ = [
+    "INTERRUPTED",
     "LoopState",
     "Snapshot",
     "changes_since",
@@ -37,6 +38,9 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
+
+INTERRUPTED = "interrupted"
+"""Why a run stopped before T, to be resumed: it was asked to. Its checkpoint is one of a run that goes on."""
 
 _EXTRA = "extra/"
 _TENSOR = "__tensor__"
@@ -127,6 +131,7 @@ class Snapshot:
         base = self.base_schedule
         return {
             **vars(self.loop),
+            "stopped": None if self.loop.stopped == INTERRUPTED else self.loop.stopped,
             "effective_steps": self.optimizer.effective_steps,
             "total_steps": base.total_steps,
             "scheduler_unit": base.scheduler_unit,

@@ -24,7 +24,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..config import AdaScaleConfig
 from ..recipe import Recipe
 from ..run.failure import noted
-from ..run.loop import INTERRUPTED, Run
+from ..run.loop import Run
+from ..run.snapshot import INTERRUPTED
 from ..workload import WorkloadFn
 from .backend import RayTrainBackend
 from .board import News, Teller, make_board, telling

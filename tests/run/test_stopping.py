@@ -60,6 +60,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_as_if_it_had_not(tmp_path
     assert not evaluations  # whoever asked is waiting
     assert 5 <= run.state.iterations <= 6
     assert (tmp_path / "trace.jsonl").exists()
+    assert json.loads(max(tmp_path.glob("checkpoint_*/state.json")).read_text())["stopped"] is None
     again = make_run(
         model(dropout=0.2, seed=9), accumulation=2, per_worker_batch_size=4, backend=LocalBackend(tmp_path)
     )
