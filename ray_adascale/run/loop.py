@@ -669,7 +669,7 @@ class Run:
         if save:
             self._clocks.saved()
             if folder is not None:
-                log_checkpoint(self.backend, self.state.metrics)
+                log_checkpoint(self.backend, self._boundary())
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +49,7 @@ class _InFlight(NamedTuple):
 
     saving: checkpoint.Save
     folder: Path
+    boundary: Boundary
     outcome: Outcome
 
 
@@ -97,7 +98,7 @@ class Saver:
         if folder is not None:
             assert saving is not None
             # A copy, as the loop goes on with its metrics.
-            self._in_flight = _InFlight(saving, folder, replace(outcome, metrics=dict(outcome.metrics)))
+            self._in_flight = _InFlight(saving, folder, boundary, replace(outcome, metrics=dict(outcome.metrics)))
 
     def hand_over(self) -> None:
         """Seal the checkpoint in flight, if there is one, and hand it to the backend.
@@ -111,7 +112,7 @@ class Saver:
         with _discarded_on_error(written.folder):
             written.saving.finish()
         self._backend.report_in_background(written.outcome, written.folder)
-        log_checkpoint(self._backend, written.outcome.metrics)
+        log_checkpoint(self._backend, written.boundary)
 
     def _write(
         self,
@@ -137,18 +138,18 @@ class Saver:
             return folder, write(folder, tensors, state, files=files, process_group=self._group)
 
 
-def log_checkpoint(backend: Backend, metrics: Mapping[str, Any]) -> None:
+def log_checkpoint(backend: Backend, boundary: Boundary) -> None:
     """Say that a checkpoint is whole, and handed over.
 
     Args:
         backend: It was handed to; rank 0 says it.
-        metrics: Of its step.
+        boundary: Its.
     """
     if backend.rank == 0:
         _log.info(
             "Checkpoint of optimizer step %d, effective step %.2f.",
-            metrics["optimizer_steps"],
-            metrics["effective_steps"],
+            boundary.step,
+            boundary.effective_steps,
         )
 
 
