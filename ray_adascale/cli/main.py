@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import socket
@@ -220,7 +221,8 @@ def _train(args: argparse.Namespace) -> int:
     )
     started = time.monotonic()
     try:
-        result = trainer.fit()
+        with contextlib.redirect_stdout(sys.stderr):  # Ray prints of dead workers, and standard output is for results
+            result = trainer.fit()
     except (ray.train.TrainingFailedError, ray.exceptions.RayError) as e:
         _say(f"run {name!r} failed. {failure_in_words(e)}", args, names=False)
         print(f"The whole traceback: {_keep_failure(folder, whole_failure(e))}", file=sys.stderr)
