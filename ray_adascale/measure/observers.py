@@ -16,7 +16,7 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, cast
 
 import torch
@@ -187,7 +187,7 @@ class PassListener(Protocol):
     """Whoever uses the norms. The observer holds it weakly."""
 
     def on_begin(self, observer: GradientObserver) -> None:
-        """A backward pass has come to its first watched parameter. Only hooks on parameters tell."""
+        """A backward pass has come to its first watched parameter. DDP's buckets don't tell."""
 
     def on_local(self, observer: GradientObserver) -> None:
         """A backward pass that reached a watched parameter has ended on this worker."""
@@ -214,6 +214,10 @@ class GradientObserver(ABC):
 
     complete: bool = True
     """Whether every gradient of the step was watched; False for the one step in which a parameter was first unfrozen."""
+
+    def gradients_left(self, params: Sequence[Tensor]) -> Iterator[Tensor]:
+        """What passes before have left for the optimizer, if it was neither used nor cleared."""
+        return (p.grad for p in params if p.grad is not None)
 
     @abstractmethod
     def local_sq_norms(self) -> Tensor:

@@ -358,8 +358,8 @@ class GradientSampler:
             self._ask_for_workers()
         if self.sample is not None:
             # Gradients were cleared since, or this pass adds to those of a complete step.
-            grads = (_local(p.grad.detach()) for p in self.params if p.grad is not None)
-            self._too_many = any(bool(take_norm(grad) != 0) for grad in grads)
+            grads = observer.gradients_left(self.params)
+            self._too_many = any(bool(take_norm(_local(grad.detach())) != 0) for grad in grads)
 
     def _drop_sample(self) -> None:
         """Forget a complete step that was never taken: a GradScaler that found an overflow leaves step() out."""

@@ -46,6 +46,13 @@ def _own_norms(owner: ShardedDataParallel | None, optimizer: OSS) -> list[tuple[
     return [norm for bucket in owner._buckets_of(optimizer) if bucket.held for norm in bucket.own_norms()]
 
 
+def _own_gradients(owner: ShardedDataParallel | None, optimizer: OSS) -> Iterator[Tensor]:
+    """This worker's shards of reduced gradients that the optimizer has neither used nor cleared."""
+    for bucket in () if owner is None else owner._buckets_of(optimizer):
+        if bucket.held:
+            yield from (f.tensor.grad for f in bucket.bucket.fragments if f.tensor.grad is not None)
+
+
 class ShardHookObserver(HookObserver):
     """A hook on each parameter for the gradient samples, and the owned shards for the reduced gradient."""
 
@@ -63,6 +70,9 @@ class ShardHookObserver(HookObserver):
     def _watch(self) -> None:
         super()._watch()
         self._sums = GroupSums(len(self.groups), self.device)
+
+    def gradients_left(self, params: Sequence[Tensor]) -> Iterator[Tensor]:
+        return _own_gradients(self._owner(), self._optimizer)
 
     @torch.no_grad()
     def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
@@ -107,6 +117,9 @@ class BucketObserver(GradientObserver):
     @torch.no_grad()
     def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
         return self._sums(_own_norms(self._owner(), self.optimizer))
+
+    def gradients_left(self, params: Sequence[Tensor]) -> Iterator[Tensor]:
+        return _own_gradients(self._owner(), self.optimizer)
 
     def add_group(self, params: Sequence[Tensor]) -> None:
         self._watch()  # its buckets are found at the next forward pass
@@ -397,6 +410,9 @@ class ShardedDataParallel(nn.Module):
     def _start_pass(self, sending: bool) -> None:
         refuse_compiled()
         self._pass_running, self._sending = True, sending
+        for observer in list(self._observers.values()):
+            if observer.listener is not None:
+                observer.listener.on_begin(observer)
         self._begin_pass()
         queue_end_of_backward(self._end_pass)
 

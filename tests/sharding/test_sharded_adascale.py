@@ -264,3 +264,43 @@ def _two_adascales() -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_two_adascales_each_watch_their_own_parameters(pool: Pool, world_size: int) -> None:
     assert_agree(pool(world_size).run(_two_adascales), ROUNDING)
+
+
+def _one_pass_too_many(accumulate: int, by: str) -> str:
+    """A step of more passes than were declared, without ``no_sync``; then one that is as declared."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3).double()
+    optimizer = AdaScale(OSS(model.parameters(), SGD, lr=0.1), num_gradients_to_accumulate=accumulate)
+    sharded = ShardedDataParallel(model, optimizer)
+    before = weights(model).clone()
+    generator = torch.Generator().manual_seed(dist.get_rank())
+
+    def passes(count: int) -> None:
+        for _ in range(count):
+            sharded(torch.randn(4, 5, generator=generator, dtype=torch.float64)).square().mean().backward()
+
+    passes(accumulate + 1)
+    try:
+        optimizer.step()
+    except RuntimeError as e:
+        said = str(e)
+    else:
+        return "nothing raised"
+    assert torch.equal(weights(model), before)
+    optimizer.zero_grad() if by == "optimizer" else sharded.zero_grad()
+    passes(accumulate)
+    optimizer.step()
+    assert optimizer.steps == 1
+    # A complete step that is not taken, as after an overflow, is forgotten once its gradients are cleared.
+    passes(accumulate)
+    optimizer.zero_grad()
+    passes(accumulate)
+    optimizer.step()
+    assert optimizer.steps == 2
+    return said
+
+
+@pytest.mark.parametrize(("accumulate", "by"), [(1, "optimizer"), (1, "model"), (2, "optimizer")])
+def test_a_pass_too_many_is_refused_as_under_ddp(pool: Pool, accumulate: int, by: str) -> None:
+    for said in pool(2).run(_one_pass_too_many, accumulate, by):
+        assert f"more than {accumulate} backward passes were added up" in said

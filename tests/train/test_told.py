@@ -120,7 +120,9 @@ def test_each_event_of_a_run_is_a_line_on_the_driver(
     assert lost < resumed < once("Ended: total_steps reached, at effective step")
     assert "Lost are" in lines[resumed] or "optimizer steps were lost" in lines[resumed]
     assert any("Checkpoint of optimizer step" in line for line in lines[:lost])
-    out = [line for line in said.out.splitlines() if "(raylet)" not in line]  # Ray's own, which the command line redirects
+    out = [
+        line for line in said.out.splitlines() if "(raylet)" not in line
+    ]  # Ray's own, which the command line redirects
     assert out == []  # it is for results
     assert all(len(line) < 400 for line in lines)
     assert any(record.getMessage().startswith("Resumed from") for record in caplog.records)  # and for one's own log
