@@ -5,7 +5,7 @@ import math
 import os
 import resource
 import tempfile
-from collections.abc import Callable, Iterator
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -295,25 +295,30 @@ def test_a_checkpoint_gets_the_rows_so_far() -> None:
     assert path.stat().st_size == size
 
 
-@pytest.fixture
-def full_disk() -> Iterator[Callable[[], None]]:
-    """Call it, and no file of this process can grow, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path: Path, full_disk: Callable[[], None]) -> None:
-    log = StepLog(trace=True, rows=None, note=tmp_path / "note")
+def _on_a_full_disk(folder: str) -> tuple[list[str], list[int], bool]:
+    """What is warned of, what the trace holds, and whether it still goes into checkpoints."""
+    log = StepLog(trace=True, rows=None, note=Path(folder, "note"))
     take_steps(log, 3)
     path, _ = log.files()[TRACE]
-    full_disk()
-    with pytest.warns(RuntimeWarning, match="trace can't be written any more: .*File too large") as warned:
-        take_steps(log, 1000)
-    assert len(warned) == 1
-    assert set(log.files()) == {TRACE}  # what there is still goes into checkpoints
-    assert log.finish() == path
-    assert [row["step"] for row in read_trace(path)] == [1, 2, 3]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # no file of this process can grow
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            take_steps(log, 1000)
+        kept = set(log.files()) == {TRACE} and log.finish() == path
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return [str(warning.message) for warning in said], [row["step"] for row in read_trace(path)], kept
+
+
+def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path: Path, pool: Any) -> None:
+    ((said, steps, kept),) = pool(1).run(_on_a_full_disk, str(tmp_path))  # not here: standard output may be a file
+    assert len(said) == 1
+    assert "trace can't be written any more: " in said[0]
+    assert "File too large" in said[0]
+    assert steps == [1, 2, 3]
+    assert kept
 
 
 def test_no_room_for_a_trace_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
