@@ -229,7 +229,7 @@ def _train(args: argparse.Namespace) -> int:
         _say_how_to_go_on(folder)
         return 1
     except KeyboardInterrupt as e:
-        print(f"ray-adascale: interrupted. {e}", file=sys.stderr)
+        print(f"ray-adascale: interrupted. {e}".rstrip(), file=sys.stderr)
         _say_how_to_go_on(folder)
         return 130
     if args.keep_best is not None and math.isnan(result.metrics.get(read_best(args.keep_best)[0], math.nan)):
