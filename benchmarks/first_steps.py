@@ -1,6 +1,6 @@
 """Are the first steps' gains too bold? Runs at the edge of stability, as they are and with a start that is held back.
 
-    python benchmarks/first_steps.py                three quarters of an hour or so on one quiet core
+    python benchmarks/first_steps.py                all of it: 800 runs of some 4 s, about an hour on one quiet core
     python benchmarks/first_steps.py --edges        the search for the LRs at the edge, at S = 1
     python benchmarks/first_steps.py --smoke        whether it runs
 
@@ -46,6 +46,7 @@ WINDOW = 0.05  # of T: the averages' width, and the ramp's
 GOOD = 0.9  # of what the best schedule learns at S = 1
 AT = (0, 5, 10, 20)  # effective steps at which gains are shown
 STARTS = ("plain", "prior", "ramp")
+SHAPES = ("warmup", "cosine")
 
 
 # ---- workloads -------------------------------------------------------------------------------------------------------
@@ -276,7 +277,7 @@ class Plan:
     scales: tuple[int, ...]
     starts: tuple[str, ...]
     seeds: tuple[int, ...]
-    shapes: tuple[str, ...] = ("warmup", "cosine")
+    shapes: tuple[str, ...] = SHAPES
     levels: tuple[str, ...] = ("edge", "beyond")
     total_steps: int | None = None
 
@@ -426,6 +427,8 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
     parser.add_argument("--workloads", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--scales", type=int, nargs="+", default=[2, 4, 8], help="beside 1; even")
     parser.add_argument("--starts", nargs="+", choices=STARTS, default=list(STARTS))
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--levels", nargs="+", choices=list(LEVELS), default=["edge", "beyond"])
     parser.add_argument("--seeds", type=int, default=4, help="how many (default: %(default)s)")
     parser.add_argument("--json", type=Path, default=Path("runs/first_steps.jsonl"), help="(default: %(default)s)")
     parser.add_argument("--edges", action="store_true", help="search for the LRs at the edge, and nothing else")
@@ -436,7 +439,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
     if args.smoke:
         return args, Plan(("tabular",), (1, 4), STARTS, (1,), ("cosine",), ("edge",), 60)
     seeds, scales = tuple(range(1, args.seeds + 1)), (1, *sorted(set(args.scales)))
-    return args, Plan(tuple(args.workloads), scales, tuple(args.starts), seeds)
+    return args, Plan(tuple(args.workloads), scales, tuple(args.starts), seeds, tuple(args.shapes), tuple(args.levels))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
