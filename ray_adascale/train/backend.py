@@ -52,6 +52,10 @@ class RayTrainBackend(Backend):
     kept_by: str | None = None
     """The metric by which Ray decides which checkpoints stay, or None."""
 
+    teller = Teller(None)
+    """Tells the driver, where one listens; rank 0's."""
+    _stop = False
+
     def __init__(self) -> None:
         context = ray.train.get_context()
         self.rank = context.get_world_rank()
@@ -64,15 +68,12 @@ class RayTrainBackend(Backend):
         self._uploading = threading.Event()
         self._gauges: dict[str, Gauge] = {}
         self._observed = -math.inf
-        self._stop = False
         self.events: LiveEvents | None = None
         """TensorBoard's, on rank 0 of a run that writes them."""
         if self.rank == 0 and self.writes_events:
             here = isinstance(self._storage.storage_filesystem, pyarrow.fs.LocalFileSystem)
             target = self._storage.experiment_fs_path if here else tempfile.mkdtemp(prefix="ray_adascale-events-")
             self.events = LiveEvents(Path(target, _EVENTS))
-        self.teller = Teller(None)
-        """Tells the driver; of rank 0 alone."""
 
     @contextmanager
     def latest_checkpoint(self) -> Iterator[Path | None]:
