@@ -214,16 +214,17 @@ def test_asha_stops_what_lags_with_any_searcher_and_a_workload_from_a_file(
     (tmp_path / "a_neighbour_of_mine.py").write_text("TARGET = 1.0\n")
     (tmp_path / "a_workload_of_mine.py").write_text(FILE)
     searcher = ListSearcher([0.1, 1e-5, 1e-4])
-    recipe = tune_recipe(
-        resolve(f"{tmp_path / 'a_workload_of_mine.py'}:workload"),
-        {"unused": 1},
-        base_batch_size=8,
-        total_epochs=10,
-        num_samples=3,
-        search_alg=searcher,
-        max_concurrent_trials=1,  # in order: whoever reaches a rung first goes on, however bad
-        storage_path=ray_session,
-    )
+    with pytest.warns(UserWarning, match="has not read 'unused' of its config"):
+        recipe = tune_recipe(
+            resolve(f"{tmp_path / 'a_workload_of_mine.py'}:workload"),
+            {"unused": 1},
+            base_batch_size=8,
+            total_epochs=10,
+            num_samples=3,
+            search_alg=searcher,
+            max_concurrent_trials=1,  # in order: whoever reaches a rung first goes on, however bad
+            storage_path=ray_session,
+        )
     assert recipe.total_steps == 80
     assert recipe.hyperparameters["lr"] == 0.1
     assert recipe.scheduler_unit is None

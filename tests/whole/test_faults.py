@@ -42,7 +42,7 @@ processes.set_forkserver_preload(["tests.whole.test_faults"])
 TIMEOUT_S = 15.0
 
 
-def build(seed: int = 7) -> tuple[nn.Module, torch.optim.Optimizer, Any, TensorDataset]:
+def build(seed: int = 7, total_steps: int = 120) -> tuple[nn.Module, torch.optim.Optimizer, Any, TensorDataset]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(120, 12, generator=generator)
     y = (x[:, 0] + x[:, 1] + 0.5 * torch.randn(120, generator=generator) > 0).long()
@@ -57,11 +57,11 @@ def build(seed: int = 7) -> tuple[nn.Module, torch.optim.Optimizer, Any, TensorD
         nn.Linear(24, 2),
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
-    return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200), TensorDataset(x, y)
+    return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_steps), TensorDataset(x, y)
 
 
 def make_run(backend: LocalBackend, **settings: Any) -> Run:
-    model, optimizer, scheduler, data = build()
+    model, optimizer, scheduler, data = build(total_steps=settings.get("total_steps", 120))
     torch.manual_seed(100 + backend.rank)  # dropout of one's own; a resume puts the checkpoint's state back
     defaults: dict[str, Any] = {
         "base_batch_size": 4,
