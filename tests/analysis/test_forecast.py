@@ -197,5 +197,5 @@ def test_plot_and_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     forecast_recipe(twice, workers=[1, 4]).plot(tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ValueError, match="is needed for a .*: pip install matplotlib"):
+    with pytest.raises(ValueError, match=r"is needed for a .*: pip install matplotlib"):
         forecast_recipe(twice, workers=[1, 4]).plot(tmp_path / "plot.png")

@@ -229,5 +229,5 @@ def test_no_runs_and_no_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(ValueError, match="none given"):
         write_report([], tmp_path / "r.html")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ValueError, match="is needed for a .*: pip install matplotlib"):
+    with pytest.raises(ValueError, match=r"is needed for a .*: pip install matplotlib"):
         write_report([write_rows(tmp_path / "t.jsonl", [row(1)])], tmp_path / "r.html")
