@@ -144,7 +144,7 @@ class RunDisplay:
         while not done:
             done = self._done.wait(self._interval_s)
             metrics = self._newest()
-            if metrics is None or metrics["effective_steps"] >= metrics["total_steps"]:
+            if metrics is None or metrics["effective_steps"] >= metrics["total_steps"] or "stopped" in metrics:
                 continue  # of a run that has reached its end the result is told
             shown = self.line(metrics)
             if shown != last:  # also when it stops short, so that one knows where

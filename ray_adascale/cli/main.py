@@ -226,11 +226,11 @@ def _train(args: argparse.Namespace) -> int:
     except (ray.train.TrainingFailedError, ray.exceptions.RayError) as e:
         _say(f"run {name!r} failed. {failure_in_words(e)}", args, names=False)
         print(f"The whole traceback: {_keep_failure(folder, whole_failure(e))}", file=sys.stderr)
-        _say_how_to_go_on(folder)
+        _say_how_to_go_on(folder, args)
         return 1
     except KeyboardInterrupt as e:
         print(f"ray-adascale: interrupted. {e}".rstrip(), file=sys.stderr)
-        _say_how_to_go_on(folder)
+        _say_how_to_go_on(folder, args)
         return 130
     if args.keep_best is not None and math.isnan(result.metrics.get(read_best(args.keep_best)[0], math.nan)):
         _say(f"warning: --keep-best {args.keep_best}: the last checkpoint has no such metric to be compared by", args)
@@ -442,13 +442,19 @@ def _keep_failure(folder: str, text: str) -> str:
     return path
 
 
-def _say_how_to_go_on(folder: str) -> None:
+def _say_how_to_go_on(folder: str, args: argparse.Namespace) -> None:
     """Name the command that goes on with a run, where there is something to go on with."""
+    from ..checkpoint import MANIFEST
+
+    where, _, name = folder.rpartition("/")
     try:
         names = list_names(folder)
-    except OSError:
+        checkpoints = [found for found in names if found.startswith("checkpoint_")]
+        whole = any(MANIFEST in list_names(f"{folder}/{found}") for found in checkpoints)
+        more = _ended(argparse.Namespace(**{**vars(args), "name": name, "storage_path": where})) is None
+    except (OSError, ValueError):
         return
-    if RUN in names and any(name.startswith("checkpoint_") for name in names):
+    if RUN in names and whole and more:
         print(f"`ray-adascale resume {folder}` goes on from the last checkpoint.", file=sys.stderr)
 
 

@@ -264,7 +264,7 @@ def check_state(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"The checkpoint was written with {name}={state.get(name)!r} in its data state, this run has"
                 f" {name}={value!r}. The order of examples would change: use the same dataset and settings, or begin a"
-                " new run."
+                " new run, under another name."
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import shutil
@@ -19,7 +20,12 @@ from .. import checkpoint
 from .._files import TRACE
 from .schedule import BaseSchedule
 
-__all__ = ["Backend", "LocalBackend", "Outcome"]
+__all__ = ["CHECKPOINT", "Backend", "LocalBackend", "Outcome"]
+
+_log = logging.getLogger(__name__)
+
+CHECKPOINT = "Checkpoint of optimizer step %d, effective step %.2f."
+"""What is logged once a checkpoint is whole and where it belongs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +186,7 @@ class LocalBackend(Backend):
     def report(self, outcome: Outcome, folder: Path | None) -> None:
         self.metrics = dict(outcome.metrics)
         if folder is not None and self.rank == 0:
+            _log.info(CHECKPOINT, outcome.metrics.get("optimizer_steps", 0), outcome.effective_steps)
             # What an earlier start left incomplete, or damaged beyond this step, must not take the place of a good one.
             kept = [path for path in self._checkpoints() if path <= folder and checkpoint.is_sealed(path)][-self.keep :]
             for old in self._checkpoints():

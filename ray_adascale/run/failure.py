@@ -14,7 +14,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MISTAKES", "lines_of", "noted", "place_of", "traceback_of", "users_lines", "was_beginning", "was_building"]
+__all__ = [
+    "MISTAKES",
+    "is_users",
+    "lines_of",
+    "noted",
+    "place_of",
+    "traceback_of",
+    "users_lines",
+    "was_beginning",
+    "was_building",
+]
 
 MISTAKES = (ValueError, TypeError, LookupError, AttributeError, NameError, ImportError)
 """These are the program's rather than the machine's: memory or a disk may be there the next time."""
@@ -76,13 +86,18 @@ def users_lines(error: BaseException) -> str:
     """The lines of the traceback in files that are neither a library's nor Python's nor ours, as Python shows them."""
     shown = []
     for frame in traceback.extract_tb(error.__traceback__):
-        if frame.filename.startswith(("<", _PACKAGE, *_LIBRARIES)) or "-packages" in frame.filename:
+        if not is_users(frame.filename):
             continue
         shown.append(f"  {frame.filename}:{frame.lineno}, in {frame.name}")
         line = linecache.getline(frame.filename, frame.lineno or 0).strip()  # not there where the code came by wire
         if line:
             shown.append(f"    {line}")
     return "\n".join(shown)
+
+
+def is_users(filename: str) -> bool:
+    """Whether a file is neither a library's nor Python's nor ours."""
+    return not filename.startswith(("<", _PACKAGE, *_LIBRARIES)) and "-packages" not in filename
 
 
 def _notes(error: BaseException | None) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -195,16 +196,14 @@ class ProgressLine:
     def end(self, metrics: Mapping[str, Any], total_steps: int, why: str) -> None:
         """The run has ended, or had before."""
         if self._shows:
-            self._write(f"{tau_of(metrics, total_steps)}  {state_of(metrics)}: {why}")
-            if self._live:
-                self._write("", "\n")
+            self._write(f"{tau_of(metrics, total_steps)}  {state_of(metrics)}: {why}", last=True)
 
-    def _write(self, text: str, end: str | None = None) -> None:
+    def _write(self, text: str, *, last: bool = False) -> None:
         with contextlib.suppress(Exception):
             if not self._live:
                 print(text, file=sys.stderr, flush=True)
-            elif end is not None:
-                print(text, end=end, file=sys.stderr, flush=True)
-            else:
-                print(f"\r{text:{self._width}}", end="", file=sys.stderr, flush=True)
-                self._width = len(text)
+                return
+            if not last:
+                text = text[: shutil.get_terminal_size().columns - 1]  # a line that wraps can't be written over
+            print(f"\r{text:{self._width}}", end="\n" if last else "", file=sys.stderr, flush=True)
+            self._width = len(text)

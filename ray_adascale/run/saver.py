@@ -6,7 +6,6 @@ manifest seals it; the backend takes it. All of it is collective, at a step boun
 
 from __future__ import annotations
 
-import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -22,9 +21,7 @@ from .. import checkpoint
 from .._files import room_in_words
 from .backend import Backend, Outcome
 
-__all__ = ["Boundary", "Content", "Saver", "check_agreement", "log_checkpoint"]
-
-_log = logging.getLogger(__name__)
+__all__ = ["Boundary", "Content", "Saver", "check_agreement"]
 
 Content = tuple[dict[str, Any], dict[str, Any], dict[str, tuple[Path, int]]]
 """Tensors, state and files, as :func:`ray_adascale.checkpoint.save` takes them."""
@@ -49,7 +46,6 @@ class _InFlight(NamedTuple):
 
     saving: checkpoint.Save
     folder: Path
-    boundary: Boundary
     outcome: Outcome
 
 
@@ -98,7 +94,7 @@ class Saver:
         if folder is not None:
             assert saving is not None
             # A copy, as the loop goes on with its metrics.
-            self._in_flight = _InFlight(saving, folder, boundary, replace(outcome, metrics=dict(outcome.metrics)))
+            self._in_flight = _InFlight(saving, folder, replace(outcome, metrics=dict(outcome.metrics)))
 
     def hand_over(self) -> None:
         """Seal the checkpoint in flight, if there is one, and hand it to the backend.
@@ -112,7 +108,6 @@ class Saver:
         with _discarded_on_error(written.folder):
             written.saving.finish()
         self._backend.report_in_background(written.outcome, written.folder)
-        log_checkpoint(self._backend, written.boundary)
 
     def _write(
         self,
@@ -136,21 +131,6 @@ class Saver:
             assert folder is not None
             tensors, state, files = made
             return folder, write(folder, tensors, state, files=files, process_group=self._group)
-
-
-def log_checkpoint(backend: Backend, boundary: Boundary) -> None:
-    """Say that a checkpoint is whole, and handed over.
-
-    Args:
-        backend: It was handed to; rank 0 says it.
-        boundary: Its.
-    """
-    if backend.rank == 0:
-        _log.info(
-            "Checkpoint of optimizer step %d, effective step %.2f.",
-            boundary.step,
-            boundary.effective_steps,
-        )
 
 
 def check_agreement(

@@ -324,7 +324,7 @@ def other_length(scheduler: LRScheduler | None, schedule: BaseSchedule) -> str |
     unit = "steps" if schedule.scheduler_unit == "step" else "epochs"
     length = f"{total} steps" if unit == "steps" else f"{calls:.4g} epochs ({total} steps)"
     fix = (
-        f"Make the schedule for {calls:.4g} {unit}: a workload finds total_steps in its config."
+        f"Make the schedule for {calls:.4g} {unit}: a workload finds it as config['total_steps']."
         if unit == "steps"
         else f"Make the schedule for {calls:.4g} {unit}."
     )

@@ -119,6 +119,10 @@ class RayTrainBackend(Backend):
         return Path(tempfile.mkdtemp(prefix=f"ray_adascale-checkpoint-{step}-"))
 
     def report(self, outcome: Outcome, folder: Path | None) -> None:
+        if outcome.stopped is not None:
+            self.teller.put(
+                {**outcome.metrics, "total_steps": outcome.schedule.total_steps, "stopped": outcome.stopped}
+            )
         if folder is None:
             ray.train.report(dict(outcome.metrics))
             return

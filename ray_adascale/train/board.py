@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ..run.failure import is_users
+
 __all__ = ["Board", "News", "Teller", "make_board", "telling"]
 
 _MOST_EVENTS = 1_000
@@ -161,7 +163,8 @@ def telling(teller: Teller) -> Iterator[None]:
     shown_before, level = warnings.showwarning, _package.level
 
     def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
-        text = f"{category.__name__}: {message} ({os.path.basename(filename)}:{lineno})"
+        place = f" ({os.path.basename(filename)}:{lineno})" if is_users(filename) else ""
+        text = f"{category.__name__}: {message}{place}"
         if file is not None or not teller.say(logging.WARNING, text, once=True):
             shown_before(message, category, filename, lineno, file, line)
 

@@ -6,6 +6,7 @@ each restart would meet the same exception again.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ import ray.train
 from ray.train import UserCallback
 
 from ..checkpoint import CheckpointError
+from ..run.backend import CHECKPOINT
 from ..run.failure import lines_of, place_of, traceback_of, was_beginning
 from .board import Teller
 
@@ -112,6 +114,12 @@ class Restarts(UserCallback):
         self._max_failures = max_failures
         self._restarts = 0
         self._seen: Counter[str] = Counter()
+
+    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
+        """Ray Train's: all workers have reported, and stored what belongs to it."""
+        if checkpoint is not None:
+            steps, effective = metrics[0].get("optimizer_steps", 0), metrics[0].get("effective_steps", 0.0)
+            Teller(self.board).say(logging.INFO, CHECKPOINT % (steps, effective))
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         """Ray Train's: one or more workers have failed."""

@@ -214,7 +214,7 @@ class AdaScaleTrainer(TorchTrainer):
         if short is not None and is_local():
             raise ValueError(
                 f"Invalid ScalingConfig(num_workers={self.scaling_config.num_workers}): {short}. No node can come: this "
-                "process has started Ray for itself. Ask for less, or connect to a cluster (ray.init(address=...))."
+                f"process has started Ray for itself. {self._what_to_ask_for()}, or give the address of a cluster."
             )
         board = make_board()
         self._job["board"] = self._restarts.board = board
@@ -225,6 +225,10 @@ class AdaScaleTrainer(TorchTrainer):
         finally:
             self._job["board"] = self._restarts.board = None
             ray.kill(board)
+
+    def _what_to_ask_for(self) -> str:
+        without = self.scaling_config.use_gpu and not ray.cluster_resources().get("GPU")
+        return "Leave use_gpu (--use-gpu) out" if without else "Ask for fewer workers"
 
     def _display(self) -> contextlib.AbstractContextManager[Any] | None:
         if not self._progress:
@@ -250,14 +254,14 @@ class AdaScaleTrainer(TorchTrainer):
         except (ray.exceptions.RayActorError, SystemExit) as e:
             # We have ended it ourselves; and Ray's own handler of Ctrl-C exits with 0, as if the run had ended well.
             if self._listener.interrupts or isinstance(e, SystemExit):
-                raise KeyboardInterrupt("The run was interrupted, and has written no checkpoint of it.") from None
+                raise KeyboardInterrupt("The run ended at once; what came after its last checkpoint is lost.") from None
             raise
         finally:
             if handler is not None:
                 signal.signal(signal.SIGINT, handler)  # Ray leaves its own behind
         if result.return_value["stopped"] == INTERRUPTED:
             raise KeyboardInterrupt(
-                f"The run was interrupted, and has written a checkpoint of optimizer step {result.metrics['optimizer_steps']:,}."
+                f"The run has written a checkpoint of optimizer step {result.metrics['optimizer_steps']:,}."
             )
         return result
 
@@ -353,12 +357,9 @@ class _Listener:
         if short is None:
             if now - self._waiting_since < every:
                 return
-            free, needed = ray.available_resources(), self._needs[0]
-            unused = ", ".join(f"{free.get(key, 0):g} {key}" for key, value in needed.items() if value > 0)
             _log.info(
-                "Still starting after %.0f s: its workers load, or wait for what others use (free: %s).",
+                "Still starting after %.0f s: Ray places the workers, and they load torch; `ray status` shows what else runs.",
                 now - self._waiting_since,
-                unused,
             )
         else:
             _log.warning("Waiting for nodes: the run needs %s. It begins when there is room; Ctrl-C ends it.", short)

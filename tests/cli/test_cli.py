@@ -354,7 +354,10 @@ def test_every_end_that_leaves_a_checkpoint_says_how_to_go_on(
         folder = tmp_path / str(code) / "x"
         for saved in (False, True):
             if saved:
-                (folder / "checkpoint_1").mkdir()
+                (folder / "checkpoint_1").mkdir()  # and no whole one yet: nothing to go on from
+                assert main.main([*TRAIN, "--name=x", f"--storage-path={folder.parent}"]) == code
+                assert "goes on" not in capsys.readouterr().err
+                checkpoint.save(folder / "checkpoint_2", {"x": torch.ones(1)}, {"total_steps": 4, "stopped": None})
             called["error"] = error
             assert main.main([*TRAIN, "--name=x", f"--storage-path={folder.parent}"]) == code
             said = capsys.readouterr().err

@@ -492,7 +492,7 @@ def _to_zero(optimizer: Optimizer, end: int, power: float = 1.0) -> L.LambdaLR:
             "step",
             "T_max ends at 100 steps.*300",
         ),
-        (lambda o: _to_zero(o, 600), 3000, "step", "zero from 600 steps on.*3000 steps.*total_steps in its config"),
+        (lambda o: _to_zero(o, 600), 3000, "step", r"zero from 600 steps on.*3000 steps.*config\['total_steps'\]"),
         (lambda o: _to_zero(o, 30), 400, "epoch", r"zero from 30 epochs on.*40 epochs \(400 steps\)"),
     ],
 )

@@ -328,6 +328,17 @@ def test_a_terminal_shows_how_far_the_run_is(
     assert ("ended before, total_steps reached" in out.getvalue()) == shown
 
 
+def test_a_line_is_not_wider_than_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = Terminal(True)
+    monkeypatch.setattr(sys, "stderr", out)
+    monkeypatch.setenv("COLUMNS", "62")
+    run = make_run(model())
+    drive(run)
+    written = [part for part in out.getvalue().split("\r") if part]
+    assert written
+    assert max(len(part) for part in written[:-1]) == 61  # and what is left when it ends may take two
+
+
 def test_standard_error_that_is_gone_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     class Closed(Terminal):
         def write(self, text: str) -> int:
@@ -371,3 +382,30 @@ def test_start_and_end_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     make_run(model(), backend=LocalBackend(tmp_path), accumulation=2)
     (told,) = (record.getMessage() for record in caplog.records)
     assert "has ended before: total_steps reached" in told
+
+
+@pytest.mark.parametrize("way", ["clip_grad_norm_", "clip_grad_value_", "clip_grad_norm_ with foreach"])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_clip_on_each_pass_is_refused(way: str, resumed: bool, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"accumulation": 2, "per_worker_batch_size": 4, "backend": LocalBackend(tmp_path)}
+    if resumed:
+        drive(make_run(model(), **settings), stop_after=5)
+    run = make_run(model(), **settings)
+    x, y = next(iter(run))
+    run.backward(nn.functional.cross_entropy(run.model(x), y))
+    if "value" in way:
+        nn.utils.clip_grad_value_(run.model.parameters(), 1e-3)
+    else:
+        nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3, foreach="foreach" in way)
+    with pytest.raises(RuntimeError, match="changed between the passes of an optimizer step, as by clipping"):
+        run.step()
+
+
+def test_a_clip_on_the_last_pass_is_ones_own_business() -> None:
+    run = make_run(model(), accumulation=2, per_worker_batch_size=4)
+    for i, (x, y) in enumerate(run):
+        run.backward(nn.functional.cross_entropy(run.model(x), y))
+        if i % 2:
+            nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3)
+        run.step()
+    assert run.stopped == "total_steps reached"

@@ -195,12 +195,14 @@ def test_more_workers_than_fit_are_refused_or_waited_for(
     )
     short = "64 workers of 1 CPU each, and the cluster has 4 CPU: room for 4 workers"
     if local:  # the fixture's Ray was started by this very process
-        with pytest.raises(ValueError, match=rf"num_workers=\(64, 70\)\): {short}\. No node can come"):
+        with pytest.raises(
+            ValueError, match=rf"num_workers=\(64, 70\)\): {short}\. No node can come.*Ask for fewer workers"
+        ):
             run.fit()
         return
     threading.Timer(8.0, os.kill, (os.getpid(), signal.SIGINT)).start()
     began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt, match="no checkpoint"):
+    with pytest.raises(KeyboardInterrupt, match="ended at once; what came after its last checkpoint is lost"):
         run.fit()
     assert time.monotonic() - began < 60
     told = [record.getMessage() for record in caplog.records if "Waiting for nodes" in record.getMessage()]
