@@ -187,6 +187,7 @@ class Workload:
         collate_fn: Makes a batch of a list of examples, as in ``torch.utils.data.DataLoader``; torch's by default.
         extra_state: What else belongs into checkpoints, by name, such as an average of the weights; see
             :class:`ray_adascale.Run`.
+        after_step: ``after_step(model)``, called after each optimizer step; see :class:`ray_adascale.Run`.
         config_reads: What the function has read of its config; whoever calls the function sets it, so that a run can warn of
             hyperparameters that nobody reads.
 
@@ -205,6 +206,7 @@ class Workload:
     mode: Literal["min", "max"] = "min"
     collate_fn: Callable[[list[Any]], Any] | None = None
     extra_state: Mapping[str, Any] | None = None
+    after_step: Callable[[nn.Module], object] | None = None
     config_reads: ConfigReads | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -214,7 +216,7 @@ class Workload:
         self._check_scheduler()
         if _length(self.train_dataset) == 0:
             raise ValueError("Invalid train_dataset: it is empty. Must hold at least one example.")
-        for name in ("loss_fn", "evaluate", "collate_fn"):
+        for name in ("loss_fn", "evaluate", "collate_fn", "after_step"):
             value = getattr(self, name)
             if not callable(value) and (value is not None or name == "loss_fn"):
                 raise ValueError(f"Invalid {name}: {_kind(value)}. Must be a function.")

@@ -98,6 +98,8 @@ class Run:
         extra_state: What else belongs into checkpoints, by name: objects with ``state_dict()`` and ``load_state_dict()``, such
             as an average of the weights. Their states are nested dicts and lists of tensors and JSON values, equal on all
             workers (rank 0's JSON counts); nothing is pickled.
+        after_step: ``after_step(model)`` with the bare model, on every worker after each optimizer step and before a checkpoint
+            of it: the place to update an average of the weights. After a skipped step, too.
         backend: Where the run lives. Default: this process or torchrun's workers, no checkpoints.
 
     Raises:
@@ -116,6 +118,7 @@ class Run:
         evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None,
         recipe: Recipe | None = None,
         extra_state: Mapping[str, Any] | None = None,
+        after_step: Callable[[nn.Module], object] | None = None,
         backend: Backend | None = None,
     ) -> None:
         self.backend = LocalBackend() if backend is None else backend
@@ -179,6 +182,7 @@ class Run:
         self.state = LoopState()
         """Step counts and metrics so far, as they go into a checkpoint."""
         self._evaluate = evaluate
+        self._after_step = after_step
         self._evaluate_every = config.evaluate_every or total_steps / 10
         self._probed: tuple[float, float] | None = None
         self._batch: MicroBatch | None = None
@@ -256,6 +260,7 @@ class Run:
             evaluate=workload.evaluate,
             recipe=recipe,
             extra_state=workload.extra_state,
+            after_step=workload.after_step,
             backend=backend,
         )
         if run.backend.rank == 0 and run.state.attempt == 0:
@@ -501,6 +506,8 @@ class Run:
         self._batch, self._unscaled = None, False
         self.source.commit()
         self.state.iterations += 1
+        if self._after_step is not None:
+            self._after_step(self.module)
         self._clocks.took(self.plan.global_batch_size)
         row = {"step": self.state.iterations, "attempt": self.state.attempt, "position": self.source.position}
         self._unread = _Unread(due, lr, row, own, dict(self.state.recorded))

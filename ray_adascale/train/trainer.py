@@ -58,6 +58,7 @@ def prepare(
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None,
     recipe: Recipe | None = None,
     extra_state: Mapping[str, Any] | None = None,
+    after_step: Callable[[nn.Module], object] | None = None,
 ) -> Run:
     """The object of a training loop of one's own, inside a ``TorchTrainer`` worker function.
 
@@ -86,6 +87,7 @@ def prepare(
         evaluate=evaluate,
         recipe=recipe,
         extra_state=extra_state,
+        after_step=after_step,
         backend=backend,
     )
 

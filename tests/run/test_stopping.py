@@ -217,7 +217,7 @@ def with_average(folder: Path | None, seed: int, **more: Any) -> tuple[Run, Aver
     net = model(seed=seed)
     average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    config = AdaScaleConfig(base_batch_size=4, total_steps=20, checkpoint_every_s=1e9)
+    config = AdaScaleConfig(base_batch_size=4, total_steps=20, checkpoint_every_s=1e-9, async_checkpoint=False)
     run = Run(
         net,
         optimizer,
@@ -225,29 +225,28 @@ def with_average(folder: Path | None, seed: int, **more: Any) -> tuple[Run, Aver
         dataset(),
         config,
         extra_state={"ema": average, **more},
+        after_step=average.update_parameters,
         backend=LocalBackend(folder, device="cpu"),
     )
     return run, average
 
 
-def steps(run: Run, average: AveragedModel, count: int) -> None:
+def steps(run: Run, count: int) -> None:
     for taken, (x, y) in enumerate(run, start=1):
         run.backward(nn.functional.cross_entropy(run.model(x), y))
-        run.step()
-        average.update_parameters(run.module)
+        run.step()  # which writes a checkpoint each time
         if taken == count:
-            run.save_checkpoint()
             break
 
 
 def test_an_average_of_the_weights_resumes_bit_for_bit(tmp_path: Path) -> None:
     whole, expected = with_average(None, 1)
-    steps(whole, expected, 20)
+    steps(whole, 20)
     counter = Counter()
     first, average = with_average(tmp_path, 1, counter=counter)
     counter.state["count"] = 7
     counter.state["by"]["weights"] = (torch.arange(3), torch.tensor(2.5, dtype=torch.float64))
-    steps(first, average, 9)
+    steps(first, 9)
     counter = Counter()
     second, average = with_average(tmp_path, 2, counter=counter)
     assert counter.state["count"] == 7
@@ -257,13 +256,13 @@ def test_an_average_of_the_weights_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert half.dtype == torch.float64
     assert half == 2.5
     assert average.n_averaged == 9
-    steps(second, average, 11)
+    steps(second, 11)
     assert torch.equal(flat(average), flat(expected))
 
 
 def test_extra_state_that_comes_or_goes_is_told(tmp_path: Path) -> None:
-    first, average = with_average(tmp_path, 1, counter=Counter())
-    steps(first, average, 3)
+    first, _ = with_average(tmp_path, 1, counter=Counter())
+    steps(first, 3)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         with_average(tmp_path, 1, more=Counter())
