@@ -1,0 +1,40 @@
+"""The page of a whole session: made by running its commands, and told from one that says something else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "docs"))
+import make_session  # noqa: E402  (a script beside the docs)
+
+sys.path.pop(0)
+
+
+def test_numbers_and_what_comes_now_and_then_make_no_difference() -> None:
+    there = make_session.PAGE.read_text()
+    other = there.replace("0.972", "0.981").replace("step 361", "step 355").replace("τ = 109", "τ = 88")
+    other = "\n".join(line for line in other.splitlines() if "Checkpoint of optimizer step 59" not in line)
+    other = "\n".join(line for line in other.splitlines() if "Still starting" not in line)
+    assert make_session.kinds(other) == make_session.kinds(there)
+
+
+@pytest.mark.parametrize(
+    "gone", ["Restart 1 of 1", "interrupted. The run has written", "(exit code 130)", "Written to report.html"]
+)
+def test_a_line_that_is_gone_is_seen(gone: str) -> None:
+    there = make_session.PAGE.read_text()
+    assert gone in there
+    other = "\n".join(line for line in there.splitlines() if gone not in line)
+    assert make_session.kinds(other) != make_session.kinds(there)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_page_says_what_the_commands_say() -> None:
+    done = subprocess.run([sys.executable, make_session.__file__, "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
