@@ -129,7 +129,8 @@ def kinds(text: str) -> list[str]:
     """The lines of a page without their numbers; those that come more or less often, once."""
     out: list[str] = []
     for line in text.splitlines():
-        kind = re.sub(r"\d[\d.,:]*", "0", line)
+        kind = re.sub(r"Recipe [0-9a-f]{16}", "Recipe 0", line)
+        kind = re.sub(r"\d[\d.,:]*(e[-+]?\d+)?", "0", kind)
         kind = re.sub(r"checkpoint_\S+", "checkpoint_0", kind)
         kind = re.sub(r"\S+ +(left|examples/s)|e-0|\? left|[│┃╇━┏┓└┘┴─┼├┤ ]+", " ", kind).strip()
         often = kind.startswith(
