@@ -451,7 +451,7 @@ def _say_how_to_go_on(folder: str, args: argparse.Namespace) -> None:
         names = list_names(folder)
         checkpoints = [found for found in names if found.startswith("checkpoint_")]
         whole = any(MANIFEST in list_names(f"{folder}/{found}") for found in checkpoints)
-        more = _ended(argparse.Namespace(**{**vars(args), "name": name, "storage_path": where})) is None
+        more = _ended(argparse.Namespace(**{**vars(args), "name": name, "storage_path": where}), verify=False) is None
     except (OSError, ValueError):
         return
     if RUN in names and whole and more:
@@ -487,11 +487,12 @@ def _saved_run(run: str, storage_path: str | None) -> dict[str, Any]:
     )
 
 
-def _ended(args: argparse.Namespace) -> str | None:
+def _ended(args: argparse.Namespace, *, verify: bool = True) -> str | None:
     """What there is to say of a run that is at its end, as its newest checkpoint has it; None where there is more to do.
 
     Args:
         args: Of the `train` that would go on with it.
+        verify: Read all of the checkpoint to see that it is whole, which takes its time.
     """
     from .. import checkpoint
     from ..checkpoint.files import STATE
@@ -504,7 +505,7 @@ def _ended(args: argparse.Namespace) -> str | None:
         try:
             if read_json(f"{found}/{checkpoint.MANIFEST}") is None:
                 continue  # never completed
-            if "://" not in found:
+            if verify and "://" not in found:
                 checkpoint.verify(found)
             state = read_json(f"{found}/{STATE}")
         except (checkpoint.CheckpointError, ValueError):

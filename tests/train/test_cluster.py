@@ -18,7 +18,7 @@ import torch
 from ray import cloudpickle
 
 from ray_adascale import AdaScaleConfig
-from ray_adascale.train.cluster import build_on_worker, is_local, lacking, pickle_by_value, portable, quiet_init
+from ray_adascale.train.cluster import build_on_worker, lacking, pickle_by_value, portable, quiet_init
 from ray_adascale.workload import Workload, resolve
 
 from ..samples_of import regression
@@ -220,7 +220,3 @@ def test_what_the_cluster_lacks_is_told_by_node(
     found = lacking(bundle, count)
     assert (found is None) == (said is None)
     assert said is None or said in str(found)
-
-
-def test_a_ray_that_is_not_ours_may_grow() -> None:
-    assert not is_local() or ray.is_initialized()
