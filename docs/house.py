@@ -54,7 +54,7 @@ TORCHS_FLOORS: list[list[Room]] = [
         Room(
             "run",
             "what happens at a step boundary of one worker's loop",
-            "loop schedule backend build due metrics trace saver snapshot failure base_run",
+            "loop follow schedule backend build due metrics trace saver snapshot failure base_run",
         ),
         Room("compat", "what loops written for AdaptDL and for FairScale see", "adaptdl fairscale"),
     ],

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .._warn import warn_at_user
-from ..config import AdaScaleConfig
+from ..config import AdaScaleConfig, BatchPlan
 from ..data import make_source, to_device
 from ..data.order import ExampleOrder
 from ..data.source import BatchSource, MicroBatch
@@ -30,6 +30,7 @@ from ..workload import ConfigReads, Workload, unread_warning, with_unit
 from .backend import Backend, LocalBackend, Outcome
 from .build import check_built, check_recipe, check_rule, check_schedule, wrap
 from .due import Clocks, Due
+from .follow import follower_of
 from .metrics import METRICS, ProgressLine, plain_numbers, step_metrics, too_large_for_the_noise
 from .saver import Boundary, Content, Saver
 from .schedule import BaseSchedule, EffectiveSchedule
@@ -140,9 +141,19 @@ class Run:
             num_workers=config.num_loader_workers,
             pin_memory=config.pin_memory,
             length=config.dataset_length,
+            recuts=config.efficiency is not None,
         )
         per_epoch = self.source.base_steps_per_epoch(self.plan.base_batch_size)
         total_steps = config.resolve_total_steps(per_epoch)
+        self._follower = follower_of(
+            config,
+            self.backend.world_size,
+            total_steps=total_steps,
+            largest=math.inf if per_epoch is None else per_epoch * self.plan.base_batch_size,
+        )
+        if self._follower is not None:
+            self.plan = self._follower.plan
+            self.source.recut(self.plan.cut(self.backend.rank))
         self.schedule = EffectiveSchedule(
             optimizer,
             scheduler,
@@ -225,6 +236,10 @@ class Run:
             if folder is not None:
                 workers = self._snapshot.load(folder, accept_changes=config.accept_changes)
                 self._log.resume(folder)
+                if self._follower is not None:
+                    moments = self.optimizer.average_moments()
+                    self._follower.resume(self.state.following, self.effective_steps, moments)
+                    self._change_to(self._follower.plan)
             if self._stalled:
                 self.state.stopped = self._stall_in_words()
             if self.backend.rank == 0:
@@ -235,6 +250,7 @@ class Run:
         self._began = self.state.iterations
         self._versions: list[int] | None = None
         self._clocks = Clocks(config, self.backend)  # they start now
+        self._step_ended = time.monotonic()
 
     @classmethod
     def of(
@@ -281,7 +297,7 @@ class Run:
 
     @property
     def scale(self) -> float:
-        """S."""
+        """S of the next step."""
         return self.plan.scale
 
     @property
@@ -516,8 +532,40 @@ class Run:
             due, self._due = self._due, None
             assert due is not None
             if self.effective_steps < self.total_steps:
+                self._follow_noise()
                 self._do_what_is_due(due)
+        self._step_ended = time.monotonic()
         return True
+
+    def _follow_noise(self) -> None:
+        """Where the run chooses its scale: the plan of the next step, from the averages; the same on all workers."""
+        follower = self._follower
+        if follower is None:
+            return
+        plan = follower.after_step(
+            self.effective_steps,
+            self.optimizer.average_moments,
+            time.monotonic() - self._step_ended,
+            self._as_on_rank_0,
+        )
+        self.state.following = follower.state()
+        if plan != self.plan:
+            self._change_to(plan)
+
+    def _change_to(self, plan: BatchPlan) -> None:
+        """From the next step on the batch is made up so. At a step boundary whose step has been read."""
+        self.plan = plan
+        self.optimizer.set_num_gradients_to_accumulate(plan.accumulation, update_smoothing=False)
+        self.optimizer.set_scale(plan.scale)
+        self.source.recut(plan.cut(self.backend.rank))
+        self._snapshot = replace(self._snapshot, plan=plan)
+
+    def _as_on_rank_0(self, numbers: tuple[float, ...]) -> tuple[float, ...]:
+        if self.plan.world_size == 1:
+            return numbers
+        shared = torch.tensor(numbers, dtype=torch.float64, device=self.backend.device)
+        dist.broadcast(shared, src=0)
+        return tuple(shared.tolist())
 
     def _before_inner_step(self) -> None:
         """The user's own optimizer is about to step."""
@@ -533,6 +581,8 @@ class Run:
         if self.optimizer.last_step_known or furthest >= self.total_steps:
             return True
         if self._evaluate is not None and self._evaluations_by(furthest) > 0:
+            return True
+        if self._follower is not None and self._follower.due_by(furthest):
             return True
         due = self._due
         return due is not None and (due.anything or (self._saver.in_flight and not due.busy))
@@ -626,7 +676,7 @@ class Run:
         )
 
     def _warn_about_noise(self, metrics: Mapping[str, Any]) -> None:
-        if self._warned_noise or self.backend.rank != 0:
+        if self._warned_noise or self.backend.rank != 0 or self._follower is not None:
             return
         tau, window = self.effective_steps, self.config.averaging_window * self.total_steps
         warning = too_large_for_the_noise(self.plan, metrics["noise_scale"], metrics["gain"])
