@@ -240,6 +240,8 @@ class Run:
                     moments = self.optimizer.average_moments()
                     self._follower.resume(self.state.following, self.effective_steps, moments)
                     self._change_to(self._follower.plan)
+            if self._follower is not None:
+                self.state.following = self._follower.state()
             if self._stalled:
                 self.state.stopped = self._stall_in_words()
             if self.backend.rank == 0:
