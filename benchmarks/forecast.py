@@ -460,9 +460,7 @@ HEADINGS = [
 
 def time_left(recipe: Recipe, scale: int, gains: Sequence[float]) -> dict[float, float]:
     """At each share of τ: the steps left that a run with these gains tells, over those that were left."""
-    left = forecast_steps_left(
-        recipe, [], scale=scale, total_steps=recipe.total_steps, rule="adascale", averaging_window=0.05
-    )
+    left = forecast_steps_left(recipe, [], scale=scale, rule="adascale", averaging_window=0.05)
     assert left is not None
     found: dict[float, float] = {}
     tau = 0.0

@@ -10,11 +10,10 @@ What the replay leaves out, on purpose: the sampling noise of a step's own σ² 
 
 from __future__ import annotations
 
-import bisect
 import copy
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -40,6 +39,9 @@ NARROWEST, NARROWNESS, WIDEST = 0.006, 0.3, 0.05
 _EARLY, _EARLY_POINTS, _POINTS = 0.08, 160, 400  # the grid of a smoothed curve: so many of its points in the first 8 %
 _BATCH = 2_000_000  # weights that are computed at once
 _MOST_RATIO = 3.0  # of q: beyond it the gain hardly depends on it
+
+MOST_STEPS = 20_000
+"""Base steps beyond which a forecast takes longer strides: it must not hold up a start."""
 
 PLAUSIBLE_MOMENTA = (0.0, 0.9)
 """Where a recipe does not tell the momentum, its forecast is made for both of these."""
@@ -112,10 +114,6 @@ class NoiseCurve:
         """q at τ, a number or an array of them."""
         return np.zeros_like(tau, dtype=float) if self.ratio is None else np.interp(tau, self.tau, self.ratio)
 
-    def stretched(self, factor: float) -> NoiseCurve:
-        """The same over a run of ``factor`` times as many steps."""
-        return replace(self, tau=self.tau * factor)
-
 
 def _local_lines(points: np.ndarray, at: np.ndarray, width: np.ndarray) -> np.ndarray:
     """The values at ``at`` (shape (n,)) of weighted least-squares lines through the columns after the first; shape (n, 2)."""
@@ -176,19 +174,17 @@ class Law:
         calm: The share of the base run's trembling that goes with the noise.
         shake: How much the larger LR shakes the weights.
         most_shake: Where that ends.
-        clock: Steps of the base run that count as one: what :meth:`NoiseCurve.stretched` got.
     """
 
     momentum: float = 0.0
     calm: float = 0.6
     shake: float = 2.0
     most_shake: float = 2.0
-    clock: float = 1.0
 
     @property
     def memory(self) -> float:
         """L, by how many steps the weights lag."""
-        return self.clock * self.momentum / (1 - self.momentum)
+        return self.momentum / (1 - self.momentum)
 
     def factor(self, ratio: float, gain: float, scale: float) -> float:
         """f, for q at the base batch, and r and S of the step before."""
@@ -202,35 +198,35 @@ class Replay:
     """A run as it was replayed.
 
     Attributes:
-        steps: Optimizer steps until τ ≥ T.
         effective_steps: τ at the end.
         progress: Σ r over the steps: equal to τ under AdaScale's own rule.
-        tau: τ before each step.
-        gains: r of each step.
+        tau: τ before each stride.
+        gains: r of each stride.
         total_steps: T.
+        stride: Optimizer steps that were taken as one; 1 unless the run is too long for that.
     """
 
-    steps: int
     effective_steps: float
     progress: float
     tau: tuple[float, ...]
     gains: tuple[float, ...]
     total_steps: float
+    stride: float = 1.0
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps until τ ≥ T."""
+        return len(self.tau) if self.stride == 1 else math.ceil(self.exact_steps)
 
     @property
     def exact_steps(self) -> float:
         """The steps until τ = T, of the last one the share that was needed; at least 1. It has no jumps where ``steps`` has."""
-        return max(self.steps_until(self.total_steps), 1.0)
+        last = self.effective_steps - self.tau[-1]
+        return max((len(self.tau) - (self.effective_steps - self.total_steps) / last) * self.stride, 1.0)
 
     @property
     def mean_gain(self) -> float:
-        return self.progress / self.steps
-
-    def steps_until(self, tau: float) -> float:
-        """Optimizer steps until τ, of the last one the share that was needed."""
-        i = max(bisect.bisect_right(self.tau, tau) - 1, 0)
-        end = self.tau[i + 1] if i + 1 < self.steps else self.effective_steps
-        return i + min((tau - self.tau[i]) / (end - self.tau[i]), 1.0)
+        return self.progress / (len(self.tau) * self.stride)
 
 
 def replay(
@@ -243,6 +239,7 @@ def replay(
     base_batch_size: float | None = None,
     rule: str | ScalingRule = "adascale",
     averaging_window: float = 0.05,
+    most_steps: int | None = None,
 ) -> Replay:
     """Take a run's steps over a noise curve, with the loop's arithmetic.
 
@@ -255,6 +252,8 @@ def replay(
         base_batch_size: B0, for rules that ask for it.
         rule: The rule, as in :class:`ray_adascale.AdaScaleConfig`.
         averaging_window: The averages' width as a share of the run, as there.
+        most_steps: A run of more base steps than that is replayed in longer strides, as many as if T were so many. What that
+            rounds off is far below what noise leaves open.
 
     Raises:
         ValueError: An argument is out of its range, or the rule's clock stands still.
@@ -264,20 +263,22 @@ def replay(
     if count < 1:
         raise ValueError(f"Invalid {count=}. Must be at least 1 gradient sample a step.")
     advance = copy.deepcopy(make_rule(rule))  # LEGW's remembers the scale it saw
-    at = np.arange(math.ceil(total_steps))
+    stride = 1.0 if most_steps is None else max(total_steps / most_steps, 1.0)
+    length = total_steps / stride  # T in strides, as are τ, p and L from here on
+    at = np.arange(math.ceil(length)) * stride
     sigma2, mu2 = (values.tolist() for values in curve.at(at))
     ratio = curve.ratio_at(at).tolist()
     variance, square, weight = 0.0, 0.0, 0.0
     tau, progress, r, factor = 0.0, 0.0, 1.0, 1.0
-    pushed, moved = 0.0, 0.0  # u and p of the law
     taus: list[float] = []
     gains: list[float] = []
-    memory = 0.0 if law is None else law.memory
-    momentum = memory / (1 + memory)  # the law's, where a step is a step
-    while tau < total_steps:
+    pushed, moved = 0.0, 0.0  # u and p of the law
+    memory = 0.0 if law is None else law.memory / stride
+    momentum = memory / (1 + memory)  # m, where a stride is a step
+    while tau < length:
         if count > 1 or taus:
             # Raw samples averaged, debiased, clipped on reading: gain.Average in plain numbers.
-            theta = plain_effective_decay(r, window=averaging_window, total_steps=total_steps)
+            theta = plain_effective_decay(r, window=averaging_window, total_steps=length)
             now = int(tau)
             if memory > 0:
                 now = min(now, int(moved + memory * -math.expm1(-moved / memory)))
@@ -290,19 +291,19 @@ def replay(
         seen = RuleInput(
             gain=r,
             scale=scale,
-            effective_steps=tau,
+            effective_steps=tau * stride,
             total_steps=total_steps,
             base_batch_size=base_batch_size,
         )
         increment = advance(seen)[1]
         if not increment > 0:
-            raise ValueError(f"Invalid rule: its clock increment is {increment!r} at effective step {tau:g}.")
-        taus.append(tau)
+            raise ValueError(f"Invalid rule: its clock increment is {increment!r} at effective step {tau * stride:g}.")
+        taus.append(tau * stride)
         gains.append(r)
         tau, progress = tau + increment, progress + r
         pushed = momentum * pushed + (1 - momentum) * r
         moved += pushed
-    return Replay(len(taus), tau, progress, tuple(taus), tuple(gains), total_steps)
+    return Replay(tau * stride, progress * stride, tuple(taus), tuple(gains), total_steps, stride)
 
 
 @dataclass(frozen=True)
@@ -324,7 +325,8 @@ class Forecaster:
     """Replays a recipe at any scale, with the interval in which to expect the actual steps.
 
     The interval goes from the fewest to the most steps of these replays, of the pooled noise and of each seed's alone, each for
-    every momentum that there may have been, widened by e^(±0.04·log₂S), or e^(±0.08·log₂S) with one seed.
+    every momentum that there may have been, widened by e^(±0.04·log₂S), or e^(±0.08·log₂S) with one seed; and not beyond what
+    gains of 1 and of S would take.
 
     Args:
         recipe: It has the noise of its search.
@@ -345,25 +347,25 @@ class Forecaster:
         self._rule = make_rule(rule)
         self._window = averaging_window
         self._curves = noise_curves(recipe)
-        self._found: dict[tuple[float, int], Steps] = {}
+        self._found: dict[tuple[float, int, int], Steps] = {}
         self.momenta = momenta_of(recipe)
         self.seeds = max(len(self._curves) - 1, 1)
-        self.measures = self._clock_at(1.0) != self._clock_at(4.0)
+        self.measures = self._clock_at(1.0, 4.0) != self._clock_at(4.0, 4.0)
 
-    def _clock_at(self, gain: float) -> float:
-        """The clock increment amid a run at S = 4."""
+    def _clock_at(self, gain: float, scale: float) -> float:
+        """The clock increment amid a run."""
         seen = RuleInput(
             gain=gain,
-            scale=4.0,
+            scale=scale,
             effective_steps=self._recipe.total_steps / 2,
             total_steps=self._recipe.total_steps,
             base_batch_size=self._recipe.base_batch_size,
         )
         return copy.deepcopy(self._rule)(seen)[1]
 
-    def at(self, scale: float, count: int = 2) -> Steps:
-        """The steps at S, with n gradient samples a step."""
-        key = scale, min(count, 2)  # beyond two their number makes no difference to a replay
+    def at(self, scale: float, count: int = 2, *, most_steps: int = MOST_STEPS) -> Steps:
+        """The steps at S, with n gradient samples a step; ``most_steps`` as for :func:`replay`."""
+        key = scale, min(count, 2), most_steps  # beyond two samples their number makes no difference to a replay
         if key not in self._found:
             replays = [
                 replay(
@@ -375,14 +377,19 @@ class Forecaster:
                     base_batch_size=self._recipe.base_batch_size,
                     rule=self._rule,
                     averaging_window=self._window,
+                    most_steps=most_steps,
                 )
                 for curve in self._curves
                 for momentum in self.momenta
             ]
             steps = [one.exact_steps for one in replays]
-            unsure = UNSURE if self.seeds > 1 else UNSURE_ALONE
-            factor = math.exp(unsure * math.log2(scale)) if self.measures else 1.0
-            self._found[key] = Steps(replays[0], max(min(steps) / factor, 1.0), max(steps) * factor)
+            low, high = min(steps), max(steps)
+            if self.measures:
+                factor = math.exp((UNSURE if self.seeds > 1 else UNSURE_ALONE) * math.log2(scale))
+                # The gain lies between 1 and S, so no run takes more steps than with the one, or fewer than with the other.
+                possible = sorted(self._recipe.total_steps / self._clock_at(gain, scale) for gain in (1.0, scale))
+                low, high = min(low, max(low / factor, possible[0])), max(high, min(high * factor, possible[1]))
+            self._found[key] = Steps(replays[0], max(low, 1.0), max(high, 1.0))
         return self._found[key]
 
 

@@ -29,6 +29,7 @@ PAYS = 0.5
 """Adding workers pays while each adds at least this share of the first worker's speed."""
 
 _FAR = 16  # S above which a forecast is to be looked at again during the run
+_ROUGH_STEPS = 2000  # in the replays for some hundred numbers of workers, of which nobody sees one alone
 _MOST = 4096  # workers, among which the number is looked for up to which adding them pays
 
 
@@ -43,9 +44,8 @@ class ForecastRow:
         scale: S = B / B0.
         num_samples: n = k · accumulation.
         steps: Optimizer steps, as the noise of all seeds together has them.
-        low: The interval: from the fewest steps among ``steps`` and the forecasts from each seed's noise alone, times
-            e^(−0.04·log₂S),
-        high: to the most of them, times e^(+0.04·log₂S). With one seed 0.08 takes the place of 0.04.
+        low: Fewest steps of the interval, see :class:`ray_adascale.replay.Forecaster`.
+        high: Most steps of it.
         mean_gain: r̄, over optimizer steps.
         efficiency: r̄ / S, the share of the examples that turns into effective steps.
         seconds: Wall time; None without a throughput model.
@@ -151,8 +151,9 @@ class Forecast:
             "batch": [f"{row.global_batch_size:,}" for row in rows],
             "S": [f"{row.scale:g}" for row in rows],
             "steps": [f"{row.steps:,}" for row in rows],
-            "interval": [f"{row.low:,}–{row.high:,}" if row.low < row.high else "" for row in rows],
         }
+        if any(row.low < row.high for row in rows):
+            columns["interval"] = [f"{row.low:,}–{row.high:,}" for row in rows]
         columns["mean\ngain"] = [f"{row.mean_gain:.2f}" for row in rows]
         columns["effi-\nciency"] = [f"{row.efficiency:.0%}" for row in rows]
         if any(row.seconds is not None for row in rows):
@@ -238,7 +239,7 @@ def forecast_recipe(
     @functools.cache
     def speedup(k: int, edge: str = "expected") -> float:
         plan = config.plan(k)
-        found = forecaster.at(plan.scale, plan.num_samples)
+        found = forecaster.at(plan.scale, plan.num_samples, most_steps=_ROUGH_STEPS)
         steps = {"expected": found.expected.exact_steps, "low": found.low, "high": found.high}[edge]
         return base / (steps * _step_time(throughput, plan))
 

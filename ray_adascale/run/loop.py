@@ -252,7 +252,6 @@ class Run:
             self._recipe,
             rows,
             scale=self.scale,
-            total_steps=self.total_steps,
             rule=self.config.rule,
             averaging_window=self.config.averaging_window,
         )

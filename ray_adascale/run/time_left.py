@@ -12,7 +12,7 @@ import numpy as np
 
 from ..optim.rules import AdaScaleRule, ScalingRule, make_rule, metric_of
 from ..recipe import Recipe
-from ..replay import Law, Replay, momenta_of, noise_curves, replay
+from ..replay import Forecaster, Replay
 
 __all__ = ["LEFT", "NOT_KNOWN", "Left", "StepClock", "StepsLeft", "clock_time", "forecast_steps_left"]
 
@@ -24,7 +24,6 @@ FADE = 0.25
 """Within this share of the run what is believed of it falls to 1/e."""
 
 _BINS = 200  # in which a run's gains are gathered, and on whose borders the remainder is computed anew
-_COARSE = 20_000  # base steps; the replay of a longer run takes longer strides, since it must not hold up a start
 _WIDEST = 1e3  # the ratio μ²/σ² is taken between this and its inverse: at r = 1 and r = S it has no bounds
 
 
@@ -82,18 +81,16 @@ class StepsLeft:
         forecast: The replay at this scale.
         scale: S > 1.
         corrects: Whether the run's gains are those that its clock moves by, so that they correct the forecast.
-        clock: Effective steps of the run that one of the replay stands for.
     """
 
-    def __init__(self, forecast: Replay, scale: float, *, corrects: bool = True, clock: float = 1.0) -> None:
+    def __init__(self, forecast: Replay, scale: float, *, corrects: bool = True) -> None:
         self._scale = scale
         self._corrects = corrects
-        self._total = forecast.total_steps * clock
-        # τ at which each of the forecast's steps begins, and that of the end.
-        self._tau = np.array([*forecast.tau, forecast.effective_steps]) * clock
+        self._total = forecast.total_steps
+        # τ at which each of the forecast's strides begins, and the end's.
+        self._tau = np.array([*forecast.tau, forecast.effective_steps])
         self._ratio = np.array([_noise_ratio(r, scale) for r in forecast.gains])
-        self._width = np.diff(self._tau).clip(min=1e-12)
-        self._rate = clock / self._width  # optimizer steps an effective one
+        self._rate = forecast.stride / np.diff(self._tau)  # optimizer steps an effective one
         self._log = np.zeros(_BINS)
         self._weight = np.zeros(_BINS)
         self._bin = -1
@@ -122,7 +119,7 @@ class StepsLeft:
         return float(np.interp(tau, self._tau, self._left)) if tau < self._total else 0.0
 
     def _remainder(self, tau: float, correction: float) -> np.ndarray:
-        """Optimizer steps from the beginning of each of the forecast's steps, and from its end, to T: ∫ dτ / r."""
+        """Optimizer steps from the beginning of each of the forecast's strides, and from its end, to T: ∫ dτ / r."""
         rate = self._rate
         if correction:
             ratio = self._ratio * np.exp(
@@ -172,7 +169,6 @@ def forecast_steps_left(
     rows: Iterable[Mapping[str, Any]],
     *,
     scale: float,
-    total_steps: int,
     rule: str | ScalingRule,
     averaging_window: float,
 ) -> StepsLeft | None:
@@ -182,25 +178,14 @@ def forecast_steps_left(
         recipe: Its noise, of all seeds.
         rows: The trace so far. Its rows at this scale correct the forecast, as if they were seen now.
         scale: S.
-        total_steps: T.
         rule: As in :class:`ray_adascale.AdaScaleConfig`.
         averaging_window: As there.
     """
     made = make_rule(rule)
     if recipe is None or not recipe.noise or scale <= 1 or metric_of(made) != "euclidean":
         return None
-    clock = max(total_steps / _COARSE, 1.0)
-    forecast = replay(
-        noise_curves(recipe)[0].stretched(1 / clock),
-        scale=scale,
-        count=2,
-        total_steps=total_steps / clock,
-        law=Law(momentum=momenta_of(recipe)[0], clock=1 / clock),
-        base_batch_size=recipe.base_batch_size,
-        rule=made,
-        averaging_window=averaging_window,
-    )
-    left = StepsLeft(forecast, scale, corrects=isinstance(made, AdaScaleRule), clock=clock)
+    forecast = Forecaster(recipe, rule=made, averaging_window=averaging_window).at(scale).expected
+    left = StepsLeft(forecast, scale, corrects=isinstance(made, AdaScaleRule))
     before = 0.0
     for row in rows:
         tau, gain = row.get("effective_steps"), row.get("gain")
