@@ -353,7 +353,7 @@ def scaled_run(case: Case, recipe: Recipe, scale: int, seed: int) -> dict[str, A
     config = AdaScaleConfig(
         per_worker_batch_size=scale * recipe.base_batch_size // PASSES, accumulation=PASSES, seed=seed
     )
-    built = build(case.workload, case.hyperparameters, config, recipe)
+    built = build(case.workload, case.hyperparameters, config.with_recipe(recipe), recipe)
     scaled = Run.of(built, config, recipe=recipe)
     gains = []
     for batch in scaled:

@@ -116,8 +116,8 @@ def record_recipe(
     base = base_config(config, base_batch_size, total_steps, total_epochs, seed)
     seed_everything(seed)
     built = build(workload, hyperparameters, base)
-    momentum = momentum_of(built.optimizer)
     run = Run.of(built, base, backend=backend)
+    momentum = momentum_of(built.optimizer)
     noise: list[NoiseProbe] = []
     losses: list[Tensor] = []
     started = time.monotonic()

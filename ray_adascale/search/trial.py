@@ -223,9 +223,9 @@ class _TuneBackend(Backend):
 
 def make_run(workload: Workload, config: AdaScaleConfig, collected: Collected, backend: Backend) -> Run:
     """The base run of what was built, evaluated for the reports to Tune, which bring home what nobody would see it warn of."""
-    collected.reads, collected.momentum = workload.config_reads, momentum_of(workload.optimizer)
+    collected.reads = workload.config_reads
     run = Run.of(replace(workload, evaluate=collected.evaluator(workload), config_reads=None), config, backend=backend)
-    collected.advice = run.advice
+    collected.advice, collected.momentum = run.advice, momentum_of(workload.optimizer)
     return run
 
 
