@@ -47,18 +47,22 @@ TORCHS_FLOORS: list[list[Room]] = [
         Room(
             "analysis",
             "what a person reads of runs that were, and of one that is to come",
-            "runs forecast replay throughput report plots describe tensorboard display",
+            "runs forecast throughput report plots describe tensorboard display",
         )
     ],
     [
         Room(
             "run",
             "what happens at a step boundary of one worker's loop",
-            "loop follow schedule backend build due metrics trace saver snapshot failure base_run",
+            "loop schedule backend build due metrics trace saver snapshot failure time_left base_run",
         ),
         Room("compat", "what loops written for AdaptDL and for FairScale see", "adaptdl fairscale"),
     ],
-    [Room("", "what is trained: the pieces that a user's function returns", "workload")],
+    [
+        Room("", "what is trained: the pieces that a user's function returns", "workload"),
+        Room("", "what a recipe takes at another scale, step by step", "replay"),
+    ],
+    [Room("", "which batch a run chooses that follows the noise", "follow")],
     [
         Room("", "with which settings, and what batches they make", "config"),
         Room("", "AdaptDL's scaling rules, by AdaptDL's path", "scaling_rules"),

@@ -27,13 +27,13 @@ from .gain import plain_noise_scale
 __all__ = ["NoiseProbe", "Recipe", "RecipeError", "Repeat", "curve_length", "json_value"]
 
 FORMAT = "ray_adascale/recipe"
-VERSION = 3
-"""2 added ``repeats`` and 3 ``settings``; a file of an earlier version loads as one without."""
+VERSION = 4
+"""2 added ``repeats``, 3 ``settings`` and 4 ``momentum``; a file of an earlier version loads as one without."""
 
 SETTINGS = ("precision", "grad_clip", "shuffle", "drop_last")
 """The fields of ``AdaScaleConfig`` that a recipe keeps: those that change what the base run trains."""
 
-_SINCE = {"repeats": 2, "settings": 3}  # field -> the version that brought it
+_SINCE = {"repeats": 2, "settings": 3, "momentum": 4}  # field -> the version that brought it
 
 
 class RecipeError(ValueError):
@@ -99,6 +99,8 @@ class Recipe:
         settings: The fields of ``AdaScaleConfig`` that change what is trained, as the search had them: ``precision``,
             ``grad_clip``, ``shuffle``, ``drop_last``. A run that has them otherwise warns. One that is left out is
             unknown; None: all are.
+        momentum: The optimizer's when the base run began, of its first parameter group, 0 ≤ m < 1: Adam's is β1. 0 for an
+            optimizer without one; None: unknown. The forecast needs it.
 
     Raises:
         RecipeError: A field of the wrong type or out of range, naming it.
@@ -121,6 +123,7 @@ class Recipe:
     created: str
     repeats: list[Repeat] = dataclasses.field(default_factory=list)
     settings: dict[str, Any] | None = None
+    momentum: float | None = None
 
     def __post_init__(self) -> None:
         put: dict[str, Any] = {
@@ -137,7 +140,12 @@ class Recipe:
             "versions": _json_object("versions", self.versions),
             "created": _text("created", self.created),
             "settings": None if self.settings is None else _checked_settings(self.settings),
+            "momentum": None if self.momentum is None else _number("momentum", self.momentum),
         }
+        if put["momentum"] is not None and not 0 <= put["momentum"] < 1:
+            raise RecipeError(
+                f"Invalid momentum={self.momentum}. Must be at least 0 and below 1, or null where unknown."
+            )
         if self.base_steps_per_epoch is not None:
             put["base_steps_per_epoch"] = _number("base_steps_per_epoch", self.base_steps_per_epoch)
             if put["base_steps_per_epoch"] <= 0:
@@ -172,6 +180,14 @@ class Recipe:
         """
         scores = [repeat.score for repeat in self.repeats]
         return (statistics.mean(scores), statistics.stdev(scores)) if len(scores) > 1 else None
+
+    @property
+    def known_momentum(self) -> float | None:
+        """``momentum``; in a recipe without it what the hyperparameters call so, and else None."""
+        named = self.hyperparameters.get("momentum") if self.momentum is None else self.momentum
+        if isinstance(named, bool) or not isinstance(named, int | float) or not 0 <= named < 1:
+            return None
+        return float(named)
 
     def describe(self) -> str:
         """A few lines for people."""

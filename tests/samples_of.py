@@ -62,6 +62,7 @@ def recipe(noise: list[tuple[float, float, float]], total_steps: int = 100, **ch
         "workload": "",
         "versions": {},
         "created": "2026-11-21",
+        "momentum": 0.0,
     }
     return Recipe(**fields | changes)
 

@@ -20,6 +20,7 @@ from ray_adascale.run.schedule import EffectiveSchedule
 VERSION_1 = Path(__file__).parent / "samples" / "recipe_v1.json"
 VERSION_2 = Path(__file__).parent / "samples" / "recipe_v2.json"
 VERSION_3 = Path(__file__).parent / "samples" / "recipe_v3.json"
+VERSION_4 = Path(__file__).parent / "samples" / "recipe_v4.json"
 SETTINGS = {"precision": "bf16", "grad_clip": 1.0, "shuffle": True, "drop_last": False}
 REPEATS = [
     Repeat(seed=7, score=0.9, noise=[NoiseProbe(effective_steps=20, sigma2=3.5, mu2=0.5)]),
@@ -87,6 +88,16 @@ def test_the_committed_version_3_recipe_loads_for_ever_after() -> None:
     assert loaded == recipe(repeats=REPEATS, settings=SETTINGS)
     assert loaded.fingerprint == "d7fc38d57e4afeae"  # nor are settings
     assert Recipe.load(VERSION_2).settings is None
+
+
+def test_the_committed_version_4_recipe_loads_for_ever_after() -> None:
+    loaded = Recipe.load(VERSION_4)
+    assert loaded == recipe(repeats=REPEATS, settings=SETTINGS, momentum=0.95)
+    assert loaded.fingerprint == "d7fc38d57e4afeae"
+    assert loaded.known_momentum == 0.95
+    # Before, only the hyperparameters may tell.
+    assert Recipe.load(VERSION_3).momentum is None
+    assert Recipe.load(VERSION_3).known_momentum == 0.9
 
 
 def test_version_1_is_guarded_by_its_own_digest(tmp_path: Path) -> None:
@@ -244,7 +255,7 @@ def test_accepted_edits_are_still_checked(tmp_path: Path) -> None:
         Recipe.load(path, accept_edits=True)
 
 
-ALL = sorted(json.loads(VERSION_3.read_text()))
+ALL = sorted(json.loads(VERSION_4.read_text()))
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -260,7 +271,9 @@ def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
     "value", [[], {}, "", -1, 0.5, True, None, math.nan, math.inf, "text", [[]], [None], {"a": None}]
 )
 def test_a_damaged_field_is_named_or_noticed(tmp_path: Path, name: str, value: Any) -> None:
-    path = edit(saved(tmp_path / "r.json", repeats=REPEATS, settings=SETTINGS), lambda d: d.update({name: value}))
+    path = edit(
+        saved(tmp_path / "r.json", repeats=REPEATS, settings=SETTINGS, momentum=0.25), lambda d: d.update({name: value})
+    )
     valid = {  # values that the field may have: then only the digest tells
         "hyperparameters": [{}, {"a": None}],
         "search": [{}, {"a": None}],
@@ -271,6 +284,7 @@ def test_a_damaged_field_is_named_or_noticed(tmp_path: Path, name: str, value: A
         "noise": [[]],
         "repeats": [[]],
         "settings": [{}, None],
+        "momentum": [0.5, None],
         "digest": ["", "text"],
         # Valid by themselves, but then the curve has another length than they say.
         "base_steps_per_epoch": [0.5, None],
@@ -313,7 +327,9 @@ def test_a_damaged_field_is_named_or_noticed(tmp_path: Path, name: str, value: A
         (lambda d: d.update(created="yesterday"), "Invalid created='yesterday'"),
         (lambda d: d.update(notes="mine", author="me"), "Unknown fields 'author', 'notes'"),
         (lambda d: d.update(format="ray_adascale/checkpoint"), "Invalid format='ray_adascale/checkpoint'"),
-        (lambda d: d.update(version=4, new_field=1), "Invalid version=4: written by a newer.* reads version 3"),
+        (lambda d: d.update(version=5, new_field=1), "Invalid version=5: written by a newer.* reads version 4"),
+        (lambda d: d.update(momentum=1), "Invalid momentum=1. Must be at least 0 and below 1"),
+        (lambda d: d.update(momentum="0.9"), "Invalid momentum='0.9'"),
         (lambda d: d.update(settings=["bf16"]), r"Invalid settings: \['bf16'\]. Must be a dict"),
         (lambda d: d.update(settings={"precision": "fp8"}), r"Invalid settings.precision='fp8'. Must be one of 'fp32'"),
         (lambda d: d.update(settings={"precision": None}), r"Invalid settings.precision=None"),

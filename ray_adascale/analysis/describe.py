@@ -8,7 +8,8 @@ from pathlib import Path
 
 from .. import checkpoint
 from ..recipe import Recipe, RecipeError
-from .runs import is_number, load_run, workers_in_words
+from ..run.time_left import clock_time
+from .runs import RunTrace, is_number, load_run, workers_in_words
 
 __all__ = ["describe"]
 
@@ -91,6 +92,9 @@ def _describe_run(path: Path) -> str:
         f"{run.mean_gain:.2f} at scale {last['scale']:g} on {workers_in_words(last.get('world_size'))}",
         f"  loss         {last.get('loss', math.nan):.4g}, {last.get('examples_per_s', math.nan):,.0f} examples/s",
     ]
+    left = _left_in_words(run)
+    if left is not None:
+        lines.insert(2, f"  left         {left}")
     for name in run.metrics:
         values = run.column(name)
         lines.append(f"  {name:<12} {values[values == values][-1]:.4g}")
@@ -100,6 +104,17 @@ def _describe_run(path: Path) -> str:
         whole = next((folder.name for folder in reversed(found) if checkpoint.is_complete(folder)), "none")
         lines.append(f"  checkpoints  {len(found)}, newest whole one {whole}")
     return "\n".join(lines)
+
+
+def _left_in_words(run: RunTrace) -> str | None:
+    """Steps and time to the end of a run that its forecast knows, as of the newest row; None where it does not, or at the end."""
+    steps, positions = run.last.get("steps_left"), run.column("position")
+    if not is_number(steps) or steps <= 0:
+        return None
+    batch = positions[-1] - positions[-2] if len(positions) > 1 else math.nan
+    seconds = steps * batch / run.last.get("examples_per_s", math.nan)
+    time = f", {clock_time(seconds)} at this speed" if math.isfinite(seconds) else ""
+    return f"{steps:,.0f} steps by the forecast, as the run corrected it{time}"
 
 
 def _in_bytes(count: int) -> str:

@@ -21,7 +21,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ..run.metrics import METRICS, Pace, clock_time, format_metrics, state_of, tau_of
+from ..run.metrics import METRICS, format_metrics, state_of, tau_of
+from ..run.time_left import LEFT, Left, clock_time
 
 __all__ = ["RunDisplay", "SearchDisplay"]
 
@@ -74,25 +75,23 @@ class RunDisplay:
         self._console = Console(stderr=True) if console is None else console
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
-        self._pace = Pace()
 
     def line(self, metrics: Mapping[str, Any]) -> str:
-        """The plain line for these metrics; the time left follows the pace since the first ones seen."""
+        """The plain line for these metrics."""
         label = f"{self._label}: " if self._label else ""
-        return f"{label}{format_metrics(metrics, metrics['total_steps'], self._pace.seconds_left(metrics))}"
+        return f"{label}{format_metrics(metrics, metrics['total_steps'], Left.told(metrics))}"
 
     def render(self, metrics: Mapping[str, Any]) -> RenderableType:
         """What a terminal shows for these metrics: a bar over τ, the run's state, and the user's own metrics."""
         total = metrics["total_steps"]
-        left = f"{clock_time(self._pace.seconds_left(metrics))} left"
         rows: list[RenderableType] = [
-            _bar(self._label, metrics["effective_steps"] / total, tau_of(metrics, total), left),
+            _bar(self._label, metrics["effective_steps"] / total, tau_of(metrics, total), str(Left.told(metrics))),
             _line(state_of(metrics)),
         ]
         own = [
             f"{key} {value:.4g}"
             for key, value in metrics.items()
-            if key not in METRICS and key != "total_steps" and isinstance(value, int | float)
+            if key not in (*METRICS, *LEFT, "total_steps") and isinstance(value, int | float)
         ]
         if own:
             rows.append(_line("  ".join(own)))

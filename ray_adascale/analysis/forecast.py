@@ -1,12 +1,13 @@
 """The forecast: what a recipe takes on each number of workers, in steps, time and money, before anything is paid for.
 
-The steps are those of a :mod:`~ray_adascale.analysis.replay`; the time of a step is :mod:`~ray_adascale.analysis.throughput`'s.
+The steps are those of a :mod:`~ray_adascale.replay`; the time of a step is :mod:`~ray_adascale.analysis.throughput`'s.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,8 +19,8 @@ from rich.table import Table
 from ..config import AdaScaleConfig, BatchPlan
 from ..optim.rules import make_rule, metric_of
 from ..recipe import Recipe
+from ..replay import Forecaster
 from .plots import pyplot
-from .replay import Replay, noise_curves, replay
 from .throughput import Throughput
 
 __all__ = ["Forecast", "ForecastRow", "forecast_recipe"]
@@ -27,6 +28,8 @@ __all__ = ["Forecast", "ForecastRow", "forecast_recipe"]
 PAYS = 0.5
 """Adding workers pays while each adds at least this share of the first worker's speed."""
 
+_FAR = 16  # S above which a forecast is to be looked at again during the run
+_ROUGH_STEPS = 2000  # in the replays for some hundred numbers of workers, of which nobody sees one alone
 _MOST = 4096  # workers, among which the number is looked for up to which adding them pays
 
 
@@ -40,16 +43,16 @@ class ForecastRow:
         global_batch_size: B, examples a step.
         scale: S = B / B0.
         num_samples: n = k · accumulation.
-        steps: Optimizer steps.
-        low: Fewest steps among ``steps`` and the forecasts from each seed's noise alone; None without repeats.
-        high: Most steps among them.
+        steps: Optimizer steps, as the noise of all seeds together has them.
+        low: Fewest steps of the interval, see :class:`ray_adascale.replay.Forecaster`.
+        high: Most steps of it.
         mean_gain: r̄, over optimizer steps.
         efficiency: r̄ / S, the share of the examples that turns into effective steps.
         seconds: Wall time; None without a throughput model.
-        seconds_low: The wall time if each step took as long as the faster ones that were measured (their lower quartile).
-        seconds_high: And as the slower ones (their upper quartile).
+        seconds_low: The wall time of ``low`` steps, each as long as the faster ones that were measured (their lower quartile).
+        seconds_high: And of ``high`` steps as long as the slower ones (their upper quartile).
         speedup: Over the base run: in time, or without a throughput model in passes one after the other.
-        cost: Money; None without a price or without seconds.
+        cost: Money for ``seconds``; None without a price or without seconds. It is in proportion to them.
         marginal: Speed-up that the last of these workers adds. Not rounded to whole steps, as ``speedup`` is.
         pays: Whether there are no more workers than ``Forecast.pays_until``.
     """
@@ -60,8 +63,8 @@ class ForecastRow:
     scale: float
     num_samples: int
     steps: int
-    low: int | None
-    high: int | None
+    low: int
+    high: int
     mean_gain: float
     efficiency: float
     seconds: float | None
@@ -87,6 +90,8 @@ class Forecast:
         pays_until: The number of workers up to which adding workers pays: further ones, up to twice as many, add less than
             half of the first one's speed-up each. It comes from the model, whatever rows were asked for; above 64 it is
             right to a sixteenth. None where 4,096 workers still pay.
+        pays_until_low: The same where the run takes as many steps as the interval allows, so that a worker adds less.
+        pays_until_high: And where it takes as few.
     """
 
     recipe: str
@@ -96,6 +101,8 @@ class Forecast:
     rows: tuple[ForecastRow, ...]
     notes: tuple[str, ...]
     pays_until: int | None
+    pays_until_low: int | None
+    pays_until_high: int | None
 
     def to_json(self) -> str:
         """The whole forecast as JSON."""
@@ -124,9 +131,13 @@ class Forecast:
     def lines(self) -> list[str]:
         """What stands below the table."""
         if self.pays_until is None:
-            verdict = f"Adding workers still pays at {_MOST:,}: each adds at least half as much as the first."
+            verdict = f"Adding workers still pays at {_MOST:,}: each adds at least half as much as the first"
         else:
-            verdict = f"Adding workers pays up to {self.pays_until:,}: further ones each add less than half as much as the first."
+            verdict = f"Adding workers pays up to {self.pays_until:,}: further ones each add less than half as much as the first"
+        low, high = (
+            f"{k:,}" if k is not None else f"over {_MOST:,}" for k in (self.pays_until_low, self.pays_until_high)
+        )
+        verdict += f" (with the interval: {low}–{high})." if low != high else "."
         return [verdict, *self.notes]
 
     def _columns(self) -> dict[str, list[str]]:
@@ -141,8 +152,8 @@ class Forecast:
             "S": [f"{row.scale:g}" for row in rows],
             "steps": [f"{row.steps:,}" for row in rows],
         }
-        if any(row.low is not None for row in rows):
-            columns["seeds"] = [f"{row.low:,}–{row.high:,}" for row in rows]
+        if any(row.low < row.high for row in rows):
+            columns["interval"] = [f"{row.low:,}–{row.high:,}" for row in rows]
         columns["mean\ngain"] = [f"{row.mean_gain:.2f}" for row in rows]
         columns["effi-\nciency"] = [f"{row.efficiency:.0%}" for row in rows]
         if any(row.seconds is not None for row in rows):
@@ -163,14 +174,9 @@ class Forecast:
         figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
         workers = [row.workers for row in self.rows]
         left.plot(workers, [row.steps for row in self.rows], "o-", label="forecast")
-        if self.rows[0].low is not None:
-            left.fill_between(
-                workers,
-                [row.low for row in self.rows],
-                [row.high for row in self.rows],
-                alpha=0.2,
-                label="over seeds",
-            )
+        left.fill_between(
+            workers, [row.low for row in self.rows], [row.high for row in self.rows], alpha=0.2, label="interval"
+        )
         left.plot(workers, [self.total_steps / row.scale for row in self.rows], "--", color="0.6", label="T / S")
         left.set(xlabel="workers", ylabel="optimizer steps", xscale="log", yscale="log")
         right.plot(workers, [row.speedup for row in self.rows], "o-")
@@ -196,7 +202,7 @@ def forecast_recipe(
     """Forecast what a recipe takes on each number of workers, before anything is paid for.
 
     Args:
-        recipe: It has the noise of its search. Repeat seeds, where it has them, sharpen the estimate and give the interval.
+        recipe: It has the noise of its search. Repeat seeds, where it has them, sharpen the estimate and the interval.
         workers: Numbers of workers.
         config: As for :class:`ray_adascale.AdaScaleTrainer`: batch of a worker, accumulation, rule, averaging window. Passes
             are added where few workers would make less than a base batch. Not the rule "adamscale", whose statistics a
@@ -227,39 +233,26 @@ def forecast_recipe(
             f"Invalid rule={config.rule!r}: its gain is taken in Adam's metric, and a search probes plain gradients. There "
             "is no forecast for it."
         )
-    curves = noise_curves(recipe)
-
-    @functools.cache
-    def replayed(curve: int, scale: float, count: int) -> Replay:
-        return replay(
-            curves[curve],
-            scale=scale,
-            count=count,
-            total_steps=recipe.total_steps,
-            base_batch_size=recipe.base_batch_size,
-            rule=made,
-            averaging_window=config.averaging_window,
-        )
-
-    def run_at(plan: BatchPlan, curve: int = 0) -> Replay:
-        # Beyond two gradient samples a step their number makes no difference to a replay.
-        return replayed(curve, plan.scale, min(plan.num_samples, 2))
-
+    forecaster = Forecaster(recipe, rule=made, averaging_window=config.averaging_window)
     base = recipe.total_steps * _step_time(throughput, BatchPlan(recipe.base_batch_size, recipe.base_batch_size, 1, 1))
 
     @functools.cache
-    def speedup(k: int) -> float:
+    def speedup(k: int, edge: str = "expected") -> float:
         plan = config.plan(k)
-        return base / (run_at(plan).exact_steps * _step_time(throughput, plan))
+        found = forecaster.at(plan.scale, plan.num_samples, most_steps=_ROUGH_STEPS)
+        steps = {"expected": found.expected.exact_steps, "low": found.low, "high": found.high}[edge]
+        return base / (steps * _step_time(throughput, plan))
 
-    pays_until = _pays_until(speedup)
+    pays = [_pays_until(functools.partial(speedup, edge=edge)) for edge in ("expected", "low", "high")]
+    pays_until, fewest, *_, most = pays[0], *sorted(pays, key=lambda k: math.inf if k is None else k)
     rows: list[ForecastRow] = []
     for k in ks:
         plan = config.plan(k)
-        expected, *single = (run_at(plan, curve) for curve in range(len(curves)))
-        span = [expected.steps, *(one.steps for one in single)]
-        time = expected.steps * _step_time(throughput, plan)
-        seconds = None if throughput is None else time
+        found = forecaster.at(plan.scale, plan.num_samples)
+        expected = found.expected
+        low, high = min(math.floor(found.low), expected.steps), math.ceil(found.high)
+        step_s = _step_time(throughput, plan)
+        seconds = None if throughput is None else expected.steps * step_s
         rows.append(
             ForecastRow(
                 workers=k,
@@ -268,14 +261,14 @@ def forecast_recipe(
                 scale=plan.scale,
                 num_samples=plan.num_samples,
                 steps=expected.steps,
-                low=min(span) if single else None,
-                high=max(span) if single else None,
+                low=low,
+                high=high,
                 mean_gain=expected.mean_gain,
                 efficiency=expected.mean_gain / plan.scale,
                 seconds=seconds,
-                seconds_low=None if throughput is None else time * throughput.low,
-                seconds_high=None if throughput is None else time * throughput.high,
-                speedup=base / time,
+                seconds_low=None if throughput is None else low * step_s * throughput.low,
+                seconds_high=None if throughput is None else high * step_s * throughput.high,
+                speedup=base / (expected.steps * step_s),
                 cost=None
                 if cost_per_worker_hour is None or seconds is None
                 else k * seconds / 3600 * cost_per_worker_hour,
@@ -289,8 +282,10 @@ def forecast_recipe(
         total_steps=recipe.total_steps,
         base_batch_size=recipe.base_batch_size,
         rows=tuple(rows),
-        notes=tuple(_notes(recipe, max(len(curves) - 1, 1), throughput)),
+        notes=tuple(_notes(recipe, rows, forecaster, throughput)),
         pays_until=pays_until,
+        pays_until_low=fewest,
+        pays_until_high=most,
     )
 
 
@@ -322,23 +317,38 @@ def _pays_until(speedup: Callable[[int], float]) -> int | None:
     return None
 
 
-def _notes(recipe: Recipe, seeds: int, throughput: Throughput | None) -> list[str]:
-    notes = []
-    if seeds == 1:
-        notes.append(
-            "No interval: the recipe has the noise of one seed. Search with repeats to have one; single seeds of short runs "
-            "may be far off."
-        )
-    probes = len(recipe.noise) * seeds
-    if probes < 200:
-        notes.append(f"Only {probes} probes: at large scales the steps are rough.")
+def _notes(
+    recipe: Recipe, rows: Sequence[ForecastRow], forecaster: Forecaster, throughput: Throughput | None
+) -> list[str]:
     if throughput is None:
-        notes.append(
+        time = [
             "Without a throughput model: speed-up counts passes, as if each took as long, and nothing else took any time."
-        )
+        ]
     else:
-        notes.extend(throughput.notes)
-    return notes
+        time = list(throughput.notes)
+    if not forecaster.measures:
+        return time  # the steps follow from S alone
+    notes = []
+    if rows[-1].scale > _FAR:
+        notes.append(
+            f"Above S = {_FAR} the steps are right within about a quarter: look again after 30 % of the run, at its time left."
+        )
+    if forecaster.seeds == 1:
+        notes.append(
+            "The recipe has the noise of one seed, so the interval is wider: search with repeats (--repeats 2) for a closer one."
+        )
+    if len(forecaster.momenta) > 1:
+        notes.append(
+            "The recipe does not tell the momentum (recipes of earlier versions do not), so the interval is wider: it holds "
+            f"{' and '.join(f'{m:g}' for m in forecaster.momenta)}, and the steps are those without momentum. Make it anew for a "
+            "closer one."
+        )
+    probes = len(recipe.noise) + sum(len(repeat.noise) for repeat in recipe.repeats)
+    if probes < 200:
+        notes.append(
+            f"Only {probes} probes: at large scales the steps are rough. A search with --probe-every 5 has more."
+        )
+    return [*notes, *time]
 
 
 def _in_units(seconds: float | None) -> str:

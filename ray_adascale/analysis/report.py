@@ -20,8 +20,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from .._files import write_atomically
 from .._version import __version__
 from ..recipe import Recipe
+from ..replay import Forecaster
 from .plots import color_of, draw_png, draw_svg, make_panels
-from .replay import NoiseCurve, noise_curves, replay
 from .runs import RunTrace, load_run
 
 if TYPE_CHECKING:
@@ -151,18 +151,18 @@ def _newest(values: np.ndarray) -> str:
 def _comparisons(
     runs: list[RunTrace], recipe: Recipe | None, forecast: Forecast | None
 ) -> Iterator[tuple[int, list[str]]]:
-    """(index of a run, [S, steps forecast, these over seeds, steps taken, how far off]) for each run above the base batch.
+    """(index of a run, [S, steps forecast, their interval, steps taken, how far off]) for each run above the base batch.
 
     The forecast's rows say the steps where one is given; else they are replayed from the recipe's noise. With neither there
     is nothing to compare.
     """
-    predict: Callable[[dict[str, Any]], tuple[int, ...] | str]
+    predict: Callable[[dict[str, Any]], tuple[int, int, int] | str]
     if forecast is not None:
         total = forecast.total_steps
         predict = functools.partial(_forecast_steps, forecast)
     elif recipe is not None and recipe.noise:
         total = recipe.total_steps
-        predict = functools.partial(_replayed_steps, noise_curves(recipe), total)
+        predict = functools.partial(_replayed_steps, Forecaster(recipe))
     else:
         return
     for i, run in enumerate(runs):
@@ -170,34 +170,37 @@ def _comparisons(
         if (scales == 1).all():
             continue
         if len(set(scales)) > 1:
-            found: tuple[int, ...] | str = "resized"
+            found: tuple[int, int, int] | str = "resized"
         elif recipe is not None and not _follows(run, recipe):
             found = "not this recipe's schedule"
         else:
             found = predict(last)
         done, taken = last["effective_steps"] / total, last["optimizer_steps"]
         if isinstance(found, str):
-            steps, over_seeds, off = "", "", found
+            steps, interval, off = "", "", found
         else:
-            steps = f"{found[0]:,}"
-            over_seeds = f"{min(found):,}–{max(found):,}" if len(found) > 1 else ""
-            off = f"{found[0] / taken - 1:+.1%}" if done >= 1 else f"not finished: at {done:.0%}"
-        yield i, [_changes(scales.tolist()), steps, over_seeds, f"{taken:,}", off]
+            expected, low, high = found
+            steps, interval = f"{expected:,}", f"{low:,}–{high:,}"
+            off = f"{expected / taken - 1:+.1%}" if done >= 1 else f"not finished: at {done:.0%}"
+            if done >= 1 and not low <= taken <= high:
+                off += ", outside the interval"
+        yield i, [_changes(scales.tolist()), steps, interval, f"{taken:,}", off]
 
 
-def _forecast_steps(forecast: Forecast, last: dict[str, Any]) -> tuple[int, ...] | str:
-    """Steps, and the fewest and most over seeds where there are several, for a run with this last row; or why there are none."""
+def _forecast_steps(forecast: Forecast, last: dict[str, Any]) -> tuple[int, int, int] | str:
+    """Steps, and the fewest and most of the interval, for a run with this last row; or why there are none."""
     for row in forecast.rows:
         if (row.scale, row.workers) == (last["scale"], last["world_size"]):
-            return (row.steps,) if row.low is None or row.high is None else (row.steps, row.low, row.high)
+            return row.steps, row.low, row.high
     return "not forecast"
 
 
-def _replayed_steps(curves: list[NoiseCurve], total_steps: int, last: dict[str, Any]) -> tuple[int, ...] | str:
-    """The same by a replay of the pooled noise, and of each seed's alone."""
+def _replayed_steps(forecaster: Forecaster, last: dict[str, Any]) -> tuple[int, int, int] | str:
+    """The same by a replay of the recipe's noise."""
     if not math.isclose(last["progress"], last["effective_steps"], rel_tol=1e-6):
         return "another rule than AdaScale's"
-    return tuple(replay(curve, scale=last["scale"], count=2, total_steps=total_steps).steps for curve in curves)
+    found = forecaster.at(last["scale"])
+    return found.expected.steps, math.floor(found.low), math.ceil(found.high)
 
 
 def _follows(run: RunTrace, recipe: Recipe) -> bool:

@@ -16,7 +16,7 @@ from ..run.trace import read_trace
 
 __all__ = ["COUNTERS", "RunTrace", "is_number", "load_run", "trace_path", "workers_in_words"]
 
-COUNTERS = ("step", "attempt", "position", "total_steps")
+COUNTERS = ("step", "attempt", "position", "total_steps", "steps_left")
 """The keys of a row, beside ``METRICS``, that the run itself writes: they tell where the run was, and measure nothing."""
 
 
@@ -33,7 +33,12 @@ class RunTrace:
     rows: list[dict[str, Any]]
 
     def column(self, key: str) -> np.ndarray:
-        """The values of a key as floats, shape (rows,); NaN where a row lacks the key or holds no number."""
+        """The values of a key as floats, shape (rows,); NaN where a row lacks the key or holds no number.
+
+        ``steps_expected`` is what each row has expected of the whole run: the steps taken and those left.
+        """
+        if key == "steps_expected":
+            return self.column("optimizer_steps") + self.column("steps_left")
         values = (row.get(key) for row in self.rows)
         return np.array([float(value) if is_number(value) else math.nan for value in values])
 

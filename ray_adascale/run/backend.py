@@ -19,6 +19,7 @@ import torch.distributed as dist
 from .. import checkpoint
 from .._files import TRACE
 from .schedule import BaseSchedule
+from .time_left import NOT_KNOWN, Left
 
 __all__ = ["CHECKPOINT", "Backend", "LocalBackend", "Outcome"]
 
@@ -39,6 +40,7 @@ class Outcome:
         stopped: Why the run has ended; None while it goes on.
         evaluated: Whether the run has evaluated at this very boundary.
         sample: σ² and μ² of the last step alone, not averaged; NaN where it was skipped or says nothing.
+        left: Optimizer steps and seconds to the end.
     """
 
     metrics: Mapping[str, Any]
@@ -47,6 +49,7 @@ class Outcome:
     stopped: str | None = None
     evaluated: bool = False
     sample: tuple[float, float] = (math.nan, math.nan)
+    left: Left = NOT_KNOWN
 
 
 class Backend(ABC):

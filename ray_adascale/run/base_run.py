@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from .._version import __version__
 from ..checkpoint.rng import seed_everything
@@ -26,7 +27,16 @@ from .backend import Backend
 from .loop import Run
 from .schedule import BaseSchedule
 
-__all__ = ["BaseResult", "base_config", "freeze", "kept_settings", "record_recipe", "train_base", "workload_name"]
+__all__ = [
+    "BaseResult",
+    "base_config",
+    "freeze",
+    "kept_settings",
+    "momentum_of",
+    "record_recipe",
+    "train_base",
+    "workload_name",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +51,7 @@ class BaseResult:
         noise: The probes of the run.
         advice: What the run had to warn of, in words; nobody sees the warnings of a trial.
         unread: The hyperparameters that the workload has not read to the end, as ``ConfigReads.unread`` has them.
+        momentum: The optimizer's, see :func:`momentum_of`.
     """
 
     metric: str
@@ -50,6 +61,7 @@ class BaseResult:
     noise: list[NoiseProbe]
     advice: list[str] = field(default_factory=list)
     unread: dict[str, str | None] = field(default_factory=dict)
+    momentum: float | None = None
 
     @property
     def objective(self) -> float:
@@ -105,6 +117,7 @@ def record_recipe(
     seed_everything(seed)
     built = build(workload, hyperparameters, base)
     run = Run.of(built, base, backend=backend)
+    momentum = momentum_of(built.optimizer)
     noise: list[NoiseProbe] = []
     losses: list[Tensor] = []
     started = time.monotonic()
@@ -122,6 +135,7 @@ def record_recipe(
             score=float(summary[built.metric]),
             schedule=run.base_schedule,
             noise=noise,
+            momentum=momentum,
         ),
         workload=workload,
         hyperparameters=hyperparameters,
@@ -175,6 +189,7 @@ def freeze(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         repeats=list(repeats),
         settings=kept_settings(config),
+        momentum=outcome.momentum,
     )
 
 
@@ -216,6 +231,13 @@ def base_config(
     )
     base.plan(1)
     return base
+
+
+def momentum_of(optimizer: Optimizer) -> float | None:
+    """The momentum of the first parameter group; β1 where it has betas, 0 where it has neither, None where it can't be told."""
+    group = optimizer.param_groups[0]
+    value = group["momentum"] if "momentum" in group else group.get("betas", (0.0,))[0]
+    return float(value) if 0 <= value < 1 else None
 
 
 def kept_settings(base: AdaScaleConfig) -> dict[str, Any]:

@@ -19,23 +19,25 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from .._files import TRACE
 from .._warn import warn_at_user
 from ..config import AdaScaleConfig, BatchPlan
 from ..data import make_source, to_device
 from ..data.order import ExampleOrder
 from ..data.source import BatchSource, MicroBatch
+from ..follow import follower_of
 from ..recipe import Recipe
 from ..sharding.sharded_ddp import ShardedDataParallel
 from ..workload import ConfigReads, Workload, unread_warning, with_unit
 from .backend import Backend, LocalBackend, Outcome
 from .build import check_built, check_recipe, check_rule, check_schedule, wrap
 from .due import Clocks, Due
-from .follow import follower_of
 from .metrics import METRICS, ProgressLine, plain_numbers, step_metrics, too_large_for_the_noise
 from .saver import Boundary, Content, Saver
 from .schedule import BaseSchedule, EffectiveSchedule
 from .snapshot import INTERRUPTED, LoopState, Snapshot, log_start
-from .trace import StepLog
+from .time_left import Left, StepClock, StepsLeft, forecast_steps_left
+from .trace import StepLog, read_trace
 
 __all__ = ["TOTAL_STEPS_REACHED", "Run"]
 
@@ -57,6 +59,7 @@ class _Unread:
     Attributes:
         due: What is due after it; None on several workers, who tell each other with the step's numbers.
         lr: The schedule's.
+        tau: τ before it.
         row: What its row in the trace begins with: its number, the start of the run, and the position in the data.
         own: The user's metrics of this step.
         recorded: The user's metrics so far.
@@ -64,6 +67,7 @@ class _Unread:
 
     due: Due | None
     lr: float
+    tau: float
     row: dict[str, Any]
     own: dict[str, Any]
     recorded: dict[str, Any]
@@ -192,6 +196,8 @@ class Run:
 
         self.state = LoopState()
         """Step counts and metrics so far, as they go into a checkpoint."""
+        self._recipe = recipe
+        self._step_clock = StepClock()
         self._evaluate = evaluate
         self._after_step = after_step
         self._evaluate_every = config.evaluate_every or total_steps / 10
@@ -242,6 +248,7 @@ class Run:
                     self._change_to(self._follower.plan)
             if self._follower is not None:
                 self.state.following = self._follower.state()
+            self._steps_left = self._forecast(folder)
             if self._stalled:
                 self.state.stopped = self._stall_in_words()
             if self.backend.rank == 0:
@@ -253,6 +260,19 @@ class Run:
         self._versions: list[int] | None = None
         self._clocks = Clocks(config, self.backend)  # they start now
         self._step_ended = time.monotonic()
+
+    def _forecast(self, folder: Path | None) -> StepsLeft | None:
+        """The forecast of the steps left, on rank 0; ``folder`` is the checkpoint whose trace corrects it."""
+        if self.backend.rank != 0:
+            return None
+        rows = read_trace(folder / TRACE) if folder is not None and (folder / TRACE).is_file() else []
+        return forecast_steps_left(
+            self._recipe,
+            rows,
+            scale=self.scale,
+            rule=self.config.rule,
+            averaging_window=self.config.averaging_window,
+        )
 
     @classmethod
     def of(
@@ -509,7 +529,7 @@ class Run:
         if self.config.grad_clip is not None:
             self.clip_grad_norm_(self.config.grad_clip)
         self._read()  # the step before, which says what LR this one has
-        lr = self.schedule.lrs[0]
+        lr, tau = self.schedule.lrs[0], self.effective_steps
         self._stepping = True
         try:
             if self.scaler is not None:
@@ -528,7 +548,7 @@ class Run:
             self._after_step(self.module)
         self._clocks.took(self.plan.global_batch_size)
         row = {"step": self.state.iterations, "attempt": self.state.attempt, "position": self.source.position}
-        self._unread = _Unread(due, lr, row, own, dict(self.state.recorded))
+        self._unread = _Unread(due, lr, tau, row, own, dict(self.state.recorded))
         if self._must_read():
             self._read()
             due, self._due = self._due, None
@@ -607,10 +627,16 @@ class Run:
         self._warn_about_noise(metrics)
         self._warn_of_unread()
         self.state.metrics = {**metrics, **step.recorded}
-        self._log.step({**step.row, **metrics, **step.own})
+        row = {**step.row, **metrics, **step.own}
+        if self._steps_left is not None:
+            self._steps_left.saw(step.tau, self.effective_steps, self.optimizer.last_gain)
+            row["steps_left"] = round(self._steps_left.at(self.effective_steps), 1)
+        self._log.step(row)
         if self.backend.rank == 0:
-            self.backend.observe(self._outcome())
-            self._line.show(self.state.metrics, self.total_steps)
+            self._step_clock.took()
+            outcome = self._outcome()
+            self.backend.observe(outcome)
+            self._line.show(self.state.metrics, self.total_steps, outcome.left)
 
     def _outcome(self) -> Outcome:
         return Outcome(
@@ -620,7 +646,21 @@ class Run:
             stopped=self.stopped,
             evaluated=self.state.evaluated_at == self.effective_steps,
             sample=(self.optimizer.last_sigma2, self.optimizer.last_mu2),
+            left=self._left(),
         )
+
+    def _left(self) -> Left:
+        """What is left, from the last step that the host knows; rank 0's counts."""
+        tau, steps = self.effective_steps, self.optimizer.steps
+        todo = max(self.total_steps - tau, 0.0)
+        rough = self._steps_left is None and self.scale > 1
+        if self._steps_left is not None:
+            left = self._steps_left.at(tau)
+        elif rough:
+            left = todo * steps / tau if tau > 0 else math.inf
+        else:
+            left = todo
+        return Left(left, left * self._step_clock.seconds if left else 0.0, rough)
 
     def _do_what_is_due(self, due: Due) -> None:
         """Evaluate, hand over, save and report; the same on all workers."""

@@ -13,12 +13,11 @@ from typing import Any
 from ..config import BatchPlan
 from ..gain import plain_noise_scale
 from ..optim.adascale import AdaScale
+from .time_left import LEFT, Left
 
 __all__ = [
     "METRICS",
-    "Pace",
     "ProgressLine",
-    "clock_time",
     "format_metrics",
     "plain_numbers",
     "state_of",
@@ -97,7 +96,7 @@ def plain_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """
     out = {key: value.item() if hasattr(value, "item") else value for key, value in metrics.items()}
     for key, value in out.items():
-        if key in METRICS and key != "loss":
+        if (key in METRICS and key != "loss") or key in LEFT:
             raise ValueError(f"Invalid metric {key!r}: the run reports it itself. Choose another name.")
         if not isinstance(value, bool | int | float | str):
             raise TypeError(f"Invalid metric {key!r} of type {type(value).__name__}. Must be a number or a string.")
@@ -117,15 +116,6 @@ def too_large_for_the_noise(plan: BatchPlan, noise_scale: float, gain: float) ->
 # ---- how far a run is ------------------------------------------------------------------------------------------------
 
 
-def clock_time(seconds: float) -> str:
-    """h:mm:ss, without the hours where there are none; "?" for what never ends."""
-    if not math.isfinite(seconds):
-        return "?"
-    minutes, seconds = divmod(max(round(seconds), 0), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
-
-
 def tau_of(metrics: Mapping[str, Any], total_steps: float) -> str:
     """τ of T."""
     return f"τ {metrics['effective_steps']:,.0f}/{total_steps:,.0f}"
@@ -141,30 +131,10 @@ def state_of(metrics: Mapping[str, Any]) -> str:
     )
 
 
-def format_metrics(metrics: Mapping[str, Any], total_steps: float, seconds_left: float) -> str:
+def format_metrics(metrics: Mapping[str, Any], total_steps: float, left: Left) -> str:
     """τ/T, steps, gain and scale, LR, loss, throughput and time left, on one line."""
     share = min(metrics["effective_steps"] / total_steps, 1)
-    return f"{tau_of(metrics, total_steps)} {share:4.0%}  {state_of(metrics)}  {clock_time(seconds_left)} left"
-
-
-class Pace:
-    """How fast τ moves, as seen from outside; and so the seconds left."""
-
-    def __init__(self) -> None:
-        self._first: tuple[float, float] | None = None  # (time, τ) from which the pace is taken
-        self._last = 0.0, 0.0  # (time, τ) when τ was last seen to move
-
-    def seconds_left(self, metrics: Mapping[str, Any]) -> float:
-        """Seconds to ``metrics["total_steps"]`` at the pace since the first metrics seen; ∞ while that is not known."""
-        now, tau, total = time.monotonic(), metrics["effective_steps"], metrics["total_steps"]
-        if self._first is None or tau < self._first[1]:  # a restart goes back to the last checkpoint
-            self._first = self._last = now, tau
-        if tau != self._last[1]:
-            self._last = now, tau
-        (then, start), (at, _) = self._first, self._last
-        if tau <= start:
-            return math.inf
-        return max((total - tau) * (at - then) / (tau - start) - (now - at), 0.0)
+    return f"{tau_of(metrics, total_steps)} {share:4.0%}  {state_of(metrics)}  {left}"
 
 
 class ProgressLine:
@@ -183,14 +153,12 @@ class ProgressLine:
         self._interval_s = 0.5 if self._live else 30.0
         self._shown_at = -math.inf
         self._width = 0
-        self._pace = Pace()
 
-    def show(self, metrics: Mapping[str, Any], total_steps: int) -> None:
+    def show(self, metrics: Mapping[str, Any], total_steps: int, left: Left) -> None:
         """After a step."""
         if not self._shows or time.monotonic() - self._shown_at < self._interval_s:
             return
         self._shown_at = time.monotonic()
-        left = self._pace.seconds_left({**metrics, "total_steps": total_steps})
         self._write(format_metrics(metrics, total_steps, left))
 
     def end(self, metrics: Mapping[str, Any], total_steps: int, why: str) -> None:

@@ -61,7 +61,7 @@ class LoopState:
         stopped: Why the loop ended, or None.
         best: The best evaluation's metric, where an early stop looks at one.
         best_at: τ then; −1 before the first.
-        following: Of a run that chooses its scale: what :class:`ray_adascale.run.follow.ScaleFollower` keeps.
+        following: Of a run that chooses its scale: what :class:`ray_adascale.follow.ScaleFollower` keeps.
     """
 
     iterations: int = 0

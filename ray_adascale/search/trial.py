@@ -26,7 +26,7 @@ from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig
 from ..recipe import NoiseProbe
 from ..run.backend import Backend, Outcome
-from ..run.base_run import BaseResult, train_base
+from ..run.base_run import BaseResult, momentum_of, train_base
 from ..run.failure import noted
 from ..run.loop import Run
 from ..workload import ConfigReads, Workload, WorkloadFn, build
@@ -101,6 +101,7 @@ class Collected:
         evaluated: The keys that the workload's ``evaluate`` has returned.
         advice: What the run had to warn of when it was built.
         reads: What the workload's function has read of its config.
+        momentum: Of the optimizer that the workload's function has built.
     """
 
     def __init__(self, metric: str, mode: Literal["min", "max"]) -> None:
@@ -108,6 +109,7 @@ class Collected:
         self.evaluated: tuple[str, ...] = ()
         self.advice: list[str] = []
         self.reads: ConfigReads | None = None
+        self.momentum: float | None = None
         self._metric = metric
         self._mode = mode
         self._loss: Tensor | float = 0.0
@@ -164,6 +166,7 @@ class Collected:
                 noise=self.noise,
                 advice=self.advice,
                 unread={} if self.reads is None else self.reads.unread,
+                momentum=self.momentum,
             )
             report[OUTCOME] = ended.to_json()
         return report
@@ -222,7 +225,7 @@ def make_run(workload: Workload, config: AdaScaleConfig, collected: Collected, b
     """The base run of what was built, evaluated for the reports to Tune, which bring home what nobody would see it warn of."""
     collected.reads = workload.config_reads
     run = Run.of(replace(workload, evaluate=collected.evaluator(workload), config_reads=None), config, backend=backend)
-    collected.advice = run.advice
+    collected.advice, collected.momentum = run.advice, momentum_of(workload.optimizer)
     return run
 
 

@@ -32,7 +32,7 @@ __all__ = ["RayTrainBackend"]
 
 _log = logging.getLogger(__name__)
 
-_GAUGES = ("gain", "scale", "effective_steps", "efficiency", "lr", "loss")
+_GAUGES = ("gain", "scale", "effective_steps", "efficiency", "lr", "loss", "steps_left", "seconds_left")
 _MOST_GAUGES = 50
 """Gauges of one run, the user's metrics among them: each is a time series for whoever collects them."""
 _GAUGE_INTERVAL_S = 1.0
@@ -218,13 +218,14 @@ class RayTrainBackend(Backend):
             self._observed = now
             tags = {"ray_train_run_name": self._name, "ray_train_worker_world_rank": str(self.rank)}
             own = [key for key, value in metrics.items() if key not in METRICS and isinstance(value, int | float)]
+            values = {**metrics, "steps_left": outcome.left.steps, "seconds_left": outcome.left.seconds}
             for name in [*_GAUGES, *own][:_MOST_GAUGES]:
                 if name not in self._gauges:
                     allowed = re.sub(r"\W", "_", name, flags=re.ASCII)  # Prometheus's names
                     self._gauges[name] = Gauge(f"adascale_{allowed}", f"ray_adascale: {name}", tuple(tags))
-                self._gauges[name].set(float(metrics[name]), tags)
+                self._gauges[name].set(float(values[name]), tags)
         if due or outcome.effective_steps >= total_steps:
-            self.teller.put({**metrics, "total_steps": total_steps})
+            self.teller.put({**metrics, "total_steps": total_steps, **outcome.left.as_metrics()})
             self._stop = self.teller.look()
 
     def keep_trace(self, path: Path) -> None:

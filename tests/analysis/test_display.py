@@ -85,18 +85,18 @@ def test_a_narrow_terminal_cuts_lines_and_never_wraps_them() -> None:
     assert "…" in text_of(out)
 
 
-def test_time_left_follows_the_pace_and_a_restart_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(display.time, "monotonic", lambda: clock[0])
-    line = RunDisplay(lambda: None)
-    assert line.line(metrics(10)).endswith("? left")
-    clock[0] = 20.0
-    assert line.line(metrics(30)).endswith("1:10 left")  # a step a second, 70 to go
-    clock[0] = 25.0
-    assert line.line(metrics(30)).endswith("1:05 left")  # no news since: it goes on as it went
-    assert line.line(metrics(5)).endswith("? left")  # back at a checkpoint
-    clock[0] = 35.0
-    assert line.line(metrics(7, total=80_007)).endswith("111:06:40 left")
+def test_time_left_is_the_runs_and_says_where_it_is_rough() -> None:
+    line = RunDisplay(lambda: None).line
+    left = {"steps_left": 100.0, "seconds_left": 70.4, "left_is_rough": False}
+    assert line({**metrics(10), **left}).endswith("  1:10 left")
+    assert line({**metrics(10), **left, "left_is_rough": True}).endswith("  ~1:10 left")
+    assert line({**metrics(10), **left, "seconds_left": 400_000.0}).endswith("111:06:40 left")
+    assert line(metrics(10)).endswith("? left")
+    out = console(terminal=True)
+    out.print(RunDisplay(lambda: None, console=out).render({**metrics(50), **left, "accuracy": 0.5}))
+    shown = text_of(out)
+    assert "1:10 left" in shown
+    assert shown.splitlines()[-1].strip() == "accuracy 0.5"  # and not what stands in the bar
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -23,6 +23,8 @@ def test_tensors_and_numpy_scalars_are_read_out() -> None:
 def test_a_name_that_the_run_reports_is_refused() -> None:
     with pytest.raises(ValueError, match="Invalid metric 'gain'"):
         plain_numbers({"gain": 2.0})
+    with pytest.raises(ValueError, match="Invalid metric 'seconds_left'"):
+        plain_numbers({"seconds_left": 2.0})
 
 
 def test_what_is_no_number_is_refused() -> None:

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ray_adascale import AdaScaleConfig, EarlyStop, LocalBackend, Run, Workload
-from ray_adascale.run import metrics as module
-from ray_adascale.run.metrics import Pace
 from ray_adascale.run.snapshot import put_together, taken_apart
 from ray_adascale.workload import with_unit
 
@@ -349,22 +347,6 @@ def test_standard_error_that_is_gone_ends_no_run(monkeypatch: pytest.MonkeyPatch
     assert run.stopped == "total_steps reached"
     monkeypatch.setattr(sys, "stderr", None)
     drive(make_run(model()))
-
-
-def test_the_time_left_follows_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [100.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
-    pace = Pace()
-
-    def left(tau: float) -> float:
-        return pace.seconds_left({"effective_steps": tau, "total_steps": 100})
-
-    assert left(10) == math.inf
-    clock[0] += 5
-    assert left(20) == 40  # 10 in 5 s
-    clock[0] += 5
-    assert left(20) == 35  # nothing new: the time passes
-    assert left(5) == math.inf  # a restart
 
 
 def test_start_and_end_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from typing import Any, Literal
 
-from ..config import AdaScaleConfig, BatchPlan, StepSeconds, nearest_plan
-from ..gain import plain_gain, scale_at_efficiency
+from .config import AdaScaleConfig, BatchPlan, StepSeconds, nearest_plan
+from .gain import plain_gain, scale_at_efficiency
 
 __all__ = ["ScaleFollower", "StepTime", "follower_of", "wanted_batch"]
 

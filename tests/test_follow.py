@@ -16,11 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from ray_adascale import AdaScaleConfig, LocalBackend, Run, Throughput
+from ray_adascale import AdaScaleConfig, LocalBackend, Run, Throughput, follow
 from ray_adascale.config import BatchPlan
 from ray_adascale.data.order import epoch_order
-from ray_adascale.run import follow
-from ray_adascale.run.follow import ScaleFollower, StepTime, wanted_batch
+from ray_adascale.follow import ScaleFollower, StepTime, wanted_batch
 from ray_adascale.run.trace import read_trace
 
 # ---- the decision ----------------------------------------------------------------------------------------------------

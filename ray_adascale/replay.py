@@ -1,0 +1,403 @@
+"""The replay: a run at a larger scale, step by step, over the noise that the search saw at the base batch.
+
+The noise goes through the loop's own arithmetic: the moving averages over effective time, clipping on reading, the rule's pair
+(LR factor, clock increment). In the limit of no averaging the number of steps is ``N(S) = ∫ dτ / r(τ; S)``. What the noise is at
+another scale than that at which it was seen, :class:`Law` says.
+
+What the replay leaves out, on purpose: the sampling noise of a step's own σ² and μ². Runs of one batch cut into 2 and into
+16 gradient samples differ by about 5 % in steps at most, because the averages reach over many of them (docs/forecast.md).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .gain import plain_effective_decay, plain_gain
+from .optim.rules import RuleInput, ScalingRule, make_rule
+from .recipe import NoiseProbe, Recipe
+
+__all__ = [
+    "Forecaster",
+    "Law",
+    "NoiseCurve",
+    "Replay",
+    "Steps",
+    "limit_steps",
+    "momenta_of",
+    "noise_curves",
+    "replay",
+]
+
+NARROWEST, NARROWNESS, WIDEST = 0.006, 0.3, 0.05
+"""The width of what smooths the probes at τ is 0.3·τ, within 0.006·T and 0.05·T: noise changes fastest at the beginning."""
+_EARLY, _EARLY_POINTS, _POINTS = 0.08, 160, 400  # the grid of a smoothed curve: so many of its points in the first 8 %
+_BATCH = 2_000_000  # weights that are computed at once
+_MOST_RATIO = 3.0  # of q: beyond it the gain hardly depends on it
+
+MOST_STEPS = 20_000
+"""Base steps beyond which a forecast takes longer strides: it must not hold up a start."""
+
+PLAUSIBLE_MOMENTA = (0.0, 0.9)
+"""Where a recipe does not tell the momentum, its forecast is made for both of these."""
+
+
+UNSURE = 0.04
+"""The interval reaches beyond the forecasts of the single seeds by a factor of e^(±0.04·log₂S): 8, 17 and 27 % at S = 4, 16
+and 64. So far off the law was where the seeds agree, in the trial that found it: docs/forecast.md."""
+
+UNSURE_ALONE = 0.08
+"""The same where there is one seed, so that nothing tells how far its noise is off that of others."""
+
+
+@dataclass(frozen=True)
+class NoiseCurve:
+    """σ² and μ² over a base run, smoothed; linear between the points, constant beyond them.
+
+    Attributes:
+        tau: Effective steps, increasing.
+        sigma2: Gradient variance of one base batch.
+        mu2: Squared norm of the true gradient. May be negative where it is lost in the noise.
+        ratio: q = μ²/σ², smoothed over more of the run, within 0 and 3; zeros where it was not given.
+    """
+
+    tau: np.ndarray
+    sigma2: np.ndarray
+    mu2: np.ndarray
+    ratio: np.ndarray | None = None
+
+    @classmethod
+    def from_probes(cls, probes: Iterable[NoiseProbe], total_steps: float) -> NoiseCurve:
+        """Local lines through the raw probes, weighted by a Gaussian.
+
+        Its width (its σ) at τ is 0.3·τ, but at least 0.006·T and at most 0.05·T; for ``ratio`` 0.05·T throughout. Means, not
+        medians: the loop's averages are means too, and single probes have long tails.
+
+        Args:
+            probes: Those of one run, or of several with the same schedule, which then count as one.
+            total_steps: T.
+
+        Raises:
+            ValueError: There are no probes.
+        """
+        rows = sorted((p.effective_steps, p.sigma2, p.mu2) for p in probes)
+        if not rows:
+            raise ValueError(
+                "There are no noise probes to forecast from. Search again with probe_every at most total_steps, or record "
+                "a base run with record_recipe."
+            )
+        points = np.array(rows, dtype=np.float64)
+        first, last = points[0, 0], points[-1, 0]
+        early = min(max(_EARLY * total_steps, first), last)
+        tau = np.unique(
+            np.concatenate(
+                [np.linspace(first, early, _EARLY_POINTS), np.linspace(early, last, _POINTS - _EARLY_POINTS)]
+            )
+        )
+        width = np.clip(NARROWNESS * tau, NARROWEST * total_steps, WIDEST * total_steps)
+        narrow = _local_lines(points, tau, width)
+        broad = _local_lines(points, tau, np.full_like(tau, WIDEST * total_steps))
+        sigma2, mu2 = broad[:, 0].clip(min=0), broad[:, 1].clip(min=0)
+        ratio = np.where(mu2 >= _MOST_RATIO * sigma2, _MOST_RATIO, mu2 / np.where(sigma2 > 0, sigma2, 1))
+        return cls(tau, narrow[:, 0], narrow[:, 1], np.where(mu2 > 0, ratio, 0.0))
+
+    def at(self, tau: Any) -> tuple[Any, Any]:
+        """``(σ², μ²)`` at τ, a number or an array of them."""
+        return np.interp(tau, self.tau, self.sigma2), np.interp(tau, self.tau, self.mu2)
+
+    def ratio_at(self, tau: Any) -> Any:
+        """q at τ, a number or an array of them."""
+        return np.zeros_like(tau, dtype=float) if self.ratio is None else np.interp(tau, self.tau, self.ratio)
+
+
+def _local_lines(points: np.ndarray, at: np.ndarray, width: np.ndarray) -> np.ndarray:
+    """The values at ``at`` (shape (n,)) of weighted least-squares lines through the columns after the first; shape (n, 2)."""
+    nearest = np.abs(points[np.searchsorted(points[:, 0], at).clip(max=len(points) - 1), 0] - at)
+    before = np.abs(points[(np.searchsorted(points[:, 0], at) - 1).clip(min=0), 0] - at)
+    width = np.maximum(width, np.minimum(nearest, before) / 3)  # or the weights of far probes would all vanish
+    out = np.empty((len(at), 2))
+    rows = max(_BATCH // len(points), 1)
+    for i in range(0, len(at), rows):
+        x = points[:, 0] - at[i : i + rows, None]
+        weight = np.exp(-0.5 * (x / width[i : i + rows, None]) ** 2)
+        s0, s1, s2 = weight.sum(1), (weight * x).sum(1), (weight * x * x).sum(1)
+        determinant = s0 * s2 - s1 * s1
+        mean = weight @ points[:, 1:] / s0[:, None]
+        alone = determinant <= 1e-9 * s0 * s2  # one probe within reach: its value
+        line = (weight * (s2[:, None] - s1[:, None] * x)) @ points[:, 1:] / np.where(alone, 1, determinant)[:, None]
+        out[i : i + rows] = np.where(alone[:, None], mean, line)
+    return out
+
+
+def noise_curves(recipe: Recipe) -> list[NoiseCurve]:
+    """The noise of all the recipe's seeds pooled; then that of each alone, where there are several.
+
+    Raises:
+        ValueError: The recipe holds no noise.
+    """
+    seeds = [recipe.noise, *(repeat.noise for repeat in recipe.repeats if repeat.noise)]
+    pooled = [probe for noise in seeds for probe in noise]
+    alone = seeds if len(seeds) > 1 else []
+    return [NoiseCurve.from_probes(noise, recipe.total_steps) for noise in (pooled, *alone)]
+
+
+def momenta_of(recipe: Recipe) -> tuple[float, ...]:
+    """The momentum of the recipe's base run; several that it may have been where the recipe does not tell."""
+    known = recipe.known_momentum
+    return PLAUSIBLE_MOMENTA if known is None else (known,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Law:
+    """What μ² is at another scale than that of the base run; σ² is per base batch, and stays.
+
+    Much of μ² in a base run is the weights' trembling, which the noise itself keeps up. A larger batch has less noise, r/S of it
+    at the LR lr·r, so a part of the trembling goes; and the larger LR shakes the weights more, where momentum does not average it
+    out. After a step of gain r at scale S the next one's μ² is that of the base run times
+
+        f = 0.4 + 0.6·r/S + min(2·q·(r − 1)·(1 − m)/(1 + m), 2),    q = μ²/σ² of the base run.
+
+    f = 1 at S = 1. With momentum weights lag behind the clock by its memory L = m/(1 − m), in steps: after large steps the base
+    run's noise is looked up where its weights were, at p + L·(1 − e^(−p/L)), p being the sum of the gains as momentum averages
+    them.
+
+    Empirical, from some 200 settings on 20 workloads, six of them held out (docs/forecast.md). Found for SGD; where an optimizer
+    has betas, as Adam, β1 stands for m, which nobody has measured.
+
+    Attributes:
+        momentum: m, 0 ≤ m < 1.
+        calm: The share of the base run's trembling that goes with the noise.
+        shake: How much the larger LR shakes the weights.
+        most_shake: Where that ends.
+    """
+
+    momentum: float = 0.0
+    calm: float = 0.6
+    shake: float = 2.0
+    most_shake: float = 2.0
+
+    @property
+    def memory(self) -> float:
+        """L, by how many steps the weights lag."""
+        return self.momentum / (1 - self.momentum)
+
+    def factor(self, ratio: float, gain: float, scale: float) -> float:
+        """f, for q at the base batch, and r and S of the step before."""
+        averaged = (1 - self.momentum) / (1 + self.momentum)
+        shaken = min(self.shake * ratio * (gain - 1) * averaged, self.most_shake)
+        return 1 - self.calm + self.calm * gain / scale + shaken
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A run as it was replayed.
+
+    Attributes:
+        effective_steps: τ at the end.
+        progress: Σ r over the steps: equal to τ under AdaScale's own rule.
+        tau: τ before each stride.
+        gains: r of each stride.
+        total_steps: T.
+        stride: Optimizer steps that were taken as one; 1 unless the run is too long for that.
+    """
+
+    effective_steps: float
+    progress: float
+    tau: tuple[float, ...]
+    gains: tuple[float, ...]
+    total_steps: float
+    stride: float = 1.0
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps until τ ≥ T."""
+        return len(self.tau) if self.stride == 1 else math.ceil(self.exact_steps)
+
+    @property
+    def exact_steps(self) -> float:
+        """The steps until τ = T, of the last one the share that was needed; at least 1. It has no jumps where ``steps`` has."""
+        last = self.effective_steps - self.tau[-1]
+        return max((len(self.tau) - (self.effective_steps - self.total_steps) / last) * self.stride, 1.0)
+
+    @property
+    def mean_gain(self) -> float:
+        return self.progress / (len(self.tau) * self.stride)
+
+
+def replay(
+    curve: NoiseCurve,
+    *,
+    scale: float,
+    count: int,
+    total_steps: float,
+    law: Law | None,
+    base_batch_size: float | None = None,
+    rule: str | ScalingRule = "adascale",
+    averaging_window: float = 0.05,
+    most_steps: int | None = None,
+) -> Replay:
+    """Take a run's steps over a noise curve, with the loop's arithmetic.
+
+    Args:
+        curve: σ²(τ), μ²(τ) of the base run.
+        scale: S ≥ 1.
+        count: n, gradient samples a step. With one, the first step has no sample yet, and its gain is 1.
+        total_steps: T.
+        law: What becomes of the base run's noise at this scale. None: the curve is the noise of this very run.
+        base_batch_size: B0, for rules that ask for it.
+        rule: The rule, as in :class:`ray_adascale.AdaScaleConfig`.
+        averaging_window: The averages' width as a share of the run, as there.
+        most_steps: A run of more base steps than that is replayed in longer strides, as many as if T were so many. What that
+            rounds off is far below what noise leaves open.
+
+    Raises:
+        ValueError: An argument is out of its range, or the rule's clock stands still.
+    """
+    if not scale >= 1:
+        raise ValueError(f"Invalid {scale=}. Must be at least 1: the batch may not be smaller than the base batch.")
+    if count < 1:
+        raise ValueError(f"Invalid {count=}. Must be at least 1 gradient sample a step.")
+    advance = copy.deepcopy(make_rule(rule))  # LEGW's remembers the scale it saw
+    stride = 1.0 if most_steps is None else max(total_steps / most_steps, 1.0)
+    length = total_steps / stride  # T in strides, as are τ, p and L from here on
+    at = np.arange(math.ceil(length)) * stride
+    sigma2, mu2 = (values.tolist() for values in curve.at(at))
+    ratio = curve.ratio_at(at).tolist()
+    variance, square, weight = 0.0, 0.0, 0.0
+    tau, progress, r, factor = 0.0, 0.0, 1.0, 1.0
+    taus: list[float] = []
+    gains: list[float] = []
+    pushed, moved = 0.0, 0.0  # u and p of the law
+    memory = 0.0 if law is None else law.memory / stride
+    momentum = memory / (1 + memory)  # m, where a stride is a step
+    while tau < length:
+        if count > 1 or taus:
+            # Raw samples averaged, debiased, clipped on reading: gain.Average in plain numbers.
+            theta = plain_effective_decay(r, window=averaging_window, total_steps=length)
+            now = int(tau)
+            if memory > 0:
+                now = min(now, int(moved + memory * -math.expm1(-moved / memory)))
+            if law is not None and taus:
+                factor = law.factor(ratio[now], r, scale)
+            variance = theta * variance + (1 - theta) * sigma2[now]
+            square = theta * square + (1 - theta) * mu2[now] * factor
+            weight = theta * weight + (1 - theta)
+            r = plain_gain(variance / weight, square / weight, scale)
+        seen = RuleInput(
+            gain=r,
+            scale=scale,
+            effective_steps=tau * stride,
+            total_steps=total_steps,
+            base_batch_size=base_batch_size,
+        )
+        increment = advance(seen)[1]
+        if not increment > 0:
+            raise ValueError(f"Invalid rule: its clock increment is {increment!r} at effective step {tau * stride:g}.")
+        taus.append(tau * stride)
+        gains.append(r)
+        tau, progress = tau + increment, progress + r
+        pushed = momentum * pushed + (1 - momentum) * r
+        moved += pushed
+    return Replay(tau * stride, progress * stride, tuple(taus), tuple(gains), total_steps, stride)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What a run at one scale is expected to take.
+
+    Attributes:
+        expected: The replay of the noise of all seeds together.
+        low: Fewest optimizer steps of the interval, not rounded; at least 1.
+        high: Most of them.
+    """
+
+    expected: Replay
+    low: float
+    high: float
+
+
+class Forecaster:
+    """Replays a recipe at any scale, with the interval in which to expect the actual steps.
+
+    The interval goes from the fewest to the most steps of these replays, of the pooled noise and of each seed's alone, each for
+    every momentum that there may have been, widened by e^(±0.04·log₂S), or e^(±0.08·log₂S) with one seed; and not beyond what
+    gains of 1 and of S would take.
+
+    Args:
+        recipe: It has the noise of its search.
+        rule: As in :class:`ray_adascale.AdaScaleConfig`.
+        averaging_window: As there.
+
+    Attributes:
+        momenta: Those that are replayed; several where the recipe does not tell.
+        seeds: With noise.
+        measures: Whether the rule's clock moves by the measured gain. If not, the noise makes no difference to the steps.
+
+    Raises:
+        ValueError: The recipe holds no noise, or the rule is none.
+    """
+
+    def __init__(self, recipe: Recipe, *, rule: str | ScalingRule = "adascale", averaging_window: float = 0.05) -> None:
+        self._recipe = recipe
+        self._rule = make_rule(rule)
+        self._window = averaging_window
+        self._curves = noise_curves(recipe)
+        self._found: dict[tuple[float, int, int], Steps] = {}
+        self.momenta = momenta_of(recipe)
+        self.seeds = max(len(self._curves) - 1, 1)
+        self.measures = self._clock_at(1.0, 4.0) != self._clock_at(4.0, 4.0)
+
+    def _clock_at(self, gain: float, scale: float) -> float:
+        """The clock increment amid a run."""
+        seen = RuleInput(
+            gain=gain,
+            scale=scale,
+            effective_steps=self._recipe.total_steps / 2,
+            total_steps=self._recipe.total_steps,
+            base_batch_size=self._recipe.base_batch_size,
+        )
+        return copy.deepcopy(self._rule)(seen)[1]
+
+    def at(self, scale: float, count: int = 2, *, most_steps: int = MOST_STEPS) -> Steps:
+        """The steps at S, with n gradient samples a step; ``most_steps`` as for :func:`replay`."""
+        key = scale, min(count, 2), most_steps  # beyond two samples their number makes no difference to a replay
+        if key not in self._found:
+            replays = [
+                replay(
+                    curve,
+                    scale=scale,
+                    count=key[1],
+                    total_steps=self._recipe.total_steps,
+                    law=Law(momentum=momentum),
+                    base_batch_size=self._recipe.base_batch_size,
+                    rule=self._rule,
+                    averaging_window=self._window,
+                    most_steps=most_steps,
+                )
+                for curve in self._curves
+                for momentum in self.momenta
+            ]
+            steps = [one.exact_steps for one in replays]
+            low, high = min(steps), max(steps)
+            if self.measures:
+                factor = math.exp((UNSURE if self.seeds > 1 else UNSURE_ALONE) * math.log2(scale))
+                # The gain lies between 1 and S, so no run takes more steps than with the one, or fewer than with the other.
+                possible = sorted(self._recipe.total_steps / self._clock_at(gain, scale) for gain in (1.0, scale))
+                low, high = min(low, max(low / factor, possible[0])), max(high, min(high * factor, possible[1]))
+            self._found[key] = Steps(replays[0], max(low, 1.0), max(high, 1.0))
+        return self._found[key]
+
+
+def limit_steps(curve: NoiseCurve, *, scale: float, total_steps: float) -> float:
+    """``N(S) = ∫ dτ / r(τ; S)``: AdaScale's steps without averaging, by the midpoint rule over base steps.
+
+    It is a check on :func:`replay` without a law, whose averages lag behind and which can't end between two steps.
+    """
+    width = total_steps / max(1, math.ceil(total_steps))
+    sigma2, mu2 = curve.at((np.arange(math.ceil(total_steps)) + 0.5) * width)
+    return width * sum(1 / plain_gain(s, m, scale) for s, m in zip(sigma2.tolist(), mu2.tolist(), strict=True))
