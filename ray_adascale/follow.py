@@ -166,8 +166,8 @@ class ScaleFollower:
         self,
         effective_steps: float,
         moments: Callable[[], tuple[float, float]],
-        seconds: float,
-        agree: Callable[[tuple[float, ...]], tuple[float, ...]],
+        seconds: float = 0.0,
+        agree: Callable[[tuple[float, ...]], tuple[float, ...]] = tuple,
     ) -> BatchPlan:
         """The plan of the next step.
 

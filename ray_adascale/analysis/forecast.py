@@ -9,6 +9,7 @@ import functools
 import json
 import math
 import os
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from rich.table import Table
 from ..config import AdaScaleConfig, BatchPlan
 from ..optim.rules import make_rule, metric_of
 from ..recipe import Recipe
-from ..replay import Forecaster
+from ..replay import MOST_STEPS, Forecaster, Steps
 from .plots import pyplot
 from .throughput import Throughput
 
@@ -41,8 +42,11 @@ class ForecastRow:
         workers: k.
         accumulation: Passes a step on each worker.
         global_batch_size: B, examples a step.
-        scale: S = B / B0.
+        scale: S = B / B0; of a run that chooses its scale the mean over its steps. Its ``accumulation``, ``global_batch_size``
+            and ``num_samples`` are the last step's.
+        last_scale: S of the last step.
         num_samples: n = k · accumulation.
+        examples: That all steps take together.
         steps: Optimizer steps, as the noise of all seeds together has them.
         low: Fewest steps of the interval, see :class:`ray_adascale.replay.Forecaster`.
         high: Most steps of it.
@@ -61,7 +65,9 @@ class ForecastRow:
     accumulation: int
     global_batch_size: int
     scale: float
+    last_scale: float
     num_samples: int
+    examples: int
     steps: int
     low: int
     high: int
@@ -145,13 +151,18 @@ class Forecast:
         rows = self.rows
         columns: dict[str, list[str]] = {
             "workers": [f"{row.workers}" for row in rows],
-            **(
-                {"passes": [f"{row.accumulation}" for row in rows]} if any(row.accumulation > 1 for row in rows) else {}
-            ),
-            "batch": [f"{row.global_batch_size:,}" for row in rows],
-            "S": [f"{row.scale:g}" for row in rows],
-            "steps": [f"{row.steps:,}" for row in rows],
         }
+        if all(row.scale == row.last_scale for row in rows):
+            if any(row.accumulation > 1 for row in rows):
+                columns["passes"] = [f"{row.accumulation}" for row in rows]
+            columns["batch"] = [f"{row.global_batch_size:,}" for row in rows]
+            columns["S"] = [f"{row.scale:g}" for row in rows]
+        else:  # of runs that choose their scale
+            base = self.total_steps * self.base_batch_size
+            columns["mean\nS"] = [f"{row.scale:.3g}" for row in rows]
+            columns["last\nS"] = [f"{row.last_scale:.3g}" for row in rows]
+            columns["exam-\nples"] = [f"{row.examples / base:.2f}×" for row in rows]
+        columns["steps"] = [f"{row.steps:,}" for row in rows]
         if any(row.low < row.high for row in rows):
             columns["interval"] = [f"{row.low:,}–{row.high:,}" for row in rows]
         columns["mean\ngain"] = [f"{row.mean_gain:.2f}" for row in rows]
@@ -204,9 +215,9 @@ def forecast_recipe(
     Args:
         recipe: It has the noise of its search. Repeat seeds, where it has them, sharpen the estimate and the interval.
         workers: Numbers of workers.
-        config: As for :class:`ray_adascale.AdaScaleTrainer`: batch of a worker, accumulation, rule, averaging window. Passes
-            are added where few workers would make less than a base batch. Not the rule "adamscale", whose statistics a
-            search does not take.
+        config: As for :class:`ray_adascale.AdaScaleTrainer`: batch of a worker, accumulation, rule, averaging window; with
+            ``efficiency`` the scale is chosen step by step, as by the run. Passes are added where few workers would make less
+            than a base batch. Not the rule "adamscale", whose statistics a search does not take.
         throughput: Time of a step; see :func:`ray_adascale.measure_throughput`. Without one, time is counted in passes.
         cost_per_worker_hour: Price, in any currency; needs ``throughput``.
 
@@ -233,38 +244,53 @@ def forecast_recipe(
             f"Invalid rule={config.rule!r}: its gain is taken in Adam's metric, and a search probes plain gradients. There "
             "is no forecast for it."
         )
+    if config.efficiency == "goodput" and config.throughput is None:
+        config = replace(config, throughput=throughput)
     forecaster = Forecaster(recipe, rule=made, averaging_window=config.averaging_window)
     base = recipe.total_steps * _step_time(throughput, BatchPlan(recipe.base_batch_size, recipe.base_batch_size, 1, 1))
 
     @functools.cache
-    def speedup(k: int, edge: str = "expected") -> float:
+    def roughly(k: int) -> tuple[Steps, float]:
+        return run_on(k, most_steps=_ROUGH_STEPS)
+
+    def run_on(k: int, most_steps: int = MOST_STEPS) -> tuple[Steps, float]:
+        """The steps on k workers, and the mean time of one."""
+        if config.efficiency is not None:
+            found = forecaster.following(config, k, most_steps=most_steps)
+            return found, statistics.fmean(_step_time(throughput, plan) for plan in found.expected.plans)
         plan = config.plan(k)
-        found = forecaster.at(plan.scale, plan.num_samples, most_steps=_ROUGH_STEPS)
+        return forecaster.at(plan.scale, plan.num_samples, most_steps=most_steps), _step_time(throughput, plan)
+
+    def speedup(k: int, edge: str = "expected") -> float:
+        found, step_s = roughly(k)
         steps = {"expected": found.expected.exact_steps, "low": found.low, "high": found.high}[edge]
-        return base / (steps * _step_time(throughput, plan))
+        return base / (steps * step_s)
 
     pays = [_pays_until(functools.partial(speedup, edge=edge)) for edge in ("expected", "low", "high")]
     pays_until, fewest, *_, most = pays[0], *sorted(pays, key=lambda k: math.inf if k is None else k)
     rows: list[ForecastRow] = []
     for k in ks:
-        plan = config.plan(k)
-        found = forecaster.at(plan.scale, plan.num_samples)
+        found, step_s = run_on(k)
         expected = found.expected
+        plan = expected.plans[-1] if expected.plans else config.plan(k)
+        batch = expected.mean_batch if expected.plans else plan.global_batch_size
         low, high = min(math.floor(found.low), expected.steps), math.ceil(found.high)
-        step_s = _step_time(throughput, plan)
+        scale = batch / plan.base_batch_size
         seconds = None if throughput is None else expected.steps * step_s
         rows.append(
             ForecastRow(
                 workers=k,
                 accumulation=plan.accumulation,
                 global_batch_size=plan.global_batch_size,
-                scale=plan.scale,
+                scale=scale,
+                last_scale=plan.scale,
                 num_samples=plan.num_samples,
+                examples=round(batch * expected.steps),
                 steps=expected.steps,
                 low=low,
                 high=high,
                 mean_gain=expected.mean_gain,
-                efficiency=expected.mean_gain / plan.scale,
+                efficiency=expected.mean_gain / scale,
                 seconds=seconds,
                 seconds_low=None if throughput is None else low * step_s * throughput.low,
                 seconds_high=None if throughput is None else high * step_s * throughput.high,

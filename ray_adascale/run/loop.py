@@ -272,6 +272,7 @@ class Run:
             scale=self.scale,
             rule=self.config.rule,
             averaging_window=self.config.averaging_window,
+            following=None if self._follower is None else (self.config, self.plan.world_size),
         )
 
     @classmethod
