@@ -1,4 +1,4 @@
-"""A scale that follows the noise: which batch is wanted, from the averages of σ² and μ², and when that is looked at.
+"""A scale that follows the noise: which batch is wanted, from the averages of σ² and μ², when, and how many workers pay.
 
 It is decided at step boundaries, at intervals in τ, from the averages alone: so all ranks decide alike without a further
 collective, and a resumed run as one that was never stopped. For "goodput" there is a model of a step's seconds beside them,
@@ -7,16 +7,20 @@ which is measured once, over the run's first steps, and from then on belongs to 
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any, Literal
 
 from .config import AdaScaleConfig, BatchPlan, StepSeconds, nearest_plan
 from .gain import plain_gain, scale_at_efficiency
 
-__all__ = ["ScaleFollower", "StepTime", "follower_of", "wanted_batch"]
+__all__ = ["ScaleFollower", "StepTime", "follower_of", "pays_until", "wanted_batch", "workers_that_pay"]
+
+PAYS = 0.5
+"""Adding workers pays while each adds at least this share of the first worker's speed."""
 
 _INTERVAL = 0.25
 """Between decisions, of the window that the averages reach back over: what they say changes no faster."""
@@ -263,3 +267,68 @@ def follower_of(
     if config.efficiency is None:
         return None
     return ScaleFollower(config, world_size, total_steps=total_steps, largest=largest)
+
+
+# ---- how many workers pay --------------------------------------------------------------------------------------------
+
+
+def pays_until(speedup: Callable[[int], float], most: int) -> int | None:
+    """The first number of workers from which further ones, up to twice as many, add less than ``PAYS · speedup(1)`` each.
+
+    What they add is averaged over them, as with a fixed batch three workers may need as many passes as two; where each worker
+    adds less than the one before, the number is that of the last worker to add so much. It is exact up to 64 workers, above
+    them to a sixteenth, and None above ``most``.
+
+    Args:
+        speedup: Speed on so many workers, in any unit.
+        most: Workers among which the number is looked for.
+    """
+    share = PAYS * speedup(1)
+    tried = list(range(1, min(64, most) + 1))
+    while tried[-1] < most:
+        tried.append(tried[-1] + tried[-1] // 16)
+    here = 1
+    while here <= most:
+        more = (k for k in tried if here < k <= 2 * here and speedup(k) - speedup(here) >= share * (k - here))
+        found = next(more, None)
+        if found is None:
+            return here
+        here = found
+    return None
+
+
+def workers_that_pay(config: AdaScaleConfig, sigma2: float, mu2: float, *, most: int) -> int:
+    """Up to how many workers adding one pays, at the present noise: each further one adds less than half as much as the first.
+
+    The speed of k workers is r(S) over the time of a step: by ``config.throughput``, or without one the number of its passes,
+    as in a forecast. S is what k workers make up, or choose.
+
+    Args:
+        config: Of the run, with its base batch size.
+        sigma2: Averaged gradient variance of one base batch.
+        mu2: Averaged squared gradient.
+        most: It looks no further.
+    """
+    elastic = config if config.efficiency is not None else replace(config, elastic=True)
+
+    def speed(plan: BatchPlan) -> float:
+        size = math.ceil(plan.global_batch_size / plan.num_samples)
+        model = config.throughput
+        seconds = plan.accumulation if model is None else model.step_seconds(plan.world_size, plan.accumulation, size)
+        return plain_gain(sigma2, mu2, plan.scale) / seconds
+
+    @functools.cache
+    def speed_of(workers: int) -> float:
+        try:
+            if config.efficiency is None:
+                return speed(elastic.plan(workers))
+            plans = config.plans(workers)
+        except ValueError:  # more of them than the bounds allow
+            return 0.0
+        if config.efficiency == "goodput":
+            return max(map(speed, plans))
+        assert config.base_batch_size is not None
+        wanted = scale_at_efficiency(sigma2, mu2, config.efficiency) * config.base_batch_size
+        return speed(nearest_plan(plans, wanted))
+
+    return pays_until(speed_of, most) or most

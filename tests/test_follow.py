@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 from ray_adascale import AdaScaleConfig, LocalBackend, Run, Throughput, follow
 from ray_adascale.config import BatchPlan
 from ray_adascale.data.order import epoch_order
-from ray_adascale.follow import ScaleFollower, StepTime, wanted_batch
+from ray_adascale.follow import ScaleFollower, StepTime, wanted_batch, workers_that_pay
+from ray_adascale.run.metrics import state_of
 from ray_adascale.run.trace import read_trace
 
 # ---- the decision ----------------------------------------------------------------------------------------------------
@@ -535,3 +536,52 @@ def test_loader_processes_live_on() -> None:
         run.step()
     assert run.plan.scale > 2
     assert [len(processes) for processes in seen] == [2]
+
+
+# ---- how many workers pay --------------------------------------------------------------------------------------------
+
+
+def test_workers_pay_while_each_adds_half_of_the_first_ones_speed() -> None:
+    # Each brings a base batch: S = k, r = (ν + 1)/(ν/k + 1). With ν = 3 that is 1, 1.6, 2, 2.286: the second adds 0.6, the third
+    # 0.4. With ν = 100 they are 1, 1.98, 2.94, 3.88, 4.81, 5.72, 6.61, 7.48; the eighth adds 0.87.
+    config = AdaScaleConfig(base_batch_size=8, elastic=True)
+    assert workers_that_pay(config, 3.0, 1.0, most=16) == 2
+    assert workers_that_pay(config, 0.0, 1.0, most=16) == 1
+    assert workers_that_pay(config, 100.0, 1.0, most=8) == 8
+    assert workers_that_pay(config, 1.0, 0.0, most=100) == 100  # nothing but noise
+
+    # With E = 0.5 and ν = 3 a step has S = 5: 40 examples, or 42, 48 and 45 on 2, 3 and more workers, in 5, 3, 2, 2 passes of 8
+    # on one to four workers, and in one on five. r is about 2.5 throughout: speeds of 1/5, 1/3, 1/2, 1/2 and 1.
+    config = AdaScaleConfig(base_batch_size=8, efficiency=0.5, max_global_batch_size=256)
+    assert workers_that_pay(config, 3.0, 1.0, most=32) == 5
+    # Passes of up to 16 examples need half as many workers; steps that take 10 s whatever they hold need one.
+    config = AdaScaleConfig(base_batch_size=8, efficiency=0.5, max_global_batch_size=256, per_worker_batch_size=16)
+    assert workers_that_pay(config, 3.0, 1.0, most=32) == 3
+    slow = Throughput(per_worker_batch_size=8, pass_s=0.01, step_s=10.0)
+    config = AdaScaleConfig(
+        base_batch_size=8, efficiency="goodput", max_global_batch_size=256, throughput=slow, max_accumulation=64
+    )
+    assert workers_that_pay(config, 3.0, 1.0, most=32) == 1
+    # The base batch is all that E = 1 takes; and more workers than examples are no help.
+    config = AdaScaleConfig(base_batch_size=8, efficiency=1, max_global_batch_size=8)
+    assert workers_that_pay(config, 3.0, 1.0, most=32) == 1
+
+
+def test_a_run_tells_how_many_workers_pay(tmp_path: Path) -> None:
+    run = make_run(network(), str(tmp_path))
+    drive(run)
+    rows = read_trace(tmp_path / "trace.jsonl")
+    assert run.summary()["workers_that_pay"] in (1, 2)  # it looks no further than twice as many
+    assert {row["workers_that_pay"] for row in rows} <= {1, 2}
+    fixed = {"efficiency": None, "max_global_batch_size": None, "per_worker_batch_size": 4}
+    assert "workers_that_pay" not in make_run(network(), **fixed).summary()
+    with pytest.raises(ValueError, match="workers_that_pay"):
+        run.record(workers_that_pay=3)
+
+
+def test_too_many_workers_are_told_on_the_progress_line() -> None:
+    metrics = {"effective_steps": 1.0, "optimizer_steps": 1, "gain": 1.0, "scale": 1.0, "lr": 0.1, "loss": 0.5}
+    metrics |= {"examples_per_s": 10.0, "world_size": 8}
+    assert state_of(metrics).endswith("8 workers")
+    assert state_of(metrics | {"workers_that_pay": 16}).endswith("8 workers")
+    assert state_of(metrics | {"workers_that_pay": 3}).endswith("3 of 8 workers pay")

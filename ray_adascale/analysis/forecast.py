@@ -10,7 +10,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from rich import box
 from rich.table import Table
 
 from ..config import AdaScaleConfig, BatchPlan
+from ..follow import pays_until
 from ..optim.rules import make_rule, metric_of
 from ..recipe import Recipe
 from ..replay import MOST_STEPS, Forecaster, Steps
@@ -25,9 +26,6 @@ from .plots import pyplot
 from .throughput import Throughput
 
 __all__ = ["Forecast", "ForecastRow", "forecast_recipe"]
-
-PAYS = 0.5
-"""Adding workers pays while each adds at least this share of the first worker's speed."""
 
 _FAR = 16  # S above which a forecast is to be looked at again during the run
 _ROUGH_STEPS = 2000  # in the replays for some hundred numbers of workers, of which nobody sees one alone
@@ -266,8 +264,8 @@ def forecast_recipe(
         steps = {"expected": found.expected.exact_steps, "low": found.low, "high": found.high}[edge]
         return base / (steps * step_s)
 
-    pays = [_pays_until(functools.partial(speedup, edge=edge)) for edge in ("expected", "low", "high")]
-    pays_until, fewest, *_, most = pays[0], *sorted(pays, key=lambda k: math.inf if k is None else k)
+    pays = [pays_until(functools.partial(speedup, edge=edge), _MOST) for edge in ("expected", "low", "high")]
+    pays_up_to, fewest, *_, most = pays[0], *sorted(pays, key=lambda k: math.inf if k is None else k)
     rows: list[ForecastRow] = []
     for k in ks:
         found, step_s = run_on(k)
@@ -299,7 +297,7 @@ def forecast_recipe(
                 if cost_per_worker_hour is None or seconds is None
                 else k * seconds / 3600 * cost_per_worker_hour,
                 marginal=speedup(k) - (speedup(k - 1) if k > 1 else 0.0),
-                pays=pays_until is None or k <= pays_until,
+                pays=pays_up_to is None or k <= pays_up_to,
             )
         )
     return Forecast(
@@ -309,7 +307,7 @@ def forecast_recipe(
         base_batch_size=recipe.base_batch_size,
         rows=tuple(rows),
         notes=tuple(_notes(recipe, rows, forecaster, throughput)),
-        pays_until=pays_until,
+        pays_until=pays_up_to,
         pays_until_low=fewest,
         pays_until_high=most,
     )
@@ -320,27 +318,6 @@ def _step_time(throughput: Throughput | None, plan: BatchPlan) -> float:
     if throughput is None:
         return plan.accumulation
     return throughput.step_seconds(plan.world_size, plan.accumulation, plan.global_batch_size // plan.num_samples)
-
-
-def _pays_until(speedup: Callable[[int], float]) -> int | None:
-    """The first number of workers from which further ones, up to twice as many, add less than ``PAYS · speedup(1)`` each.
-
-    What they add is averaged over them, as with a fixed batch three workers may need as many passes as two; where each worker
-    adds less than the one before, the number is that of the last worker to add so much. It is exact up to 64 workers, above
-    them to a sixteenth, and None above ``_MOST``.
-    """
-    share = PAYS * speedup(1)
-    tried = list(range(1, 65))
-    while tried[-1] < _MOST:
-        tried.append(tried[-1] + tried[-1] // 16)
-    here = 1
-    while here <= _MOST:
-        more = (k for k in tried if here < k <= 2 * here and speedup(k) - speedup(here) >= share * (k - here))
-        found = next(more, None)
-        if found is None:
-            return here
-        here = found
-    return None
 
 
 def _notes(

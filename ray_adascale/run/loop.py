@@ -25,14 +25,14 @@ from ..config import AdaScaleConfig, BatchPlan
 from ..data import make_source, to_device
 from ..data.order import ExampleOrder
 from ..data.source import BatchSource, MicroBatch
-from ..follow import follower_of
+from ..follow import follower_of, workers_that_pay
 from ..recipe import Recipe
 from ..sharding.sharded_ddp import ShardedDataParallel
 from ..workload import ConfigReads, Workload, unread_warning, with_unit
 from .backend import Backend, LocalBackend, Outcome
 from .build import check_built, check_recipe, check_rule, check_schedule, wrap
 from .due import Clocks, Due
-from .metrics import METRICS, ProgressLine, plain_numbers, step_metrics, too_large_for_the_noise
+from .metrics import METRICS, WORKERS_THAT_PAY, ProgressLine, plain_numbers, step_metrics, too_large_for_the_noise
 from .saver import Boundary, Content, Saver
 from .schedule import BaseSchedule, EffectiveSchedule
 from .snapshot import INTERRUPTED, LoopState, Snapshot, log_start
@@ -214,6 +214,7 @@ class Run:
         self._config_reads: ConfigReads | None = None
         self._warned_noise = False
         self._beyond_noise_since: float | None = None  # τ
+        self._looked_at_workers = -1  # a count of quarter windows of τ
         writes = self.backend.rank == 0
         self._log = StepLog(
             trace=writes and self.backend.keeps_trace,
@@ -248,6 +249,8 @@ class Run:
                     self._change_to(self._follower.plan)
             if self._follower is not None:
                 self.state.following = self._follower.state()
+            if workers == self.plan.world_size:
+                self._looked_at_workers = self._quarter_windows
             self._steps_left = self._forecast(folder)
             if self._stalled:
                 self.state.stopped = self._stall_in_words()
@@ -627,6 +630,7 @@ class Run:
         metrics = self._metrics(step.own.get("loss", loss), step.lr)
         self._warn_about_noise(metrics)
         self._warn_of_unread()
+        self._look_at_workers(metrics)
         self.state.metrics = {**metrics, **step.recorded}
         row = {**step.row, **metrics, **step.own}
         if self._steps_left is not None:
@@ -638,6 +642,24 @@ class Run:
             outcome = self._outcome()
             self.backend.observe(outcome)
             self._line.show(self.state.metrics, self.total_steps, outcome.left)
+
+    def _look_at_workers(self, metrics: dict[str, Any]) -> None:
+        """Add how many workers pay, where their number or the batch may change; it is computed now and then, on rank 0."""
+        config = self.config
+        if self.backend.rank != 0 or not (config.elastic or config.efficiency is not None):
+            return
+        before, now = self._looked_at_workers, self._quarter_windows
+        if now == before and WORKERS_THAT_PAY in self.state.metrics:
+            metrics[WORKERS_THAT_PAY] = self.state.metrics[WORKERS_THAT_PAY]
+        elif not math.isnan(metrics["sigma2"] + metrics["mu2"]):
+            self._looked_at_workers = now
+            most = 2 * self.plan.world_size
+            metrics[WORKERS_THAT_PAY] = workers_that_pay(config, metrics["sigma2"], metrics["mu2"], most=most)
+
+    @property
+    def _quarter_windows(self) -> int:
+        """Of the averages, that τ has passed."""
+        return math.floor(4 * self.effective_steps / (self.config.averaging_window * self.total_steps))
 
     def _outcome(self) -> Outcome:
         return Outcome(

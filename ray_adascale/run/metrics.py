@@ -17,6 +17,7 @@ from .time_left import LEFT, Left
 
 __all__ = [
     "METRICS",
+    "WORKERS_THAT_PAY",
     "ProgressLine",
     "format_metrics",
     "plain_numbers",
@@ -43,6 +44,10 @@ METRICS = (
 )
 """The keys of every report, beside what the user adds. ``lr`` is the schedule's lr(⌊τ⌋) of the first parameter group, before
 the gain, so that it lies on one curve over effective steps at every scale."""
+
+
+WORKERS_THAT_PAY = "workers_that_pay"
+"""The key, beside these, of how many workers pay at the present noise: of runs whose number of workers, or batch, may change."""
 
 
 def step_metrics(
@@ -124,10 +129,12 @@ def tau_of(metrics: Mapping[str, Any], total_steps: float) -> str:
 def state_of(metrics: Mapping[str, Any]) -> str:
     """Steps, gain and scale, LR, loss, throughput and workers."""
     workers = metrics["world_size"]
+    pays = metrics.get(WORKERS_THAT_PAY, workers)
+    told = f"{workers} worker{'s' if workers != 1 else ''}" if pays >= workers else f"{pays} of {workers} workers pay"
     return (
         f"step {metrics['optimizer_steps']:,}  gain {metrics['gain']:.2f} of {metrics['scale']:g}  "
         f"lr {metrics['lr']:.3g}  loss {metrics['loss']:.4g}  {metrics['examples_per_s']:,.0f} examples/s  "
-        f"{workers} worker{'s' if workers != 1 else ''}"
+        f"{told}"
     )
 
 
