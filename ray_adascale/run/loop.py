@@ -386,6 +386,34 @@ class Run:
         if stop is not None and stop.metric in metrics and stop.better(metrics[stop.metric], self.state.best):
             self.state.best, self.state.best_at = metrics[stop.metric], self.effective_steps
 
+    def sum(self, **values: float | Tensor) -> dict[str, float]:
+        """Each of these numbers summed over all workers, the same on all of them. All workers together, with the same names.
+
+        For counts and sums of a loop's own evaluation: ``total = run.sum(correct=correct, seen=seen)``, then
+        ``run.record(accuracy=total["correct"] / total["seen"])``. It waits for the device.
+
+        Args:
+            **values: Numbers, or tensors of one element.
+
+        Raises:
+            TypeError: Something else.
+        """
+        for name, value in values.items():
+            if not isinstance(value, int | float) and not (isinstance(value, Tensor) and value.numel() == 1):
+                what = f"tensor of {value.numel()} elements" if isinstance(value, Tensor) else type(value).__name__
+                raise TypeError(f"Invalid {name}: a {what}. Must be a number or a tensor of one element.")
+        device = self.backend.device
+        numbers = [
+            torch.as_tensor(values[name]).detach().to(device, torch.float64).reshape(1) for name in sorted(values)
+        ]
+        if not numbers:
+            return {}
+        summed = torch.cat(numbers)
+        if self.plan.world_size > 1:
+            dist.all_reduce(summed)
+        found = dict(zip(sorted(values), summed.tolist(), strict=True))
+        return {name: found[name] for name in values}
+
     @property
     def _stalled(self) -> bool:
         """Whether it is time for an early stop; a function of what is in a checkpoint."""

@@ -101,7 +101,7 @@ def plain_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """
     out = {key: value.item() if hasattr(value, "item") else value for key, value in metrics.items()}
     for key, value in out.items():
-        if (key in METRICS and key != "loss") or key in LEFT:
+        if (key in METRICS and key != "loss") or key in (*LEFT, WORKERS_THAT_PAY):
             raise ValueError(f"Invalid metric {key!r}: the run reports it itself. Choose another name.")
         if not isinstance(value, bool | int | float | str):
             raise TypeError(f"Invalid metric {key!r} of type {type(value).__name__}. Must be a number or a string.")
