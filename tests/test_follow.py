@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import multiprocessing
+import re
 import shutil
 from dataclasses import astuple
 from pathlib import Path
@@ -19,9 +20,11 @@ from torch.utils.data import DataLoader, Dataset
 from ray_adascale import AdaScaleConfig, LocalBackend, Run, Throughput, follow
 from ray_adascale.config import BatchPlan
 from ray_adascale.data.order import epoch_order
-from ray_adascale.follow import ScaleFollower, StepTime, wanted_batch, workers_that_pay
+from ray_adascale.follow import ScaleFollower, StepTime, paying_over, wanted_batch, workers_that_pay
 from ray_adascale.run.metrics import state_of
 from ray_adascale.run.trace import read_trace
+
+from .samples_of import recipe
 
 # ---- the decision ----------------------------------------------------------------------------------------------------
 
@@ -565,6 +568,24 @@ def test_workers_pay_while_each_adds_half_of_the_first_ones_speed() -> None:
     # The base batch is all that E = 1 takes; and more workers than examples are no help.
     config = AdaScaleConfig(base_batch_size=8, efficiency=1, max_global_batch_size=8)
     assert workers_that_pay(config, 3.0, 1.0, most=32) == 1
+
+
+def test_a_recipes_noise_tells_from_when_on_more_workers_pay(caplog: pytest.LogCaptureFixture) -> None:
+    # S = k, T = 100: ν = 0 up to τ = 39, where one worker is enough; ν = 3 from 41 on, where two pay; 100 from 71 on.
+    def noise(tau: float) -> tuple[float, float]:
+        return (0.0 if tau < 40 else 3.0 if tau < 70 else 100.0), 1.0
+
+    config = AdaScaleConfig(base_batch_size=8, elastic=True)
+    assert paying_over(config, noise, 100, most=8) == [(0.0, 1), (0.4, 2), (0.7, 8)]
+
+    points = [(t, noise(t)[0], 1.0) for t in range(100)]
+    made = recipe(points, base_batch_size=4, total_steps=100, lr_curve=[[0.1]])
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with caplog.at_level("INFO"):
+        Run(net, optimizer, None, Numbered(), AdaScaleConfig(elastic=True), recipe=made)
+    (told,) = (line for line in caplog.messages if "By the recipe's noise" in line)
+    assert re.fullmatch(r"By the recipe's noise 1 worker pays at first, 2 from τ = (40|45)%; there is 1\.", told)
 
 
 def test_a_run_tells_how_many_workers_pay(tmp_path: Path) -> None:
