@@ -568,11 +568,34 @@ def report(chosen: Mapping[str, Sequence[Case]], args: argparse.Namespace, scale
         print(f"One seed alone: {summary(single)[0]} {summary(single)[2]}", flush=True)
 
 
+def probe_cost(cases: Sequence[Case], rounds: int = 3) -> None:
+    """Print what probes cost: CPU seconds of base runs of 400 steps, interleaved, over those of one without probes."""
+    densities = (10**9, 20, PROBED_EVERY, 1)
+    print(f"\n| workload | {' | '.join(heads)} |\n| --- | --- | --- | --- |")
+    for case in cases:
+        seconds: dict[int, list[float]] = {every: [] for every in densities}
+        for _ in range(rounds):
+            for every in densities:
+                began = time.process_time()
+                record_recipe(
+                    case.workload,
+                    case.hyperparameters,
+                    base_batch_size=case.base_batch_size,
+                    total_steps=400,
+                    probe_every=every,
+                )
+                seconds[every].append(time.process_time() - began)
+        plain = statistics.median(seconds[densities[0]])
+        ratios = [f"{statistics.median(seconds[every]) / plain:.2f}" for every in densities[1:]]
+        print(f"| {case.name} | {' | '.join(ratios)} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Forecast against actual steps.")
     parser.add_argument("--smoke", action="store_true", help="one short case")
     parser.add_argument("--data", type=Path, default=Path("runs/forecast"), help="where runs are kept (%(default)s)")
     parser.add_argument("--only", choices=("run", "report"), help="train, or print what there is; default: both")
+    parser.add_argument("--probe-cost", action="store_true", help="only measure what probes cost")
     parser.add_argument("--cases", nargs="+", metavar="NAME", help="those whose names begin so; default: all")
     parser.add_argument("--base-seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--seeds", type=int, nargs="+", default=[10, 11, 12, 13, 14], help="of the scaled runs")
@@ -585,6 +608,9 @@ def main() -> None:
         args.base_seeds, args.seeds = args.base_seeds[:1], args.seeds[:1]
     if args.cases:
         chosen = {kind: [c for c in found if c.name.startswith(tuple(args.cases))] for kind, found in chosen.items()}
+    if args.probe_cost:
+        probe_cost([*chosen["found on"][:3], chosen["fresh"][1], chosen["fresh"][4], chosen["fresh"][6]])
+        return
     started = time.monotonic()
     print(f"load before: {os.getloadavg()[0]:.2f}; torch {torch.__version__}", file=sys.stderr)
     if args.only != "report":
