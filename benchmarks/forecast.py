@@ -571,6 +571,7 @@ def report(chosen: Mapping[str, Sequence[Case]], args: argparse.Namespace, scale
 def probe_cost(cases: Sequence[Case], rounds: int = 3) -> None:
     """Print what probes cost: CPU seconds of base runs of 400 steps, interleaved, over those of one without probes."""
     densities = (10**9, 20, PROBED_EVERY, 1)
+    heads = [f"every {k}" if k > 1 else "every step" for k in densities[1:]]
     print(f"\n| workload | {' | '.join(heads)} |\n| --- | --- | --- | --- |")
     for case in cases:
         seconds: dict[int, list[float]] = {every: [] for every in densities}
