@@ -1,0 +1,95 @@
+"""The order that needs no list of all examples: a permutation, even, and with no visible relation between epochs or neighbours.
+
+Every test here has fixed seeds, so it fails always or never; the bounds are 4.5 standard deviations, of which chance goes
+beyond one time in 150,000.
+"""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from ray_adascale.data.order import keyed_order
+
+PINNED = [82127524, 639465562, 405909408, 62925529, 35198800, 156374658]
+
+
+def whole(length: int, epoch: int, seed: int = 0) -> np.ndarray:
+    return keyed_order(np.arange(length), length, seed=seed, epoch=epoch)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 9, 10, 99, 100, 101, 1000, 4096, 65_537, 1_000_003])
+def test_it_is_a_permutation(length: int) -> None:
+    for epoch in range(2):
+        assert np.array_equal(np.sort(whole(length, epoch)), np.arange(length))
+
+
+def test_it_depends_on_seed_and_epoch_alone_and_for_ever() -> None:
+    assert not np.array_equal(whole(1000, 0), whole(1000, 1))
+    assert not np.array_equal(whole(1000, 0), whole(1000, 0, seed=1))
+    assert np.array_equal(
+        keyed_order(np.array([[3, 7], [900, 3]]), 1000, seed=0, epoch=5), whole(1000, 5)[[[3, 7], [900, 3]]]
+    )
+    # Checkpoints hold a position in it: these numbers may not change.
+    assert keyed_order(np.arange(6), 10**9, seed=0, epoch=0).tolist() == PINNED
+
+
+def test_each_example_is_equally_likely_at_each_place() -> None:
+    # 3,000 epochs of 144 examples, 12 × 12 blocks of examples and places: χ² with 11·11 degrees of freedom.
+    length, epochs, blocks = 144, 3000, 12
+    counts = np.zeros((blocks, blocks))
+    for epoch in range(epochs):
+        np.add.at(counts, (whole(length, epoch) * blocks // length, np.arange(length) * blocks // length), 1)
+    expected = epochs * length / blocks**2
+    chi2 = ((counts - expected) ** 2 / expected).sum()
+    freedom = (blocks - 1) ** 2
+    # An epoch has each example once, so counts vary less than if each were drawn: by (1 − 1/12)·N/(N − 1).
+    assert abs(chi2 - freedom) < 4.5 * np.sqrt(2 * freedom)
+
+
+def test_single_places_are_even_too() -> None:
+    # Which of 50 examples stands at the first, the middle and the last place of 5,000 epochs: χ² with 49 degrees of freedom.
+    length, epochs = 50, 5000
+    orders = np.array([keyed_order(np.array([0, 25, 49]), length, seed=3, epoch=e) for e in range(epochs)])
+    for place in range(3):
+        counts = np.bincount(orders[:, place], minlength=length)
+        chi2 = ((counts - epochs / length) ** 2 / (epochs / length)).sum()
+        assert abs(chi2 - (length - 1)) < 4.5 * np.sqrt(2 * (length - 1))
+
+
+def test_epochs_and_neighbours_are_not_correlated() -> None:
+    length = 200_000
+    orders = [whole(length, epoch).astype(float) for epoch in range(6)]
+    bound = 4.5 / np.sqrt(length)
+    for i, order in enumerate(orders):
+        assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < bound  # neighbours in an epoch
+        assert abs(np.corrcoef(order, np.arange(length))[0, 1]) < bound  # the dataset's own order
+        for other in orders[:i]:
+            assert abs(np.corrcoef(order, other)[0, 1]) < bound
+            # As often as chance has it, an example has the same place, or the same follower: about once.
+            assert (order == other).sum() < 9
+            follower, theirs = (np.empty(length, dtype=int) for _ in range(2))
+            follower[order[:-1].astype(int)] = order[1:]
+            theirs[other[:-1].astype(int)] = other[1:]
+            assert (follower == theirs).sum() < 9
+
+
+def test_pairs_that_share_a_half_of_the_network_stay_together_no_more_than_others() -> None:
+    # Positions 0 … a − 1 have the same left half. Their examples, counted into 100 equal parts: χ² with 99 degrees of freedom.
+    length = 10**8
+    for first in (0, 10**4, 5 * 10**7):
+        found = keyed_order(np.arange(first, first + 10**4), length, seed=1, epoch=2)
+        counts = np.bincount(found // 10**6, minlength=100)
+        assert abs(((counts - 100) ** 2 / 100).sum() - 99) < 4.5 * np.sqrt(2 * 99)
+
+
+def test_a_billion_examples_need_no_memory() -> None:
+    tracemalloc.start()
+    try:
+        keyed_order(np.arange(500_000_000, 500_000_512), 10**9, seed=0, epoch=0)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 200_000
