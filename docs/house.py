@@ -62,6 +62,7 @@ TORCHS_FLOORS: list[list[Room]] = [
         Room("", "what is trained: the pieces that a user's function returns", "workload"),
         Room("", "what a recipe takes at another scale, step by step", "replay"),
     ],
+    [Room("", "which batch a run chooses that follows the noise", "follow")],
     [
         Room("", "with which settings, and what batches they make", "config"),
         Room("", "AdaptDL's scaling rules, by AdaptDL's path", "scaling_rules"),

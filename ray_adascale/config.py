@@ -6,15 +6,27 @@ import json
 import math
 import warnings
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from .data.order import StepCut
-from .optim.rules import ScalingRule, make_rule
+from .optim.rules import ScalingRule, follows_gain, make_rule
 
 if TYPE_CHECKING:
     from .recipe import Recipe
 
-__all__ = ["AdaScaleConfig", "BatchPlan", "EarlyStop"]
+__all__ = ["AdaScaleConfig", "BatchPlan", "EarlyStop", "StepSeconds", "nearest_plan"]
+
+_RATIO = 2**0.25
+"""Between the sizes of a pass of a run that chooses its scale: few sizes, and none far from what is wanted."""
+_NEAR = 2**0.125
+"""Between its batches, at least."""
+
+
+class StepSeconds(Protocol):
+    """What knows how long a step takes, such as a :class:`ray_adascale.Throughput`."""
+
+    def step_seconds(self, workers: int, accumulation: int, per_worker_batch_size: int) -> float:
+        """Seconds of a step of so many passes, each over so many examples on each of so many workers."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +117,15 @@ class AdaScaleConfig:
             worker's batch stays the same, and B follows the workers.
         min_examples_per_worker: Examples per backward pass on one worker below which a worker would be idle most of the
             time. Where ``global_batch_size`` would give less, B grows instead.
+        efficiency: Let the run choose its scale as it goes: the largest at which a step is expected to buy this share of what
+            its examples cost, r/S = E; above 0, and at most 1 (which keeps S = 1). Or "goodput": the scale with the most
+            progress a second, from the times of the run's first steps. Default: the scale follows from the settings alone.
+            Then ``per_worker_batch_size`` is the most examples of one pass, ``accumulation`` the fewest passes, and the two
+            fields after this are the largest batch; without them no step is worth more than ``averaging_window``, nor larger
+            than the dataset. Needs a map-style dataset, and a rule that follows the gain.
+        max_global_batch_size: Examples of the largest batch that ``efficiency`` may choose.
+        max_accumulation: Most backward passes per optimizer step that it may choose.
+        throughput: For "goodput", how long a step takes, instead of measuring it: a :class:`ray_adascale.Throughput`.
         elastic: The number of workers may change. Where few workers would make less than a base batch, more passes are
             accumulated until S ≥ 1, instead of refusing. ``AdaScaleTrainer`` sets it for ``num_workers=(min, max)``.
         rule: How the LR follows the scale: "adascale", "adamscale" (experimental, for Adam), or for comparison "linear",
@@ -151,6 +172,10 @@ class AdaScaleConfig:
     accumulation: int = 1
     global_batch_size: int | None = None
     min_examples_per_worker: int = 1
+    efficiency: float | Literal["goodput"] | None = None
+    max_global_batch_size: int | None = None
+    max_accumulation: int | None = None
+    throughput: StepSeconds | None = None
     elastic: bool = False
     rule: str | ScalingRule = "adascale"
     sharding: Literal["auto", "none", "oss", "zero2", "fsdp2"] = "auto"
@@ -182,6 +207,8 @@ class AdaScaleConfig:
             "accumulation",
             "global_batch_size",
             "min_examples_per_worker",
+            "max_global_batch_size",
+            "max_accumulation",
             "max_nonfinite_steps",
             "dataset_length",
             "trace_rows",
@@ -221,6 +248,47 @@ class AdaScaleConfig:
                 f"per_worker_batch_size={self.per_worker_batch_size}."
             )
         make_rule(self.rule)
+        self._check_efficiency()
+
+    def _check_efficiency(self) -> None:
+        """Whether the fields for a scale that follows the noise go together.
+
+        Raises:
+            ValueError: They don't.
+        """
+        chosen = self.efficiency
+        if chosen is None:
+            for name in ("max_global_batch_size", "max_accumulation"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"Invalid AdaScaleConfig({name}={getattr(self, name)}): it bounds what efficiency chooses. Give "
+                        "efficiency as well, or per_worker_batch_size, accumulation or global_batch_size instead."
+                    )
+        elif chosen != "goodput" and (
+            isinstance(chosen, bool | str) or not isinstance(chosen, int | float) or not 0 < chosen <= 1
+        ):
+            raise ValueError(
+                f"Invalid AdaScaleConfig(efficiency={chosen!r}). Must be a number above 0 and at most 1 (0.6: a step is to buy "
+                "60 % of what its examples cost), 'goodput', or None."
+            )
+        elif self.global_batch_size is not None:
+            raise ValueError(
+                f"AdaScaleConfig takes efficiency={chosen!r} or global_batch_size={self.global_batch_size}, not both: with the "
+                "first the batch changes as the run goes on. Its bound is max_global_batch_size."
+            )
+        elif not follows_gain(make_rule(self.rule)):
+            raise ValueError(
+                f"Invalid AdaScaleConfig(efficiency={chosen!r}, rule={self.rule!r}): that rule's clock goes by the scale, not by "
+                "the measured gain, so a larger batch would only look better. Use rule='adascale' (or 'adamscale'), or leave "
+                "efficiency out."
+            )
+        if self.throughput is not None and chosen != "goodput":
+            raise ValueError("AdaScaleConfig(throughput=...) is for efficiency='goodput'. Leave it out.")
+        if self.max_accumulation is not None and self.max_accumulation < self.accumulation:
+            raise ValueError(
+                f"Invalid AdaScaleConfig(max_accumulation={self.max_accumulation}): fewer than "
+                f"accumulation={self.accumulation}, the fewest passes."
+            )
 
     def with_recipe(self, recipe: Recipe | None) -> AdaScaleConfig:
         """These settings with the base batch size, total steps and scheduler unit of a recipe.
@@ -261,13 +329,15 @@ class AdaScaleConfig:
             )
 
     def plan(self, world_size: int) -> BatchPlan:
-        """The batch that ``world_size`` workers make up.
+        """The batch that ``world_size`` workers make up; with ``efficiency``, at the run's begin.
 
         Raises:
             ValueError: ``base_batch_size`` is not set, or is larger than the global batch.
         """
         if self.base_batch_size is None:
             raise ValueError("AdaScaleConfig(base_batch_size=...) is needed: the batch size the schedule was tuned at.")
+        if self.efficiency is not None:
+            return nearest_plan(self.plans(world_size), self.first_batch)
         per_worker = self.base_batch_size if self.per_worker_batch_size is None else self.per_worker_batch_size
         accumulation = self.accumulation
         if self.global_batch_size is not None:
@@ -295,6 +365,60 @@ class AdaScaleConfig:
         smallest = self.min_examples_per_worker * world_size * accumulation
         return BatchPlan(base, max(self.global_batch_size, smallest), world_size, accumulation)
 
+    @property
+    def first_batch(self) -> float:
+        """Examples of a step, before anything is known of the noise: as many as are efficient enough however little it is."""
+        assert self.base_batch_size is not None
+        assert self.efficiency is not None
+        return self.base_batch_size / (1.0 if self.efficiency == "goodput" else self.efficiency)
+
+    def plans(self, world_size: int, largest: float = math.inf) -> list[BatchPlan]:
+        """The batches among which ``efficiency`` chooses on so many workers, smallest first; each about a fifth larger.
+
+        Each is made in as few passes as ``per_worker_batch_size`` allows. The sizes of a pass lie on a grid of their own, so
+        that few of them occur; a larger batch takes larger passes first, and then more of them. Where the scale may grow
+        there are at least two gradient samples in each step, since one would tell nothing of the noise.
+
+        Args:
+            world_size: Workers.
+            largest: Examples of the largest batch, beside what the fields say; never fewer than the smallest batch there is.
+
+        Raises:
+            ValueError: ``base_batch_size`` is not set, or the bounds leave no batch.
+        """
+        if self.base_batch_size is None:
+            raise ValueError("AdaScaleConfig(base_batch_size=...) is needed: the batch size the schedule was tuned at.")
+        base = self.base_batch_size
+        per_worker = base if self.per_worker_batch_size is None else self.per_worker_batch_size
+        fewest, least = self.accumulation, self.min_examples_per_worker
+        if world_size == 1 and self.efficiency != 1:
+            fewest = max(fewest, 2)
+        most = math.inf if self.max_accumulation is None else self.max_accumulation
+        bound = math.inf if self.max_global_batch_size is None else self.max_global_batch_size
+        passes = max(fewest, math.ceil(base / (per_worker * world_size)))
+        smallest = BatchPlan(base, max(base, least * world_size * passes), world_size, passes)
+        if smallest.global_batch_size > bound or passes > most:
+            raise ValueError(
+                f"The bounds of AdaScaleConfig(efficiency={self.efficiency!r}) leave no batch on {world_size} workers: the "
+                f"smallest is {smallest.global_batch_size} examples in {passes} passes a worker "
+                f"(base_batch_size={base}, per_worker_batch_size={per_worker}, min_examples_per_worker={least}, "
+                f"accumulation={self.accumulation}), the largest {bound:g} in {most:g} (max_global_batch_size, "
+                "max_accumulation). Raise these, or per_worker_batch_size."
+            )
+        if self.efficiency == 1:
+            return [smallest]
+        largest = min(largest, bound, base * 1e6)  # no run gets there
+        plans, sizes = [smallest], _grid_below(per_worker, least)
+        while passes <= most and plans[-1].global_batch_size * _NEAR < largest:
+            for size in sizes:
+                batch = size * world_size * passes
+                if plans[-1].global_batch_size * _NEAR < batch <= largest:
+                    plans.append(BatchPlan(base, batch, world_size, passes))
+            if passes * world_size * per_worker >= largest:
+                break
+            passes = max(passes, math.floor(plans[-1].global_batch_size * _NEAR / (world_size * per_worker))) + 1
+        return plans
+
     def resolve_total_steps(self, base_steps_per_epoch: float | None) -> int:
         """T, from ``total_steps`` or ``total_epochs``.
 
@@ -312,3 +436,23 @@ class AdaScaleConfig:
                 "total_steps instead."
             )
         return max(1, math.floor(self.total_epochs * base_steps_per_epoch + 1e-9))
+
+
+def _grid_below(largest: int, smallest: int) -> list[int]:
+    """Whole numbers from ``largest`` down to ``smallest``, each by about :data:`_RATIO` less; the smaller ones first."""
+    sizes, size = [largest], largest
+    while size > smallest:
+        size = max(min(round(largest / _RATIO ** len(sizes)), size - 1), smallest)
+        sizes.append(size)
+    return sizes[::-1]
+
+
+def nearest_plan(plans: list[BatchPlan], batch: float) -> BatchPlan:
+    """The plan whose batch is the nearest by ratio; of two as near, the smaller.
+
+    Args:
+        plans: Smallest batch first.
+        batch: Examples; may be infinite.
+    """
+    wanted = min(batch, plans[-1].global_batch_size)
+    return min(plans, key=lambda plan: abs(math.log(plan.global_batch_size / wanted)))

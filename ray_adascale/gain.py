@@ -35,6 +35,7 @@ __all__ = [
     "plain_effective_decay",
     "plain_gain",
     "plain_noise_scale",
+    "scale_at_efficiency",
 ]
 
 
@@ -133,6 +134,27 @@ def plain_noise_scale(sigma2: float, mu2: float, base_batch_size: float) -> floa
     if mu2 > 0:
         return base_batch_size * max(sigma2, 0.0) / mu2
     return math.inf if sigma2 > 0 else 0.0
+
+
+def scale_at_efficiency(sigma2: float, mu2: float, efficiency: float) -> float:
+    """The scale at which a step buys ``efficiency`` of what its batch costs: ``r/S = E`` at ``S = (ν + 1)/E − ν``, ν = σ²/μ².
+
+    Never below 1/E: even without any noise S = 1/E is as efficient as that, since r ≥ 1.
+
+    Args:
+        sigma2: Averaged gradient variance of one base batch.
+        mu2: Averaged squared gradient. Both are clipped to non-negative here.
+        efficiency: E in (0, 1]. 1 gives 1 exactly, whatever the noise.
+
+    Returns:
+        S; infinite where μ² ≤ 0 < σ² (and E < 1), NaN where either is NaN (no sample yet, and E < 1).
+    """
+    if not 0 < efficiency <= 1:
+        raise ValueError(f"Invalid {efficiency=}. Must be above 0, and at most 1.")
+    if efficiency == 1:
+        return 1.0
+    nu = plain_noise_scale(sigma2, mu2, 1.0)
+    return (nu * (1 - efficiency) + 1) / efficiency  # (ν + 1)/E − ν, without a difference of large numbers
 
 
 def count_decay(count: int) -> float:

@@ -11,13 +11,16 @@ What the replay leaves out, on purpose: the sampling noise of a step's own σ² 
 from __future__ import annotations
 
 import copy
+import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from .config import AdaScaleConfig, BatchPlan
+from .follow import ScaleFollower
 from .gain import plain_effective_decay, plain_gain
 from .optim.rules import RuleInput, ScalingRule, make_rule
 from .recipe import NoiseProbe, Recipe
@@ -204,6 +207,7 @@ class Replay:
         gains: r of each stride.
         total_steps: T.
         stride: Optimizer steps that were taken as one; 1 unless the run is too long for that.
+        plans: How the batch of each stride is made up, of a run that chooses its scale; else none.
     """
 
     effective_steps: float
@@ -212,6 +216,7 @@ class Replay:
     gains: tuple[float, ...]
     total_steps: float
     stride: float = 1.0
+    plans: tuple[BatchPlan, ...] = ()
 
     @property
     def steps(self) -> int:
@@ -228,6 +233,11 @@ class Replay:
     def mean_gain(self) -> float:
         return self.progress / (len(self.tau) * self.stride)
 
+    @property
+    def mean_batch(self) -> float:
+        """Examples a step, on average, of a run that chooses its scale."""
+        return sum(plan.global_batch_size for plan in self.plans) / len(self.plans)
+
 
 def replay(
     curve: NoiseCurve,
@@ -240,6 +250,7 @@ def replay(
     rule: str | ScalingRule = "adascale",
     averaging_window: float = 0.05,
     most_steps: int | None = None,
+    follower: ScaleFollower | None = None,
 ) -> Replay:
     """Take a run's steps over a noise curve, with the loop's arithmetic.
 
@@ -252,12 +263,16 @@ def replay(
         base_batch_size: B0, for rules that ask for it.
         rule: The rule, as in :class:`ray_adascale.AdaScaleConfig`.
         averaging_window: The averages' width as a share of the run, as there.
+        follower: What chooses the scale and the samples, fresh; ``scale`` and ``count`` are not looked at then.
         most_steps: A run of more base steps than that is replayed in longer strides, as many as if T were so many. What that
             rounds off is far below what noise leaves open.
 
     Raises:
         ValueError: An argument is out of its range, or the rule's clock stands still.
     """
+    plans: list[BatchPlan] = []
+    if follower is not None:
+        scale, count = follower.plan.scale, follower.plan.num_samples
     if not scale >= 1:
         raise ValueError(f"Invalid {scale=}. Must be at least 1: the batch may not be smaller than the base batch.")
     if count < 1:
@@ -275,6 +290,7 @@ def replay(
     pushed, moved = 0.0, 0.0  # u and p of the law
     memory = 0.0 if law is None else law.memory / stride
     momentum = memory / (1 + memory)  # m, where a stride is a step
+    stepped_at = scale  # of the step before
     while tau < length:
         if count > 1 or taus:
             # Raw samples averaged, debiased, clipped on reading: gain.Average in plain numbers.
@@ -283,7 +299,7 @@ def replay(
             if memory > 0:
                 now = min(now, int(moved + memory * -math.expm1(-moved / memory)))
             if law is not None and taus:
-                factor = law.factor(ratio[now], r, scale)
+                factor = law.factor(ratio[now], r, stepped_at)
             variance = theta * variance + (1 - theta) * sigma2[now]
             square = theta * square + (1 - theta) * mu2[now] * factor
             weight = theta * weight + (1 - theta)
@@ -301,9 +317,18 @@ def replay(
         taus.append(tau * stride)
         gains.append(r)
         tau, progress = tau + increment, progress + r
+        if follower is not None:
+            plans.append(follower.plan)
+            read = functools.partial(_clipped, variance, square, weight)
+            stepped_at, scale = scale, follower.after_step(tau * stride, read).scale
         pushed = momentum * pushed + (1 - momentum) * r
         moved += pushed
-    return Replay(tau * stride, progress * stride, tuple(taus), tuple(gains), total_steps, stride)
+    return Replay(tau * stride, progress * stride, tuple(taus), tuple(gains), total_steps, stride, tuple(plans))
+
+
+def _clipped(variance: float, square: float, weight: float) -> tuple[float, float]:
+    """Averaged σ² and μ², as the loop reads them; NaN before the first sample."""
+    return (max(variance / weight, 0.0), max(square / weight, 0.0)) if weight > 0 else (math.nan, math.nan)
 
 
 @dataclass(frozen=True)
@@ -367,30 +392,58 @@ class Forecaster:
         """The steps at S, with n gradient samples a step; ``most_steps`` as for :func:`replay`."""
         key = scale, min(count, 2), most_steps  # beyond two samples their number makes no difference to a replay
         if key not in self._found:
-            replays = [
-                replay(
-                    curve,
-                    scale=scale,
-                    count=key[1],
-                    total_steps=self._recipe.total_steps,
-                    law=Law(momentum=momentum),
-                    base_batch_size=self._recipe.base_batch_size,
-                    rule=self._rule,
-                    averaging_window=self._window,
-                    most_steps=most_steps,
-                )
-                for curve in self._curves
-                for momentum in self.momenta
-            ]
-            steps = [one.exact_steps for one in replays]
-            low, high = min(steps), max(steps)
-            if self.measures:
-                factor = math.exp((UNSURE if self.seeds > 1 else UNSURE_ALONE) * math.log2(scale))
-                # The gain lies between 1 and S, so no run takes more steps than with the one, or fewer than with the other.
-                possible = sorted(self._recipe.total_steps / self._clock_at(gain, scale) for gain in (1.0, scale))
-                low, high = min(low, max(low / factor, possible[0])), max(high, min(high * factor, possible[1]))
-            self._found[key] = Steps(replays[0], max(low, 1.0), max(high, 1.0))
+            self._found[key] = self._steps(scale, key[1], most_steps)
         return self._found[key]
+
+    def following(self, config: AdaScaleConfig, workers: int, *, most_steps: int = MOST_STEPS) -> Steps:
+        """The steps on so many workers of a run that chooses its scale; for "goodput" by ``config.throughput``.
+
+        Raises:
+            ValueError: The bounds leave no batch, or nothing tells how long a step takes.
+        """
+        if config.efficiency == "goodput" and config.throughput is None:
+            raise ValueError(
+                "A forecast with efficiency='goodput' needs to know how long a step takes: give throughput=, from "
+                "measure_throughput() or Throughput.fit() (on the command line --measure WORKLOAD or --run RUN)."
+            )
+        per_epoch = self._recipe.base_steps_per_epoch
+        largest = math.inf if per_epoch is None else per_epoch * self._recipe.base_batch_size
+
+        def follower() -> ScaleFollower:
+            return ScaleFollower(config, workers, total_steps=self._recipe.total_steps, largest=largest)
+
+        return self._steps(1.0, 1, most_steps, follower)
+
+    def _steps(
+        self, scale: float, count: int, most_steps: int, follower: Callable[[], ScaleFollower] | None = None
+    ) -> Steps:
+        replays = [
+            replay(
+                curve,
+                scale=scale,
+                count=count,
+                total_steps=self._recipe.total_steps,
+                law=Law(momentum=momentum),
+                base_batch_size=self._recipe.base_batch_size,
+                rule=self._rule,
+                averaging_window=self._window,
+                most_steps=most_steps,
+                follower=None if follower is None else follower(),
+            )
+            for curve in self._curves
+            for momentum in self.momenta
+        ]
+        steps = [one.exact_steps for one in replays]
+        low, high = min(steps), max(steps)
+        if self.measures:
+            scales = [plan.scale for one in replays for plan in one.plans] or [scale]
+            factor = math.exp((UNSURE if self.seeds > 1 else UNSURE_ALONE) * math.log2(sum(scales) / len(scales)))
+            # The gain lies between 1 and S, so no run takes more steps than with the one, or fewer than with the other.
+            possible = sorted(
+                self._recipe.total_steps / self._clock_at(gain, max(scales)) for gain in (1.0, max(scales))
+            )
+            low, high = min(low, max(low / factor, possible[0])), max(high, min(high * factor, possible[1]))
+        return Steps(replays[0], max(low, 1.0), max(high, 1.0))
 
 
 def limit_steps(curve: NoiseCurve, *, scale: float, total_steps: float) -> float:

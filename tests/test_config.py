@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from typing import Any
@@ -229,3 +230,116 @@ def test_settings_that_differ_from_the_searchs_are_told() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         AdaScaleConfig(grad_clip=1.0).with_recipe(recipe([]))  # an older file: nothing is known
+
+
+# ---- a scale that follows the noise ----------------------------------------------------------------------------------
+
+
+def sizes(config: AdaScaleConfig, workers: int, largest: float = math.inf) -> list[tuple[int, int]]:
+    """(B, passes) of each plan."""
+    plans = config.plans(workers, largest)
+    assert {(p.base_batch_size, p.world_size) for p in plans} == {(config.base_batch_size, workers)}
+    return [(p.global_batch_size, p.accumulation) for p in plans]
+
+
+def test_plans_take_larger_passes_first_and_then_more_of_them() -> None:
+    # Passes of 8, and of 8/2^(1/4), 8/2^(1/2), ...: 7, 6, 5, 4. Two gradient samples at least, and B ≥ 8.
+    one = AdaScaleConfig(base_batch_size=8, efficiency=0.5, max_accumulation=4)
+    assert sizes(one, 1) == [(8, 2), (10, 2), (12, 2), (14, 2), (16, 2), (18, 3), (21, 3), (24, 3), (28, 4), (32, 4)]
+    two = AdaScaleConfig(base_batch_size=8, efficiency=0.5, max_global_batch_size=50)
+    assert sizes(two, 2) == [
+        (8, 1), (10, 1), (12, 1), (14, 1), (16, 1), (20, 2), (24, 2), (28, 2), (32, 2), (36, 3), (42, 3), (48, 3)
+    ]  # fmt: skip
+    # Three workers can't share 8 examples evenly: the base batch alone is cut unevenly.
+    assert sizes(two, 3) == [
+        (8, 1),
+        (9, 1),
+        (12, 1),
+        (15, 1),
+        (18, 1),
+        (21, 1),
+        (24, 1),
+        (30, 2),
+        (36, 2),
+        (42, 2),
+        (48, 2),
+    ]
+    assert sizes(one, 1, largest=20) == [(8, 2), (10, 2), (12, 2), (14, 2), (16, 2), (18, 3)]
+    # Fewest passes, and fewest examples in one.
+    few = AdaScaleConfig(
+        base_batch_size=8, efficiency=0.5, accumulation=2, max_accumulation=2, min_examples_per_worker=6
+    )
+    assert sizes(few, 2) == [(24, 2), (28, 2), (32, 2)]
+    # A base batch that doesn't fit a pass.
+    small = AdaScaleConfig(base_batch_size=8, efficiency=0.5, per_worker_batch_size=2, max_accumulation=6)
+    assert sizes(small, 1) == [(8, 4), (10, 5), (12, 6)]
+
+
+def test_a_plan_begins_at_one_over_the_efficiency() -> None:
+    def batch(efficiency: Any, workers: int, **settings: Any) -> tuple[int, int]:
+        plan = AdaScaleConfig(base_batch_size=8, efficiency=efficiency, **settings).plan(workers)
+        return plan.global_batch_size, plan.accumulation
+
+    assert batch(0.5, 1) == (16, 2)
+    assert batch(0.5, 2) == (16, 1)
+    assert batch(0.4, 2) == (20, 2)
+    assert batch("goodput", 2) == (8, 1)
+    assert batch("goodput", 1) == (8, 2)
+    assert batch(0.1, 2, max_global_batch_size=30) == (28, 2)
+    assert batch(1, 1) == (8, 1)
+    assert batch(1.0, 3) == (8, 1)
+    assert batch(1, 1, accumulation=2) == (8, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"efficiency": 0}, "above 0 and at most 1"),
+        ({"efficiency": 1.2}, "above 0 and at most 1"),
+        ({"efficiency": -0.5}, "above 0 and at most 1"),
+        ({"efficiency": math.nan}, "above 0 and at most 1"),
+        ({"efficiency": True}, "above 0 and at most 1"),
+        ({"efficiency": "fast"}, "'goodput', or None"),
+        ({"efficiency": 0.5, "global_batch_size": 64}, "not both.*max_global_batch_size"),
+        ({"efficiency": 0.5, "rule": "linear"}, "rule='adascale'"),
+        ({"efficiency": 1, "rule": "unscaled"}, "rule='adascale'"),
+        ({"max_global_batch_size": 64}, "Give efficiency as well"),
+        ({"max_accumulation": 4}, "Give efficiency as well"),
+        ({"efficiency": 0.5, "max_accumulation": 2, "accumulation": 3}, "the fewest passes"),
+        ({"efficiency": 0.5, "throughput": object()}, "is for efficiency='goodput'"),
+    ],
+)
+def test_settings_of_an_efficiency_that_cannot_be_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AdaScaleConfig(base_batch_size=8, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "workers"),
+    [
+        ({"max_global_batch_size": 7}, 2),
+        ({"max_global_batch_size": 8}, 9),  # a worker has nothing to do
+        ({"max_accumulation": 1}, 1),  # one gradient sample tells nothing
+        ({"max_accumulation": 3, "per_worker_batch_size": 2}, 1),
+        ({"max_global_batch_size": 20, "per_worker_batch_size": 16, "min_examples_per_worker": 11}, 2),
+    ],
+)
+def test_bounds_that_leave_no_batch_are_named(settings: dict[str, int], workers: int) -> None:
+    with pytest.raises(ValueError, match=r"bounds of AdaScaleConfig\(efficiency=0.5\) leave no batch"):
+        AdaScaleConfig(base_batch_size=8, efficiency=0.5, **settings).plan(workers)
+
+
+def test_all_plans_are_runnable_and_near_each_other() -> None:
+    for base, per_worker, workers in itertools.product((1, 7, 32), (1, 5, 48), (1, 2, 5)):
+        config = AdaScaleConfig(
+            base_batch_size=base, per_worker_batch_size=per_worker, efficiency=0.5, max_global_batch_size=base * 64
+        )
+        plans = config.plans(workers)
+        for plan in plans:
+            assert plan.scale >= 1
+            assert plan.num_samples >= 2
+            assert math.ceil(plan.global_batch_size / plan.num_samples) <= per_worker
+            assert plan.global_batch_size <= base * 64
+        for small, large in itertools.pairwise(plans):
+            step = large.global_batch_size - small.global_batch_size
+            assert 0 < step <= max(0.2 * small.global_batch_size, workers * max(small.accumulation, per_worker))

@@ -28,6 +28,7 @@ from ray_adascale.gain import (
     plain_effective_decay,
     plain_gain,
     plain_noise_scale,
+    scale_at_efficiency,
 )
 
 from . import reference
@@ -591,3 +592,32 @@ def test_the_references_single_gain_ignores_how_parameters_are_grouped(averaging
         split, joined = two.step(samples), one.step([[np.concatenate(g)] for g in samples])
         assert split.gains == pytest.approx(joined.gains * 2, rel=CLOSE)
         assert split.gain == pytest.approx(joined.gain, rel=CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("sigma2", "mu2", "efficiency", "scale"),
+    [
+        (3.0, 1.0, 0.5, 5.0),  # (3 + 1)/0.5 − 3; and r(5) = 4/(3/5 + 1) = 2.5 is half of it
+        (6.0, 2.0, 0.5, 5.0),
+        (1.0, 4.0, 0.8, 1.3125),  # 1.25/0.8 − 0.25
+        (0.0, 1.0, 0.25, 4.0),  # no noise: r = 1 at every scale
+        (0.0, 0.0, 0.25, 4.0),
+        (-1.0, 1.0, 0.25, 4.0),
+        (1.0, 0.0, 0.5, math.inf),
+        (1.0, -1.0, 0.5, math.inf),
+        (1.0, 0.0, 1.0, 1.0),
+        (math.nan, math.nan, 1.0, 1.0),
+        (math.nan, 1.0, 0.5, math.nan),
+    ],
+)
+def test_the_scale_of_an_efficiency(sigma2: float, mu2: float, efficiency: float, scale: float) -> None:
+    found = scale_at_efficiency(sigma2, mu2, efficiency)
+    assert found == pytest.approx(scale, nan_ok=True)
+    if math.isfinite(scale):
+        assert plain_gain(sigma2, mu2, found) / found == pytest.approx(efficiency, nan_ok=True)
+
+
+@pytest.mark.parametrize("efficiency", [0.0, -0.5, 1.01, math.nan])
+def test_an_efficiency_that_there_is_not_is_named(efficiency: float) -> None:
+    with pytest.raises(ValueError, match="above 0, and at most 1"):
+        scale_at_efficiency(1.0, 1.0, efficiency)

@@ -13,6 +13,7 @@ import pytest
 from ray_adascale import AdaScaleConfig, LEGWRule, Recipe, Run
 from ray_adascale.analysis.forecast import forecast_recipe
 from ray_adascale.checkpoint.rng import seed_everything
+from ray_adascale.follow import ScaleFollower
 from ray_adascale.gain import plain_gain
 from ray_adascale.recipe import Repeat
 from ray_adascale.replay import Forecaster, Law, NoiseCurve, Steps, limit_steps, momenta_of, replay
@@ -291,3 +292,56 @@ def test_a_rule_that_measures_nothing_has_no_interval() -> None:
     found = Forecaster(recipe([(0, 3, 1)]), rule="sqrt").at(4)
     assert found.low == found.high == found.expected.exact_steps == 25
     assert Forecaster(recipe([(0, 3, 1)]), rule=lambda now: (1.0, (1 + now.gain) / 2)).measures
+
+
+# ---- a run that chooses its scale ------------------------------------------------------------------------------------
+
+
+def following(efficiency: float = 0.5) -> ScaleFollower:
+    config = AdaScaleConfig(base_batch_size=8, efficiency=efficiency, max_global_batch_size=64)
+    return ScaleFollower(config, 2, total_steps=100)
+
+
+def test_a_run_that_follows_the_noise_is_replayed_as_it_runs() -> None:
+    # ν = 3 throughout: S = 5 is wanted. It begins at 1/E = 2; a decision is due at every 1.25 of T = 100, and doubles it at most:
+    # τ = 1.6 (r = 4/(3/2 + 1)) → S = 4; τ = 1.6 + 16/7 → 42 examples, the nearest to 40: S = 5.25, r = 4/(3/5.25 + 1) = 2.545.
+    found = replay(curve((0, 3, 1)), scale=1, count=1, total_steps=100, law=None, follower=following())
+    assert [plan.global_batch_size for plan in found.plans] == [16, 32] + [42] * 38
+    assert found.gains[:3] == pytest.approx((1.6, 16 / 7, 4 / (3 / 5.25 + 1)))
+    assert found.tau[2] == pytest.approx(1.6 + 16 / 7)
+    assert found.steps == 40
+    assert found.mean_batch == pytest.approx((16 + 32 + 38 * 42) / 40)
+
+    # Nothing but noise: r = S, which doubles to the largest; no noise: 1/E is as efficient as asked.
+    assert [
+        plan.global_batch_size
+        for plan in replay(curve((0, 1, 0)), scale=1, count=1, total_steps=100, law=None, follower=following()).plans
+    ] == [16, 32] + [64] * 12
+    clean = replay(curve((0, 0, 1)), scale=1, count=1, total_steps=100, law=None, follower=following())
+    assert [plan.scale for plan in clean.plans] == [2] * 100
+    # E = 1 is the base run.
+    base = replay(curve((0, 3, 1)), scale=1, count=1, total_steps=100, law=None, follower=following(1))
+    assert (base.steps, {plan.scale for plan in base.plans}, set(base.gains)) == (100, {1.0}, {1.0})
+
+
+def test_the_law_takes_the_scale_of_the_step_that_was_taken() -> None:
+    """The gain of a step and the scale of the next make no efficiency: r/S could be above 1 where the batch shrinks."""
+    seen = []
+
+    class Watching(Law):
+        def factor(self, ratio: float, gain: float, scale: float) -> float:
+            seen.append((gain, scale))
+            return super().factor(ratio, gain, scale)
+
+    found = replay(
+        curve((0, 30, 1), (50, 30, 1), (51, 0.1, 1), (100, 0.1, 1)),
+        scale=1,
+        count=1,
+        total_steps=100,
+        law=Watching(),
+        follower=following(),
+    )
+    scales = [plan.scale for plan in found.plans]
+    assert max(scales) == 8
+    assert scales[-1] < 4
+    assert seen == list(zip(found.gains[:-1], scales[:-1], strict=True))

@@ -9,7 +9,8 @@ import functools
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -17,16 +18,14 @@ from rich import box
 from rich.table import Table
 
 from ..config import AdaScaleConfig, BatchPlan
+from ..follow import pays_until
 from ..optim.rules import make_rule, metric_of
 from ..recipe import Recipe
-from ..replay import Forecaster
+from ..replay import MOST_STEPS, Forecaster, Steps
 from .plots import pyplot
 from .throughput import Throughput
 
 __all__ = ["Forecast", "ForecastRow", "forecast_recipe"]
-
-PAYS = 0.5
-"""Adding workers pays while each adds at least this share of the first worker's speed."""
 
 _FAR = 16  # S above which a forecast is to be looked at again during the run
 _ROUGH_STEPS = 2000  # in the replays for some hundred numbers of workers, of which nobody sees one alone
@@ -41,8 +40,11 @@ class ForecastRow:
         workers: k.
         accumulation: Passes a step on each worker.
         global_batch_size: B, examples a step.
-        scale: S = B / B0.
+        scale: S = B / B0; of a run that chooses its scale the mean over its steps. Its ``accumulation``, ``global_batch_size``
+            and ``num_samples`` are the last step's.
+        last_scale: S of the last step.
         num_samples: n = k · accumulation.
+        examples: That all steps take together.
         steps: Optimizer steps, as the noise of all seeds together has them.
         low: Fewest steps of the interval, see :class:`ray_adascale.replay.Forecaster`.
         high: Most steps of it.
@@ -61,7 +63,9 @@ class ForecastRow:
     accumulation: int
     global_batch_size: int
     scale: float
+    last_scale: float
     num_samples: int
+    examples: int
     steps: int
     low: int
     high: int
@@ -145,13 +149,18 @@ class Forecast:
         rows = self.rows
         columns: dict[str, list[str]] = {
             "workers": [f"{row.workers}" for row in rows],
-            **(
-                {"passes": [f"{row.accumulation}" for row in rows]} if any(row.accumulation > 1 for row in rows) else {}
-            ),
-            "batch": [f"{row.global_batch_size:,}" for row in rows],
-            "S": [f"{row.scale:g}" for row in rows],
-            "steps": [f"{row.steps:,}" for row in rows],
         }
+        if all(row.scale == row.last_scale for row in rows):
+            if any(row.accumulation > 1 for row in rows):
+                columns["passes"] = [f"{row.accumulation}" for row in rows]
+            columns["batch"] = [f"{row.global_batch_size:,}" for row in rows]
+            columns["S"] = [f"{row.scale:g}" for row in rows]
+        else:  # of runs that choose their scale
+            base = self.total_steps * self.base_batch_size
+            columns["mean\nS"] = [f"{row.scale:.3g}" for row in rows]
+            columns["last\nS"] = [f"{row.last_scale:.3g}" for row in rows]
+            columns["exam-\nples"] = [f"{row.examples / base:.2f}×" for row in rows]
+        columns["steps"] = [f"{row.steps:,}" for row in rows]
         if any(row.low < row.high for row in rows):
             columns["interval"] = [f"{row.low:,}–{row.high:,}" for row in rows]
         columns["mean\ngain"] = [f"{row.mean_gain:.2f}" for row in rows]
@@ -204,9 +213,9 @@ def forecast_recipe(
     Args:
         recipe: It has the noise of its search. Repeat seeds, where it has them, sharpen the estimate and the interval.
         workers: Numbers of workers.
-        config: As for :class:`ray_adascale.AdaScaleTrainer`: batch of a worker, accumulation, rule, averaging window. Passes
-            are added where few workers would make less than a base batch. Not the rule "adamscale", whose statistics a
-            search does not take.
+        config: As for :class:`ray_adascale.AdaScaleTrainer`: batch of a worker, accumulation, rule, averaging window; with
+            ``efficiency`` the scale is chosen step by step, as by the run. Passes are added where few workers would make less
+            than a base batch. Not the rule "adamscale", whose statistics a search does not take.
         throughput: Time of a step; see :func:`ray_adascale.measure_throughput`. Without one, time is counted in passes.
         cost_per_worker_hour: Price, in any currency; needs ``throughput``.
 
@@ -233,38 +242,53 @@ def forecast_recipe(
             f"Invalid rule={config.rule!r}: its gain is taken in Adam's metric, and a search probes plain gradients. There "
             "is no forecast for it."
         )
+    if config.efficiency == "goodput" and config.throughput is None:
+        config = replace(config, throughput=throughput)
     forecaster = Forecaster(recipe, rule=made, averaging_window=config.averaging_window)
     base = recipe.total_steps * _step_time(throughput, BatchPlan(recipe.base_batch_size, recipe.base_batch_size, 1, 1))
 
     @functools.cache
-    def speedup(k: int, edge: str = "expected") -> float:
-        plan = config.plan(k)
-        found = forecaster.at(plan.scale, plan.num_samples, most_steps=_ROUGH_STEPS)
-        steps = {"expected": found.expected.exact_steps, "low": found.low, "high": found.high}[edge]
-        return base / (steps * _step_time(throughput, plan))
+    def roughly(k: int) -> tuple[Steps, float]:
+        return run_on(k, most_steps=_ROUGH_STEPS)
 
-    pays = [_pays_until(functools.partial(speedup, edge=edge)) for edge in ("expected", "low", "high")]
-    pays_until, fewest, *_, most = pays[0], *sorted(pays, key=lambda k: math.inf if k is None else k)
+    def run_on(k: int, most_steps: int = MOST_STEPS) -> tuple[Steps, float]:
+        """The steps on k workers, and the mean time of one."""
+        if config.efficiency is not None:
+            found = forecaster.following(config, k, most_steps=most_steps)
+            return found, statistics.fmean(_step_time(throughput, plan) for plan in found.expected.plans)
+        plan = config.plan(k)
+        return forecaster.at(plan.scale, plan.num_samples, most_steps=most_steps), _step_time(throughput, plan)
+
+    def speedup(k: int, edge: str = "expected") -> float:
+        found, step_s = roughly(k)
+        steps = {"expected": found.expected.exact_steps, "low": found.low, "high": found.high}[edge]
+        return base / (steps * step_s)
+
+    pays = [pays_until(functools.partial(speedup, edge=edge), _MOST) for edge in ("expected", "low", "high")]
+    pays_up_to, fewest, *_, most = pays[0], *sorted(pays, key=lambda k: math.inf if k is None else k)
     rows: list[ForecastRow] = []
     for k in ks:
-        plan = config.plan(k)
-        found = forecaster.at(plan.scale, plan.num_samples)
+        found, step_s = run_on(k)
         expected = found.expected
+        plan = expected.plans[-1] if expected.plans else config.plan(k)
+        batch = expected.mean_batch if expected.plans else plan.global_batch_size
         low, high = min(math.floor(found.low), expected.steps), math.ceil(found.high)
-        step_s = _step_time(throughput, plan)
+        scale = batch / plan.base_batch_size
         seconds = None if throughput is None else expected.steps * step_s
         rows.append(
             ForecastRow(
                 workers=k,
                 accumulation=plan.accumulation,
                 global_batch_size=plan.global_batch_size,
-                scale=plan.scale,
+                scale=scale,
+                last_scale=plan.scale,
                 num_samples=plan.num_samples,
+                examples=round(batch * expected.steps),
                 steps=expected.steps,
                 low=low,
                 high=high,
                 mean_gain=expected.mean_gain,
-                efficiency=expected.mean_gain / plan.scale,
+                efficiency=expected.mean_gain / scale,
                 seconds=seconds,
                 seconds_low=None if throughput is None else low * step_s * throughput.low,
                 seconds_high=None if throughput is None else high * step_s * throughput.high,
@@ -273,7 +297,7 @@ def forecast_recipe(
                 if cost_per_worker_hour is None or seconds is None
                 else k * seconds / 3600 * cost_per_worker_hour,
                 marginal=speedup(k) - (speedup(k - 1) if k > 1 else 0.0),
-                pays=pays_until is None or k <= pays_until,
+                pays=pays_up_to is None or k <= pays_up_to,
             )
         )
     return Forecast(
@@ -283,7 +307,7 @@ def forecast_recipe(
         base_batch_size=recipe.base_batch_size,
         rows=tuple(rows),
         notes=tuple(_notes(recipe, rows, forecaster, throughput)),
-        pays_until=pays_until,
+        pays_until=pays_up_to,
         pays_until_low=fewest,
         pays_until_high=most,
     )
@@ -294,27 +318,6 @@ def _step_time(throughput: Throughput | None, plan: BatchPlan) -> float:
     if throughput is None:
         return plan.accumulation
     return throughput.step_seconds(plan.world_size, plan.accumulation, plan.global_batch_size // plan.num_samples)
-
-
-def _pays_until(speedup: Callable[[int], float]) -> int | None:
-    """The first number of workers from which further ones, up to twice as many, add less than ``PAYS · speedup(1)`` each.
-
-    What they add is averaged over them, as with a fixed batch three workers may need as many passes as two; where each worker
-    adds less than the one before, the number is that of the last worker to add so much. It is exact up to 64 workers, above
-    them to a sixteenth, and None above ``_MOST``.
-    """
-    share = PAYS * speedup(1)
-    tried = list(range(1, 65))
-    while tried[-1] < _MOST:
-        tried.append(tried[-1] + tried[-1] // 16)
-    here = 1
-    while here <= _MOST:
-        more = (k for k in tried if here < k <= 2 * here and speedup(k) - speedup(here) >= share * (k - here))
-        found = next(more, None)
-        if found is None:
-            return here
-        here = found
-    return None
 
 
 def _notes(

@@ -67,6 +67,7 @@ class Panel:
 def make_panels(runs: list[RunTrace]) -> list[Panel]:
     """The plots that these runs give: those of which at least one run has numbers."""
     metrics = dict.fromkeys(key for run in runs for key in run.metrics)
+    chosen = any(run.chose_its_scale for run in runs)
     panels = [
         Panel(
             "Training loss, means (single steps faint)", "loss", ("loss",), log=_all_positive(runs, "loss"), noisy=True
@@ -74,9 +75,11 @@ def make_panels(runs: list[RunTrace]) -> list[Panel]:
         *(Panel(key, f"metric-{_slug(key)}", (key,), dots=True) for key in metrics),
         Panel("Learning rate lr(⌊τ⌋), before the gain", "lr", ("lr",)),
         Panel("Gain r, with its ceiling S dashed", "gain", ("gain",), ceiling="scale"),
+        *([Panel("Scale S, as the run chose it", "scale", ("scale",), log=True)] if chosen else []),
         Panel("σ² of one base batch (solid) and μ² (dotted), averaged", "noise", ("sigma2", "mu2"), log=True),
         Panel("Efficiency r/S", "efficiency", ("efficiency",)),
         Panel("Steps of the whole run: forecast, and how the run corrected it", "forecast", ("steps_expected",)),
+        Panel("Workers that pay, with those there are dashed", "workers", ("workers_that_pay",), ceiling="world_size"),
         Panel("Examples per second", "throughput", ("examples_per_s",)),
     ]
     return [p for p in panels if any(np.isfinite(run.column(key)).any() for run in runs for key in p.keys)]

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = ["write_report"]
 
+_LARGEST = 4096
+"""Of the fixed scales that a run which chose its own is compared with."""
+
 
 def write_report(
     runs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str]],
@@ -99,6 +102,7 @@ def _render(
         keys=keys,
         metrics=metrics,
         outcomes=[(key, _outcome(run, metrics)) for key, run in zip(keys, runs, strict=True)],
+        chosen=[(keys[i], cells) for i, cells in _saved(runs, recipe)],
         events=[(key, [f"{tau:,.0f}", what]) for key, run in zip(keys, runs, strict=True) for tau, what in run.events],
         comparisons=[(keys[i], cells) for i, cells in _comparisons(runs, recipe, forecast)],
         figures=figures,
@@ -122,14 +126,29 @@ def _outcome(run: RunTrace, metrics: Iterable[str]) -> list[str]:
     scales = run.column("scale")
     return [
         _changes([row.get("world_size") for row in run.rows]),
-        _changes(scales.tolist()),
+        _scales_in_words(run),
         f"{last['optimizer_steps']:,}",
+        _examples_in_words(run),
         f"{last['effective_steps']:,.0f}",
         f"{run.mean_gain:.2f}",
         f"{run.mean_gain / float(np.nanmean(scales)):.0%}",
         _four_digits(losses.mean()) if len(losses) else "",
         *(_newest(run.column(key)) for key in metrics),
     ]
+
+
+def _scales_in_words(run: RunTrace) -> str:
+    """S, or all that it was; of a run that chose it from where to where, and the mean."""
+    scales = run.column("scale")
+    if not run.chose_its_scale:
+        return _changes(scales.tolist())
+    return f"{scales[0]:.3g} … {scales[-1]:.3g}, mean {np.nanmean(scales):.3g}"
+
+
+def _examples_in_words(run: RunTrace) -> str:
+    """The examples that a run has taken, where its trace tells."""
+    position = run.last.get("position")
+    return f"{position:,}" if isinstance(position, int) else ""
 
 
 def _changes(values: list[Any]) -> str:
@@ -167,10 +186,13 @@ def _comparisons(
         return
     for i, run in enumerate(runs):
         scales, last = run.column("scale"), run.last
+        found: tuple[int, int, int] | str
         if (scales == 1).all():
             continue
-        if len(set(scales)) > 1:
-            found: tuple[int, int, int] | str = "resized"
+        if run.chose_its_scale:
+            found = _following_steps(forecast, last) if forecast is not None else "chose its scale: see below"
+        elif len(set(scales)) > 1:
+            found = "resized"
         elif recipe is not None and not _follows(run, recipe):
             found = "not this recipe's schedule"
         else:
@@ -184,7 +206,7 @@ def _comparisons(
             off = f"{expected / taken - 1:+.1%}" if done >= 1 else f"not finished: at {done:.0%}"
             if done >= 1 and not low <= taken <= high:
                 off += ", outside the interval"
-        yield i, [_changes(scales.tolist()), steps, interval, f"{taken:,}", off]
+        yield i, [_scales_in_words(run), steps, interval, f"{taken:,}", off]
 
 
 def _forecast_steps(forecast: Forecast, last: dict[str, Any]) -> tuple[int, int, int] | str:
@@ -193,6 +215,49 @@ def _forecast_steps(forecast: Forecast, last: dict[str, Any]) -> tuple[int, int,
         if (row.scale, row.workers) == (last["scale"], last["world_size"]):
             return row.steps, row.low, row.high
     return "not forecast"
+
+
+def _following_steps(forecast: Forecast, last: dict[str, Any]) -> tuple[int, int, int] | str:
+    """The same for a run that chose its scale."""
+    for row in forecast.rows:
+        if row.scale != row.last_scale and row.workers == last["world_size"]:
+            return row.steps, row.low, row.high
+    return "not forecast"
+
+
+def _saved(runs: list[RunTrace], recipe: Recipe | None) -> Iterator[tuple[int, list[str]]]:
+    """(index of a run, [steps, examples, in base runs, the fixed S of as many steps, its examples, saved]) of runs that are done
+    and chose their scale. The fixed batch is the forecast's, from the recipe's noise.
+    """
+    if recipe is None or not recipe.noise:
+        return
+    base, forecaster = recipe.total_steps * recipe.base_batch_size, Forecaster(recipe)
+    for i, run in enumerate(runs):
+        steps, examples = run.last["optimizer_steps"], run.last.get("position")
+        done = run.last["effective_steps"] >= recipe.total_steps and _follows(run, recipe)
+        if not (run.chose_its_scale and done and isinstance(examples, int)):
+            continue
+        cells = [f"{steps:,}", f"{examples:,}", f"{examples / base:.2f}×"]
+        fixed = _fixed_scale(forecaster, steps)
+        if fixed is None:
+            yield i, [*cells, f"none below {_LARGEST:,}", "", ""]
+        else:
+            needed = fixed * recipe.base_batch_size * steps
+            yield i, [*cells, f"{fixed:.3g}", f"{needed:,.0f}", f"{1 - examples / needed:.0%}"]
+
+
+def _fixed_scale(forecaster: Forecaster, steps: int) -> float | None:
+    """The scale at which a fixed batch is forecast to take as many steps; None where none does."""
+    low, high = 1.0, float(_LARGEST)
+    if forecaster.at(high).expected.exact_steps > steps:
+        return None
+    while high > 1.005 * low:
+        middle = math.sqrt(low * high)
+        if forecaster.at(middle).expected.exact_steps > steps:
+            low = middle
+        else:
+            high = middle
+    return math.sqrt(low * high)
 
 
 def _replayed_steps(forecaster: Forecaster, last: dict[str, Any]) -> tuple[int, int, int] | str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from dataclasses import dataclass
@@ -11,12 +12,12 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from .._files import SEARCH, TRACE
-from ..run.metrics import METRICS
+from ..run.metrics import METRICS, WORKERS_THAT_PAY
 from ..run.trace import read_trace
 
 __all__ = ["COUNTERS", "RunTrace", "is_number", "load_run", "trace_path", "workers_in_words"]
 
-COUNTERS = ("step", "attempt", "position", "total_steps", "steps_left")
+COUNTERS = ("step", "attempt", "position", "total_steps", "steps_left", WORKERS_THAT_PAY)
 """The keys of a row, beside ``METRICS``, that the run itself writes: they tell where the run was, and measure nothing."""
 
 
@@ -61,11 +62,21 @@ class RunTrace:
         return [key for key in found if key not in METRICS and key not in COUNTERS]
 
     @property
+    def chose_its_scale(self) -> bool:
+        """Whether the scale has changed between two steps of one start, on as many workers: so it followed the noise."""
+        return any(
+            now.get("scale") != before.get("scale")
+            and all(now.get(key) == before.get(key) for key in ("attempt", "world_size"))
+            for before, now in itertools.pairwise(self.rows)
+        )
+
+    @property
     def events(self) -> list[tuple[float, str]]:
-        """(τ, what happened): restarts, and changes of the number of workers or of the scale."""
+        """(τ, what happened): restarts, and changes of the number of workers, or of a scale that the run did not choose."""
         found = []
-        for before, now in zip(self.rows, self.rows[1:], strict=False):
-            if any(now.get(key) != before.get(key) for key in ("world_size", "scale")):
+        sizes = ("world_size",) if self.chose_its_scale else ("world_size", "scale")
+        for before, now in itertools.pairwise(self.rows):
+            if any(now.get(key) != before.get(key) for key in sizes):
                 text = f"resized from {_size_in_words(before)} to {_size_in_words(now)}"
             elif now.get("attempt") != before.get("attempt"):
                 text = "restarted"

@@ -32,7 +32,7 @@ __all__ = [
 
 Command = Callable[[argparse.Namespace], int]
 
-BATCH_OPTIONS = ("per_worker_batch_size", "accumulation", "rule")
+BATCH_OPTIONS = ("per_worker_batch_size", "accumulation", "efficiency", "rule")
 """The fields of ``AdaScaleConfig`` that decide what a step's batch is, and have options of their own."""
 
 ELASTIC_FAILURES = 20
@@ -277,9 +277,25 @@ def _add_batch(parser: argparse._ActionsContainer) -> None:
         "--accumulation", type=int, metavar="N", help="passes before each optimizer step, on each worker (default: 1)"
     )
     parser.add_argument(
+        "--efficiency",
+        type=_efficiency,
+        metavar="E",
+        help="let the run choose its scale: the largest at which a step buys this share of what its examples cost, as 0.6; or "
+        "goodput: the most progress a second. --per-worker-batch-size is the most of one pass then, --accumulation the fewest "
+        "passes; -c max_global_batch_size=... bounds it (default: the scale follows from those and the workers)",
+    )
+    parser.add_argument(
         "--rule",
         help="how the learning rate follows the batch: adascale, adamscale, linear, sqrt, unscaled (default: adascale)",
     )
+
+
+def _efficiency(text: str) -> float | str:
+    """A number, or a word that ``AdaScaleConfig`` takes or refuses."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from .iterables import IterableSource, RayDataBatches, even_size, unshared
+from .iterables import IterableSource, RayDataBatches, even_size, fixed_batches, unshared
 from .order import ExampleOrder, StepCut
 from .source import BatchSource, MapSource, loader_generator
 
@@ -32,6 +32,7 @@ def make_source(
     num_workers: int = 0,
     pin_memory: bool = False,
     length: int | None = None,
+    recuts: bool = False,
 ) -> BatchSource:
     """Chooses the source for what a user calls a dataset.
 
@@ -50,6 +51,7 @@ def make_source(
         num_workers: Loader processes, for datasets that are batched here.
         pin_memory: The same.
         length: Examples per epoch over all workers, for all but map-style datasets.
+        recuts: Whether steps will be cut otherwise as the run goes on, which only a map-style dataset can follow.
 
     Raises:
         ValueError: For an argument out of range, or one that this kind of dataset cannot follow.
@@ -62,6 +64,8 @@ def make_source(
             raise ValueError(f"Invalid {length=}: the dataset has {len(dataset)} examples. Leave length out.")
         return MapSource(dataset, cut, order, collate_fn=collate_fn, num_workers=num_workers, pin_memory=pin_memory)
 
+    if recuts:
+        raise ValueError(fixed_batches(dataset))
     batch_size = even_size(cut)
     if num_workers and not bare_iterable:
         raise ValueError(

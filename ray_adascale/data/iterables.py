@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from .order import StepCut, checked_int
 from .source import BatchSource, MicroBatch, as_micro_batches, base_steps, check_state
 
-__all__ = ["IterableSource", "RayDataBatches", "even_size", "unshared"]
+__all__ = ["IterableSource", "RayDataBatches", "even_size", "fixed_batches", "unshared"]
 
 
 def even_size(cut: StepCut) -> int:
@@ -29,6 +29,15 @@ def even_size(cut: StepCut) -> int:
             f" accumulation={cut.accumulation})."
         )
     return size
+
+
+def fixed_batches(dataset: Any) -> str:
+    """Says that batches of this data can't change, and what to do."""
+    return (
+        f"A {type(dataset).__name__} brings batches of its own size, which can't change while the run goes on. Leave "
+        "AdaScaleConfig(efficiency=...) out and choose per_worker_batch_size and accumulation; or give a map-style dataset, with "
+        "__getitem__ and __len__ (of a DataLoader: loader.dataset)."
+    )
 
 
 class IterableSource(BatchSource):
@@ -87,6 +96,9 @@ class IterableSource(BatchSource):
 
     def commit(self) -> None:
         self._position += self.cut.global_batch_size
+
+    def recut(self, cut: StepCut) -> None:
+        raise ValueError(fixed_batches(self._batches))
 
     def base_steps_per_epoch(self, base_batch_size: int) -> float | None:
         return None if self.length is None else base_steps(self.length, base_batch_size, drop_last=False)

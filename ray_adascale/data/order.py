@@ -21,7 +21,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-__all__ = ["ExampleOrder", "StepCut", "StepSampler", "checked_int", "epoch_order", "split_evenly", "stable_seed"]
+__all__ = [
+    "ExampleOrder",
+    "Part",
+    "StepCut",
+    "StepSampler",
+    "checked_int",
+    "epoch_order",
+    "split_evenly",
+    "stable_seed",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +111,29 @@ class StepCut:
         """Examples of the step that come before each of this worker's micro-batches, pass by pass."""
         starts = [0, *itertools.accumulate(self.sample_sizes[:-1])]
         return starts[self.rank :: self.world_size]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One worker's micro-batch of one pass, as a piece of the stream.
+
+    Attributes:
+        position: Examples of the stream before it.
+        size: Examples in it.
+        weight: ``w_i``, its share of the step's examples.
+        pass_index: Accumulation pass within the step, from 0.
+        is_last: Whether that is the step's last.
+    """
+
+    position: int
+    size: int
+    weight: float
+    pass_index: int
+    is_last: bool
+
+    def same_examples(self, other: Part) -> bool:
+        """Whether both are the same piece of the stream, however their steps are cut."""
+        return (self.position, self.size) == (other.position, other.size)
 
 
 def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool = True) -> Tensor:
@@ -191,42 +223,55 @@ class StepSampler(Sampler[list[int]]):
         self.length = checked_int("length", length, 0)
         if length == 0:
             raise ValueError("Invalid length=0: empty dataset. Give at least one example.")
-        if order.drop_last and cut.global_batch_size > length:
-            raise ValueError(
-                f"Invalid global_batch_size={cut.global_batch_size} with drop_last=True: an epoch has {length} examples,"
-                " so every batch would be dropped. Use drop_last=False, which runs on into the next epoch, or a smaller"
-                " batch."
-            )
-        self.cut = cut
         self.order = order
+        self.cut = cut
         self.position = checked_int("position", position, 0)
         self._permutation: tuple[int, Tensor] = (-1, torch.empty(0, dtype=torch.int64))
         """An epoch, and the order of its examples."""
 
+    @property
+    def cut(self) -> StepCut:
+        """How a step is cut; may be set between iterations, as ``position``."""
+        return self._cut
+
+    @cut.setter
+    def cut(self, cut: StepCut) -> None:
+        if self.order.drop_last and cut.global_batch_size > self.length:
+            raise ValueError(
+                f"Invalid global_batch_size={cut.global_batch_size} with drop_last=True: an epoch has {self.length} "
+                "examples, so every batch would be dropped. Use drop_last=False, which runs on into the next epoch, or a "
+                "smaller batch."
+            )
+        self._cut = cut
+
     def next_position(self, position: int) -> int:
         """The position after one step that begins at ``position``."""
-        return self._step_start(self._step_start(position) + self.cut.global_batch_size)
+        batch = self.cut.global_batch_size
+        return self._step_start(self._step_start(position, batch) + batch, batch)
 
     def __iter__(self) -> Iterator[list[int]]:
         # Not itself a generator: the position counts from now, not from the first next().
-        return (indices for _, indices in self.micro_batches(self.position))
+        return (self.indices(part) for part in self.parts(self.position))
 
-    def micro_batches(self, position: int) -> Iterator[tuple[int, list[int]]]:
-        """Endless pairs (position of the first example, indices) of this worker's micro-batches from ``position`` on."""
-        mine = list(zip(self.cut.micro_batch_starts, self.cut.micro_batch_sizes, strict=True))
+    def parts(self, position: int) -> Iterator[Part]:
+        """This worker's micro-batches from ``position`` on, without end, by the cut that holds when the first is asked for."""
+        cut, batch = self.cut, self.cut.global_batch_size
+        pieces = list(zip(cut.micro_batch_starts, cut.micro_batch_sizes, strict=True))
+        last = len(pieces) - 1
         while True:
-            position = self._step_start(position)
-            for start, size in mine:
-                yield position + start, self._indices(position + start, size)
-            position = self.next_position(position)
+            position = self._step_start(position, batch)
+            for i, (start, size) in enumerate(pieces):
+                yield Part(position + start, size, size / batch, i, i == last)
+            position = self._step_start(position + batch, batch)
 
-    def _step_start(self, position: int) -> int:
+    def _step_start(self, position: int, batch: int) -> int:
         """Where the next step really begins: with ``drop_last``, beyond an epoch's rest that is smaller than B."""
         rest = self.length - position % self.length
-        return position + rest if self.order.drop_last and rest < self.cut.global_batch_size else position
+        return position + rest if self.order.drop_last and rest < batch else position
 
-    def _indices(self, position: int, size: int) -> list[int]:
-        """The dataset's indices of ``size`` examples of the stream."""
+    def indices(self, part: Part) -> list[int]:
+        """The dataset's indices of a part's examples."""
+        position, size = part.position, part.size
         indices: list[int] = []
         while size > 0:
             epoch, before = divmod(position, self.length)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import itertools
 import random
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
-from .order import ExampleOrder, StepCut, StepSampler, checked_int, stable_seed
+from .order import ExampleOrder, Part, StepCut, StepSampler, checked_int, stable_seed
 
 __all__ = [
     "BatchSource",
@@ -68,6 +69,14 @@ class BatchSource(abc.ABC):
         """Advances ``position`` by one step. Called once after each optimizer step; prefetching never moves it."""
 
     @abc.abstractmethod
+    def recut(self, cut: StepCut) -> None:
+        """From the next step on, cut the examples after ``position`` so. At a step boundary; a running iterator goes on.
+
+        Raises:
+            ValueError: The data comes in batches of a size that can't change, or there are too few examples for B.
+        """
+
+    @abc.abstractmethod
     def base_steps_per_epoch(self, base_batch_size: int) -> float | None:
         """Optimizer steps per epoch of a run at batch size B0; need not be whole. None where the length is unknown."""
 
@@ -119,9 +128,10 @@ class MapSource(BatchSource):
         self.sampler = StepSampler(len(dataset), cut, order)
         if collate_fn is None and _has_plain_rows(dataset):
             dataset, collate_fn = _Rows(dataset.tensors), _as_it_is
+        self._requests = _Requests(self.sampler, seeded=num_workers > 0)
         self._loader: DataLoader[Any] = DataLoader(
             _Seeded(dataset) if num_workers else dataset,
-            batch_sampler=_SeededRequests(self.sampler) if num_workers else self.sampler,
+            batch_sampler=self._requests,
             collate_fn=collate_fn,
             num_workers=num_workers,
             pin_memory=pin_memory,
@@ -139,11 +149,15 @@ class MapSource(BatchSource):
 
     def __iter__(self) -> Iterator[MicroBatch]:
         self.close()
-        self._iterator = as_micro_batches(iter(self._loader), self.sampler.cut)
+        self._iterator = self._requests.answered(iter(self._loader))
         return self._iterator
 
     def commit(self) -> None:
         self.sampler.position = self.sampler.next_position(self.sampler.position)
+
+    def recut(self, cut: StepCut) -> None:
+        self.sampler.cut = cut
+        self._requests.restart()
 
     def base_steps_per_epoch(self, base_batch_size: int) -> float:
         return base_steps(self.sampler.length, base_batch_size, drop_last=self.sampler.order.drop_last)
@@ -193,16 +207,58 @@ class _Request(list[int]):
         self.seed = seed
 
 
-class _SeededRequests(Sampler[_Request]):
-    """Yields the sampler's micro-batches, each with a seed that depends on the run's seed and the position alone."""
+class _Requests(Sampler[list[int]]):
+    """Asks a loader for the sampler's micro-batches, and knows what was asked for and not yet received.
 
-    def __init__(self, sampler: StepSampler) -> None:
+    A loader with processes asks ahead. Where steps are cut otherwise meanwhile, what is on its way is kept if it is what
+    comes next under the new cut too, as where only the number of passes changes; else it is thrown away as it comes, and
+    asked for anew. So its processes live on, whatever changes.
+
+    Args:
+        sampler: Its position and cut hold for what is asked for next.
+        seeded: Give each request a seed, which depends on the run's seed and the position alone.
+    """
+
+    def __init__(self, sampler: StepSampler, *, seeded: bool) -> None:
         self._sampler = sampler
+        self._seeded = seeded
+        self._parts: Iterator[Part] = iter(())
+        self._on_their_way: deque[Part | None] = deque()  # None for what nobody wants any more
 
-    def __iter__(self) -> Iterator[_Request]:
-        micro_batches = self._sampler.micro_batches(self._sampler.position)
-        seed = self._sampler.order.seed
-        return (_Request(indices, stable_seed("fetch", seed, position)) for position, indices in micro_batches)
+    def __iter__(self) -> Iterator[list[int]]:
+        # Not itself a generator: the position counts from now, not from the first next().
+        self._on_their_way.clear()
+        self._parts = self._sampler.parts(self._sampler.position)
+        return self._asked()
+
+    def _asked(self) -> Iterator[list[int]]:
+        while True:
+            part = next(self._parts)
+            self._on_their_way.append(part)
+            indices = self._sampler.indices(part)
+            if self._seeded:
+                yield _Request(indices, stable_seed("fetch", self._sampler.order.seed, part.position))
+            else:
+                yield indices
+
+    def restart(self) -> None:
+        """Go on from the sampler's position and cut, which are others now."""
+        self._parts = self._sampler.parts(self._sampler.position)
+        kept = True
+        for i, asked in enumerate(self._on_their_way):
+            if kept:
+                wanted = next(self._parts)
+                kept = asked is not None and asked.same_examples(wanted)
+                if not kept:
+                    self._parts = itertools.chain([wanted], self._parts)
+            self._on_their_way[i] = wanted if kept else None
+
+    def answered(self, batches: Iterator[Any]) -> Generator[MicroBatch, None, None]:
+        """What the loader brings, in the order in which it was asked for."""
+        for batch in batches:
+            part = self._on_their_way.popleft()
+            if part is not None:
+                yield MicroBatch(batch, part.size, part.weight, part.pass_index, part.is_last)
 
 
 class _Seeded(Dataset[Any]):

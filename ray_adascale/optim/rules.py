@@ -23,6 +23,7 @@ __all__ = [
     "ScalingRule",
     "SquareRootRule",
     "UnscaledRule",
+    "follows_gain",
     "legw_factor",
     "make_rule",
     "metric_of",
@@ -269,3 +270,8 @@ def make_rule(rule: str | ScalingRule) -> ScalingRule:
             f"Invalid {rule=}. Must be one of {', '.join(RULES)} or a callable (RuleInput) -> (factor, clock)."
         )
     return rule
+
+
+def follows_gain(rule: ScalingRule) -> bool:
+    """Whether a rule's clock goes by the measured gain; of a callable of the user's own that is taken for granted."""
+    return not isinstance(rule, LinearRule | SquareRootRule | LEGWRule | UnscaledRule)

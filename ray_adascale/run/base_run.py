@@ -218,6 +218,10 @@ def base_config(
         per_worker_batch_size=base_batch_size,
         global_batch_size=None,
         accumulation=1,
+        efficiency=None,
+        max_global_batch_size=None,
+        max_accumulation=None,
+        throughput=None,
         elastic=False,
         sharding="none",
         rule="unscaled",  # at S = 1 all are the same; this one has no opinion on optimizers other than SGD

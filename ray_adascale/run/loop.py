@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,17 +21,18 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .._files import TRACE
 from .._warn import warn_at_user
-from ..config import AdaScaleConfig
+from ..config import AdaScaleConfig, BatchPlan
 from ..data import make_source, to_device
 from ..data.order import ExampleOrder
 from ..data.source import BatchSource, MicroBatch
+from ..follow import follower_of, workers_that_pay
 from ..recipe import Recipe
 from ..sharding.sharded_ddp import ShardedDataParallel
 from ..workload import ConfigReads, Workload, unread_warning, with_unit
 from .backend import Backend, LocalBackend, Outcome
 from .build import check_built, check_recipe, check_rule, check_schedule, wrap
 from .due import Clocks, Due
-from .metrics import METRICS, ProgressLine, plain_numbers, step_metrics, too_large_for_the_noise
+from .metrics import METRICS, WORKERS_THAT_PAY, ProgressLine, plain_numbers, step_metrics, too_large_for_the_noise
 from .saver import Boundary, Content, Saver
 from .schedule import BaseSchedule, EffectiveSchedule
 from .snapshot import INTERRUPTED, LoopState, Snapshot, log_start
@@ -144,9 +145,19 @@ class Run:
             num_workers=config.num_loader_workers,
             pin_memory=config.pin_memory,
             length=config.dataset_length,
+            recuts=config.efficiency is not None,
         )
         per_epoch = self.source.base_steps_per_epoch(self.plan.base_batch_size)
         total_steps = config.resolve_total_steps(per_epoch)
+        self._follower = follower_of(
+            config,
+            self.backend.world_size,
+            total_steps=total_steps,
+            largest=math.inf if per_epoch is None else per_epoch * self.plan.base_batch_size,
+        )
+        if self._follower is not None:
+            self.plan = self._follower.plan
+            self.source.recut(self.plan.cut(self.backend.rank))
         self.schedule = EffectiveSchedule(
             optimizer,
             scheduler,
@@ -203,6 +214,7 @@ class Run:
         self._config_reads: ConfigReads | None = None
         self._warned_noise = False
         self._beyond_noise_since: float | None = None  # τ
+        self._looked_at_workers = -1  # a count of quarter windows of τ
         writes = self.backend.rank == 0
         self._log = StepLog(
             trace=writes and self.backend.keeps_trace,
@@ -231,6 +243,14 @@ class Run:
             if folder is not None:
                 workers = self._snapshot.load(folder, accept_changes=config.accept_changes)
                 self._log.resume(folder)
+                if self._follower is not None:
+                    moments = self.optimizer.average_moments()
+                    self._follower.resume(self.state.following, self.effective_steps, moments)
+                    self._change_to(self._follower.plan)
+            if self._follower is not None:
+                self.state.following = self._follower.state()
+            if workers == self.plan.world_size:
+                self._looked_at_workers = self._quarter_windows
             self._steps_left = self._forecast(folder)
             if self._stalled:
                 self.state.stopped = self._stall_in_words()
@@ -242,6 +262,7 @@ class Run:
         self._began = self.state.iterations
         self._versions: list[int] | None = None
         self._clocks = Clocks(config, self.backend)  # they start now
+        self._step_ended = time.monotonic()
 
     def _forecast(self, folder: Path | None) -> StepsLeft | None:
         """The forecast of the steps left, on rank 0; ``folder`` is the checkpoint whose trace corrects it."""
@@ -254,6 +275,7 @@ class Run:
             scale=self.scale,
             rule=self.config.rule,
             averaging_window=self.config.averaging_window,
+            following=None if self._follower is None else (self.config, self.plan.world_size),
         )
 
     @classmethod
@@ -301,7 +323,7 @@ class Run:
 
     @property
     def scale(self) -> float:
-        """S."""
+        """S of the next step."""
         return self.plan.scale
 
     @property
@@ -363,6 +385,34 @@ class Run:
         stop = self.config.early_stop
         if stop is not None and stop.metric in metrics and stop.better(metrics[stop.metric], self.state.best):
             self.state.best, self.state.best_at = metrics[stop.metric], self.effective_steps
+
+    def sum(self, **values: float | Tensor) -> dict[str, float]:
+        """Each of these numbers summed over all workers, the same on all of them. All workers together, with the same names.
+
+        For counts and sums of a loop's own evaluation: ``total = run.sum(correct=correct, seen=seen)``, then
+        ``run.record(accuracy=total["correct"] / total["seen"])``. It waits for the device.
+
+        Args:
+            **values: Numbers, or tensors of one element.
+
+        Raises:
+            TypeError: Something else.
+        """
+        for name, value in values.items():
+            if not isinstance(value, int | float) and not (isinstance(value, Tensor) and value.numel() == 1):
+                what = f"tensor of {value.numel()} elements" if isinstance(value, Tensor) else type(value).__name__
+                raise TypeError(f"Invalid {name}: a {what}. Must be a number or a tensor of one element.")
+        device = self.backend.device
+        numbers = [
+            torch.as_tensor(values[name]).detach().to(device, torch.float64).reshape(1) for name in sorted(values)
+        ]
+        if not numbers:
+            return {}
+        summed = torch.cat(numbers)
+        if self.plan.world_size > 1:
+            dist.all_reduce(summed)
+        found = dict(zip(sorted(values), summed.tolist(), strict=True))
+        return {name: found[name] for name in values}
 
     @property
     def _stalled(self) -> bool:
@@ -536,8 +586,40 @@ class Run:
             due, self._due = self._due, None
             assert due is not None
             if self.effective_steps < self.total_steps:
+                self._follow_noise()
                 self._do_what_is_due(due)
+        self._step_ended = time.monotonic()
         return True
+
+    def _follow_noise(self) -> None:
+        """Where the run chooses its scale: the plan of the next step, from the averages; the same on all workers."""
+        follower = self._follower
+        if follower is None:
+            return
+        plan = follower.after_step(
+            self.effective_steps,
+            self.optimizer.average_moments,
+            time.monotonic() - self._step_ended,
+            self._as_on_rank_0,
+        )
+        self.state.following = follower.state()
+        if plan != self.plan:
+            self._change_to(plan)
+
+    def _change_to(self, plan: BatchPlan) -> None:
+        """From the next step on the batch is made up so. At a step boundary whose step has been read."""
+        self.plan = plan
+        self.optimizer.set_num_gradients_to_accumulate(plan.accumulation, update_smoothing=False)
+        self.optimizer.set_scale(plan.scale)
+        self.source.recut(plan.cut(self.backend.rank))
+        self._snapshot = replace(self._snapshot, plan=plan)
+
+    def _as_on_rank_0(self, numbers: tuple[float, ...]) -> tuple[float, ...]:
+        if self.plan.world_size == 1:
+            return numbers
+        shared = torch.tensor(numbers, dtype=torch.float64, device=self.backend.device)
+        dist.broadcast(shared, src=0)
+        return tuple(shared.tolist())
 
     def _before_inner_step(self) -> None:
         """The user's own optimizer is about to step."""
@@ -553,6 +635,8 @@ class Run:
         if self.optimizer.last_step_known or furthest >= self.total_steps:
             return True
         if self._evaluate is not None and self._evaluations_by(furthest) > 0:
+            return True
+        if self._follower is not None and self._follower.due_by(furthest):
             return True
         due = self._due
         return due is not None and (due.anything or (self._saver.in_flight and not due.busy))
@@ -574,6 +658,7 @@ class Run:
         metrics = self._metrics(step.own.get("loss", loss), step.lr)
         self._warn_about_noise(metrics)
         self._warn_of_unread()
+        self._look_at_workers(metrics)
         self.state.metrics = {**metrics, **step.recorded}
         row = {**step.row, **metrics, **step.own}
         if self._steps_left is not None:
@@ -585,6 +670,24 @@ class Run:
             outcome = self._outcome()
             self.backend.observe(outcome)
             self._line.show(self.state.metrics, self.total_steps, outcome.left)
+
+    def _look_at_workers(self, metrics: dict[str, Any]) -> None:
+        """Add how many workers pay, where their number or the batch may change; it is computed now and then, on rank 0."""
+        config = self.config
+        if self.backend.rank != 0 or not (config.elastic or config.efficiency is not None):
+            return
+        before, now = self._looked_at_workers, self._quarter_windows
+        if now == before and WORKERS_THAT_PAY in self.state.metrics:
+            metrics[WORKERS_THAT_PAY] = self.state.metrics[WORKERS_THAT_PAY]
+        elif not math.isnan(metrics["sigma2"] + metrics["mu2"]):
+            self._looked_at_workers = now
+            most = 2 * self.plan.world_size
+            metrics[WORKERS_THAT_PAY] = workers_that_pay(config, metrics["sigma2"], metrics["mu2"], most=most)
+
+    @property
+    def _quarter_windows(self) -> int:
+        """Of the averages, that τ has passed."""
+        return math.floor(4 * self.effective_steps / (self.config.averaging_window * self.total_steps))
 
     def _outcome(self) -> Outcome:
         return Outcome(
@@ -666,7 +769,7 @@ class Run:
         )
 
     def _warn_about_noise(self, metrics: Mapping[str, Any]) -> None:
-        if self._warned_noise or self.backend.rank != 0:
+        if self._warned_noise or self.backend.rank != 0 or self._follower is not None:
             return
         tau, window = self.effective_steps, self.config.averaging_window * self.total_steps
         warning = too_large_for_the_noise(self.plan, metrics["noise_scale"], metrics["gain"])

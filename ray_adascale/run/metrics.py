@@ -17,6 +17,7 @@ from .time_left import LEFT, Left
 
 __all__ = [
     "METRICS",
+    "WORKERS_THAT_PAY",
     "ProgressLine",
     "format_metrics",
     "plain_numbers",
@@ -43,6 +44,10 @@ METRICS = (
 )
 """The keys of every report, beside what the user adds. ``lr`` is the schedule's lr(⌊τ⌋) of the first parameter group, before
 the gain, so that it lies on one curve over effective steps at every scale."""
+
+
+WORKERS_THAT_PAY = "workers_that_pay"
+"""The key, beside these, of how many workers pay at the present noise: of runs whose number of workers, or batch, may change."""
 
 
 def step_metrics(
@@ -96,7 +101,7 @@ def plain_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """
     out = {key: value.item() if hasattr(value, "item") else value for key, value in metrics.items()}
     for key, value in out.items():
-        if (key in METRICS and key != "loss") or key in LEFT:
+        if (key in METRICS and key != "loss") or key in (*LEFT, WORKERS_THAT_PAY):
             raise ValueError(f"Invalid metric {key!r}: the run reports it itself. Choose another name.")
         if not isinstance(value, bool | int | float | str):
             raise TypeError(f"Invalid metric {key!r} of type {type(value).__name__}. Must be a number or a string.")
@@ -124,10 +129,12 @@ def tau_of(metrics: Mapping[str, Any], total_steps: float) -> str:
 def state_of(metrics: Mapping[str, Any]) -> str:
     """Steps, gain and scale, LR, loss, throughput and workers."""
     workers = metrics["world_size"]
+    pays = metrics.get(WORKERS_THAT_PAY, workers)
+    told = f"{workers} worker{'s' if workers != 1 else ''}" if pays >= workers else f"{pays} of {workers} workers pay"
     return (
         f"step {metrics['optimizer_steps']:,}  gain {metrics['gain']:.2f} of {metrics['scale']:g}  "
         f"lr {metrics['lr']:.3g}  loss {metrics['loss']:.4g}  {metrics['examples_per_s']:,.0f} examples/s  "
-        f"{workers} worker{'s' if workers != 1 else ''}"
+        f"{told}"
     )
 
 

@@ -61,6 +61,7 @@ class LoopState:
         stopped: Why the loop ended, or None.
         best: The best evaluation's metric, where an early stop looks at one.
         best_at: τ then; −1 before the first.
+        following: Of a run that chooses its scale: what :class:`ray_adascale.follow.ScaleFollower` keeps.
     """
 
     iterations: int = 0
@@ -73,6 +74,7 @@ class LoopState:
     stopped: str | None = None
     best: float | None = None
     best_at: float = -1.0
+    following: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..config import AdaScaleConfig
 from ..optim.rules import AdaScaleRule, ScalingRule, make_rule, metric_of
 from ..recipe import Recipe
 from ..replay import Forecaster, Replay
@@ -79,7 +80,7 @@ class StepsLeft:
 
     Args:
         forecast: The replay at this scale.
-        scale: S > 1.
+        scale: S > 1; not looked at where the run's gains don't correct the forecast.
         corrects: Whether the run's gains are those that its clock moves by, so that they correct the forecast.
     """
 
@@ -89,7 +90,7 @@ class StepsLeft:
         self._total = forecast.total_steps
         # τ at which each of the forecast's strides begins, and the end's.
         self._tau = np.array([*forecast.tau, forecast.effective_steps])
-        self._ratio = np.array([_noise_ratio(r, scale) for r in forecast.gains])
+        self._ratio = np.array([_noise_ratio(r, scale) for r in forecast.gains]) if corrects else np.array([])
         self._rate = forecast.stride / np.diff(self._tau)  # optimizer steps an effective one
         self._log = np.zeros(_BINS)
         self._weight = np.zeros(_BINS)
@@ -171,6 +172,7 @@ def forecast_steps_left(
     scale: float,
     rule: str | ScalingRule,
     averaging_window: float,
+    following: tuple[AdaScaleConfig, int] | None = None,
 ) -> StepsLeft | None:
     """The steps left by the forecast; None where there is nothing to forecast from: no recipe, or one without noise.
 
@@ -180,9 +182,19 @@ def forecast_steps_left(
         scale: S.
         rule: As in :class:`ray_adascale.AdaScaleConfig`.
         averaging_window: As there.
+        following: Settings and workers of a run that chooses its scale. Its gains don't correct the forecast: where they are
+            others than forecast, so is the scale.
     """
     made = make_rule(rule)
-    if recipe is None or not recipe.noise or scale <= 1 or metric_of(made) != "euclidean":
+    if recipe is None or not recipe.noise or metric_of(made) != "euclidean":
+        return None
+    if following is not None:
+        config, workers = following
+        if config.efficiency == "goodput" and config.throughput is None:
+            return None  # what it will choose depends on seconds that are not measured yet
+        forecaster = Forecaster(recipe, rule=made, averaging_window=averaging_window)
+        return StepsLeft(forecaster.following(config, workers).expected, 1.0, corrects=False)
+    if scale <= 1:
         return None
     forecast = Forecaster(recipe, rule=made, averaging_window=averaging_window).at(scale).expected
     left = StepsLeft(forecast, scale, corrects=isinstance(made, AdaScaleRule))

@@ -237,3 +237,51 @@ def test_plot_and_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ValueError, match=r"is needed for a .*: pip install matplotlib"):
         forecast_recipe(twice, workers=[1, 4]).plot(tmp_path / "plot.png")
+
+
+# ---- a run that chooses its scale ------------------------------------------------------------------------------------
+
+
+def test_a_run_that_follows_the_noise_has_its_mean_and_last_scale() -> None:
+    # Nothing but noise: r = S, which doubles from 1/E = 2 at each decision up to the bound of 8: 2, 4, then 12 steps of 8
+    # (tests/test_replay.py). On one worker these are 2, 4 and 8 passes of 8 examples; on two half as many.
+    config = AdaScaleConfig(efficiency=0.5, max_global_batch_size=64)
+    made = forecast_recipe(recipe([(0, 1, 0)]), workers=[1, 2], config=config, throughput=MODEL)
+    one, two = made.rows
+    examples = 16 + 32 + 12 * 64
+    for row in (one, two):
+        assert (row.steps, row.examples, row.last_scale) == (14, examples, 8)
+        assert row.scale == pytest.approx(examples / 14 / 8)
+        assert row.mean_gain == pytest.approx(102 / 14)
+        assert row.efficiency == pytest.approx(1)
+        assert row.low <= row.steps <= row.high
+    assert (one.accumulation, two.accumulation) == (8, 4)
+    assert one.seconds == pytest.approx(2 + 4 + 12 * 8)
+    assert two.seconds == pytest.approx(1 + 2 + 12 * 4 + 14 * 0.25)
+    told = text(made)
+    assert "exam-" in told
+    assert f"{examples / 800:.2f}×" in told
+    fixed = forecast_recipe(recipe([(0, 1, 0)]), workers=[2])
+    assert (fixed.rows[0].scale, fixed.rows[0].last_scale, fixed.rows[0].examples) == (2, 2, 50 * 16)
+    assert "exam-" not in text(fixed)
+
+
+def test_efficiency_one_is_forecast_as_the_base_run() -> None:
+    made = forecast_recipe(recipe([(0, 3, 1)]), workers=[1, 2], config=AdaScaleConfig(efficiency=1))
+    assert [(row.steps, row.scale, row.last_scale, row.examples) for row in made.rows] == [(100, 1, 1, 800)] * 2
+
+
+def test_goodput_is_forecast_from_the_time_of_a_step() -> None:
+    with pytest.raises(ValueError, match=r"how long a step takes.*--measure"):
+        forecast_recipe(recipe([(0, 3, 1)]), config=AdaScaleConfig(efficiency="goodput"))
+    # Where only examples take time the base batch is best; where only steps do, the largest.
+    config = AdaScaleConfig(efficiency="goodput", max_global_batch_size=64)
+    examples = Throughput(per_worker_batch_size=8, pass_s=1.0)
+    steps = Throughput(per_worker_batch_size=8, pass_s=1e-9, step_s=1.0)
+    slow, fast = (
+        forecast_recipe(recipe([(0, 3, 1)]), workers=[2], config=config, throughput=model).rows[0]
+        for model in (examples, steps)
+    )
+    assert (slow.scale, slow.last_scale, slow.steps) == (1, 1, 100)
+    assert fast.last_scale == 8
+    assert fast.seconds < slow.seconds

@@ -91,11 +91,22 @@ def test_page_says_what_the_runs_did(make: Callable[..., Page], tmp_path: Path) 
     page = make(base.parent, scaled, recipe=recipe([(0, 3, 1)], total_steps=20))
     head, *rows = page.tables[0]
     assert head == [
-        *("run", "workers", "S", "steps", "effective steps", "mean gain", "efficiency", "loss, last 5 %", "accuracy")
+        *(
+            "run",
+            "workers",
+            "S",
+            "steps",
+            "examples",
+            "effective steps",
+            "mean gain",
+            "efficiency",
+            "loss, last 5 %",
+            "accuracy",
+        )
     ]
     assert rows == [
-        ["base", "1", "1", "20", "20", "1.00", "100%", "0.05000", "0.8000"],
-        ["scaled", "2", "4", "10", "20", "2.00", "50%", "0.1000", "0.8000"],
+        ["base", "1", "1", "20", "640", "20", "1.00", "100%", "0.05000", "0.8000"],
+        ["scaled", "2", "4", "10", "320", "20", "2.00", "50%", "0.1000", "0.8000"],
     ]
     # r falls from 16/7 to 2.04 with these σ², μ² (see test_replay): ⌈20 / 2.1⌉ = 10 steps, of one seed 9.5·e^±0.2. The base run
     # is not compared.
@@ -185,6 +196,36 @@ def test_forecast_against_actual(make: Callable[..., Page], tmp_path: Path) -> N
         ["rule", "4", "", "", "10", "another rule than AdaScale's"],
         ["lr", "4", "", "", "10", "not this recipe's schedule"],
     ]
+
+
+def test_a_run_that_chose_its_scale(make: Callable[..., Page], tmp_path: Path) -> None:
+    # Nothing but noise: r = S. So 20 steps of T = 100 are those of a fixed S = 5, of 40 examples each; where the gain is the same
+    # at every S there is nothing to save, and this run goes beyond T.
+    scales = [2.0, 3.0, *[5.5] * 18]
+    taken = [8 * sum(scales[:i]) for i in range(1, 21)]
+    rows = [
+        row(i, scale=s, gain=s, effective_steps=sum(scales[:i]), progress=sum(scales[:i]), position=round(taken[i - 1]))
+        for i, s in enumerate(scales, start=1)
+    ]
+    done = write_rows(tmp_path / "done" / "trace.jsonl", rows)
+    half = write_rows(tmp_path / "half" / "trace.jsonl", rows[:9])
+    made = recipe([(0, 1, 0)])
+    page = make(done, half, recipe=made)
+    assert page.headings[:3] == ["Runs", "Forecast and actual", "Scales that followed the noise"]
+    assert page.tables[0][1][1:5] == ["2", "2 … 5.5, mean 5.2", "20", "832"]
+    assert page.tables[1][1][1:] == ["2 … 5.5, mean 5.2", "", "", "20", "chose its scale: see below"]
+    (found,) = page.tables[2][1:]  # the other has not ended
+    assert found[:4] == ["done", "20", "832", "1.04×"]
+    assert float(found[4]) == pytest.approx(5, rel=0.01)
+    assert float(found[5].replace(",", "")) == pytest.approx(800, rel=0.01)
+    assert found[6] in ("-3%", "-4%", "-5%")
+    assert (tmp_path / "out" / "report-scale.png").is_file()
+    assert "Scale S, as the run chose it" in (tmp_path / "out" / "report.html").read_text()
+    # Against a forecast of such a run: r = S = 2, 4, and 8 from there on.
+    config = AdaScaleConfig(efficiency=0.5, max_global_batch_size=64)
+    forecast = forecast_recipe(made, workers=[2], config=config)
+    against = make(done, recipe=made, forecast=forecast).tables[1][1]
+    assert (against[2], against[4]) == ("14", "20")
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:

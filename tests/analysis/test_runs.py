@@ -57,9 +57,20 @@ def test_the_mean_gain_is_over_optimizer_steps() -> None:
 
 def test_events_are_restarts_and_changes_of_size() -> None:
     resized = {"world_size": 1, "scale": 2.0, "attempt": 2}  # a resize is a restart too, and told once
-    rows = [row(1), row(2), row(3, attempt=1), row(4) | resized, row(5) | resized | {"scale": 3.0}]
+    rows = [row(1), row(2), row(3, attempt=1), row(4) | resized, row(5) | resized | {"scale": 3.0, "attempt": 3}]
     assert RunTrace("x", rows).events == [
         (4.0, "restarted"),
         (6.0, "resized from 2 workers (S = 4) to 1 worker (S = 2)"),
         (8.0, "resized from 1 worker (S = 2) to 1 worker (S = 3)"),
     ]
+
+
+def test_a_scale_that_the_run_chose_is_no_event() -> None:
+    """It changes within one start, on as many workers, which nothing else does."""
+    smaller = {"world_size": 1, "attempt": 1}
+    rows = [row(1), row(2, scale=5.0), row(3, scale=8.0, **smaller), row(4, scale=9.0, **smaller)]
+    run = RunTrace("x", rows)
+    assert run.chose_its_scale
+    assert run.events == [(4.0, "resized from 2 workers (S = 5) to 1 worker (S = 8)")]
+    assert not RunTrace("x", [rows[0], rows[2]]).chose_its_scale
+    assert not RunTrace("x", [row(1)]).chose_its_scale

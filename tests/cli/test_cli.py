@@ -96,6 +96,46 @@ def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.parametrize(
+    ("said", "efficiency"),
+    [
+        (["--efficiency=0.6"], 0.6),
+        (["--efficiency", "1"], 1.0),
+        (["-c", "efficiency=0.6"], 0.6),
+        (["--efficiency=goodput"], "goodput"),
+        (["-c", "efficiency=goodput"], "goodput"),
+    ],
+)
+def test_train_may_be_told_an_efficiency(called: dict[str, Any], said: list[str], efficiency: Any) -> None:
+    arguments = ["train", WORKLOAD, "--base-batch-size=8", "--total-steps=20", "-c", "max_global_batch_size=64"]
+    assert main.main([*arguments, *said, "--name=mine"]) == 0
+    assert (called["config"].efficiency, called["config"].max_global_batch_size) == (efficiency, 64)
+
+
+def test_an_efficiency_that_there_is_not_is_told_in_flags(
+    called: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train", WORKLOAD, "--base-batch-size=8", "--total-steps=20", "--name=mine"]
+    for said in (["--efficiency=1.5"], ["--efficiency=fast"], ["-c", "efficiency=0"]):
+        assert main.main([*arguments, *said]) == 2
+        assert "Invalid --efficiency" in capsys.readouterr().err
+
+
+def test_forecast_replays_a_run_that_chooses_its_scale(capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["forecast", str(RECIPE_2), "--workers=2", "--json"]
+    rows = []
+    for said in (["--efficiency=0.9"], ["--efficiency=0.3"], ["--efficiency=1"]):
+        assert main.main([*common, *said]) == 0
+        rows += json.loads(capsys.readouterr().out)["rows"]
+    few, many, none = rows
+    assert (none["scale"], none["last_scale"], none["steps"]) == (1, 1, 100)
+    assert 1 < few["scale"] < many["scale"]
+    assert none["steps"] > few["steps"] > many["steps"]
+    assert none["examples"] == 3200 < few["examples"] < many["examples"]
+    assert main.main([*common, "--efficiency=goodput"]) == 2
+    assert "--measure" in capsys.readouterr().err
+
+
 def test_train_hands_everything_on_and_says_how_it_went(
     called: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -258,3 +258,95 @@ def test_tensors_whose_rows_are_not_taken_one_by_one(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(TensorDataset, "__getitem__", lambda *_: pytest.fail("one by one"))
     (quick,) = take(MapSource(data, StepCut(4), ExampleOrder(shuffle=False)), 1)
     assert quick.batch[0].tolist() == [0, 1, 2, 3]
+
+
+# ---- steps that are cut otherwise from some step on ------------------------------------------------------------------
+
+
+@given(
+    cuts=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 3), st.integers(1, 4)), min_size=1, max_size=8),
+    world=st.integers(1, 3),
+    drop_last=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_steps_cut_otherwise_take_each_example_of_the_stream_once(
+    cuts: list[tuple[int, int, int]], world: int, drop_last: bool
+) -> None:
+    """(B, passes, steps) one after the other, on each worker; what comes next is the stream from the position on."""
+    length = 37
+    order = ExampleOrder(seed=4, drop_last=drop_last)
+
+    def cut(rank: int, batch: int, passes: int) -> StepCut:
+        return StepCut(max(batch, world * passes), rank=rank, world_size=world, accumulation=passes)
+
+    sources = [MapSource(list(range(length)), cut(r, *cuts[0][:2]), order, collate_fn=list) for r in range(world)]
+    iterators = [iter(source) for source in sources]
+    position = 0
+    for batch, passes, steps in cuts:
+        for rank, source in enumerate(sources):
+            source.recut(cut(rank, batch, passes))
+        batch = max(batch, world * passes)
+        for _ in range(steps):
+            if drop_last and length - position % length < batch:
+                position += length - position % length
+            parts = [[next(it) for _ in range(passes)] for it in iterators]
+            taken = [i for p in range(passes) for rank in range(world) for i in parts[rank][p].batch]
+            assert taken == stream(length, position + batch, seed=4)[position:]
+            assert sum(m.weight for part in parts for m in part) == pytest.approx(1.0)
+            assert [m.is_last for m in parts[0]] == [False] * (passes - 1) + [True]
+            for source in sources:
+                source.commit()
+            position += batch
+            rest = length - position % length
+            position += rest if drop_last and rest < batch else 0
+            assert {source.position for source in sources} == {position}
+
+
+class Counted(Noisy):
+    """Counts its examples as they are fetched, over all processes."""
+
+    def __init__(self, length: int = 40) -> None:
+        super().__init__(length)
+        self.fetched = multiprocessing.Value("i", 0)
+
+    def __getitem__(self, index: int) -> tuple[int, float, float, float]:
+        with self.fetched.get_lock():
+            self.fetched.value += 1
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_was_fetched_ahead_is_kept_where_it_still_comes_next(rank: int) -> None:
+    data = Counted()
+
+    def cut(size: int, passes: int) -> StepCut:
+        return StepCut(2 * size * passes, rank=rank, world_size=2, accumulation=passes)
+
+    source = MapSource(data, cut(3, 1), ExampleOrder(seed=1), num_workers=2)  # two ahead for each of two processes
+    iterator = iter(source)
+    position, taken, seen = 0, 0, []
+    for size, passes, steps in ((3, 1, 3), (3, 2, 3), (3, 1, 2), (5, 1, 3), (5, 3, 2), (2, 2, 3)):
+        source.recut(cut(size, passes))
+        for _ in range(steps):
+            for i in range(passes):
+                micro_batch = next(iterator)
+                start = position + (2 * i + rank) * size
+                assert micro_batch.batch[0].tolist() == stream(40, start + size, seed=1)[start:]
+                assert (micro_batch.pass_index, micro_batch.is_last) == (i, i == passes - 1)
+                taken += size
+                seen.append([values.tolist() for values in micro_batch.batch])
+            source.commit()
+            position += 2 * size * passes
+            assert source.position == position
+    source.close()
+    # Four micro-batches are on their way at the end, and as many were thrown away at each of two changes of their size.
+    assert taken <= data.fetched.value <= taken + 4 * 2 + 4 * 3 + 4 * 5
+
+    # What is random in fetching depends on the position alone: the same without anything fetched ahead.
+    again = MapSource(data, cut(3, 1), ExampleOrder(seed=1), num_workers=1)
+    expected = []
+    for size, passes, steps in ((3, 1, 3), (3, 2, 3), (3, 1, 2), (5, 1, 3), (5, 3, 2), (2, 2, 3)):
+        again.recut(cut(size, passes))
+        expected += [[values.tolist() for values in m.batch] for m in take(again, steps, passes)]
+        again.close()
+    assert seen == expected

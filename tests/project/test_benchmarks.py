@@ -170,6 +170,60 @@ def test_the_elastic_experiment_runs_every_plan(tmp_path: Path) -> None:
     assert "| 4 → 8 → 16 |" in run.stdout
 
 
+# ---- autobatch.py ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def autobatch() -> Any:
+    load("transfer")
+    return load("autobatch")
+
+
+def test_the_batch_that_follows_is_run_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    path, page = tmp_path / "runs.jsonl", tmp_path / "page.md"
+    command = [sys.executable, str(BENCHMARKS / "autobatch.py"), "--smoke", "--workloads", "mnist1d", "tabular"]
+    command += ["--json", str(path), "--page", str(page)]
+    env = {**os.environ, "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=110, env=env)
+    assert run.returncode == 0, run.stderr
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["job"]["workload"], row["job"]["choice"]) for row in rows] == [
+        (workload, choice) for workload in ("mnist1d", "tabular") for choice in ("S=1", "S=4", "E=0.6")
+    ]
+    base, four, chosen = (row["result"] for row in rows[:3])
+    assert (base["steps"], base["examples"]) == (60, 60 * 32)
+    assert four["examples"] == four["steps"] * 4 * 32
+    assert set(four["scale"]) == {4}
+    assert len(set(chosen["scale"])) > 1
+    assert "| E=0.6 | 1 |" in page.read_text()
+    assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
+    text = path.read_text()
+    again = subprocess.run(command, capture_output=True, text=True, timeout=110, env=env)
+    assert again.returncode == 0, again.stderr
+    assert path.read_text() == text
+
+
+def test_efficiencies_are_compared_at_as_many_steps_seed_by_seed(autobatch: Any) -> None:
+    # Fixed: 100 steps for 1,000 examples, 25 for 4,000, scores 0.8 and 0.6. 50 steps lie half-way on the logarithm: 2,000, 0.7.
+    results = {}
+    for seed, examples, score in ((1, 1500, 0.75), (2, 1000, 0.65)):
+        for choice, steps, fixed, quality in (("S=1", 100, 1000, 0.8), ("S=4", 25, 4000, 0.6)):
+            results[autobatch.Job("mnist1d", choice, seed, 100)] = autobatch.Result(
+                quality, steps, fixed, [], [], 0.0, ""
+            )
+        job = autobatch.Job("mnist1d", "E=0.6", seed, 100)
+        results[job] = autobatch.Result(score, 50, examples, [], [], 0.0, "")
+    case = autobatch.WORKLOADS["mnist1d"]
+    found = autobatch.against(case, results, "mnist1d", 100, "E=0.6", [1, 4])
+    assert (found.steps, found.examples, found.outside) == (50, 1250, 0)
+    assert found.saved == pytest.approx(0.375)  # a quarter and a half
+    assert found.saved_error == pytest.approx(0.125)
+    assert found.better == pytest.approx(0.0)  # 0.05 better and 0.05 worse
+    assert found.better_error == pytest.approx(0.05)
+    assert autobatch.against(case, results, "mnist1d", 100, "E=0.6", [1, 2, 4]) is None  # S = 2 was not run
+    assert autobatch.interpolated([(0, 1), (2, 3)], 5) == 3
+
+
 # ---- first_steps.py --------------------------------------------------------------------------------------------------
 
 

@@ -324,6 +324,26 @@ def test_a_loop_may_evaluate_by_itself() -> None:
     assert backend.reports[-1][0]["aux"] == 2.5
 
 
+def _summed() -> dict[str, float]:
+    run = make_run(model(), total_steps=5)
+    rank = run.backend.rank
+    found = run.sum(seen=10 + rank, correct=torch.tensor([3.5]) * (rank + 1))
+    # The order of names is each worker's own.
+    swapped = run.sum(a=1.0, b=2.0) if rank else run.sum(b=20.0, a=10.0)
+    return {**found, **swapped}
+
+
+def test_numbers_are_summed_over_workers(pool: Any) -> None:
+    assert pool(2).run(_summed) == [{"seen": 21.0, "correct": 10.5, "a": 11.0, "b": 22.0}] * 2
+    run = make_run(model())
+    assert run.sum(seen=10, correct=torch.tensor(3.5)) == {"seen": 10.0, "correct": 3.5}
+    assert run.sum() == {}
+    with pytest.raises(TypeError, match="Invalid seen: a tensor of 2 elements"):
+        run.sum(seen=torch.ones(2))
+    with pytest.raises(TypeError, match="Invalid seen: a str"):
+        run.sum(seen="10")  # type: ignore[arg-type]
+
+
 def test_user_metrics_are_checked() -> None:
     run = make_run(model())
     x, y = next(iter(run))

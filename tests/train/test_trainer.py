@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -112,15 +113,17 @@ def test_scale_one_is_the_plain_loop_bit_for_bit(ray_session: Path) -> None:
     assert torch.equal(flat(load_weights(result.checkpoint.path)), base_run())
 
 
-def _without_ray() -> list[float]:
+FOLLOWING = {"efficiency": 0.6, "max_global_batch_size": 24}
+
+
+def _without_ray(**changes: Any) -> list[float]:
     rank = torch.distributed.get_rank()
     torch.manual_seed(2)
     built = workload({"lr": 0.1})
     if rank > 0:
         torch.manual_seed(2 + rank)
-    settings = AdaScaleConfig(
-        base_batch_size=4, total_steps=60, scheduler_unit="step", seed=2, per_worker_batch_size=4, accumulation=2
-    )
+    fields: dict[str, Any] = {"base_batch_size": 4, "total_steps": 60, "scheduler_unit": "step", "seed": 2}
+    settings = AdaScaleConfig(**(fields | {"per_worker_batch_size": 4, "accumulation": 2} | changes))
     run = Run(
         built.model, built.optimizer, built.scheduler, built.train_dataset, settings, backend=LocalBackend(device="cpu")
     )
@@ -201,6 +204,34 @@ def test_a_recipe_runs_on_two_workers_fails_resumes_and_ends_as_if_nothing_happe
     assert places[0] <= damaged  # what a start wrote in its last second may be lost with it
     assert places[-1] == result.metrics["optimizer_steps"]
     assert len(set(places)) == len(places)
+
+
+def _following_without_ray() -> list[float]:
+    return _without_ray(accumulation=1, **FOLLOWING)
+
+
+def test_a_run_that_follows_the_noise_fails_resumes_and_ends_as_if_nothing_happened(
+    ray_session: Path, pool: Any, tmp_path: Path
+) -> None:
+    result = AdaScaleTrainer(
+        workload,
+        recipe=_recipe(),
+        hyperparameters={"fail_at": 21, "pause_s": 0.02, "flag": str(tmp_path / "flag")},
+        config=AdaScaleConfig(per_worker_batch_size=4, seed=2, checkpoint_every_s=1e-3, **FOLLOWING),
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(
+            name="following", storage_path=str(ray_session), failure_config=ray.train.FailureConfig(max_failures=1)
+        ),
+        progress=False,
+    ).fit()
+    assert set(result.metrics) == {*METRICS, "spread", "workers_that_pay"}
+    assert flat(load_weights(result.checkpoint.path)).tolist() == pool(2).run(_following_without_ray)[0]
+    trace = read_trace(Path(result.path) / "trace.jsonl")
+    assert trace[-1]["attempt"] == 1
+    scales = [row["scale"] for row in trace]
+    assert scales[0] < 2 < max(scales) <= 6
+    positions = [0, *(row["position"] for row in trace)]
+    assert [b - a for a, b in itertools.pairwise(positions)] == [round(4 * scale) for scale in scales]
 
 
 @pytest.mark.slow

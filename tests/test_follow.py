@@ -1,0 +1,587 @@
+"""A scale that follows the noise: the decision alone, and runs that change their batch, in one process and on gloo workers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import multiprocessing
+import shutil
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from ray_adascale import AdaScaleConfig, LocalBackend, Run, Throughput, follow
+from ray_adascale.config import BatchPlan
+from ray_adascale.data.order import epoch_order
+from ray_adascale.follow import ScaleFollower, StepTime, wanted_batch, workers_that_pay
+from ray_adascale.run.metrics import state_of
+from ray_adascale.run.trace import read_trace
+
+# ---- the decision ----------------------------------------------------------------------------------------------------
+
+PLANS = [BatchPlan(10, batch, 2, 1) for batch in (10, 12, 14, 20, 40, 80)]
+
+
+@pytest.mark.parametrize(
+    ("now", "sigma2", "mu2", "efficiency", "wanted"),
+    [
+        (20, 3.0, 1.0, 0.5, 40),  # ν = 3: S = 4/0.5 − 3 = 5, B = 50, but at most twice the batch at once
+        (40, 3.0, 1.0, 0.5, 50),
+        (40, 2.5, 1.0, 0.5, 40),  # S = 4.5: 12.5 % more is not worth a change
+        (40, 2.8, 1.0, 0.5, 48),  # S = 4.8: 20 % is
+        (80, 3.0, 1.0, 0.5, 50),  # it shrinks at once
+        (80, 0.0, 1.0, 0.5, 20),  # no noise: 1/E
+        (80, 0.0, 1.0, 0.8, 12.5),
+        (80, 0.0, 0.0, 0.8, 12.5),  # nor any gradient
+        (20, 1.0, 0.0, 0.5, 40),  # nothing but noise
+        (40, 1.0, -1.0, 0.5, 80),
+        (80, 1.0, 0.0, 0.5, 80),  # the largest there is
+        (40, math.nan, math.nan, 0.5, 40),  # nothing known
+        (40, 2.8, math.nan, 0.5, 40),
+        (10, 5.0, 1.0, 1.0, 10),
+    ],
+)
+def test_the_batch_that_is_wanted(now: int, sigma2: float, mu2: float, efficiency: float, wanted: float) -> None:
+    plan = next(p for p in PLANS if p.global_batch_size == now)
+    assert wanted_batch(efficiency, PLANS, plan, sigma2, mu2) == pytest.approx(wanted, abs=1e-12)
+
+
+def test_goodput_wants_the_most_progress_a_second() -> None:
+    # ν = 3. r(S) = 4/(3/S + 1): 1, 8/5 at S = 2, 16/7 at 4, 32/11 at 8.
+    def wanted(now: int, time: StepTime) -> float:
+        plan = next(p for p in PLANS if p.global_batch_size == now)
+        return wanted_batch("goodput", PLANS, plan, 3.0, 1.0, time)
+
+    # On two workers B = 10, 20, 40, 80 has passes of 5, 10, 20, 40: with 1 s an example and 20 s a step these take 25, 30, 40
+    # and 60 s: 0.04, 0.0533, 0.0571 and 0.0485 a second.
+    time = StepTime(0.0, 1.0, 20.0)
+    assert wanted(20, time) == 40
+    assert wanted(80, time) == 40
+    assert wanted(40, time) == 40
+    assert wanted(10, time) == 20  # at most twice as many at once
+    # Where nothing but examples takes time, the smallest; where they take none, the largest.
+    assert wanted(40, StepTime(0.0, 1.0, 0.0)) == 10
+    assert wanted(40, StepTime(0.0, 0.0, 1.0)) == 80
+    # 20 s → 21 s a step: B = 40 is 2.6 % better than B = 20 is with 7 s, which is not worth a change.
+    # 20: 1.6/17 = 0.0941; 40: 2.286/27 = 0.0847; 14: r = 4/(3/1.4 + 1) = 1.273, /14 = 0.0909.
+    assert wanted(14, StepTime(0.0, 1.0, 7.0)) == 14  # 3.5 % less than B = 20
+    assert wanted_batch("goodput", PLANS, PLANS[2], math.nan, math.nan, time) == 14
+
+
+def test_seconds_of_a_step_are_found_again_from_three_plans() -> None:
+    # Two workers. 16 examples in 1 pass of 8; 32 in 1 pass of 16; 32 in 2 passes of 8.
+    plans = [BatchPlan(16, 16, 2, 1), BatchPlan(16, 32, 2, 1), BatchPlan(16, 32, 2, 2)]
+    true = StepTime(0.01, 0.001, 0.05)
+    times = dict(zip(plans, (0.068, 0.076, 0.086), strict=True))  # 0.01 + 8·0.001 + 0.05; + 8·0.001; + 0.01
+    assert [true.of(plan) for plan in plans] == pytest.approx(list(times.values()))
+    assert astuple(StepTime.fit(times)) == pytest.approx(astuple(true))
+    assert StepTime.fit({plans[0]: 0.068, plans[1]: 0.06}) == StepTime(0.0, 0.0, 0.068)  # larger can't be faster
+    assert StepTime.fit({plans[0]: 0.068}) == StepTime(0.0, 0.0, 0.068)
+
+
+def test_a_given_throughput_counts_for_these_workers() -> None:
+    # 0.2 s a pass of 10; step 0.05 s; volume 0.3 s · 2/3 on three workers; hop 0.01 s · 2.
+    model = Throughput(per_worker_batch_size=10, pass_s=0.2, step_s=0.05, volume_s=0.3, hop_s=0.01)
+    time = StepTime.from_model(model, 3)
+    assert (time.pass_s, time.example_s, time.step_s) == pytest.approx((0.0, 0.02, 0.27))
+    assert time.of(BatchPlan(10, 60, 3, 4)) == pytest.approx(4 * 5 * 0.02 + 0.27)
+
+
+def follower(efficiency: Any = 0.5, workers: int = 2, **settings: Any) -> ScaleFollower:
+    config = AdaScaleConfig(base_batch_size=16, efficiency=efficiency, max_global_batch_size=256, **settings)
+    return ScaleFollower(config, workers, total_steps=1000)
+
+
+def decided(follower: ScaleFollower, tau: float, sigma2: float, mu2: float) -> int:
+    plan = follower.after_step(tau, lambda: (sigma2, mu2), 0.0, lambda numbers: numbers)
+    return plan.global_batch_size
+
+
+def test_it_is_decided_at_intervals_of_a_quarter_window() -> None:
+    # The window is 50 of T = 1000, so a decision is due at every 12.5. It begins at 1/E base batches.
+    it = follower()
+    assert it.plan == BatchPlan(16, 32, 2, 1)
+    assert decided(it, 12.4, 1.0, 0.0) == 32
+    assert decided(it, 12.5, 1.0, 0.0) == 64
+    assert decided(it, 24.9, 1.0, 0.0) == 64
+    assert decided(it, 60.0, 1.0, 0.0) == 128  # a long step is one decision
+    assert decided(it, 62.0, 1.0, 0.0) == 128
+    assert decided(it, 62.6, 1.0, 0.0) == 256
+    assert decided(it, 80.0, 1.0, 0.0) == 256
+
+
+def test_a_resumed_follower_decides_as_one_that_was_never_stopped() -> None:
+    generator = torch.Generator().manual_seed(3)
+    taus = list(itertools.accumulate((torch.rand(200, generator=generator) * 8).tolist()))
+    noise = [(tau / 100 * float(torch.rand((), generator=generator) + 0.5), 1.0) for tau in taus]
+    whole = follower()
+    cut = follower()
+    batches = []
+    for number, (tau, moments) in enumerate(zip(taus, noise, strict=True)):
+        batches.append(decided(whole, tau, *moments))
+        assert decided(cut, tau, *moments) == batches[-1]
+        if number % 7 == 0:
+            state, cut = cut.state(), follower()
+            cut.resume(state, tau, (math.nan, math.nan))
+            assert cut.plan == whole.plan
+    assert len(set(batches)) > 4
+
+
+def test_other_workers_go_on_towards_the_same_batch() -> None:
+    two = follower(max_accumulation=16)
+    for tau in (13, 26, 39):
+        decided(two, tau, 6.4, 1.0)  # S = 7.4/0.5 − 6.4 = 8.4; from 2 it goes to 4 and 8, which is near enough
+    assert two.plan.scale == 8
+    one, three = follower(workers=1, max_accumulation=16), follower(workers=3, max_accumulation=16)
+    for it in (one, three):
+        it.resume(two.state(), 39.0, (6.4, 1.0))
+        assert it.plan.scale == pytest.approx(8, rel=0.1)  # the nearest that they can make
+
+
+def test_a_run_that_had_a_fixed_batch_decides_as_it_resumes() -> None:
+    it = follower()
+    it.resume({}, 500.0, (3.0, 1.0))  # S = 5, from 2 on: at most twice as much at once
+    assert it.plan.global_batch_size == 64
+
+
+def test_efficiency_one_is_the_base_batch_whatever_the_noise() -> None:
+    it = follower(efficiency=1, workers=1)
+    assert it.plan == BatchPlan(16, 16, 1, 1)
+    for tau in (13, 26, 39):
+        assert decided(it, tau, 1.0, 0.0) == 16
+
+
+def test_without_bounds_no_step_moves_the_clock_by_more_than_the_window() -> None:
+    config = AdaScaleConfig(base_batch_size=16, efficiency=0.5)
+    assert ScaleFollower(config, 2, total_steps=1000).plans[-1].scale <= 50
+    assert ScaleFollower(config, 2, total_steps=1000).plans[-1].scale > 45
+    assert ScaleFollower(config, 2, total_steps=10).plans[-1].scale == 8  # a short run may grow all the same
+    assert ScaleFollower(config, 2, total_steps=1000, largest=100).plans[-1].global_batch_size <= 100
+
+
+def test_goodput_times_three_plans_and_takes_rank_0s_numbers() -> None:
+    it = follower("goodput", per_worker_batch_size=64)
+    told: list[tuple[float, ...]] = []
+
+    def agree(numbers: tuple[float, ...]) -> tuple[float, ...]:
+        told.append(numbers)
+        return (0.0, 0.001, 0.5)
+
+    tried = []
+    true = StepTime(0.01, 0.002, 0.1)
+    while it.measuring:
+        assert it.due_by(0.0)  # at each boundary
+        tried.append(it.plan)
+        # The first steps with a plan warm up, and one of the others is slow, which a median leaves out.
+        slow = 10.0 if tried.count(it.plan) <= 3 or tried.count(it.plan) == 6 else 0.0
+        it.after_step(len(tried), lambda: (3.0, 1.0), true.of(it.plan) + slow, agree)
+    assert [(p.global_batch_size, p.accumulation) for p, _ in itertools.groupby(tried)] == [(16, 1), (64, 1), (32, 2)]
+    assert told == [pytest.approx((0.01, 0.002, 0.1))]
+    assert it.step_time == StepTime(0.0, 0.001, 0.5)
+    # From B = 16 at most to 32; where steps cost so much more than examples, larger is better.
+    assert it.plan.global_batch_size == 32
+    assert decided(it, 400, 3.0, 1.0) == 64
+
+
+def test_goodputs_seconds_are_measured_once_and_anew_on_other_workers() -> None:
+    it = follower("goodput")
+    while it.measuring:
+        it.after_step(1.0, lambda: (3.0, 1.0), 0.1, lambda numbers: (0.0, 0.001, 0.5))
+    again, fewer = follower("goodput"), follower("goodput", workers=1)
+    again.resume(it.state(), 30.0, (3.0, 1.0))
+    assert not again.measuring
+    assert again.step_time == StepTime(0.0, 0.001, 0.5)
+    assert again.plan == it.plan
+    fewer.resume(it.state(), 30.0, (3.0, 1.0))
+    assert fewer.measuring
+    assert fewer.step_time is None
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+class Numbered(Dataset[tuple[Tensor, Tensor, int]]):
+    """Examples that say which they are, with noise that a loader process draws."""
+
+    def __init__(self, length: int = 90, *, noisy: bool = False) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(length, 6, generator=generator)
+        self.y = (self.x[:, 0] + 0.5 * self.x[:, 1] + 0.7 * torch.randn(length, generator=generator) > 0).long()
+        self.noisy = noisy
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
+        x = self.x[index]
+        return x + 0.1 * torch.randn(6) if self.noisy else x, self.y[index], index
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 2))
+
+
+def make_run(net: nn.Module, folder: str | None = None, *, fused: bool | None = None, **settings: Any) -> Run:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, fused=fused)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 17, 0.9)
+    data = settings.pop("data", None) or Numbered()
+    backend = settings.pop("backend", None) or LocalBackend(folder, device="cpu")
+    defaults: dict[str, Any] = {
+        "base_batch_size": 4,
+        "total_steps": 200,
+        "scheduler_unit": "step",
+        "efficiency": 0.6,
+        "max_global_batch_size": 48,
+        "per_worker_batch_size": 8,
+    }
+    return Run(net, optimizer, schedule, data, AdaScaleConfig(**(defaults | settings)), backend=backend)
+
+
+Step = tuple[float, int, int, list[int]]
+
+
+def drive(run: Run, stop_after: int | None = None) -> list[Step]:
+    """S, passes and position after each step, and the examples that this worker saw in it."""
+    steps: list[Step] = []
+    indices: list[int] = []
+    for x, y, index in run:
+        indices += index.tolist()
+        scale, passes = run.scale, run.plan.accumulation
+        run.backward(F.cross_entropy(run.model(x), y))
+        if run.step():
+            steps.append((scale, passes, run.source.position, indices))
+            indices = []
+            if len(steps) == stop_after:
+                break
+    return steps
+
+
+def flat(net: nn.Module) -> list[float]:
+    weights = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in net.parameters()]
+    return torch.cat([p.detach().reshape(-1) for p in weights]).tolist()
+
+
+def stream(length: int, count: int) -> list[int]:
+    """The first examples of the data's order, by its definition."""
+    epochs = [epoch_order(length, seed=0, epoch=e) for e in range(-(-count // length))]
+    return torch.cat(epochs).tolist()[:count]
+
+
+def assert_exactly_once(workers: list[list[Step]], *, base: int = 4, begin: int = 0) -> None:
+    """Each step takes the next S·B0 examples of the stream, over all workers, and no other."""
+    position = begin
+    for parts in zip(*workers, strict=True):
+        scale, _, after, _ = parts[0]
+        batch = round(scale * base)
+        assert [part[:3] for part in parts] == [parts[0][:3]] * len(parts)
+        assert after == position + batch
+        taken = sorted(i for part in parts for i in part[3])
+        assert taken == sorted(stream(90, after)[position:])
+        position = after
+
+
+@pytest.mark.parametrize("loaders", [0, 2])
+@pytest.mark.parametrize("fused", [None, True])
+def test_a_run_follows_the_noise_and_takes_every_example_once(tmp_path: Path, loaders: int, fused: bool | None) -> None:
+    run = make_run(network(), str(tmp_path), fused=fused, num_loader_workers=loaders)
+    steps = drive(run)
+    assert_exactly_once([steps])
+    scales = [scale for scale, *_ in steps]
+    assert scales[0] == 6 / 4  # two passes of 3 are nearer to 6.67 examples than two of 4
+    assert len(set(scales)) > 3
+    assert max(scales) > 2 * scales[0]
+    assert min(passes for _, passes, *_ in steps) == 2  # or nothing would be known of the noise
+    rows = read_trace(tmp_path / "trace.jsonl")
+    assert [row["scale"] for row in rows] == scales
+    assert [row["position"] for row in rows] == [position for _, _, position, _ in steps]
+    assert run.effective_steps >= 200
+    assert sum(row["gain"] for row in rows) == pytest.approx(run.effective_steps)
+
+
+def test_where_the_scale_is_decided_does_not_depend_on_when_the_host_reads() -> None:
+    """A fused optimizer's numbers come a step later; its kernels round otherwise, so runs are compared up to that."""
+    plain, fused = (drive(make_run(network().double(), data=Doubles(), fused=fused)) for fused in (None, True))
+    assert [step[:3] for step in plain] == [step[:3] for step in fused]
+    assert len({scale for scale, *_ in plain}) > 3
+
+
+class Doubles(Numbered):
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
+        return self.x[index].double(), self.y[index], index
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_augmentation_and_examples_do_not_depend_on_how_many_were_fetched_ahead(drop_last: bool) -> None:
+    """Two loader processes fetch four micro-batches ahead, one fetches two: what is thrown away differs."""
+
+    def seen(loaders: int) -> list[tuple[list[int], list[float]]]:
+        run = make_run(network(), data=Numbered(noisy=True), num_loader_workers=loaders, drop_last=drop_last)
+        out = []
+        for x, y, index in run:
+            out.append((index.tolist(), x[:, 0].tolist()))
+            run.backward(F.cross_entropy(run.model(x), y))
+            run.step()
+        return out
+
+    assert seen(1) == seen(2)
+
+
+def test_efficiency_one_is_the_base_run_bit_for_bit() -> None:
+    outcomes = []
+    for settings in (
+        {"efficiency": 1.0},
+        {"efficiency": None, "max_global_batch_size": None, "per_worker_batch_size": 4},
+    ):
+        net = network()
+        torch.manual_seed(5)
+        run = make_run(net, **settings)
+        steps = drive(run)
+        assert [step[:2] for step in steps] == [(1.0, 1)] * 200
+        outcomes.append((flat(net), steps, run.effective_steps))
+    assert outcomes[0] == outcomes[1]
+
+
+def stopped_at(folder: str | None, stops: tuple[int, ...], **settings: Any) -> tuple[list[float], list[Step], float]:
+    """A run that is left at each of these optimizer steps and taken up from its checkpoint there."""
+    done: list[Step] = []
+    every = {"checkpoint_every_s": 1e-9, "async_checkpoint": False} if stops else {}
+    for stop in (*stops, None):
+        net = network()
+        seeded = not done
+        if seeded:
+            torch.manual_seed(7)
+        run = make_run(net, folder, **every, **settings)
+        if seeded:
+            torch.manual_seed(100 + run.backend.rank)
+        assert run.source.position == (done[-1][2] if done else 0)
+        done += drive(run, None if stop is None else stop - len(done))
+    return flat(run.module), done, run.effective_steps
+
+
+@pytest.mark.parametrize("efficiency", [0.6, "goodput"])
+def test_twenty_stops_leave_the_run_as_it_was_bit_for_bit(
+    tmp_path: Path, efficiency: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"efficiency": efficiency}
+    if efficiency == "goodput":  # times are never the same twice: they are measured once, and what was measured is kept
+        monkeypatch.setattr(follow.StepTime, "fit", classmethod(lambda cls, times: cls(0.001, 0.0001, 0.01)))
+    whole = stopped_at(None, (), **settings)
+    count = len(whole[1])
+    first = 25 if efficiency == "goodput" else 1  # beyond the steps that are timed
+    stops = sorted({round(first + i * (count - 1 - first) / 19) for i in range(20)})
+    assert len(stops) == 20
+    resumed = stopped_at(str(tmp_path), tuple(stops), **settings)
+    assert resumed == whole
+    assert len({scale for scale, *_ in whole[1]}) > 3
+
+
+def _on_two(folder: str | None, stops: tuple[int, ...], settings: dict[str, Any]) -> Any:
+    return stopped_at(folder, stops, **settings)
+
+
+@pytest.mark.parametrize("sharding", ["none", "oss", "zero2", "fsdp2"])
+def test_two_workers_have_one_plan_under_every_sharding(pool: Any, tmp_path: Path, sharding: str) -> None:
+    settings = {"sharding": sharding, "total_steps": 120}
+    whole = pool(2).run(_on_two, None, (), settings)
+    (weights, _, tau), (weights_1, _, tau_1) = whole
+    assert (weights, tau) == (weights_1, tau_1)
+    assert_exactly_once([steps for _, steps, _ in whole])
+    plans = [step[:2] for step in whole[0][1]]
+    assert len(set(plans)) > 3
+    assert {passes for _, passes in plans} >= {1, 2}  # with one pass, and with several
+    count = len(plans)
+    resumed = pool(2).run(_on_two, str(tmp_path), (3, count // 2, count - 2), settings)
+    assert resumed == whole
+
+
+def test_fewer_and_more_workers_go_on_towards_the_same_batch(pool: Any, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"sharding": "zero2"}
+    folder, every = str(tmp_path), {"checkpoint_every_s": 1e-9, "async_checkpoint": False}
+    two = pool(2).run(_part, folder, 12, settings | every)
+    one = _part(folder, 12, settings | every)
+    both = pool(2).run(_part, folder, None, settings | every)
+    begin = 0
+    for part in (two, [one], both):
+        assert_exactly_once([steps for _, steps, _ in part], begin=begin)
+        begin = part[0][1][-1][2]
+    assert [part[0] for part in (two[0], one, both[0])] == [0.0, two[0][2], one[2]]  # τ goes on where it was
+    # The plan is of other workers, the batch about the same.
+    assert one[1][0][0] == pytest.approx(two[0][1][-1][0], rel=0.25)
+    assert both[0][1][0][0] == pytest.approx(one[1][-1][0], rel=0.25)
+    assert both[0][2] >= 200
+
+
+def _part(folder: str, stop: int | None, settings: dict[str, Any]) -> tuple[float, list[Step], float]:
+    torch.manual_seed(3)
+    run = make_run(network(), folder, **settings)
+    begin = run.effective_steps
+    steps = drive(run, stop)
+    return begin, steps, run.effective_steps
+
+
+def _goodput_on_two(folder: str) -> tuple[Any, Any, int]:
+    settings: dict[str, Any] = {"efficiency": "goodput", "total_steps": 400, "checkpoint_every_s": 1e-9}
+    run = make_run(network(), folder, async_checkpoint=False, **settings)
+    drive(run, 30)
+    frozen = run.state.following["step_time"]
+    again = make_run(network(), folder, async_checkpoint=False, **settings)
+    return frozen, again.state.following["step_time"], len(drive(again, 10))
+
+
+def test_what_goodput_measured_is_one_on_all_workers_and_stays(pool: Any, tmp_path: Path) -> None:
+    (frozen, later, steps), other = pool(2).run(_goodput_on_two, str(tmp_path))
+    assert (frozen, later, steps) == other
+    assert frozen == later
+    assert len(frozen) == 3
+    assert sum(frozen) > 0
+    one = make_run(network(), str(tmp_path), efficiency="goodput", total_steps=400)
+    assert one.state.following["step_time"] is None
+    drive(one, 30)
+    assert one.state.following["world_size"] == 1  # measured anew
+    assert one.state.following["step_time"] != frozen
+
+
+def test_a_checkpoint_by_hand_before_the_first_decision_knows_of_none(tmp_path: Path) -> None:
+    """Else the resumed run would take it for one of a fixed batch, and decide at once, from averages of a few samples."""
+    run = make_run(network(), str(tmp_path), fused=True, efficiency=0.3, total_steps=1000)
+    drive(run, 3)
+    run.save_checkpoint()
+    again = make_run(network(), str(tmp_path), fused=True, efficiency=0.3, total_steps=1000)
+    assert again.state.iterations == 3
+    assert again.plan == run.plan
+
+
+def test_another_efficiency_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
+    every = {"checkpoint_every_s": 1e-9, "async_checkpoint": False}
+    settings: dict[str, Any] = {"efficiency": None, "max_global_batch_size": None, "per_worker_batch_size": 4}
+    drive(make_run(network(), str(tmp_path), accumulation=2, **settings, **every), 40)
+    shutil.copytree(tmp_path, tmp_path.parent / "copy")
+    follows = make_run(network(), str(tmp_path), efficiency=0.3)
+    assert follows.scale > 2  # it had S = 2, and its averages
+    assert len({scale for scale, *_ in drive(follows)}) > 1
+    fixed = make_run(network(), str(tmp_path.parent / "copy"), accumulation=2, **settings)
+    assert {scale for scale, *_ in drive(fixed)} == {2.0}
+
+
+# ---- what can't be ---------------------------------------------------------------------------------------------------
+
+
+class OnlyBatches(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([])
+
+
+@pytest.mark.parametrize(
+    "data", [DataLoader(Numbered(), batch_size=4), iter([1]), OnlyBatches()], ids=["loader", "iterator", "iterable"]
+)
+@pytest.mark.parametrize("efficiency", [0.6, 1, "goodput"])
+def test_data_whose_batches_cannot_change_is_refused_with_what_to_do(data: Any, efficiency: Any) -> None:
+    with pytest.raises(ValueError, match=r"can't change while the run goes on.*efficiency.*out.*map-style"):
+        make_run(network(), data=data, efficiency=efficiency)
+
+
+# ---- what a change of plan costs -------------------------------------------------------------------------------------
+
+
+def test_a_compiled_model_is_compiled_for_two_shapes_at_most() -> None:
+    """The first size of a pass is compiled as it is, the second for all sizes."""
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
+    try:
+        steps = drive(make_run(torch.compile(net, backend=backend)))
+    finally:
+        torch.compiler.reset()
+    assert len({scale for scale, *_ in steps}) > 3
+    assert len(graphs) == 2
+
+
+def _reducers(sharding: str) -> list[tuple[int, int]]:
+    run = make_run(network(), sharding=sharding, total_steps=60)
+    seen = []
+    for x, y, _ in run:
+        run.backward(F.cross_entropy(run.model(x), y))
+        if run.step():
+            reducer = run.model.reducer if sharding == "none" else run.optimizer.wrapped.reducer
+            seen.append((id(run.model), id(reducer)))
+    assert run.plan.scale > 2
+    return seen
+
+
+@pytest.mark.parametrize("sharding", ["none", "zero2"])
+def test_buckets_are_not_built_anew(pool: Any, sharding: str) -> None:
+    for seen in pool(2).run(_reducers, sharding):
+        assert len(set(seen)) == 1
+
+
+def test_loader_processes_live_on() -> None:
+    before = set(multiprocessing.active_children())
+    run = make_run(network(), num_loader_workers=2, total_steps=60)
+    seen = set()
+    for x, y, _ in run:
+        seen.add(frozenset(set(multiprocessing.active_children()) - before))
+        run.backward(F.cross_entropy(run.model(x), y))
+        run.step()
+    assert run.plan.scale > 2
+    assert [len(processes) for processes in seen] == [2]
+
+
+# ---- how many workers pay --------------------------------------------------------------------------------------------
+
+
+def test_workers_pay_while_each_adds_half_of_the_first_ones_speed() -> None:
+    # Each brings a base batch: S = k, r = (ν + 1)/(ν/k + 1). With ν = 3 that is 1, 1.6, 2, 2.286: the second adds 0.6, the third
+    # 0.4. With ν = 100 they are 1, 1.98, 2.94, 3.88, 4.81, 5.72, 6.61, 7.48; the eighth adds 0.87.
+    config = AdaScaleConfig(base_batch_size=8, elastic=True)
+    assert workers_that_pay(config, 3.0, 1.0, most=16) == 2
+    assert workers_that_pay(config, 0.0, 1.0, most=16) == 1
+    assert workers_that_pay(config, 100.0, 1.0, most=8) == 8
+    assert workers_that_pay(config, 1.0, 0.0, most=100) == 100  # nothing but noise
+
+    # With E = 0.5 and ν = 3 a step has S = 5: 40 examples, or 42, 48 and 45 on 2, 3 and more workers, in 5, 3, 2, 2 passes of 8
+    # on one to four workers, and in one on five. r is about 2.5 throughout: speeds of 1/5, 1/3, 1/2, 1/2 and 1.
+    config = AdaScaleConfig(base_batch_size=8, efficiency=0.5, max_global_batch_size=256)
+    assert workers_that_pay(config, 3.0, 1.0, most=32) == 5
+    # Passes of up to 16 examples need half as many workers; steps that take 10 s whatever they hold need one.
+    config = AdaScaleConfig(base_batch_size=8, efficiency=0.5, max_global_batch_size=256, per_worker_batch_size=16)
+    assert workers_that_pay(config, 3.0, 1.0, most=32) == 3
+    slow = Throughput(per_worker_batch_size=8, pass_s=0.01, step_s=10.0)
+    config = AdaScaleConfig(
+        base_batch_size=8, efficiency="goodput", max_global_batch_size=256, throughput=slow, max_accumulation=64
+    )
+    assert workers_that_pay(config, 3.0, 1.0, most=32) == 1
+    # The base batch is all that E = 1 takes; and more workers than examples are no help.
+    config = AdaScaleConfig(base_batch_size=8, efficiency=1, max_global_batch_size=8)
+    assert workers_that_pay(config, 3.0, 1.0, most=32) == 1
+
+
+def test_a_run_tells_how_many_workers_pay(tmp_path: Path) -> None:
+    run = make_run(network(), str(tmp_path))
+    drive(run)
+    rows = read_trace(tmp_path / "trace.jsonl")
+    assert run.summary()["workers_that_pay"] in (1, 2)  # it looks no further than twice as many
+    assert {row["workers_that_pay"] for row in rows} <= {1, 2}
+    fixed = {"efficiency": None, "max_global_batch_size": None, "per_worker_batch_size": 4}
+    assert "workers_that_pay" not in make_run(network(), **fixed).summary()
+    with pytest.raises(ValueError, match="workers_that_pay"):
+        run.record(workers_that_pay=3)
+
+
+def test_too_many_workers_are_told_on_the_progress_line() -> None:
+    metrics = {"effective_steps": 1.0, "optimizer_steps": 1, "gain": 1.0, "scale": 1.0, "lr": 0.1, "loss": 0.5}
+    metrics |= {"examples_per_s": 10.0, "world_size": 8}
+    assert state_of(metrics).endswith("8 workers")
+    assert state_of(metrics | {"workers_that_pay": 16}).endswith("8 workers")
+    assert state_of(metrics | {"workers_that_pay": 3}).endswith("3 of 8 workers pay")
