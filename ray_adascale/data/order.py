@@ -1,5 +1,7 @@
 """The order of examples, a function of (seed, epoch) alone, and how it is cut into steps, passes and workers.
 
+From 2²⁰ examples on an epoch's permutation is a keyed one that needs no list of all (:func:`keyed_order`), below them torch's.
+
 The permutations of consecutive epochs are concatenated to one endless *stream* of examples; a *position* is a number of
 examples of it. Every optimizer step takes the next B examples, cut into n = workers × accumulation passes micro-batches. So
 a run can stop at any step boundary and go on with another B, another number of workers or another accumulation: over the
@@ -28,6 +30,7 @@ __all__ = [
     "StepSampler",
     "checked_int",
     "epoch_order",
+    "keyed_order",
     "split_evenly",
     "stable_seed",
 ]
@@ -226,8 +229,10 @@ class StepSampler(Sampler[list[int]]):
         self.order = order
         self.cut = cut
         self.position = checked_int("position", position, 0)
+        self.keyed = order.shuffle and length >= KEYED_FROM
+        """Whether an epoch's order is that of :func:`keyed_order`; may be set between iterations, as ``position``."""
         self._permutation: tuple[int, Tensor] = (-1, torch.empty(0, dtype=torch.int64))
-        """An epoch, and the order of its examples."""
+        """An epoch, and the order of its examples, where that is a list of all."""
 
     @property
     def cut(self) -> StepCut:
@@ -275,14 +280,21 @@ class StepSampler(Sampler[list[int]]):
         indices: list[int] = []
         while size > 0:
             epoch, before = divmod(position, self.length)
-            if self._permutation[0] != epoch:
-                # One is enough: micro-batches are looked up in the stream's order, and another worker's not at all.
-                order = epoch_order(self.length, seed=self.order.seed, epoch=epoch, shuffle=self.order.shuffle)
-                self._permutation = epoch, order
-            taken = self._permutation[1][before : before + size]
-            indices += taken.tolist()
+            taken = self._in_epoch(epoch, before, min(before + size, self.length))
+            indices += taken
             position, size = position + len(taken), size - len(taken)
         return indices
+
+    def _in_epoch(self, epoch: int, start: int, end: int) -> list[int]:
+        """The examples of an epoch's order from place ``start`` up to ``end``."""
+        if not self.order.shuffle:
+            return list(range(start, end))
+        if self.keyed:
+            return keyed_order(np.arange(start, end), self.length, seed=self.order.seed, epoch=epoch).tolist()
+        if self._permutation[0] != epoch:
+            # One is enough: micro-batches are looked up in the stream's order, and another worker's not at all.
+            self._permutation = epoch, epoch_order(self.length, seed=self.order.seed, epoch=epoch)
+        return self._permutation[1][start:end].tolist()
 
 
 def stable_seed(*parts: int | str) -> int:

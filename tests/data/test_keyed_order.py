@@ -11,7 +11,9 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from ray_adascale.data.order import keyed_order
+from ray_adascale.data import order
+from ray_adascale.data.order import ExampleOrder, StepCut, StepSampler, epoch_order, keyed_order
+from ray_adascale.data.source import MapSource
 
 PINNED = [82127524, 639465562, 405909408, 62925529, 35198800, 156374658]
 
@@ -63,15 +65,15 @@ def test_epochs_and_neighbours_are_not_correlated() -> None:
     length = 200_000
     orders = [whole(length, epoch).astype(float) for epoch in range(6)]
     bound = 4.5 / np.sqrt(length)
-    for i, order in enumerate(orders):
-        assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < bound  # neighbours in an epoch
-        assert abs(np.corrcoef(order, np.arange(length))[0, 1]) < bound  # the dataset's own order
+    for i, one in enumerate(orders):
+        assert abs(np.corrcoef(one[:-1], one[1:])[0, 1]) < bound  # neighbours in an epoch
+        assert abs(np.corrcoef(one, np.arange(length))[0, 1]) < bound  # the dataset's own order
         for other in orders[:i]:
-            assert abs(np.corrcoef(order, other)[0, 1]) < bound
+            assert abs(np.corrcoef(one, other)[0, 1]) < bound
             # As often as chance has it, an example has the same place, or the same follower: about once.
-            assert (order == other).sum() < 9
+            assert (one == other).sum() < 9
             follower, theirs = (np.empty(length, dtype=int) for _ in range(2))
-            follower[order[:-1].astype(int)] = order[1:]
+            follower[one[:-1].astype(int)] = one[1:]
             theirs[other[:-1].astype(int)] = other[1:]
             assert (follower == theirs).sum() < 9
 
@@ -93,3 +95,75 @@ def test_a_billion_examples_need_no_memory() -> None:
     finally:
         tracemalloc.stop()
     assert peak < 200_000
+
+
+# ---- in a source -----------------------------------------------------------------------------------------------------
+
+
+class Numbers:
+    """A dataset whose examples are their own indices; it holds nothing."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, i: int) -> int:
+        return i
+
+
+def source(length: int, **changes: object) -> MapSource:
+    return MapSource(Numbers(length), StepCut(64), ExampleOrder(seed=5, **changes))  # type: ignore[arg-type]
+
+
+def steps(made: MapSource, count: int) -> list[int]:
+    seen: list[int] = []
+    batches = iter(made)
+    for _ in range(count):
+        seen += next(batches).batch.tolist()
+        made.commit()
+    return seen
+
+
+def test_a_large_dataset_is_read_in_it_and_a_small_one_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(order, "KEYED_FROM", 150)
+    # 150 examples in steps of 64: the fifth begins in the second epoch and ends in the third.
+    stream = np.concatenate([whole(150, epoch, seed=5) for epoch in range(3)]).tolist()
+    assert steps(source(150), 5) == stream[:320]
+    assert steps(source(149), 2) == epoch_order(149, seed=5, epoch=0)[:128].tolist()
+    assert steps(source(150, shuffle=False), 3) == [*range(150), *range(42)]
+
+
+def test_resumes_go_on_in_the_order_they_began_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(order, "KEYED_FROM", 100)
+    made = source(150)
+    before = steps(made, 2)
+    state = made.state_dict()
+    assert state["permutation"] == "keyed"
+    again = source(150)
+    again.load_state_dict(state)
+    assert before + steps(again, 3) == steps(source(150), 5)
+    # A checkpoint of before: its data state does not have the field, and neither have those that follow.
+    del state["permutation"]
+    old = source(150)
+    old.load_state_dict(state)
+    stream = np.concatenate([epoch_order(150, seed=5, epoch=epoch).numpy() for epoch in range(3)]).tolist()
+    assert steps(old, 3) == stream[128:320]
+    assert "permutation" not in old.state_dict()
+    with pytest.raises(ValueError, match="permutation='other': written by a newer"):
+        source(150).load_state_dict({**state, "permutation": "other"})
+
+
+def test_a_run_over_a_billion_examples_holds_no_list_of_them() -> None:
+    tracemalloc.start()
+    try:
+        for shuffle in (True, False):
+            sampler = StepSampler(10**9, StepCut(256), ExampleOrder(shuffle=shuffle), position=999_999_900)
+            batches = iter(sampler)
+            first, second = next(batches), next(batches)
+            assert len({*first, *second}) > 500  # it runs on into the next epoch
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 500_000
