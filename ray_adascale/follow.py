@@ -17,7 +17,15 @@ from typing import Any, Literal
 from .config import AdaScaleConfig, BatchPlan, StepSeconds, nearest_plan
 from .gain import plain_gain, scale_at_efficiency
 
-__all__ = ["ScaleFollower", "StepTime", "follower_of", "pays_until", "wanted_batch", "workers_that_pay"]
+__all__ = [
+    "ScaleFollower",
+    "StepTime",
+    "follower_of",
+    "paying_over",
+    "pays_until",
+    "wanted_batch",
+    "workers_that_pay",
+]
 
 PAYS = 0.5
 """Adding workers pays while each adds at least this share of the first worker's speed."""
@@ -332,3 +340,22 @@ def workers_that_pay(config: AdaScaleConfig, sigma2: float, mu2: float, *, most:
         return speed(nearest_plan(plans, wanted))
 
     return pays_until(speed_of, most) or most
+
+
+def paying_over(
+    config: AdaScaleConfig, noise: Callable[[float], tuple[float, float]], total_steps: float, *, most: int
+) -> list[tuple[float, int]]:
+    """From which share of a run on how many workers pay, by a noise that is known beforehand; each twentieth is looked at.
+
+    Args:
+        config: As for :func:`workers_that_pay`.
+        noise: σ² and μ² at τ.
+        total_steps: T.
+        most: It looks no further.
+    """
+    found: list[tuple[float, int]] = []
+    for share in (i / 20 for i in range(20)):
+        pays = workers_that_pay(config, *noise(share * total_steps), most=most)
+        if not found or found[-1][1] != pays:
+            found.append((share, pays))
+    return found

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import multiprocessing
+import re
 import shutil
 from dataclasses import astuple
 from pathlib import Path
@@ -19,9 +21,12 @@ from torch.utils.data import DataLoader, Dataset
 from ray_adascale import AdaScaleConfig, LocalBackend, Run, Throughput, follow
 from ray_adascale.config import BatchPlan
 from ray_adascale.data.order import epoch_order
-from ray_adascale.follow import ScaleFollower, StepTime, wanted_batch, workers_that_pay
+from ray_adascale.follow import ScaleFollower, StepTime, paying_over, wanted_batch, workers_that_pay
 from ray_adascale.run.metrics import state_of
 from ray_adascale.run.trace import read_trace
+
+from .reference import moments
+from .samples_of import recipe
 
 # ---- the decision ----------------------------------------------------------------------------------------------------
 
@@ -123,9 +128,9 @@ def test_a_resumed_follower_decides_as_one_that_was_never_stopped() -> None:
     whole = follower()
     cut = follower()
     batches = []
-    for number, (tau, moments) in enumerate(zip(taus, noise, strict=True)):
-        batches.append(decided(whole, tau, *moments))
-        assert decided(cut, tau, *moments) == batches[-1]
+    for number, (tau, both) in enumerate(zip(taus, noise, strict=True)):
+        batches.append(decided(whole, tau, *both))
+        assert decided(cut, tau, *both) == batches[-1]
         if number % 7 == 0:
             state, cut = cut.state(), follower()
             cut.resume(state, tau, (math.nan, math.nan))
@@ -301,8 +306,33 @@ def test_a_run_follows_the_noise_and_takes_every_example_once(tmp_path: Path, lo
     rows = read_trace(tmp_path / "trace.jsonl")
     assert [row["scale"] for row in rows] == scales
     assert [row["position"] for row in rows] == [position for _, _, position, _ in steps]
+    for row in rows:  # each step's gain is that of its own scale
+        sigma2, mu2 = row["sigma2"], row["mu2"]
+        assert row["gain"] == pytest.approx((sigma2 + mu2) / (sigma2 / row["scale"] + mu2))
     assert run.effective_steps >= 200
     assert sum(row["gain"] for row in rows) == pytest.approx(run.effective_steps)
+
+
+def test_the_variance_of_a_base_batch_is_measured_alike_at_every_scale() -> None:
+    """Each step's own σ² is its samples' spread by the reference, whatever S and n were at the step before."""
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2)).double()
+    run = make_run(net, data=Doubles(), total_steps=120)
+    samples: list[Any] = []
+    scales = set()
+    for x, y, _ in run:
+        twin = copy.deepcopy(net)  # nothing watches its gradients
+        twin.zero_grad()
+        F.cross_entropy(twin(x), y).backward()
+        samples.append(torch.cat([p.grad.reshape(-1) for p in twin.parameters() if p.grad is not None]).numpy())
+        scale = run.scale
+        run.backward(F.cross_entropy(run.model(x), y))
+        if run.step():
+            sigma2, mu2 = moments(samples, [1 / len(samples)] * len(samples), scale)
+            assert run.optimizer.last_sigma2 == pytest.approx(sigma2, rel=1e-9)
+            assert run.optimizer.last_mu2 == pytest.approx(mu2, rel=1e-6, abs=1e-9)
+            scales.add(scale)
+            samples = []
+    assert len(scales) > 3
 
 
 def test_where_the_scale_is_decided_does_not_depend_on_when_the_host_reads() -> None:
@@ -565,6 +595,24 @@ def test_workers_pay_while_each_adds_half_of_the_first_ones_speed() -> None:
     # The base batch is all that E = 1 takes; and more workers than examples are no help.
     config = AdaScaleConfig(base_batch_size=8, efficiency=1, max_global_batch_size=8)
     assert workers_that_pay(config, 3.0, 1.0, most=32) == 1
+
+
+def test_a_recipes_noise_tells_from_when_on_more_workers_pay(caplog: pytest.LogCaptureFixture) -> None:
+    # S = k, T = 100: ν = 0 up to τ = 39, where one worker is enough; ν = 3 from 41 on, where two pay; 100 from 71 on.
+    def noise(tau: float) -> tuple[float, float]:
+        return (0.0 if tau < 40 else 3.0 if tau < 70 else 100.0), 1.0
+
+    config = AdaScaleConfig(base_batch_size=8, elastic=True)
+    assert paying_over(config, noise, 100, most=8) == [(0.0, 1), (0.4, 2), (0.7, 8)]
+
+    points = [(t, noise(t)[0], 1.0) for t in range(100)]
+    made = recipe(points, base_batch_size=4, total_steps=100, lr_curve=[[0.1]])
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with caplog.at_level("INFO"):
+        Run(net, optimizer, None, Numbered(), AdaScaleConfig(elastic=True), recipe=made)
+    (told,) = (line for line in caplog.messages if "By the recipe's noise" in line)
+    assert re.fullmatch(r"By the recipe's noise 1 worker pays at first, 2 from τ = (40|45)%; there is 1\.", told)
 
 
 def test_a_run_tells_how_many_workers_pay(tmp_path: Path) -> None:

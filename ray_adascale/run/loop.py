@@ -25,8 +25,10 @@ from ..config import AdaScaleConfig, BatchPlan
 from ..data import make_source, to_device
 from ..data.order import ExampleOrder
 from ..data.source import BatchSource, MicroBatch
-from ..follow import follower_of, workers_that_pay
+from ..follow import follower_of, paying_over, workers_that_pay
+from ..optim.rules import make_rule, metric_of
 from ..recipe import Recipe
+from ..replay import noise_curves
 from ..sharding.sharded_ddp import ShardedDataParallel
 from ..workload import ConfigReads, Workload, unread_warning, with_unit
 from .backend import Backend, LocalBackend, Outcome
@@ -256,6 +258,7 @@ class Run:
                 self.state.stopped = self._stall_in_words()
             if self.backend.rank == 0:
                 log_start(self._snapshot, folder, workers, self._log.last, config.checkpoint_every_s)
+                self._log_workers_that_pay()
         self._line = ProgressLine(config.show_progress)
         if self.stopped is not None and self.backend.rank == 0:
             self._line.end(self.state.metrics, self.total_steps, f"ended before, {self.stopped}")
@@ -683,6 +686,24 @@ class Run:
             self._looked_at_workers = now
             most = 2 * self.plan.world_size
             metrics[WORKERS_THAT_PAY] = workers_that_pay(config, metrics["sigma2"], metrics["mu2"], most=most)
+
+    def _log_workers_that_pay(self) -> None:
+        """Say beforehand how many workers will pay, and from when on, where a recipe's noise tells."""
+        config, recipe = self.config, self._recipe
+        if recipe is None or not recipe.noise or not (config.elastic or config.efficiency is not None):
+            return
+        if self.stopped is not None or metric_of(make_rule(config.rule)) != "euclidean":
+            return
+        found = paying_over(config, noise_curves(recipe)[0].at, self.total_steps, most=2 * self.plan.world_size)
+        later = "".join(f", {pays} from τ = {share:.0%}" for share, pays in found[1:])
+        _log.info(
+            "By the recipe's noise %d worker%s at first%s; there %s %d.",
+            found[0][1],
+            " pays" if found[0][1] == 1 else "s pay",
+            later,
+            "is" if self.plan.world_size == 1 else "are",
+            self.plan.world_size,
+        )
 
     @property
     def _quarter_windows(self) -> int:

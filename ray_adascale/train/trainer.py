@@ -163,6 +163,8 @@ class AdaScaleTrainer(TorchTrainer):
         workers = scaling_config.num_workers
         if isinstance(workers, tuple):
             config = replace(config, elastic=True)
+            if config.efficiency is not None:
+                config.plan(workers[1])  # whose bounds may leave no batch for so many
             workers = workers[0]
         if workers < 1:
             raise ValueError(

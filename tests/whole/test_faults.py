@@ -284,6 +284,21 @@ def test_workers_killed_twenty_times_end_bit_for_bit_as_if_nothing_happened(
     kill_and_compare(tmp_path, world, 20, seed=world, points=(*POINTS, "time"), total_steps=600, sharding=sharding)
 
 
+FOLLOWING: dict[str, Any] = {"efficiency": 0.6, "max_global_batch_size": 48, "min_examples_per_worker": 2}
+
+
+def test_a_run_that_follows_the_noise_is_killed_a_few_times(tmp_path: Path) -> None:
+    kill_and_compare(tmp_path, 2, 2, seed=4, points=("backward", "bytes", "optimizer"), total_steps=300, **FOLLOWING)
+    assert len({row["scale"] for row in rows_of(tmp_path / "quiet")}) > 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_that_follows_the_noise_is_killed_twenty_times(tmp_path: Path) -> None:
+    kill_and_compare(tmp_path, 2, 20, seed=5, points=(*POINTS, "time"), total_steps=1200, **FOLLOWING)
+    assert len({row["scale"] for row in rows_of(tmp_path / "quiet")}) > 3
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Workers that raise or hang
 
