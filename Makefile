@@ -22,8 +22,9 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 demo: $(STAMP)  ## search at batch 8, then the same schedule on two workers, then the comparison table
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh $(DEMO)
 
+# Two at a time: those that start Ray, which mostly wait, in one process, and files of the others in both.
 test: $(STAMP)  ## everything but the slow tests
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadgroup
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -q

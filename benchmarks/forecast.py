@@ -411,8 +411,8 @@ class Row:
     steps: list[int]
     base_score: str
     score: float
-    left: dict[float, list[float]]
-    """For each share of τ the time left that each run expected there, over what it was."""
+    left: list[dict[float, dict[str, Told]]]
+    """What each run told of the time left."""
 
     @property
     def actual(self) -> float:
@@ -458,42 +458,49 @@ HEADINGS = [
 ]
 
 
-def time_left(recipe: Recipe, scale: int, gains: Sequence[float]) -> dict[float, float]:
-    """At each share of τ: the steps left that a run with these gains tells, over those that were left."""
-    left = forecast_steps_left(recipe, [], scale=scale, rule="adascale", averaging_window=0.05)
-    assert left is not None
-    found: dict[float, float] = {}
+@dataclass(frozen=True)
+class Told:
+    """What a run told somewhere on its way: the steps left, beside those that there were, and those done."""
+
+    told: float
+    left: int
+    done: int
+
+    @property
+    def of_rest(self) -> float:
+        """How far off the time left was, as a share of it."""
+        return self.told / self.left - 1
+
+    @property
+    def of_whole(self) -> float:
+        """How far off the run's length was: the steps done and those left."""
+        return (self.done + self.told) / (self.done + self.left) - 1
+
+
+def time_left(recipe: Recipe, scale: int, gains: Sequence[float]) -> dict[float, dict[str, Told]]:
+    """At each share of τ what a run with these gains tells: by the forecast that it corrects, by the bare one, by (T − τ)/r̄."""
+    total = recipe.total_steps
+    corrected, bare = (
+        forecast_steps_left(recipe, [], scale=scale, rule="adascale", averaging_window=0.05) for _ in range(2)
+    )
+    assert corrected is not None
+    assert bare is not None
+    found: dict[float, dict[str, Told]] = {}
     tau = 0.0
     for step, gain in enumerate(gains, start=1):
         before, tau = tau, tau + gain
-        left.saw(before, tau, gain)
+        corrected.saw(before, tau, gain)
         for share in SHARES:
-            if share not in found and tau >= share * recipe.total_steps and step < len(gains):
-                found[share] = left.at(tau) / (len(gains) - step)
+            if share not in found and tau >= share * total and step < len(gains):
+                ways = {"run": corrected.at(tau), "bare": bare.at(tau), "rough": (total - tau) * step / tau}
+                found[share] = {way: Told(told, len(gains) - step, step) for way, told in ways.items()}
     return found
 
 
-def rough_left(recipe: Recipe, gains: Sequence[float]) -> dict[float, float]:
-    """The same by (T − τ)/r̄."""
-    found: dict[float, float] = {}
-    tau = 0.0
-    for step, gain in enumerate(gains, start=1):
-        tau += gain
-        for share in SHARES:
-            if share not in found and tau >= share * recipe.total_steps and step < len(gains):
-                found[share] = (recipe.total_steps - tau) * step / tau / (len(gains) - step)
-    return found
-
-
-def row_of(case: Case, recipe: Recipe, scale: int, runs: Sequence[Mapping[str, Any]], rough: bool = False) -> Row:
+def row_of(case: Case, recipe: Recipe, scale: int, runs: Sequence[Mapping[str, Any]]) -> Row:
     """The forecast of a recipe beside what the runs took."""
     config = AdaScaleConfig(per_worker_batch_size=scale * recipe.base_batch_size // PASSES, accumulation=PASSES)
     predicted = forecast_recipe(recipe, workers=[1], config=config).rows[0]
-    left: dict[float, list[float]] = {share: [] for share in SHARES}
-    for run in runs:
-        told = rough_left(recipe, run["gains"]) if rough else time_left(recipe, scale, run["gains"])
-        for share, ratio in told.items():
-            left[share].append(ratio)
     return Row(
         case=case.name,
         scale=scale,
@@ -503,7 +510,7 @@ def row_of(case: Case, recipe: Recipe, scale: int, runs: Sequence[Mapping[str, A
         steps=[len(run["gains"]) for run in runs],
         base_score=f"{recipe.metric} {recipe.score:.3f}",
         score=statistics.mean(run["score"] for run in runs),
-        left=left,
+        left=[time_left(recipe, scale, run["gains"]) for run in runs],
     )
 
 
@@ -521,14 +528,22 @@ def summary(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def left_line(rows: Sequence[Row]) -> str:
-    """How many runs' time left was within 10 % at each share of τ."""
-    parts = []
-    for share in SHARES:
-        found = [ratio for row in rows for ratio in row.left[share]]
-        if found:
-            parts.append(f"{sum(abs(ratio - 1) <= 0.1 for ratio in found) / len(found):.0%} at {share:.0%}")
-    return ", ".join(parts)
+def left_table(rows: Sequence[Row]) -> list[str]:
+    """The share of runs whose time left was within 10 %, at each share of τ; of the run's length, and of the rest alone."""
+    told = [one for row in rows for one in row.left]
+    lines = [
+        f"| time left within 10 % | {' | '.join(f'τ = {share:.0%} of T' for share in SHARES)} |",
+        "| --- " * (len(SHARES) + 1) + "|",
+    ]
+    names = {"run": "forecast, corrected by the run", "bare": "forecast alone", "rough": "(T − τ)/r̄"}
+    for way, name in names.items():
+        cells = []
+        for share in SHARES:
+            at = [one[share][way] for one in told if share in one]
+            of_whole, of_rest = ([abs(getattr(x, kind)) <= 0.1 for x in at] for kind in ("of_whole", "of_rest"))
+            cells.append(f"{statistics.mean(of_whole):.0%} ({statistics.mean(of_rest):.0%})" if at else "")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
 
 
 def _count(things: Iterable[Any], holds: Callable[[Any], bool]) -> str:
@@ -542,7 +557,6 @@ def report(chosen: Mapping[str, Sequence[Case]], args: argparse.Namespace, scale
         rows: list[Row] = []
         single: list[Row] = []
         dense: list[Row] = []
-        rough: list[Row] = []
         for case in of_kind:
             folder = args.data / _slug(case.name)
             if not all((folder / f"base-{seed}.json").exists() for seed in args.base_seeds):
@@ -554,7 +568,6 @@ def report(chosen: Mapping[str, Sequence[Case]], args: argparse.Namespace, scale
                     continue
                 runs = scaled_runs(case, args.data, scale, seeds, recipes[0])
                 rows.append(row_of(case, joined(recipes, 20), scale, runs))
-                rough.append(row_of(case, joined(recipes, 20), scale, runs, rough=True))
                 dense.append(row_of(case, joined(recipes, PROBED_EVERY), scale, runs))
                 single.extend(row_of(case, joined([one], 20), scale, runs) for one in recipes)
         if not rows:
@@ -563,9 +576,32 @@ def report(chosen: Mapping[str, Sequence[Case]], args: argparse.Namespace, scale
         for row in rows:
             print(f"| {' | '.join(row.cells())} |")
         print("", *summary(rows), sep="\n")
-        print(f"Time left within 10 %: {left_line(rows)} of τ; by (T − τ)/r̄: {left_line(rough)}.")
         print(f"A probe on every {PROBED_EVERY}th step: {summary(dense)[0]} {summary(dense)[1]}")
-        print(f"One seed alone: {summary(single)[0]} {summary(single)[2]}", flush=True)
+        print(f"One seed alone: {summary(single)[0]} {summary(single)[2]}")
+        print("", *left_table(rows), sep="\n", flush=True)
+
+
+def probe_cost(cases: Sequence[Case], rounds: int = 3) -> None:
+    """Print what probes cost: CPU seconds of base runs of 400 steps, interleaved, over those of one without probes."""
+    densities = (10**9, 20, PROBED_EVERY, 1)
+    heads = [f"every {k}" if k > 1 else "every step" for k in densities[1:]]
+    print(f"\n| workload | {' | '.join(heads)} |\n| --- | --- | --- | --- |")
+    for case in cases:
+        seconds: dict[int, list[float]] = {every: [] for every in densities}
+        for _ in range(rounds):
+            for every in densities:
+                began = time.process_time()
+                record_recipe(
+                    case.workload,
+                    case.hyperparameters,
+                    base_batch_size=case.base_batch_size,
+                    total_steps=400,
+                    probe_every=every,
+                )
+                seconds[every].append(time.process_time() - began)
+        plain = statistics.median(seconds[densities[0]])
+        ratios = [f"{statistics.median(seconds[every]) / plain:.2f}" for every in densities[1:]]
+        print(f"| {case.name} | {' | '.join(ratios)} |", flush=True)
 
 
 def main() -> None:
@@ -573,6 +609,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="one short case")
     parser.add_argument("--data", type=Path, default=Path("runs/forecast"), help="where runs are kept (%(default)s)")
     parser.add_argument("--only", choices=("run", "report"), help="train, or print what there is; default: both")
+    parser.add_argument("--probe-cost", action="store_true", help="only measure what probes cost")
     parser.add_argument("--cases", nargs="+", metavar="NAME", help="those whose names begin so; default: all")
     parser.add_argument("--base-seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--seeds", type=int, nargs="+", default=[10, 11, 12, 13, 14], help="of the scaled runs")
@@ -585,6 +622,9 @@ def main() -> None:
         args.base_seeds, args.seeds = args.base_seeds[:1], args.seeds[:1]
     if args.cases:
         chosen = {kind: [c for c in found if c.name.startswith(tuple(args.cases))] for kind, found in chosen.items()}
+    if args.probe_cost:
+        probe_cost([*chosen["found on"][:3], chosen["fresh"][1], chosen["fresh"][4], chosen["fresh"][6]])
+        return
     started = time.monotonic()
     print(f"load before: {os.getloadavg()[0]:.2f}; torch {torch.__version__}", file=sys.stderr)
     if args.only != "report":

@@ -54,7 +54,7 @@ UNSURE = 0.04
 """The interval reaches beyond the forecasts of the single seeds by a factor of e^(±0.04·log₂S): 8, 17 and 27 % at S = 4, 16
 and 64. So far off the law was where the seeds agree, in the trial that found it: docs/forecast.md."""
 
-UNSURE_ALONE = 0.08
+UNSURE_ALONE = 0.1
 """The same where there is one seed, so that nothing tells how far its noise is off that of others."""
 
 
@@ -350,7 +350,7 @@ class Forecaster:
     """Replays a recipe at any scale, with the interval in which to expect the actual steps.
 
     The interval goes from the fewest to the most steps of these replays, of the pooled noise and of each seed's alone, each for
-    every momentum that there may have been, widened by e^(±0.04·log₂S), or e^(±0.08·log₂S) with one seed; and not beyond what
+    every momentum that there may have been, widened by e^(±0.04·log₂S), or e^(±0.1·log₂S) with one seed; and not beyond what
     gains of 1 and of S would take.
 
     Args:

@@ -262,7 +262,7 @@ def test_the_interval_is_wider_than_the_seeds_by_its_constant() -> None:
         two = Forecaster(recipe(noise, 1000, repeats=again)).at(scale)
         assert two.high / two.expected.exact_steps == pytest.approx(math.exp(0.04 * doublings))
         assert two.low / two.expected.exact_steps == pytest.approx(math.exp(-0.04 * doublings))
-        assert one.high / one.expected.exact_steps == pytest.approx(math.exp(0.08 * doublings))
+        assert one.high / one.expected.exact_steps == pytest.approx(math.exp(0.1 * doublings))
     assert Forecaster(alone).at(1) == Steps(Forecaster(alone).at(1).expected, 1000, 1000)
 
 

@@ -118,8 +118,15 @@ def _add_tune(tune: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="run the best three again with N other seeds each, and take the best mean; gives the forecast its interval "
+        help="run the best three again with N other seeds each, and take the best mean; makes the forecast's interval closer "
         "(default: %(default)s)",
+    )
+    what.add_argument(
+        "--probe-every",
+        type=int,
+        default=20,
+        metavar="K",
+        help="optimizer steps between two probes of the noise, for the forecast; one costs about a step (default: %(default)s)",
     )
     what.add_argument(
         "--param-space",

@@ -121,6 +121,7 @@ def _tune(args: argparse.Namespace) -> int:
             total_epochs=args.total_epochs,
             num_samples=args.num_samples,
             repeats=args.repeats,
+            probe_every=args.probe_every,
             seed=config.seed,
             config=config,
             scheduler=None if args.scheduler == "none" else args.scheduler,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .. import scaling_rules
@@ -225,7 +225,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
         optimizer: Its optimizer, with the LRs of the base batch.
         lr_scheduler: The optimizer's scheduler, which the loop steps; :meth:`training_state` saves it.
         mp_scaler: The ``torch.amp.GradScaler`` that scales the loss, if one does.
-        scaling_rule: One of :mod:`ray_adascale.scaling_rules`. Default: ``AdaScale()``.
+        scaling_rule: One of :mod:`ray_adascale.scaling_rules`. Default: ``AdaScale()``; ``AdamScale()`` for Adam and AdamW, as in
+            AdaptDL, which is experimental.
         name: It tells one instance's :meth:`training_state` from another's.
         base_batch_size: B0, examples per optimizer step at which the schedule was tuned. Without it the scale is the number of
             workers times passes: each worker's micro-batch is one base batch.
@@ -266,7 +267,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
                 f"Invalid optimizer of type {type(optimizer).__name__}. Must be a plain torch.optim.Optimizer: the scaling rule "
                 "takes AdaScale's place."
             )
-        rule = scaling_rules.AdaScale() if scaling_rule is None else scaling_rule
+        default = scaling_rules.AdamScale if isinstance(optimizer, Adam | AdamW) else scaling_rules.AdaScale
+        rule = default() if scaling_rule is None else scaling_rule
         if not isinstance(rule, ScalingRuleBase):
             raise ValueError(f"Invalid {scaling_rule=}. Must be an instance of a ScalingRuleBase, e.g. LinearScale().")
         if hasattr(optimizer.step, "_patched_by_scaling_rule"):

@@ -1,5 +1,7 @@
 """The order of examples, a function of (seed, epoch) alone, and how it is cut into steps, passes and workers.
 
+From 2²⁰ examples on an epoch's permutation is a keyed one that needs no list of all (:func:`keyed_order`), below them torch's.
+
 The permutations of consecutive epochs are concatenated to one endless *stream* of examples; a *position* is a number of
 examples of it. Every optimizer step takes the next B examples, cut into n = workers × accumulation passes micro-batches. So
 a run can stop at any step boundary and go on with another B, another number of workers or another accumulation: over the
@@ -10,11 +12,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import numbers
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Sampler
@@ -26,6 +30,7 @@ __all__ = [
     "StepSampler",
     "checked_int",
     "epoch_order",
+    "keyed_order",
     "split_evenly",
     "stable_seed",
 ]
@@ -151,6 +156,48 @@ def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool = True) -> 
     return torch.randperm(length, generator=torch.Generator().manual_seed(stable_seed("order", seed, epoch)))
 
 
+KEYED_FROM = 2**20
+"""Examples from which on an epoch's order is that of :func:`keyed_order`; below them a list of all costs nothing."""
+
+_ROUNDS = 6  # of the Feistel network; three make a permutation that no statistics tells from random, the rest is margin
+
+
+def keyed_order(positions: np.ndarray, length: int, *, seed: int, epoch: int) -> np.ndarray:
+    """The examples at some positions of an epoch's order, without the rest of it: no memory, and O(1) each.
+
+    A keyed permutation: a Feistel network (L, R) → (R, (L + F(R)) mod a) over pairs of numbers below a = ⌈√length⌉, with F a hash
+    of R and of a key that depends on (seed, epoch, round). Where it leads beyond the dataset it is walked on from there, which
+    leaves a permutation of 0 … length − 1 (Black and Rogaway, *Ciphers with Arbitrary Finite Domains*, 2002).
+
+    Args:
+        positions: Integers from 0 to length − 1, any shape.
+        length: Examples in the dataset, at most 2⁶² of them.
+        seed: The run's seed.
+        epoch: Counted from 0.
+
+    Returns:
+        int64 of the same shape.
+    """
+    side = np.uint64(math.isqrt(length - 1) + 1)
+    keys = [np.uint64(stable_seed("keyed order", seed, epoch, i)) for i in range(_ROUNDS)]
+    found = np.asarray(positions, dtype=np.uint64).copy()
+    beyond = np.ones(found.shape, dtype=bool)
+    while beyond.any():
+        left, right = np.divmod(found[beyond], side)
+        for key in keys:
+            left, right = right, (left + _hash(right ^ key) % side) % side
+        found[beyond] = left * side + right
+        beyond = found >= np.uint64(length)
+    return found.astype(np.int64)
+
+
+def _hash(x: np.ndarray) -> np.ndarray:
+    """SplitMix64's finalizer: 64 bits, each of which depends on all of the input."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
 def split_evenly(total: int, parts: int) -> list[int]:
     """``parts`` sizes that sum to ``total`` and differ by at most 1, the larger ones first."""
     checked_int("total", total, 0)
@@ -182,8 +229,10 @@ class StepSampler(Sampler[list[int]]):
         self.order = order
         self.cut = cut
         self.position = checked_int("position", position, 0)
+        self.keyed = order.shuffle and length >= KEYED_FROM
+        """Whether an epoch's order is that of :func:`keyed_order`; may be set between iterations, as ``position``."""
         self._permutation: tuple[int, Tensor] = (-1, torch.empty(0, dtype=torch.int64))
-        """An epoch, and the order of its examples."""
+        """An epoch, and the order of its examples, where that is a list of all."""
 
     @property
     def cut(self) -> StepCut:
@@ -231,14 +280,21 @@ class StepSampler(Sampler[list[int]]):
         indices: list[int] = []
         while size > 0:
             epoch, before = divmod(position, self.length)
-            if self._permutation[0] != epoch:
-                # One is enough: micro-batches are looked up in the stream's order, and another worker's not at all.
-                order = epoch_order(self.length, seed=self.order.seed, epoch=epoch, shuffle=self.order.shuffle)
-                self._permutation = epoch, order
-            taken = self._permutation[1][before : before + size]
-            indices += taken.tolist()
+            taken = self._in_epoch(epoch, before, min(before + size, self.length))
+            indices += taken
             position, size = position + len(taken), size - len(taken)
         return indices
+
+    def _in_epoch(self, epoch: int, start: int, end: int) -> list[int]:
+        """The examples of an epoch's order from place ``start`` up to ``end``."""
+        if not self.order.shuffle:
+            return list(range(start, end))
+        if self.keyed:
+            return keyed_order(np.arange(start, end), self.length, seed=self.order.seed, epoch=epoch).tolist()
+        if self._permutation[0] != epoch:
+            # One is enough: micro-batches are looked up in the stream's order, and another worker's not at all.
+            self._permutation = epoch, epoch_order(self.length, seed=self.order.seed, epoch=epoch)
+        return self._permutation[1][start:end].tolist()
 
 
 def stable_seed(*parts: int | str) -> int:

@@ -28,6 +28,10 @@ __all__ = [
 ]
 
 
+_KEYED = "keyed"
+"""What a data state says of an order that is :func:`.order.keyed_order`'s; of torch's it says nothing."""
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """What one worker computes one gradient sample from.
@@ -163,11 +167,18 @@ class MapSource(BatchSource):
         return base_steps(self.sampler.length, base_batch_size, drop_last=self.sampler.order.drop_last)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"kind": "map", "position": self.position, **self._order_fields()}
+        keyed = {"permutation": _KEYED} if self.sampler.keyed else {}
+        return {"kind": "map", "position": self.position, **self._order_fields(), **keyed}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         check_state(state_dict, {"kind": "map", **self._order_fields()})
+        permutation = state_dict.get("permutation")
+        if permutation not in (None, _KEYED):
+            raise ValueError(
+                f"The checkpoint's data state has permutation={permutation!r}: written by a newer ray_adascale."
+            )
         self.sampler.position = state_dict["position"]
+        self.sampler.keyed = permutation == _KEYED  # a run that began before there was this order keeps its own
 
     def close(self) -> None:
         # A closed generator lets go of the loader's iterator, which stops its processes as it goes.

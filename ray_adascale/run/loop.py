@@ -801,9 +801,16 @@ class Run:
         self._beyond_noise_since = since
         # The noise of a run's beginning is seldom that of the rest, and averages of a few samples go up and down.
         begun = tau >= _NOISE_WINDOWS * window and self.optimizer.steps >= _NOISE_STEPS
-        if begun and tau - since >= window:
+        if begun and tau - since >= window and not self._pays_as_a_whole():
             self._warned_noise = True
             warn_at_user(warning)
+
+    def _pays_as_a_whole(self) -> bool:
+        """Whether by the forecast at least half of the run's examples turn into effective steps, though not those of now."""
+        if self._steps_left is None:
+            return False
+        whole = self.optimizer.steps + self._steps_left.at(self.effective_steps)
+        return 2 * self.total_steps >= self.scale * whole
 
     def _warn_of_unread(self) -> None:
         """After the first optimizer step, by when what is read late has been read: in loss_fn, or a closure's first call."""

@@ -118,7 +118,7 @@ def tune_recipe(
         max_concurrent_trials: Default: as many as fit on the cluster. With ``scaling_config`` never more than fit on the
             cluster as it is at the start.
         probe_every: Optimizer steps between two probes of the noise; one costs as much as a step, two for tiny models, and
-            with ``scaling_config`` nothing.
+            with ``scaling_config`` nothing. Repeats are probed four times as often: the forecast is made of them.
         storage_path: Where Tune keeps results; default ``~/ray_results``.
         name: Of the search, its folder under ``storage_path``; the same name goes on with it.
         verbose: 0 is silent; 1 prints a line about each finished trial to standard error.
@@ -222,7 +222,7 @@ class _Search:
         spec = self.spec
         watch = Watch(spec.num_trials, verbose=self.verbose, earlier=self.earlier, space=spec.param_space)
         self._fit(
-            tune.with_parameters(run_trial, setup=self._setup(self.run_config.name)),
+            tune.with_parameters(run_trial, setup=self._setup(self.run_config.name, self.spec.probe_every)),
             spec.param_space,
             self.run_config,
             watch,
@@ -253,7 +253,7 @@ class _Search:
         )
         name = f"{self.run_config.name}-repeats"
         self._fit(
-            tune.with_parameters(run_repeat, setup=self._setup(name), planned=planned),
+            tune.with_parameters(run_repeat, setup=self._setup(name, self.spec.repeats_probe_every), planned=planned),
             {"repeat": tune.grid_search(list(range(len(planned))))},
             replace(self.run_config, name=name),
             watch,
@@ -268,14 +268,14 @@ class _Search:
         ]
         return *best_mean(planned, trials), failed
 
-    def _setup(self, name: str) -> TrialSetup:
+    def _setup(self, name: str, probe_every: int) -> TrialSetup:
         """What each of the trials, or of the repeats, is given; Tune's folder for them has this name."""
         spec, workload = self.spec, portable(self.spec.workload)
         if spec.scaling_config is None:
             return InOneProcess(
                 workload=workload,
                 config=spec.trial_config,
-                probe_every=spec.probe_every,
+                probe_every=probe_every,
                 threads=max(1, int(spec.resources.get("CPU", 1))),
                 checkpoints=spec.may_pause,
             )
@@ -284,7 +284,7 @@ class _Search:
         return OnWorkers(
             workload=workload,
             config=spec.trial_config,
-            probe_every=spec.probe_every,
+            probe_every=probe_every,
             scaling_config=spec.scaling_config,
             folder=f"{self.run_config.storage_path}/{name}/workers",
         )

@@ -89,6 +89,19 @@ def test_a_run_by_its_folder_or_its_trace(tmp_path: Path) -> None:
     assert text.splitlines()[-1] == "  checkpoints  0, newest whole one none"
 
 
+def test_a_run_amid_its_way_has_its_time_left(tmp_path: Path) -> None:
+    # 32 examples a step at 1,000 a second: 50 steps take 1.6 s.
+    rows = [row(step, steps_left=60.0 - 5 * step) for step in (1, 2)]
+    text, _ = describe(write_rows(tmp_path / "mine" / "trace.jsonl", rows))
+    assert (
+        text.splitlines()[2] == "  left         50 steps by the forecast, as the run corrected it, 0:02 at this speed"
+    )
+    text, _ = describe(write_rows(tmp_path / "alone" / "trace.jsonl", rows[:1]))
+    assert text.splitlines()[2] == "  left         55 steps by the forecast, as the run corrected it"
+    text, _ = describe(write_rows(tmp_path / "done" / "trace.jsonl", [row(1), row(2, steps_left=0.0)]))
+    assert "left" not in text
+
+
 def test_what_is_none_of_these_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such file or folder"):
         describe(tmp_path / "nowhere")

@@ -47,3 +47,14 @@ def test_losses_are_averaged_over_equal_stretches() -> None:
     assert (middle[0], mean[0]) == (0.5, 0.5)
     assert (middle[-1], mean[-1]) == (119.5, 62.5)
     assert mean[-2] == 61
+
+
+def test_what_the_run_has_expected_of_itself_is_a_plot() -> None:
+    # Forecast 100 steps in all; from the second on 90.
+    rows = [row(1, steps_left=99.0), row(2, steps_left=88.0), row(3, steps_left=87.0), row(4)]
+    run = RunTrace("x", rows)
+    assert run.column("steps_expected")[:3] == pytest.approx([100, 90, 90])
+    assert np.isnan(run.column("steps_expected")[3])
+    assert run.metrics == []  # it is none of the user's
+    assert "forecast" in [panel.slug for panel in make_panels([run])]
+    assert "forecast" not in [panel.slug for panel in make_panels([RunTrace("x", [row(1), row(2)])])]

@@ -108,9 +108,9 @@ def test_page_says_what_the_runs_did(make: Callable[..., Page], tmp_path: Path) 
         ["base", "1", "1", "20", "640", "20", "1.00", "100%", "0.05000", "0.8000"],
         ["scaled", "2", "4", "10", "320", "20", "2.00", "50%", "0.1000", "0.8000"],
     ]
-    # r falls from 16/7 to 2.04 with these σ², μ² (see test_replay): ⌈20 / 2.1⌉ = 10 steps, of one seed 9.5·e^±0.16. The base run
+    # r falls from 16/7 to 2.04 with these σ², μ² (see test_replay): ⌈20 / 2.1⌉ = 10 steps, of one seed 9.5·e^±0.2. The base run
     # is not compared.
-    assert page.tables[1][1:] == [["scaled", "4", "10", "8–12", "10", "+0.0%"]]
+    assert page.tables[1][1:] == [["scaled", "4", "10", "7–12", "10", "+0.0%"]]
     assert page.headings == ["Runs", "Forecast and actual", "Plots", "Recipe"]
     assert page.tags.count("figure") == page.tags.count("svg") == 7
     text = (tmp_path / "out" / "report.html").read_text()
@@ -176,11 +176,11 @@ def test_forecast_against_actual(make: Callable[..., Page], tmp_path: Path) -> N
     other = write_rows(tmp_path / "other" / "trace.jsonl", [row(s, world_size=16) for s in range(1, 11)])
     made = forecast_recipe(
         recipe([(0, 3, 0)], total_steps=20), workers=[2], config=AdaScaleConfig(per_worker_batch_size=16)
-    )  # r = S: 5 steps, and up to 5·e^0.16 = 5.87
+    )  # r = S: 5 steps, and up to 5·e^0.2 = 6.1
     page = make(done, half, other, forecast=made)
     assert page.tables[1][1:] == [
-        ["done", "4", "5", "5–6", "10", "-50.0%, outside the interval"],
-        ["half", "4", "5", "5–6", "5", "not finished: at 50%"],
+        ["done", "4", "5", "5–7", "10", "-50.0%, outside the interval"],
+        ["half", "4", "5", "5–7", "5", "not finished: at 50%"],
         ["other", "4", "", "", "10", "not forecast"],
     ]
     # From a recipe: of two seeds, r = S and r = 1, so 5 and 20 steps; and nothing of what it can't be asked about.
@@ -192,7 +192,7 @@ def test_forecast_against_actual(make: Callable[..., Page], tmp_path: Path) -> N
     assert (first[0], first[3], first[4]) == ("done", "5–20", "10")
     assert 5 < int(first[2]) < 20
     assert others == [
-        ["done", "4", "5", "5–6", "10", "-50.0%, outside the interval"],
+        ["done", "4", "5", "5–7", "10", "-50.0%, outside the interval"],
         ["rule", "4", "", "", "10", "another rule than AdaScale's"],
         ["lr", "4", "", "", "10", "not this recipe's schedule"],
     ]

@@ -181,8 +181,9 @@ def test_tune_takes_the_space_beside_the_workload_and_writes_the_recipe(
     (tmp_path / "mine_cli.py").write_text("param_space = {'lr': 0.1}\nother = {'lr': 0.2}\ndef workload(config): ...\n")
     spec, target = f"{tmp_path / 'mine_cli.py'}:workload", tmp_path / "out.json"
     common = ["--base-batch-size=8", "--total-steps=60", f"--output={target}"]
-    assert main.main(["tune", spec, *common, "--num-samples=3", "--gpus-per-trial=0.5"]) == 0
+    assert main.main(["tune", spec, *common, "--num-samples=3", "--gpus-per-trial=0.5", "--probe-every=5"]) == 0
     assert called["space"] == {"lr": 0.1}
+    assert called["probe_every"] == 5
     assert (called["base_batch_size"], called["total_steps"], called["num_samples"]) == (8, 60, 3)
     assert called["resources_per_trial"] == {"CPU": 1, "GPU": 0.5}
     assert Recipe.load(target) == FOUND

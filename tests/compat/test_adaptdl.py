@@ -385,6 +385,18 @@ def _adam(wrap: bool, size: float = 1.0) -> list[float]:
     return factors + weights(bare).tolist()
 
 
+def _default_rules() -> list[str]:
+    named = []
+    for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop):
+        bare = make_model()
+        named.append(type(AdaptiveDataParallel(bare, kind(bare.parameters(), lr=0.1)).scaling_rule).__name__)
+    return named
+
+
+def test_the_rule_that_nobody_named_is_adaptdls(pool: Any) -> None:
+    assert pool(1).run(_default_rules) == [["AdaScale", "AdamScale", "AdamScale", "AdaScale"]]
+
+
 def test_adam_scale_takes_its_statistics_in_adams_metric(pool: Any) -> None:
     assert pool(1).run(_adam, True) == pool(1).run(_adam, False)
     first, second = pool(2).run(_adam, True, 1e-4)

@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -401,6 +402,33 @@ def test_what_noise_the_first_windows_show_is_not_believed_nor_what_does_not_las
     assert warned_at(lambda tau: 10.0 if tau < 55 else 300.0) == []
     assert warned_at(lambda tau: 10.0 if tau % 10 else 300.0) == []
     assert warned_at(lambda tau: 10.0 if tau >= 100 else math.nan) == [120.0]
+
+
+@pytest.mark.parametrize(("forecast", "warns"), [(None, True), (1.8, True), (2.2, False)])
+def test_a_run_that_pays_as_a_whole_is_not_warned_of_its_clean_beginning(
+    forecast: float | None, warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # S = 4 and r = 1.5, so now less than half; by the forecast the whole run has r̄ = 1.8, or 2.2 of 4.
+    run = make_run(
+        model(),
+        per_worker_batch_size=8,
+        accumulation=2,
+        total_steps=400,
+        rule=lambda now: (1.5, 1.5),
+        scheduler=False,
+    )
+    made = loop.step_metrics
+    monkeypatch.setattr(loop, "step_metrics", lambda *a, **k: made(*a, **k) | {"noise_scale": 10.0, "gain": 1.5})
+    if forecast is not None:
+        left = SimpleNamespace(saw=lambda *_: None, at=lambda tau: max(400 / forecast - tau / 1.5, 0.0))
+        monkeypatch.setattr(run, "_steps_left", left)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for x, y in run:
+            run.backward(F.cross_entropy(run.model(x), y))
+            if run.step() and run.effective_steps > 150:
+                break
+    assert any("exceeds the gradient noise" in str(w.message) for w in said) == warns
 
 
 def test_a_schedule_of_another_length_and_a_base_batch_beyond_the_dataset_are_warned_of_at_the_users_line() -> None:
