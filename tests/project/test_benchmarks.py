@@ -224,6 +224,23 @@ def test_efficiencies_are_compared_at_as_many_steps_seed_by_seed(autobatch: Any)
     assert autobatch.interpolated([(0, 1), (2, 3)], 5) == 3
 
 
+# ---- goodput.py ------------------------------------------------------------------------------------------------------
+
+
+def test_goodput_and_fixed_plans_train_both_models_on_two_workers(tmp_path: Path) -> None:
+    path = tmp_path / "goodput.jsonl"
+    command = [sys.executable, str(BENCHMARKS / "goodput.py"), "--smoke", "--json", str(path)]
+    env = {**os.environ, "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=110, env=env)
+    assert run.returncode == 0, run.stderr
+    rows = {(row["model"], row["choice"]): row for row in map(json.loads, path.read_text().splitlines())}
+    assert set(rows) == {(model, choice) for model in ("sync", "compute") for choice in ("S=4", "goodput")}
+    for model in ("sync", "compute"):
+        assert rows[model, "S=4"]["examples"] == rows[model, "S=4"]["steps"] * 64
+        assert len(rows[model, "goodput"]["step_time"]) == 3
+        assert f"{model}: goodput takes" in run.stdout
+
+
 # ---- first_steps.py --------------------------------------------------------------------------------------------------
 
 
