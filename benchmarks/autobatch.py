@@ -6,9 +6,12 @@
     python benchmarks/autobatch.py --smoke                            whether it runs
 
 The workloads are those of ``transfer.py``, each with the schedule that was tuned there at S = 1, and one of MNIST-1D's kind.
-Each runs at fixed scales and with ``efficiency`` E. At the steps that a run with E took, the fixed scales' frontier says how
-many examples a fixed batch needs for as few steps, and how good it is then: both interpolated over the logarithm of the
-steps, seed by seed. A run is one single-threaded process; gradient samples are accumulation passes.
+Each runs at fixed scales, with ``efficiency`` E, and with "goodput" at a price P: a step is said to cost as much as P base
+batches beside its own examples, so what such a run makes least, step by step, is examples + P·B0·steps, at S = √(P·ν).
+
+At the steps that a run took, the fixed scales' frontier says how many examples a fixed batch needs for as few steps, and how
+good it is then: both interpolated over the logarithm of the steps, seed by seed. A run is one single-threaded process; gradient
+samples are accumulation passes.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from transfer import CASES, Case, markdown
 
-from ray_adascale import AdaScaleConfig, Run, Workload, seed_everything
+from ray_adascale import AdaScaleConfig, Run, Throughput, Workload, seed_everything
 
 SCHEDULES = {
     "vision": (0.05, "warmup"),
@@ -135,7 +138,7 @@ WORKLOADS: dict[str, Case] = {
 
 @dataclass(frozen=True)
 class Job:
-    """One run: ``choice`` is "S=4" or "E=0.6"."""
+    """One run: ``choice`` is "S=4", "E=0.6" or "P=8"."""
 
     workload: str
     choice: str
@@ -157,13 +160,16 @@ class Result:
 
 
 def settings(choice: str, base: int) -> dict[str, Any]:
-    """The batch of a fixed scale in up to 8 passes, or the bounds of a run that chooses: passes of up to 8 base batches."""
+    """The batch of a fixed scale in up to 8 passes; or the bounds of a run that chooses: passes of up to 8 base batches."""
     kind, _, value = choice.partition("=")
     if kind == "S":
         passes = min(int(value), 8)
         return {"per_worker_batch_size": base * int(value) // passes, "accumulation": passes}
-    return {
-        "efficiency": float(value),
+    chosen: dict[str, Any] = {"efficiency": float(value)}
+    if kind == "P":  # a step costs as much as so many base batches, beside its own examples
+        price = Throughput(per_worker_batch_size=base, pass_s=1.0, step_s=float(value))
+        chosen = {"efficiency": "goodput", "throughput": price}
+    return chosen | {
         "per_worker_batch_size": 8 * base,
         "max_global_batch_size": LARGEST * base,
     }
@@ -311,7 +317,7 @@ def table(results: dict[Job, Result], workload: str, total_steps: int, choices: 
             f"{statistics.mean(r.examples for r in mine) / (total_steps * case.base_batch_size):.2f}",
             f"{score:.4f} ± {error:.4f}",
         ]
-        found = against(case, results, workload, total_steps, choice, scales) if choice[0] == "E" else None
+        found = against(case, results, workload, total_steps, choice, scales) if choice[0] != "S" else None
         if found is None:
             rows.append([*row, "", ""])
         else:
@@ -337,7 +343,11 @@ def plot(results: dict[Job, Result], plan: dict[str, int], choices: Sequence[str
     figure, axes = plt.subplots(len(plan), 3, figsize=(13, 3.6 * len(plan)), layout="constrained", squeeze=False)
     for row, (workload, total_steps) in zip(axes, plan.items(), strict=True):
         case = WORKLOADS[workload]
-        for kind, color, label in (("S", "0.5", "fixed S"), ("E", "C0", "efficiency E")):
+        for kind, color, label in (
+            ("S", "0.5", "fixed S"),
+            ("E", "C0", "efficiency E"),
+            ("P", "C1", "goodput, price P"),
+        ):
             points = []
             for choice in choices:
                 mine = [
@@ -358,7 +368,7 @@ def plot(results: dict[Job, Result], plan: dict[str, int], choices: Sequence[str
             row[1].plot(steps, scores, "o-", color=color, ms=4)
             for x, y, name in zip(steps, examples, names, strict=True):
                 row[0].annotate(name, (x, y / base), fontsize=7, textcoords="offset points", xytext=(4, 3))
-        for number, choice in enumerate(c for c in choices if c[0] == "E"):
+        for number, choice in enumerate(c for c in choices if c[0] != "S"):
             first = next(
                 (
                     r
@@ -386,20 +396,27 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--efficiencies", type=float, nargs="+", default=[0.8, 0.6, 0.4])
     parser.add_argument(
+        "--prices",
+        type=float,
+        nargs="+",
+        default=[4, 16, 64],
+        help="of a step, in base batches; see the top of the file",
+    )
+    parser.add_argument(
         "--scales", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="1 to 8 or multiples of 8"
     )
     parser.add_argument("--seeds", type=int, default=5, help="how many (default: %(default)s)")
     parser.add_argument("--json", type=Path, default=Path("runs/autobatch.jsonl"), help="(default: %(default)s)")
     parser.add_argument("--page", type=Path, help="write the tables to this Markdown page, and the plot beside it")
     parser.add_argument("--report-only", action="store_true", help="run nothing; the tables of the runs in --json")
-    parser.add_argument("--smoke", action="store_true", help="one seed, S = 1 and 4, E = 0.6, 60 steps of the base run")
+    parser.add_argument("--smoke", action="store_true", help="one seed, S = 1 and 4, E = 0.6, P = 8, 60 base steps")
     args = parser.parse_args(argv)
     if args.seeds < 1:
         parser.error("--seeds must be at least 1")
     if any(s < 1 or s % min(s, 8) for s in args.scales):
         parser.error("--scales must be 1 to 8, or multiples of 8, so that all passes of a step are equal")
     if args.smoke:
-        args.seeds, args.scales, args.efficiencies = 1, [1, 4], [0.6]
+        args.seeds, args.scales, args.efficiencies, args.prices = 1, [1, 4], [0.6], [8]
     return args
 
 
@@ -407,7 +424,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     transfer.prepare_process()
     plan = {w: 60 if args.smoke else WORKLOADS[w].total_steps for w in args.workloads}
-    choices = [*(f"S={s}" for s in sorted(args.scales)), *(f"E={e:g}" for e in sorted(args.efficiencies, reverse=True))]
+    choices = [
+        *(f"S={s}" for s in sorted(args.scales)),
+        *(f"E={e:g}" for e in sorted(args.efficiencies, reverse=True)),
+        *(f"P={p:g}" for p in sorted(args.prices)),
+    ]
     jobs = [
         Job(workload, choice, seed, total)
         for seed in range(1, args.seeds + 1)

@@ -188,7 +188,7 @@ def test_the_batch_that_follows_is_run_and_goes_on_where_it_was(tmp_path: Path) 
     assert run.returncode == 0, run.stderr
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(row["job"]["workload"], row["job"]["choice"]) for row in rows] == [
-        (workload, choice) for workload in ("mnist1d", "tabular") for choice in ("S=1", "S=4", "E=0.6")
+        (workload, choice) for workload in ("mnist1d", "tabular") for choice in ("S=1", "S=4", "E=0.6", "P=8")
     ]
     base, four, chosen = (row["result"] for row in rows[:3])
     assert (base["steps"], base["examples"]) == (60, 60 * 32)
