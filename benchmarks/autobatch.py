@@ -281,6 +281,8 @@ def against(
         there = [r for r in fixed if r is not None]
         if len(there) < len(scales):
             continue
+        # A fixed scale that takes more steps and more examples than another is no choice: the noise of two seeds may do that.
+        there = [r for r in there if not any(o.steps <= r.steps and o.examples < r.examples for o in there)]
         at = math.log(own.steps)
         logs = [math.log(r.steps) for r in there]
         outside += not min(logs) <= at <= max(logs)

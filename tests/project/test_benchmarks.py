@@ -214,6 +214,12 @@ def test_efficiencies_are_compared_at_as_many_steps_seed_by_seed(autobatch: Any)
         job = autobatch.Job("mnist1d", "E=0.6", seed, 100)
         results[job] = autobatch.Result(score, 50, examples, [], [], 0.0, "")
     case = autobatch.WORKLOADS["mnist1d"]
+    for seed in (1, 2):  # S = 8 takes more steps than S = 4, for more examples, which nobody would choose
+        wasted = autobatch.Result(0.1, 40, 9000, [], [], 0.0, "")
+        results[autobatch.Job("mnist1d", "S=8", seed, 100)] = wasted
+    assert autobatch.against(case, results, "mnist1d", 100, "E=0.6", [1, 4, 8]) == autobatch.against(
+        case, results, "mnist1d", 100, "E=0.6", [1, 4]
+    )
     found = autobatch.against(case, results, "mnist1d", 100, "E=0.6", [1, 4])
     assert (found.steps, found.examples, found.outside) == (50, 1250, 0)
     assert found.saved == pytest.approx(0.375)  # a quarter and a half
