@@ -68,7 +68,7 @@ def prepare(
     if accelerator.distributed_type not in _PLAIN:
         raise ValueError(
             f"Accelerate's {accelerator.distributed_type} is not supported: each worker must hold the whole model. Use "
-            "plain data parallelism (accelerate launch --multi_gpu, or --cpu), or ray_adascale.Run with AdaScaleConfig(sharding=...)."
+            "plain data parallelism (accelerate launch --multi_gpu, or --cpu), or ray_adascale.Run with its own sharding."
         )
     batch = getattr(dataloader, "batch_size", None) or getattr(dataloader.batch_sampler, "batch_size", None)
     if batch is not None and accelerator.split_batches:

@@ -86,6 +86,7 @@ def attach(
         total_steps=total_steps,
         base_batch_size=plan.base_batch_size,
     )
+    schedule.plan = plan
     base = schedule.base_schedule
     if recipe is not None:
         check_recipe(recipe, base)

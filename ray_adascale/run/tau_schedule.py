@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from ..config import BatchPlan
 from ..optim.adascale import AdaScale
 from .schedule import BaseSchedule, EffectiveSchedule, SchedulerUnit
 
@@ -68,6 +69,8 @@ class TauSchedule(LRScheduler):
             optimizer, made, unit=unit, base_steps_per_epoch=base_steps_per_epoch, total_steps=total_steps
         )
         self.base_lrs = list(self._schedule.lrs)
+        self.plan: BatchPlan | None = None
+        """How a step's batch is made up, where :func:`ray_adascale.attach` was told."""
         self._step_count = 0
         self._advance()
         ref = weakref.ref(self)

@@ -27,6 +27,7 @@ from .problem import (
 )
 
 pytest.importorskip("accelerate")
+ADAPTER = "ray_adascale.integrations.accelerate"
 
 
 @contextlib.contextmanager
@@ -84,28 +85,28 @@ def both(total_steps: int, accumulation: int, examples: int) -> tuple[Notes, Not
 @pytest.mark.parametrize(
     "steps", [20, pytest.param(200, marks=pytest.mark.slow)]
 )  # 200 take a minute, for no other code
-def test_it_is_the_run_that_run_makes(pool: Any, steps: int) -> None:
+def test_it_is_the_run_that_run_makes(knowing: Any, steps: int) -> None:
     total_steps, accumulation = 4 * steps, 3
     examples = 10 * BATCH * accumulation * 2
-    for ours, theirs in pool(2).run(both, total_steps, accumulation, examples):
+    for ours, theirs in knowing(ADAPTER).run(both, total_steps, accumulation, examples):
         assert len(ours.gains) >= steps
         assert_same_run(ours, theirs)
         check_against_reference(ours, total_steps=total_steps, samples=6, passes=[3], workers=2, examples=examples)
 
 
-def test_the_last_step_of_an_epoch_has_the_passes_that_are_left(pool: Any) -> None:
+def test_the_last_step_of_an_epoch_has_the_passes_that_are_left(knowing: Any) -> None:
     # Ten passes of each worker an epoch, three a step: 3, 3, 3, 1.
     examples = 10 * BATCH * 2
-    for notes in pool(2).run(train, 60, 3, examples):
+    for notes in knowing(ADAPTER).run(train, 60, 3, examples):
         check_against_reference(notes, total_steps=60, samples=6, passes=[3, 3, 3, 1], workers=2, examples=examples)
         assert len(notes.gains) > 8
 
 
-def test_killed_and_resumed_by_its_own_checkpoint_it_is_the_same_to_the_bit(pool: Any, tmp_path: Path) -> None:
-    whole = pool(2).run(train, 60, 2, 8 * BATCH * 2)
+def test_killed_and_resumed_by_its_own_checkpoint_it_is_the_same_to_the_bit(knowing: Any, tmp_path: Path) -> None:
+    whole = knowing(ADAPTER).run(train, 60, 2, 8 * BATCH * 2)
     folder = str(tmp_path / "state")
-    first = pool(2).run(train, 60, 2, 8 * BATCH * 2, folder, 6)
-    rest = pool(2).run(train, 60, 2, 8 * BATCH * 2, folder, 6, True)
+    first = knowing(ADAPTER).run(train, 60, 2, 8 * BATCH * 2, folder, 6)
+    rest = knowing(ADAPTER).run(train, 60, 2, 8 * BATCH * 2, folder, 6, True)
     for a, b, c in zip(whole, first, rest, strict=True):
         assert len(b.gains) == 6
         assert b.gains + c.gains == a.gains
@@ -134,6 +135,6 @@ def refused(config: AdaScaleConfig, accumulation: int) -> str:
         ({"global_batch_size": 64}, "global_batch_size=..."),
     ],
 )
-def test_settings_that_say_otherwise_are_refused(pool: Any, more: dict[str, Any], message: str) -> None:
-    for found in pool(2).run(refused, settings(20, **more), 3):
+def test_settings_that_say_otherwise_are_refused(knowing: Any, more: dict[str, Any], message: str) -> None:
+    for found in knowing(ADAPTER).run(refused, settings(20, **more), 3):
         assert message in found
