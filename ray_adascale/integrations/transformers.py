@@ -74,7 +74,7 @@ class AdaScaleMixin(_Base):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.args: Any = copy.copy(self.args)  # type: ignore[has-type]  # what is changed of it is this trainer's alone
+        self.args: Any = copy.copy(self.args)  # what is changed of it is this trainer's alone
         self.schedule: TauSchedule | None = None
         self._recipe, self._trace, self._recorder = recipe, trace, recorder
         self._watch: StepWatch | None = None

@@ -42,7 +42,7 @@ def on_shards(config: dict[str, Any]) -> Workload:
         times[0] += 1
         return {"evaluation": float(times[0])}
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.get("lr", 0.1))
     return Workload(
         model=model,
         optimizer=optimizer,
@@ -105,7 +105,7 @@ class Sees(tune.Callback):
 
 def small(config: dict[str, Any]) -> Workload:
     x = torch.as_tensor(np.stack([row["x"] for row in rows()]))
-    return on_shards({"data": [{"x": a, "y": int(a[0] > 0)} for a in x]})
+    return on_shards({"data": [{"x": a, "y": int(a[0] > 0)} for a in x], "lr": config.get("lr", 0.1)})
 
 
 def test_callbacks_of_tune_see_the_trials_of_a_search(ray_session: Path, tmp_path: Path) -> None:
