@@ -10,7 +10,7 @@ DEMO ?= runs/demo
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(if $(TMPDIR),$(TMPDIR),/tmp)/ray_adascale-pycache
 
-.PHONY: setup demo test test-all test-oldest docs check format bench clean
+.PHONY: setup demo test test-all test-oldest test-clients-newest docs check format bench clean
 
 setup: $(STAMP)
 
@@ -36,6 +36,16 @@ test-all: $(STAMP)
 test-oldest:  ## everything but the slow tests on the oldest torch that is supported, in .venv-oldest
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=.ci/constraints-oldest.txt
 
+# Not part of CI: what breaks here breaks for users next week. Everything but these clients is as constrained.
+.ci/constraints-clients-newest.txt: .ci/constraints.txt
+	grep -v -E '^(accelerate|lightning|transformers)==' $< > $@
+
+test-clients-newest: .ci/constraints-clients-newest.txt  ## the clients' tests on the newest Lightning, transformers and Accelerate, in .venv-newest
+	rm -rf .venv-newest
+	$(MAKE) setup VENV=.venv-newest CONSTRAINTS=$<
+	.venv-newest/bin/pip list --disable-pip-version-check | grep -E '^(accelerate|lightning|transformers) '
+	.venv-newest/bin/python -m pytest -q tests/integrations
+
 docs: $(STAMP)  ## docs/api.md from the docstrings, the picture in docs/architecture.md from docs/house.py
 	$(BIN)/python docs/make_api.py
 	$(BIN)/python docs/house.py
@@ -53,4 +63,4 @@ bench: $(STAMP)  ## step-time overhead against DDP, in one interleaved run
 	$(BIN)/python benchmarks/overhead.py
 
 clean:
-	rm -rf $(VENV) .venv-oldest runs build dist *.egg-info
+	rm -rf $(VENV) .venv-oldest .venv-newest runs build dist *.egg-info

@@ -45,6 +45,13 @@ RAYS_FLOORS: list[list[Room]] = [
 TORCHS_FLOORS: list[list[Room]] = [
     [
         Room(
+            "integrations",
+            "what loops that others own are to be told: thin adapters, which load their library when used",
+            "accelerate transformers lightning client",
+        )
+    ],
+    [
+        Room(
             "analysis",
             "what a person reads of runs that were, and of one that is to come",
             "runs forecast throughput report plots describe tensorboard display",
@@ -54,7 +61,7 @@ TORCHS_FLOORS: list[list[Room]] = [
         Room(
             "run",
             "what happens at a step boundary of one worker's loop",
-            "loop schedule backend build due metrics trace saver snapshot failure time_left base_run",
+            "loop schedule tau_schedule attach backend build due metrics trace saver snapshot failure time_left base_run",
         ),
         Room("compat", "what loops written for AdaptDL and for FairScale see", "adaptdl fairscale"),
     ],

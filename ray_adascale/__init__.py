@@ -37,9 +37,11 @@ if TYPE_CHECKING:  # the same again, as type checkers read no tables
     from .optim.rules import UnscaledRule as UnscaledRule
     from .recipe import Recipe as Recipe
     from .recipe import RecipeError as RecipeError
+    from .run.attach import attach as attach
     from .run.backend import LocalBackend as LocalBackend
     from .run.base_run import record_recipe as record_recipe
     from .run.loop import Run as Run
+    from .run.tau_schedule import TauSchedule as TauSchedule
     from .run.trace import read_trace as read_trace
     from .search.tune import tune_recipe as tune_recipe
     from .sharding.oss import OSS as OSS
@@ -73,9 +75,11 @@ _NAMES = {
         "UnscaledRule",
     ],
     "recipe": ["Recipe", "RecipeError"],
+    "run.attach": ["attach"],
     "run.backend": ["LocalBackend"],
     "run.base_run": ["record_recipe"],
     "run.loop": ["Run"],
+    "run.tau_schedule": ["TauSchedule"],
     "run.trace": ["read_trace"],
     "search.tune": ["tune_recipe"],
     "sharding.oss": ["OSS", "register_elementwise"],

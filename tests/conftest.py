@@ -22,7 +22,7 @@ import torch
 from .pool import ProcessPool
 
 # What these modules assert is told as what tests assert.
-pytest.register_assert_rewrite("tests.samples_of", "tests.uneven", "tests.project.readme")
+pytest.register_assert_rewrite("tests.samples_of", "tests.uneven", "tests.project.readme", "tests.integrations.problem")
 
 torch.set_num_threads(1)
 

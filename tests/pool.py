@@ -64,6 +64,7 @@ def free_port() -> int:
 class ProcessPool:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
+        self.patience_s = _TIMEOUT_S
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
@@ -86,7 +87,7 @@ class ProcessPool:
         results: dict[int, Any] = {}
         while len(results) < self.world_size:
             pending = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in results}
-            ready = wait(list(pending), timeout=_TIMEOUT_S)
+            ready = wait(list(pending), timeout=self.patience_s)
             if not ready:
                 self.kill()
                 raise RankFailed(f"ranks {sorted(pending.values())} of {self.world_size} gave no answer: a hang?")

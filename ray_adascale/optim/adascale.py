@@ -177,7 +177,7 @@ class AdaScale(Optimizer):
             total_steps=total_steps,
         )
         # The last step, while the host does not know what became of it.
-        self._pending: tuple[HostCopy, Sample] | None = None
+        self._pending: tuple[HostCopy, Sample, float] | None = None  # S with them
         self._last = LastStep()
         self._warned_single_sample = False
         self._scale_follows = False
@@ -378,10 +378,10 @@ class AdaScale(Optimizer):
             gains = numbers[: averages.total.shape[1]].unbind()
             skippable_step(inner, ~sample.finite, lambda: self._step_with(gains))
             self._averages.keep(averages)
-            self._pending = HostCopy(torch.cat([sample.outcome(), numbers])), sample
+            self._pending = HostCopy(torch.cat([sample.outcome(), numbers])), sample, self._sampler.scale
         else:
             self._step_on_host(sample, averages)
-        self._sampler.begin_step()
+        self._sampler.end_step()
         if self._workers_open:
             self._sampler.after_first_step()
         return loss
@@ -417,7 +417,7 @@ class AdaScale(Optimizer):
         sample = self._sampler.finish()
         last, _ = sample.unpack(sample.outcome().tolist())
         self._leave_out(last)
-        self._sampler.begin_step()
+        self._sampler.end_step()
 
     def _leave_out(self, last: LastStep) -> None:
         self._sampler.previous = None
@@ -430,9 +430,9 @@ class AdaScale(Optimizer):
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        numbers, sample = pending
+        numbers, sample, scale = pending
         last, rest = sample.unpack(numbers.read())
-        known = self._averages.learn(self._averages.now, rest)
+        known = self._averages.learn(self._averages.now, rest, scale)
         if last.skipped:
             self._last = replace(self._last, skipped=True, rider=last.rider)
         else:
@@ -667,6 +667,7 @@ class AdaScale(Optimizer):
         self._require_boundary("set_scale")
         self._settle()
         self._meet_before_first_step()
+        self._sampler.be_whole()
         self._sampler.scale, self._scale_follows = float(scale), False
         self._sampler.previous = None  # gradients of batches of different size have different noise
         self._sampler.attach()
@@ -693,6 +694,7 @@ class AdaScale(Optimizer):
         self._require_boundary("set_num_gradients_to_accumulate")
         self._settle()
         self._meet_before_first_step()
+        self._sampler.be_whole()
         self._sampler.accumulation, self._sampler.open_ended = num_gradients_to_accumulate, None
         if update_smoothing:
             self._theta_passes = num_gradients_to_accumulate
@@ -700,6 +702,57 @@ class AdaScale(Optimizer):
         self._averages.follow_sampler()
         self._sampler.previous = None
         self._sampler.attach()
+
+    def expect_passes(self, passes: int, *, scale: float | None = None, loss_divided_by: int | None = None) -> None:
+        """Say that one optimizer step has fewer backward passes than declared, as the last of an epoch may.
+
+        That is the step under way, or at a step boundary the one that comes next; those after it have all passes again. S and
+        n are then those of the passes that are made, and the step counts for as much. The averages stay: σ² is per base batch.
+        Where n is 1 by this, the step adds nothing to them. All workers say the same.
+
+        Args:
+            passes: How many, at most ``num_gradients_to_accumulate``. To be said before the last of them begins.
+            scale: S of this step. Default: S · passes / num_gradients_to_accumulate. Where its last micro-batch is
+                smaller than the others: examples over all workers and passes / base batch size.
+            loss_divided_by: What the loss of each pass is divided by, where that is not ``passes``: some loops divide by
+                ``num_gradients_to_accumulate`` all the same. The gradient is then multiplied by the quotient, after the
+                last pass, so that it is a mean.
+
+        Raises:
+            ValueError: So many passes can't be those of this step.
+            RuntimeError: Accumulation is open-ended, and passes are counted anyway.
+        """
+        sampler = self._sampler
+        self._settle()
+        self._meet_before_first_step()
+        if sampler.open_ended is not None:
+            raise RuntimeError("Open-ended accumulation counts the passes of each step; leave expect_passes() out.")
+        declared, made = sampler.declared_passes, sampler.passes if sampler.sample is None else 0
+        if isinstance(passes, bool) or not isinstance(passes, int) or not made < passes <= declared:
+            raise ValueError(
+                f"Invalid {passes=}. This step may have {made + 1} to {declared} backward passes: {made} were made, and "
+                f"num_gradients_to_accumulate is {declared}. Say it before the last pass begins."
+            )
+        if loss_divided_by is not None and (loss_divided_by < 1 or not sampler.is_scaled_loss):
+            raise ValueError(f"Invalid {loss_divided_by=}. Must be at least 1, and needs is_scaled_loss=True.")
+        if scale is None:
+            scale = sampler.declared_scale * passes / declared
+        elif not (math.isfinite(scale) and scale > 0):
+            raise ValueError(f"Invalid {scale=}. Must be a positive number: examples of this step / base batch size.")
+        sampler.be_short(passes, float(scale), loss_divided_by)
+
+    @property
+    def ends_early(self) -> Callable[[], bool] | None:
+        """Asked as each pass begins, but for the declared last: whether it is the step's last. None: :meth:`expect_passes` says.
+
+        For a loop that others own, which divides the loss by ``num_gradients_to_accumulate`` in every step. S follows as
+        :meth:`expect_passes` has it.
+        """
+        return self._sampler.ends_early
+
+    @ends_early.setter
+    def ends_early(self, ends_early: Callable[[], bool] | None) -> None:
+        self._sampler.ends_early = ends_early
 
     def scale_grad_by_num_grads_to_accum(self) -> None:
         """Divide the accumulated gradients by the number of passes, where the loss was not (``is_scaled_loss=False``)."""

@@ -52,7 +52,7 @@ class Averages:
     Attributes:
         smoothing: θ of the moving average over steps.
         now: The averages. They are replaced and never changed in place.
-        num_samples: n of the steps in them. One gradient sample a step has another estimator than several.
+        num_samples: n of the steps in them but for shorter ones. One gradient sample a step has another estimator than several.
     """
 
     def __init__(
@@ -116,12 +116,12 @@ class Averages:
 
     def _for_step(self) -> Average:
         """What a step's sample goes into: empty averages if those so far are of the other estimator, n = 1 or more."""
-        same_estimator = (self.num_samples == 1) == (self._sampler.num_samples == 1)
+        same_estimator = (self.num_samples == 1) == (self._sampler.usual_samples == 1)
         return self.now if same_estimator else self._empty()
 
     def keep(self, averages: Average) -> None:
         """These are the averages from now on."""
-        self.now, self.num_samples = averages, self._sampler.num_samples
+        self.now, self.num_samples = averages, self._sampler.usual_samples
 
     def follow_sampler(self) -> None:
         """The sampler has another n now: start afresh where that is another estimator."""
@@ -160,12 +160,18 @@ class Averages:
             whole = whole.masked_fill(unknown.all(), 1.0).reshape(1)
         return torch.cat([each, whole, averages.value.reshape(-1)])
 
-    def learn(self, averages: Average, numbers: list[float]) -> Known:
-        """What these averages say, from their :meth:`numbers`, now on the host."""
+    def learn(self, averages: Average, numbers: list[float], scale: float | None = None) -> Known:
+        """What these averages say, from their :meth:`numbers`, now on the host.
+
+        Args:
+            averages: Of which the numbers are.
+            numbers: As :meth:`numbers` has them.
+            scale: S that they were taken at; default: the sampler's.
+        """
         count = averages.total.shape[1]
         gains, (gain, *values) = numbers[:count], numbers[count:]
         known = Known(gains, gain, values[:count], values[count:])
-        self._known = averages, self._sampler.scale, known
+        self._known = averages, self._sampler.scale if scale is None else scale, known
         return known
 
     def known(self, averages: Average) -> Known | None:
@@ -204,7 +210,7 @@ class Averages:
         self.check(state)
         device = self.now.total.device
         saved = Average(*(state[name].to(device, copy=True) for name in ("total", "weight", "count")))
-        was, now = int(state["num_samples"]), self._sampler.num_samples
+        was, now = int(state["num_samples"]), self._sampler.usual_samples
         if self._sampler.open_ended is not None:
             now = max(was, self._sampler.world_size)  # the next step may have as many as the last one had
         self.now, self.num_samples = (saved if (was == 1) == (now == 1) else self._empty()), now

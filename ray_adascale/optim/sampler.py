@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -128,6 +128,21 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class _Short:
+    """A step with fewer passes than declared.
+
+    Attributes:
+        accumulation: As declared, for the steps after it.
+        scale: S of those.
+        loss_divided_by: What the loss of each pass of this one is divided by; None: their number.
+    """
+
+    accumulation: int
+    scale: float
+    loss_divided_by: int | None
+
+
+@dataclass(frozen=True)
 class OpenEnded:
     """Open-ended accumulation: a step has as many backward passes as there were when one of them reduced gradients.
 
@@ -166,6 +181,8 @@ class GradientSampler:
             under way, and ``scale`` that of the last complete one.
         weights: w of this worker's gradient sample in each pass; None: all 1/n.
         rider: Returns 1-D numbers that are summed over workers in the same all-reduce; it is called once in each step.
+        ends_early: Is asked as each pass begins that is not the declared last whether the step ends with it, all the same, as
+            the last of an epoch may; None: passes are as declared.
         before_first_pass: Is called when the first backward pass begins, if ``world_size`` may not be known before, and sets it
             and ``scale``; None where it is known.
         observer: Takes the norms; None where there is nothing to measure.
@@ -199,21 +216,41 @@ class GradientSampler:
         self.open_ended: OpenEnded | None = None
         self.weights: Sequence[float] | None = None
         self.rider: Callable[[], Tensor] | None = None
+        self.ends_early: Callable[[], bool] | None = None
+        self._short: _Short | None = None
         self.before_first_pass: Callable[[], None] | None = None
         self.observer: GradientObserver | None = None
         self.previous: KeptGradient | None = None
         self._unhooked = False
+        self.passes = 0
+        self.sample: Sample | None = None
         self.begin_step()
 
     def __getstate__(self) -> dict[str, Any]:
         # Hooks and process groups belong to this process. Whoever unpickles it calls attach().
         own = {"observer": None, "_process_group": None, "_model": None, "rider": None, "before_first_pass": None}
+        own["ends_early"] = None
         return {**self.__dict__, **own}
 
     @property
     def num_samples(self) -> int:
         """n, gradient samples in one optimizer step."""
         return self.world_size * self.accumulation
+
+    @property
+    def usual_samples(self) -> int:
+        """n of the steps that are not shorter than declared."""
+        return self.world_size * self.declared_passes
+
+    @property
+    def declared_passes(self) -> int:
+        """Backward passes of such a step."""
+        return self.accumulation if self._short is None else self._short.accumulation
+
+    @property
+    def declared_scale(self) -> float:
+        """S of such a step."""
+        return self.scale if self._short is None else self._short.scale
 
     @property
     def at_boundary(self) -> bool:
@@ -341,15 +378,56 @@ class GradientSampler:
 
     # ---- the passes of a step ------------------------------------------------------------------------------------
 
+    def end_step(self) -> None:
+        """The step was taken, or is left out for good."""
+        self.be_whole()
+        self.begin_step()
+
     def begin_step(self) -> None:
         """Forget what was collected since the last step."""
+        if (
+            not self.at_boundary
+        ):  # what was said of a step that is yet to begin stays: gradients may be cleared before it
+            self.be_whole()
         self.passes = 0
         self._mean_sq_norm: Tensor | None = None  # A so far, this worker's part
         self._sent: tuple[Tensor, dist.Work | None] | None = None  # the all-reduce that is under way
-        self.sample: Sample | None = None
+        self.sample = None
         self._too_many = False
         if self.observer is not None:
             self.observer.last_pass = self.accumulation == 1
+
+    def be_short(self, passes: int, scale: float, loss_divided_by: int | None) -> None:
+        """Let the step under way, or the one that comes next, have fewer passes than declared; the steps after it have all.
+
+        Args:
+            passes: How many, more than were made.
+            scale: S of this step.
+            loss_divided_by: What the loss of each pass is divided by; None: their number.
+        """
+        if self.sample is not None:
+            self.begin_step()  # of a step that was never taken
+        usual = self._short or _Short(self.accumulation, self.scale, None)
+        divided_before, samples_before = self._loss_divided_by, self.num_samples
+        self._short = replace(usual, loss_divided_by=loss_divided_by)
+        self.accumulation, self.scale = passes, scale
+        if self._mean_sq_norm is not None:  # passes were made, as parts of a longer step
+            divided = self._loss_divided_by / divided_before
+            self._mean_sq_norm = self._mean_sq_norm * (divided**2 * samples_before / self.num_samples)
+        if self.observer is not None:
+            self.observer.last_pass = self.passes + 1 == passes
+
+    def be_whole(self) -> None:
+        """Let the next step have all declared passes."""
+        short, self._short = self._short, None
+        if short is not None:
+            self.accumulation, self.scale = short.accumulation, short.scale
+
+    @property
+    def _loss_divided_by(self) -> int:
+        if not self.is_scaled_loss:
+            return 1
+        return (self._short.loss_divided_by if self._short is not None else None) or self.accumulation
 
     @torch.no_grad()
     def on_begin(self, observer: GradientObserver) -> None:
@@ -360,6 +438,11 @@ class GradientSampler:
             # Gradients were cleared since, or this pass adds to those of a complete step.
             grads = observer.gradients_left(self.params)
             self._too_many = any(bool(take_norm(_local(grad.detach())) != 0) for grad in grads)
+        passes = 1 if self.sample is not None else self.passes + 1
+        if self.ends_early is not None and passes < self.accumulation and self.ends_early():
+            # The loss was divided by the number of passes that the loop meant to make.
+            divided = self._loss_divided_by if self.is_scaled_loss else None
+            self.be_short(passes, self.scale * passes / self.accumulation, divided)
 
     def _drop_sample(self) -> None:
         """Forget a complete step that was never taken: a GradScaler that found an overflow leaves step() out."""
@@ -379,7 +462,7 @@ class GradientSampler:
             n = self.num_samples
             weight = 1 / n if self.weights is None else self.weights[self.passes]
             # The loss, and so the gradient, carried c = n·w_i (and 1/passes, if scaled): w_i‖g_i‖² = w_i/c²·‖c·g_i‖².
-            c = n * weight / (self.accumulation if self.is_scaled_loss else 1)
+            c = n * weight / self._loss_divided_by
             part = observer.local_sq_norms() * (weight / c**2)
             self._mean_sq_norm = part if self._mean_sq_norm is None else self._mean_sq_norm + part
         self.passes += 1
@@ -405,6 +488,10 @@ class GradientSampler:
     def on_reduced(self, observer: GradientObserver) -> None:
         """The observer's word that reduced gradients are in place, if this was the step's last pass."""
         if self.passes == self.accumulation:
+            if self.is_scaled_loss and self._loss_divided_by != self.accumulation:
+                grads = self.step_gradients()
+                if grads:
+                    torch._foreach_mul_(grads, self._loss_divided_by / self.accumulation)
             self.sample = self._gather(observer)
             if self.open_ended is not None and self.accumulation > 1:
                 self.divide_gradients()
@@ -451,7 +538,8 @@ class GradientSampler:
 
     def _too_early(self, caller: str) -> RuntimeError:
         return RuntimeError(
-            f"{caller}() after {self.passes} of {self.accumulation} backward passes. Call it after the last one, or "
+            f"{caller}() after {self.passes} of {self.accumulation} backward passes. Call it after the last one. Where a step "
+            f"has fewer, as the last of an epoch may, say expect_passes({self.passes}) before its last pass; where all have, "
             "set_num_gradients_to_accumulate() first."
         )
 
@@ -504,6 +592,9 @@ class GradientSampler:
         if self.num_samples > 1:
             moments = gain_math.gradient_moments(a, c, scale=self.scale, count=self.num_samples)
             return Sample(torch.stack(moments), usable, finite, rider)
+        if self._short is not None:  # it can't be compared with the steps around it, whose batch is another
+            self.previous = None
+            return Sample(None, usable, finite, rider)
         if self.scale == 1:
             return Sample(None, usable, finite, rider)
         return self._differenced(unscale, usable, finite, rider)

@@ -23,7 +23,7 @@ from ..sharding.oss import OSS, has_state
 from ..sharding.sharded_ddp import ShardedDataParallel
 from .schedule import BaseSchedule, curve_difference, other_length
 
-__all__ = ["Wrapped", "check_built", "check_recipe", "check_rule", "check_schedule", "wrap"]
+__all__ = ["Wrapped", "adascale_of", "check_built", "check_recipe", "check_rule", "check_schedule", "wrap"]
 
 
 @dataclass(frozen=True)
@@ -156,12 +156,34 @@ def wrap(
         from ..optim.grad_scaler import ShardedGradScaler  # likewise
 
         scaler = ShardedGradScaler(device=device.type)
-    adascale = AdaScale(
+    adascale = adascale_of(
         optimizer,
+        config,
+        plan,
+        total_steps=total_steps,
+        grad_scaler=scaler,
         model=module if sharding == "fsdp2" else None,
+    )
+    return Wrapped(model, adascale, names, scaler, sharding)
+
+
+def adascale_of(
+    optimizer: Optimizer,
+    config: AdaScaleConfig,
+    plan: BatchPlan,
+    *,
+    total_steps: int,
+    grad_scaler: torch.amp.GradScaler | None,
+    model: nn.Module | None = None,
+) -> AdaScale:
+    """An optimizer under AdaScale as every run has it: one gain for all groups, averaged over effective time."""
+    rule = make_rule(config.rule)
+    return AdaScale(
+        optimizer,
+        model=model,
         world_size=plan.world_size,
         num_gradients_to_accumulate=plan.accumulation,
-        grad_scaler=scaler,
+        grad_scaler=grad_scaler,
         clip="averages",
         averaging_window=config.averaging_window,
         total_steps=total_steps,
@@ -169,9 +191,8 @@ def wrap(
         base_batch_size=plan.base_batch_size,
         batch_size=plan.global_batch_size,
         rule=rule,
-        precondition=adam_preconditioner(optimizer) if adam else None,
+        precondition=adam_preconditioner(optimizer) if metric_of(rule) == "adam" else None,
     )
-    return Wrapped(model, adascale, names, scaler, sharding)
 
 
 def _choose_sharding(config: AdaScaleConfig, workers: int, optimizer: Optimizer, *, adam: bool) -> str:

@@ -157,7 +157,8 @@ class EffectiveSchedule:
         if self._counts() != self._left_at:
             raise RuntimeError(
                 f"{type(self._scheduler).__name__}.step() was called beside the {self._calls} calls that τ has made, so the "
-                "learning rate falls twice as fast. Remove scheduler.step() from the loop: run.step() does it."
+                "learning rate falls twice as fast. Remove scheduler.step() from the loop: run.step() does it, or the "
+                "TauSchedule, which a loop of others' is to be given in its place."
             )
         self._replay(self.due(effective_steps))
 

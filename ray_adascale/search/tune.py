@@ -9,7 +9,7 @@ import time
 import uuid
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -61,6 +61,7 @@ def tune_recipe(
     storage_path: str | os.PathLike[str] | None = None,
     name: str | None = None,
     verbose: int = 1,
+    callbacks: Sequence[tune.Callback] = (),
 ) -> Recipe:
     """Search for hyperparameters at the base batch with Ray Tune; the best trial becomes the recipe.
 
@@ -122,6 +123,8 @@ def tune_recipe(
         storage_path: Where Tune keeps results; default ``~/ray_results``.
         name: Of the search, its folder under ``storage_path``; the same name goes on with it.
         verbose: 0 is silent; 1 prints a line about each finished trial to standard error.
+        callbacks: Tune's, which see each trial and its reports, repeats among them: ``ray.air.integrations.mlflow``'s
+            ``MLflowLoggerCallback``, or that of Weights & Biases. A search that goes on has those that it began with.
 
     Returns:
         The recipe, with ``hyperparameters`` the winning config.
@@ -150,6 +153,12 @@ def tune_recipe(
         max_concurrent_trials=max_concurrent_trials,
         probe_every=probe_every,
     )
+    for callback in callbacks:
+        if not isinstance(callback, tune.Callback):
+            raise ValueError(
+                f"Invalid callback of type {type(callback).__name__}. Must be a ray.tune.Callback, as those of "
+                "ray.air.integrations are; Ray Train's are for RunConfig(callbacks=...) of an AdaScaleTrainer."
+            )
     if name is None:
         name = f"recipe-{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
     quiet_init()
@@ -166,6 +175,7 @@ def tune_recipe(
         run_config=run_config,
         at_once=at_once,
         verbose=verbose > 0,
+        callbacks=tuple(callbacks),
         earlier=spec.started_before(f"{run_config.storage_path}/{name}"),
     )
     started = time.monotonic()
@@ -208,6 +218,7 @@ class _Search:
         run_config: Tune's, for the trials; the repeats have a folder of their own beside it.
         at_once: How many trials may run at once; None: as many as fit.
         verbose: Whether a line is printed about each trial that ends.
+        callbacks: The user's own, of Tune.
         earlier: Whether the search was started before.
     """
 
@@ -215,6 +226,7 @@ class _Search:
     run_config: tune.RunConfig
     at_once: int | None
     verbose: bool
+    callbacks: tuple[tune.Callback, ...]
     earlier: bool
 
     def run_trials(self) -> list[Finished]:
@@ -309,7 +321,7 @@ class _Search:
                     reuse_actors=self.spec.scaling_config is None,
                     **choices,
                 )
-                run_config = replace(run_config, stop=StopOnMistake(watch), callbacks=[watch])
+                run_config = replace(run_config, stop=StopOnMistake(watch), callbacks=[watch, *self.callbacks])
                 tuner = tune.Tuner(trainable, param_space=space, tune_config=tune_config, run_config=run_config)
             with _quiet_tune(), watch.noticing_ctrl_c(), watch.display or nullcontext():
                 tuner.fit()

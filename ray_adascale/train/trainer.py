@@ -26,7 +26,7 @@ from ..recipe import Recipe
 from ..run.failure import noted
 from ..run.loop import Run
 from ..run.snapshot import INTERRUPTED
-from ..workload import WorkloadFn
+from ..workload import Workload, WorkloadFn
 from .backend import RayTrainBackend
 from .board import News, Teller, make_board, telling
 from .cluster import WORKER_TIMEOUT_S, build_on_worker, is_local, lacking, portable, quiet_init
@@ -97,6 +97,7 @@ def _train_workload(job: dict[str, Any]) -> dict[str, Any]:
     config: AdaScaleConfig = job["config"]
     backend = RayTrainBackend()
     backend.kept_by = job["kept_by"]
+    backend.reports_evaluations = job["reports_evaluations"]
     with contextlib.ExitStack() as stack:
         if backend.rank == 0:
             backend.teller = Teller(job["board"])
@@ -105,6 +106,8 @@ def _train_workload(job: dict[str, Any]) -> dict[str, Any]:
         began = 0
         stack.enter_context(noted(lambda: None if run is None else (began, run.state.iterations)))
         workload = build_on_worker(job["workload"], job["hyperparameters"], config, backend.rank, job["recipe"])
+        if job["lengths"] is not None:
+            workload, config = _with_ray_data(workload, config, job["lengths"])
         run = Run.of(workload, config, recipe=job["recipe"], backend=backend)
         began = run.state.iterations
         backend.teller.running()
@@ -112,6 +115,32 @@ def _train_workload(job: dict[str, Any]) -> dict[str, Any]:
             run.backward(workload.loss_fn(run.model, batch))
             run.step()
         return run.summary()
+
+
+def _with_ray_data(
+    workload: Workload, config: AdaScaleConfig, lengths: Mapping[str, int | None]
+) -> tuple[Workload, AdaScaleConfig]:
+    """The workload with this worker's shard, unless it has a dataset of its own; and the length of an epoch, where known."""
+    if workload.train_dataset is None:
+        if "train" not in lengths:
+            raise ValueError(
+                f"The workload's train_dataset is None, and datasets= has no 'train' but {', '.join(map(repr, lengths))}. Name "
+                "it so, or have the workload take ray.train.get_dataset_shard(name) itself."
+            )
+        workload = replace(workload, train_dataset=ray.train.get_dataset_shard("train"))
+    known = lengths.get("train")
+    if config.dataset_length is None and known is not None and hasattr(workload.train_dataset, "iter_torch_batches"):
+        config = replace(config, dataset_length=known)
+    return workload, config
+
+
+def _known_length(dataset: Any) -> int | None:
+    """Rows of a Ray Data dataset that is computed already; counting another would compute it."""
+    from ray.data.dataset import (
+        MaterializedDataset,
+    )  # here, as it is slow to load, and whoever has a dataset has loaded it
+
+    return int(dataset.count()) if isinstance(dataset, MaterializedDataset) else None
 
 
 @PublicAPI(stability="alpha")
@@ -129,7 +158,13 @@ class AdaScaleTrainer(TorchTrainer):
             (such as a path), which must leave the LR curve as it is.
         config: How to run it. Default: ``AdaScaleConfig()`` with the recipe's numbers.
         scaling_config: Ray Train's. ``num_workers=(min, max)`` makes the run elastic.
-        run_config: Ray Train's. The same name and storage path resume a run.
+        run_config: Ray Train's. The same name and storage path resume a run. With ``callbacks`` (Ray Train's ``UserCallback``,
+            Tune's ``TuneReportCallback``) every evaluation is a report of its own, which they hear; Ray lets one pass in about
+            2 s. Without, an evaluation's metrics go along with the next report.
+        datasets: Ray Data's, by name, as for ``TorchTrainer``. The shard of "train" is the workload's ``train_dataset`` where
+            that is None; others are had by ``ray.train.get_dataset_shard(name)``. The length of an epoch is known where the
+            dataset is materialized; else give ``AdaScaleConfig(dataset_length=...)`` for ``total_epochs``.
+        dataset_config: Ray Train's, how datasets are split.
         torch_config: Ray Train's. Default: a worker that hangs fails the others after 300 s.
         progress: Show how far the run is while ``fit()`` waits: live on a terminal, else a line every few seconds.
         on_start: Called on the driver, in another thread, when the workers first enter their loop: all that could be
@@ -148,6 +183,8 @@ class AdaScaleTrainer(TorchTrainer):
         config: AdaScaleConfig | None = None,
         scaling_config: ray.train.ScalingConfig | None = None,
         run_config: ray.train.RunConfig | None = None,
+        datasets: Mapping[str, Any] | None = None,
+        dataset_config: ray.train.DataConfig | None = None,
         torch_config: ray.train.torch.TorchConfig | None = None,
         progress: bool = True,
         on_start: Callable[[], None] | None = None,
@@ -184,6 +221,8 @@ class AdaScaleTrainer(TorchTrainer):
             "config": config,
             "recipe": recipe,
             "board": None,
+            "reports_evaluations": bool(run_config.callbacks),
+            "lengths": None if datasets is None else {name: _known_length(data) for name, data in datasets.items()},
             "kept_by": getattr(getattr(run_config, "checkpoint_config", None), "checkpoint_score_attribute", None),
         }
         super().__init__(
@@ -192,6 +231,8 @@ class AdaScaleTrainer(TorchTrainer):
             scaling_config=scaling_config,
             run_config=replace(run_config, callbacks=[*(run_config.callbacks or []), self._restarts]),
             torch_config=torch_config or ray.train.torch.TorchConfig(timeout_s=WORKER_TIMEOUT_S),
+            datasets=None if datasets is None else dict(datasets),
+            dataset_config=dataset_config,
         )
 
     def fit(self) -> ray.train.Result:

@@ -13,9 +13,17 @@ from ray_adascale.optim.averages import Averages
 from ray_adascale.optim.sampler import Sample
 
 
+class StandIn(SimpleNamespace):
+    """Of a sampler whose steps all have the passes that were declared."""
+
+    @property
+    def usual_samples(self) -> int:
+        return self.num_samples
+
+
 def averages(*, groups: int = 1, num_samples: int = 2, scale: float = 4.0, **settings: Any) -> tuple[Averages, Any]:
     """Averages, and the stand-in for their sampler."""
-    sampler = SimpleNamespace(
+    sampler = StandIn(
         num_gains=groups, num_samples=num_samples, scale=scale, world_size=num_samples, open_ended=None, device="cpu"
     )
     fields = {"variance_floor": 0.0, "clip_samples": False, "debias": True, "window": None, "total_steps": None}

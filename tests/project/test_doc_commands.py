@@ -27,6 +27,7 @@ PAGES = [
     ),
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "examples").glob("*.py")),
+    *sorted((ROOT / "examples" / "clients").glob("*.py")),
     *sorted((ROOT / "examples" / "cluster").glob("*.yaml")),
     *sorted((ROOT / "benchmarks").glob("*.py")),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
 import importlib.util
@@ -245,6 +246,24 @@ def _numbers(said: str) -> list[tuple[float, ...]]:
         flags=re.MULTILINE,
     )
     return [tuple(map(float, row)) for row in found]
+
+
+@pytest.mark.parametrize("path", sorted((EXAMPLES / "clients").glob("*.py")), ids=lambda path: path.name)
+def test_the_clients_examples_fit_the_package(path: Path) -> None:
+    """Of loops that others own: what they take of us is there. Run by hand, as each needs its library and a minute."""
+    tree = ast.parse(path.read_text())
+    assert ast.get_docstring(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ray_adascale"):
+            library = {"lightning", "transformers", "accelerate"} & set((node.module or "").split("."))
+            for name in library:
+                pytest.importorskip(name)
+            module = importlib.import_module(node.module or "")
+            assert all(hasattr(module, alias.name) for alias in node.names)
+    shared = (EXAMPLES / "clients" / "digits_data.py").read_text()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "digits_data":
+            assert all(re.search(rf"^(def )?{alias.name}\b|, {alias.name} =", shared, re.M) for alias in node.names)
 
 
 def test_examples_say_how_they_are_called() -> None:

@@ -1,0 +1,117 @@
+"""What the examples of this folder share: scikit-learn's digits, a small net, and the command line.
+
+Each file is a loop that a library owns, with what AdaScale adds to it. At the base batch of 8, one process tries three learning
+rates and keeps the best one's recipe; two processes then run it at S = 8:
+
+    python examples/clients/with_accelerate.py base recipe.json
+    torchrun --nproc-per-node 2 examples/clients/with_accelerate.py scaled recipe.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from ray_adascale import AdaScale, AdaScaleConfig, Recipe, seed_everything
+from ray_adascale.integrations.client import RecipeRecorder
+
+BASE_BATCH, TOTAL_STEPS = 8, 1800
+PER_WORKER_BATCH = 32
+"""On two workers, S = 8."""
+
+Train = Callable[[float, AdaScaleConfig, "Recipe | None", "RecipeRecorder | None", str], tuple[nn.Module, AdaScale]]
+"""(learning rate, settings, recipe, recorder, folder) to the bare model that was trained, and its optimizer."""
+
+
+def batch_size() -> int:
+    """Examples of a pass on one worker: of the base batch where there is one."""
+    return BASE_BATCH if os.environ.get("WORLD_SIZE", "1") == "1" else PER_WORKER_BATCH
+
+
+def splits() -> tuple[TensorDataset, TensorDataset, TensorDataset]:
+    """1,797 images of 8×8 pixels: 1,200 to train on, 250 to choose the learning rate by, 347 for the comparison."""
+    images, labels = load_digits(return_X_y=True)
+    x = torch.as_tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16
+    y = torch.as_tensor(labels)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    parts = order[:1200], order[1200:1450], order[1450:]
+    train, search, test = (TensorDataset(x[part], y[part]) for part in parts)
+    return train, search, test
+
+
+def build(lr: float) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """Plain torch, exactly as at the base batch."""
+    model = nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(128, 10),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=TOTAL_STEPS)
+
+
+def accuracy(model: nn.Module, dataset: TensorDataset) -> float:
+    x, y = dataset.tensors
+    model.eval()
+    with torch.no_grad():
+        right: Tensor = model(x).argmax(1) == y
+    return right.float().mean().item()
+
+
+def loss_of(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def main(train: Train, loss_fn: Callable[[nn.Module, Any], Tensor] = loss_of) -> None:
+    parser = argparse.ArgumentParser(description="Digits at the base batch, or on two workers at S = 8.")
+    parser.add_argument("what", choices=["base", "scaled"])
+    parser.add_argument("recipe", help="a file: written by base, read by scaled")
+    parser.add_argument("--lrs", type=float, nargs="+", default=[0.01, 0.03, 0.1], help="to choose from")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of the comparison")
+    parser.add_argument("--folder", default="runs/clients", help="for traces (default: %(default)s)")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    _, search, test = splits()
+    if args.what == "base":
+        choose(train, loss_fn, args.lrs, search, args.folder).save(args.recipe)
+    recipe = Recipe.load(args.recipe)
+    scores = []
+    for seed in args.seeds:
+        seed_everything(seed)
+        name = f"{args.folder}/{args.what}-{seed}"
+        model, optimizer = train(recipe.hyperparameters["lr"], AdaScaleConfig(grad_clip=math.inf), recipe, None, name)
+        scores.append(accuracy(model, test))
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(
+                f"{args.what}, seed {seed}: accuracy {scores[-1]:.3f} in {optimizer.steps} optimizer steps for "
+                f"{optimizer.effective_steps:.0f} effective ones; so far {sum(scores) / len(scores):.3f} in the mean",
+                flush=True,
+            )
+
+
+def choose(train: Train, loss_fn: Any, lrs: list[float], search: TensorDataset, folder: str) -> Recipe:
+    """The base run with each learning rate; the recipe of the best."""
+    recipes = []
+    for lr in lrs:
+        seed_everything(0)
+        config = AdaScaleConfig(base_batch_size=BASE_BATCH, total_steps=TOTAL_STEPS, scheduler_unit="step")
+        recorder = RecipeRecorder(loss_fn)
+        model, _ = train(lr, config, None, recorder, f"{folder}/search-{lr:g}")
+        score = accuracy(model, search)
+        print(f"learning rate {lr:g}: accuracy {score:.3f} on the validation images", flush=True)
+        recipes.append(recorder.recipe({"lr": lr}, metric="accuracy", mode="max", score=score, workload=build))
+    return max(recipes, key=lambda recipe: recipe.score)

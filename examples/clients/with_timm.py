@@ -1,0 +1,76 @@
+"""Digits in a loop in timm's way: a schedule that is told the number of updates, and an epoch's last step of fewer passes.
+
+No adapter: ``attach`` takes timm's scheduler, and the loop says how many passes the last step has. How to call it:
+``digits_data.py``.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+from digits_data import PER_WORKER_BATCH, TOTAL_STEPS, batch_size, build, loss_of, main, splits
+from timm.scheduler.cosine_lr import CosineLRScheduler
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from ray_adascale import AdaScale, AdaScaleConfig, Recipe, attach
+from ray_adascale.integrations.client import RecipeRecorder, StepWatch, with_clients_batch
+
+
+def train(
+    lr: float, config: AdaScaleConfig, recipe: Recipe | None, recorder: RecipeRecorder | None, folder: str
+) -> tuple[nn.Module, AdaScale]:
+    workers = int(os.environ.get("WORLD_SIZE", "1"))
+    if workers > 1 and not dist.is_initialized():
+        dist.init_process_group("gloo")
+    accum_steps = 1 if batch_size() != PER_WORKER_BATCH else 2
+    examples = batch_size() // accum_steps
+    dataset = splits()[0]
+    sampler = DistributedSampler(dataset, num_replicas=workers, rank=dist.get_rank() if workers > 1 else 0)
+    loader = DataLoader(dataset, batch_size=examples, sampler=sampler, drop_last=True)
+    bare, sgd, _ = build(lr)
+    cosine = CosineLRScheduler(sgd, t_initial=TOTAL_STEPS, t_in_epochs=False)
+    model = DistributedDataParallel(bare) if workers > 1 else bare
+
+    config = with_clients_batch(
+        config, accumulation=(accum_steps, ""), per_worker_batch_size=(examples, ""), dataset=dataset
+    )
+    optimizer, lr_scheduler = attach(model, sgd, cosine, config, recipe)
+    watch = StepWatch(lr_scheduler, f"{folder}/trace.jsonl")
+    if recorder is not None:
+        recorder.begin(lr_scheduler, config)
+
+    epoch = num_updates = 0
+    last_accum_steps = len(loader) % accum_steps
+    last_batch_idx_to_accum = len(loader) - last_accum_steps
+    while not lr_scheduler.finished:
+        sampler.set_epoch(epoch)
+        epoch += 1
+        for batch_idx, batch in enumerate(loader):
+            need_update = batch_idx == len(loader) - 1 or (batch_idx + 1) % accum_steps == 0
+            passes = last_accum_steps if batch_idx >= last_batch_idx_to_accum else accum_steps
+            if batch_idx == last_batch_idx_to_accum and last_accum_steps:
+                optimizer.expect_passes(last_accum_steps)  # this line is ours
+            if recorder is not None:
+                recorder.before_step(bare, batch)
+            if isinstance(model, DistributedDataParallel):
+                model.require_backward_grad_sync = need_update
+            loss = loss_of(model, batch)
+            (loss / passes).backward()
+            if not need_update:
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+            num_updates += 1
+            lr_scheduler.step_update(num_updates=num_updates)
+            watch.note(loss=loss.item())
+            if lr_scheduler.finished:
+                break
+    watch.close()
+    return bare, optimizer
+
+
+if __name__ == "__main__":
+    main(train)

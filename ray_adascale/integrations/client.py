@@ -1,0 +1,248 @@
+"""What the adapters share: the client's batch in the settings, what is told of each step, and the recipe of a base run."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sized
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .._warn import warn_at_user
+from ..config import AdaScaleConfig
+from ..measure.probe import probe_noise
+from ..optim.adascale import AdaScale
+from ..recipe import NoiseProbe, Recipe
+from ..run.base_run import BaseResult, freeze, momentum_of
+from ..run.metrics import step_metrics
+from ..run.tau_schedule import TauSchedule
+from ..run.trace import Trace, read_trace
+
+__all__ = ["RecipeRecorder", "StepWatch", "with_clients_batch"]
+
+LOGGED = ("gain", "scale", "effective_steps", "noise_scale", "efficiency")
+"""What goes into a client's own log of a step."""
+
+
+def with_clients_batch(
+    config: AdaScaleConfig,
+    *,
+    accumulation: tuple[int, str],
+    per_worker_batch_size: tuple[int | None, str],
+    dataset: Any,
+) -> AdaScaleConfig:
+    """The settings with what the client knows of its batch.
+
+    Args:
+        config: As given by the user.
+        accumulation: Passes of a step, and where the client has them from.
+        per_worker_batch_size: Examples of a pass on one worker, None where the client can't say; and where from.
+        dataset: For the length of an epoch, where it has one and the settings don't.
+
+    Raises:
+        ValueError: The settings say otherwise.
+    """
+    (passes, their_passes), (batch, their_batch) = accumulation, per_worker_batch_size
+    if config.accumulation not in (1, passes):
+        raise ValueError(
+            f"Invalid AdaScaleConfig(accumulation={config.accumulation}): {their_passes} says {passes}. Leave it out."
+        )
+    mine = config.per_worker_batch_size
+    if mine is None and batch is None:
+        raise ValueError(
+            "AdaScaleConfig(per_worker_batch_size=...) is needed: the dataloader has no batch size of its own to take."
+        )
+    if mine is not None and batch is not None and mine != batch:
+        raise ValueError(
+            f"Invalid AdaScaleConfig(per_worker_batch_size={mine}): {their_batch} says {batch}. Leave it out."
+        )
+    length = config.dataset_length
+    if length is None and isinstance(dataset, Sized):
+        length = len(dataset)
+    return replace(config, accumulation=passes, per_worker_batch_size=batch or mine, dataset_length=length)
+
+
+class StepWatch:
+    """Watches the optimizer steps that a client takes: for its log, and for the trace that ``ray-adascale report`` reads.
+
+    Args:
+        schedule: From :func:`ray_adascale.attach`.
+        trace: The trace's file, written by rank 0; on resumption it is cut back to the step that the client goes on from.
+            None: none.
+
+    Attributes:
+        plan: How a step's batch is made up.
+    """
+
+    def __init__(self, schedule: TauSchedule, trace: str | Path | None = None) -> None:
+        assert isinstance(schedule.optimizer, AdaScale)
+        assert schedule.plan is not None
+        self._schedule, self._adascale, self.plan = schedule, schedule.optimizer, schedule.plan
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        self._path = None if trace is None or not first else Path(trace)
+        self._trace: Trace | None = None
+        self._row: dict[str, Any] | None = None
+        self._attempt = 0
+        self._progress: float | None = None
+        self._lr = schedule.get_last_lr()
+        self._examples, self._since = 0, time.monotonic()
+        self._adascale.register_step_pre_hook(lambda *_: self._before())
+        self._adascale.register_step_post_hook(lambda *_: self._after())
+
+    def metrics(self) -> dict[str, float]:
+        """The last step's gain, scale, τ, noise scale and efficiency. On a GPU it waits for that step."""
+        told = self._metrics()
+        return {key: told[key] for key in LOGGED}
+
+    def note(self, **metrics: Any) -> None:
+        """Add the client's own numbers (``loss``) to the row of the last step."""
+        if self._row is not None:
+            self._row.update(metrics)
+
+    def close(self) -> None:
+        """The run has ended, or ends here for now."""
+        self._write()
+        if self._trace is not None:
+            self._trace.close()
+            self._trace = None
+
+    def _metrics(self) -> dict[str, Any]:
+        seconds = time.monotonic() - self._since
+        return step_metrics(
+            self._adascale,
+            self.plan,
+            loss=math.nan,
+            lr=float(self._lr[0]),
+            progress=self._adascale.effective_steps if self._progress is None else self._progress,
+            examples_per_s=self._examples / seconds if seconds > 0 else math.nan,
+            probed=None,
+        )
+
+    def _before(self) -> None:
+        self._lr = self._schedule.get_last_lr()  # what the coming step is taken with, before the gain
+        self._write()
+
+    def _after(self) -> None:
+        self._examples += self.plan.global_batch_size
+        if self._path is None or self._adascale.last_step_skipped:
+            return
+        step = self._adascale.steps
+        self._open(step)
+        # Under another rule than AdaScale's the clock is not Σ r, which is then known of this start alone.
+        self._progress = (
+            self._adascale.effective_steps if self._progress is None else self._progress + self._adascale.last_gain
+        )
+        row = {"step": step, "attempt": self._attempt, "position": step * self.plan.global_batch_size}
+        self._row = {**row, **self._metrics()}
+
+    def _open(self, step: int) -> None:
+        if self._trace is not None or self._path is None:
+            return
+        rows = read_trace(self._path) if self._path.exists() else []
+        if rows:
+            self._attempt = 1 + max(int(row.get("attempt", 0)) for row in rows)
+            self._path.unlink()
+        self._trace = Trace(self._path, keep=40_000)
+        for row in rows:
+            if row["step"] < step:  # steps that were taken since the checkpoint are taken again
+                self._trace.append(row)
+
+    def _write(self) -> None:
+        row, self._row = self._row, None
+        if self._trace is not None and row is not None:
+            self._trace.append(row)
+            self._trace.flush()
+
+
+class RecipeRecorder:
+    """Records the recipe of a base run that a client makes: one worker at the base batch, and noise probed as it goes.
+
+    A probe spends one more forward and backward pass over the batch, in halves, and leaves everything as it was: the run is
+    the same to the bit as without.
+
+    Args:
+        loss_fn: ``loss_fn(model, batch)``, the mean loss over the batch's examples, of the bare model.
+        probe_every: Optimizer steps between two probes.
+    """
+
+    def __init__(self, loss_fn: Callable[[nn.Module, Any], Tensor], probe_every: int = 20) -> None:
+        if isinstance(probe_every, bool) or not isinstance(probe_every, int) or probe_every < 1:
+            raise ValueError(f"Invalid {probe_every=}. Must be an integer of at least 1.")
+        self._loss_fn, self._probe_every = loss_fn, probe_every
+        self._noise: list[NoiseProbe] = []
+        self._schedule: TauSchedule | None = None
+        self._config: AdaScaleConfig | None = None
+        self._momentum: float | None = None
+        self._started = time.monotonic()
+
+    def begin(self, schedule: TauSchedule, config: AdaScaleConfig) -> None:
+        """The adapter's: the run that is recorded.
+
+        Raises:
+            ValueError: It is no base run.
+        """
+        plan = schedule.plan
+        assert plan is not None
+        if plan.scale != 1 or plan.num_samples != 1:
+            raise ValueError(
+                f"A recipe is recorded of a base run, with one worker and one pass at the base batch; this one has scale "
+                f"{plan.scale:g}, {plan.world_size} workers and {plan.accumulation} passes."
+            )
+        self._schedule, self._config = schedule, config
+        self._momentum = momentum_of(schedule.optimizer)
+
+    def before_step(self, model: nn.Module, batch: Any) -> None:
+        """The adapter's, with each batch before it is trained on: probes it where that is due."""
+        assert self._schedule is not None
+        tau = self._schedule.effective_steps
+        if tau % self._probe_every or (self._noise and self._noise[-1].effective_steps >= tau):
+            return
+        trained = [p for group in self._schedule.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        probed = probe_noise(model, self._loss_fn, batch, parameters=trained)
+        if probed is None:
+            warn_at_user("The batch can't be cut in two, so its noise is not probed: the recipe will make no forecast.")
+        elif all(map(math.isfinite, probed)):
+            self._noise.append(NoiseProbe(effective_steps=tau, sigma2=probed[0], mu2=probed[1]))
+
+    def recipe(
+        self,
+        hyperparameters: Mapping[str, Any],
+        *,
+        metric: str,
+        mode: Literal["min", "max"],
+        score: float,
+        workload: Callable[..., Any] | type,
+    ) -> Recipe:
+        """The recipe, once the run has reached T.
+
+        Args:
+            hyperparameters: What optimizer and schedule were built from, JSON values.
+            metric: What the run is judged by.
+            mode: Whether that is to be small or large.
+            score: Its value at the end.
+            workload: The function or class that builds the model, for its name.
+
+        Raises:
+            ValueError: The run has not ended.
+        """
+        if self._schedule is None or self._config is None or not self._schedule.finished:
+            tau = 0.0 if self._schedule is None else self._schedule.effective_steps
+            raise ValueError(f"The base run has not reached its total steps: it is at effective step {tau:g}.")
+        return freeze(
+            BaseResult(
+                metric=metric,
+                mode=mode,
+                score=float(score),
+                schedule=self._schedule.base_schedule,
+                noise=self._noise,
+                momentum=self._momentum,
+            ),
+            workload=workload,
+            hyperparameters=hyperparameters,
+            config=self._config,
+            search={"search_alg": None, "wall_s": time.monotonic() - self._started},
+        )

@@ -1,0 +1,227 @@
+"""Hugging Face's Trainer with AdaScale: a mixin of the Trainer, since passes and tokens are known to nobody else."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback
+
+from .._warn import warn_at_user
+from ..config import AdaScaleConfig
+from ..optim.adascale import AdaScale
+from ..recipe import Recipe
+from ..run.attach import attach
+from ..run.tau_schedule import TauSchedule
+from .client import RecipeRecorder, StepWatch, with_clients_batch
+
+__all__ = ["AdaScaleMixin", "AdaScaleTrainer"]
+
+_Base: Any = Trainer if TYPE_CHECKING else object
+
+
+class _Stop(TrainerCallback):
+    """Ends training when τ has reached T, and says so where it ended before."""
+
+    def __init__(self, trainer: AdaScaleMixin) -> None:
+        self._trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._trainer.step_has_ended()
+        if self._trainer.schedule is not None and self._trainer.schedule.finished:
+            control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._trainer.training_has_ended()
+
+
+class AdaScaleMixin(_Base):
+    """For a subclass of ``transformers.Trainer``; :class:`AdaScaleTrainer` is the plain one with it.
+
+    Training ends at τ ≥ T, which takes at most T optimizer steps: ``max_steps`` is set to T where the arguments leave it, and
+    ``num_train_epochs`` counts for nothing. A scheduler that the Trainer makes by itself is made for T steps. Where the loss is
+    normalised over the tokens of a step (``num_items_in_batch``), each gradient sample has the weight of its tokens. The last
+    step of an epoch counts for the passes that it has. Gain, scale and τ go into each log.
+
+    Args:
+        *args: The Trainer's. ``optimizers=(optimizer, scheduler)`` are bare; or ``args.optim="sgd"``.
+        adascale: Settings, see :func:`ray_adascale.attach`. Batch size, passes and length of the dataset are the Trainer's.
+        recipe: The outcome of a search, or of a base run that was recorded with this class.
+        trace: A file for the trace that ``ray-adascale report`` reads, written by rank 0.
+        recorder: Records the recipe of this run, which is then a base run.
+        **kwargs: The Trainer's.
+
+    Attributes:
+        schedule: The :class:`ray_adascale.TauSchedule`, once training has begun.
+
+    Raises:
+        ValueError: A setting can't work, or the model ignores ``num_items_in_batch`` (at the first step).
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        adascale: AdaScaleConfig,
+        recipe: Recipe | None = None,
+        trace: str | Path | None = None,
+        recorder: RecipeRecorder | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.args: Any = copy.copy(self.args)  # what is changed of it is this trainer's alone
+        self.schedule: TauSchedule | None = None
+        self._recipe, self._trace, self._recorder = recipe, trace, recorder
+        self._watch: StepWatch | None = None
+        self._normalises: bool | None = None
+        self._losses: list[Tensor] = []  # of the step under way
+        if self.args.n_gpu > 1:
+            raise ValueError(
+                f"The Trainer would use DataParallel on {self.args.n_gpu} GPUs in one process. Start one process a GPU "
+                "(torchrun, accelerate launch), or hide the others (CUDA_VISIBLE_DEVICES)."
+            )
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            raise ValueError(
+                "DeepSpeed and FSDP under the Trainer are not supported: each worker must hold the whole model. Train with "
+                "DistributedDataParallel, or with ray_adascale.Run and its own sharding."
+            )
+        config = with_clients_batch(
+            adascale,
+            accumulation=(self.args.gradient_accumulation_steps, "TrainingArguments(gradient_accumulation_steps=...)"),
+            per_worker_batch_size=(
+                self.args.per_device_train_batch_size,
+                "TrainingArguments(per_device_train_batch_size=...)",
+            ),
+            dataset=self.train_dataset,
+        )
+        precision = "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else config.precision
+        clip = self.args.max_grad_norm or math.inf
+        self._config = replace(config, precision=precision, grad_clip=config.grad_clip or clip)
+        known = self._config.with_recipe(recipe)
+        length, base = known.dataset_length, known.base_batch_size
+        self._total_steps = known.resolve_total_steps(None if length is None or base is None else length / base)
+        if self.args.max_steps <= 0:
+            self.args.max_steps = self._total_steps
+        self.add_callback(_Stop(self))
+
+    # ---- optimizer and schedule ----------------------------------------------------------------------------------
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Makes the Trainer's own, unless one was given, and puts AdaScale over it."""
+        if self.schedule is not None:
+            return self.optimizer  # type: ignore[has-type]
+        optimizer = super().create_optimizer() if model is None else super().create_optimizer(model)
+        scheduler = super().create_scheduler(num_training_steps=self._total_steps, optimizer=optimizer)
+        self._created_lr_scheduler = False  # a second train() goes on with it
+        adascale, schedule = attach(
+            self.model, optimizer, scheduler, self._config, self._recipe, grad_scaler=self.accelerator.scaler
+        )
+        self.optimizer, self.lr_scheduler, self.schedule = adascale, schedule, schedule
+        self._watch = StepWatch(schedule, self._trace)
+        if self._recorder is not None:
+            self._recorder.begin(schedule, self._config.with_recipe(self._recipe))
+        return adascale
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The schedule, which was made with the optimizer, for T steps."""
+        return self.lr_scheduler
+
+    @property
+    def _adascale(self) -> AdaScale:
+        assert self.schedule is not None
+        assert isinstance(self.schedule.optimizer, AdaScale)
+        return self.schedule.optimizer
+
+    # ---- a step --------------------------------------------------------------------------------------------------
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
+        """A step's batches, as the Trainer takes them; and from them its passes and their weights."""
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if not batches:
+            return batches, items
+        if len(batches) < self.args.gradient_accumulation_steps:
+            self._adascale.expect_passes(len(batches))
+        self._adascale.sample_weights = None if items is None else self._token_weights(batches, items, device)
+        return batches, items
+
+    def _token_weights(self, batches: list[Any], items: Any, device: Any) -> list[float]:
+        """w of each pass: its tokens over those of all passes and workers, or as the Trainer has them add up otherwise."""
+        over_workers, self.args.average_tokens_across_devices = self.args.average_tokens_across_devices, False
+        taken = super().get_batch_samples
+        try:  # as the Trainer counts, but without the sum over workers
+            counts = [taken(iter([batch]), 1, device)[1] for batch in batches]
+        finally:
+            self.args.average_tokens_across_devices = over_workers
+        total = float(items) * (1 if over_workers else self.accelerator.num_processes)
+        numbers = torch.stack([torch.as_tensor(count, device=device) for count in counts]).double()
+        return (numbers / max(total, 1.0)).tolist()
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """One pass, the Trainer's own."""
+        if self._normalises is None and num_items_in_batch is not None:
+            self._check_normalises(model, inputs, num_items_in_batch)
+        if self._recorder is not None:
+            self._recorder.before_step(self.model.train(), self._prepare_inputs(inputs))
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._losses.append(loss)
+        return loss
+
+    def _check_normalises(self, model: nn.Module, inputs: dict[str, Any], items: Any) -> None:
+        """Whether the loss is divided by the number of items, as the Trainer believes; all workers together."""
+        workers, passes = self.accelerator.num_processes, self.args.gradient_accumulation_steps
+        self._normalises = True
+        if workers * passes == 1:
+            return
+        training = model.training
+        model.eval()
+        try:
+            with torch.no_grad(), self.compute_loss_context_manager():
+                given = self._prepare_inputs(inputs)
+                one, other = (
+                    float(self.compute_loss(model, {**given}, num_items_in_batch=n)) for n in (items, 2 * items)
+                )
+        finally:
+            model.train(training)
+        if abs(one - other) <= 1e-3 * abs(one):
+            factor = passes * (workers if self.args.average_tokens_across_devices else 1)
+            raise ValueError(
+                f"{type(self.model).__name__} takes num_items_in_batch and ignores it: its loss is a mean over each pass, which "
+                "the Trainer takes for a sum over the step's tokens divided by their number. Its gradient would be "
+                f"{factor} times too large ({workers} workers × {passes} passes). Set accepts_loss_kwargs = False on the model "
+                "before the Trainer is made, and the Trainer averages the passes by itself; or have the model divide by "
+                "num_items_in_batch."
+            )
+
+    # ---- what is told --------------------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """The Trainer's log, with gain, scale, τ, noise scale and efficiency where it tells of a training step."""
+        if self._watch is not None and "loss" in logs:
+            logs.update(self._watch.metrics())
+        super().log(logs, *args, **kwargs)
+
+    def step_has_ended(self) -> None:
+        """Writes this worker's loss of the step into the trace, if there is one."""
+        losses, self._losses = self._losses, []
+        if self._watch is not None and self._trace is not None and losses:
+            self._watch.note(loss=float(torch.stack(losses).sum()))
+
+    def training_has_ended(self) -> None:
+        """Closes the trace, and warns where the run ended before T."""
+        if self._watch is not None:
+            self._watch.close()
+        schedule = self.schedule
+        if schedule is not None and not schedule.finished and self.is_world_process_zero():
+            warn_at_user(
+                f"Training ended at effective step {schedule.effective_steps:.0f} of {self._total_steps}, before the schedule's "
+                f"end: max_steps={self.args.max_steps}, or somebody stopped it. Leave max_steps out, or resume."
+            )
+
+
+class AdaScaleTrainer(AdaScaleMixin, Trainer):
+    """``transformers.Trainer`` with :class:`AdaScaleMixin`, whose arguments it takes with its own."""

@@ -1,0 +1,130 @@
+"""attach: AdaScale and its schedule for a loop that others own, checked against the recipe."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+
+from .._torch import is_dtensor
+from .._warn import warn_at_user
+from ..config import AdaScaleConfig
+from ..optim.adascale import AdaScale
+from ..recipe import Recipe
+from ..sharding.sharded_ddp import ShardedDataParallel
+from .build import adascale_of, check_built, check_recipe, check_rule, check_schedule
+from .tau_schedule import TauSchedule
+
+__all__ = ["attach"]
+
+
+def attach(
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: Any,
+    config: AdaScaleConfig,
+    recipe: Recipe | None = None,
+    *,
+    grad_scaler: torch.amp.GradScaler | None = None,
+) -> tuple[AdaScale, TauSchedule]:
+    """AdaScale and its schedule for a training loop that others own, checked as :class:`ray_adascale.Run` checks its own.
+
+    Call it in each process, after ``init_process_group``; then hand the two to the loop in the places of the optimizer and
+    of the scheduler. The loop wraps the model (``DistributedDataParallel``), steps and saves; it ends when the schedule is
+    :attr:`~TauSchedule.finished`, at τ ≥ T::
+
+        optimizer, schedule = attach(model, optimizer, scheduler, AdaScaleConfig(base_batch_size=32, ...), recipe)
+        while not schedule.finished: ...
+
+    What Run does and this can't: the order of examples, unequal micro-batches (:attr:`AdaScale.sample_weights`), steps with
+    fewer passes (:meth:`AdaScale.expect_passes`) and resumption are the loop's.
+
+    Args:
+        model: The model, bare or in DistributedDataParallel.
+        optimizer: One, bare, with the LRs of the base batch.
+        scheduler: On it, fresh: one of torch's or timm's, or None.
+        config: ``base_batch_size``, ``per_worker_batch_size`` and ``accumulation`` say how large the loop's batch is: S and n
+            follow from them and the number of workers. ``total_steps``, or ``total_epochs`` with ``dataset_length``, is T.
+            ``rule``, ``averaging_window`` and ``scheduler_unit`` are as everywhere; ``precision`` and ``grad_clip`` say what
+            the loop does, to be compared with the recipe. Nothing else of it is used.
+        recipe: The outcome of a search, whose base batch, T and LR curve these must be.
+        grad_scaler: What the loop scales the loss with, in fp16.
+
+    Raises:
+        ValueError: A setting, or what was built, can't work; the message says which and what to do.
+        RuntimeError: There are several processes, and no process group yet.
+    """
+    config = config.with_recipe(recipe)
+    workers = _workers()
+    bare = model.module if isinstance(model, DistributedDataParallel) else model
+    _check_model(bare)
+    check_built(bare, optimizer, config)
+    if config.sharding not in ("auto", "none"):
+        raise ValueError(
+            f"Invalid AdaScaleConfig(sharding={config.sharding!r}): the loop that owns the model decides how it is sharded. "
+            "Leave it out; sharding by this package needs ray_adascale.Run."
+        )
+    if config.global_batch_size is not None or config.elastic:
+        raise ValueError(
+            "AdaScaleConfig(global_batch_size=..., elastic=...) need a loop that cuts its batches by them: ray_adascale.Run. "
+            "Give per_worker_batch_size and accumulation as the loop has them."
+        )
+    plan = config.plan(workers)
+    per_epoch = None if config.dataset_length is None else config.dataset_length / plan.base_batch_size
+    total_steps = config.resolve_total_steps(per_epoch)
+    adascale = adascale_of(optimizer, config, plan, total_steps=total_steps, grad_scaler=grad_scaler)
+    schedule = TauSchedule(
+        adascale,
+        scheduler,
+        config.scheduler_unit if scheduler is not None else None,
+        base_steps_per_epoch=per_epoch,
+        total_steps=total_steps,
+        base_batch_size=plan.base_batch_size,
+    )
+    schedule.plan = plan
+    base = schedule.base_schedule
+    if recipe is not None:
+        check_recipe(recipe, base)
+    check_rule(config, base.lr_curve)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        for advice in check_schedule(scheduler, base):
+            warn_at_user(advice)
+    return adascale, schedule
+
+
+def _workers() -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    # Not a setting, but what torchrun and the like leave behind: the loop has workers, and nobody could sum over them yet.
+    announced = os.environ.get("WORLD_SIZE", "1")
+    if announced.isdigit() and int(announced) > 1:
+        raise RuntimeError(
+            f"There are {announced} processes (WORLD_SIZE) and no process group yet, so S and n would be those of one worker. "
+            "Call attach() after init_process_group(): after Accelerator(), in Lightning's on_fit_start, or use the adapters of "
+            "ray_adascale.integrations."
+        )
+    return 1
+
+
+def _check_model(model: nn.Module) -> None:
+    if isinstance(model, DataParallel | ShardedDataParallel):
+        raise ValueError(
+            f"Invalid model: in {type(model).__name__}. Pass it bare, or in torch.nn.parallel.DistributedDataParallel."
+        )
+    # By name, as loading FSDP takes half a second.
+    if any(type(part).__name__ == "FullyShardedDataParallel" for part in model.modules()):
+        raise ValueError(
+            "The model is in FullyShardedDataParallel (FSDP1), whose flat parameters AdaScale can't measure. Use "
+            "DistributedDataParallel, or ray_adascale.Run with AdaScaleConfig(sharding='fsdp2')."
+        )
+    if any(is_dtensor(p) for p in model.parameters()):
+        raise ValueError(
+            "The model's parameters are DTensors (fully_shard, or tensor parallelism). attach() is for models that each worker "
+            "holds whole. With fully_shard: ray_adascale.Run with AdaScaleConfig(sharding='fsdp2'), or "
+            "AdaScale(optimizer, model=model) and TauSchedule by hand."
+        )

@@ -1,0 +1,140 @@
+"""A loop around an Accelerator, two workers: against Run, against the reference, and through its own checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+from ray_adascale import AdaScaleConfig
+
+from .problem import (
+    BATCH,
+    Notes,
+    as_if_by_torchrun,
+    assert_same_run,
+    by_run,
+    check_against_reference,
+    dataset,
+    loss_of,
+    make,
+    settings,
+)
+
+pytest.importorskip("accelerate")
+ADAPTER = "ray_adascale.integrations.accelerate"
+
+
+@contextlib.contextmanager
+def accelerator(**kwargs: Any) -> Iterator[Any]:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    with as_if_by_torchrun():
+        try:
+            yield Accelerator(cpu=True, **kwargs)
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+
+
+def train(
+    total_steps: int, accumulation: int, examples: int, folder: str | None = None, save_at: int = 0, load: bool = False
+) -> Notes:
+    """One rank's part of a loop as Accelerate's users write it; maybe stopped after some steps, maybe resumed."""
+    from ray_adascale.integrations.accelerate import prepare
+
+    with accelerator(gradient_accumulation_steps=accumulation) as acc:
+        model, optimizer, scheduler = make(total_steps)
+        loader: Any = DataLoader(dataset(examples), batch_size=BATCH)
+        bare = model
+        model, optimizer, loader, schedule = prepare(acc, model, optimizer, loader, scheduler, settings(total_steps))
+        assert acc.num_processes == 2
+        notes = Notes().of(schedule.optimizer, bare)
+        skip = 0
+        if load:
+            assert folder is not None
+            acc.load_state(folder)
+            skip = save_at * accumulation % math.ceil(examples / BATCH / 2)
+        while not schedule.finished:
+            batches = acc.skip_first_batches(loader, skip) if skip else loader
+            skip = 0
+            for batch in batches:
+                with acc.accumulate(model):
+                    acc.backward(loss_of(model, batch))
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
+                if schedule.finished:
+                    break
+                if save_at and not load and acc.sync_gradients and len(notes.gains) == save_at:
+                    acc.save_state(folder)
+                    return notes
+        return notes
+
+
+def both(total_steps: int, accumulation: int, examples: int) -> tuple[Notes, Notes]:
+    return train(total_steps, accumulation, examples), by_run(total_steps, accumulation, examples)
+
+
+@pytest.mark.parametrize(
+    "steps", [20, pytest.param(200, marks=pytest.mark.slow)]
+)  # 200 take a minute, for no other code
+def test_it_is_the_run_that_run_makes(knowing: Any, steps: int) -> None:
+    total_steps, accumulation = 4 * steps, 3
+    examples = 10 * BATCH * accumulation * 2
+    for ours, theirs in knowing(ADAPTER).run(both, total_steps, accumulation, examples):
+        assert len(ours.gains) >= steps
+        assert_same_run(ours, theirs)
+        check_against_reference(ours, total_steps=total_steps, samples=6, passes=[3], workers=2, examples=examples)
+
+
+def test_the_last_step_of_an_epoch_has_the_passes_that_are_left(knowing: Any) -> None:
+    # Ten passes of each worker an epoch, three a step: 3, 3, 3, 1.
+    examples = 10 * BATCH * 2
+    for notes in knowing(ADAPTER).run(train, 60, 3, examples):
+        check_against_reference(notes, total_steps=60, samples=6, passes=[3, 3, 3, 1], workers=2, examples=examples)
+        assert len(notes.gains) > 8
+
+
+def test_killed_and_resumed_by_its_own_checkpoint_it_is_the_same_to_the_bit(knowing: Any, tmp_path: Path) -> None:
+    whole = knowing(ADAPTER).run(train, 60, 2, 8 * BATCH * 2)
+    folder = str(tmp_path / "state")
+    first = knowing(ADAPTER).run(train, 60, 2, 8 * BATCH * 2, folder, 6)
+    rest = knowing(ADAPTER).run(train, 60, 2, 8 * BATCH * 2, folder, 6, True)
+    for a, b, c in zip(whole, first, rest, strict=True):
+        assert len(b.gains) == 6
+        assert b.gains + c.gains == a.gains
+        assert b.lrs + c.lrs == a.lrs
+        assert (c.end == a.end).all()
+
+
+def refused(config: AdaScaleConfig, accumulation: int) -> str:
+    from ray_adascale.integrations.accelerate import prepare
+
+    with accelerator(gradient_accumulation_steps=accumulation) as acc:
+        model, optimizer, scheduler = make(20)
+        try:
+            prepare(acc, model, optimizer, DataLoader(dataset(80), batch_size=BATCH), scheduler, config)
+        except ValueError as e:
+            return str(e)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"accumulation": 2}, "accumulation=2): Accelerator(gradient_accumulation_steps=...) says 3"),
+        ({"per_worker_batch_size": 8}, "per_worker_batch_size=8): the dataloader's batch_size says 4"),
+        ({"sharding": "zero2"}, "sharding='zero2'"),
+        ({"global_batch_size": 64}, "global_batch_size=..."),
+    ],
+)
+def test_settings_that_say_otherwise_are_refused(knowing: Any, more: dict[str, Any], message: str) -> None:
+    for found in knowing(ADAPTER).run(refused, settings(20, **more), 3):
+        assert message in found

@@ -1,0 +1,282 @@
+"""Lightning, two workers under DDP: against Run, against the reference, through its own checkpoints; and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Subset
+
+from ray_adascale import AdaScaleConfig, read_trace
+
+from ..classifier import weights
+from .problem import (
+    BATCH,
+    LR,
+    Notes,
+    as_if_by_torchrun,
+    assert_same_run,
+    by_run,
+    check_against_reference,
+    dataset,
+    loss_of,
+    make,
+    settings,
+)
+
+pytest.importorskip("lightning")
+ADAPTER = "ray_adascale.integrations.lightning"
+
+
+def module(total_steps: int, manual: int = 0, **changes: Any) -> Any:
+    """A LightningModule of the small classifier; ``manual`` passes a step, if it is to step by itself."""
+    import lightning.pytorch as pl
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.optimizer, self.scheduler = make(total_steps)
+            self.automatic_optimization = not manual
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = loss_of(self.net, batch)
+            if manual:
+                optimizer, last = self.optimizers(), batch_idx % manual == manual - 1
+                with contextlib.nullcontext() if last else optimizer.toggle_model(sync_grad=False):
+                    self.manual_backward(loss / manual)
+                if last:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            scheduler = {"scheduler": self.scheduler, "interval": "step"}
+            return {"optimizer": self.optimizer, "lr_scheduler": scheduler} | changes
+
+    return Module()
+
+
+def data(examples: int) -> Any:
+    """This worker's share, in its order: Lightning's own sampler would shuffle."""
+    workers, rank = 1, 0
+    if torch.distributed.is_initialized():
+        workers, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    rows = torch.arange(examples).view(-1, workers, BATCH)[:, rank].flatten()
+    return DataLoader(Subset(dataset(examples), rows.tolist()), batch_size=BATCH)
+
+
+@contextlib.contextmanager
+def quiet() -> Any:
+    environment = as_if_by_torchrun() if torch.distributed.is_initialized() else contextlib.nullcontext()
+    with environment, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="lightning|torch")
+        warnings.filterwarnings("always", message="Training ended at effective step")
+        warnings.filterwarnings("ignore", message=".*(does not have many workers|isolated|TreeSpec).*")
+        yield
+
+
+def trainer(callbacks: list[Any], accumulation: int, **more: Any) -> Any:
+    import lightning.pytorch as pl
+
+    workers = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    made: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": workers,
+        "strategy": "ddp" if workers > 1 else "auto",
+        "max_epochs": -1,
+        "accumulate_grad_batches": accumulation,
+        "callbacks": callbacks,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+    }
+    return pl.Trainer(**made | more)
+
+
+class Noting:
+    """A callback that notes the steps; after AdaScale's own."""
+
+    def __new__(cls, adascale: Any, notes: Notes, save_at: int = 0, path: str = "") -> Any:
+        import lightning.pytorch as pl
+
+        class Callback(pl.Callback):
+            def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+                notes.of(adascale.schedule.optimizer, pl_module.net)
+
+            def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+                if save_at and len(notes.gains) == save_at:
+                    trainer.save_checkpoint(path)
+                    trainer.should_stop = True
+
+        return Callback()
+
+
+def train(
+    total_steps: int,
+    accumulation: int,
+    examples: int,
+    path: str = "",
+    save_at: int = 0,
+    resume: bool = False,
+    **more: Any,
+) -> tuple[Notes, dict[str, float]]:
+    from ray_adascale.integrations.lightning import AdaScaleCallback
+
+    manual = more.pop("manual", 0)
+    config = settings(total_steps, **({"accumulation": manual} if manual else {}))
+    adascale, notes = AdaScaleCallback(config, trace=more.pop("trace", None)), Notes()
+    with quiet():
+        made = trainer(
+            [adascale, Noting(adascale, notes, save_at, path), *more.pop("callbacks", [])], accumulation, **more
+        )
+        if save_at:
+            warnings.filterwarnings("ignore", message="Training ended at effective step")
+        made.fit(
+            module(total_steps, manual),
+            data(examples),
+            ckpt_path=path if resume else None,
+        )
+    return notes, {key: float(value) for key, value in made.logged_metrics.items()}
+
+
+def both(total_steps: int, accumulation: int, examples: int) -> tuple[Any, Notes]:
+    return train(total_steps, accumulation, examples), by_run(total_steps, accumulation, examples)
+
+
+@pytest.mark.parametrize("steps", [20, pytest.param(200, marks=pytest.mark.slow)])  # a minute, for no other code
+def test_it_is_the_run_that_run_makes(knowing: Any, steps: int) -> None:
+    total_steps, accumulation = 4 * steps, 3
+    examples = 10 * BATCH * accumulation * 2
+    for (ours, logged), theirs in knowing(ADAPTER).run(both, total_steps, accumulation, examples):
+        assert len(ours.gains) >= steps
+        assert_same_run(ours, theirs)
+        check_against_reference(ours, total_steps=total_steps, samples=6, passes=[3], workers=2, examples=examples)
+        assert logged["gain"] == pytest.approx(ours.gains[-1], rel=1e-6)  # float32, as Lightning logs
+        assert {"scale", "effective_steps", "noise_scale", "efficiency"} <= set(logged)
+
+
+def test_the_last_step_of_an_epoch_has_the_passes_that_are_left(knowing: Any, tmp_path: Path) -> None:
+    examples = 10 * BATCH * 2
+    trace = tmp_path / "trace.jsonl"
+    for notes, _ in knowing(ADAPTER).run(train, 60, 3, examples, trace=str(trace), gradient_clip_val=1e6):
+        check_against_reference(notes, total_steps=60, samples=6, passes=[3, 3, 3, 1], workers=2, examples=examples)
+    rows = read_trace(trace)
+    assert [row["gain"] for row in rows] == notes.gains
+    assert all(row["loss"] > 0 for row in rows)
+
+
+def test_manual_optimization_says_its_passes(knowing: Any) -> None:
+    examples = 8 * BATCH * 2
+    for notes, _ in knowing(ADAPTER).run(train, 40, 1, examples, manual=2):
+        check_against_reference(notes, total_steps=40, samples=4, passes=[2], workers=2, examples=examples)
+
+
+def test_killed_and_resumed_by_its_own_checkpoint_it_is_the_same_to_the_bit(knowing: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "some.ckpt")
+    # Four steps an epoch; Lightning resumes exactly at an epoch's end.
+    whole = knowing(ADAPTER).run(train, 60, 2, 8 * BATCH * 2)
+    first = knowing(ADAPTER).run(train, 60, 2, 8 * BATCH * 2, path, 8)
+    rest = knowing(ADAPTER).run(train, 60, 2, 8 * BATCH * 2, path, resume=True)
+    for (a, _), (b, _), (c, _) in zip(whole, first, rest, strict=True):
+        assert len(b.gains) == 8
+        assert b.gains + c.gains == a.gains
+        assert b.lrs + c.lrs == a.lrs
+        assert (c.end == a.end).all()
+
+
+def scheduled(total_steps: int, examples: int) -> Notes:
+    from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+    return train(total_steps, 1, examples, callbacks=[GradientAccumulationScheduler({0: 2, 2: 4})])[0]
+
+
+def test_an_accumulation_that_changes_between_epochs_is_followed(knowing: Any) -> None:
+    examples = 8 * BATCH * 2
+    for notes in knowing(ADAPTER).run(scheduled, 60, examples):
+        # Two epochs of four steps, and then such of two; one epoch of the pattern is all that the run sees of it.
+        passes = [2] * 8 + [4] * len(notes.gains)
+        check_against_reference(notes, total_steps=60, samples=8, passes=passes, workers=2, examples=examples)
+
+
+# ---- one process -----------------------------------------------------------------------------------------------------
+
+
+def fit(callback: Any, wanted: Any, accumulation: int = 2, **more: Any) -> Any:
+    with quiet():
+        made = trainer(callback if isinstance(callback, list) else [callback], accumulation, **more)
+        made.fit(wanted, data(80))
+    return made
+
+
+def test_bf16_measures_float32_gradients() -> None:
+    from ray_adascale.integrations.lightning import AdaScaleCallback
+
+    callback = AdaScaleCallback(settings(20))
+    fit([float_inputs(), callback], module(20).float(), precision="bf16-mixed")
+    assert callback.schedule is not None
+    assert callback.schedule.finished
+    assert 1 < callback.schedule.optimizer.gain() < 2  # type: ignore[attr-defined]
+
+
+def float_inputs() -> Any:
+    import lightning.pytorch as pl
+
+    class Cast(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            batch[0] = batch[0].float()
+
+    return Cast()
+
+
+def test_a_base_run_leaves_its_recipe_and_probing_changes_no_bit() -> None:
+    from ray_adascale.integrations.client import RecipeRecorder
+    from ray_adascale.integrations.lightning import AdaScaleCallback
+
+    ends = []
+    recorder = RecipeRecorder(lambda module, batch: loss_of(module.net, batch), probe_every=10)
+    for record in (recorder, None):
+        trained = module(30)
+        fit(AdaScaleCallback(settings(30), recorder=record), trained, accumulation=1)
+        ends.append(weights(trained))
+    assert torch.equal(*ends)
+    recipe = recorder.recipe({"lr": LR}, metric="loss", mode="min", score=0.5, workload=make)
+    assert [probe.effective_steps for probe in recipe.noise] == [0, 10, 20]
+    assert recipe.lr_curve[0][15] == pytest.approx(LR / 2)
+
+    fit(AdaScaleCallback(AdaScaleConfig(), recipe), module(30))
+    with pytest.raises(ValueError, match="The learning-rate curve is not the recipe's"):
+        fit(AdaScaleCallback(AdaScaleConfig(), recipe), module(31))
+    with pytest.raises(ValueError, match="this one has scale 2, 1 workers and 2 passes"):
+        fit(AdaScaleCallback(settings(30), recorder=recorder), module(30))
+
+
+def test_a_run_that_ends_too_early_is_warned_of() -> None:
+    from ray_adascale.integrations.lightning import AdaScaleCallback
+
+    with pytest.warns(UserWarning, match=r"ended at effective step \d+ of 1000.*max_epochs=1"):
+        fit(AdaScaleCallback(settings(1000)), module(1000), max_epochs=1)
+
+
+def test_what_it_cannot_be_right_with_is_refused() -> None:
+    from ray_adascale.integrations.lightning import AdaScaleCallback
+
+    two = module(10)
+    two.configure_optimizers = lambda: [two.optimizer, torch.optim.SGD(two.parameters(), lr=0.1)]
+    two.automatic_optimization = False
+    with pytest.raises(ValueError, match=r"2 optimizers\. Only one"):
+        fit(AdaScaleCallback(settings(10)), two, accumulation=1)
+    with pytest.raises(ValueError, match="ModelParallelStrategy is not supported"):
+        from lightning.pytorch.strategies import ModelParallelStrategy
+
+        from ray_adascale.integrations.lightning import _check
+
+        made = trainer([], 1)
+        made.strategy.__class__ = ModelParallelStrategy  # one of its own needs GPUs and processes
+        _check(made)

@@ -1,0 +1,271 @@
+"""Hugging Face's Trainer, two workers: against Run, against references with equal and with token weights, and resumed."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ray_adascale import read_trace
+
+from ..classifier import weights
+from ..reference import ReferenceAdaScale
+from .problem import (
+    BATCH,
+    LR,
+    Notes,
+    as_if_by_torchrun,
+    assert_same_run,
+    by_run,
+    check_against_reference,
+    dataset,
+    make,
+    settings,
+)
+
+pytest.importorskip("transformers")
+ADAPTER = "ray_adascale.integrations.transformers"
+
+
+class Classifier(nn.Module):
+    """The small classifier in the Trainer's shape: a mean loss in a dict, and no keyword for the number of items."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": F.cross_entropy(self.net(x), labels)}
+
+
+class Tokens(nn.Module):
+    """A loss over tokens, some of which are padding; normalised over all the step's tokens where it is told their number."""
+
+    def __init__(self, net: nn.Module, heeds: bool = True) -> None:
+        super().__init__()
+        self.net, self.heeds = net, heeds
+
+    def forward(self, x: Tensor, labels: Tensor, num_items_in_batch: Any = None, **_: Any) -> dict[str, Tensor]:
+        flat = self.net(x).flatten(0, 1), labels.flatten()
+        if num_items_in_batch is None or not self.heeds:
+            return {"loss": F.cross_entropy(*flat)}
+        return {"loss": F.cross_entropy(*flat, reduction="sum") / num_items_in_batch}
+
+
+def token_data(examples: int) -> list[dict[str, Tensor]]:
+    """Rows of five tokens, of which one to five count, so that passes differ by far in their number."""
+    x, y = dataset(5 * examples).tensors
+    length = torch.randint(1, 6, (examples,), generator=torch.Generator().manual_seed(3))
+    length[::BATCH] = torch.where(torch.arange(0, examples, BATCH) % (2 * BATCH) == 0, 5, 1)
+    x, y = x.view(examples, 5, 6), y.view(examples, 5).clone()
+    for row, n in enumerate(length.tolist()):
+        y[row, n:] = -100
+    return [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
+
+
+@contextlib.contextmanager
+def trainer(
+    model: nn.Module, data: Any, total_steps: int, accumulation: int, folder: str, **more: Any
+) -> Iterator[Any]:
+    from accelerate.state import AcceleratorState, GradientState
+    from transformers import TrainingArguments
+
+    from ray_adascale.integrations.transformers import AdaScaleTrainer
+
+    with as_if_by_torchrun(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"(transformers|accelerate|torch)\.")
+        warnings.filterwarnings("ignore", message=".*pin_memory.*")
+        arguments = {key: more.pop(key) for key in list(more) if key in TrainingArguments.__dataclass_fields__}
+        args = TrainingArguments(
+            output_dir=folder,
+            use_cpu=True,
+            per_device_train_batch_size=BATCH,
+            gradient_accumulation_steps=accumulation,
+            train_sampling_strategy="sequential",
+            max_grad_norm=0.0,
+            logging_steps=5,
+            report_to=[],
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            **{"save_strategy": "no", **arguments},
+        )
+        _, optimizer, scheduler = make(total_steps) if not more.get("optimizers") else (None, None, None)
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+        try:
+            yield AdaScaleTrainer(
+                model=model,
+                args=args,
+                train_dataset=data,
+                optimizers=(optimizer, scheduler),
+                adascale=settings(total_steps),
+                **more,
+            )
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+
+
+def noted(made: Any, model: nn.Module) -> Notes:
+    """Notes of the steps of a trainer that has yet to make its optimizer."""
+    made.create_optimizer()
+    return Notes().of(made.schedule.optimizer, model)
+
+
+def train(total_steps: int, accumulation: int, examples: int, folder: str, **more: Any) -> tuple[Notes, list[Any]]:
+    x, y = dataset(examples).tensors
+    model = Classifier(make(total_steps)[0])
+    data = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
+    resume = more.pop("resume", None)
+    with trainer(model, data, total_steps, accumulation, folder, **more) as made:
+        notes = noted(made, model)
+        made.train(resume_from_checkpoint=resume)
+        return notes, made.state.log_history
+
+
+def both(total_steps: int, accumulation: int, examples: int, folder: str) -> tuple[Any, Notes]:
+    return train(total_steps, accumulation, examples, folder), by_run(total_steps, accumulation, examples)
+
+
+@pytest.mark.parametrize("steps", [20, pytest.param(200, marks=pytest.mark.slow)])  # a minute, for no other code
+def test_it_is_the_run_that_run_makes(knowing: Any, tmp_path: Path, steps: int) -> None:
+    total_steps, accumulation = 4 * steps, 3
+    examples = 10 * BATCH * accumulation * 2
+    for (ours, log), theirs in knowing(ADAPTER).run(both, total_steps, accumulation, examples, str(tmp_path)):
+        assert len(ours.gains) >= steps
+        assert_same_run(ours, theirs)
+        check_against_reference(ours, total_steps=total_steps, samples=6, passes=[3], workers=2, examples=examples)
+        rows = [row for row in log if "loss" in row]
+        assert [row["gain"] for row in rows] == [ours.gains[row["step"] - 1] for row in rows]
+        assert {"scale", "effective_steps", "noise_scale", "efficiency", "learning_rate"} <= set(rows[0])
+
+
+def test_the_last_step_of_an_epoch_has_the_passes_that_are_left(knowing: Any, tmp_path: Path) -> None:
+    examples = 10 * BATCH * 2
+    trace = tmp_path / "trace.jsonl"
+    for notes, _ in knowing(ADAPTER).run(train, 60, 3, examples, str(tmp_path), trace=str(trace)):
+        check_against_reference(notes, total_steps=60, samples=6, passes=[3, 3, 3, 1], workers=2, examples=examples)
+    rows = read_trace(trace)
+    assert [row["gain"] for row in rows] == notes.gains
+    assert all(row["loss"] > 0 for row in rows)
+
+
+def test_killed_and_resumed_by_its_own_checkpoint_it_is_the_same_to_the_bit(knowing: Any, tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    kept = {"save_strategy": "steps", "save_steps": 6}
+    whole = knowing(ADAPTER).run(train, 60, 2, 8 * BATCH * 2, folder, **kept)
+    again = knowing(ADAPTER).run(train, 60, 2, 8 * BATCH * 2, folder, **kept, resume=f"{folder}/checkpoint-6")
+    for (a, _), (b, _) in zip(whole, again, strict=True):
+        assert a.gains[6:] == b.gains
+        assert a.lrs[6:] == b.lrs
+        assert (a.end == b.end).all()
+
+
+# ---- tokens ----------------------------------------------------------------------------------------------------------
+
+
+def on_tokens(total_steps: int, accumulation: int, examples: int, folder: str, **more: Any) -> Notes:
+    model = Tokens(make(total_steps)[0])
+    with trainer(model, token_data(examples), total_steps, accumulation, folder, **more) as made:
+        notes = noted(made, model)
+        made.train()
+        return notes
+
+
+@pytest.mark.parametrize("over_workers", [True, False])
+def test_unequal_tokens_weigh_the_gradient_samples(knowing: Any, tmp_path: Path, over_workers: bool) -> None:
+    total_steps, examples = 60, 10 * BATCH * 2
+    more = {"average_tokens_across_devices": over_workers}
+    data = token_data(examples)
+    for notes in knowing(ADAPTER).run(on_tokens, total_steps, 3, examples, str(tmp_path), **more):
+        model = Tokens(make(total_steps)[0])
+        reference = ReferenceAdaScale(
+            scale=6, n=6, single_gain=True, clip="averages", averaging="effective", window=0.05, total_steps=total_steps
+        )
+        position = 0
+        for step, before in enumerate(notes.weights):
+            passes = [3, 3, 3, 1][step % 4]
+            torch.nn.utils.vector_to_parameters(before, model.parameters())
+            gradients, counts = [], []
+            for i in range(2 * passes):
+                rows = [data[(position + BATCH * i + j) % examples] for j in range(BATCH)]
+                x, y = torch.stack([r["x"] for r in rows]), torch.stack([r["labels"] for r in rows])
+                model.zero_grad()
+                model(x, y)["loss"].backward()
+                gradients.append([torch.cat([p.grad.reshape(-1) for p in model.parameters()]).numpy()])
+                counts.append(int((y != -100).sum()))
+            position += 2 * passes * BATCH
+            if over_workers:
+                w = np.array(counts) / sum(counts)
+            else:  # each worker is divided by its own tokens, and workers count alike
+                own = [sum(counts[rank::2]) for rank in range(2)]
+                w = np.array([count / own[i % 2] / 2 for i, count in enumerate(counts)])
+            assert passes < 3 or w.max() > 1.2 * w.min()
+            reference.scale = reference.n = 2 * passes
+            expected = reference.step(gradients, weights=list(w))
+            assert notes.gains[step] == pytest.approx(expected.gain, rel=1e-6)
+            curve = LR * (1 + math.cos(math.pi * math.floor(notes.clocks[step]) / total_steps)) / 2
+            if step == 0:  # before momentum
+                after = before.numpy() - curve * expected.gain * expected.mean_gradient[0]
+                np.testing.assert_allclose(notes.weights[1].numpy(), after, rtol=1e-9, atol=1e-12)
+        assert notes.tau == pytest.approx(reference.effective_steps, rel=1e-9)
+
+
+def that_ignores(folder: str, told: bool) -> tuple[str, float]:
+    model = Tokens(make(20)[0], heeds=False)
+    if told:
+        model.accepts_loss_kwargs = False  # type: ignore[assignment]
+    with trainer(model, token_data(48), 20, 3, folder) as made:
+        notes = noted(made, model)
+        try:
+            made.train()
+        except ValueError as e:
+            return str(e), 0.0
+        return "", float((notes.weights[1] - notes.weights[0]).norm())
+
+
+def test_a_model_that_ignores_the_number_of_items_is_refused_with_what_helps(knowing: Any, tmp_path: Path) -> None:
+    for said, _ in knowing(ADAPTER).run(that_ignores, str(tmp_path), False):
+        assert "Tokens takes num_items_in_batch and ignores it" in said
+        assert "6 times too large (2 workers × 3 passes)" in said
+        assert "accepts_loss_kwargs = False" in said
+    for said, moved in knowing(ADAPTER).run(that_ignores, str(tmp_path), True):
+        assert said == ""
+        assert 0 < moved < 0.2
+
+
+# ---- base runs -------------------------------------------------------------------------------------------------------
+
+
+def record(folder: str, probing: bool) -> tuple[Any, Tensor]:
+    from ray_adascale.integrations.client import RecipeRecorder
+
+    x, y = dataset(80).tensors
+    model = Classifier(make(30)[0])
+    data = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
+    recorder = RecipeRecorder(lambda model, batch: model(**batch)["loss"], probe_every=10) if probing else None
+    with trainer(model, data, 30, 1, folder, recorder=recorder) as made:
+        made.train()
+        if recorder is None:
+            return None, weights(model)
+        return recorder.recipe({"lr": LR}, metric="loss", mode="min", score=0.5, workload=make), weights(model)
+
+
+def test_a_base_run_leaves_its_recipe_and_probing_changes_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "as_if_by_torchrun", contextlib.nullcontext)
+    recipe, ours = record(str(tmp_path), True)
+    _, plain = record(str(tmp_path), False)
+    assert torch.equal(ours, plain)
+    assert [probe.effective_steps for probe in recipe.noise] == [0, 10, 20]
+    assert (recipe.base_batch_size, recipe.total_steps, recipe.scheduler_unit) == (BATCH, 30, "step")
+    assert recipe.lr_curve[0][15] == pytest.approx(LR / 2)

@@ -1,0 +1,152 @@
+"""Steps with fewer backward passes than declared, as the last of an epoch, against the reference at their own S and n.
+
+All is float64, so a tolerance of 1e-12 (relative) is that of sums in another order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from ray_adascale import AdaScale
+
+from ..classifier import batches, make_model, ready, sample_gradient, weights
+from ..reference import ReferenceAdaScale
+
+WINDOW: dict[str, Any] = {"clip": "averages", "averaging_window": 0.05, "total_steps": 100, "single_gain": True}
+THEIRS: dict[str, Any] = {
+    "clip": "averages",
+    "averaging": "effective",
+    "window": 0.05,
+    "total_steps": 100,
+    "single_gain": True,
+}
+PASSES = [3, 3, 2, 3, 1, 3, 3, 2, 3, 3]  # of a step that declares 3
+
+
+def both(world_size: int = 1, rank: int = 0, declares: str = "before") -> tuple[list[float], list[float], float, float]:
+    """Gains and clocks of a loop with short steps, and of the reference that is told S and n of each; weights and theirs."""
+    model = make_model()
+    net: Any = DistributedDataParallel(model) if world_size > 1 else model
+    optimizer = AdaScale(
+        torch.optim.SGD(model.parameters(), lr=0.05), scale=1.5 * world_size, num_gradients_to_accumulate=3, **WINDOW
+    )
+    reference = ReferenceAdaScale(scale=1.5 * world_size, n=3 * world_size, **THEIRS)
+    data = iter(batches(sum(PASSES) * world_size, 4))
+    state = {"last": False}
+    if declares == "asked":
+        optimizer.ends_early = lambda: state["last"]
+    expected, gains = [], []
+    for passes in PASSES:
+        chunk = [[next(data) for _ in range(world_size)] for _ in range(passes)]
+        samples = [sample_gradient(model, batch, optimizer.param_groups) for row in chunk for batch in row]
+        reference.scale, reference.n = passes / 2 * world_size, passes * world_size
+        if reference.n == 1:  # nothing to learn from one: its gain is that of the averages at its scale
+            r = reference._gains(1)[1]
+            reference.effective_steps += r
+            reference.previous_gain = r
+            mean = samples[0]
+        else:
+            result = reference.step(samples)
+            r, mean = result.gain, result.mean_gradient
+        expected.append(r)
+        if declares == "before" and passes < 3:
+            optimizer.expect_passes(passes)
+            optimizer.zero_grad()
+        divided = passes if declares == "before" else 3
+        before = weights(model).clone()
+        for i, row in enumerate(chunk):
+            state["last"] = i == passes - 1
+            if declares == "late" and passes < 3 and i == passes - 1:
+                optimizer.expect_passes(passes, loss_divided_by=3)
+            if world_size > 1:
+                net.require_backward_grad_sync = i == passes - 1
+            x, y = row[rank]
+            (F.cross_entropy(net(x), y) / divided).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        gains.append(optimizer.last_gain)
+        np.testing.assert_allclose(
+            (before - weights(model)).numpy(), 0.05 * r * np.concatenate(mean), rtol=1e-9, atol=1e-15
+        )
+    assert world_size > 1 or min(gains) < 1 < max(
+        gains
+    )  # a lone pass of half a base batch counts less than a base step
+    return gains, expected, optimizer.effective_steps, reference.effective_steps
+
+
+@pytest.mark.parametrize("declares", ["before", "late", "asked"])
+def test_a_short_step_counts_for_the_passes_that_it_has(declares: str) -> None:
+    gains, expected, tau, reference = both(declares=declares)
+    assert gains == pytest.approx(expected, rel=1e-12)
+    assert tau == pytest.approx(reference, rel=1e-12)
+
+
+def two_workers(declares: str) -> Any:
+    import torch.distributed as dist
+
+    return both(2, dist.get_rank(), declares)
+
+
+@pytest.mark.parametrize("declares", ["before", "asked"])
+def test_a_short_step_of_two_workers_does_so_too(pool: Any, declares: str) -> None:
+    for gains, expected, tau, reference in pool(2).run(two_workers, declares):
+        assert gains == pytest.approx(expected, rel=1e-12)
+        assert tau == pytest.approx(reference, rel=1e-12)
+
+
+def test_the_step_after_a_short_one_is_whole_again_and_the_averages_stay() -> None:
+    model, optimizer = ready(scale=4.0, n=2)
+    for passes in (2, 1):
+        if passes == 1:
+            optimizer.expect_passes(1)
+            assert (optimizer.scale, optimizer.num_samples) == (2.0, 1)
+        for x, y in batches(passes, 4):
+            (F.cross_entropy(model(x), y) / passes).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if passes == 2:
+            learnt = optimizer.average_moments()
+    assert (optimizer.scale, optimizer.num_samples) == (4.0, 2)
+    assert optimizer.average_moments() == learnt
+
+
+def test_a_fused_optimizer_takes_short_steps_alike() -> None:
+    taken = []
+    for fused in (False, True):
+        model = make_model(torch.float32)
+        optimizer = AdaScale(
+            torch.optim.SGD(model.parameters(), lr=0.05, fused=fused), scale=4.0, num_gradients_to_accumulate=2
+        )
+        for k, (x, y) in enumerate(batches(9, 4, torch.float32)):
+            if k == 8:
+                optimizer.expect_passes(1)
+            (F.cross_entropy(model(x), y) / (1 if k == 8 else 2)).backward()
+            if k % 2 or k == 8:
+                optimizer.step()
+                optimizer.zero_grad()
+        taken.append((optimizer.last_gain, optimizer.effective_steps, optimizer.gain()))
+        assert optimizer.gain() != optimizer.last_gain  # of whole steps again
+    assert taken[0] == pytest.approx(taken[1], rel=1e-6)
+
+
+@pytest.mark.parametrize(("passes", "after"), [(0, 0), (4, 0), (1, 1), (2, 2)])
+def test_a_number_of_passes_that_cannot_be_is_refused(passes: int, after: int) -> None:
+    model, optimizer = ready(scale=4.0, n=3)
+    for x, y in batches(after, 4):
+        (F.cross_entropy(model(x), y) / 3).backward()
+    with pytest.raises(ValueError, match=rf"passes={passes}.*{after + 1} to 3"):
+        optimizer.expect_passes(passes)
+
+
+def test_a_step_that_comes_too_early_names_what_to_say() -> None:
+    model, optimizer = ready(scale=4.0, n=3)
+    for x, y in batches(2, 4):
+        (F.cross_entropy(model(x), y) / 3).backward()
+    with pytest.raises(RuntimeError, match=r"2 of 3 backward passes.*expect_passes\(2\)"):
+        optimizer.step()

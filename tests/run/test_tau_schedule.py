@@ -1,0 +1,195 @@
+"""TauSchedule: the base run's LR at ⌊τ⌋, however often it is stepped, for torch's schedulers and timm's shape of them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.optim import SGD
+from torch.optim import lr_scheduler as L
+
+from ray_adascale import AdaScale, TauSchedule
+
+from ..classifier import batches, make_model
+
+T = 40
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "cosine": lambda o: L.CosineAnnealingLR(o, T_max=T),
+    "onecycle": lambda o: L.OneCycleLR(o, max_lr=0.2, total_steps=T),
+    "lambda": lambda o: L.LambdaLR(o, lambda k: 1 / (1 + k)),
+    "sequence": lambda o: L.SequentialLR(
+        o, [L.LinearLR(o, 0.1, total_iters=5), L.CosineAnnealingLR(o, T_max=T - 5)], milestones=[5]
+    ),
+}
+
+
+class Timms:
+    """A schedule as timm has them: told the number of updates, or the epoch, and no method that counts."""
+
+    def __init__(self, optimizer: Any, t_in_epochs: bool = False) -> None:
+        self.optimizer, self.t_in_epochs = optimizer, t_in_epochs
+        self.base = [group["lr"] for group in optimizer.param_groups]
+        self._set(0)
+
+    def _set(self, t: int) -> None:
+        for group, lr in zip(self.optimizer.param_groups, self.base, strict=True):
+            group["lr"] = lr * (1 + math.cos(math.pi * t / T)) / 2
+
+    def step(self, epoch: int) -> None:
+        if self.t_in_epochs:
+            self._set(epoch)
+
+    def step_update(self, num_updates: int) -> None:
+        if not self.t_in_epochs:
+            self._set(num_updates)
+
+
+def made(make: Callable[[Any], Any] | None, **kwargs: Any) -> tuple[Any, AdaScale, TauSchedule]:
+    model = make_model()
+    inner = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = AdaScale(inner, scale=4.0, num_gradients_to_accumulate=2, single_gain=True)
+    scheduler = None if make is None else make(inner)
+    settings: dict[str, Any] = {"unit": "step", "total_steps": T, "base_batch_size": 2} | kwargs
+    return model, optimizer, TauSchedule(optimizer, scheduler, **settings)
+
+
+def base_curve(make: Callable[[Any], Any]) -> list[tuple[float, float]]:
+    """(LR, momentum) that a plain loop has at each of its T steps."""
+    inner = SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
+    scheduler = make(inner)
+    curve = []
+    for k in range(T):
+        curve.append((float(inner.param_groups[0]["lr"]), float(inner.param_groups[0]["momentum"])))
+        inner.step()
+        if k < T - 1:
+            scheduler.step() if isinstance(scheduler, L.LRScheduler) else scheduler.step_update(k + 1)
+    return curve
+
+
+def take(model: Any, optimizer: AdaScale, data: list[Any]) -> None:
+    for x, y in data:
+        (F.cross_entropy(model(x), y) / len(data)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("calls", [0, 1, 3])
+@pytest.mark.parametrize("name", [*SCHEDULERS, "timm"])
+def test_the_lr_is_the_base_curves_at_the_floor_of_tau(name: str, calls: int) -> None:
+    make = SCHEDULERS.get(name, Timms)
+    curve = base_curve(make)
+    model, optimizer, schedule = made(make)
+    data, steps = iter(batches(200, 4)), 0
+    while not schedule.finished:
+        assert optimizer.effective_steps < T
+        group, at = optimizer.param_groups[0], curve[int(optimizer.effective_steps)]
+        assert (group["lr"], group["momentum"]) == pytest.approx(at, rel=1e-12, abs=1e-15)
+        assert schedule.get_last_lr() == [group["lr"]]
+        take(model, optimizer, [next(data), next(data)])
+        for _ in range(calls):
+            schedule.step()
+        steps += 1
+    assert optimizer.effective_steps >= T
+    assert steps < T  # the clock went faster than the steps
+    for _ in range(3):  # and stays at its end, whatever comes after it
+        take(model, optimizer, [next(data), next(data)])
+        schedule.step()
+        assert schedule.get_last_lr()[0] == pytest.approx(curve[-1][0], rel=1e-12)
+
+
+def test_torch_and_clients_take_it_for_one_of_torchs() -> None:
+    _, optimizer, schedule = made(SCHEDULERS["cosine"])
+    assert isinstance(schedule, L.LRScheduler)
+    assert schedule.optimizer is optimizer
+    assert schedule.base_lrs == [0.1]
+    assert not hasattr(schedule, "total_steps")  # by which Accelerate knows OneCycleLR, and stops stepping it
+
+
+def test_epochs_of_the_base_run_are_counted_by_tau() -> None:
+    model, optimizer, schedule = made(lambda o: L.StepLR(o, 2, gamma=0.5), unit="epoch", base_steps_per_epoch=2.5)
+    for data in zip(*[iter(batches(24, 4))] * 2, strict=True):
+        take(model, optimizer, list(data))
+        epoch = int(int(optimizer.effective_steps) / 2.5)
+        assert schedule.last_epoch == min(epoch, 15)
+        assert schedule.get_last_lr() == [0.1 * 0.5 ** (min(epoch, 15) // 2)]
+
+
+@pytest.mark.parametrize("optimizer_first", [True, False])
+def test_saved_and_loaded_it_goes_on_to_the_bit(optimizer_first: bool) -> None:
+    def train(resume_at: int | None) -> list[float]:
+        model, optimizer, schedule = made(SCHEDULERS["sequence"])
+        lrs = []
+        for i, data in enumerate(zip(*[iter(batches(16, 4))] * 2, strict=True)):
+            if i == resume_at:
+                weights, *states = copy.deepcopy((model.state_dict(), optimizer.state_dict(), schedule.state_dict()))
+                model, optimizer, schedule = made(SCHEDULERS["sequence"])
+                model.load_state_dict(weights)
+                parts = list(zip((optimizer, schedule), states, strict=True))
+                for part, state in parts if optimizer_first else reversed(parts):
+                    part.load_state_dict(state)
+            take(model, optimizer, list(data))
+            lrs += schedule.get_last_lr()
+        return lrs
+
+    assert train(4) == train(None)
+
+
+def test_a_fused_optimizers_lr_follows_without_being_asked() -> None:
+    model = make_model(torch.float32)
+    inner = SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    optimizer = AdaScale(inner, scale=4.0, num_gradients_to_accumulate=2, single_gain=True)
+    schedule = TauSchedule(optimizer, L.CosineAnnealingLR(inner, T_max=T), "step", total_steps=T)
+    used: list[float] = []
+    inner.register_step_pre_hook(lambda o, *_: used.append(float(o.param_groups[0]["lr"])))
+    expected = []
+    for data in zip(*[iter(batches(12, 4, torch.float32))] * 2, strict=True):
+        take(model, optimizer, list(data))
+        expected.append(optimizer.lr_factor)  # r of this step; the LR before it was that of ⌊τ⌋ before it
+        schedule.step()
+    tau, curve = 0.0, base_curve(SCHEDULERS["cosine"])
+    for lr, r in zip(used, expected, strict=True):
+        assert lr == pytest.approx(curve[int(tau)][0] * r, rel=1e-6)
+        tau += r
+
+
+def test_whoever_steps_the_inner_scheduler_is_told() -> None:
+    model, optimizer, schedule = made(SCHEDULERS["cosine"])
+    data = batches(4, 4)
+    take(model, optimizer, data[:2])
+    schedule.scheduler.step()
+    with pytest.raises(RuntimeError, match=r"CosineAnnealingLR.step\(\) was called beside.*TauSchedule"):
+        take(model, optimizer, data[2:])
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "match"),
+    [
+        (lambda o: L.ReduceLROnPlateau(o), {}, "ReduceLROnPlateau is not supported"),
+        (SCHEDULERS["cosine"], {"unit": None}, "Missing unit"),
+        (lambda o: Timms(o, t_in_epochs=True), {}, "its unit is 'epoch'"),
+        (Timms, {"unit": "epoch", "base_steps_per_epoch": 3.0}, "its unit is 'step'"),
+    ],
+)
+def test_what_cannot_be_driven_is_refused(make: Any, settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        made(make, **settings)
+
+
+def test_an_optimizer_without_a_clock_is_refused() -> None:
+    inner = SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(ValueError, match="Invalid optimizer of type SGD"):
+        TauSchedule(inner, None)  # type: ignore[arg-type]
+
+
+def test_without_a_scheduler_it_tells_the_end_alone() -> None:
+    model, optimizer, schedule = made(None, unit=None, total_steps=3)
+    data = iter(batches(20, 4))
+    while not schedule.finished:
+        take(model, optimizer, [next(data), next(data)])
+    assert optimizer.effective_steps >= 3
+    assert schedule.get_last_lr() == [0.1]
