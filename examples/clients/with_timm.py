@@ -7,6 +7,7 @@ No adapter: ``attach`` takes timm's scheduler, and the loop says how many passes
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch.distributed as dist
 from digits_data import PER_WORKER_BATCH, TOTAL_STEPS, batch_size, build, loss_of, main, splits
@@ -28,7 +29,9 @@ def train(
     accum_steps = 1 if batch_size() != PER_WORKER_BATCH else 2
     examples = batch_size() // accum_steps
     dataset = splits()[0]
-    sampler = DistributedSampler(dataset, num_replicas=workers, rank=dist.get_rank() if workers > 1 else 0)
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        dataset, num_replicas=workers, rank=dist.get_rank() if workers > 1 else 0
+    )
     loader = DataLoader(dataset, batch_size=examples, sampler=sampler, drop_last=True)
     bare, sgd, _ = build(lr)
     cosine = CosineLRScheduler(sgd, t_initial=TOTAL_STEPS, t_in_epochs=False)

@@ -7,10 +7,11 @@ No adapter and no torchvision either: its reference scripts are files to copy, o
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch.distributed as dist
 from digits_data import BASE_BATCH, TOTAL_STEPS, batch_size, build, loss_of, main, splits
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.utils.data import DataLoader, DistributedSampler
@@ -24,7 +25,7 @@ WARMUP_EPOCHS = 1
 def train_one_epoch(
     model: nn.Module,
     optimizer: AdaScale,
-    loader: DataLoader[list[Tensor]],
+    loader: DataLoader[Any],
     schedule: TauSchedule,
     watch: StepWatch,
     recorder: RecipeRecorder | None,
@@ -49,8 +50,10 @@ def train(
     if workers > 1 and not dist.is_initialized():
         dist.init_process_group("gloo")
     dataset = splits()[0]
-    sampler = DistributedSampler(dataset, num_replicas=workers, rank=dist.get_rank() if workers > 1 else 0)
-    loader = DataLoader(dataset, batch_size=batch_size(), sampler=sampler, drop_last=True)
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        dataset, num_replicas=workers, rank=dist.get_rank() if workers > 1 else 0
+    )
+    loader: DataLoader[Any] = DataLoader(dataset, batch_size=batch_size(), sampler=sampler, drop_last=True)
     bare, sgd, _ = build(lr)
     epochs = TOTAL_STEPS * BASE_BATCH // len(dataset)
     main_scheduler = CosineAnnealingLR(sgd, T_max=epochs - WARMUP_EPOCHS)

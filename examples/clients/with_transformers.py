@@ -41,7 +41,7 @@ def train(
             disable_tqdm=True,
             remove_unused_columns=False,
         ),
-        train_dataset=[{"images": x, "labels": y} for x, y in splits()[0]],
+        train_dataset=[{"images": x, "labels": y} for x, y in zip(*splits()[0].tensors, strict=True)],
         optimizers=(optimizer, scheduler),
         adascale=config,
         recipe=recipe,

@@ -16,7 +16,7 @@ T, EXAMPLES = 60, 8 * BATCH * 2
 pytestmark = [
     pytest.mark.slow,  # half a minute each: two workers, which load the library
     pytest.mark.ray,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore::FutureWarning:ray.*"),
 ]
 
