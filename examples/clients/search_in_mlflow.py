@@ -3,7 +3,7 @@
     python examples/clients/search_in_mlflow.py            # needs: pip install mlflow
     mlflow ui --backend-store-uri sqlite:///runs/mlflow.db
 
-Weights & Biases goes the same way: ``ray.air.integrations.wandb.WandbLoggerCallback``. Tried with MLflow VERSION.
+Weights & Biases goes the same way: ``ray.air.integrations.wandb.WandbLoggerCallback``. Tried with MLflow 3.17.2.
 """
 
 from __future__ import annotations

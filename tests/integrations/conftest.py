@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,19 +10,18 @@ from ..pool import ProcessPool
 
 
 @pytest.fixture
-def knowing(pool: Callable[[int], ProcessPool]) -> Callable[[str], ProcessPool]:
+def knowing(pool: Callable[[int], ProcessPool]) -> Iterator[Callable[[str], ProcessPool]]:
     """``knowing(library).run(fn, *args)``: two gloo processes that have loaded the library, which may take half a minute."""
 
+    two = pool(2)
+    patience, two.patience_s = two.patience_s, 300.0
+
     def get(library: str) -> ProcessPool:
-        two = pool(2)
-        patience, two.patience_s = two.patience_s, 300.0
-        try:
-            assert all(two.run(load, library))
-        finally:
-            two.patience_s = patience
+        assert all(two.run(load, library))
         return two
 
-    return get
+    yield get
+    two.patience_s = patience
 
 
 def load(library: str) -> Any:

@@ -86,7 +86,7 @@ def both(total_steps: int, accumulation: int, examples: int) -> tuple[Notes, Not
     "steps", [20, pytest.param(200, marks=pytest.mark.slow)]
 )  # 200 take a minute, for no other code
 def test_it_is_the_run_that_run_makes(knowing: Any, steps: int) -> None:
-    total_steps, accumulation = 4 * steps, 3
+    total_steps, accumulation = 5 * steps, 3
     examples = 10 * BATCH * accumulation * 2
     for ours, theirs in knowing(ADAPTER).run(both, total_steps, accumulation, examples):
         assert len(ours.gains) >= steps

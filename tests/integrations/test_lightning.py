@@ -150,9 +150,10 @@ def both(total_steps: int, accumulation: int, examples: int) -> tuple[Any, Notes
     return train(total_steps, accumulation, examples), by_run(total_steps, accumulation, examples)
 
 
-@pytest.mark.parametrize("steps", [20, pytest.param(200, marks=pytest.mark.slow)])  # a minute, for no other code
+# 200 steps are slow: they take a minute, for no other code.
+@pytest.mark.parametrize("steps", [20, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_it_is_the_run_that_run_makes(knowing: Any, steps: int) -> None:
-    total_steps, accumulation = 4 * steps, 3
+    total_steps, accumulation = 5 * steps, 3
     examples = 10 * BATCH * accumulation * 2
     for (ours, logged), theirs in knowing(ADAPTER).run(both, total_steps, accumulation, examples):
         assert len(ours.gains) >= steps
