@@ -414,7 +414,7 @@ def test_lists_stay_lists_and_the_rest_of_a_group_is_left_alone() -> None:
     model = build()
 
     def new(k: int) -> SGD:
-        groups = [{"params": model.parameters(), "milestones": [k, 2 * k], "pair": (k, k), "hook": print}]
+        groups = [{"params": model.parameters(), "milestones": [k, 2 * k], "pair": (k, k), "hook": len}]
         return SGD(groups, lr=0.1)
 
     first = new(1)

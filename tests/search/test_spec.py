@@ -27,7 +27,7 @@ def spec(**changes: Any) -> SearchSpec:
     arguments = {
         name: parameter.default
         for name, parameter in inspect.signature(tune_recipe).parameters.items()
-        if name not in ("storage_path", "name", "verbose")
+        if name not in ("storage_path", "name", "callbacks", "verbose")
     }
     given = {"workload": regression, "param_space": {}, "base_batch_size": B0, "total_steps": T}
     return SearchSpec(**(arguments | given | changes))
