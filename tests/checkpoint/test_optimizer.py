@@ -426,7 +426,7 @@ def test_lists_stay_lists_and_the_rest_of_a_group_is_left_alone() -> None:
     load_hyperparameters(other, saved)
     assert other.param_groups[0]["milestones"] == [1, 2]
     assert other.param_groups[0]["pair"] == (1, 1)
-    assert other.param_groups[0]["hook"] is print
+    assert other.param_groups[0]["hook"] is len
     named = AdamW(model.named_parameters(), lr=0.1)
     before = list(named.param_groups[0]["param_names"])
     load_hyperparameters(named, json.loads(json.dumps(hyperparameters(named))))
