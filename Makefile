@@ -10,7 +10,7 @@ DEMO ?= runs/demo
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(if $(TMPDIR),$(TMPDIR),/tmp)/ray_adascale-pycache
 
-.PHONY: setup demo test test-all test-oldest test-clients-newest docs check format bench clean
+.PHONY: setup demo test test-ray test-others test-all test-oldest test-clients-newest docs check format bench clean
 
 setup: $(STAMP)
 
@@ -22,9 +22,14 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 demo: $(STAMP)  ## search at batch 8, then the same schedule on two workers, then the comparison table
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh $(DEMO)
 
-# Two at a time: those that start Ray, which mostly wait, in one process, and files of the others in both.
-test: $(STAMP)  ## everything but the slow tests
-	$(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadgroup
+test: $(STAMP)  ## everything but the slow tests: those that start Ray, which mostly wait, beside all others
+	$(MAKE) --jobs=2 --output-sync=target test-ray test-others
+
+test-ray: $(STAMP)
+	$(BIN)/python -m pytest -q -m "not slow and ray"
+
+test-others: $(STAMP)
+	$(BIN)/python -m pytest -q -m "not slow and not ray"
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -q

@@ -27,14 +27,6 @@ pytest.register_assert_rewrite("tests.samples_of", "tests.uneven", "tests.projec
 torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of two test processes one has all files that start Ray, which then is started once; files of others are never divided."""
-    rays = {item.path for item in items if item.get_closest_marker("ray") is not None}
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("ray" if item.path in rays else str(item.path)))
-    items.sort(key=lambda item: item.path not in rays)  # they take longest, so they begin
-
-
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Callable[[int], ProcessPool]]:
     """``pool(n).run(fn, *args)``: fn on n gloo processes, which live as long as the test session."""
