@@ -22,9 +22,13 @@ HEADER = """# API reference
 From the docstrings, by `make docs`. What `ray_adascale` itself exports stands under the module that it is from. The symbols are
 those of [concepts](concepts.md).
 """
-# For users too, by a path of its own: AdaptDL's.
+# For users too, by a path of its own: AdaptDL's, and the adapters, which are not loaded to know their names.
 ALSO = {
     "ray_adascale.scaling_rules": [n for n in scaling_rules.__all__ if callable(getattr(scaling_rules, n))],
+    "ray_adascale.integrations.accelerate": ["prepare"],
+    "ray_adascale.integrations.lightning": ["AdaScaleCallback"],
+    "ray_adascale.integrations.transformers": ["AdaScaleMixin", "AdaScaleTrainer"],
+    "ray_adascale.integrations.client": ["RecipeRecorder", "StepWatch", "with_clients_batch"],
 }
 # Rooms in a reader's order, and modules by name in each.
 ORDER = [
@@ -39,6 +43,7 @@ ORDER = [
     "optim",
     "sharding",
     "measure",
+    "integrations",
     "compat",
     "scaling_rules",
 ]

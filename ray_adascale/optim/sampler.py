@@ -385,9 +385,7 @@ class GradientSampler:
 
     def begin_step(self) -> None:
         """Forget what was collected since the last step."""
-        if (
-            not self.at_boundary
-        ):  # what was said of a step that is yet to begin stays: gradients may be cleared before it
+        if not self.at_boundary:  # what was said of a step yet to begin stays: gradients may be cleared before it
             self.be_whole()
         self.passes = 0
         self._mean_sq_norm: Tensor | None = None  # A so far, this worker's part

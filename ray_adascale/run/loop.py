@@ -191,9 +191,7 @@ class Run:
         self._fully_sharded = wrapped.sharding == "fsdp2"
         watch = weakref.WeakMethod(self._before_inner_step)
         optimizer.register_step_pre_hook(lambda *_: (hook := watch()) and hook())
-        rider = weakref.WeakMethod(
-            self._rider
-        )  # or a run that nobody needs any more would wait for the garbage collector
+        rider = weakref.WeakMethod(self._rider)  # or a run that nobody needs would wait for the garbage collector
         self.optimizer.rider = lambda: rider()()  # type: ignore[misc]
 
         self.state = LoopState()

@@ -136,9 +136,7 @@ def _with_ray_data(
 
 def _known_length(dataset: Any) -> int | None:
     """Rows of a Ray Data dataset that is computed already; counting another would compute it."""
-    from ray.data.dataset import (
-        MaterializedDataset,
-    )  # here, as it is slow to load, and whoever has a dataset has loaded it
+    from ray.data.dataset import MaterializedDataset  # slow to load; whoever has a dataset has loaded it
 
     return int(dataset.count()) if isinstance(dataset, MaterializedDataset) else None
 

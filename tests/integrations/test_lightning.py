@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from ray_adascale import AdaScaleConfig, read_trace
+from ray_adascale.analysis.report import write_report
 
 from ..classifier import weights
 from .problem import (
@@ -171,6 +172,9 @@ def test_the_last_step_of_an_epoch_has_the_passes_that_are_left(knowing: Any, tm
     rows = read_trace(trace)
     assert [row["gain"] for row in rows] == notes.gains
     assert all(row["loss"] > 0 for row in rows)
+    page = write_report(trace, tmp_path / "report.html").read_text()
+    assert "Gain r, with its ceiling S dashed" in page
+    assert f"<td>{len(rows)}</td>" in page
 
 
 def test_manual_optimization_says_its_passes(knowing: Any) -> None:
@@ -250,6 +254,7 @@ def test_a_base_run_leaves_its_recipe_and_probing_changes_no_bit() -> None:
     recipe = recorder.recipe({"lr": LR}, metric="loss", mode="min", score=0.5, workload=make)
     assert [probe.effective_steps for probe in recipe.noise] == [0, 10, 20]
     assert recipe.lr_curve[0][15] == pytest.approx(LR / 2)
+    assert recipe.momentum == 0.9
 
     fit(AdaScaleCallback(AdaScaleConfig(), recipe), module(30))
     with pytest.raises(ValueError, match="The learning-rate curve is not the recipe's"):

@@ -270,3 +270,4 @@ def test_a_base_run_leaves_its_recipe_and_probing_changes_no_bit(
     assert [probe.effective_steps for probe in recipe.noise] == [0, 10, 20]
     assert (recipe.base_batch_size, recipe.total_steps, recipe.scheduler_unit) == (BATCH, 30, "step")
     assert recipe.lr_curve[0][15] == pytest.approx(LR / 2)
+    assert recipe.momentum == 0.9

@@ -400,7 +400,7 @@ def test_interrupted_search_goes_on_and_repeats_decide(
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_trials_spread_over_workers_make_the_same_recipe(
     ray_session: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -382,6 +382,7 @@ def test_prepare_outside_a_worker_says_where_it_belongs() -> None:
         prepare(built.model, built.optimizer, built.scheduler, built.train_dataset, AdaScaleConfig())
 
 
+@pytest.mark.timeout(600)  # two starts of a Ray of its own: half a minute, on a busy machine some
 def test_ctrl_c_ends_the_workers_and_leaves_a_checkpoint_to_resume_from(tmp_path: Path) -> None:
     command = [
         sys.executable,
@@ -399,13 +400,13 @@ def test_ctrl_c_ends_the_workers_and_leaves_a_checkpoint_to_resume_from(tmp_path
         command, cwd=Path(__file__).parents[2], start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     try:
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 240
         while len(list(tmp_path.glob("stopped/checkpoint_*/manifest.json"))) < 2:
             assert process.poll() is None, process.communicate()[1].decode()[-2000:]
             assert time.monotonic() < deadline
             time.sleep(0.2)
         os.kill(process.pid, signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=120)
     finally:
         if process.poll() is None:
             process.kill()
@@ -421,7 +422,7 @@ def test_ctrl_c_ends_the_workers_and_leaves_a_checkpoint_to_resume_from(tmp_path
         assert time.monotonic() < deadline, _children_of_session(process.pid)
         time.sleep(0.2)
     resume = [*command[:3], "resume", str(tmp_path / "stopped")]
-    again = subprocess.run(resume, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=100)
+    again = subprocess.run(resume, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=240)
     assert again.returncode == 0, again.stderr[-3000:]
     assert "total_steps reached" in again.stdout
     assert f"optimizer step {saved[1]}, effective step" in again.stderr  # nothing was lost
