@@ -6,6 +6,8 @@ Its true gradient does not drown in noise, so that gains stay inside (1, S).
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ray_adascale import AdaScale
+from ray_adascale.measure import observers
 
 
 def make_model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -64,3 +67,13 @@ def backward(model: nn.Module, data: list[tuple[Tensor, Tensor]], passes: int | 
     """A backward pass a batch, of a step with so many ``passes``: as many as there are batches, where nothing is said."""
     for x, y in data:
         (F.cross_entropy(model(x), y) / (passes or len(data))).backward()
+
+
+@contextmanager
+def in_shares() -> Iterator[None]:
+    """AdaScale made in here has each worker take the norm of a share of the reduced gradient, as with a large model."""
+    before, observers._SHARED = observers._SHARED, 0
+    try:
+        yield
+    finally:
+        observers._SHARED = before

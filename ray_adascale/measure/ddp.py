@@ -15,7 +15,15 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from .observers import GradientObserver, GroupSums, PassListener, queue_end_of_backward, refuse_compiled, take_norm
+from .observers import (
+    GradientObserver,
+    GroupSums,
+    PassListener,
+    queue_end_of_backward,
+    refuse_compiled,
+    take_norm,
+    worth_sharing,
+)
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with the classes, not with their names.
 
@@ -140,6 +148,7 @@ class DDPBucketObserver(GradientObserver):
         self._reductions: list[tuple[list[tuple[int, int, int]], torch.futures.Future[Tensor]]] = []
         for params in groups:
             self.add_group(params)
+        self.reduced_everywhere = not worth_sharing(groups)
         self._registered = registered
         registered.observers = [*(ref for ref in registered.observers if ref() is not None), weakref.ref(self)]
 

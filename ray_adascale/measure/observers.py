@@ -32,6 +32,8 @@ __all__ = [
     "queue_end_of_backward",
     "refuse_compiled",
     "take_norm",
+    "take_norms",
+    "worth_sharing",
 ]
 
 # Longest run of float32 squares that is summed in float32: one pass over a million elements is off by 1e-5 on a CPU,
@@ -95,10 +97,15 @@ def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 _DOUBLE = frozenset({torch.float64, torch.complex128})
+_AT_ONCE = 4 * _BLOCK  # elements up to which a norm on a CPU is one call
+_SHARED = 1 << 20  # elements from which on a CPU reading the reduced gradient costs more than a wait for the others
+_vector_norm = torch.linalg.vector_norm
 
 
 def take_norm(tensor: Tensor, out: Tensor | None = None) -> Tensor:
     """Euclidean norm as a 0-dim tensor, float32 at least, on the tensor's device; no host synchronisation."""
+    if _is_plain(tensor) and (out is None or out.dtype is tensor.dtype):
+        return _vector_norm(tensor, out=out)
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
     if tensor.is_complex():
@@ -107,15 +114,40 @@ def take_norm(tensor: Tensor, out: Tensor | None = None) -> Tensor:
     if out is not None and out.dtype is not _norm_dtype(dtype):  # the model was cast since
         return out.copy_(take_norm(tensor))
     if dtype is not torch.float32 and dtype is not torch.float64:
-        return torch.linalg.vector_norm(tensor, dtype=torch.float32, out=out)  # squares of fp16 overflow from 256 on
-    if tensor.numel() > 4 * _BLOCK and tensor.device.type == "cpu" and tensor.is_contiguous():
+        return _vector_norm(tensor, dtype=torch.float32, out=out)  # squares of fp16 overflow from 256 on
+    if tensor.numel() > _AT_ONCE and tensor.is_cpu and tensor.is_contiguous():
         flat = tensor.view(-1)
         whole = flat.numel() // _BLOCK * _BLOCK
-        norms = torch.linalg.vector_norm(flat[:whole].view(-1, _BLOCK), dim=1)
+        norms = _vector_norm(flat[:whole].view(-1, _BLOCK), dim=1)
         if whole < flat.numel():
-            norms = torch.cat([norms, torch.linalg.vector_norm(flat[whole:]).view(1)])
-        return torch.linalg.vector_norm(norms, out=out)
-    return torch.linalg.vector_norm(tensor, out=out)
+            norms = torch.cat([norms, _vector_norm(flat[whole:]).view(1)])
+        return _vector_norm(norms, out=out)
+    return _vector_norm(tensor, out=out)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether the norm is one call: so are nearly all, and most of the time of a small one's went into looking."""
+    return (
+        (tensor.dtype is torch.float32 or tensor.dtype is torch.float64)
+        and tensor.layout is torch.strided
+        and (tensor.numel() <= _AT_ONCE or not tensor.is_cpu)
+    )
+
+
+def take_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """:func:`take_norm` of each, those that are one call in one call together: to the bit the same on a CPU."""
+    plain = [tensor for tensor in tensors if _is_plain(tensor)]
+    together = list(torch._foreach_norm(plain)) if plain else []
+    if len(plain) == len(tensors):
+        return together
+    norms = iter(together)
+    return [next(norms) if _is_plain(tensor) else take_norm(tensor) for tensor in tensors]
+
+
+def worth_sharing(groups: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether workers that all hold the reduced gradient should each take the norm of a share of it; the same on all of them."""
+    params = [p for group in groups for p in group]
+    return all(p.is_cpu for p in params) and sum(p.numel() for p in params) >= _SHARED
 
 
 class _Slots:
@@ -145,6 +177,17 @@ class _Slots:
     def clear(self) -> None:
         for buffer in self._buffers.values():
             buffer.zero_()
+
+    def fill(self, params: Sequence[Tensor], norms: Sequence[Tensor]) -> _Slots:
+        """Put in the norms of some parameters' gradients, zeros for all others."""
+        if len(self._buffers) == 1 and len(params) == len(self.of):  # all, in their own order
+            (buffer,) = self._buffers.values()
+            torch.stack([*norms], out=buffer)
+            return self
+        self.clear()
+        if params:
+            torch._foreach_copy_([self.of[p] for p in params], [*norms])
+        return self
 
     def sum_of_squares(self, device: torch.device) -> Tensor:
         """Per group, float64 ``[groups]`` on ``device``."""
@@ -183,6 +226,21 @@ class GroupSums:
         return out.index_add_(0, self._indices[groups], squares)
 
 
+class _Pass:
+    """The backward pass that runs, as each parameter's hook looks at it; it holds nothing alive."""
+
+    __slots__ = ("end", "number")
+
+    def __init__(self) -> None:
+        self.number = 0
+        # Autograd holds what is to be called at the end of the pass that runs, and lets go of it where an exception ends it.
+        self.end: weakref.ref[Callable[[], None]] | None = None
+
+    @property
+    def runs(self) -> bool:
+        return self.end is not None and self.end() is not None
+
+
 class PassListener(Protocol):
     """Whoever uses the norms. The observer holds it weakly."""
 
@@ -207,7 +265,9 @@ class GradientObserver(ABC):
     """Watches the gradients of groups of parameters, and tells its listener when a backward pass has ended."""
 
     reduced_everywhere: bool = True
-    """Whether every worker holds the whole reduced gradient, equal to the last bit, as under DDP."""
+    """Whether each worker takes the reduced gradient's norm by itself: it holds all of it, equal to the last bit, as under DDP,
+    and that costs less than to wait for the others' shares. A may then travel while the last gradients do.
+    """
 
     last_pass: bool = False
     """Whether the pass that runs or comes next is the last of an optimizer step, as far as the listener knows; it says so."""
@@ -275,10 +335,8 @@ class HookObserver(GradientObserver):
         self._precondition = precondition
         self.groups = [list(params) for params in groups]
         self.hooked: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
-        self._passes = 0
+        self._pass = _Pass()
         self._starting = threading.Lock()  # autograd has a thread for each GPU
-        # Autograd holds what is to be called at the end of the pass that runs, and lets go of it where an exception ends it.
-        self._end_of_pass: weakref.ref[Callable[[], None]] | None = None
         self._watch()
 
     def add_group(self, params: Sequence[Tensor]) -> None:
@@ -286,6 +344,7 @@ class HookObserver(GradientObserver):
         self._watch()
 
     def _watch(self) -> None:
+        self.reduced_everywhere = type(self).reduced_everywhere and not worth_sharing(self.groups)
         self.samples = _Slots(self.groups)  # of the pass that runs
         self.reduced = _Slots(self.groups)
         self._shares: dict[tuple[int, int], list[Tensor]] = {}
@@ -304,32 +363,39 @@ class HookObserver(GradientObserver):
         slot, precondition = self.samples.of[param], self._precondition
         if not self._local:
             return lambda grad: None
-        if precondition is None:
+        if precondition is not None:
+            param_ref = weakref.ref(param)
+            return lambda grad: take_norm(precondition(cast(Tensor, param_ref()), grad), slot)
+        if not _is_plain(param):
             return functools.partial(take_norm, out=slot)
-        param_ref = weakref.ref(param)
-        return lambda grad: take_norm(precondition(cast(Tensor, param_ref()), grad), slot)
+        dtype = param.dtype
+
+        def take(grad: Tensor) -> None:
+            # As take_norm() would, which has more to look at: this is called for every parameter in every pass.
+            if grad.dtype is dtype and grad.layout is torch.strided:
+                _vector_norm(grad, out=slot)
+            else:
+                take_norm(grad, slot)
+
+        return take
 
     def hook(self, param: Tensor, leaf: Tensor) -> None:
         """Watch the gradients of ``leaf`` as those of ``param``."""
-        ref, take, seen = weakref.ref(self), self.taker(param), 0
+        ref, take, current, seen = weakref.ref(self), self.taker(param), self._pass, 0
 
         def hook(grad: Tensor) -> None:
             nonlocal seen
-            observer = ref()
-            if observer is None:
-                return
-            if not observer._pass_runs() and not observer._start_pass():
-                return
-            if seen == observer._passes:
+            end = current.end
+            if end is None or end() is None:
+                observer = ref()
+                if observer is None or not observer._start_pass():
+                    return
+            if seen == current.number:
                 raise RuntimeError(_REENTRANT)  # of a parameter in two checkpointed parts
-            seen = observer._passes
+            seen = current.number
             take(grad.detach() if grad.requires_grad else grad)
 
         self.hooked[param] = leaf.register_hook(hook)
-
-    def _pass_runs(self) -> bool:
-        end = self._end_of_pass
-        return end is not None and end() is not None
 
     def _start_pass(self) -> bool:
         """Begin a pass; False where nobody wants to know of it."""
@@ -344,12 +410,12 @@ class HookObserver(GradientObserver):
         refuse_compiled()
         _refuse_nested()
         with self._starting:
-            if not self._pass_runs():  # another thread's hook may have been quicker
+            if not self._pass.runs:  # another thread's hook may have been quicker
                 self._begin_pass()
         return True
 
     def _begin_pass(self) -> None:
-        self._passes += 1
+        self._pass.number += 1
         listener = self._listener()
         if listener is not None:
             listener.on_begin(self)
@@ -367,7 +433,7 @@ class HookObserver(GradientObserver):
         def after_reduction() -> None:
             observer = ref()
             if observer is not None:
-                observer._end_of_pass = None
+                observer._pass.end = None
                 listener = observer._listener()
                 if listener is not None:
                     if not observer._early:
@@ -377,7 +443,7 @@ class HookObserver(GradientObserver):
         # The hook of a parameter runs before DDP hears of its gradient, so this is queued before DDP's own wait for the
         # reduction; what is queued when it runs comes after that.
         queue_end_of_backward(before_reduction)
-        self._end_of_pass = weakref.ref(before_reduction)
+        self._pass.end = weakref.ref(before_reduction)
 
     @property
     def device(self) -> torch.device:
@@ -390,18 +456,19 @@ class HookObserver(GradientObserver):
     def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
         if (rank, world_size) not in self._shares:
             self._shares[rank, world_size] = self._share(rank, world_size)
-        self.reduced.clear()
-        slots, precondition = self.reduced.of, self._precondition
-        unwatched = False
-        for param in self._shares[rank, world_size]:
-            grad = param.grad
-            if grad is not None:
-                unwatched |= param not in self.hooked
-                take_norm(grad if precondition is None else precondition(param, grad), slots[param])
-        if unwatched:
+        precondition, share = self._precondition, self._shares[rank, world_size]
+        # Of all parameters, as each worker comes to the same answer.
+        self.complete = len(self.hooked) == len(self.samples.of) or all(
+            p.grad is None or p in self.hooked for params in self.groups for p in params
+        )
+        if not self.complete:
             self.hook_all()
-        self.complete = not unwatched
-        return self.reduced.sum_of_squares(self.device)
+        params = [p for p in share if p.grad is not None]
+        if precondition is None:
+            norms = take_norms([cast(Tensor, p.grad) for p in params])
+        else:
+            norms = [take_norm(precondition(p, cast(Tensor, p.grad))) for p in params]
+        return self.reduced.fill(params, norms).sum_of_squares(self.device)
 
     def _share(self, rank: int, world_size: int) -> list[Tensor]:
         """The parameters whose reduced norm this worker takes: a run of about 1/N of all elements."""

@@ -17,7 +17,7 @@ from .. import gain as gain_math
 from .._torch import is_dtensor
 from ..gain import Average
 from ..measure.ddp import bucket_observer, reduces_in_one_round
-from ..measure.observers import GradientObserver, HookObserver, take_norm
+from ..measure.observers import GradientObserver, HookObserver, take_norm, take_norms
 from ..sharding.oss import OSS, GradientReducer
 from .deferred import LastStep
 
@@ -628,7 +628,7 @@ def _all_finite(grads: Sequence[Tensor], device: torch.device) -> Tensor:
     """Bool, 0-dim, on ``device``; a norm that is beyond float32 counts as infinite."""
     if all(g.is_cpu for g in grads):
         # Half the time of get_total_norm for a small model, whose step is as short as that; the same for a large one.
-        return torch.stack([take_norm(g) for g in grads]).sum() < math.inf
+        return torch.stack(take_norms(grads)).sum() < math.inf
     # The norm of norms is the norm; torch gives that of an fp16 gradient in fp16, where it may overflow by itself.
     norms = [take_norm(g) if g.is_sparse or g.dtype is torch.float16 else g for g in grads]
     return (torch.nn.utils.get_total_norm(norms) < math.inf).to(device)

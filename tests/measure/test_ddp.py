@@ -10,6 +10,7 @@ import gc
 import math
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from ray_adascale import OSS, AdaScale
 from ray_adascale.measure.ddp import DDPBucketObserver, measure_buckets
 from ray_adascale.measure.observers import HookObserver
 
-from ..classifier import batches, make_model, sample_gradient, weights
+from ..classifier import batches, in_shares, make_model, sample_gradient, weights
 from ..pool import ProcessPool
 from ..reference import ReferenceAdaScale
 
@@ -39,7 +40,12 @@ def by_kind(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": weights}, {"params": [p for p in model.parameters() if p.dim() < 2], "lr": 0.02}]
 
 
-def _against_the_reference(oss: bool, view: bool, static: bool) -> list[float]:
+def _against_the_reference(oss: bool, view: bool, static: bool, shares: bool) -> list[float]:
+    with in_shares() if shares else nullcontext():
+        return _steps_against_the_reference(oss, view, static)
+
+
+def _steps_against_the_reference(oss: bool, view: bool, static: bool) -> list[float]:
     rank, world, scale = dist.get_rank(), dist.get_world_size(), 6.0
     model = make_model()
     ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4, gradient_as_bucket_view=view, static_graph=static)
@@ -77,10 +83,15 @@ def ddp_buckets(adascale: AdaScale) -> set[tuple[int, ...]]:
 
 @pytest.mark.parametrize(
     ("world", "options"),
-    [(2, (False, False, False)), (3, (False, True, False)), (2, (True, False, True))],
-    ids=["two", "three-view", "oss-static"],
+    [
+        (2, (False, False, False, False)),
+        (3, (False, True, False, False)),
+        (2, (True, False, True, False)),
+        (3, (False, False, False, True)),
+    ],
+    ids=["two", "three-view", "oss-static", "three-shares"],
 )
-def test_gains_and_weights_equal_the_reference(pool: Pool, world: int, options: tuple[bool, bool, bool]) -> None:
+def test_gains_and_weights_equal_the_reference(pool: Pool, world: int, options: tuple[bool, ...]) -> None:
     results = pool(world).run(_against_the_reference, *options)
     assert all(result == results[0] for result in results)
 

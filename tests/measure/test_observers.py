@@ -245,3 +245,46 @@ def _too_early() -> None:
 
 def test_a_step_before_its_last_pass_is_refused_on_all_ranks(pool: Pool) -> None:
     pool(2).run(_too_early)
+
+
+# ---- norms ---------------------------------------------------------------------------------------------------------------
+
+
+def test_norms_taken_together_are_those_taken_one_by_one() -> None:
+    torch.manual_seed(0)
+    tensors = [
+        torch.randn(7),
+        torch.randn(300, 400),  # in blocks
+        torch.randn(5, dtype=torch.float64),
+        torch.full((3,), 300.0, dtype=torch.float16),  # squares overflow
+        torch.randn(4, dtype=torch.complex64),
+        torch.eye(3).to_sparse(),
+        torch.randn(6, 5).t(),
+    ]
+    for some in (tensors, [tensors[0], tensors[6]], [tensors[3]], []):
+        together = observers.take_norms(some)
+        assert [norm.dtype for norm in together] == [observers.take_norm(t).dtype for t in some]
+        assert [norm.item() for norm in together] == [observers.take_norm(t).item() for t in some]
+    dense = [t.to_dense() if t.is_sparse else t for t in tensors]
+    exact = [float(t.abs().double().square().sum().sqrt()) for t in dense]
+    assert [norm.item() for norm in observers.take_norms(tensors)] == pytest.approx(exact, rel=1e-6)
+
+
+def test_only_large_models_on_a_cpu_share_the_reduced_gradients_norm() -> None:
+    half = torch.empty(1 << 19)
+    assert observers.worth_sharing([[half], [half]])
+    assert not observers.worth_sharing([[half], [half[1:]]])
+    assert not observers.worth_sharing([[torch.empty(1 << 20, device="meta")]])
+
+
+def test_a_gradient_that_is_not_there_any_more_counts_as_zero() -> None:
+    model = make_model()
+    observer = ready(model)._sampler.observer
+    assert observer is not None
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    assert observer.reduced_sq_norms(0, 1).item() == 6 * 5 + 5 + 5 * 3 + 3
+    model[0].weight.grad = None
+    assert observer.reduced_sq_norms(0, 1).item() == 5 + 5 * 3 + 3
+    shares = [observer.reduced_sq_norms(rank, 2).item() for rank in range(2)]
+    assert sum(shares) == 5 + 5 * 3 + 3

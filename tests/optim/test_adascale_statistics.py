@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ray_adascale import OSS, AdaScale
 
-from ..classifier import batches, make_model, sample_gradient, two_groups, weights
+from ..classifier import batches, in_shares, make_model, sample_gradient, two_groups, weights
 from ..reference import ReferenceAdaScale
 
 
@@ -144,7 +144,14 @@ def test_equal_gradients_of_any_size_give_gain_one(magnitude: float) -> None:
 # ---- several workers -------------------------------------------------------------------------------------------------
 
 
-def _ddp_against_reference(sharded: bool, passes: int = 2, view: bool = False) -> tuple[list[float], float, float]:
+def _ddp_against_reference(
+    sharded: bool, passes: int = 2, view: bool = False, shares: bool = False
+) -> tuple[list[float], float, float]:
+    with in_shares() if shares else nullcontext():
+        return _steps_against_reference(sharded, passes, view, shares)
+
+
+def _steps_against_reference(sharded: bool, passes: int, view: bool, shares: bool) -> tuple[list[float], float, float]:
     rank, world, scale = torch.distributed.get_rank(), torch.distributed.get_world_size(), 6.0
     model = make_model()
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=view)
@@ -154,6 +161,9 @@ def _ddp_against_reference(sharded: bool, passes: int = 2, view: bool = False) -
         scale=scale,
         num_gradients_to_accumulate=passes,
     )
+    observer = adascale._sampler.observer
+    assert observer is not None
+    assert observer.reduced_everywhere is not shares
     reference = ReferenceAdaScale(scale=scale, n=world * passes)
     momentum = [0.0, 0.0]
     data = batches(world * passes * 6, 4)
@@ -184,9 +194,37 @@ def _ddp_against_reference(sharded: bool, passes: int = 2, view: bool = False) -
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_workers_under_ddp_equal_the_reference_and_one_another(pool: Any, world: int, sharded: bool) -> None:
-    results = pool(world).run(_ddp_against_reference, sharded)
+@pytest.mark.parametrize("shares", [False, True], ids=["each-all", "each-a-share"])
+def test_workers_under_ddp_equal_the_reference_and_one_another(
+    pool: Any, world: int, sharded: bool, shares: bool
+) -> None:
+    results = pool(world).run(_ddp_against_reference, sharded, 2, False, shares)
     assert all(result == results[0] for result in results)
+
+
+def _unfrozen_in_shares() -> list[tuple[list[float], list[float]]]:
+    """Every step's averages. The first layer's weight is unfrozen before the third, and lies in the first worker's share."""
+    rank = torch.distributed.get_rank()
+    model = make_model()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    model[0].weight.requires_grad_(False)
+    moments = []
+    with in_shares():
+        adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05))
+        for step, (x, y) in enumerate(batches(8, 4)[rank::2]):
+            model[0].weight.requires_grad_(step >= 2)
+            F.cross_entropy(ddp(x), y).backward()
+            adascale.step()
+            adascale.zero_grad()
+            moments.append(adascale.group_moments())
+    return moments
+
+
+def test_workers_that_take_shares_agree_that_a_gradient_was_not_watched(pool: Any) -> None:
+    ours, theirs = pool(2).run(_unfrozen_in_shares)
+    assert ours == theirs
+    first, second, third, fourth = ours
+    assert first != second == third != fourth  # the third is no sample, on any worker
 
 
 @pytest.mark.parametrize("passes", [1, 3])
@@ -196,7 +234,12 @@ def test_gradients_that_are_views_of_buckets(pool: Any, passes: int, view: bool)
     assert results[0] == results[1]
 
 
-def _one_rank_without_gradients() -> float:
+def _one_rank_without_gradients(shares: bool) -> float:
+    with in_shares() if shares else nullcontext():
+        return _branches()
+
+
+def _branches() -> float:
     rank = torch.distributed.get_rank()
     model = nn.ModuleList([nn.Linear(4, 1, dtype=torch.float64) for _ in range(2)])
     ddp = DistributedDataParallel(_Branch(model), find_unused_parameters=True)
@@ -218,8 +261,9 @@ class _Branch(nn.Module):
         return self.branches[which](x)
 
 
-def test_a_rank_whose_parameters_get_no_gradient_keeps_in_step(pool: Any) -> None:
-    gains = pool(2).run(_one_rank_without_gradients)
+@pytest.mark.parametrize("shares", [False, True], ids=["each-all", "each-a-share"])
+def test_a_rank_whose_parameters_get_no_gradient_keeps_in_step(pool: Any, shares: bool) -> None:
+    gains = pool(2).run(_one_rank_without_gradients, shares)
     # g = (G, 0): A = G²/2, C = G²/4, so σ² = 2·G²/4 = G²/2, μ² = 0 and r = S.
     assert gains == pytest.approx([2.0, 2.0])
 
