@@ -27,6 +27,13 @@ pytest.register_assert_rewrite("tests.samples_of", "tests.uneven", "tests.projec
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Ray starts a dozen processes; in a fresh clone on a busy machine, with no bytecode kept yet, two minutes are not enough."""
+    for item in items:
+        if item.get_closest_marker("ray") is not None and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(400))
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Callable[[int], ProcessPool]]:
     """``pool(n).run(fn, *args)``: fn on n gloo processes, which live as long as the test session."""
