@@ -123,10 +123,9 @@ def check_rays(arguments: list[str]) -> None:
 
 
 def check_tests(arguments: list[str]) -> None:
-    files = [word for word in arguments if word.startswith("tests/")]
-    names = []
-    for file in files:
-        names += re.findall(r"^def (test_\w+)", (ROOT / file).read_text(), flags=re.MULTILINE)
+    given = [ROOT / word for word in arguments if word.startswith("tests/")]
+    files = [file for path in given for file in (sorted(path.rglob("test_*.py")) if path.is_dir() else [path])]
+    names = [name for file in files for name in re.findall(r"^def (test_\w+)", file.read_text(), flags=re.MULTILINE)]
     assert names, arguments
     for option, wanted in pairwise(arguments):
         if option == "-k":
