@@ -44,6 +44,7 @@ from torch.profiler import ProfilerActivity, profile
 from ray_adascale import OSS, AdaScale, ShardedDataParallel, measure_buckets
 
 Batch = tuple[Tensor, Tensor]
+Also = Callable[[str, "Stepper", Sequence[Batch], "Place"], object]
 
 # Small, so that a few hundred steps at S times the rate neither diverge nor fit the few batches by heart: infinities and
 # denormals change the speed of a CPU, and losses near zero say little about whether two kinds did the same.
@@ -409,8 +410,9 @@ class Settings:
 class Result:
     """One kind on one model.
 
-    Ratios are to the baseline's block of the same round; ``cpu_ratio`` is that of processor time over all workers, which
-    other programs on the machine disturb less, but which leaves out all waiting. Counts are of one step on rank 0.
+    Ratios are to the baseline's block of the same round; ``cpu_ratio`` is that of processor time over all workers
+    (``cpu_ms_per_step``), which other programs on the machine disturb less, but which leaves out all waiting. Counts are of
+    one step on rank 0.
     """
 
     model: str
@@ -428,6 +430,9 @@ class Result:
     ratio_q1: float
     ratio_q3: float
     cpu_ratio: float
+    cpu_ratio_q1: float
+    cpu_ratio_q3: float
+    cpu_ms_per_step: float
     aten_calls: float
     bf16: bool = False
     kernel_launches: float | None = None
@@ -498,8 +503,17 @@ def choose_steps(baseline: Stepper, batches: Sequence[Batch], place: Place) -> i
     return min(max(round(_BLOCK_S / float(seconds)), 1), _MOST_STEPS_PER_BLOCK)
 
 
-def measure(name: str, spec: Spec, place: Place, settings: Settings) -> list[Result]:
-    """All kinds on one model with one number of passes, interleaved. Collective; rank 0's result is the one to use."""
+def quartiles(values: Sequence[float]) -> list[float]:
+    """The first, the median and the third."""
+    return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
+
+
+def measure(name: str, spec: Spec, place: Place, settings: Settings, also: Also | None = None) -> list[Result]:
+    """All kinds on one model with one number of passes, interleaved. Collective; rank 0's result is the one to use.
+
+    Args:
+        also: What else is to be done with each kind when all was timed.
+    """
     torch.manual_seed(0)
     original = spec.build().to(place.device, **spec.layout)
     models = {kind: copy.deepcopy(original) for kind in settings.kinds}
@@ -537,7 +551,9 @@ def measure(name: str, spec: Spec, place: Place, settings: Settings) -> list[Res
         dist.all_reduce(loss)
         baseline = settings.kinds.index(BASELINE)
         ratios = (wall[:, index] / wall[:, baseline]).tolist()
-        q1, _, q3 = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+        cpu_ratios = (cpu[:, index] / cpu[:, baseline]).tolist()
+        q1, _, q3 = quartiles(ratios)
+        cpu_q1, _, cpu_q3 = quartiles(cpu_ratios)
         results.append(
             Result(
                 model=name,
@@ -554,7 +570,10 @@ def measure(name: str, spec: Spec, place: Place, settings: Settings) -> list[Res
                 ratio=statistics.median(ratios),
                 ratio_q1=q1,
                 ratio_q3=q3,
-                cpu_ratio=statistics.median((cpu[:, index] / cpu[:, baseline]).tolist()),
+                cpu_ratio=statistics.median(cpu_ratios),
+                cpu_ratio_q1=cpu_q1,
+                cpu_ratio_q3=cpu_q3,
+                cpu_ms_per_step=statistics.median(cpu[:, index].tolist()) / steps * 1e3,
                 aten_calls=counts.get("aten_calls", math.nan),
                 bf16=spec.bf16,
                 kernel_launches=counts.get("kernel_launches"),
@@ -562,6 +581,8 @@ def measure(name: str, spec: Spec, place: Place, settings: Settings) -> list[Res
                 event_waits=counts.get("event_waits"),
             )
         )
+        if also is not None:
+            also(kind, steppers[kind], batches, place)
     return results
 
 

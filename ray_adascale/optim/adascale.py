@@ -392,7 +392,7 @@ class AdaScale(Optimizer):
             numbers = torch.cat([sample.outcome(), self._averages.numbers(averages)])
             last, rest = sample.unpack(numbers.tolist())
         else:
-            last, rest = sample.unpack(sample.outcome().tolist())
+            last, rest = sample.on_host(), []
         if last.skipped:
             self._leave_out(last)
             return
@@ -415,8 +415,7 @@ class AdaScale(Optimizer):
         self._settle()
         self._meet_workers()
         sample = self._sampler.finish()
-        last, _ = sample.unpack(sample.outcome().tolist())
-        self._leave_out(last)
+        self._leave_out(sample.on_host())
         self._sampler.end_step()
 
     def _leave_out(self, last: LastStep) -> None:

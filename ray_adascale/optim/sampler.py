@@ -92,7 +92,7 @@ class Sample:
 
     Attributes:
         moments: σ² and μ², ``[2, groups]``, unclipped; None where there is nothing to learn them from.
-        usable: Whether they mean anything; bool, 0-dim.
+        usable: Whether they mean anything, where there are any; bool, 0-dim.
         finite: Whether the step's gradient is; bool, 0-dim.
         rider: What travelled along, summed over workers; None for nothing.
         averages: The averages with this sample in them, from when they are first wanted; until then None.
@@ -115,6 +115,13 @@ class Sample:
         if self.moments is not None:
             parts.append(self.moments.sum(dim=1).masked_fill(~self.usable, math.nan))
         return torch.cat(parts)
+
+    def on_host(self) -> LastStep:
+        """What became of the step; waits for the device."""
+        if self.moments is None and self.finite.is_cpu:  # a base run's step: there is little to put together, and no wait
+            rider = [] if self.rider is None else self.rider.tolist()
+            return LastStep(skipped=not self.finite.item(), sigma2=math.nan, mu2=math.nan, rider=rider)
+        return self.unpack(self.outcome().tolist())[0]
 
     def unpack(self, numbers: list[float]) -> tuple[LastStep, list[float]]:
         """What became of the step, from :meth:`outcome` on the host; and the numbers that follow it there."""
@@ -280,7 +287,8 @@ class GradientSampler:
         """The gradients that the optimizer will use on this worker."""
         if isinstance(self._optimizer, OSS):
             return self._optimizer.step_gradients()
-        return [_local(p.grad.detach()) for p in self.params if p.grad is not None]
+        grads = [p.grad for p in self.params if p.grad is not None]
+        return [_local(g.detach() if g.requires_grad else g) for g in grads]
 
     # ---- where norms are taken -----------------------------------------------------------------------------------
 
@@ -612,16 +620,14 @@ class GradientSampler:
 
     def _sample_without_passes(self) -> Sample:
         """Look whether gradients are finite, where nothing more was watched: a lone sample at S = 1, or after :meth:`unhook`."""
-        device = self.device
-        yes = torch.ones((), dtype=torch.bool, device=device)
-        grads = self.step_gradients()
-        finite = _all_finite(grads, device) if grads else yes
+        device, grads = self.device, self.step_gradients()
+        finite = _all_finite(grads, device) if grads else torch.ones((), dtype=torch.bool, device=device)
         if self.reducing and (self._sharded_gradients or any(is_dtensor(p) for p in self.params)):
             # Each worker has seen its shards only; all of them must skip the step, or none.
             flag = finite.float()
             dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._process_group)
             finite = flag > 0
-        return Sample(None, ~yes, finite, None if self.rider is None else self.rider().to(device, torch.float64))
+        return Sample(None, finite, finite, None if self.rider is None else self.rider().to(device, torch.float64))
 
 
 def _all_finite(grads: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -492,7 +492,7 @@ class Run:
                 f"Invalid loss of shape {tuple(loss.shape)}. Must be a scalar: the mean over the examples."
             )
         self._autocast.close()
-        self._loss += batch.weight * loss.detach()
+        self._loss.add_(loss.detach(), alpha=batch.weight)
         # DDP averages over workers and passes add up, so ḡ = Σ w_i g_i needs each loss times n·w_i/passes.
         factor = self.plan.num_samples * batch.examples / (self.plan.global_batch_size * self.plan.accumulation)
         if factor != 1:
