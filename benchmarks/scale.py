@@ -5,8 +5,8 @@
     python benchmarks/scale.py --smoke                    whether it runs
 
 Workers beyond the cores wait for each other's turns, so what is to be read off is not the time of a step but processor time
-over all workers relative to DDP's, and what is *counted*: collectives, messages and bytes a step. Those don't depend on the machine,
-and from them the page says what more workers than this machine has will do.
+over all workers relative to DDP's, and what is *counted*: collectives, messages and bytes a step. Those don't depend on the
+machine, and from them the page says what more workers than this machine has will do.
 
     steps        12 × (Linear 512 + LayerNorm), batch 8, all kinds interleaved as in ``overhead.py``
     checkpoints  8 M parameters, as in ``checkpoint.py``
@@ -24,7 +24,6 @@ import json
 import math
 import os
 import shutil
-import statistics
 import sys
 import tempfile
 import time
@@ -39,7 +38,7 @@ import torch
 import torch.distributed as dist
 from overhead import Batch, Place, Spec, Stepper, run_block
 from torch.profiler import ProfilerActivity, profile
-from transfer import BY_HAND, by_hand, markdown
+from transfer import by_hand, markdown
 
 WORKERS = (2, 4, 8, 16)
 PARTS = ("steps", "checkpoints", "controller")
@@ -53,13 +52,10 @@ _SLEEP_S = 0.05
 MESSAGES: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1),  # ring: reduce-scatter, then all-gather
     "all_to_all": lambda n: n - 1,
-    "all_gather": lambda n: n - 1,  # ring
-    "reduce_scatter": lambda n: 2 * (n - 1),  # in gloo's ProcessGroup an all-reduce of which each keeps its part
     "broadcast": lambda n: (n - 1) / n,  # a tree: all but the root are sent one
-    "reduce": lambda n: 2 * (n - 1) / n + (n - 1),  # ring reduce-scatter, then to the root
+    "reduce": lambda n: (n - 1) + (n - 1) / n,  # ring reduce-scatter, then each to the root
     "send": lambda n: 1,
     "recv": lambda n: 0,
-    "barrier": lambda n: math.ceil(math.log2(n)),
 }
 """Messages a worker sends for one gloo collective of n workers, on average over workers; large ones are cut into more."""
 
@@ -117,7 +113,9 @@ def loopback_bytes() -> int | None:
         lines = Path("/proc/net/dev").read_text().splitlines()
     except OSError:
         return None
-    fields = next((rest.split() for name, _, rest in (line.partition(":") for line in lines) if name.strip() == "lo"), None)
+    fields = next(
+        (rest.split() for name, _, rest in (line.partition(":") for line in lines) if name.strip() == "lo"), None
+    )
     return None if fields is None else int(fields[8])
 
 
@@ -361,50 +359,71 @@ def controller_table(found: Sequence[Controller]) -> str:
     return markdown(head, rows)
 
 
-@dataclass(frozen=True)
-class Job:
-    """Something to extrapolate to: a model's parameters, and how they are cut into buckets."""
-
-    name: str
-    parameters: float
-    buckets: int
-
-
-JOBS = (Job("this model", 3.16e6, 1), Job("100 M parameters", 1e8, 16), Job("1,000 M", 1e9, 160))
+MODELS = {"3 M": 3e6, "100 M": 1e8, "1,000 M": 1e9}  # parameters
 FAR = (16, 64, 1024)
-HOP_S, BYTES_PER_S = 30e-6, 10e9 / 8  # a message's fixed cost on the sender, and a 10 Gbit/s link
+HOP_S, BYTES_PER_S = 30e-6, 10e9 / 8  # assumed: what a message costs beside its bytes, and a link
+BUCKET = 2**22  # elements in a bucket of OSS
+DDP_BYTES, DDP_FIRST_BYTES = 25 * 2**20, 2**20  # in DDP's buckets, and in the one that is sent first
+
+
+@dataclass(frozen=True, kw_only=True)
+class Far:
+    """A step of ``adascale+sharded`` on gloo with more workers than were run, from the collectives that were counted.
+
+    Attributes:
+        messages: A worker sends, for the gradient.
+        small: The same for AdaScale's all-reduce.
+        ddp: The same for DDP's all-reduces.
+        bytes: A worker sends; DDP's all-reduces send as many.
+        piece: Bytes of a message.
+    """
+
+    messages: int
+    small: int
+    ddp: int
+    bytes: float
+    piece: float
+
+    @property
+    def seconds(self) -> float:
+        """Nothing overlaps: messages one after the other, then their bytes."""
+        return (self.messages + self.small) * HOP_S + self.bytes / BYTES_PER_S
+
+
+def far(parameters: float, workers: int) -> Far:
+    """A bucket is an all-to-all and a shard from each worker to all others; AdaScale adds one all-reduce a step."""
+    buckets = math.ceil(parameters / BUCKET)
+    ddp_buckets = 1 + math.ceil((4 * parameters - DDP_FIRST_BYTES) / DDP_BYTES)
+    return Far(
+        messages=2 * (workers - 1) * buckets,
+        small=2 * (workers - 1),
+        ddp=2 * (workers - 1) * ddp_buckets,
+        bytes=8 * parameters * (workers - 1) / workers,
+        piece=4 * parameters / buckets / workers,
+    )
 
 
 def extrapolation() -> str:
-    """Messages and bytes a step and worker by the counted collectives, and what they cost at an assumed hop and link."""
     rows = []
-    for job in JOBS:
-        for n in FAR:
-            share = (n - 1) / n
-            ring = 2 * (n - 1) * job.buckets
-            direct = 2 * (n - 1) * job.buckets  # an all-to-all, and a shard from each to all others
-            small = 2 * (n - 1)  # AdaScale's all-reduce of a few numbers
-            sent = 8 * job.parameters * share
-            piece = 4 * job.parameters / job.buckets / n
-            seconds = (direct + small) * HOP_S + sent / BYTES_PER_S
+    for name, parameters in MODELS.items():
+        for workers in FAR:
+            f = far(parameters, workers)
             rows.append(
                 [
-                    job.name,
-                    f"{n:,}",
-                    f"{ring:,.0f}",
-                    f"{direct:,.0f} + {small:,.0f}",
-                    f"{sent / 1e6:,.0f}",
-                    f"{piece / 1e3:,.1f}",
-                    f"{sent / BYTES_PER_S:.2f}",
-                    f"{seconds:.2f}",
-                    f"{small * HOP_S / seconds:.0%}",
+                    name,
+                    f"{workers:,}",
+                    f"{f.ddp:,}",
+                    f"{f.messages:,}",
+                    f"{f.small:,}",
+                    f"{f.bytes / 1e6:,.0f}",
+                    f"{f.piece / 1e3:,.1f}",
+                    f"{f.bytes / BYTES_PER_S:.2f}",
+                    f"{f.seconds:.2f}",
+                    f"{f.small * HOP_S / f.seconds:.0%}",
                 ]
             )
-    head = [
-        *("model", "workers", "DDP: messages", "sharded + AdaScale: messages", "MB sent (both)", "kB a message"),
-        *("s of bytes alone", "s with hops", "of it AdaScale's"),
-    ]
-    return markdown(head, rows)
+    head = ["parameters", "workers", "messages: DDP", "sharded", "and AdaScale's", "MB sent a worker", "kB a message"]
+    return markdown([*head, "s for the bytes", "s with the messages", "AdaScale's part"], rows)
 
 
 def page(document: dict[str, Any], command: str, kept: str) -> str:
@@ -414,30 +433,30 @@ def page(document: dict[str, Any], command: str, kept: str) -> str:
     controllers = [Controller(**row) for row in document["controller"]]
     parts = [
         "# More workers",
-        "What grows with the number of workers, measured where it can be and counted where it can't: 2 to 16 processes on a machine "
-        "of two cores, gloo over loopback.",
+        "What grows with the number of workers, measured where it can be and counted where it can't: 2 to 16 processes on a "
+        "machine of two cores, gloo over loopback.",
         f"`{command}`, {where}.",
         "## What it says",
         kept,
         "## A step",
-        "12 × (Linear 512 + LayerNorm), batch 8 a worker, SGD with momentum, one pass. With more workers than cores a step's milliseconds "
-        "are those of processes that wait for a core; processor time over all workers, relative to DDP's in the same round, is what a "
-        "cluster would see of each. Messages are counted from the collectives (below), bytes by the kernel.",
+        "12 × (Linear 512 + LayerNorm), batch 8 a worker, SGD with momentum, one pass. With more workers than cores a step's "
+        "milliseconds are those of processes that wait for a core; processor time over all workers, relative to DDP's in the "
+        "same round, says more. Messages are counted from the collectives (below), bytes by the kernel.",
         steps_table(steps),
         "Collectives a step, on rank 0:",
         collectives_table(steps),
         "## A checkpoint",
-        "8 M parameters with momentum (64 MB), all workers on one disk; the slowest worker, median. `background`: what training stands "
-        "still for, and when the checkpoint is whole.",
+        "8 M parameters with momentum (64 MB), all workers on one disk; the slowest worker, median. `background`: what training "
+        "stands still for, and when the checkpoint is whole.",
         checkpoints_table(document["checkpoints"]),
         "## Ray's controller",
         "A run whose steps only sleep, with a checkpoint every second: the processor time of Ray Train's controller for each.",
         controller_table(controllers),
         "## 64 and 1,024",
-        "By the counted collectives, for gloo: an all-to-all and one message to each other worker for every bucket, and AdaScale's one "
-        f"small all-reduce a step. A message is taken to cost its sender {HOP_S * 1e6:.0f} µs, a link to carry "
-        f"{BYTES_PER_S * 8 / 1e9:.0f} Gbit/s, and nothing to overlap with the backward pass; buckets as `ShardedDataParallel` cuts them "
-        "(25 MiB). These are sums, not measurements.",
+        "By the counted collectives, for gloo: an all-to-all and one message to each other worker for every bucket, and "
+        f"AdaScale's one small all-reduce a step. A message is taken to cost its sender {HOP_S * 1e6:.0f} µs, a link to carry "
+        f"{BYTES_PER_S * 8 / 1e9:.0f} Gbit/s, and nothing to overlap with the backward pass; buckets of OSS have "
+        "4 Mi elements, DDP's 25 MiB. These are sums, not measurements.",
         extrapolation(),
     ]
     return "\n\n".join(parts) + "\n"
@@ -452,7 +471,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(default: all)")
     parser.add_argument("--kinds", nargs="+", choices=list(overhead.KINDS), help="of a step; ddp always runs")
     parser.add_argument("--rounds", type=int, default=12, help="of steps and checkpoints (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of a run for the controller (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="of a run for the controller (default: %(default)s)"
+    )
     parser.add_argument("--json", type=Path, default=Path("runs/scale.json"), help="parts not run are kept from it")
     parser.add_argument("--page", type=Path, help="write this Markdown page; its part by hand stays")
     parser.add_argument("--report-only", action="store_true", help="run nothing; the page of what is in --json")
@@ -470,7 +491,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         document.update(json.loads(arguments.json.read_text()))
     if not arguments.report_only:
         settings = overhead.Settings(
-            models=[], kinds=kinds, accumulation=[1], rounds=rounds, steps_per_round=None, device="cpu", world_size=2, smoke=smoke
+            models=[],
+            kinds=kinds,
+            accumulation=[1],
+            rounds=rounds,
+            steps_per_round=None,
+            device="cpu",
+            world_size=2,
+            smoke=smoke,
         )
         document["machine"] = overhead.machine(settings)
         for part in arguments.parts:

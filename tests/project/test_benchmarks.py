@@ -350,3 +350,104 @@ def test_the_first_steps_refuse_what_they_cannot_run(
     with pytest.raises(SystemExit, match="2"):
         first_steps.parse(wrong)
     assert "error" in capsys.readouterr().err
+
+
+# ---- scale.py and start.py -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def scale() -> Any:
+    sys.path.insert(0, str(BENCHMARKS))  # it takes from its neighbours
+    try:
+        return load("scale")
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+def test_growth_counts_what_each_kind_sends(tmp_path: Path) -> None:
+    path, page = tmp_path / "scale.json", tmp_path / "scale.md"
+    command = [sys.executable, str(BENCHMARKS / "scale.py"), "--smoke", "--json", str(path), "--page", str(page)]
+    command += ["--parts", "steps", "checkpoints", "--kinds", "adascale", "sharded", "adascale+sharded"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "LC_ALL": "C.UTF-8"})
+    assert run.returncode == 0, run.stderr
+    document = json.loads(path.read_text())
+    steps = {row["kind"]: row for row in document["steps"]}
+    assert list(steps) == ["ddp", "adascale", "sharded", "adascale+sharded"]
+    # AdaScale adds one small all-reduce to what there is, whatever the gradients are reduced by.
+    for plain, ours in (("ddp", "adascale"), ("sharded", "adascale+sharded")):
+        more = dict(steps[plain]["collectives"])
+        more["all_reduce"] = more.get("all_reduce", 0) + 1
+        assert steps[ours]["collectives"] == more
+        assert steps[ours]["messages"] == steps[plain]["messages"] + 2
+    assert steps["sharded"]["collectives"] == {"all_to_all": 1, "recv": 1, "send": 1}
+    parameters = 2 * (16 * 16 + 3 * 16)
+    for row in steps.values():
+        assert row["parameters"] == parameters
+        assert row["all_reduce_bytes"] == 4 * parameters
+        assert math.isnan(row["bytes"]) or row["bytes"] >= row["all_reduce_bytes"]
+        assert row["cpu_ms_per_step"] > 0
+    assert [row["kind"] for row in document["checkpoints"]] == ["background", "waiting", "torch.save"]
+    written = page.read_text()
+    assert "| 2 | adascale+sharded |" in written
+    # What stands there by hand stays when the page is made anew.
+    begin, end = scale_by_hand()
+    page.write_text(written.replace(f"{begin}\n{end}", f"{begin}\nMine.\n{end}"))
+    again = [*command, "--report-only"]
+    assert (
+        subprocess.run(again, capture_output=True, timeout=60, env={**os.environ, "LC_ALL": "C.UTF-8"}).returncode == 0
+    )
+    assert f"{begin}\nMine.\n{end}" in page.read_text()
+
+
+def scale_by_hand() -> tuple[str, str]:
+    begin, end = load("transfer").BY_HAND
+    return begin, end
+
+
+def test_messages_of_more_workers_follow_from_the_collectives(scale: Any) -> None:
+    # By hand, four workers: a ring all-reduce sends 2 · 3, an all-to-all 3, and three shards go to the others.
+    assert scale.messages({"all_reduce": 1.0, "all_to_all": 1.0, "send": 3.0, "recv": 3.0}, 4) == 12
+    # ZeroRedundancyOptimizer's 48 broadcasts: each sends 3 messages in all, so a worker 3/4 of one.
+    assert scale.messages({"broadcast": 48.0}, 4) == 36
+    with pytest.raises(KeyError, match="all_gather"):
+        scale.messages({"all_gather": 1.0}, 4)
+    # 100 M parameters are 400 MB and 24 buckets of at most 4 Mi; 64 workers: 2 · 63 messages for each, of 1/64 of it.
+    f = scale.far(1e8, 64)
+    assert (f.messages, f.small, f.ddp) == (2 * 63 * 24, 2 * 63, 2 * 63 * 17)
+    assert f.bytes == pytest.approx(2 * 400e6 * 63 / 64)
+    assert f.piece == pytest.approx(400e6 / 24 / 64)
+    assert f.seconds == pytest.approx((3024 + 126) * 30e-6 + 787.5e6 / 1.25e9)
+
+
+def test_the_start_is_compared_within_a_round() -> None:
+    start = load("start")
+    rounds = [
+        {kind: dict.fromkeys(start.STAGES, seconds) for kind, seconds in zip(start.KINDS, times, strict=True)}
+        for times in ((10.0, 10.5, 11.0), (20.0, 20.0, 20.5), (12.0, 13.0, 12.2))
+    ]
+    plain, prepare, trainer = start.table(rounds).splitlines()[2:]
+    assert plain.startswith("| plain | 12.00 |")
+    assert prepare.endswith("| +0.50 (+0.00 to +1.00) |")
+    assert trainer.endswith("| +0.50 (+0.20 to +1.00) |")
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(400)
+def test_starts_and_the_controller_are_measured(tmp_path: Path) -> None:
+    path = tmp_path / "start.json"
+    command = [sys.executable, str(BENCHMARKS / "start.py"), "--rounds", "1", "--json", str(path)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stderr
+    (found,) = json.loads(path.read_text())
+    for seconds in found.values():
+        order = [seconds[stage] for stage in ("built", "entered", "ready", "stepped", "ended")]
+        assert order == sorted(order)
+    path = tmp_path / "scale.json"
+    command = [sys.executable, str(BENCHMARKS / "scale.py"), "--smoke", "--parts", "controller", "--json", str(path)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert run.returncode == 0, run.stderr
+    (row,) = json.loads(path.read_text())["controller"]
+    assert row["reports"] >= 1
+    assert row["cpu_ms"] > 0
+    assert row["start_s"] > 0
