@@ -173,6 +173,21 @@ def test_a_norm_that_overflows_fp16_skips_no_step_at_scale_one(value: float, ski
     assert torch.equal(param.detach(), torch.full_like(param, 0.0 if skipped else -1000 / 1024))
 
 
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_lone_sample_that_is_not_finite_is_left_out_at_any_step(bad: float) -> None:
+    param = nn.Parameter(torch.zeros(3))
+    adascale = AdaScale(torch.optim.SGD([param], lr=0.5))
+    skipped = []
+    for value in (1.0, 1.0, bad, bad, 1.0):  # the first step learns what averages without a sample say; later ones know
+        adascale.zero_grad()
+        (param * value).sum().backward()
+        adascale.step()
+        skipped.append(adascale.last_step_skipped)
+    assert skipped == [False, False, True, True, False]
+    assert param.tolist() == [-1.5] * 3
+    assert adascale.effective_steps == adascale.steps == 3
+
+
 def test_a_change_of_scale_gives_the_true_gain_at_once() -> None:
     model, adascale = ready(scale=2.0, n=4)
     for i in range(0, 80, 4):

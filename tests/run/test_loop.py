@@ -118,10 +118,13 @@ def test_scale_one_is_the_plain_loop_bit_for_bit() -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)
     torch.manual_seed(5)
     net.train()
+    losses = []
     for _, (x, y) in zip(
         range(40), DataLoader(dataset(), batch_sampler=Order(), generator=torch.Generator()), strict=False
     ):
-        F.cross_entropy(net(x), y).backward()
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
@@ -135,6 +138,7 @@ def test_scale_one_is_the_plain_loop_bit_for_bit() -> None:
     assert len(rows) == 40
     assert run.effective_steps == 40
     assert all(row["gain"] == 1.0 for row in rows)
+    assert [row["loss"] for row in rows] == losses
 
 
 def test_a_rule_that_warms_up_warns_of_a_schedule_that_does() -> None:
