@@ -152,16 +152,13 @@ def portable(function: _F) -> _F:
     if path is None or "." in function.__module__ or _installed(path) or folder not in map(_resolved, sys.path):
         return pickle_by_value(function)
     neighbours = {}
+    resolved = functools.cache(_resolved)  # thousands of modules come from a few folders
     for name, module in list(sys.modules.items()):
         found, stem = getattr(module, "__file__", None), name.replace(".", "/")
+        if found is None or found == path or name.partition(".")[0] == __name__.partition(".")[0]:
+            continue  # the package itself is wherever this is unpickled
         for inside in (f"{stem}.py", f"{stem}/__init__.py"):
-            ours = name.partition(".")[0] == __name__.partition(".")[0]  # the package is wherever this is unpickled
-            if (
-                found is not None
-                and not ours
-                and Path(found) != Path(path)
-                and Path(found).resolve() == folder / inside
-            ):
+            if found.endswith(f"/{inside}") and resolved(found.removesuffix(inside)) == folder:
                 neighbours[inside] = Path(found).read_bytes()
     return cast(_F, _Portable(pickle_by_value(function), str(folder), tuple(sorted(neighbours.items()))))
 
