@@ -511,9 +511,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                     document[part] += measure_checkpoints(n, min(rounds, 5), smoke=smoke)
                 else:
                     document[part].append(asdict(measure_controller(n, 3.0 if smoke else arguments.seconds)))
+                arguments.json.parent.mkdir(parents=True, exist_ok=True)
+                arguments.json.write_text(json.dumps(document, indent=1) + "\n")
                 print(f"{part}, {n} workers: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
     print(steps_table([Steps(**row) for row in document["steps"]]))
     print(f"\n{checkpoints_table(document['checkpoints'])}")
     print(f"\n{controller_table([Controller(**row) for row in document['controller']])}")
