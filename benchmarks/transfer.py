@@ -319,13 +319,13 @@ ADAMW = Study(
     {
         "vision": adamw_case("vision", 600, (0.001, 0.002, 0.004, 0.008, 0.016)),
         "text": adamw_case("text", 800, (0.002, 0.004, 0.008, 0.016, 0.032)),
-        "tabular": adamw_case("tabular", 2500, (0.001, 0.002, 0.004, 0.008, 0.016)),
+        "tabular": adamw_case("tabular", 2500, (0.002, 0.004, 0.008, 0.016, 0.032)),
         "transformer": replace(
             CASES["text"],
             about="the same text, two causal layers of a transformer of width 32",
             workload=transformer,
             total_steps=600,
-            lrs=(0.001, 0.002, 0.004, 0.008, 0.016),
+            lrs=(0.002, 0.004, 0.008, 0.016, 0.032),
         ),
     },
     {
@@ -1022,7 +1022,7 @@ def plot(plan: Plan, results: Results, stem: Path) -> list[Path]:
     def along(panel: Any, workload: str, divided_by: Callable[[int], float]) -> None:
         case = plan.case(workload)
         for number, method in enumerate(plan.study.pictured):
-            for scale, style in ((1, "k-"), (16, "-")):
+            for scale, style in ((1, "--"), (16, "-")):
                 found = comparison(plan, results, workload, scale, method).values()
                 runs = [r for r in found if not r.failed and len(r.curve_score) == len(r.curve_examples) > 0]
                 if not runs or (scale == 1 and number):

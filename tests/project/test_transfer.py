@@ -165,7 +165,8 @@ def test_candidates_for_adam_run_and_are_all_on_the_page(transfer: Any, tmp_path
     plan = transfer.parse(argv)[1]
     found = {m: transfer.comparison(plan, results, "tabular", 4, m)[1] for m in transfer.ADAMW.methods}
     assert {m for m in found if found[m].optimizer_steps == 60 // 4} == {"linear", "sqrt", "SDE, κ = S"}
-    assert found["sqrt+"].optimizer_steps == found["unscaled"].optimizer_steps == found["AdaScale"].optimizer_steps
+    # N steps of T/N may end a rounding before T, and then there is one more.
+    assert {found[m].optimizer_steps - found["AdaScale"].optimizer_steps for m in ("sqrt+", "unscaled")} <= {0, 1}
     assert len({r.score for r in found.values()}) == len(found)  # so each did something of its own
     for result in found.values():
         assert result.curve_examples[-1] == result.examples == result.optimizer_steps * 64
