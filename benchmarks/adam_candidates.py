@@ -93,9 +93,10 @@ class Changing:
 
 
 def sde_square_root(group: dict[str, Any], factor: float, clock: float) -> dict[str, Any]:
-    """1 − β′ = κ(1 − β) for both betas, ε′ = ε/√κ, with κ the clock: Malladi et al., NeurIPS 2022, definition 5.2.
+    """1 − β′ = κ(1 − β) for both betas and ε′ = ε/√κ, with κ the clock.
 
-    With β₁ = 0.9 that has no meaning from κ = 10 on: 1 − β₁′ would be more than 1. There β₁′ is 0.
+    The square root scaling rule of Malladi et al., NeurIPS 2022 (arXiv 2205.10287). With β₁ = 0.9 it has no meaning from κ = 10
+    on, where 1 − β₁′ would be more than 1; there β₁′ is 0.
     """
     first, second = (max(0.0, 1 - clock * (1 - beta)) for beta in group["betas"])
     return {"betas": (first, second), "eps": group["eps"] / math.sqrt(clock)}

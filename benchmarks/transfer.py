@@ -54,7 +54,17 @@ from adam_candidates import (
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from ray_adascale import AdaScaleConfig, LinearRule, Run, UnscaledRule, Workload, seed_everything
+from ray_adascale import (
+    AdaScaleConfig,
+    LinearRule,
+    Recipe,
+    Run,
+    UnscaledRule,
+    Workload,
+    forecast_recipe,
+    record_recipe,
+    seed_everything,
+)
 from ray_adascale.workload import WorkloadFn, resolve
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -254,13 +264,15 @@ class Method:
         rule: Makes the scaling rule, of the optimizer steps that it is told or None.
         told: Whether it is told the steps that AdaScale's run took.
         about: What it is, in the page's words.
-        seeds: Fewer where it was clearly out after so many.
+        seeds: Fewer where it was clearly out after so many, or lies between two others.
+        largest: The largest scale at which it is run.
     """
 
     rule: Callable[[int | None], Any]
     told: bool = False
     about: str = ""
     seeds: int = 5
+    largest: int = 64
 
 
 @dataclass(frozen=True)
@@ -330,24 +342,36 @@ ADAMW = Study(
     },
     {
         "AdaScale": Method(lambda steps: "adascale", about="(r, r), norms of the gradients as they are"),
-        "r, Adam's metric": Method(lambda steps: Power(1.0, "adam"), about="(r, r), norms in Adam's metric"),
-        "r^¾": Method(lambda steps: Power(0.75), about="(r^¾, r)"),
-        "r^¾, Adam's metric": Method(lambda steps: Power(0.75, "adam"), about="(r^¾, r), norms in Adam's metric"),
+        "r, Adam's metric": Method(
+            lambda steps: Power(1.0, "adam"), about="(r, r), norms in Adam's metric", seeds=2, largest=16
+        ),
+        "r^¾": Method(lambda steps: Power(0.75), about="(r^¾, r)", seeds=2),
+        "r^¾, Adam's metric": Method(
+            lambda steps: Power(0.75, "adam"), about="(r^¾, r), norms in Adam's metric", seeds=2, largest=16
+        ),
         "√r": Method(lambda steps: Power(0.5), about="(√r, r)"),
-        "AdamScale": Method(lambda steps: Power(0.5, "adam"), about="(√r, r), norms in Adam's metric: AdaptDL's"),
+        "AdamScale": Method(
+            lambda steps: Power(0.5, "adam"), about="(√r, r), norms in Adam's metric: AdaptDL's", seeds=2, largest=16
+        ),
         "AdaScale, β^r": Method(
             lambda steps: Changing(Power(1.0), betas_per_effective_step), about="(r, r), both betas to the power r"
         ),
         "√r, decay": Method(
-            lambda steps: Changing(Power(0.5), decay_per_effective_step), about="(√r, r), weight decay times √r"
+            lambda steps: Changing(Power(0.5), decay_per_effective_step),
+            about="(√r, r), weight decay times √r",
+            seeds=2,
+            largest=16,
         ),
         "SDE, κ = r": Method(
             lambda steps: Changing(Power(0.5), sde_square_root), about="(√r, r), 1 − β times r, ε by √r"
         ),
         "SDE, κ = S": Method(
-            lambda steps: Changing(SquareRoot(), sde_square_root), about="(√S, S), 1 − β times S, ε by √S"
+            lambda steps: Changing(SquareRoot(), sde_square_root),
+            about="(√S, S), 1 − β times S, ε by √S",
+            seeds=2,
+            largest=16,
         ),
-        "linear": Method(lambda steps: LinearRule(), about="(S, S), warm-up over 5/90 of the run"),
+        "linear": Method(lambda steps: LinearRule(), about="(S, S), warm-up over 5/90 of the run", seeds=2, largest=16),
         "sqrt": Method(lambda steps: SquareRoot(), about="(√S, S)"),
         "sqrt+": Method(SquareRoot, told=True, about="√S, as many steps as AdaScale took with this seed"),
         "unscaled": Method(
@@ -356,12 +380,12 @@ ADAMW = Study(
     },
     ("AdamScale", "sqrt", "sqrt+", "unscaled"),
     ("AdaScale", "AdamScale", "SDE, κ = r", "sqrt", "sqrt+", "unscaled"),
-    ((1, 2), (16, 2), (4, 2), (1, 5), (16, 5), (64, 2), (4, 5), (64, 5)),
+    ((1, 2), (16, 2), (1, 5), (16, 3), (4, 1), (64, 1), (16, 5), (4, 2), (64, 2), (4, 5), (64, 5)),
     ("cosine", "warmup"),
     1,
     10,
     500,
-    betas_after=4,
+    betas_after=5,
 )
 OTHER_BETA2 = 0.95
 OTHER_BETA2_METHODS = ("AdaScale", "AdamScale", "SDE, κ = r")
@@ -626,7 +650,9 @@ def run_all(plan: Plan, path: Path, jobs: int) -> Results:
                 given = {job.method: job for job in stretched(plan, results, workload, scale, seed, best)}
                 for name in methods:
                     method = plan.study.methods[name]
-                    if method.told != told or (scale == 1 and name != "AdaScale") or seed > method.seeds:
+                    if method.told != told or (scale == 1 and name != "AdaScale"):
+                        continue
+                    if seed > method.seeds or scale > method.largest:
                         continue
                     if not told:
                         jobs.append(plan.job(workload, name, scale, seed, best))
@@ -642,6 +668,7 @@ def run_all(plan: Plan, path: Path, jobs: int) -> Results:
                 what = f"S = {scale}{', given steps' * told}"
                 yield what, jobs_of(plan, scale, seeds, plan.study.methods, told=told)
             if stage == plan.study.betas_after:
+                record_recipes(plan, results, path)
                 other = with_other_betas(plan)
                 for scale in other.scales:
                     yield f"other betas, S = {scale}", jobs_of(other, scale, 2, OTHER_BETA2_METHODS, told=False)
@@ -904,6 +931,48 @@ def betas_table(plan: Plan, results: Results) -> str:
     return markdown(["method, S = 16", *plan.workloads], rows)
 
 
+def recipe_path(path: Path, workload: str) -> Path:
+    return path.with_name(f"{path.stem}-{workload}-recipe.json")
+
+
+def record_recipes(plan: Plan, results: Results, path: Path) -> None:
+    """A base run of each workload with probes, beside the file of runs, where it isn't there yet."""
+    for workload in plan.workloads:
+        best = best_schedule(plan, results, workload)
+        if best is None or recipe_path(path, workload).exists():
+            continue
+        case, job = plan.case(workload), plan.job(workload, "AdaScale", 1, plan.seeds[0], best)
+        config = {"lr": job.lr, "schedule": job.shape, "split": job.split}
+        record_recipe(
+            lambda config, case=case, job=job: with_adamw(case.workload(config), job),
+            config,
+            base_batch_size=case.base_batch_size,
+            total_steps=job.total_steps,
+            seed=job.seed,
+            probe_every=5,
+        ).save(recipe_path(path, workload))
+
+
+def forecasts(plan: Plan, results: Results, path: Path) -> str:
+    """AdaScale's steps as they were forecast from one base run, and as they were taken."""
+    rows = []
+    for workload in plan.workloads:
+        if not recipe_path(path, workload).exists():
+            continue
+        recipe = Recipe.load(recipe_path(path, workload))
+        for scale in plan.scales[1:]:
+            taken = [r.optimizer_steps for r in comparison(plan, results, workload, scale, "AdaScale").values()]
+            if not taken:
+                continue
+            passes = min(scale, 8)
+            config = AdaScaleConfig(per_worker_batch_size=recipe.base_batch_size * scale // passes, accumulation=passes)
+            row = forecast_recipe(recipe, workers=[1], config=config).rows[0]
+            actual = statistics.mean(taken)
+            forecast = f"{row.steps:,} ({row.low:,.0f} to {row.high:,.0f})"
+            rows.append([workload, f"{scale}", forecast, f"{actual:,.0f}", f"{row.steps / actual - 1:+.0%}"])
+    return markdown(["workload", "S", "forecast (interval)", "taken", "off by"], rows)
+
+
 def robustness(plan: Plan, results: Results) -> str:
     """Rank correlations of the schedules' scores at S = 1 and at the grid's other scale."""
     large = plan.grid_scale
@@ -1089,7 +1158,7 @@ def by_hand(page: Path) -> str:
     return f"{begin}\n{end}"
 
 
-def write_page(plan: Plan, results: Results, page: Path, command: str) -> None:
+def write_page(plan: Plan, results: Results, runs: Path, page: Path, command: str) -> None:
     """The page and its plots beside it; the part by hand stays."""
     page.parent.mkdir(parents=True, exist_ok=True)
     kept = by_hand(page)
@@ -1145,6 +1214,9 @@ def write_page(plan: Plan, results: Results, page: Path, command: str) -> None:
             f"![metric against examples]({pictures[3].name})",
             f"## Betas (0.9, {OTHER_BETA2:g})",
             betas_table(plan, results),
+            "## Forecasts",
+            "Steps forecast from one base run (`record_recipe`, a probe every five steps), and steps taken.",
+            forecasts(plan, results, runs),
         ]
     else:
         parts += [
@@ -1255,7 +1327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"load before: {os.getloadavg()[0]:.2f}; torch {torch.__version__}; results: {args.json}", file=sys.stderr)
     results = read(args.json) if args.report_only else run_all(plan, args.json, args.jobs)
     if args.page is not None:
-        write_page(plan, results, args.page, command_line(argv))
+        write_page(plan, results, args.json, args.page, command_line(argv))
     for workload in plan.workloads:
         print(f"\n{workload}\n\n{workload_table(plan, results, workload)}")
     print(f"\n{verdicts(plan, results)}\n\n{robustness(plan, results)}")
