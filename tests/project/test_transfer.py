@@ -163,8 +163,9 @@ def test_candidates_for_adam_run_and_are_all_on_the_page(transfer: Any, tmp_path
     assert transfer.main(argv) == 0
     results = transfer.read(tmp_path / "runs.jsonl")
     plan = transfer.parse(argv)[1]
-    found = {m: transfer.comparison(plan, results, "tabular", 4, m)[1] for m in transfer.ADAMW.methods}
-    assert {m for m in found if found[m].optimizer_steps == 60 // 4} == {"linear", "sqrt", "SDE, κ = S"}
+    run = [m for m, method in transfer.ADAMW.methods.items() if 4 in method.scales]
+    found = {m: transfer.comparison(plan, results, "tabular", 4, m)[1] for m in run}
+    assert {m for m in found if found[m].optimizer_steps == 60 // 4} == {"sqrt"}
     # N steps of T/N may end a rounding before T, and then there is one more.
     assert {found[m].optimizer_steps - found["AdaScale"].optimizer_steps for m in ("sqrt+", "unscaled")} <= {0, 1}
     assert len({r.score for r in found.values()}) == len(found)  # so each did something of its own
@@ -196,8 +197,8 @@ def test_each_candidate_for_adam_by_hand(candidates: Any) -> None:
     assert candidates.sde_square_root(group, 4.0, 16.0)["betas"] == pytest.approx((0, 0.984))
     # 0.9⁴ and 0.999⁴
     assert candidates.betas_per_effective_step(group, 4.0, 4.0) == {"betas": pytest.approx((0.6561, 0.996005996001))}
-    # lr·2·0.2 in a step of four effective ones is lr·0.1 in each.
-    assert candidates.decay_per_effective_step(group, 2.0, 4.0) == {"weight_decay": pytest.approx(0.2)}
+    # lr·2·0.3 in a step of six effective ones is lr·0.1 in each.
+    assert candidates.decay_per_effective_step(group, 2.0, 6.0) == {"weight_decay": pytest.approx(0.3)}
 
 
 def test_what_a_candidate_changes_is_in_adams_step_and_nowhere_after(candidates: Any) -> None:
