@@ -1,7 +1,7 @@
 """The paper's experiment: one schedule, tuned at S = 1, carried to S = 4, 16 and 64 by several methods and workloads.
 
     python benchmarks/transfer.py --page docs/transfer.md      all of it: a good half hour on two quiet cores
-    python benchmarks/transfer.py --optimizer adamw --json runs/transfer-adamw.jsonl --page docs/adam.md
+    python benchmarks/transfer.py --optimizer adamw --page docs/adam.md
     python benchmarks/transfer.py --smoke                      whether it runs
     python benchmarks/transfer.py --report-only --page p.md    the page of the runs so far
 
@@ -160,6 +160,7 @@ def tabular(config: dict[str, Any]) -> Workload:
     model = nn.Sequential(nn.Linear(24, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9, weight_decay=1e-4)
     train, search, test = table_splits()
+    scored = (test if config["split"] == "test" else search).tensors
 
     def loss_fn(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
         return F.mse_loss(model(batch[0]), batch[1])
@@ -171,9 +172,7 @@ def tabular(config: dict[str, Any]) -> Workload:
         scheduler_unit="step",
         train_dataset=train,
         loss_fn=loss_fn,
-        evaluate=lambda model: {
-            "error": loss_fn(model, (test if config["split"] == "test" else search).tensors).item()
-        },
+        evaluate=lambda model: {"error": loss_fn(model, scored).item()},
         metric="error",
     )
 
@@ -265,14 +264,18 @@ class Method:
         told: Whether it is told the steps that AdaScale's run took.
         about: What it is, in the page's words.
         seeds: Fewer where it was clearly out after so many, or lies between two others.
-        scales: Those at which it is run.
+        scales: Those at which it is run; None for all.
     """
 
     rule: Callable[[int | None], Any]
     told: bool = False
     about: str = ""
     seeds: int = 5
-    scales: tuple[int, ...] = (4, 16, 64)
+    scales: tuple[int, ...] | None = None
+
+    def runs(self, scale: int, seed: int) -> bool:
+        """Whether it is run at this scale with this seed."""
+        return seed <= self.seeds and (self.scales is None or scale in self.scales)
 
 
 @dataclass(frozen=True)
@@ -659,7 +662,7 @@ def run_all(plan: Plan, path: Path, jobs: int) -> Results:
                     method = plan.study.methods[name]
                     if method.told != told or (scale == 1 and name != "AdaScale"):
                         continue
-                    if scale > 1 and (seed > method.seeds or scale not in method.scales):
+                    if scale > 1 and not method.runs(scale, seed):
                         continue
                     if not told:
                         jobs.append(plan.job(workload, name, scale, seed, best))
@@ -825,8 +828,11 @@ def workload_table(plan: Plan, results: Results, workload: str) -> str:
     rows = []
     for scale in plan.scales:
         for method in ("all alike",) if scale == 1 else plan.study.methods:
+            if scale > 1 and not plan.study.methods[method].runs(scale, plan.seeds[0]):
+                continue
             found = comparison(plan, results, workload, scale, method)
-            rows.append([f"{scale}", method, *cells(list(found.values()))])
+            seeds = f" ({count(list(found), 'seed')})" if 0 < len(found) < len(plan.seeds) else ""
+            rows.append([f"{scale}", method + seeds, *cells(list(found.values()))])
     head = ["S", "method", f"test {case.metric}", "training loss", "optimizer steps", "examples", "mean gain"]
     return markdown(head, rows)
 
@@ -884,17 +890,15 @@ def verdicts(plan: Plan, results: Results) -> str:
 
 
 def standing(plan: Plan, results: Results, scale: int) -> str:
-    """Every method at a scale: the metric, by how much it is better than at S = 1, and the steps."""
+    """Every method that was run at a scale: by how much it is better than S = 1, and its steps."""
     rows = []
     for method, about in plan.study.methods.items():
-        row = [method, about.about]
+        row = []
         for workload in plan.workloads:
-            case = plan.case(workload)
-            found = comparison(plan, results, workload, scale, method)
-            base = comparison(plan, results, workload, 1, method)
-            base = {seed: base[seed] for seed in found if seed in base}
-            row.append(standing_of(case, found, base))
-        rows.append(row)
+            found, base = (comparison(plan, results, workload, s, method) for s in (scale, 1))
+            row.append(standing_of(plan.case(workload), found, base))
+        if set(row) != {"not run"}:
+            rows.append([method, about.about, *row])
     head = ["method", "(LR factor, clock)", *(f"{w}, {plan.case(w).metric}" for w in plan.workloads)]
     return markdown(head, rows)
 
@@ -904,20 +908,18 @@ def standing_of(case: Case, found: dict[int, Result], base: dict[int, Result]) -
 
     Bold: worse by more than that.
     """
-    good = [r for r in found.values() if not r.failed]
+    good = {seed: r for seed, r in found.items() if not r.failed and seed in base}
     if len(good) < len(found):
         return f"**{len(found) - len(good)} of {len(found)} failed**"
-    if not found or len(base) < len(found):
+    if not found:
         return "not run"
-    by = statistics.mean(case.better(found[seed].score or 0.0, base[seed].score or 0.0) for seed in found)
-    error = math.nan
-    if len(base) > 1:
-        error = statistics.stdev(r.score or 0.0 for r in base.values()) / math.sqrt(len(base))
-    digits = 3
-    text = f"{by:+.{digits}f} ± {error:.{digits}f}" if len(base) > 1 else f"{by:+.{digits}f}"
-    steps = statistics.mean(r.optimizer_steps for r in good)
-    few = "" if len(found) > 2 else f", {count(list(found), 'seed')}"
-    return f"{f'**{text}**' if by < -error else text} in {steps:,.0f}{few}"
+    scores = [r.score for r in base.values() if r.score is not None]
+    by = statistics.mean(case.better(r.score or 0.0, base[seed].score or 0.0) for seed, r in good.items())
+    error = statistics.stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else math.inf
+    text = f"{by:+.3f}" + (f" ± {error:.3f}" if len(scores) > 1 else "")
+    steps = statistics.mean(r.optimizer_steps for r in good.values())
+    seeds = f", {count(list(found), 'seed')}" if len(found) < len(base) else ""
+    return f"{f'**{text}**' if by < -error else text} in {steps:,.0f}{seeds}"
 
 
 def with_other_betas(plan: Plan) -> Plan:
@@ -949,10 +951,13 @@ def record_recipes(plan: Plan, results: Results, path: Path) -> None:
         if best is None or recipe_path(path, workload).exists():
             continue
         case, job = plan.case(workload), plan.job(workload, "AdaScale", 1, plan.seeds[0], best)
-        config = {"lr": job.lr, "schedule": job.shape, "split": job.split}
+
+        def workload_of(config: dict[str, Any], case: Case = case, job: Job = job) -> Workload:
+            return with_adamw(case.workload(config), job)
+
         record_recipe(
-            lambda config, case=case, job=job: with_adamw(case.workload(config), job),
-            config,
+            workload_of,
+            {"lr": job.lr, "schedule": job.shape, "split": job.split},
             base_batch_size=case.base_batch_size,
             total_steps=job.total_steps,
             seed=job.seed,
@@ -1173,7 +1178,8 @@ def write_page(plan: Plan, results: Results, runs: Path, page: Path, command: st
     mine = [
         r
         for job, r in results.items()
-        if job.workload in plan.workloads and job.total_steps == plan.steps(job.workload)
+        if (job.workload in plan.workloads and job.optimizer == plan.optimizer)
+        and (job.total_steps == plan.steps(job.workload) and job.lr in plan.case(job.workload).lrs)
     ]
     dates = sorted({r.date for r in mine})
     adamw = plan.optimizer == "adamw"
@@ -1182,7 +1188,7 @@ def write_page(plan: Plan, results: Results, runs: Path, page: Path, command: st
         "One schedule, tuned at the base batch, carried to larger batches by "
         + ("candidate rules for AdamW, on four" if adamw else "four methods, on three")
         + " workloads of different kinds. Validation metric on a test split that no choice was made on, mean ± standard "
-        f"deviation over {count(plan.seeds, 'seed')}.",
+        f"deviation over {count(plan.seeds, 'seed')}{' or fewer, where that is said' if adamw else ''}.",
         f"`{command}`, {' to '.join(dict.fromkeys([*dates[:1], *dates[-1:]]))}, torch {torch.__version__}, Python "
         f"{platform.python_version()}; {len(mine)} runs of one thread each, {sum(r.cpu_s for r in mine) / 60:.0f} "
         "minutes of CPU time in all.",
@@ -1240,7 +1246,7 @@ def write_page(plan: Plan, results: Results, runs: Path, page: Path, command: st
 
 STANDING = """\
 By how much each method is better (positive) or worse (negative) than S = 1 with the same seeds, ± the standard error of the mean
-at S = 1; in how many optimizer steps. Bold: worse by more than that error, or failed."""
+at S = 1; in how many optimizer steps, and of how many seeds where not of all. Bold: worse by more than that error, or failed."""
 
 HOW = """\
 - Every run is one process with one thread. The n = min(S, 8) gradient samples of a step are *simulated by accumulation*, not by
@@ -1289,11 +1295,13 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
     parser.add_argument("--scales", type=int, nargs="+", default=[1, 4, 16, 64], help="beside 1; at most 8 or 8·k")
     parser.add_argument("--seeds", type=int, default=5, help="how many (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
-    parser.add_argument("--json", type=Path, default=Path("runs/transfer.jsonl"), help="(default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="(default: runs/transfer.jsonl, or runs/transfer-adamw.jsonl)")
     parser.add_argument("--page", type=Path, help="write this Markdown page, and its plots beside it")
     parser.add_argument("--report-only", action="store_true", help="run nothing; the page of the runs in --json")
     parser.add_argument("--smoke", action="store_true", help="S = 1 and 4, one seed, two schedules, 60 steps")
     args = parser.parse_args(argv)
+    if args.json is None:
+        args.json = Path("runs", "transfer.jsonl" if args.optimizer == "sgd" else f"transfer-{args.optimizer}.jsonl")
     if args.seeds < 1 or args.jobs < 1:
         parser.error("--seeds and --jobs must be at least 1")
     if any(s < 1 or s % min(s, 8) for s in args.scales):
@@ -1337,7 +1345,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_page(plan, results, args.json, args.page, command_line(argv))
     for workload in plan.workloads:
         print(f"\n{workload}\n\n{workload_table(plan, results, workload)}")
-    print(f"\n{verdicts(plan, results)}\n\n{robustness(plan, results)}")
+    print(f"\n{verdicts(plan, results)}")
+    if plan.grid_scale > 1:
+        print(f"\n{robustness(plan, results)}")
     print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)
     return 0
 

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -163,7 +164,7 @@ def test_candidates_for_adam_run_and_are_all_on_the_page(transfer: Any, tmp_path
     assert transfer.main(argv) == 0
     results = transfer.read(tmp_path / "runs.jsonl")
     plan = transfer.parse(argv)[1]
-    run = [m for m, method in transfer.ADAMW.methods.items() if 4 in method.scales]
+    run = [m for m, method in transfer.ADAMW.methods.items() if method.runs(4, 1)]
     found = {m: transfer.comparison(plan, results, "tabular", 4, m)[1] for m in run}
     assert {m for m in found if found[m].optimizer_steps == 60 // 4} == {"sqrt"}
     # N steps of T/N may end a rounding before T, and then there is one more.
@@ -173,9 +174,10 @@ def test_candidates_for_adam_run_and_are_all_on_the_page(transfer: Any, tmp_path
         assert result.curve_examples[-1] == result.examples == result.optimizer_steps * 64
         assert len(result.curve_examples) == len(result.curve_tau) > 5
     text = page.read_text()
-    for method in transfer.ADAMW.methods:
+    for method in run:
         assert f"| {method} | " in text
     assert "`python benchmarks/transfer.py --optimizer adamw --smoke --workloads tabular`" in text
+    assert re.search(r"^\| tabular \| 4 \| \d+ \(\d+ to \d+\) \| \d+ \| [+-]\d+% \|$", text, re.MULTILINE)  # a forecast
     for name in ("scale", "curves", "steps", "examples"):
         assert f"(page-{name}.png)" in text
         assert (tmp_path / f"page-{name}.png").stat().st_size > 1000
