@@ -352,7 +352,7 @@ ADAMW = Study(
         "r^¾, Adam's metric": Method(
             lambda steps: Power(0.75, "adam"), about="(r^¾, r), norms in Adam's metric", seeds=2, scales=(16,)
         ),
-        "√r": Method(lambda steps: Power(0.5), about="(√r, r)", seeds=2),
+        "√r": Method(lambda steps: Power(0.5), about="(√r, r)", seeds=2, scales=(4, 16)),
         "AdamScale": Method(
             lambda steps: Power(0.5, "adam"),
             about="(√r, r), norms in Adam's metric: AdaptDL's",
@@ -363,6 +363,7 @@ ADAMW = Study(
             lambda steps: Changing(Power(1.0), betas_per_effective_step),
             about="(r, r), both betas to the power r",
             seeds=2,
+            scales=(4, 16),
         ),
         "√r, decay": Method(
             lambda steps: Changing(Power(0.5), decay_per_effective_step),
@@ -371,7 +372,10 @@ ADAMW = Study(
             scales=(16,),
         ),
         "SDE, κ = r": Method(
-            lambda steps: Changing(Power(0.5), sde_square_root), about="(√r, r), 1 − β times r, ε by √r", seeds=2
+            lambda steps: Changing(Power(0.5), sde_square_root),
+            about="(√r, r), 1 − β times r, ε by √r",
+            seeds=2,
+            scales=(4, 16),
         ),
         "SDE, κ = S": Method(
             lambda steps: Changing(SquareRoot(), sde_square_root),
@@ -382,15 +386,24 @@ ADAMW = Study(
         "linear": Method(
             lambda steps: LinearRule(), about="(S, S), warm-up over 5/90 of the run", seeds=2, scales=(16,)
         ),
-        "sqrt": Method(lambda steps: SquareRoot(), about="(√S, S)", seeds=2),
-        "sqrt+": Method(SquareRoot, told=True, about="√S, as many steps as AdaScale took with this seed", seeds=2),
+        "sqrt": Method(lambda steps: SquareRoot(), about="(√S, S)", seeds=2, scales=(4, 16)),
+        "sqrt+": Method(
+            SquareRoot,
+            told=True,
+            about="√S, as many steps as AdaScale took with this seed",
+            seeds=2,
+            scales=(4, 16),
+        ),
         "unscaled": Method(
-            lambda steps: UnscaledRule(steps=steps), told=True, about="1, as many steps as AdaScale took with this seed"
+            lambda steps: UnscaledRule(steps=steps),
+            told=True,
+            about="1, as many steps as AdaScale took with this seed",
+            seeds=2,
         ),
     },
     ("AdamScale", "sqrt", "sqrt+", "unscaled"),
     ("AdaScale", "AdamScale", "SDE, κ = r", "sqrt", "sqrt+", "unscaled"),
-    ((1, 2), (16, 2), (1, 5), (4, 1), (64, 1), (16, 5), (4, 2), (64, 2), (4, 5), (64, 5)),
+    ((1, 2), (16, 2), (1, 5), (16, 5), (64, 1), (4, 1), (4, 2), (64, 2), (4, 5), (64, 5)),
     ("cosine", "warmup"),
     1,
     10,
