@@ -194,6 +194,7 @@ def found(request: pytest.FixtureRequest) -> Recipe:
     return record_recipe(regression, request.param, base_batch_size=8, total_steps=400, seed=1, probe_every=5)
 
 
+@pytest.mark.filterwarnings("ignore:AdaScale is derived for SGD")  # with AdamW
 @pytest.mark.filterwarnings("ignore:The batch of")
 def test_replay_of_a_runs_own_noise_is_the_run(found: Recipe) -> None:
     seen, gains, score = run_scaled(found, 8)
@@ -202,6 +203,7 @@ def test_replay_of_a_runs_own_noise_is_the_run(found: Recipe) -> None:
     assert again.gains == pytest.approx(gains, rel=1e-12)  # the same arithmetic, in another order at most
 
 
+@pytest.mark.filterwarnings("ignore:AdaScale is derived for SGD")  # with AdamW
 @pytest.mark.filterwarnings("ignore:The batch of")
 def test_forecast_of_a_short_run(found: Recipe) -> None:
     """benchmarks/forecast.py in small. 15 %: one base run of 80 probes in place of three."""
