@@ -37,7 +37,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transfer import CASES as TRANSFERRED
-from transfer import Case, bits_without_context, example, markdown, prepare_process, text_splits
+from transfer import Case, Transformer, bits_without_context, example, markdown, prepare_process, text_splits
 
 from ray_adascale import AdaScaleConfig, RuleInput, Run, Workload, seed_everything
 
@@ -50,27 +50,6 @@ SHAPES = ("warmup", "cosine")
 
 
 # ---- workloads -------------------------------------------------------------------------------------------------------
-
-
-class Transformer(nn.Module):
-    """Two causal layers with layer norm after each half, torch's default and the less stable one."""
-
-    def __init__(self, kinds: int, width: int = 32, length: int = 48) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(kinds, width)
-        self.place = nn.Parameter(torch.randn(length, width) * 0.02)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=0.0, batch_first=True) for _ in range(2)
-        )
-        self.out = nn.Linear(width, kinds)
-        self.mask: Tensor
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length), persistent=False)
-
-    def forward(self, codes: Tensor) -> Tensor:
-        x = self.embed(codes) + self.place
-        for layer in self.layers:
-            x = layer(x, src_mask=self.mask, is_causal=True)
-        return self.out(x)
 
 
 def transformer(config: dict[str, Any]) -> Workload:

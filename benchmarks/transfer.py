@@ -1,6 +1,7 @@
-"""The paper's experiment: one schedule, tuned at S = 1, carried to S = 4, 16 and 64 by four methods, on three workloads.
+"""The paper's experiment: one schedule, tuned at S = 1, carried to S = 4, 16 and 64 by several methods and workloads.
 
     python benchmarks/transfer.py --page docs/transfer.md      all of it: a good half hour on two quiet cores
+    python benchmarks/transfer.py --optimizer adamw --page docs/adam.md
     python benchmarks/transfer.py --smoke                      whether it runs
     python benchmarks/transfer.py --report-only --page p.md    the page of the runs so far
 
@@ -13,7 +14,8 @@ schedule runs with other seeds, scored on a test split that no choice was made o
     LSW+       the same, stretched to as many optimizer steps as AdaScale took with this seed
     unscaled   the base schedule's LR, stretched to as many optimizer steps as AdaScale took with this seed
 
-At S = 1 all four are plain SGD, so it runs once. A run is one single-threaded process, and its n = min(S, 8) gradient samples a
+At S = 1 all four are plain SGD, so it runs once. With AdamW there are more methods (``adam_candidates.py``), one workload more,
+two shapes of schedule, and no grid at S = 16. A run is one single-threaded process, and its n = min(S, 8) gradient samples a
 step are accumulation passes, not workers. Every run appends a line to a file; an interrupted benchmark goes on from it.
 """
 
@@ -35,24 +37,40 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from adam_candidates import (
+    Changing,
+    Power,
+    SquareRoot,
+    betas_per_effective_step,
+    decay_per_effective_step,
+    sde_square_root,
+)
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from ray_adascale import AdaScaleConfig, LinearRule, Run, UnscaledRule, Workload, seed_everything
+from ray_adascale import (
+    AdaScaleConfig,
+    LinearRule,
+    Recipe,
+    Run,
+    UnscaledRule,
+    Workload,
+    forecast_recipe,
+    record_recipe,
+    seed_everything,
+)
 from ray_adascale.workload import WorkloadFn, resolve
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-METHODS = ("AdaScale", "LSW", "LSW+", "unscaled")
 SHAPES = ("cosine", "step", "warmup")
 GRID_SCALE = 16
 GRID_SEEDS = (101, 102)
-EVALUATIONS = 20  # a run
 BY_HAND = "<!-- by hand: kept when the page is made anew -->", "<!-- end of the part by hand -->"
 
 
@@ -77,11 +95,13 @@ def text_splits() -> list[TensorDataset]:
     return [TensorDataset(x[which], y[which]) for which in (block < 8, block == 8, block == 9)]
 
 
-def text(config: dict[str, Any]) -> Workload:
+def text(config: dict[str, Any], model: nn.Module | None = None, chunks: int | None = None) -> Workload:
     """The next character of docstrings of the standard library: the model of ``examples/language_model.py``, half as wide."""
-    model = example("language_model.py:CharacterModel")(width=48)
+    if model is None:
+        model = example("language_model.py:CharacterModel")(width=48)
     optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9)
     train, search, test = text_splits()
+    scored = [part[:chunks] for part in (test if config["split"] == "test" else search).tensors]
 
     def loss_fn(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
         codes, following = batch
@@ -94,11 +114,35 @@ def text(config: dict[str, Any]) -> Workload:
         scheduler_unit="step",
         train_dataset=train,
         loss_fn=loss_fn,
-        evaluate=lambda model: {
-            "bits": loss_fn(model, (test if config["split"] == "test" else search).tensors).item() / math.log(2)
-        },
+        evaluate=lambda model: {"bits": loss_fn(model, scored).item() / math.log(2)},
         metric="bits",
     )
+
+
+class Transformer(nn.Module):
+    """Two causal layers with layer norm after each half, torch's default and the less stable one."""
+
+    def __init__(self, kinds: int, width: int = 32, length: int = 48) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(kinds, width)
+        self.place = nn.Parameter(torch.randn(length, width) * 0.02)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=0.0, batch_first=True) for _ in range(2)
+        )
+        self.out = nn.Linear(width, kinds)
+        self.mask: Tensor
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length), persistent=False)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        x = self.embed(codes) + self.place
+        for layer in self.layers:
+            x = layer(x, src_mask=self.mask, is_causal=True)
+        return self.out(x)
+
+
+def transformer(config: dict[str, Any]) -> Workload:
+    """The same text by two layers of a transformer, scored on 256 chunks."""
+    return text(config, Transformer(len(example("language_model.py:LETTERS"))), 256)
 
 
 @functools.cache
@@ -116,6 +160,7 @@ def tabular(config: dict[str, Any]) -> Workload:
     model = nn.Sequential(nn.Linear(24, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9, weight_decay=1e-4)
     train, search, test = table_splits()
+    scored = (test if config["split"] == "test" else search).tensors
 
     def loss_fn(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
         return F.mse_loss(model(batch[0]), batch[1])
@@ -127,9 +172,7 @@ def tabular(config: dict[str, Any]) -> Workload:
         scheduler_unit="step",
         train_dataset=train,
         loss_fn=loss_fn,
-        evaluate=lambda model: {
-            "error": loss_fn(model, (test if config["split"] == "test" else search).tensors).item()
-        },
+        evaluate=lambda model: {"error": loss_fn(model, scored).item()},
         metric="error",
     )
 
@@ -209,6 +252,169 @@ CASES = {
 }
 
 
+# ---- what is compared ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a schedule is carried to a larger batch.
+
+    Attributes:
+        rule: Makes the scaling rule, of the optimizer steps that it is told or None.
+        told: Whether it is told the steps that AdaScale's run took.
+        about: What it is, in the page's words.
+        seeds: Fewer where it was clearly out after so many, or lies between two others.
+        scales: Those at which it is run; None for all.
+    """
+
+    rule: Callable[[int | None], Any]
+    told: bool = False
+    about: str = ""
+    seeds: int = 5
+    scales: tuple[int, ...] | None = None
+
+    def runs(self, scale: int, seed: int) -> bool:
+        """Whether it is run at this scale with this seed."""
+        return seed <= self.seeds and (self.scales is None or scale in self.scales)
+
+
+@dataclass(frozen=True)
+class Study:
+    """The comparison with one optimizer.
+
+    Attributes:
+        cases: Workloads, by name.
+        methods: By name; the first is AdaScale.
+        against: Those that AdaScale is compared with, beside S = 1.
+        pictured: Those in the picture of the metric against scale.
+        stages: Scales and how many seeds, in the order in which they are run.
+        shapes: Of schedules in the grid.
+        grid_scale: The other scale at which the grid is run; 1 for none.
+        evaluations: In a run.
+        betas_after: The stage after which some methods are run with another β₂; None for never.
+        loss_examples: Of the training split, for the training loss at the end; None for all.
+    """
+
+    cases: dict[str, Case]
+    methods: dict[str, Method]
+    against: tuple[str, ...]
+    pictured: tuple[str, ...]
+    stages: tuple[tuple[int, int], ...]
+    shapes: tuple[str, ...]
+    grid_scale: int
+    evaluations: int
+    loss_examples: int | None = None
+    betas_after: int | None = None
+
+
+SGD = Study(
+    CASES,
+    {
+        "AdaScale": Method(lambda steps: "adascale"),
+        "LSW": Method(lambda steps: LinearRule()),
+        "LSW+": Method(lambda steps: LinearRule(steps=steps), told=True),
+        "unscaled": Method(lambda steps: UnscaledRule(steps=steps), told=True),
+    },
+    ("LSW", "LSW+", "unscaled"),
+    ("AdaScale", "LSW", "LSW+", "unscaled"),
+    ((64, 5), (16, 5), (4, 5), (1, 5)),
+    SHAPES,
+    GRID_SCALE,
+    20,
+)
+DECAY = 0.1  # of AdamW, decoupled
+
+
+def adamw_case(name: str, total_steps: int, lrs: tuple[float, ...]) -> Case:
+    """A workload with other steps and peak LRs."""
+    return replace(CASES[name], total_steps=total_steps, lrs=lrs)
+
+
+ADAMW = Study(
+    {
+        "vision": adamw_case("vision", 600, (0.001, 0.002, 0.004, 0.008, 0.016)),
+        "text": adamw_case("text", 800, (0.002, 0.004, 0.008, 0.016, 0.032)),
+        "tabular": adamw_case("tabular", 2500, (0.002, 0.004, 0.008, 0.016, 0.032)),
+        "transformer": replace(
+            CASES["text"],
+            about="the same text, two causal layers of a transformer of width 32",
+            workload=transformer,
+            total_steps=600,
+            lrs=(0.002, 0.004, 0.008, 0.016, 0.032),
+        ),
+    },
+    {
+        "AdaScale": Method(lambda steps: "adascale", about="(r, r), norms of the gradients as they are"),
+        "r, Adam's metric": Method(
+            lambda steps: Power(1.0, "adam"), about="(r, r), norms in Adam's metric", seeds=2, scales=(16,)
+        ),
+        "r^¾": Method(lambda steps: Power(0.75), about="(r^¾, r)", seeds=2, scales=(16,)),
+        "r^¾, Adam's metric": Method(
+            lambda steps: Power(0.75, "adam"), about="(r^¾, r), norms in Adam's metric", seeds=2, scales=(16,)
+        ),
+        "√r": Method(lambda steps: Power(0.5), about="(√r, r)", seeds=2, scales=(4, 16)),
+        "AdamScale": Method(
+            lambda steps: Power(0.5, "adam"),
+            about="(√r, r), norms in Adam's metric: AdaptDL's",
+            seeds=2,
+            scales=(4, 16),
+        ),
+        "AdaScale, β^r": Method(
+            lambda steps: Changing(Power(1.0), betas_per_effective_step),
+            about="(r, r), both betas to the power r",
+            seeds=2,
+            scales=(4, 16),
+        ),
+        "√r, decay": Method(
+            lambda steps: Changing(Power(0.5), decay_per_effective_step),
+            about="(√r, r), weight decay times √r",
+            seeds=2,
+            scales=(16,),
+        ),
+        "SDE, κ = r": Method(
+            lambda steps: Changing(Power(0.5), sde_square_root),
+            about="(√r, r), 1 − β times r, ε by √r",
+            seeds=2,
+            scales=(4, 16),
+        ),
+        "SDE, κ = S": Method(
+            lambda steps: Changing(SquareRoot(), sde_square_root),
+            about="(√S, S), 1 − β times S, ε by √S",
+            seeds=2,
+            scales=(16,),
+        ),
+        "linear": Method(
+            lambda steps: LinearRule(), about="(S, S), warm-up over 5/90 of the run", seeds=2, scales=(16,)
+        ),
+        "sqrt": Method(lambda steps: SquareRoot(), about="(√S, S)", seeds=2, scales=(4, 16)),
+        "sqrt+": Method(
+            SquareRoot,
+            told=True,
+            about="√S, as many steps as AdaScale took with this seed",
+            seeds=2,
+            scales=(4, 16),
+        ),
+        "unscaled": Method(
+            lambda steps: UnscaledRule(steps=steps),
+            told=True,
+            about="1, as many steps as AdaScale took with this seed",
+            seeds=2,
+        ),
+    },
+    ("AdamScale", "sqrt", "sqrt+", "unscaled"),
+    ("AdaScale", "AdamScale", "SDE, κ = r", "sqrt", "sqrt+", "unscaled"),
+    ((1, 2), (16, 2), (1, 5), (16, 5), (64, 1), (4, 1), (4, 2), (64, 2), (4, 5), (64, 5)),
+    ("cosine", "warmup"),
+    1,
+    10,
+    500,
+    betas_after=5,
+)
+OTHER_BETA2 = 0.95
+OTHER_BETA2_METHODS = ("AdaScale", "SDE, κ = r")
+STUDIES = {"sgd": SGD, "adamw": ADAMW}
+
+
 # ---- one run ---------------------------------------------------------------------------------------------------------
 
 
@@ -225,6 +431,8 @@ class Job:
     total_steps: int
     split: str
     steps: int | None = None  # optimizer steps, where the method is given AdaScale's
+    optimizer: str = "sgd"
+    beta2: float = 0.999
 
 
 @dataclass(frozen=True)
@@ -241,31 +449,41 @@ class Result:
     failed: bool
     cpu_s: float
     date: str
+    curve_examples: list[int] = field(default_factory=list)
 
 
 Results = dict[Job, Result]
 
 
-def rule(job: Job) -> Any:
-    """The scaling rule of a method."""
-    if job.method == "AdaScale":
-        return "adascale"
-    return UnscaledRule(steps=job.steps) if job.method == "unscaled" else LinearRule(steps=job.steps)
+def with_adamw(built: Workload, job: Job) -> Workload:
+    """The same model and schedule with AdamW."""
+    optimizer = torch.optim.AdamW(
+        built.model.parameters(), lr=job.lr, betas=(0.9, job.beta2), weight_decay=DECAY, foreach=True
+    )
+    return replace(
+        built, optimizer=optimizer, scheduler=example("mnist.py:schedule")(optimizer, job.shape, job.total_steps)
+    )
 
 
 def train(job: Job) -> Result:
     """One run in this process. Divergence is a result, not an error."""
     began = time.process_time()
-    case = CASES[job.workload]
+    study = STUDIES[job.optimizer]
+    case = study.cases[job.workload]
     seed_everything(job.seed)
     config = {"lr": job.lr, "schedule": job.shape, "total_steps": job.total_steps, "split": job.split}
     built = case.workload(config)
-    curve: list[tuple[float, float]] = []
+    rule = study.methods[job.method].rule(job.steps)
+    if job.optimizer == "adamw":
+        built = with_adamw(built, job)
+    if isinstance(rule, Changing):
+        rule.attach(built.optimizer)
+    curve: list[tuple[float, int, float]] = []
 
     def evaluate(model: nn.Module) -> dict[str, float]:
         assert built.evaluate is not None
         scores = built.evaluate(model)
-        curve.append((run.effective_steps, scores[built.metric]))
+        curve.append((run.effective_steps, run.source.position, scores[built.metric]))
         return scores
 
     passes = min(job.scale, 8)
@@ -280,9 +498,9 @@ def train(job: Job) -> Result:
             scheduler_unit=built.scheduler_unit,
             per_worker_batch_size=case.base_batch_size * job.scale // passes,
             accumulation=passes,
-            rule=rule(job),
+            rule=rule,
             seed=job.seed,
-            evaluate_every=job.total_steps / EVALUATIONS,
+            evaluate_every=job.total_steps / study.evaluations,
         ),
         evaluate=evaluate,
     )
@@ -291,7 +509,7 @@ def train(job: Job) -> Result:
         for batch in run:
             run.backward(built.loss_fn(run.model, batch))
             run.step()
-        score, train_loss = curve[-1][1], final_loss(built)
+        score, train_loss = curve[-1][2], final_loss(built, study.loss_examples)
     except FloatingPointError:  # no finite gradient for 50 steps in a row
         pass
     summary = run.summary()
@@ -304,22 +522,26 @@ def train(job: Job) -> Result:
         optimizer_steps=summary.get("optimizer_steps", 0),
         examples=run.source.position,
         mean_gain=run.progress / max(1, summary.get("optimizer_steps", 0)),
-        curve_tau=[tau for tau, _ in curve],
-        curve_score=[value for _, value in curve],
+        curve_tau=[tau for tau, _, _ in curve],
+        curve_score=[value for _, _, value in curve],
         failed=not learnt > 0.05,
         cpu_s=time.process_time() - began,
         date=datetime.date.today().isoformat(),
+        curve_examples=[examples for _, examples, _ in curve],
     )
 
 
-def final_loss(built: Workload) -> float:
-    """Mean loss over the training split in eval mode, so without augmentation."""
+def final_loss(built: Workload, examples: int | None) -> float:
+    """Mean loss over the training split, or its first so many examples, in eval mode, so without augmentation."""
     built.model.eval()
     total = 0.0
+    dataset: Any = built.train_dataset
+    if examples is not None:
+        dataset = Subset(dataset, range(min(examples, len(dataset))))
     with torch.no_grad():
-        for batch in DataLoader(built.train_dataset, batch_size=500):
+        for batch in DataLoader(dataset, batch_size=500):
             total += built.loss_fn(built.model, batch).item() * len(batch[0])
-    return total / len(built.train_dataset)
+    return total / len(dataset)
 
 
 # ---- all runs --------------------------------------------------------------------------------------------------------
@@ -337,24 +559,41 @@ class Plan:
     every: int = 1  # of a grid's LRs
     shapes: tuple[str, ...] = SHAPES
     total_steps: int | None = None
+    optimizer: str = "sgd"
+    beta2: float = 0.999
+
+    @property
+    def study(self) -> Study:
+        return STUDIES[self.optimizer]
+
+    def case(self, workload: str) -> Case:
+        return self.study.cases[workload]
 
     def steps(self, workload: str) -> int:
         """T."""
-        return self.total_steps or CASES[workload].total_steps
+        return self.total_steps or self.case(workload).total_steps
+
+    def stages(self) -> list[tuple[int, int]]:
+        """The study's, of this plan's scales and seeds."""
+        return [(scale, min(seeds, len(self.seeds))) for scale, seeds in self.study.stages if scale in self.scales] + [
+            (scale, len(self.seeds)) for scale in self.scales
+        ]
 
     def grid(self, workload: str) -> list[tuple[float, str]]:
         """The schedules: peak LR and shape."""
-        return [(lr, shape) for lr in CASES[workload].lrs[:: self.every] for shape in self.shapes]
+        return [(lr, shape) for lr in self.case(workload).lrs[:: self.every] for shape in self.shapes]
 
     def grid_job(self, workload: str, scale: int, seed: int, lr: float, shape: str) -> Job:
         """AdaScale's run with a schedule of the grid."""
-        return Job(workload, "AdaScale", scale, seed, lr, shape, self.steps(workload), "search")
+        return Job(
+            workload, "AdaScale", scale, seed, lr, shape, self.steps(workload), "search", optimizer=self.optimizer
+        )
 
     def grid_jobs(self) -> list[Job]:
         """All runs of the grid; those that the choice of a schedule waits for come first."""
         return [
             self.grid_job(workload, scale, seed, lr, shape)
-            for scale in (1, self.grid_scale)
+            for scale in dict.fromkeys((1, self.grid_scale))
             for workload in self.workloads
             for seed in self.grid_seeds
             for lr, shape in self.grid(workload)
@@ -362,7 +601,7 @@ class Plan:
 
     def job(self, workload: str, method: str, scale: int, seed: int, best: tuple[float, str]) -> Job:
         """A run of the comparison, of a method that needs not be told its steps."""
-        return Job(workload, method, scale, seed, *best, self.steps(workload), "test")
+        return Job(workload, method, scale, seed, *best, self.steps(workload), "test", None, self.optimizer, self.beta2)
 
 
 def grid_score(plan: Plan, results: Results, workload: str, scale: int, lr: float, shape: str) -> float:
@@ -370,7 +609,7 @@ def grid_score(plan: Plan, results: Results, workload: str, scale: int, lr: floa
     found = [results[plan.grid_job(workload, scale, seed, lr, shape)] for seed in plan.grid_seeds]
     if any(r.failed or r.score is None for r in found):
         return math.inf
-    return statistics.mean(CASES[workload].loss(r.score) for r in found if r.score is not None)
+    return statistics.mean(plan.case(workload).loss(r.score) for r in found if r.score is not None)
 
 
 def best_schedule(plan: Plan, results: Results, workload: str) -> tuple[float, str] | None:
@@ -381,12 +620,12 @@ def best_schedule(plan: Plan, results: Results, workload: str) -> tuple[float, s
 
 
 def stretched(plan: Plan, results: Results, workload: str, scale: int, seed: int, best: tuple[float, str]) -> list[Job]:
-    """LSW+ and unscaled, with the steps of AdaScale's run; none where that one is missing or failed."""
+    """Runs of the methods that are told the steps of AdaScale's run; none where that one is missing or failed."""
     own = results.get(plan.job(workload, "AdaScale", scale, seed, best))
     if own is None or own.failed:
         return []
-    methods = ("LSW+", "unscaled")
-    return [replace(plan.job(workload, m, scale, seed, best), steps=own.optimizer_steps) for m in methods]
+    told = [name for name, method in plan.study.methods.items() if method.told]
+    return [replace(plan.job(workload, m, scale, seed, best), steps=own.optimizer_steps) for m in told]
 
 
 def comparison(plan: Plan, results: Results, workload: str, scale: int, method: str) -> dict[int, Result]:
@@ -398,7 +637,7 @@ def comparison(plan: Plan, results: Results, workload: str, scale: int, method: 
     for seed in plan.seeds:
         if scale == 1:
             jobs = [plan.job(workload, "AdaScale", 1, seed, best)]
-        elif method in ("AdaScale", "LSW"):
+        elif not plan.study.methods[method].told:
             jobs = [plan.job(workload, method, scale, seed, best)]
         else:
             jobs = [job for job in stretched(plan, results, workload, scale, seed, best) if job.method == method]
@@ -417,32 +656,45 @@ def read(path: Path) -> Results:
 
 
 def run_all(plan: Plan, path: Path, jobs: int) -> Results:
-    """Runs what the file doesn't have yet, in three rounds, since each round needs to know the one before."""
+    """Runs what the file doesn't have yet, in rounds, since some need to know the one before."""
     results = read(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():  # without a torn last line, which the next one would be glued to
         path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")))
 
-    def main_jobs() -> list[Job]:
-        return [
-            plan.job(workload, method, scale, seed, best)
-            for scale in sorted(plan.scales, reverse=True)
-            for workload in plan.workloads
-            if (best := best_schedule(plan, results, workload)) is not None
-            for seed in plan.seeds
-            for method in (("AdaScale",) if scale == 1 else ("AdaScale", "LSW"))
-        ]
+    def jobs_of(plan: Plan, scale: int, seeds: int, methods: Iterable[str], *, told: bool) -> list[Job]:
+        """Of methods that are told their steps, or of those that aren't."""
+        jobs = []
+        for workload in plan.workloads:
+            best = best_schedule(plan, results, workload)
+            if best is None:
+                continue
+            for seed in plan.seeds[:seeds]:
+                given = {job.method: job for job in stretched(plan, results, workload, scale, seed, best)}
+                for name in methods:
+                    method = plan.study.methods[name]
+                    if method.told != told or (scale == 1 and name != "AdaScale"):
+                        continue
+                    if scale > 1 and not method.runs(scale, seed):
+                        continue
+                    if not told:
+                        jobs.append(plan.job(workload, name, scale, seed, best))
+                    elif name in given:
+                        jobs.append(given[name])
+        return jobs
 
-    def stretched_jobs() -> list[Job]:
-        return [
-            job
-            for scale in sorted(plan.scales, reverse=True)
-            for workload in plan.workloads
-            if (best := best_schedule(plan, results, workload)) is not None
-            for seed in plan.seeds
-            if scale > 1
-            for job in stretched(plan, results, workload, scale, seed, best)
-        ]
+    def rounds() -> Iterable[tuple[str, list[Job]]]:
+        """Lists of jobs, each made when those before are done, on which it depends."""
+        yield "grid", plan.grid_jobs()
+        for stage, (scale, seeds) in enumerate(plan.stages()):
+            for told in (False, True):
+                what = f"S = {scale}{', given steps' * told}"
+                yield what, jobs_of(plan, scale, seeds, plan.study.methods, told=told)
+            if stage == plan.study.betas_after:
+                record_recipes(plan, results, path)
+                other = with_other_betas(plan)
+                for scale in other.scales:
+                    yield f"other betas, S = {scale}", jobs_of(other, scale, 2, OTHER_BETA2_METHODS, told=False)
 
     context = multiprocessing.get_context("spawn")  # torch's threads don't survive a fork
     with ExitStack() as stack:
@@ -450,8 +702,8 @@ def run_all(plan: Plan, path: Path, jobs: int) -> Results:
         if jobs > 1:
             pool = stack.enter_context(ProcessPoolExecutor(jobs, mp_context=context, initializer=prepare_process))
         file = stack.enter_context(path.open("a"))
-        for what, wanted in (("grid", plan.grid_jobs), ("main", main_jobs), ("given steps", stretched_jobs)):
-            missing = [job for job in wanted() if job not in results]
+        for what, wanted in rounds():
+            missing = [job for job in wanted if job not in results]
             for number, (job, result) in enumerate(execute(missing, pool), start=1):
                 results[job] = result
                 file.write(json.dumps({"job": asdict(job), "result": asdict(result)}) + "\n")
@@ -476,8 +728,9 @@ def execute(jobs: Sequence[Job], pool: ProcessPoolExecutor | None) -> Iterable[t
 
 
 def prepare_process() -> None:
-    """One thread; and no word about batches beyond the noise scale, which are the point here."""
+    """One thread; and no word about batches beyond the noise scale or rules for Adam, which are the point here."""
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message="AdaScale is derived for SGD")
     warnings.filterwarnings("ignore", message="The batch of .* exceeds the gradient noise scale")
 
 
@@ -584,12 +837,15 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def workload_table(plan: Plan, results: Results, workload: str) -> str:
     """A row for every scale and method."""
-    case = CASES[workload]
+    case = plan.case(workload)
     rows = []
     for scale in plan.scales:
-        for method in ("all alike",) if scale == 1 else METHODS:
+        for method in ("all alike",) if scale == 1 else plan.study.methods:
+            if scale > 1 and not plan.study.methods[method].runs(scale, plan.seeds[0]):
+                continue
             found = comparison(plan, results, workload, scale, method)
-            rows.append([f"{scale}", method, *cells(list(found.values()))])
+            seeds = f" ({count(list(found), 'seed')})" if 0 < len(found) < len(plan.seeds) else ""
+            rows.append([f"{scale}", method + seeds, *cells(list(found.values()))])
     head = ["S", "method", f"test {case.metric}", "training loss", "optimizer steps", "examples", "mean gain"]
     return markdown(head, rows)
 
@@ -603,10 +859,10 @@ def differences(plan: Plan, results: Results) -> list[tuple[str, int, str, Diffe
                 continue
             own = comparison(plan, results, workload, scale, "AdaScale")
             base = comparison(plan, results, workload, 1, "AdaScale")
-            out.append((workload, scale, "S = 1", difference(CASES[workload], own, base)))
-            for method in METHODS[1:]:
+            out.append((workload, scale, "S = 1", difference(plan.case(workload), own, base)))
+            for method in plan.study.against:
                 other = comparison(plan, results, workload, scale, method)
-                out.append((workload, scale, method, difference(CASES[workload], own, other)))
+                out.append((workload, scale, method, difference(plan.case(workload), own, other)))
     return out
 
 
@@ -614,7 +870,7 @@ def verdicts(plan: Plan, results: Results) -> str:
     """Where AdaScale is clearly worse, in words, and the table of all differences."""
     found = differences(plan, results)
     lost = [
-        f"- {workload}, S = {scale}: worse than {against} by {-d.mean:.4f} {CASES[workload].metric} "
+        f"- {workload}, S = {scale}: worse than {against} by {-d.mean:.4f} {plan.case(workload).metric} "
         f"(95 % interval {-d.high:.4f} to {-d.low:.4f})."
         for workload, scale, against, d in found
         if d.high < 0
@@ -624,7 +880,7 @@ def verdicts(plan: Plan, results: Results) -> str:
             failed = sum(r.failed for r in comparison(plan, results, workload, scale, "AdaScale").values())
             if failed:
                 lost.append(f"- {workload}, S = {scale}: {failed} of {len(plan.seeds)} AdaScale runs failed.")
-    against = ["S = 1", *METHODS[1:]]
+    against = ["S = 1", *plan.study.against]
     rows = [
         [workload, f"{scale}", *(str(d) for w, s, _, d in found if (w, s) == (workload, scale))]
         for workload in plan.workloads
@@ -644,6 +900,102 @@ def verdicts(plan: Plan, results: Results) -> str:
             *lost,
         ]
     ).rstrip()
+
+
+def standing(plan: Plan, results: Results, scale: int) -> str:
+    """Every method that was run at a scale: by how much it is better than S = 1, and its steps."""
+    rows = []
+    for method, about in plan.study.methods.items():
+        row = []
+        for workload in plan.workloads:
+            found, base = (comparison(plan, results, workload, s, method) for s in (scale, 1))
+            row.append(standing_of(plan.case(workload), found, base))
+        if set(row) != {"not run"}:
+            rows.append([method, about.about, *row])
+    head = ["method", "(LR factor, clock)", *(f"{w}, {plan.case(w).metric}" for w in plan.workloads)]
+    return markdown(head, rows)
+
+
+def standing_of(case: Case, found: dict[int, Result], base: dict[int, Result]) -> str:
+    """A cell: how much better than S = 1 with the same seeds, ± the standard error of S = 1's mean; in how many steps.
+
+    Bold: worse by more than that.
+    """
+    good = {seed: r for seed, r in found.items() if not r.failed and seed in base}
+    if len(good) < len(found):
+        return f"**{len(found) - len(good)} of {len(found)} failed**"
+    if not found:
+        return "not run"
+    scores = [r.score for r in base.values() if r.score is not None]
+    by = statistics.mean(case.better(r.score or 0.0, base[seed].score or 0.0) for seed, r in good.items())
+    error = statistics.stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else math.inf
+    text = f"{by:+.3f}" + (f" ± {error:.3f}" if len(scores) > 1 else "")
+    steps = statistics.mean(r.optimizer_steps for r in good.values())
+    seeds = f", {count(list(found), 'seed')}" if len(found) < len(base) else ""
+    return f"{f'**{text}**' if by < -error else text} in {steps:,.0f}{seeds}"
+
+
+def with_other_betas(plan: Plan) -> Plan:
+    """The same with another β₂: two seeds, S = 1 and 16, and the schedule that was tuned with the default one."""
+    return replace(plan, beta2=OTHER_BETA2, seeds=plan.seeds[:2], scales=tuple(s for s in (1, 16) if s in plan.scales))
+
+
+def betas_table(plan: Plan, results: Results) -> str:
+    """The candidates that were run with another β₂, at S = 16."""
+    other = with_other_betas(plan)
+    rows = []
+    for method in OTHER_BETA2_METHODS:
+        row = [method]
+        for workload in plan.workloads:
+            found, base = (comparison(other, results, workload, scale, method) for scale in (16, 1))
+            row.append(standing_of(plan.case(workload), found, base))
+        rows.append(row)
+    return markdown(["method, S = 16", *plan.workloads], rows)
+
+
+def recipe_path(path: Path, workload: str) -> Path:
+    return path.with_name(f"{path.stem}-{workload}-recipe.json")
+
+
+def record_recipes(plan: Plan, results: Results, path: Path) -> None:
+    """A base run of each workload with probes, beside the file of runs, where it isn't there yet."""
+    for workload in plan.workloads:
+        best = best_schedule(plan, results, workload)
+        if best is None or recipe_path(path, workload).exists():
+            continue
+        case, job = plan.case(workload), plan.job(workload, "AdaScale", 1, plan.seeds[0], best)
+
+        def workload_of(config: dict[str, Any], case: Case = case, job: Job = job) -> Workload:
+            return with_adamw(case.workload(config), job)
+
+        record_recipe(
+            workload_of,
+            {"lr": job.lr, "schedule": job.shape, "split": job.split},
+            base_batch_size=case.base_batch_size,
+            total_steps=job.total_steps,
+            seed=job.seed,
+            probe_every=5,
+        ).save(recipe_path(path, workload))
+
+
+def forecasts(plan: Plan, results: Results, path: Path) -> str:
+    """AdaScale's steps as they were forecast from one base run, and as they were taken."""
+    rows = []
+    for workload in plan.workloads:
+        if not recipe_path(path, workload).exists():
+            continue
+        recipe = Recipe.load(recipe_path(path, workload))
+        for scale in plan.scales[1:]:
+            taken = [r.optimizer_steps for r in comparison(plan, results, workload, scale, "AdaScale").values()]
+            if not taken:
+                continue
+            passes = min(scale, 8)
+            config = AdaScaleConfig(per_worker_batch_size=recipe.base_batch_size * scale // passes, accumulation=passes)
+            row = forecast_recipe(recipe, workers=[1], config=config).rows[0]
+            actual = statistics.mean(taken)
+            forecast = f"{row.steps:,} ({row.low:,.0f} to {row.high:,.0f})"
+            rows.append([workload, f"{scale}", forecast, f"{actual:,.0f}", f"{row.steps / actual - 1:+.0%}"])
+    return markdown(["workload", "S", "forecast (interval)", "taken", "off by"], rows)
 
 
 def robustness(plan: Plan, results: Results) -> str:
@@ -693,7 +1045,10 @@ def robustness(plan: Plan, results: Results) -> str:
 
 
 def plot(plan: Plan, results: Results, stem: Path) -> list[Path]:
-    """Three pictures: metric against S, metric against effective steps, the grid at S = 1 against the grid at scale."""
+    """Pictures: metric against S, against effective steps, and the grid at S = 1 against the grid at scale.
+
+    Without a grid at scale, the metric against examples and steps in its place.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -705,7 +1060,7 @@ def plot(plan: Plan, results: Results, stem: Path) -> list[Path]:
         )
         for panel, workload in zip(axes[0], plan.workloads, strict=True):
             draw(panel, workload)
-            case = CASES[workload]
+            case = plan.case(workload)
             panel.set(title=workload, yscale="log")
             panel.set_ylabel(f"1 − {case.metric}" if case.perfect else case.metric)
             panel.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%.3g"))
@@ -721,8 +1076,8 @@ def plot(plan: Plan, results: Results, stem: Path) -> list[Path]:
         return path
 
     def by_scale(panel: Any, workload: str) -> None:
-        case = CASES[workload]
-        for number, method in enumerate(METHODS):
+        case = plan.case(workload)
+        for number, method in enumerate(plan.study.pictured):
             points = []
             for place, scale in enumerate(plan.scales):
                 found = comparison(plan, results, workload, scale, method).values()
@@ -745,7 +1100,7 @@ def plot(plan: Plan, results: Results, stem: Path) -> list[Path]:
         panel.set(xlabel="S   (×: runs that failed)", xticks=range(len(plan.scales)), xticklabels=plan.scales)
 
     def by_tau(panel: Any, workload: str) -> None:
-        case = CASES[workload]
+        case = plan.case(workload)
         for number, scale in enumerate(plan.scales):
             for first, r in enumerate(comparison(plan, results, workload, scale, "AdaScale").values()):
                 panel.plot(
@@ -757,6 +1112,33 @@ def plot(plan: Plan, results: Results, stem: Path) -> list[Path]:
                     label=f"S = {scale}" if first == 0 else None,
                 )
         panel.set(xlabel="effective steps τ")
+
+    def along(panel: Any, workload: str, divided_by: Callable[[int], float]) -> None:
+        case = plan.case(workload)
+        for number, method in enumerate(plan.study.pictured):
+            for scale, style in ((1, "--"), (16, "-")):
+                found = comparison(plan, results, workload, scale, method).values()
+                runs = [r for r in found if not r.failed and len(r.curve_score) == len(r.curve_examples) > 0]
+                if not runs or (scale == 1 and number):
+                    continue
+                points = min(len(r.curve_score) for r in runs)  # a mean over seeds, of as many evaluations as all have
+                panel.plot(
+                    [statistics.mean(r.curve_examples[i] for r in runs) / divided_by(scale) for i in range(points)],
+                    [statistics.mean(case.loss(r.curve_score[i]) for r in runs) for i in range(points)],
+                    style,
+                    color="k" if scale == 1 else f"C{number}",
+                    lw=1.1,
+                    label="S = 1" if scale == 1 else method,
+                )
+        panel.set(xscale="log")
+
+    def by_examples(panel: Any, workload: str) -> None:
+        along(panel, workload, lambda scale: 1.0)
+        panel.set(xlabel="examples")
+
+    def by_steps(panel: Any, workload: str) -> None:
+        along(panel, workload, lambda scale: scale * plan.case(workload).base_batch_size)
+        panel.set(xlabel="optimizer steps")
 
     def grid(panel: Any, workload: str) -> None:
         if any(job not in results for job in plan.grid_jobs() if job.workload == workload):
@@ -776,9 +1158,18 @@ def plot(plan: Plan, results: Results, stem: Path) -> list[Path]:
         panel.plot([low, high], [low, high], color="0.6", lw=0.8, ls="--", zorder=0)
 
     schedules = count(plan.grid(plan.workloads[0]), "schedule")
-    return [
+    pictures = [
         panels("scale", "Test metric against scale, less is better: mean ± sd over seeds", by_scale),
         panels("curves", "Test metric against effective steps, AdaScale, each seed", by_tau),
+    ]
+    if plan.grid_scale == 1:
+        return [
+            *pictures,
+            panels("steps", "Test metric against optimizer steps, S = 16, mean over seeds", by_steps),
+            panels("examples", "Test metric against examples, S = 16, mean over seeds", by_examples),
+        ]
+    return [
+        *pictures,
         panels("grid", f"{schedules} at S = {plan.grid_scale} against S = 1, AdaScale, search split", grid),
     ]
 
@@ -792,7 +1183,7 @@ def by_hand(page: Path) -> str:
     return f"{begin}\n{end}"
 
 
-def write_page(plan: Plan, results: Results, page: Path, command: str) -> None:
+def write_page(plan: Plan, results: Results, runs: Path, page: Path, command: str) -> None:
     """The page and its plots beside it; the part by hand stays."""
     page.parent.mkdir(parents=True, exist_ok=True)
     kept = by_hand(page)
@@ -800,27 +1191,39 @@ def write_page(plan: Plan, results: Results, page: Path, command: str) -> None:
     mine = [
         r
         for job, r in results.items()
-        if job.workload in plan.workloads and job.total_steps == plan.steps(job.workload)
+        if (job.workload in plan.workloads and job.optimizer == plan.optimizer)
+        and (job.total_steps == plan.steps(job.workload) and job.lr in plan.case(job.workload).lrs)
     ]
     dates = sorted({r.date for r in mine})
+    adamw = plan.optimizer == "adamw"
     parts = [
-        "# Does the schedule transfer?",
-        "One schedule, tuned at the base batch, carried to larger batches by four methods, on three workloads of different "
-        "kinds. Validation metric on a test split that no choice was made on, mean ± standard deviation over "
-        f"{count(plan.seeds, 'seed')}.",
+        "# Adam" if adamw else "# Does the schedule transfer?",
+        "One schedule, tuned at the base batch, carried to larger batches by "
+        + ("candidate rules for AdamW, on four" if adamw else "four methods, on three")
+        + " workloads of different kinds. Validation metric on a test split that no choice was made on, mean ± standard "
+        f"deviation over {count(plan.seeds, 'seed')}{' or fewer, where that is said' if adamw else ''}.",
         f"`{command}`, {' to '.join(dict.fromkeys([*dates[:1], *dates[-1:]]))}, torch {torch.__version__}, Python "
         f"{platform.python_version()}; {len(mine)} runs of one thread each, {sum(r.cpu_s for r in mine) / 60:.0f} "
         "minutes of CPU time in all.",
         "## What it says",
         kept,
+    ]
+    if adamw:
+        for scale in plan.scales[1:]:
+            parts += [
+                f"## All candidates at S = {scale}",
+                STANDING if scale == plan.scales[1] else "",
+                standing(plan, results, scale),
+            ]
+    parts += [
         f"![metric against scale]({pictures[0].name})",
         "## AdaScale against the others",
         verdicts(plan, results),
         "## How",
-        HOW,
+        HOW_ADAMW if adamw else HOW,
     ]
     for workload in plan.workloads:
-        case = CASES[workload]
+        case = plan.case(workload)
         best = best_schedule(plan, results, workload)
         tuned = "grid incomplete" if best is None else f"peak LR {best[0]:g}, shape {best[1]}"
         parts += [
@@ -829,18 +1232,34 @@ def write_page(plan: Plan, results: Results, page: Path, command: str) -> None:
             f"{tuned}. The best answer without a look at the input scores {case.chance():.3f}.",
             workload_table(plan, results, workload),
         ]
-    parts += [
-        "## The same curve over effective steps",
-        f"![metric against effective steps]({pictures[1].name})",
-        "## Robustness: do schedules keep their order?",
-        f"Every schedule of the grid at S = 1 and, under AdaScale, at S = {plan.grid_scale}, on the search split, mean of "
-        f"{count(plan.grid_seeds, 'seed')}; Spearman's ρ between the two. A schedule that failed ranks last. The last two "
-        "columns are there for comparison: how far two seeds agree about the order at S = 1 is as much as one could hope for.",
-        robustness(plan, results),
-        f"![schedules at both scales]({pictures[2].name})",
-    ]
-    page.write_text("\n\n".join(parts) + "\n")
+    parts += ["## The same curve over effective steps", f"![metric against effective steps]({pictures[1].name})"]
+    if adamw:
+        parts += [
+            "## Metric against steps and against examples",
+            f"![metric against optimizer steps]({pictures[2].name})",
+            f"![metric against examples]({pictures[3].name})",
+            f"## Betas (0.9, {OTHER_BETA2:g})",
+            betas_table(plan, results),
+            "## Forecasts",
+            "Steps forecast from one base run (`record_recipe`, a probe every five steps), and steps taken.",
+            forecasts(plan, results, runs),
+        ]
+    else:
+        parts += [
+            "## Robustness: do schedules keep their order?",
+            f"Every schedule of the grid at S = 1 and, under AdaScale, at S = {plan.grid_scale}, on the search split, mean of "
+            f"{count(plan.grid_seeds, 'seed')}; Spearman's ρ between the two. A schedule that failed ranks last. The last two "
+            "columns are there for comparison: how far two seeds agree about the order at S = 1 is as much as one could hope "
+            "for.",
+            robustness(plan, results),
+            f"![schedules at both scales]({pictures[2].name})",
+        ]
+    page.write_text("\n\n".join(part for part in parts if part) + "\n")
 
+
+STANDING = """\
+By how much each method is better (positive) or worse (negative) than S = 1 with the same seeds, ± the standard error of the mean
+at S = 1; in how many optimizer steps, and of how many seeds where not of all. Bold: worse by more than that error, or failed."""
 
 HOW = """\
 - Every run is one process with one thread. The n = min(S, 8) gradient samples of a step are *simulated by accumulation*, not by
@@ -863,28 +1282,58 @@ HOW = """\
 - Seeds set weights, the order of examples and augmentation; methods are compared seed by seed."""
 
 
+HOW_ADAMW = """\
+- `torch.optim.AdamW`, betas (0.9, 0.999), ε 1e-8, weight decay 0.1, decoupled. Models, data, splits and seeds are those of
+  [transfer](transfer.md), and a small transformer on the same text. Every run is one process with one thread; the n = min(S, 8)
+  gradient samples of a step are accumulation passes.
+- The schedule is the best at S = 1 of a grid of ten, five peak LRs a factor of two apart times two shapes (cosine; warm-up over a
+  tenth, then linear to zero), on a search split and with seeds of its own, two a schedule. There is no grid at S = 16.
+- **AdaScale** is `rule="adascale"`, (r, r), as for SGD. **AdamScale** is `rule="adamscale"`, AdaptDL's. Names with "Adam's
+  metric" take r from gradients divided by √v. The others change entries of the optimizer for each step
+  (`benchmarks/adam_candidates.py`).
+- **SDE** is the square-root rule of Malladi et al., NeurIPS 2022 (arXiv 2205.10287): a batch κ times as large has √κ the LR,
+  1 − β′ = κ(1 − β) for both betas, and ε/√κ. With β₁ = 0.9 the rule has no meaning from κ = 10 on, where β₁′ would be negative:
+  it is 0 there.
+- **sqrt+** and **unscaled** have as many optimizer steps as AdaScale took with this seed, so they differ from it in the LR alone.
+- Training loss: of the first 500 examples. Failed: as in [transfer](transfer.md)."""
+
+
 # ---- command line ----------------------------------------------------------------------------------------------------
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--workloads", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--optimizer", choices=list(STUDIES), default="sgd", help="(default: %(default)s)")
+    parser.add_argument("--workloads", nargs="+", choices=list(ADAMW.cases), help="(default: all of the optimizer's)")
     parser.add_argument("--scales", type=int, nargs="+", default=[1, 4, 16, 64], help="beside 1; at most 8 or 8·k")
     parser.add_argument("--seeds", type=int, default=5, help="how many (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
-    parser.add_argument("--json", type=Path, default=Path("runs/transfer.jsonl"), help="(default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="(default: runs/transfer.jsonl, or runs/transfer-adamw.jsonl)")
     parser.add_argument("--page", type=Path, help="write this Markdown page, and its plots beside it")
     parser.add_argument("--report-only", action="store_true", help="run nothing; the page of the runs in --json")
     parser.add_argument("--smoke", action="store_true", help="S = 1 and 4, one seed, two schedules, 60 steps")
     args = parser.parse_args(argv)
+    if args.json is None:
+        args.json = Path("runs", "transfer.jsonl" if args.optimizer == "sgd" else f"transfer-{args.optimizer}.jsonl")
     if args.seeds < 1 or args.jobs < 1:
         parser.error("--seeds and --jobs must be at least 1")
     if any(s < 1 or s % min(s, 8) for s in args.scales):
         parser.error("--scales must be 1 to 8, or multiples of 8, so that all passes of a step are equal")
-    workloads = tuple(dict.fromkeys(args.workloads))
+    study = STUDIES[args.optimizer]
+    workloads = tuple(dict.fromkeys(args.workloads or study.cases))
+    if not set(workloads) <= set(study.cases):
+        parser.error(f"--optimizer {args.optimizer} has the workloads {', '.join(study.cases)}")
     if args.smoke:
-        return args, Plan(workloads, (1, 4), (1,), 4, (101,), 3, SHAPES[:1], 60)
-    return args, Plan(workloads, tuple(sorted({1, *args.scales})), tuple(range(1, args.seeds + 1)))
+        grid_scale = 4 if study.grid_scale > 1 else 1
+        return args, Plan(workloads, (1, 4), (1,), grid_scale, (101,), 3, SHAPES[:1], 60, args.optimizer)
+    return args, Plan(
+        workloads,
+        tuple(sorted({1, *args.scales})),
+        tuple(range(1, args.seeds + 1)),
+        grid_scale=study.grid_scale,
+        shapes=study.shapes,
+        optimizer=args.optimizer,
+    )
 
 
 def command_line(argv: Sequence[str]) -> str:
@@ -906,10 +1355,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"load before: {os.getloadavg()[0]:.2f}; torch {torch.__version__}; results: {args.json}", file=sys.stderr)
     results = read(args.json) if args.report_only else run_all(plan, args.json, args.jobs)
     if args.page is not None:
-        write_page(plan, results, args.page, command_line(argv))
+        write_page(plan, results, args.json, args.page, command_line(argv))
     for workload in plan.workloads:
         print(f"\n{workload}\n\n{workload_table(plan, results, workload)}")
-    print(f"\n{verdicts(plan, results)}\n\n{robustness(plan, results)}")
+    print(f"\n{verdicts(plan, results)}")
+    if plan.grid_scale > 1:
+        print(f"\n{robustness(plan, results)}")
     print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)
     return 0
 

@@ -223,7 +223,7 @@ class AdaScale(ScalingRuleBase):
 
 
 class AdamScale(AdaScale):
-    """Factor √r, with statistics in Adam's metric; clock: r. Experimental; for Adam and AdamW.
+    """Factor √r, with statistics in Adam's metric; clock: r. For Adam and AdamW, as AdaptDL has it.
 
     AdaptDL's rule. Adam's step is ḡ/√v, so noise and signal are measured on gradients divided by √v
     (:func:`adam_preconditioner`), and the LR follows the square root of that gain.
@@ -232,9 +232,9 @@ class AdamScale(AdaScale):
     is 1. √S is what the invariance of Adam's noise under the batch size gives (Malladi et al., arXiv 2205.10287), together
     with changes of β₁, β₂ and ε that this rule does *not* make.
 
-    Unknown: whether a schedule transfers. AdaScale's proof is for SGD; there is none for this, and the clock r is
-    AdaScale's own, carried over. √v of a larger batch is smaller by itself, since it contains the noise, which scales
-    the step once more. Compare with a base run.
+    Measured: schedules don't transfer with it (docs/adam.md), where they do with :class:`AdaScale` and the same AdamW. The
+    clock r is AdaScale's own, carried over, and in this metric it is far too fast on some workloads and too slow on
+    others. √v of a larger batch is smaller by itself, since it contains the noise, which scales the step once more.
     """
 
     metric = "adam"

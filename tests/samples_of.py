@@ -19,12 +19,17 @@ from ray_adascale.run.trace import Trace
 
 
 def regression(config: dict[str, Any]) -> Workload:
-    """A linear regression of 512 examples with noise of variance 4; its scheduler counts T steps, of 400 if not said."""
+    """A linear regression of 512 examples with noise of variance 4; its scheduler counts T steps, of 400 if not said.
+
+    With momentum SGD; ``{"adamw": True}``: with AdamW.
+    """
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(512, 10, generator=generator)
     y = x @ torch.linspace(-1, 1, 10).unsqueeze(1) + 2 * torch.randn(512, 1, generator=generator)
     model = nn.Linear(10, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    if config.get("adamw"):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
 
     def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
         return (model(batch[0]) - batch[1]).square().mean()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -159,10 +159,17 @@ def test_replays_that_cannot_be(changes: dict[str, Any], message: str) -> None:
 # ---- against the loop ------------------------------------------------------------------------------------------------
 
 
-def run_scaled(found: Recipe, scale: int, seed: int = 5) -> tuple[list[tuple[int, float, float]], list[float]]:
-    """(⌊τ⌋, σ², μ²) and the gain of each step of a run with two passes."""
+class Scaled(NamedTuple):
+    """A run with two passes: (⌊τ⌋, σ², μ²) and the gain of each step, and the metric at its end."""
+
+    seen: list[tuple[int, float, float]]
+    gains: list[float]
+    score: float
+
+
+def run_scaled(found: Recipe, scale: int, seed: int = 5) -> Scaled:
     seed_everything(seed)
-    built = regression({})
+    built = regression(found.hyperparameters)
     run = Run(
         built.model,
         built.optimizer,
@@ -170,6 +177,7 @@ def run_scaled(found: Recipe, scale: int, seed: int = 5) -> tuple[list[tuple[int
         built.train_dataset,
         AdaScaleConfig(per_worker_batch_size=scale * 8 // 2, accumulation=2, seed=seed),
         recipe=found,
+        evaluate=built.evaluate,
     )
     seen, gains = [], []
     for batch in run:
@@ -178,21 +186,24 @@ def run_scaled(found: Recipe, scale: int, seed: int = 5) -> tuple[list[tuple[int
         if run.step():
             seen.append((before, run.optimizer.last_sigma2, run.optimizer.last_mu2))
             gains.append(run.gain)
-    return seen, gains
+    return Scaled(seen, gains, run.summary()["error"])
 
 
-@pytest.fixture(scope="module")
-def found() -> Recipe:
-    return record_recipe(regression, {}, base_batch_size=8, total_steps=400, seed=1, probe_every=5)
+@pytest.fixture(scope="module", params=[{}, {"adamw": True}], ids=["sgd", "adamw"])
+def found(request: pytest.FixtureRequest) -> Recipe:
+    return record_recipe(regression, request.param, base_batch_size=8, total_steps=400, seed=1, probe_every=5)
 
 
+@pytest.mark.filterwarnings("ignore:AdaScale is derived for SGD")  # with AdamW
 @pytest.mark.filterwarnings("ignore:The batch of")
 def test_replay_of_a_runs_own_noise_is_the_run(found: Recipe) -> None:
-    seen, gains = run_scaled(found, 8)
+    seen, gains, score = run_scaled(found, 8)
+    assert score == pytest.approx(found.score, rel=0.05)  # the schedule transfers
     again = replay(curve(*seen), law=None, scale=8, count=2, total_steps=400)
     assert again.gains == pytest.approx(gains, rel=1e-12)  # the same arithmetic, in another order at most
 
 
+@pytest.mark.filterwarnings("ignore:AdaScale is derived for SGD")  # with AdamW
 @pytest.mark.filterwarnings("ignore:The batch of")
 def test_forecast_of_a_short_run(found: Recipe) -> None:
     """benchmarks/forecast.py in small. 15 %: one base run of 80 probes in place of three."""
@@ -200,7 +211,7 @@ def test_forecast_of_a_short_run(found: Recipe) -> None:
         predicted = forecast_recipe(
             found, workers=[1], config=AdaScaleConfig(per_worker_batch_size=scale * 4, accumulation=2)
         ).rows[0]
-        actual = [len(run_scaled(found, scale, seed)[1]) for seed in (5, 6)]
+        actual = [len(run_scaled(found, scale, seed).gains) for seed in (5, 6)]
         assert predicted.steps == pytest.approx(sum(actual) / 2, rel=0.15)
 
 

@@ -74,7 +74,7 @@ def metric_of(rule: ScalingRule) -> Metric:
 
 @dataclass(frozen=True)
 class AdaScaleRule:
-    """(r, r): Johnson et al., ICML 2020."""
+    """(r, r): Johnson et al., ICML 2020. Derived for SGD; for Adam and AdamW by measurement (docs/adam.md)."""
 
     def __call__(self, now: RuleInput) -> tuple[float, float]:
         return now.gain, now.gain
@@ -121,10 +121,11 @@ class SquareRootRule:
 
 @dataclass(frozen=True)
 class AdamScaleRule:
-    """(r^power, r), with statistics in Adam's metric: experimental, for Adam and AdamW.
+    """(r^power, r), with statistics in Adam's metric: for those who come from AdaptDL; for Adam and AdamW.
 
     AdaptDL's ``AdamScale``. Adam moves by ḡ/√v, so the gain r is taken of gradients divided by √v (see
     :func:`ray_adascale.scaling_rules.adam_preconditioner`, which ``Run`` puts in), and its square root scales the LR.
+    Schedules did not carry over with it where they did with :class:`AdaScaleRule` (docs/adam.md).
 
     Attributes:
         power: Exponent on r.

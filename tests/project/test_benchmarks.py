@@ -175,6 +175,7 @@ def test_the_elastic_experiment_runs_every_plan(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def autobatch() -> Any:
+    load("adam_candidates")
     load("transfer")
     return load("autobatch")
 
@@ -252,7 +253,8 @@ def test_goodput_and_fixed_plans_train_both_models_on_two_workers(tmp_path: Path
 
 @pytest.fixture(scope="module")
 def first_steps() -> Any:
-    load("transfer")  # which it imports as the script beside it
+    load("adam_candidates")
+    load("transfer")  # each imports the one before as the script beside it
     return load("first_steps")
 
 

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from ray_adascale import RuleInput
+from ray_adascale.optim.rules import metric_of
 from ray_adascale.workload import build, resolve
 
 pytest.importorskip("mlxtend")
@@ -23,15 +26,24 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
 
 
-@pytest.fixture(scope="module")
-def transfer() -> Any:
-    spec = importlib.util.spec_from_file_location("transfer", ROOT / "benchmarks" / "transfer.py")
+def load(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["transfer"] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def candidates() -> Any:
+    return load("adam_candidates")
+
+
+@pytest.fixture(scope="module")
+def transfer(candidates: Any) -> Any:
+    return load("transfer")  # which imports that one as the script beside it
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +73,7 @@ def test_every_method_ran_for_as_long_as_it_should(transfer: Any, smoke: Path) -
     found = {
         (scale, method): transfer.comparison(plan, results, "tabular", scale, method)[1]
         for scale in (1, 4)
-        for method in transfer.METHODS
+        for method in transfer.SGD.methods
     }
     for (scale, _), result in found.items():
         assert result.examples == result.optimizer_steps * scale * 16
@@ -74,7 +86,7 @@ def test_every_method_ran_for_as_long_as_it_should(transfer: Any, smoke: Path) -
     assert found[4, "LSW+"].optimizer_steps == found[4, "unscaled"].optimizer_steps == own.optimizer_steps
     assert found[1, "LSW"].optimizer_steps == 60
     # The three with the same number of steps differ in nothing but the LR; that they differ shows that it was applied.
-    assert len({found[4, m].score for m in transfer.METHODS}) == 4
+    assert len({found[4, m].score for m in transfer.SGD.methods}) == 4
 
 
 def test_the_page_has_every_cell_and_no_path_of_this_machine(smoke: Path) -> None:
@@ -126,10 +138,92 @@ def test_an_interrupted_benchmark_goes_on_with_what_is_missing(transfer: Any, sm
 
 def test_at_s_1_all_methods_are_the_same_run(transfer: Any) -> None:
     job = transfer.Job("tabular", "AdaScale", 1, 1, 0.02, "warmup", 40, "test")
-    jobs = [replace(job, method=m, steps=40 if m in ("LSW+", "unscaled") else None) for m in transfer.METHODS]
+    jobs = [replace(job, method=m, steps=40 if m in ("LSW+", "unscaled") else None) for m in transfer.SGD.methods]
     first, *others = (replace(transfer.train(job), cpu_s=0, date="") for job in jobs)
     assert first.optimizer_steps == 40
     assert others == [first] * 3
+
+
+@pytest.mark.filterwarnings("ignore:AdaScale is derived for SGD")
+def test_at_s_1_all_candidates_for_adam_are_the_same_run(transfer: Any) -> None:
+    job = transfer.Job("tabular", "AdaScale", 1, 1, 0.004, "warmup", 40, "test", None, "adamw")
+    methods = transfer.ADAMW.methods
+    jobs = [replace(job, method=m, steps=40 if methods[m].told else None) for m in methods]
+    first, *others = (replace(transfer.train(job), cpu_s=0, date="") for job in jobs)
+    assert first.optimizer_steps == 40
+    assert others == [first] * (len(methods) - 1)
+    # Not the SGD that the workload makes.
+    assert transfer.train(replace(job, optimizer="sgd")).score != first.score
+    assert transfer.train(replace(job, beta2=0.95)).score != first.score
+
+
+def test_candidates_for_adam_run_and_are_all_on_the_page(transfer: Any, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    argv = ["--optimizer", "adamw", "--smoke", "--workloads", "tabular", "--jobs", "1"]
+    argv += ["--json", str(tmp_path / "runs.jsonl"), "--page", str(page)]
+    assert transfer.main(argv) == 0
+    results = transfer.read(tmp_path / "runs.jsonl")
+    plan = transfer.parse(argv)[1]
+    run = [m for m, method in transfer.ADAMW.methods.items() if method.runs(4, 1)]
+    found = {m: transfer.comparison(plan, results, "tabular", 4, m)[1] for m in run}
+    assert {m for m in found if found[m].optimizer_steps == 60 // 4} == {"sqrt"}
+    # N steps of T/N may end a rounding before T, and then there is one more.
+    assert {found[m].optimizer_steps - found["AdaScale"].optimizer_steps for m in ("sqrt+", "unscaled")} <= {0, 1}
+    assert len({r.score for r in found.values()}) == len(found)  # so each did something of its own
+    for result in found.values():
+        assert result.curve_examples[-1] == result.examples == result.optimizer_steps * 64
+        assert len(result.curve_examples) == len(result.curve_tau) > 5
+    text = page.read_text()
+    for method in run:
+        assert f"| {method} | " in text
+    assert "`python benchmarks/transfer.py --optimizer adamw --smoke --workloads tabular`" in text
+    assert re.search(r"^\| tabular \| 4 \| \d+ \(\d+ to \d+\) \| \d+ \| [+-]\d+% \|$", text, re.MULTILINE)  # a forecast
+    for name in ("scale", "curves", "steps", "examples"):
+        assert f"(page-{name}.png)" in text
+        assert (tmp_path / f"page-{name}.png").stat().st_size > 1000
+    with pytest.raises(SystemExit):
+        transfer.parse(["--workloads", "transformer"])  # which has no schedule for SGD
+
+
+def test_each_candidate_for_adam_by_hand(candidates: Any) -> None:
+    now = RuleInput(gain=4.0, scale=16.0, effective_steps=0.0, total_steps=1000)
+    assert candidates.Power(0.75)(now) == pytest.approx((2 * math.sqrt(2), 4))
+    assert candidates.Power(0.5)(now) == (2, 4)
+    assert candidates.SquareRoot()(now) == (4, 16)
+    assert candidates.SquareRoot(200)(now) == (4, 5)
+    assert [metric_of(candidates.Power(0.5, metric)) for metric in ("adam", "euclidean")] == ["adam", "euclidean"]
+    group = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+    # κ = 4: 1 − 4·0.1, 1 − 4·0.001 and ε/√4. From κ = 10 on the first has no meaning.
+    sde = candidates.sde_square_root(group, 2.0, 4.0)
+    assert (*sde["betas"], sde["eps"]) == pytest.approx((0.6, 0.996, 5e-9), rel=1e-12)
+    assert candidates.sde_square_root(group, 4.0, 16.0)["betas"] == pytest.approx((0, 0.984))
+    # 0.9⁴ and 0.999⁴
+    assert candidates.betas_per_effective_step(group, 4.0, 4.0) == {"betas": pytest.approx((0.6561, 0.996005996001))}
+    # lr·2·0.3 in a step of six effective ones is lr·0.1 in each.
+    assert candidates.decay_per_effective_step(group, 2.0, 6.0) == {"weight_decay": pytest.approx(0.3)}
+
+
+def test_what_a_candidate_changes_is_in_adams_step_and_nowhere_after(candidates: Any) -> None:
+    def stepped(change: Any) -> tuple[float, float]:
+        p = torch.nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
+        optimizer = torch.optim.AdamW(
+            [p], lr=0.2, betas=(0.9, 0.999), weight_decay=0.1
+        )  # lr with the factor of 2 in it
+        rule = candidates.Changing(candidates.Power(0.5), change)
+        assert rule(RuleInput(gain=4.0, scale=16.0, effective_steps=0.0)) == (2, 4)
+        rule.attach(optimizer)
+        p.grad = torch.tensor([3.0], dtype=torch.float64)
+        before = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+        optimizer.step()
+        assert {key: value for key, value in optimizer.param_groups[0].items() if key != "params"} == before
+        return p.item(), optimizer.state[p]["exp_avg"].item()
+
+    # Adam's first step is lr·sign(g), and decay lr·λ: 1 − 0.2·0.2 − 0.2, where λ is 0.1·4/2; else 1 − 0.2·0.1 − 0.2.
+    assert stepped(candidates.decay_per_effective_step)[0] == pytest.approx(0.76, abs=1e-7)
+    weight, first = stepped(candidates.sde_square_root)
+    assert weight == pytest.approx(0.78, abs=1e-7)
+    assert first == pytest.approx(0.4 * 3)  # 1 − β₁′ = 0.4
+    assert stepped(candidates.betas_per_effective_step)[1] == pytest.approx((1 - 0.6561) * 3)
 
 
 def test_divergence_is_a_result(transfer: Any) -> None:

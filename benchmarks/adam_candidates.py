@@ -1,0 +1,113 @@
+"""What ``transfer.py --optimizer adamw`` compares: rules for Adam and AdamW as they were proposed, each with what it changes.
+
+A rule of the package moves the learning rate and the clock. Some proposals for Adam change its betas, its ε or its decay as
+well, as they must be with a batch κ times as large: :class:`Changing` sets these for the one step, and puts them back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.optim import Optimizer
+
+from ray_adascale import RuleInput
+from ray_adascale.optim.rules import Metric, ScalingRule, metric_of
+
+Change = Callable[[dict[str, Any], float, float], dict[str, Any]]
+"""From a parameter group, the step's LR factor and its clock increment to the entries that are other than the group's."""
+
+
+@dataclass(frozen=True)
+class Power:
+    """(r^power, r), with r of statistics in this metric.
+
+    Attributes:
+        power: Exponent on r.
+        metric: What norms of gradients are taken in.
+    """
+
+    power: float
+    metric: Metric = "euclidean"
+
+    def __call__(self, now: RuleInput) -> tuple[float, float]:
+        return now.gain**self.power, now.gain
+
+
+@dataclass(frozen=True)
+class SquareRoot:
+    """(√S, T/N): the square root of the scale, over N optimizer steps.
+
+    Attributes:
+        steps: N; None for T/S of them.
+    """
+
+    steps: int | None = None
+
+    def __call__(self, now: RuleInput) -> tuple[float, float]:
+        if self.steps is None:
+            return math.sqrt(now.scale), now.scale
+        assert now.total_steps is not None
+        return math.sqrt(now.scale), now.total_steps / self.steps
+
+
+@dataclass
+class Changing:
+    """A rule, and what it changes of the optimizer's other hyperparameters in the step that it was asked for.
+
+    Attributes:
+        rule: Gives LR factor and clock.
+        change: Gives the other entries. They are set before the inner optimizer steps, and put back after.
+    """
+
+    rule: ScalingRule
+    change: Change
+    _now: tuple[float, float] = field(default=(1.0, 1.0), init=False, repr=False)
+    _kept: list[dict[str, Any]] = field(default_factory=list, init=False, repr=False)
+
+    @property
+    def metric(self) -> Metric:
+        return metric_of(self.rule)
+
+    def __call__(self, now: RuleInput) -> tuple[float, float]:
+        self._now = self.rule(now)
+        return self._now
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Have the optimizer's steps use what was changed."""
+        optimizer.register_step_pre_hook(self._set)
+        optimizer.register_step_post_hook(self._restore)
+
+    def _set(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            new = self.change(group, *self._now)
+            self._kept.append({key: group[key] for key in new})
+            group.update(new)
+
+    def _restore(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for group, old in zip(optimizer.param_groups, self._kept, strict=True):
+            group.update(old)
+        self._kept.clear()
+
+
+def sde_square_root(group: dict[str, Any], factor: float, clock: float) -> dict[str, Any]:
+    """1 − β′ = κ(1 − β) for both betas and ε′ = ε/√κ, with κ the clock.
+
+    The square root scaling rule of Malladi et al., NeurIPS 2022 (arXiv 2205.10287). With β₁ = 0.9 it has no meaning from κ = 10
+    on, where 1 − β₁′ would be more than 1; there β₁′ is 0.
+    """
+    first, second = (max(0.0, 1 - clock * (1 - beta)) for beta in group["betas"])
+    return {"betas": (first, second), "eps": group["eps"] / math.sqrt(clock)}
+
+
+def betas_per_effective_step(group: dict[str, Any], factor: float, clock: float) -> dict[str, Any]:
+    """β′ = β^c: the averages forget as much in an effective step as they did in the base run."""
+    first, second = (beta**clock for beta in group["betas"])
+    return {"betas": (first, second)}
+
+
+def decay_per_effective_step(group: dict[str, Any], factor: float, clock: float) -> dict[str, Any]:
+    """λ′ = λ·c/f, so that decoupled decay, lr·f·λ′ in a step of c effective ones, is lr·λ in each of them."""
+    return {"weight_decay": group["weight_decay"] * clock / factor}
