@@ -118,7 +118,9 @@ class Sample:
 
     def on_host(self) -> LastStep:
         """What became of the step; waits for the device."""
-        if self.moments is None and self.finite.is_cpu:  # a base run's step: there is little to put together, and no wait
+        if (
+            self.moments is None and self.finite.is_cpu
+        ):  # a base run's step: there is little to put together, and no wait
             rider = [] if self.rider is None else self.rider.tolist()
             return LastStep(skipped=not self.finite.item(), sigma2=math.nan, mu2=math.nan, rider=rider)
         return self.unpack(self.outcome().tolist())[0]
