@@ -80,12 +80,16 @@ class AdaScaleRule:
         return now.gain, now.gain
 
 
-def _stretch(total_steps: float | None, steps: int | None, increment: float, name: str) -> float:
+def _stretch(now: RuleInput, steps: int | None, increment: float, name: str) -> float:
     """The clock of a rule that was given its number of optimizer steps: T/N, so that the schedule ends with them."""
     if steps is None:
         return increment
+    total_steps = now.total_steps
     if steps <= 0 or total_steps is None:
         raise ValueError(f"Invalid {name}(steps={steps}) with {total_steps=}. Give a positive number and the run's T.")
+    made = now.effective_steps * steps / total_steps
+    if abs(made - round(made)) < 1e-6:  # to where the next step ends: N times T/N, rounded, may stay below T
+        return total_steps * (round(made) + 1) / steps - now.effective_steps
     return total_steps / steps
 
 
@@ -102,7 +106,7 @@ class LinearRule:
     steps: int | None = None
 
     def __call__(self, now: RuleInput) -> tuple[float, float]:
-        increment = _stretch(now.total_steps, self.steps, now.scale, "LinearRule")
+        increment = _stretch(now, self.steps, now.scale, "LinearRule")
         if self.warmup <= 0:
             return now.scale, increment
         if now.total_steps is None:
@@ -242,7 +246,7 @@ class UnscaledRule:
     steps: int | None = None
 
     def __call__(self, now: RuleInput) -> tuple[float, float]:
-        return 1.0, _stretch(now.total_steps, self.steps, now.scale, "UnscaledRule")
+        return 1.0, _stretch(now, self.steps, now.scale, "UnscaledRule")
 
 
 RULES: dict[str, Callable[..., ScalingRule]] = {

@@ -92,6 +92,22 @@ def test_a_number_of_steps_needs_the_runs_length() -> None:
             rule(steps=10)(now())
 
 
+@pytest.mark.parametrize("rule", [UnscaledRule, LinearRule])
+@pytest.mark.parametrize(
+    ("total_steps", "steps"), [(60, 7), (2000, 29), (2000, 330), (4000, 997), (1234.5, 7), (60, 1)]
+)
+def test_a_rule_that_was_given_its_steps_takes_no_more(rule: Any, total_steps: float, steps: int) -> None:
+    # Added up 330 times, 2000 / 330 comes out below 2000.
+    given = rule(steps=steps)
+    tau, taken = 0.0, 0
+    while tau < total_steps:
+        increment = given(RuleInput(gain=1.0, scale=4.0, effective_steps=tau, total_steps=total_steps))[1]
+        assert increment == pytest.approx(total_steps / steps)
+        tau += increment
+        taken += 1
+    assert taken == steps
+
+
 def test_legws_factor_rises_to_the_root_of_the_scale() -> None:
     # S = 9, a warm-up of 2 epochs of 10 base steps: nine times as long, 180 steps, up to √9.
     assert [legw_factor(9, tau, 2, 10) for tau in (0, 45, 90, 180, 1000)] == [0, 0.75, 1.5, 3, 3]
