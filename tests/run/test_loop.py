@@ -528,11 +528,17 @@ def test_one_bad_batch_is_skipped_and_many_end_the_run() -> None:
     assert torch.equal(flat(net), before)
 
 
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_loss_scaling_skips_overflows_and_reaches_the_end(accumulation: int) -> None:
+def test_loss_scaling_skips_overflows_and_reaches_the_end(accumulation: int, kind: str) -> None:
     net = model()
     run = make_run(
-        net, per_worker_batch_size=8 // accumulation, accumulation=accumulation, precision="fp16", base_batch_size=8
+        net,
+        kind=kind,
+        per_worker_batch_size=8 // accumulation,
+        accumulation=accumulation,
+        precision="fp16",
+        base_batch_size=8,
     )
     assert run.scaler is not None
     run.scaler.load_state_dict({**run.scaler.state_dict(), "scale": 2.0**40})
@@ -796,8 +802,10 @@ def _same(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> bool:
         {},
         {"per_worker_batch_size": 8, "accumulation": 2},
         {"per_worker_batch_size": 8, "accumulation": 2, "fused": True},
+        {"kind": "adamw", "per_worker_batch_size": 8, "accumulation": 2},
+        {"kind": "adamw", "per_worker_batch_size": 8, "accumulation": 2, "fused": True},
     ],
-    ids=["base", "scaled", "fused"],
+    ids=["base", "scaled", "fused", "adamw", "adamw-fused"],
 )
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, settings: dict[str, Any]) -> None:
     whole, rows, tau = _interrupted(None, None, **settings)
@@ -830,16 +838,17 @@ def test_a_thinned_trace_is_that_of_the_uninterrupted_run(tmp_path: Path) -> Non
     assert [row["step"] for row in whole] == [8, 16, 24, 32, 40, 48, *range(51, 61)]
 
 
-def _two_workers(folder: str, stop: int | None) -> tuple[list[float], float]:
-    weights, _, tau = _interrupted(folder, stop, per_worker_batch_size=8)
+def _two_workers(folder: str, stop: int | None, kind: str = "sgd") -> tuple[list[float], float]:
+    weights, _, tau = _interrupted(folder, stop, per_worker_batch_size=8, kind=kind)
     return weights.tolist(), tau
 
 
-def test_a_resumed_run_on_two_workers_is_exact_and_sharded(pool: Any, tmp_path: Path) -> None:
-    whole = pool(2).run(_two_workers, str(tmp_path / "whole"), None)
-    pool(2).run(_two_workers, str(tmp_path / "cut"), 6)
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_a_resumed_run_on_two_workers_is_exact_and_sharded(pool: Any, tmp_path: Path, kind: str) -> None:
+    whole = pool(2).run(_two_workers, str(tmp_path / "whole"), None, kind)
+    pool(2).run(_two_workers, str(tmp_path / "cut"), 6, kind)
     momentum = json.loads((sorted((tmp_path / "cut").glob("checkpoint_*"))[-1] / "tensors.json").read_text())
-    resumed = pool(2).run(_two_workers, str(tmp_path / "cut"), None)
+    resumed = pool(2).run(_two_workers, str(tmp_path / "cut"), None, kind)
     assert resumed == whole
     assert resumed[0] == resumed[1]
     assert any(key.startswith("optim/") for key in json.dumps(momentum).split('"'))
