@@ -1,6 +1,6 @@
 """How a step, a checkpoint and Ray's controller grow with the workers: 2, 4, 8 and 16 processes on this machine.
 
-    python benchmarks/scale.py --page docs/scale.md       all of it: about 25 minutes on two quiet cores
+    python benchmarks/scale.py --page docs/scale.md       all of it: an hour or more on two busy cores
     python benchmarks/scale.py --parts steps --workers 2 4
     python benchmarks/scale.py --smoke                    whether it runs
 
@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from overhead import Batch, Place, Spec, Stepper, run_block
 from torch.profiler import ProfilerActivity, profile
-from transfer import by_hand, markdown
+from transfer import by_hand, command_line, markdown
 
 WORKERS = (2, 4, 8, 16)
 PARTS = ("steps", "checkpoints", "controller")
@@ -426,7 +426,7 @@ def extrapolation() -> str:
     return markdown([*head, "s for the bytes", "s with the messages", "AdaScale's part"], rows)
 
 
-def page(document: dict[str, Any], command: str, kept: str) -> str:
+def page(document: dict[str, Any], kept: str) -> str:
     about = document["machine"]
     where = f"{about['date'][:10]}, {about['cpu']}, {about['cores']} cores, load {about['load']} before, torch {about['torch']}"
     steps = [Steps(**row) for row in document["steps"]]
@@ -435,7 +435,7 @@ def page(document: dict[str, Any], command: str, kept: str) -> str:
         "# More workers",
         "What grows with the number of workers, measured where it can be and counted where it can't: 2 to 16 processes on a "
         "machine of two cores, gloo over loopback.",
-        f"`{command}`, {where}.",
+        f"`{document['command']}`, {where}. FairScale, no dependency, as [benchmarks](../benchmarks/README.md) have it.",
         "## What it says",
         kept,
         "## A step",
@@ -501,6 +501,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             smoke=smoke,
         )
         document["machine"] = overhead.machine(settings)
+        document["command"] = command_line(sys.argv[1:] if argv is None else argv, "scale.py")
         for part in arguments.parts:
             document[part] = []
             for n in workers:
@@ -518,7 +519,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"\n{checkpoints_table(document['checkpoints'])}")
     print(f"\n{controller_table([Controller(**row) for row in document['controller']])}")
     if arguments.page is not None:
-        arguments.page.write_text(page(document, "python benchmarks/scale.py", by_hand(arguments.page)))
+        arguments.page.write_text(page(document, by_hand(arguments.page)))
     return 0
 
 

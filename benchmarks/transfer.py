@@ -1336,7 +1336,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
     )
 
 
-def command_line(argv: Sequence[str]) -> str:
+def command_line(argv: Sequence[str], script: str = "transfer.py") -> str:
     """How to run this again, without where the files went."""
     kept: list[str] = []
     skip = False
@@ -1344,7 +1344,7 @@ def command_line(argv: Sequence[str]) -> str:
         if not skip and word not in ("--json", "--page", "--jobs", "--report-only"):
             kept.append(word)
         skip = word in ("--json", "--page", "--jobs")
-    return shlex.join(["python", "benchmarks/transfer.py", *kept])
+    return shlex.join(["python", f"benchmarks/{script}", *kept])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
