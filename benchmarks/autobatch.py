@@ -34,10 +34,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transfer
+from page import markdown
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from transfer import CASES, Case, markdown
+from workloads import CASES, Case, example, prepare_process
 
 from ray_adascale import AdaScaleConfig, Run, Throughput, Workload, seed_everything
 
@@ -108,7 +108,7 @@ def mnist1d(config: dict[str, Any]) -> Workload:
     return Workload(
         model=model,
         optimizer=optimizer,
-        scheduler=transfer.example("mnist.py:schedule")(optimizer, config["schedule"], config["total_steps"]),
+        scheduler=example("mnist.py:schedule")(optimizer, config["schedule"], config["total_steps"]),
         scheduler_unit="step",
         train_dataset=train,
         loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
@@ -424,7 +424,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    transfer.prepare_process()
+    prepare_process()
     plan = {w: 60 if args.smoke else WORKLOADS[w].total_steps for w in args.workloads}
     choices = [
         *(f"S={s}" for s in sorted(args.scales)),

@@ -35,9 +35,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from page import markdown
 from torch import Tensor, nn
-from transfer import CASES as TRANSFERRED
-from transfer import Case, Transformer, bits_without_context, example, markdown, prepare_process, text_splits
+from workloads import CASES as TRANSFERRED
+from workloads import Case, Transformer, bits_without_context, example, prepare_process, text_splits
 
 from ray_adascale import AdaScaleConfig, RuleInput, Run, Workload, seed_everything
 

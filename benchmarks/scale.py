@@ -37,8 +37,8 @@ import overhead
 import torch
 import torch.distributed as dist
 from overhead import Batch, Place, Spec, Stepper, run_block
+from page import by_hand, command_line, markdown
 from torch.profiler import ProfilerActivity, profile
-from transfer import by_hand, command_line, markdown
 
 WORKERS = (2, 4, 8, 16)
 PARTS = ("steps", "checkpoints", "controller")

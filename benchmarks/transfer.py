@@ -23,17 +23,14 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import functools
 import json
 import math
 import multiprocessing
 import os
 import platform
-import shlex
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack
@@ -42,7 +39,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from adam_candidates import (
     Changing,
     Power,
@@ -51,8 +47,10 @@ from adam_candidates import (
     decay_per_effective_step,
     sde_square_root,
 )
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from page import by_hand, command_line, count, markdown, spread
+from torch import nn
+from torch.utils.data import DataLoader, Subset
+from workloads import CASES, Case, example, prepare_process, transformer
 
 from ray_adascale import (
     AdaScaleConfig,
@@ -65,191 +63,10 @@ from ray_adascale import (
     record_recipe,
     seed_everything,
 )
-from ray_adascale.workload import WorkloadFn, resolve
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
 SHAPES = ("cosine", "step", "warmup")
 GRID_SCALE = 16
 GRID_SEEDS = (101, 102)
-BY_HAND = "<!-- by hand: kept when the page is made anew -->", "<!-- end of the part by hand -->"
-
-
-# ---- workloads -------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def example(name: str) -> Any:
-    """``"mnist.py:workload"``: something of an example."""
-    return resolve(f"{EXAMPLES}/{name}")
-
-
-@functools.cache
-def text_splits() -> list[TensorDataset]:
-    """Chunks of the text for training, search and test: 8, 1 and 1 of 10 blocks of 20 neighbouring chunks."""
-    letters, length = example("language_model.py:LETTERS"), example("language_model.py:LENGTH")
-    code_of = {letter: code for code, letter in enumerate(letters)}
-    codes = torch.tensor([code_of[c] for c in example("language_model.py:text")() if c in code_of])
-    count = (len(codes) - 1) // length
-    x, y = (codes[start : start + count * length].view(count, length) for start in (0, 1))
-    block = torch.arange(count) // 20 % 10
-    return [TensorDataset(x[which], y[which]) for which in (block < 8, block == 8, block == 9)]
-
-
-def text(config: dict[str, Any], model: nn.Module | None = None, chunks: int | None = None) -> Workload:
-    """The next character of docstrings of the standard library: the model of ``examples/language_model.py``, half as wide."""
-    if model is None:
-        model = example("language_model.py:CharacterModel")(width=48)
-    optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9)
-    train, search, test = text_splits()
-    scored = [part[:chunks] for part in (test if config["split"] == "test" else search).tensors]
-
-    def loss_fn(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-        codes, following = batch
-        return F.cross_entropy(model(codes).flatten(0, 1), following.flatten())
-
-    return Workload(
-        model=model,
-        optimizer=optimizer,
-        scheduler=example("mnist.py:schedule")(optimizer, config["schedule"], config["total_steps"]),
-        scheduler_unit="step",
-        train_dataset=train,
-        loss_fn=loss_fn,
-        evaluate=lambda model: {"bits": loss_fn(model, scored).item() / math.log(2)},
-        metric="bits",
-    )
-
-
-class Transformer(nn.Module):
-    """Two causal layers with layer norm after each half, torch's default and the less stable one."""
-
-    def __init__(self, kinds: int, width: int = 32, length: int = 48) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(kinds, width)
-        self.place = nn.Parameter(torch.randn(length, width) * 0.02)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=0.0, batch_first=True) for _ in range(2)
-        )
-        self.out = nn.Linear(width, kinds)
-        self.mask: Tensor
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length), persistent=False)
-
-    def forward(self, codes: Tensor) -> Tensor:
-        x = self.embed(codes) + self.place
-        for layer in self.layers:
-            x = layer(x, src_mask=self.mask, is_causal=True)
-        return self.out(x)
-
-
-def transformer(config: dict[str, Any]) -> Workload:
-    """The same text by two layers of a transformer, scored on 256 chunks."""
-    return text(config, Transformer(len(example("language_model.py:LETTERS"))), 256)
-
-
-@functools.cache
-def table_splits() -> list[TensorDataset]:
-    """24 normal columns; the target is a sum of 16 tanh units of them, with noise of variance 0.25."""
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(18_000, 24, generator=generator)
-    hidden = torch.tanh(2 * x @ torch.randn(24, 16, generator=generator) / 24**0.5)
-    y = hidden @ torch.randn(16, 1, generator=generator) / 2 + 0.5 * torch.randn(len(x), 1, generator=generator)
-    return [TensorDataset(x[part], y[part]) for part in (slice(12_000), slice(12_000, 14_000), slice(14_000, None))]
-
-
-def tabular(config: dict[str, Any]) -> Workload:
-    """Regression on 24 columns with three linear layers and weight decay."""
-    model = nn.Sequential(nn.Linear(24, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9, weight_decay=1e-4)
-    train, search, test = table_splits()
-    scored = (test if config["split"] == "test" else search).tensors
-
-    def loss_fn(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-        return F.mse_loss(model(batch[0]), batch[1])
-
-    return Workload(
-        model=model,
-        optimizer=optimizer,
-        scheduler=example("mnist.py:schedule")(optimizer, config["schedule"], config["total_steps"]),
-        scheduler_unit="step",
-        train_dataset=train,
-        loss_fn=loss_fn,
-        evaluate=lambda model: {"error": loss_fn(model, scored).item()},
-        metric="error",
-    )
-
-
-def bits_without_context() -> float:
-    """Cross-entropy of the test split under the training split's frequencies of single characters."""
-    train, _, test = (split.tensors[1].flatten() for split in text_splits())
-    counts = torch.bincount(train, minlength=128) + 1
-    return -(counts[test] / counts.sum()).log2().mean().item()
-
-
-@dataclass(frozen=True)
-class Case:
-    """A workload of the benchmark.
-
-    Attributes:
-        about: A sentence for the page.
-        workload: A function from a config with ``lr``, ``schedule``, ``total_steps`` and ``split``.
-        metric: Its metric, for headings.
-        perfect: The metric's best value. 1: larger is better; 0: smaller is better.
-        chance: The metric of the best answer that doesn't look at the input.
-        base_batch_size: B0.
-        total_steps: T.
-        lrs: Peak LRs of the grid.
-    """
-
-    about: str
-    workload: WorkloadFn
-    metric: str
-    perfect: int
-    chance: Callable[[], float]
-    base_batch_size: int
-    total_steps: int
-    lrs: tuple[float, ...]
-
-    def better(self, one: float, other: float) -> float:
-        """By how much ``one`` is the better score; negative where it is worse."""
-        return one - other if self.perfect else other - one
-
-    def loss(self, score: float) -> float:
-        """The score as something of which less is better: 1 − accuracy, or the score itself."""
-        return 1 - score if self.perfect else score
-
-
-CASES = {
-    "vision": Case(
-        "3,000 images of MNIST, two convolutions with group norm, shifted images, weight decay (`examples/mnist.py`)",
-        lambda config: example("mnist.py:workload")(config),
-        "accuracy",
-        1,
-        lambda: 0.1,
-        16,
-        2000,
-        (0.003, 0.006, 0.0125, 0.025, 0.05),
-    ),
-    "text": Case(
-        "next character of the standard library's docstrings (about 480,000 characters, by the version of Python), two "
-        "causal convolutions (text and model of `examples/language_model.py`)",
-        text,
-        "bits a character",
-        0,
-        bits_without_context,
-        8,
-        3000,
-        (0.05, 0.1, 0.2, 0.4, 0.8),
-    ),
-    "tabular": Case(
-        "regression on 24 columns, 12,000 rows, noise of variance 0.25, three linear layers, weight decay",
-        tabular,
-        "squared error",
-        0,
-        lambda: table_splits()[2].tensors[1].var().item(),
-        16,
-        4000,
-        (0.005, 0.01, 0.02, 0.04, 0.08),
-    ),
-}
 
 
 # ---- what is compared ------------------------------------------------------------------------------------------------
@@ -263,19 +80,11 @@ class Method:
         rule: Makes the scaling rule, of the optimizer steps that it is told or None.
         told: Whether it is told the steps that AdaScale's run took.
         about: What it is, in the page's words.
-        seeds: Fewer where it was clearly out after so many, or lies between two others.
-        scales: Those at which it is run; None for all.
     """
 
     rule: Callable[[int | None], Any]
     told: bool = False
     about: str = ""
-    seeds: int = 5
-    scales: tuple[int, ...] | None = None
-
-    def runs(self, scale: int, seed: int) -> bool:
-        """Whether it is run at this scale with this seed."""
-        return seed <= self.seeds and (self.scales is None or scale in self.scales)
 
 
 @dataclass(frozen=True)
@@ -345,70 +154,51 @@ ADAMW = Study(
     },
     {
         "AdaScale": Method(lambda steps: "adascale", about="(r, r), norms of the gradients as they are"),
-        "r, Adam's metric": Method(
-            lambda steps: Power(1.0, "adam"), about="(r, r), norms in Adam's metric", seeds=2, scales=(16,)
-        ),
-        "r^¾": Method(lambda steps: Power(0.75), about="(r^¾, r)", seeds=2, scales=(16,)),
-        "r^¾, Adam's metric": Method(
-            lambda steps: Power(0.75, "adam"), about="(r^¾, r), norms in Adam's metric", seeds=2, scales=(16,)
-        ),
-        "√r": Method(lambda steps: Power(0.5), about="(√r, r)", seeds=2, scales=(4, 16)),
+        "r, Adam's metric": Method(lambda steps: Power(1.0, "adam"), about="(r, r), norms in Adam's metric"),
+        "r^¾": Method(lambda steps: Power(0.75), about="(r^¾, r)"),
+        "r^¾, Adam's metric": Method(lambda steps: Power(0.75, "adam"), about="(r^¾, r), norms in Adam's metric"),
+        "√r": Method(lambda steps: Power(0.5), about="(√r, r)"),
         "AdamScale": Method(
             lambda steps: Power(0.5, "adam"),
             about="(√r, r), norms in Adam's metric: AdaptDL's",
-            seeds=2,
-            scales=(4, 16),
         ),
         "AdaScale, β^r": Method(
             lambda steps: Changing(Power(1.0), betas_per_effective_step),
             about="(r, r), both betas to the power r",
-            seeds=2,
-            scales=(4, 16),
         ),
         "√r, decay": Method(
             lambda steps: Changing(Power(0.5), decay_per_effective_step),
             about="(√r, r), weight decay times √r",
-            seeds=2,
-            scales=(16,),
         ),
         "SDE, κ = r": Method(
             lambda steps: Changing(Power(0.5), sde_square_root),
             about="(√r, r), 1 − β times r, ε by √r",
-            seeds=2,
-            scales=(4, 16),
         ),
         "SDE, κ = S": Method(
             lambda steps: Changing(SquareRoot(), sde_square_root),
             about="(√S, S), 1 − β times S, ε by √S",
-            seeds=2,
-            scales=(16,),
         ),
-        "linear": Method(
-            lambda steps: LinearRule(), about="(S, S), warm-up over 5/90 of the run", seeds=2, scales=(16,)
-        ),
-        "sqrt": Method(lambda steps: SquareRoot(), about="(√S, S)", seeds=2, scales=(4, 16)),
+        "linear": Method(lambda steps: LinearRule(), about="(S, S), warm-up over 5/90 of the run"),
+        "sqrt": Method(lambda steps: SquareRoot(), about="(√S, S)"),
         "sqrt+": Method(
             SquareRoot,
             told=True,
             about="√S, as many steps as AdaScale took with this seed",
-            seeds=2,
-            scales=(4, 16),
         ),
         "unscaled": Method(
             lambda steps: UnscaledRule(steps=steps),
             told=True,
             about="1, as many steps as AdaScale took with this seed",
-            seeds=2,
         ),
     },
     ("AdamScale", "sqrt", "sqrt+", "unscaled"),
     ("AdaScale", "AdamScale", "SDE, κ = r", "sqrt", "sqrt+", "unscaled"),
-    ((1, 2), (16, 2), (1, 5), (16, 5), (64, 1), (4, 1), (4, 2), (64, 2), (4, 5), (64, 5)),
+    ((1, 5), (16, 2), (16, 5), (4, 2), (64, 2), (4, 5), (64, 5)),
     ("cosine", "warmup"),
     1,
     10,
     500,
-    betas_after=5,
+    betas_after=2,
 )
 OTHER_BETA2 = 0.95
 OTHER_BETA2_METHODS = ("AdaScale", "SDE, κ = r")
@@ -675,8 +465,6 @@ def run_all(plan: Plan, path: Path, jobs: int) -> Results:
                     method = plan.study.methods[name]
                     if method.told != told or (scale == 1 and name != "AdaScale"):
                         continue
-                    if scale > 1 and not method.runs(scale, seed):
-                        continue
                     if not told:
                         jobs.append(plan.job(workload, name, scale, seed, best))
                     elif name in given:
@@ -694,7 +482,10 @@ def run_all(plan: Plan, path: Path, jobs: int) -> Results:
                 record_recipes(plan, results, path)
                 other = with_other_betas(plan)
                 for scale in other.scales:
-                    yield f"other betas, S = {scale}", jobs_of(other, scale, 2, OTHER_BETA2_METHODS, told=False)
+                    yield (
+                        f"other betas, S = {scale}",
+                        jobs_of(other, scale, len(plan.seeds), OTHER_BETA2_METHODS, told=False),
+                    )
 
     context = multiprocessing.get_context("spawn")  # torch's threads don't survive a fork
     with ExitStack() as stack:
@@ -727,13 +518,6 @@ def execute(jobs: Sequence[Job], pool: ProcessPoolExecutor | None) -> Iterable[t
         yield futures[future], future.result()
 
 
-def prepare_process() -> None:
-    """One thread; and no word about batches beyond the noise scale or rules for Adam, which are the point here."""
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message="AdaScale is derived for SGD")
-    warnings.filterwarnings("ignore", message="The batch of .* exceeds the gradient noise scale")
-
-
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 
@@ -748,18 +532,6 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
     if len(set(one)) < 2 or len(set(other)) < 2:
         return math.nan
     return statistics.correlation(ranks(one), ranks(other))
-
-
-def spread(values: Sequence[float], digits: int = 4) -> str:
-    """Mean ± standard deviation."""
-    if len(values) < 2:
-        return "".join(f"{v:.{digits}f}" for v in values)
-    return f"{statistics.mean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
-
-
-def count(things: Sequence[Any], what: str) -> str:
-    """ "1 seed", "5 seeds"."""
-    return f"{len(things)} {what}{'' if len(things) == 1 else 's'}"
 
 
 def cells(found: Sequence[Result]) -> list[str]:
@@ -830,19 +602,12 @@ def difference(case: Case, own: dict[int, Result], other: dict[int, Result]) -> 
     return Difference(mean, mean - half, mean + half, failed)
 
 
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
-
-
 def workload_table(plan: Plan, results: Results, workload: str) -> str:
     """A row for every scale and method."""
     case = plan.case(workload)
     rows = []
     for scale in plan.scales:
         for method in ("all alike",) if scale == 1 else plan.study.methods:
-            if scale > 1 and not plan.study.methods[method].runs(scale, plan.seeds[0]):
-                continue
             found = comparison(plan, results, workload, scale, method)
             seeds = f" ({count(list(found), 'seed')})" if 0 < len(found) < len(plan.seeds) else ""
             rows.append([f"{scale}", method + seeds, *cells(list(found.values()))])
@@ -936,8 +701,8 @@ def standing_of(case: Case, found: dict[int, Result], base: dict[int, Result]) -
 
 
 def with_other_betas(plan: Plan) -> Plan:
-    """The same with another β₂: two seeds, S = 1 and 16, and the schedule that was tuned with the default one."""
-    return replace(plan, beta2=OTHER_BETA2, seeds=plan.seeds[:2], scales=tuple(s for s in (1, 16) if s in plan.scales))
+    """The same with another β₂: S = 1 and 16, and the schedule that was tuned with the default one."""
+    return replace(plan, beta2=OTHER_BETA2, scales=tuple(s for s in (1, 16) if s in plan.scales))
 
 
 def betas_table(plan: Plan, results: Results) -> str:
@@ -1174,15 +939,6 @@ def plot(plan: Plan, results: Results, stem: Path) -> list[Path]:
     ]
 
 
-def by_hand(page: Path) -> str:
-    """The hand-written part of the page that is there, markers included."""
-    begin, end = BY_HAND
-    old = page.read_text() if page.exists() else ""
-    if begin in old and end in old:
-        return begin + old.partition(begin)[2].partition(end)[0] + end
-    return f"{begin}\n{end}"
-
-
 def write_page(plan: Plan, results: Results, runs: Path, page: Path, command: str) -> None:
     """The page and its plots beside it; the part by hand stays."""
     page.parent.mkdir(parents=True, exist_ok=True)
@@ -1334,17 +1090,6 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
         shapes=study.shapes,
         optimizer=args.optimizer,
     )
-
-
-def command_line(argv: Sequence[str], script: str = "transfer.py") -> str:
-    """How to run this again, without where the files went."""
-    kept: list[str] = []
-    skip = False
-    for word in argv:
-        if not skip and word not in ("--json", "--page", "--jobs", "--report-only"):
-            kept.append(word)
-        skip = word in ("--json", "--page", "--jobs")
-    return shlex.join(["python", f"benchmarks/{script}", *kept])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

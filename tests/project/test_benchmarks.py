@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -16,8 +15,8 @@ import pytest
 import torch
 
 from ray_adascale import RuleInput
+from tests.project.benchmarks import BENCHMARKS, load
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MODELS = ["narrow", "resnet"]
 PASSES = [1, 2]
 KINDS = ["ddp", "adascale", "adascale+oss", "oss", "zero"]
@@ -83,16 +82,6 @@ def test_the_printed_table_has_a_row_for_each_result(smoke: tuple[dict[str, Any]
     for row, r in zip(body, document["results"], strict=True):
         assert row[:5] == [r["model"], str(r["passes"]), r["kind"], f"{r['ms_per_step']:.2f}", f"{r['ratio']:.3f}"]
         assert re.fullmatch(r"\d+\.\d{3}–\d+\.\d{3}", row[5])
-
-
-def load(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 def load_overhead() -> Any:
@@ -175,8 +164,6 @@ def test_the_elastic_experiment_runs_every_plan(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def autobatch() -> Any:
-    load("adam_candidates")
-    load("transfer")
     return load("autobatch")
 
 
@@ -253,8 +240,6 @@ def test_goodput_and_fixed_plans_train_both_models_on_two_workers(tmp_path: Path
 
 @pytest.fixture(scope="module")
 def first_steps() -> Any:
-    load("adam_candidates")
-    load("transfer")  # each imports the one before as the script beside it
     return load("first_steps")
 
 
@@ -402,7 +387,7 @@ def test_growth_counts_what_each_kind_sends(tmp_path: Path) -> None:
 
 
 def scale_by_hand() -> tuple[str, str]:
-    begin, end = load("transfer").BY_HAND
+    begin, end = load("page").BY_HAND
     return begin, end
 
 
