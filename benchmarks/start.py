@@ -8,6 +8,7 @@ shuffled order, and what is reported are medians over rounds of the seconds to e
 trainer in the same round.
 
     plain      TorchTrainer, ``prepare_model``, ``prepare_data_loader``
+    beside     the same, and an empty actor started just before, as ``AdaScaleTrainer`` starts one to tell the driver by
     prepare    TorchTrainer, ``ray_adascale.prepare``
     trainer    ``AdaScaleTrainer`` with a workload
 
@@ -32,7 +33,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-KINDS = ("plain", "prepare", "trainer")
+KINDS = ("plain", "beside", "prepare", "trainer")
 STAGES = ("built", "entered", "ready", "stepped", "ended")
 STEPS = 5
 BATCH = 16
@@ -126,8 +127,13 @@ def workload(config: dict[str, Any]) -> Any:
     return Workload(model=model, optimizer=optimizer, train_dataset=data, loss_fn=loss_fn)
 
 
+class Empty:
+    """An actor that does nothing."""
+
+
 def measure(kind: str) -> dict[str, float]:
     """One run. Seconds since the trainer was asked for, by stage."""
+    import ray
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
@@ -138,6 +144,7 @@ def measure(kind: str) -> dict[str, float]:
         "scaling_config": ScalingConfig(num_workers=2),
         "run_config": RunConfig(name="start", storage_path=folder),
     }
+    empty = None
     try:
         began = time.time()
         trainer: TorchTrainer
@@ -146,7 +153,9 @@ def measure(kind: str) -> dict[str, float]:
                 workload, hyperparameters={"folder": folder}, config=settings(), progress=False, **shared
             )
         else:
-            loop = {"plain": plain, "prepare": prepare}[kind]
+            if kind == "beside":
+                empty = ray.remote(num_cpus=0)(Empty).remote()
+            loop = prepare if kind == "prepare" else plain
             trainer = TorchTrainer(loop, train_loop_config={"folder": folder}, **shared)
         built = time.time()
         trainer.fit()
@@ -154,6 +163,8 @@ def measure(kind: str) -> dict[str, float]:
         at.update({stage: float((Path(folder) / stage).read_text()) for stage in STAGES[1:4]})
         return {stage: at[stage] - began for stage in STAGES}
     finally:
+        if empty is not None:
+            ray.kill(empty)
         shutil.rmtree(folder, ignore_errors=True)
 
 

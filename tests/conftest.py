@@ -27,9 +27,12 @@ pytest.register_assert_rewrite("tests.samples_of", "tests.uneven", "tests.projec
 torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Ray starts a dozen processes; in a fresh clone on a busy machine, with no bytecode kept yet, two minutes are not enough."""
     for item in items:
+        if "ray_session" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.ray)
         if item.get_closest_marker("ray") is not None and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(400))
 
