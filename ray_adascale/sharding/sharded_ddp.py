@@ -199,6 +199,7 @@ class ShardedDataParallel(nn.Module):
         self._buffers_due = True
         self._pass_running = False
         self._reduced: set[int] = set()  # the optimizers, by id, whose gradients are with their owners
+        self._left = False  # a pass in no_sync() came after that
         self._observers: dict[int, BucketObserver] = {}
         self._accumulating: dict[int, weakref.ref[ShardHookObserver]] = {}  # who knows which pass is a step's last
         self._watched: set[int] = set()  # optimizers, by id, whose reduced gradient's norm is wanted
@@ -292,7 +293,11 @@ class ShardedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in here leave their gradients on this worker, to go with those of the next one outside."""
+        """Backward passes in here leave their gradients on this worker, to go with those of the next one outside.
+
+        They come before it: ``optimizer.step()`` raises RuntimeError where one came after it, unless :meth:`reduce` was called.
+        Where all passes of a step are in here, ``step()`` sends them.
+        """
         before, self._syncing = self._syncing, False
         try:
             yield
@@ -384,6 +389,7 @@ class ShardedDataParallel(nn.Module):
         if not self._pass_running:
             sending = self._sends()
             if not sending and not self._observers:
+                self._left = bool(self._reduced)
                 return  # adds up in .grad
             self._start_pass(sending)
         if bucket.arrived[index]:
@@ -470,10 +476,17 @@ class ShardedDataParallel(nn.Module):
         while self._in_flight:
             self._in_flight.popleft().finish()
         self._reduced.update(id(optimizer) for optimizer in self._optimizers)
+        self._left = False
 
     def finish_reduction(self, optimizer: OSS) -> None:
         """Take part in the reduction that the other workers are in, where no backward pass reached a parameter here."""
         if id(optimizer) in self._reduced or self._world_size == 1:
+            if self._left and any(bucket.unsent for bucket in self._buckets_of(optimizer)):
+                raise RuntimeError(
+                    "There are gradients of a backward pass under no_sync() after those that were reduced, and the step would "
+                    "leave them out. Call reduce() of the ShardedDataParallel before clipping and step(), or make the step's "
+                    "last pass outside no_sync()."
+                )
             return
         self._sending = True
         self._begin_pass()

@@ -86,6 +86,39 @@ def test_reduce_adds_to_what_was_reduced_before(pool: Pool) -> None:
         torch.testing.assert_close(moved, 11 * 1.5 * torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64))
 
 
+def _left_behind(clipped: bool) -> Tensor:
+    """A pass that was reduced, one under no_sync() after it, and no reduce()."""
+    model = nn.Linear(3, 1, bias=False).double()
+    optimizer = OSS.wrap(SGD(model.parameters(), lr=1.0))
+    ddp = ShardedDataParallel(model, optimizer)
+    mine = torch.ones(1, 3, dtype=torch.float64)
+    for _ in range(2):
+        ddp(mine).sum().backward()
+        with ddp.no_sync():
+            (10 * ddp(mine)).sum().backward()
+        start = weights(model)
+        with pytest.raises(RuntimeError, match=r"under no_sync\(\) after those that were reduced.*reduce\(\)"):
+            optimizer.clip_grad_norm(1.0) if clipped else optimizer.step()
+        assert torch.equal(weights(model), start)
+        ddp.zero_grad()
+    # Both cleared, or sent: a step as any other.
+    ddp(mine).sum().backward()
+    with ddp.no_sync():
+        (10 * ddp(mine)).sum().backward()
+    ddp.reduce()
+    optimizer.step()
+    with ddp.no_sync():
+        ddp(mine).sum().backward()
+    optimizer.step()  # which sends what no pass has sent
+    return start - weights(model)
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_a_pass_that_would_be_left_out_of_the_step_is_refused(pool: Pool, clipped: bool) -> None:
+    for moved in pool(2).run(_left_behind, clipped):
+        torch.testing.assert_close(moved, torch.full((3,), 12.0, dtype=torch.float64))
+
+
 def _adascale(passes: int, idle: bool) -> tuple[Tensor, Tensor]:
     """AdaScale under DDP, and under ShardedDataParallel with every pass in no_sync and reduce() after the last."""
     rank, world = dist.get_rank(), dist.get_world_size()
