@@ -410,10 +410,11 @@ def test_the_start_is_compared_within_a_round() -> None:
     start = load("start")
     rounds = [
         {kind: dict.fromkeys(start.STAGES, seconds) for kind, seconds in zip(start.KINDS, times, strict=True)}
-        for times in ((10.0, 10.5, 11.0), (20.0, 20.0, 20.5), (12.0, 13.0, 12.2))
+        for times in ((10.0, 10.1, 10.5, 11.0), (20.0, 20.3, 20.0, 20.5), (12.0, 12.1, 13.0, 12.2))
     ]
-    plain, prepare, trainer = start.table(rounds).splitlines()[2:]
+    plain, beside, prepare, trainer = start.table(rounds).splitlines()[2:]
     assert plain.startswith("| plain | 12.00 |")
+    assert beside.endswith("| +0.10 (+0.10 to +0.30) |")
     assert prepare.endswith("| +0.50 (+0.00 to +1.00) |")
     assert trainer.endswith("| +0.50 (+0.20 to +1.00) |")
 
