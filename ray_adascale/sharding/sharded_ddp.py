@@ -263,7 +263,9 @@ class ShardedDataParallel(nn.Module):
         return len({p.device for p in self.module.parameters()}) > 1
 
     def reduce(self) -> None:
-        """Send what passes in :meth:`no_sync` left here to the owners, now. Collective; does nothing where nothing is left.
+        """Send what passes in :meth:`no_sync` left here to the owners, now. Collective; all workers call it.
+
+        Where nothing is left on any worker, which they tell one another, it does nothing.
 
         It need not be called: the next backward pass outside ``no_sync`` sends that, and so does ``optimizer.step()``.
         A worker whose passes reached no parameter takes part with a gradient of zero.
@@ -277,10 +279,17 @@ class ShardedDataParallel(nn.Module):
             listener = self._listener_of(optimizer)
             if listener is not None:
                 listener.complete("reduce")
-        if any(bucket.unsent for bucket in self._buckets.values()):
-            self._reduced.clear()
         for optimizer in self._optimizers:
-            self.finish_reduction(optimizer)
+            if id(optimizer) not in self._reduced:
+                self.finish_reduction(optimizer)
+        # A pass in no_sync() may have come after one that was reduced, or on some workers only.
+        device = next((bucket.flat.device for bucket in self._buckets), None)
+        left = torch.tensor([float(any(b.unsent for b in self._buckets.values()))], device=device)
+        dist.all_reduce(left, dist.ReduceOp.MAX, group=self._group)
+        if left.item():
+            self._reduced.clear()
+            for optimizer in self._optimizers:
+                self.finish_reduction(optimizer)
 
     def sync_buffers(self, blocking: bool = False) -> None:
         """Send rank 0's buffers to all workers, now. Collective.

@@ -64,8 +64,8 @@ def test_reduce_sends_what_no_sync_left(
     assert_agree(results, max(rounding, default_tolerance(world_size)))
 
 
-def _after_a_reduced_pass() -> Tensor:
-    """A pass that was reduced, one that was not, reduce(): their sum."""
+def _after_a_reduced_pass(idle: tuple[int, ...]) -> Tensor:
+    """A pass that was reduced, one that was not, reduce(): their sum. Rank 1 leaves out those passes that it is idle in."""
     model = nn.Linear(3, 1, bias=False).double()
     optimizer = OSS.wrap(SGD(model.parameters(), lr=1.0))
     ddp = ShardedDataParallel(model, optimizer)
@@ -73,17 +73,21 @@ def _after_a_reduced_pass() -> Tensor:
     mine = torch.tensor([[1.0, 2.0, 4.0]], dtype=torch.float64) * (
         1 + dist.get_rank()
     )  # mean over two: 1.5 times as much
-    ddp(mine).sum().backward()
+    if dist.get_rank() == 0 or 0 not in idle:
+        ddp(mine).sum().backward()
     with ddp.no_sync():
-        (10 * ddp(mine)).sum().backward()
+        if dist.get_rank() == 0 or 1 not in idle:
+            (10 * ddp(mine)).sum().backward()
         ddp.reduce()  # what it is asked for is done, here as well
     optimizer.step()
     return start - weights(model)
 
 
-def test_reduce_adds_to_what_was_reduced_before(pool: Pool) -> None:
-    for moved in pool(2).run(_after_a_reduced_pass):
-        torch.testing.assert_close(moved, 11 * 1.5 * torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64))
+# Of rank 0, 1 + 10; of rank 1, twice that. The mean over two.
+@pytest.mark.parametrize(("idle", "times"), [((), 16.5), ((0,), 15.5), ((1,), 6.5), ((0, 1), 5.5)])
+def test_reduce_adds_to_what_was_reduced_before(pool: Pool, idle: tuple[int, ...], times: float) -> None:
+    for moved in pool(2).run(_after_a_reduced_pass, idle):
+        torch.testing.assert_close(moved, times * torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64))
 
 
 def _left_behind(clipped: bool) -> Tensor:
