@@ -54,7 +54,7 @@ SHAPES = ("warmup", "cosine")
 
 
 def transformer(config: dict[str, Any]) -> Workload:
-    """The next character of the text of ``transfer.py``; the schedule with a warm-up is torch's OneCycleLR."""
+    """The next character of the text of ``workloads.py``; the schedule with a warm-up is torch's OneCycleLR."""
     model = Transformer(len(example("language_model.py:LETTERS")))
     optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9)
     train, _, test = text_splits()
@@ -88,7 +88,7 @@ def digits(config: dict[str, Any]) -> Workload:
 
 
 def shorter(name: str, total_steps: int) -> Case:
-    """A workload of ``transfer.py`` with another T."""
+    """A workload of ``workloads.py`` with another T."""
     return replace(TRANSFERRED[name], total_steps=total_steps)
 
 

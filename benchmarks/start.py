@@ -1,6 +1,6 @@
 """Seconds from ``fit()`` to the first optimizer step on two workers: ours against a plain ``TorchTrainer``.
 
-    python benchmarks/start.py                      five rounds: ten minutes or more on two busy cores
+    python benchmarks/start.py                      five rounds: six minutes on two quiet cores
     python benchmarks/start.py --rounds 1
 
 The same model, data and optimizer for all kinds; one Ray, started before, bytecode cached. A round is one start of each kind in

@@ -340,6 +340,10 @@ class OSS(Optimizer):
 
         Returns:
             What the optimizer's step returns.
+
+        Raises:
+            RuntimeError: Under ShardedDataParallel, a pass in ``no_sync()`` came after the one that was reduced, and would be
+                left out.
         """
         loss = None
         handed = False
