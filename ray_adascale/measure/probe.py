@@ -61,6 +61,8 @@ def probe_noise(
     Raises:
         ValueError: The model is wrapped, a parameter is not in the model, nothing is trainable, the loss is not a
             scalar or depends on no parameter.
+        RuntimeError: After the probe the model holds another parameter or buffer object than before. An optimizer would
+            go on to update the old one.
     """
     if isinstance(model, DistributedDataParallel):
         raise ValueError("Invalid model: wrapped in DistributedDataParallel. Probe the bare one, model.module.")
@@ -73,24 +75,24 @@ def probe_noise(
     w1, w2 = cut / m, (m - cut) / m
 
     tensors = [*model.parameters(), *model.buffers(), *(x for x in _leaves(batch) if isinstance(x, Tensor))]
-    gradients: dict[str, Tensor] = {}  # of the first half, until the second half's comes by
-    norms: dict[str, list[Tensor]] = {}  # name -> ‖g1‖², ‖g2‖², ‖g1 − g2‖²
+    gradients: dict[Tensor, Tensor] = {}  # of the first half, until the second half's comes by
+    norms: dict[Tensor, list[Tensor]] = {}  # parameter -> ‖g1‖², ‖g2‖², ‖g1 − g2‖²
 
-    def compare(name: str, g2: Tensor) -> None:
-        g1 = gradients.pop(name, None)
+    def compare(parameter: Tensor, g2: Tensor) -> None:
+        g1 = gradients.pop(parameter, None)
         zero = torch.zeros((), dtype=torch.float64, device=g2.device)
-        norms[name] = (
+        norms[parameter] = (
             [zero, _sq_norm(g2), _sq_norm(g2)] if g1 is None else [_sq_norm(g1), _sq_norm(g2), _sq_distance(g1, g2)]
         )
 
     with _undisturbed(model, tensors):
         _gradients(model, loss_fn, _part(batch, m, slice(0, cut)), measured, gradients.__setitem__)
         _gradients(model, loss_fn, _part(batch, m, slice(cut, m)), measured, compare)
-    for name, g1 in gradients.items():  # parameters that only the first half used
-        norms[name] = [_sq_norm(g1), torch.zeros_like(_sq_norm(g1)), _sq_norm(g1)]
+    for parameter, g1 in gradients.items():  # parameters that only the first half used
+        norms[parameter] = [_sq_norm(g1), torch.zeros_like(_sq_norm(g1)), _sq_norm(g1)]
 
     # In parameter order, not in the order in which the gradients happened to come.
-    rows = [norms[name] for name in measured if name in norms]
+    rows = [norms[parameter] for parameter in measured if parameter in norms]
     home = rows[0][0].device
     n1, n2, difference = torch.stack([torch.stack(row).to(home) for row in rows]).cpu().sum(0)
     # A − C = w1·w2·‖g1 − g2‖²: the same number without the cancellation.
@@ -99,19 +101,47 @@ def probe_noise(
     return sigma2.item(), mu2.item()
 
 
-def _measured(model: nn.Module, parameters: Sequence[nn.Parameter] | None) -> list[str]:
-    """Names of the trainable parameters to measure, in the model's order; a shared parameter has its first name."""
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+def _measured(model: nn.Module, parameters: Sequence[nn.Parameter] | None) -> list[nn.Parameter]:
+    """Return the trainable parameters to measure, in the model's order; a shared parameter once."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
     if parameters is not None:
         known = {id(p) for p in model.parameters()}
         for i, p in enumerate(parameters):
             if id(p) not in known:
                 raise ValueError(f"Invalid parameters[{i}] of shape {tuple(p.shape)}: not a parameter of the model.")
         wanted = {id(p) for p in parameters}
-        trainable = {name: p for name, p in trainable.items() if id(p) in wanted}
+        trainable = [p for p in trainable if id(p) in wanted]
     if not trainable:
         raise ValueError("Invalid parameters: none is trainable, so there is no gradient to probe.")
-    return list(trainable)
+    return trainable
+
+
+def _held(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of the model, one entry for each attribute of a module that holds one.
+
+    A submodule that is registered under two names is listed under the first. A tensor that is shared by two attributes
+    is listed twice.
+    """
+    held: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():
+        held.update(module.named_parameters(prefix, recurse=False, remove_duplicate=False))
+        held.update(module.named_buffers(prefix, recurse=False, remove_duplicate=False))
+    return held
+
+
+def _check_restored(model: nn.Module, held: dict[str, Tensor]) -> None:
+    """Raise RuntimeError unless the model holds the same tensor objects as before the probe.
+
+    A buffer that the forward pass registers when it first runs is not an error: training would register it as well.
+    """
+    now = _held(model)
+    changed = [name for name, tensor in held.items() if now.get(name) is not tensor]
+    if changed:
+        raise RuntimeError(
+            f"The noise probe found {changed[0]!r} to be another tensor after the loss was computed than before"
+            f"{f', and {len(changed) - 1} more' if len(changed) > 1 else ''}. The optimizer would not update what the model now "
+            "uses. Don't replace parameters or buffers in loss_fn or forward(); set up the model before training begins."
+        )
 
 
 class _Pass(nn.Module):
@@ -142,36 +172,41 @@ def _gradients(
     model: nn.Module,
     loss_fn: Callable[[nn.Module, Any], Tensor],
     batch: Any,
-    measured: list[str],
-    receive: Callable[[str, Tensor], None],
+    measured: Sequence[nn.Parameter],
+    receive: Callable[[Tensor, Tensor], None],
 ) -> None:
-    """Calls ``receive(name, gradient)`` for every measured parameter that the loss depends on.
+    """Call ``receive(parameter, gradient)`` for every measured parameter that the loss depends on.
 
     ``autograd.grad`` on the parameters would fire the hooks registered on them, AdaScale's among them. So the pass runs
     on aliases of the parameters: the same storage, other autograd leaves. Each alias hands on its gradient as soon as
     that is complete and forgets it, which ``autograd.grad`` could not do. Buffers are lent as copies: what the pass
     writes is lost, and the originals aren't written to (their version counters don't move either, which a graph that
     is still to be differentiated would notice).
+
+    ``functional_call`` swaps by name, and restores in the order in which it swapped. Where one attribute is swapped under
+    two names, the second swap finds the alias, and the restore ends with it. So each attribute is swapped under one name,
+    and ``tie_weights=False`` keeps torch from adding the others.
     """
     wanted = set(measured)
-    lent = {name: p.detach().requires_grad_(name in wanted) for name, p in model.named_parameters()}
+    aliases: dict[Tensor, Tensor] = {p: p.detach().requires_grad_(p in wanted) for p in model.parameters()}
 
-    def hook(name: str) -> Callable[[Tensor], None]:
-        def hand_on(alias: Tensor) -> None:
+    def hook(parameter: Tensor) -> Callable[[Tensor], None]:
+        def pass_on(alias: Tensor) -> None:
             assert alias.grad is not None
             gradient, alias.grad = alias.grad, None
-            receive(name, gradient)
+            receive(parameter, gradient)
 
-        return hand_on
+        return pass_on
 
-    for name in measured:
-        lent[name].register_post_accumulate_grad_hook(hook(name))
-    inputs = [lent[name] for name in measured]
-    lent.update((name, b.detach().clone()) for name, b in model.named_buffers())
+    for parameter in measured:
+        aliases[parameter].register_post_accumulate_grad_hook(hook(parameter))
+    inputs = [aliases[parameter] for parameter in measured]
+    aliases.update((buffer, buffer.detach().clone()) for buffer in model.buffers())
+    held = _held(model)
+    lent = {f"model.{name}": aliases[tensor] for name, tensor in held.items()}
     with torch.enable_grad():
-        functional_call(
-            _Pass(model, loss_fn, inputs), {f"model.{name}": t for name, t in lent.items()}, (batch,), strict=False
-        )
+        functional_call(_Pass(model, loss_fn, inputs), lent, (batch,), tie_weights=False)
+    _check_restored(model, held)
 
 
 @contextmanager

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -102,6 +103,50 @@ class Net(nn.Module):
         return self.last(torch.tanh(self.again(torch.tanh(self.twice(x)))))
 
 
+class TwoNames(Net):
+    """Net whose submodules are registered under a second name, as encoders under Lightning often are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList([self.first, self.norm])
+        self.head = self.last
+
+
+class Repeated(nn.Module):
+    """One module twice in a list and once by itself; one weight tied across modules and within one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.layers = nn.ModuleList([self.first, nn.BatchNorm1d(6), self.first])
+        self.tied = nn.Linear(6, 6)
+        self.tied.weight = self.first.weight
+        self.tied.other = self.tied.bias
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.last(self.tied(x) + self.tied.other)
+
+
+class Parametrized(nn.Module):
+    """Weight norm, old and new, orthogonal and spectral parametrizations, one module of them under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.new = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # deprecated, and still in many models
+            self.old = nn.utils.weight_norm(nn.Linear(6, 6))
+        self.orthogonal = nn.utils.parametrizations.orthogonal(nn.Linear(6, 6))
+        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3))
+        self.body = nn.Sequential(self.new, self.old, nn.Tanh(), self.orthogonal)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.spectral(self.body(x))
+
+
 def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
@@ -118,15 +163,18 @@ def generators() -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("when", ["before backward", "before step", "after step", "between forward and backward"])
-def test_training_is_bit_identical_with_and_without_probes(when: str) -> None:
+@pytest.mark.parametrize("make", [Net, TwoNames, Repeated, Parametrized])
+def test_training_is_bit_identical_with_and_without_probes(make: type[nn.Module], when: str) -> None:
     outcomes = []
     for probing in (False, True):
         seed_all()
-        model = Net()
+        model = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         losses, found = [], []
 
-        def probe(moment: str, batch: Batch, model: Net = model, found: list[Any] = found, on: bool = probing) -> None:
+        def probe(
+            moment: str, batch: Batch, model: nn.Module = model, found: list[Any] = found, on: bool = probing
+        ) -> None:
             if on and moment == when:
                 found.append(probe_noise(model, cross_entropy, batch))
 
@@ -143,6 +191,7 @@ def test_training_is_bit_identical_with_and_without_probes(when: str) -> None:
             losses.append(loss.item())
         assert len(found) == (20 if probing else 0)
         assert all(sigma2 > 0 for sigma2, _ in found)
+        assert all(torch.is_nonzero(p.grad.abs().sum()) for p in model.parameters() if p.grad is not None)
         gradients = {name: p.grad for name, p in model.named_parameters()}
         outcomes.append((losses, model.state_dict(), gradients, generators()))
     (plain_losses, plain, plain_gradients, plain_rng), (losses, state, gradients, rng) = outcomes
@@ -301,6 +350,11 @@ def mean_output(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).mean()
 
 
+def squared_output(model: nn.Module, x: Tensor) -> Tensor:
+    model.eval()  # batch statistics and dropout would differ between the two ways
+    return model(x).square().mean()
+
+
 def penalised(model: DirectUse, x: Tensor) -> Tensor:
     return model.inner(x).square().mean() + model.inner.weight.square().sum()
 
@@ -315,6 +369,8 @@ def penalised(model: DirectUse, x: Tensor) -> Tensor:
         (Complex, mean_output, lambda: torch.randn(8, 3)),
         (DirectUse, penalised, lambda: torch.randn(8, 3)),
         (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 1)), mean_output, lambda: torch.randn(8, 3)),
+        (Repeated, squared_output, lambda: torch.randn(8, 6)),
+        (lambda: TwoNames().eval(), squared_output, lambda: torch.randn(8, 6)),
     ],
 )
 def test_agrees_with_ordinary_gradients(model: Any, loss_fn: Any, batch: Any) -> None:
@@ -326,6 +382,41 @@ def test_agrees_with_ordinary_gradients(model: Any, loss_fn: Any, batch: Any) ->
     assert found is not None
     # float32 gradients; the difference of the two halves' is rounded once more.
     assert found == pytest.approx(slow_probe(net, loss_fn, [x[:4], x[4:]]), rel=1e-5, abs=1e-9)
+
+
+class LossModule(nn.Module):
+    """A loss that is a module and holds the model, as with learned loss weights: the model then has two names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.net = model
+
+    def forward(self, model: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+
+def test_a_loss_that_is_a_module_and_holds_the_model_leaves_the_model_alone() -> None:
+    seed_all()
+    model = Net()
+    batch = torch.randn(8, 6), torch.randint(3, (8,))
+    before = {id(t) for t in [*model.parameters(), *model.buffers()]}
+    held = probe_noise(model, LossModule(model), batch)
+    assert {id(t) for t in [*model.parameters(), *model.buffers()]} == before
+    seed_all()
+    again = Net()
+    assert held == probe_noise(again, cross_entropy, (torch.randn(8, 6), torch.randint(3, (8,))))
+
+
+def test_a_model_whose_loss_replaces_a_parameter_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+
+    def replaces(model: nn.Sequential, x: Tensor) -> Tensor:
+        loss = model(x).mean()
+        model[0] = nn.Linear(2, 2)
+        return loss
+
+    with pytest.raises(RuntimeError, match=r"'0.weight' to be another tensor .* and 1 more.*would not update"):
+        probe_noise(model, replaces, torch.randn(4, 2))
 
 
 def test_half_precision_gradients_are_compared_in_higher() -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
-from ray_adascale import AdaScaleConfig
+import torch
+from torch import Tensor, nn
+
+from ray_adascale import AdaScaleConfig, Workload
 from ray_adascale.recipe import NoiseProbe, Repeat
 from ray_adascale.run.base_run import BaseResult, base_config, freeze, kept_settings, record_recipe
 from ray_adascale.run.schedule import BaseSchedule
@@ -48,6 +52,32 @@ def test_a_recipe_keeps_the_settings_that_change_what_is_trained() -> None:
     assert found.settings == {"precision": "fp32", "grad_clip": 0.5, "shuffle": True, "drop_last": True}
     unclipped = base_config(AdaScaleConfig(grad_clip=math.inf), 8, 4, None, seed=0)
     assert kept_settings(unclipped)["grad_clip"] is None  # JSON has no ∞
+
+
+class TwoNames(nn.Module):
+    """A model that keeps its encoder beside the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(10, 4), nn.Tanh(), nn.Linear(4, 1))
+        self.encoder = self.net[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+def two_names(config: dict[str, Any]) -> Workload:
+    model = TwoNames()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return replace(regression(config), model=model, optimizer=optimizer, scheduler=None, scheduler_unit=None)
+
+
+def test_probes_leave_a_run_as_it_is_where_a_submodule_has_two_names() -> None:
+    probed, alone = (
+        record_recipe(two_names, {}, base_batch_size=8, total_steps=20, probe_every=every) for every in (4, 1000)
+    )
+    assert (len(probed.noise), len(alone.noise)) == (5, 1)
+    assert probed.score == alone.score
 
 
 OUTCOME = BaseResult(
