@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._warn import warn_at_user
-from ..config import AdaScaleConfig
+from ..config import AdaScaleConfig, BatchPlan
 from ..measure.probe import probe_noise
 from ..optim.adascale import AdaScale
 from ..recipe import NoiseProbe, Recipe
@@ -22,7 +22,7 @@ from ..run.metrics import step_metrics
 from ..run.tau_schedule import TauSchedule
 from ..run.trace import Trace, read_trace
 
-__all__ = ["RecipeRecorder", "StepWatch", "with_clients_batch"]
+__all__ = ["RecipeRecorder", "StepWatch", "follow_batch", "with_clients_batch"]
 
 LOGGED = ("gain", "scale", "effective_steps", "noise_scale", "efficiency")
 """What goes into a client's own log of a step."""
@@ -66,6 +66,39 @@ def with_clients_batch(
     return replace(config, accumulation=passes, per_worker_batch_size=batch or mine, dataset_length=length)
 
 
+def follow_batch(schedule: TauSchedule, *, passes: int, per_worker_batch_size: int) -> bool:
+    """Set S and n to the batch that the client makes from here on. At a step boundary, on all workers.
+
+    Args:
+        schedule: From :func:`ray_adascale.attach`.
+        passes: Backward passes of a step on one worker.
+        per_worker_batch_size: Examples of a pass on one worker.
+
+    Returns:
+        Whether the batch is another one than before.
+
+    Raises:
+        ValueError: The batch is smaller than the base batch.
+    """
+    adascale, plan = schedule.optimizer, schedule.plan
+    assert isinstance(adascale, AdaScale)
+    assert plan is not None
+    batch = per_worker_batch_size * plan.world_size * passes
+    if (batch, passes) == (plan.global_batch_size, plan.accumulation):
+        return False
+    if batch < plan.base_batch_size:
+        raise ValueError(
+            f"The batch is now {batch} examples ({per_worker_batch_size} per worker × {plan.world_size} workers × {passes} "
+            f"passes), fewer than the base batch size of {plan.base_batch_size}, so the scale would be below 1. Raise the "
+            "passes of a step, or take more workers."
+        )
+    if passes != plan.accumulation:
+        adascale.set_num_gradients_to_accumulate(passes)
+    schedule.plan = plan = replace(plan, accumulation=passes, global_batch_size=batch)
+    adascale.set_scale(plan.scale)
+    return True
+
+
 class StepWatch:
     """Watches the optimizer steps that a client takes: for its log, and for the trace that ``ray-adascale report`` reads.
 
@@ -73,15 +106,11 @@ class StepWatch:
         schedule: From :func:`ray_adascale.attach`.
         trace: The trace's file, written by rank 0; on resumption it is cut back to the step that the client goes on from.
             None: none.
-
-    Attributes:
-        plan: How a step's batch is made up.
     """
 
     def __init__(self, schedule: TauSchedule, trace: str | Path | None = None) -> None:
         assert isinstance(schedule.optimizer, AdaScale)
-        assert schedule.plan is not None
-        self._schedule, self._adascale, self.plan = schedule, schedule.optimizer, schedule.plan
+        self._schedule, self._adascale = schedule, schedule.optimizer
         first = not dist.is_initialized() or dist.get_rank() == 0
         self._path = None if trace is None or not first else Path(trace)
         self._trace: Trace | None = None
@@ -92,6 +121,11 @@ class StepWatch:
         self._examples, self._since = 0, time.monotonic()
         self._adascale.register_step_pre_hook(lambda *_: self._before())
         self._adascale.register_step_post_hook(lambda *_: self._after())
+
+    @property
+    def _plan(self) -> BatchPlan:
+        assert self._schedule.plan is not None
+        return self._schedule.plan
 
     def metrics(self) -> dict[str, float]:
         """The last step's gain, scale, τ, noise scale and efficiency. On a GPU it waits for that step."""
@@ -114,7 +148,7 @@ class StepWatch:
         seconds = time.monotonic() - self._since
         return step_metrics(
             self._adascale,
-            self.plan,
+            self._plan,
             loss=math.nan,
             lr=float(self._lr[0]),
             progress=self._adascale.effective_steps if self._progress is None else self._progress,
@@ -127,7 +161,7 @@ class StepWatch:
         self._write()
 
     def _after(self) -> None:
-        self._examples += self.plan.global_batch_size
+        self._examples += self._plan.global_batch_size
         if self._path is None or self._adascale.last_step_skipped:
             return
         step = self._adascale.steps
@@ -136,7 +170,7 @@ class StepWatch:
         self._progress = (
             self._adascale.effective_steps if self._progress is None else self._progress + self._adascale.last_gain
         )
-        row = {"step": step, "attempt": self._attempt, "position": step * self.plan.global_batch_size}
+        row = {"step": step, "attempt": self._attempt, "position": step * self._plan.global_batch_size}
         self._row = {**row, **self._metrics()}
 
     def _open(self, step: int) -> None:
@@ -185,6 +219,16 @@ class RecipeRecorder:
         Raises:
             ValueError: It is no base run.
         """
+        self.check_base_run(schedule)
+        self._schedule, self._config = schedule, config
+        self._momentum = momentum_of(schedule.optimizer)
+
+    def check_base_run(self, schedule: TauSchedule) -> None:
+        """The adapter's, where the batch changes in a run.
+
+        Raises:
+            ValueError: It is no base run.
+        """
         plan = schedule.plan
         assert plan is not None
         if plan.scale != 1 or plan.num_samples != 1:
@@ -192,8 +236,6 @@ class RecipeRecorder:
                 f"A recipe is recorded of a base run, with one worker and one pass at the base batch; this one has scale "
                 f"{plan.scale:g}, {plan.world_size} workers and {plan.accumulation} passes."
             )
-        self._schedule, self._config = schedule, config
-        self._momentum = momentum_of(schedule.optimizer)
 
     def before_step(self, model: nn.Module, batch: Any) -> None:
         """The adapter's, with each batch before it is trained on: probes it where that is due."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from ..optim.adascale import AdaScale
 from ..recipe import Recipe
 from ..run.attach import attach
 from ..run.tau_schedule import TauSchedule
-from .client import RecipeRecorder, StepWatch, with_clients_batch
+from .client import RecipeRecorder, StepWatch, follow_batch, with_clients_batch
 
 __all__ = ["AdaScaleCallback"]
 
@@ -30,17 +31,19 @@ class AdaScaleCallback(Callback):
     """Give it to the ``Trainer``; the module stays as it is at the base batch.
 
     When training begins it puts AdaScale over the one optimizer that ``configure_optimizers`` returns, and a
-    :class:`ray_adascale.TauSchedule` in the place of its scheduler. S and n follow from the dataloader's batch size, the
-    number of processes and ``accumulate_grad_batches``, also where that changes between epochs
-    (``GradientAccumulationScheduler``); the last step of an epoch counts for the passes that it has. Gain, scale and τ are
-    logged; ``trainer.should_stop`` is set at τ ≥ T, so leave ``max_epochs`` large enough (-1). Lightning's checkpoints hold
-    the statistics and τ with the optimizer's state.
+    :class:`ray_adascale.TauSchedule` in the place of its scheduler. The scheduler's unit is its ``"interval"`` there. S and n
+    follow from the dataloader's batch size, the number of processes and ``accumulate_grad_batches``, also where those change
+    between epochs (``GradientAccumulationScheduler``, ``reload_dataloaders_every_n_epochs``); the last step of an epoch
+    counts for the passes that it has. Gain, scale and τ are logged. ``trainer.should_stop`` is set at τ ≥ T, so leave
+    ``max_epochs`` large enough (-1). Lightning's checkpoints hold the statistics and τ with the optimizer's state. A callback
+    is for one run: a second ``fit()`` resumes from a checkpoint (``ckpt_path``), or is refused.
 
     Strategies: one device, ``"ddp"`` and Ray's ``RayDDPStrategy``; others are refused. With manual optimization the module says
     how many passes a step has: ``accumulation`` in the settings, and :meth:`~ray_adascale.AdaScale.expect_passes`.
 
     Args:
-        config: See :func:`ray_adascale.attach`. What the trainer and the dataloader know may be left out.
+        config: See :func:`ray_adascale.attach`. What the trainer, the dataloader and ``configure_optimizers`` say may be left
+            out.
         recipe: The outcome of a search, or of a base run that was recorded through this callback.
         trace: A file for the trace that ``ray-adascale report`` reads, written by rank 0.
         recorder: Records the recipe of this run, which is then a base run.
@@ -63,17 +66,27 @@ class AdaScaleCallback(Callback):
         self._config, self._recipe, self._trace, self._recorder, self._log = config, recipe, trace, recorder, log
         self._watch: StepWatch | None = None
         self._batch_idx = 0
+        self._steps_at_end = 0  # 1 once τ ≥ T; more where Lightning goes on all the same
 
     # ---- set-up --------------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The model is on its device and wrapped, and no state is restored yet."""
+        """Attach AdaScale. The model is on its device and wrapped, and no state is restored yet.
+
+        Raises:
+            ValueError: A setting, of the trainer's or of the module's, can't work; or this callback has trained already.
+        """
         _check(trainer)
+        if self.schedule is not None and trainer.ckpt_path is None:
+            raise ValueError(
+                f"This AdaScaleCallback has trained before, to effective step {self.schedule.effective_steps:.0f} of "
+                f"{self.schedule.base_schedule.total_steps}. A second fit() would begin the schedule anew on weights that are "
+                "trained already. To go on: fit(..., ckpt_path=...). To train anew: make the module, the callback and the "
+                "Trainer anew."
+            )
         trainer.fit_loop.setup_data()
         loader: Any = trainer.train_dataloader
-        batch = getattr(loader, "batch_size", None) or getattr(
-            getattr(loader, "batch_sampler", None), "batch_size", None
-        )
+        batch = _batch_size_of(loader)
         passes = trainer.accumulate_grad_batches
         if not pl_module.automatic_optimization:
             passes = self._config.accumulation
@@ -91,10 +104,14 @@ class AdaScaleCallback(Callback):
         )
         (optimizer,) = trainer.optimizers
         configs = trainer.lr_scheduler_configs
+        if configs and pl_module.automatic_optimization:
+            config = replace(config, scheduler_unit=_unit_of(configs[0], config, self._recipe))
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         adascale, schedule = attach(
             pl_module, optimizer, configs[0].scheduler if configs else None, config, self._recipe, grad_scaler=scaler
         )
+        _check_minimum(trainer, schedule)
+        self._steps_at_end = 0  # 1 once τ ≥ T; more where Lightning goes on all the same
         adascale.ends_early = lambda: self._ends_epoch(trainer, pl_module)
         trainer.optimizers = [adascale]
         if configs:
@@ -109,20 +126,17 @@ class AdaScaleCallback(Callback):
         assert isinstance(self.schedule.optimizer, AdaScale)
         return self.schedule.optimizer
 
-    def _follow_accumulation(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A ``GradientAccumulationScheduler`` may have spoken."""
-        adascale, passes = self._adascale, trainer.accumulate_grad_batches
+    def _follow_batch(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Read passes and batch size again: a GradientAccumulationScheduler or a reloaded dataloader may have changed them."""
         assert self.schedule is not None
         plan = self.schedule.plan
         assert plan is not None
-        if not pl_module.automatic_optimization or passes == plan.accumulation or not adascale.at_boundary:
+        if not self._adascale.at_boundary:
             return
-        batch = plan.global_batch_size // plan.accumulation * passes
-        self.schedule.plan = plan = replace(plan, accumulation=passes, global_batch_size=batch)
-        adascale.set_num_gradients_to_accumulate(passes)
-        adascale.set_scale(plan.scale)
-        if self._watch is not None:
-            self._watch.plan = plan
+        passes = trainer.accumulate_grad_batches if pl_module.automatic_optimization else plan.accumulation
+        batch = _batch_size_of(trainer.train_dataloader) or plan.global_batch_size // plan.num_samples
+        if follow_batch(self.schedule, passes=passes, per_worker_batch_size=batch) and self._recorder is not None:
+            self._recorder.check_base_run(self.schedule)
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
@@ -131,9 +145,20 @@ class AdaScaleCallback(Callback):
         last = trainer.is_last_batch or self._batch_idx + 1 >= trainer.num_training_batches
         return pl_module.automatic_optimization and last
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Train nothing where the checkpoint that was loaded is of a run at its end."""
+        assert self.schedule is not None
+        if self.schedule.finished:
+            trainer.should_stop = True
+            if trainer.is_global_zero:
+                warn_at_user(
+                    f"The checkpoint is at effective step {self.schedule.effective_steps:.0f} of "
+                    f"{self.schedule.base_schedule.total_steps}, the schedule's end: nothing is trained."
+                )
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._batch_idx = batch_idx
-        self._follow_accumulation(trainer, pl_module)
+        self._follow_batch(trainer, pl_module)
         if self._recorder is not None:
             self._recorder.before_step(pl_module, batch)
 
@@ -151,17 +176,81 @@ class AdaScaleCallback(Callback):
         if self._log:
             pl_module.log_dict(self._watch.metrics(), on_step=True, on_epoch=False)
         if self.schedule.finished:
+            self._steps_at_end += 1
             trainer.should_stop = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._watch is not None:
             self._watch.close()
         schedule = self.schedule
-        if schedule is not None and not schedule.finished and trainer.is_global_zero:
+        if schedule is None or not trainer.is_global_zero:
+            return
+        tau, total = schedule.effective_steps, schedule.base_schedule.total_steps
+        if not schedule.finished:
             warn_at_user(
-                f"Training ended at effective step {schedule.effective_steps:.0f} of "
-                f"{schedule.base_schedule.total_steps}, before the schedule's end: max_epochs={trainer.max_epochs}, "
-                f"max_steps={trainer.max_steps}, or somebody stopped it. Give max_epochs=-1: this callback stops at T."
+                f"Training ended at effective step {tau:.0f} of {total}, before the schedule's end: "
+                f"max_epochs={trainer.max_epochs}, max_steps={trainer.max_steps}, or somebody stopped it. Give max_epochs=-1: "
+                "this callback stops at T."
+            )
+        elif self._steps_at_end > 1:
+            warn_at_user(
+                f"Training ended at effective step {tau:.0f}, {self._steps_at_end - 1} optimizer steps after the schedule's end "
+                f"at {total}: Lightning went on after should_stop was set (min_epochs={trainer.min_epochs}, "
+                f"min_steps={trainer.min_steps}, or a callback that clears it). Their learning rate was the schedule's last."
+            )
+
+
+def _batch_size_of(loader: Any) -> int | None:
+    """Return the examples of a pass on one worker; None where the loader has no batch size of its own."""
+    return getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+
+
+def _unit_of(scheduler: Any, config: AdaScaleConfig, recipe: Recipe | None) -> Any:
+    """Return the unit of a scheduler, "step" or "epoch": its ``interval`` in what ``configure_optimizers`` returned.
+
+    Args:
+        scheduler: Lightning's record of it.
+        config: As given by the user.
+        recipe: As given by the user.
+
+    Raises:
+        ValueError: The settings or the recipe have another unit, or ``frequency`` is not 1.
+    """
+    unit = scheduler.interval
+    said = {"AdaScaleConfig(scheduler_unit=...)": config.scheduler_unit}
+    if recipe is not None and recipe.scheduler_unit is not None:
+        said["the recipe's scheduler_unit"] = recipe.scheduler_unit
+    for where, other in said.items():
+        if other is not None and other != unit:
+            raise ValueError(
+                f"The scheduler of configure_optimizers has interval={unit!r}, and {where} is {other!r}. Lightning's default is "
+                f'"epoch". Return {{"optimizer": ..., "lr_scheduler": {{"scheduler": ..., "interval": "{other}"}}}} if it is '
+                f"stepped once {'an optimizer step' if other == 'step' else 'an epoch'} in the base run; else leave "
+                "scheduler_unit out."
+            )
+    if scheduler.frequency != 1:
+        raise ValueError(
+            f"The scheduler of configure_optimizers has frequency={scheduler.frequency}, which Lightning counts in batches or "
+            "epochs of this run; the schedule counts those of the base run. Leave frequency out and put it into the scheduler: "
+            f"LambdaLR(optimizer, lambda i: factor(i // {scheduler.frequency})), or StepLR(step_size={scheduler.frequency})."
+        )
+    return unit
+
+
+def _check_minimum(trainer: Trainer, schedule: TauSchedule) -> None:
+    """Refuse a minimum length that may go beyond T: Lightning doesn't stop before it."""
+    assert schedule.plan is not None
+    total = schedule.base_schedule.total_steps
+    fewest = math.ceil(total / schedule.plan.scale)  # optimizer steps, with a gain of S in each
+    minima = {"min_steps": trainer.min_steps or 0.0, "min_epochs": 0.0}
+    if trainer.min_epochs:
+        minima["min_epochs"] = trainer.min_epochs * trainer.num_training_batches / schedule.plan.accumulation
+    for name, steps in minima.items():
+        if steps > fewest:
+            raise ValueError(
+                f"Trainer({name}={getattr(trainer, name)}) makes Lightning train for at least {steps:g} optimizer steps. The "
+                f"schedule may end after {fewest}, at {total} effective steps and scale {schedule.plan.scale:g}. Leave {name} "
+                "out: training ends at T."
             )
 
 

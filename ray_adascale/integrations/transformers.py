@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.data_loader import BatchSamplerShard
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
@@ -19,7 +20,7 @@ from ..optim.adascale import AdaScale
 from ..recipe import Recipe
 from ..run.attach import attach
 from ..run.tau_schedule import TauSchedule
-from .client import RecipeRecorder, StepWatch, with_clients_batch
+from .client import RecipeRecorder, StepWatch, follow_batch, with_clients_batch
 
 __all__ = ["AdaScaleMixin", "AdaScaleTrainer"]
 
@@ -27,10 +28,13 @@ _Base: Any = Trainer if TYPE_CHECKING else object
 
 
 class _Stop(TrainerCallback):
-    """Ends training when τ has reached T, and says so where it ended before."""
+    """Ends training when τ has reached T, and warns where it ended before."""
 
     def __init__(self, trainer: AdaScaleMixin) -> None:
         self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.training_has_begun(kwargs["train_dataloader"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._trainer.step_has_ended()
@@ -47,7 +51,8 @@ class AdaScaleMixin(_Base):
     Training ends at τ ≥ T, which takes at most T optimizer steps: ``max_steps`` is set to T where the arguments leave it, and
     ``num_train_epochs`` counts for nothing. A scheduler that the Trainer makes by itself is made for T steps. Where the loss is
     normalised over the tokens of a step (``num_items_in_batch``), each gradient sample has the weight of its tokens. The last
-    step of an epoch counts for the passes that it has. Gain, scale and τ go into each log.
+    step of an epoch counts for the passes that it has. S and n are of the batch that the dataloader makes, also under
+    ``split_batches`` and after ``auto_find_batch_size`` has made the batch smaller. Gain, scale and τ go into each log.
 
     Args:
         *args: The Trainer's. ``optimizers=(optimizer, scheduler)`` are bare; or ``args.optim="sgd"``.
@@ -61,7 +66,8 @@ class AdaScaleMixin(_Base):
         schedule: The :class:`ray_adascale.TauSchedule`, once training has begun.
 
     Raises:
-        ValueError: A setting can't work, or the model ignores ``num_items_in_batch`` (at the first step).
+        ValueError: A setting can't work, the model ignores ``num_items_in_batch`` (at the first step), or the run has reached
+            T and ``train()`` is called again.
     """
 
     def __init__(
@@ -93,10 +99,7 @@ class AdaScaleMixin(_Base):
         config = with_clients_batch(
             adascale,
             accumulation=(self.args.gradient_accumulation_steps, "TrainingArguments(gradient_accumulation_steps=...)"),
-            per_worker_batch_size=(
-                self.args.per_device_train_batch_size,
-                "TrainingArguments(per_device_train_batch_size=...)",
-            ),
+            per_worker_batch_size=(self._per_worker_batch_size(), "TrainingArguments(per_device_train_batch_size=...)"),
             dataset=self.train_dataset,
         )
         precision = "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else config.precision
@@ -112,8 +115,13 @@ class AdaScaleMixin(_Base):
     # ---- optimizer and schedule ----------------------------------------------------------------------------------
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Makes the Trainer's own, unless one was given, and puts AdaScale over it."""
-        if self.schedule is not None:
+        """Makes the Trainer's own, unless one was given, and puts AdaScale over it.
+
+        A second ``train()`` goes on with the first one's, and so does a restart of ``auto_find_batch_size`` after an
+        out-of-memory error. With ``model_init`` the Trainer has dropped the optimizer with the model, and all is made anew.
+        """
+        if self.schedule is not None and self.optimizer is not None:  # type: ignore[has-type]
+            self._adascale.zero_grad()  # of a pass that ran out of memory
             return self.optimizer  # type: ignore[has-type]
         optimizer = super().create_optimizer() if model is None else super().create_optimizer(model)
         scheduler = super().create_scheduler(num_training_steps=self._total_steps, optimizer=optimizer)
@@ -123,13 +131,59 @@ class AdaScaleMixin(_Base):
         )
         self.optimizer, self.lr_scheduler, self.schedule = adascale, schedule, schedule
         self._watch = StepWatch(schedule, self._trace)
-        if self._recorder is not None:
-            self._recorder.begin(schedule, self._config.with_recipe(self._recipe))
         return adascale
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The schedule, which was made with the optimizer, for T steps."""
         return self.lr_scheduler
+
+    def _per_worker_batch_size(self) -> int:
+        """Return the examples of a pass on one worker by the Trainer's arguments."""
+        passes, workers = self.args.gradient_accumulation_steps, self.args.world_size
+        batch = self.get_total_train_batch_size(self.args) // (passes * workers)
+        return batch // workers if self.accelerator.split_batches else batch
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's own.
+
+        Raises:
+            ValueError: The run has reached T.
+        """
+        schedule = self.schedule
+        if schedule is not None and self.model_init is None and not resume_from_checkpoint:
+            tau = schedule.effective_steps
+            if schedule.finished:
+                raise ValueError(
+                    f"This trainer has reached the end of its schedule: effective step {tau:.0f} of {self._total_steps}. A "
+                    "second train() would go on beyond it. To train on from these weights by a schedule of its own, make a new "
+                    "trainer."
+                )
+            if self.is_world_process_zero() and tau > 0:
+                warn_at_user(
+                    f"train() goes on at effective step {tau:.0f} of {self._total_steps}, with the statistics and the optimizer "
+                    "state of the train() before, and the data from an epoch's beginning. Make a new trainer to begin anew."
+                )
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def training_has_begun(self, loader: Any) -> None:
+        """Set S and n to the batch that the Trainer's dataloader makes, before the first step; warn where none is to be made.
+
+        Args:
+            loader: As Accelerate has prepared it.
+        """
+        assert self.schedule is not None
+        workers, batch = self.accelerator.num_processes, self._per_worker_batch_size()
+        if workers == 1 or isinstance(getattr(loader, "batch_sampler", None), BatchSamplerShard):
+            # A subclass may make another loader than the arguments ask for. Of iterables Accelerate counts no workers.
+            batch = getattr(loader, "total_batch_size", batch * workers) // workers
+        follow_batch(self.schedule, passes=self.args.gradient_accumulation_steps, per_worker_batch_size=batch)
+        if self._recorder is not None:
+            self._recorder.begin(self.schedule, self._config.with_recipe(self._recipe))
+        if self.schedule.finished and self.is_world_process_zero():
+            warn_at_user(
+                f"The checkpoint is at effective step {self.schedule.effective_steps:.0f} of {self._total_steps}, the schedule's "
+                "end: nothing is trained."
+            )
 
     @property
     def _adascale(self) -> AdaScale:
@@ -141,6 +195,11 @@ class AdaScaleMixin(_Base):
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
         """A step's batches, as the Trainer takes them; and from them its passes and their weights."""
+        if self.schedule is not None and self.schedule.finished:
+            return (
+                [],
+                None,
+            )  # a checkpoint of T was loaded; the Trainer would take one step before it asks whether to stop
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches:
             return batches, items

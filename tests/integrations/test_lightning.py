@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -268,6 +269,138 @@ def test_a_run_that_ends_too_early_is_warned_of() -> None:
 
     with pytest.warns(UserWarning, match=r"ended at effective step \d+ of 1000.*max_epochs=1"):
         fit(AdaScaleCallback(settings(1000)), module(1000), max_epochs=1)
+
+
+def scheduled_module(interval: str | None, **more: Any) -> Any:
+    """A module whose scheduler has this interval, or Lightning's default; and further entries beside it."""
+    wanted = module(60)
+    entry = {"scheduler": wanted.scheduler, **({} if interval is None else {"interval": interval}), **more}
+    wanted.configure_optimizers = lambda: {"optimizer": wanted.optimizer, "lr_scheduler": entry}
+    return wanted
+
+
+def test_the_unit_of_the_scheduler_is_its_interval_in_lightning() -> None:
+    from ray_adascale.integrations.lightning import AdaScaleCallback
+
+    # 80 examples are 20 base steps an epoch, so 60 calls of the scheduler or 3. The cosine is of 60 calls.
+    for interval, unit, calls in (("step", "step", 60), ("epoch", "epoch", 3), (None, "epoch", 3)):
+        callback = AdaScaleCallback(AdaScaleConfig(base_batch_size=BATCH, total_steps=60))
+        fit(callback, scheduled_module(interval))
+        assert callback.schedule is not None
+        base = callback.schedule.base_schedule
+        assert base.scheduler_unit == unit
+        expected = [LR * (1 + math.cos(math.pi * i / 60)) / 2 for i in range(calls)]
+        assert base.lr_curve[0] == pytest.approx(expected, rel=1e-9)
+        # The end of the run has the LR of its last base step; float64 rounding.
+        assert float(callback.schedule.get_last_lr()[0]) == pytest.approx(expected[-1], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("interval", "more", "message"),
+    [
+        (None, {}, r"interval='epoch', and AdaScaleConfig\(scheduler_unit=...\) is 'step'. Lightning's default"),
+        ("step", {"frequency": 5}, r"frequency=5.*factor\(i // 5\)"),
+    ],
+)
+def test_a_scheduler_that_the_base_run_would_have_stepped_otherwise_is_refused(
+    interval: str | None, more: dict[str, Any], message: str
+) -> None:
+    from ray_adascale.integrations.lightning import AdaScaleCallback
+
+    with pytest.raises(ValueError, match=message):
+        fit(AdaScaleCallback(settings(60)), scheduled_module(interval, **more))
+
+
+def test_a_scheduler_of_another_unit_than_the_recipes_is_refused() -> None:
+    from ray_adascale.integrations.client import RecipeRecorder
+    from ray_adascale.integrations.lightning import AdaScaleCallback
+
+    recorder = RecipeRecorder(lambda module, batch: loss_of(module.net, batch))
+    fit(AdaScaleCallback(settings(60), recorder=recorder), module(60), accumulation=1)
+    recipe = recorder.recipe({}, metric="loss", mode="min", score=0.5, workload=make)
+    with pytest.raises(ValueError, match="interval='epoch', and the recipe's scheduler_unit is 'step'"):
+        fit(AdaScaleCallback(AdaScaleConfig(), recipe), scheduled_module("epoch"))
+
+
+def test_a_minimum_length_that_may_go_beyond_the_end_is_refused() -> None:
+    from ray_adascale.integrations.lightning import AdaScaleCallback
+
+    # S = 2 and T = 60: at least 30 steps. Ten steps an epoch.
+    with pytest.raises(
+        ValueError, match=r"min_steps=31\) makes Lightning train for at least 31 .* end after 30, at 60"
+    ):
+        fit(AdaScaleCallback(settings(60)), module(60), min_steps=31)
+    with pytest.raises(ValueError, match=r"min_epochs=4\) makes Lightning train for at least 40 "):
+        fit(AdaScaleCallback(settings(60)), module(60), min_epochs=4)
+    callback = AdaScaleCallback(settings(60))
+    fit(callback, module(60), min_steps=30, min_epochs=3)
+    assert callback.schedule is not None
+    assert 60 <= callback.schedule.effective_steps < 62
+
+
+def test_steps_beyond_the_end_are_warned_of() -> None:
+    import lightning.pytorch as pl
+
+    from ray_adascale.integrations.lightning import AdaScaleCallback
+
+    class GoesOn(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.should_stop = trainer.global_step >= 50
+
+    callback = AdaScaleCallback(settings(20))
+    with pytest.warns(
+        UserWarning, match=r"ended at effective step \d+, \d+ optimizer steps after .* end at 20: Lightning"
+    ):
+        fit([callback, GoesOn()], module(20))
+
+
+def test_a_batch_size_that_changes_between_epochs_is_followed(tmp_path: Path) -> None:
+    from ray_adascale.integrations.lightning import AdaScaleCallback
+
+    wanted, sizes = module(200), iter([8, 16, 8, *[16] * 99])
+    wanted.train_dataloader = lambda: DataLoader(dataset(80), batch_size=next(sizes))
+    trace = tmp_path / "trace.jsonl"
+    callback = AdaScaleCallback(settings(200), trace=trace)
+    with quiet():
+        trainer([callback], 1, reload_dataloaders_every_n_epochs=1).fit(wanted)
+    scales = [row["scale"] for row in read_trace(trace)]
+    assert scales[:30] == [2.0] * 10 + [4.0] * 5 + [2.0] * 10 + [4.0] * 5
+
+    shrinks = module(200)
+    sizes = iter([8, 2])
+    shrinks.train_dataloader = lambda: DataLoader(dataset(80), batch_size=next(sizes))
+    with quiet(), pytest.raises(ValueError, match=r"now 2 examples .* fewer than the base batch size of 4"):
+        trainer([AdaScaleCallback(settings(200))], 1, reload_dataloaders_every_n_epochs=1).fit(shrinks)
+
+
+def test_a_recorded_base_run_whose_batch_grows_is_refused() -> None:
+    from ray_adascale.integrations.client import RecipeRecorder
+    from ray_adascale.integrations.lightning import AdaScaleCallback
+
+    wanted, sizes = module(200), iter([4, 8])
+    wanted.train_dataloader = lambda: DataLoader(dataset(80), batch_size=next(sizes))
+    recorder = RecipeRecorder(lambda module, batch: loss_of(module.net, batch))
+    with quiet(), pytest.raises(ValueError, match="this one has scale 2, 1 workers and 1 passes"):
+        trainer([AdaScaleCallback(settings(200), recorder=recorder)], 1, reload_dataloaders_every_n_epochs=1).fit(
+            wanted
+        )
+
+
+def test_a_second_fit_resumes_or_is_refused(tmp_path: Path) -> None:
+    from ray_adascale.integrations.lightning import AdaScaleCallback
+
+    callback, wanted = AdaScaleCallback(settings(20)), module(20)
+    made = fit(callback, wanted)
+    path = tmp_path / "end.ckpt"
+    made.save_checkpoint(path)
+    with quiet(), pytest.raises(ValueError, match=r"has trained before, to effective step 2[01] of 20.*ckpt_path"):
+        made.fit(wanted, data(80))
+
+    for again in (callback, AdaScaleCallback(settings(20))):  # the same one may resume
+        loaded = module(20)
+        with quiet(), pytest.warns(UserWarning, match="step 2[01] of 20, the schedule's end: nothing is trained"):
+            trainer([again], 2).fit(loaded, data(80), ckpt_path=path)
+        assert torch.equal(weights(loaded), weights(wanted))
 
 
 def test_what_it_cannot_be_right_with_is_refused() -> None:

@@ -74,7 +74,7 @@ def token_data(examples: int) -> list[dict[str, Tensor]]:
 
 @contextlib.contextmanager
 def trainer(
-    model: nn.Module, data: Any, total_steps: int, accumulation: int, folder: str, **more: Any
+    model: nn.Module | None, data: Any, total_steps: int, accumulation: int, folder: str, **more: Any
 ) -> Iterator[Any]:
     from accelerate.state import AcceleratorState, GradientState
     from transformers import TrainingArguments
@@ -88,7 +88,6 @@ def trainer(
         args = TrainingArguments(
             output_dir=folder,
             use_cpu=True,
-            per_device_train_batch_size=BATCH,
             gradient_accumulation_steps=accumulation,
             train_sampling_strategy="sequential",
             max_grad_norm=0.0,
@@ -96,10 +95,12 @@ def trainer(
             report_to=[],
             disable_tqdm=True,
             remove_unused_columns=False,
-            **{"save_strategy": "no", **arguments},
+            **{"save_strategy": "no", "per_device_train_batch_size": BATCH, **arguments},
         )
-        _, optimizer, scheduler = make(total_steps) if not more.get("optimizers") else (None, None, None)
-        optimizer.param_groups[0]["params"] = list(model.parameters())
+        optimizer = scheduler = None  # the Trainer's own, for a model that it makes
+        if model is not None:
+            _, optimizer, scheduler = make(total_steps)
+            optimizer.param_groups[0]["params"] = list(model.parameters())
         try:
             yield AdaScaleTrainer(
                 model=model,
@@ -168,6 +169,140 @@ def test_killed_and_resumed_by_its_own_checkpoint_it_is_the_same_to_the_bit(know
         assert a.gains[6:] == b.gains
         assert a.lrs[6:] == b.lrs
         assert (a.end == b.end).all()
+
+
+# ---- the batch that is made, and where a run ends --------------------------------------------------------------------
+
+
+def split(total_steps: int, folder: str) -> tuple[list[float], list[int]]:
+    """S of each step and examples of each pass, where the loader's batch of 4 is that of both workers."""
+    model, sizes, scales = Classifier(make(total_steps)[0]), [], []
+    model.register_forward_pre_hook(lambda _, args, kwargs: sizes.append(len(kwargs["x"])), with_kwargs=True)
+    x, y = dataset(80).tensors
+    data = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
+    with trainer(model, data, total_steps, 2, folder, accelerator_config={"split_batches": True}) as made:
+        noted(made, model)
+        made.schedule.optimizer.register_step_pre_hook(lambda *_: scales.append(made.schedule.optimizer.scale))
+        made.train()
+    return scales, sizes
+
+
+def test_a_split_batch_is_that_of_all_workers(knowing: Any, tmp_path: Path) -> None:
+    for scales, sizes in knowing(ADAPTER).run(split, 40, str(tmp_path)):
+        assert set(sizes) == {BATCH // 2}
+        assert set(scales) == {2.0}  # 2 examples × 2 workers × 2 passes, of a base batch of 4
+
+
+class OutOfMemory(Classifier):
+    """A classifier that finds no memory for more than six examples in a pass, from its third pass on."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net)
+        self.passes = 0
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        self.passes += 1
+        if len(x) > 6 and self.passes > 2:
+            raise RuntimeError("CUDA out of memory.")  # as accelerate recognises it
+        return super().forward(x, labels)
+
+
+def finds_batch(folder: str, trace: str) -> tuple[Notes, list[float]]:
+    model, scales = OutOfMemory(make(60)[0]), []
+    x, y = dataset(96).tensors
+    data = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
+    arguments = {"per_device_train_batch_size": 8, "auto_find_batch_size": True}
+    with trainer(model, data, 60, 2, folder, trace=trace, **arguments) as made:
+        notes = noted(made, model)
+        made.schedule.optimizer.register_step_pre_hook(lambda *_: scales.append(made.schedule.optimizer.scale))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            made.train()
+    return notes, scales
+
+
+def test_a_batch_that_was_made_smaller_for_want_of_memory_has_its_own_scale(knowing: Any, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    for notes, scales in knowing(ADAPTER).run(finds_batch, str(tmp_path), str(trace)):
+        # Eight examples in two passes on two workers, then int(0.9 · 8) = 7, then int(0.9 · 7) = 6.
+        assert scales[0] == 8
+        assert set(scales[1:]) == {6.0}
+        assert 60 <= notes.tau < 66
+    assert [row["scale"] for row in read_trace(trace)] == scales
+
+
+def ends(folder: str) -> dict[str, Any]:
+    """What becomes of further calls of ``train()`` on a trainer at its end, and of its last checkpoint."""
+    model = Classifier(make(20)[0])
+    x, y = dataset(80).tensors
+    data = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
+    found: dict[str, Any] = {}
+    with trainer(model, data, 20, 1, folder, save_strategy="steps", save_steps=1) as made:
+        notes = noted(made, model)
+        made.train()
+        found["steps"], found["tau"], end = len(notes.gains), notes.tau, weights(model).clone()
+        try:
+            made.train()
+        except ValueError as e:
+            found["second"] = str(e)
+        found["moved"] = float((weights(model) - end).abs().max())
+    again = Classifier(make(20)[0])
+    with trainer(again, data, 20, 1, folder) as made, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made.train(resume_from_checkpoint=f"{folder}/checkpoint-{found['steps']}")
+        found["resumed"] = (made.schedule.effective_steps, float((weights(again) - end).abs().max()))
+        found["warned"] = [str(w.message) for w in caught if "nothing is trained" in str(w.message)]
+    return found
+
+
+def test_a_run_at_its_end_takes_no_further_step(knowing: Any, tmp_path: Path) -> None:
+    for rank, found in enumerate(knowing(ADAPTER).run(ends, str(tmp_path))):
+        assert "has reached the end of its schedule: effective step 2" in found["second"]
+        assert found["moved"] == 0
+        assert found["resumed"] == (found["tau"], 0)
+        assert len(found["warned"]) == (rank == 0)
+
+
+def test_a_second_train_of_an_unfinished_run_goes_on_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "as_if_by_torchrun", contextlib.nullcontext)
+    model = Classifier(make(60)[0])
+    x, y = dataset(80).tensors
+    data = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
+    with trainer(model, data, 60, 2, str(tmp_path), max_steps=10) as made:
+        noted(made, model)
+        with pytest.warns(UserWarning, match="before the schedule's end"):
+            made.train()
+        tau = made.schedule.effective_steps
+        made.args.max_steps = 60
+        with pytest.warns(UserWarning, match=rf"goes on at effective step {tau:.0f} of 60"):
+            made.train()
+        assert 60 <= made.schedule.effective_steps < 62
+
+
+def test_a_model_made_anew_for_each_train_has_a_schedule_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "as_if_by_torchrun", contextlib.nullcontext)
+    x, y = dataset(80).tensors
+    data = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
+    ends = []
+    with trainer(
+        None,
+        data,
+        30,
+        2,
+        str(tmp_path),
+        model_init=lambda: Classifier(make(30)[0]),
+        optim="sgd",
+        lr_scheduler_type="cosine",
+    ) as made:
+        for _ in range(2):
+            made.train()
+            assert 30 <= made.schedule.effective_steps < 32
+            ends.append(weights(made.model))
+    assert torch.equal(*ends)
 
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------
