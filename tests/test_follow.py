@@ -41,6 +41,8 @@ PLANS = [BatchPlan(10, batch, 2, 1) for batch in (10, 12, 14, 20, 40, 80)]
         (40, 2.5, 1.0, 0.5, 40),  # S = 4.5: 12.5 % more is not worth a change
         (40, 2.8, 1.0, 0.5, 48),  # S = 4.8: 20 % is
         (80, 3.0, 1.0, 0.5, 50),  # it shrinks at once
+        (80, 5.0, 1.0, 0.5, 80),  # S = 7: 70 is less by 80/70 = 1.14, which is not worth a change either
+        (80, 4.6, 1.0, 0.5, 66),  # S = 6.6: 80/66 = 1.21 is
         (80, 0.0, 1.0, 0.5, 20),  # no noise: 1/E
         (80, 0.0, 1.0, 0.8, 12.5),
         (80, 0.0, 0.0, 0.8, 12.5),  # nor any gradient
@@ -55,6 +57,14 @@ PLANS = [BatchPlan(10, batch, 2, 1) for batch in (10, 12, 14, 20, 40, 80)]
 def test_the_batch_that_is_wanted(now: int, sigma2: float, mu2: float, efficiency: float, wanted: float) -> None:
     plan = next(p for p in PLANS if p.global_batch_size == now)
     assert wanted_batch(efficiency, PLANS, plan, sigma2, mu2) == pytest.approx(wanted, abs=1e-12)
+
+
+def test_a_step_takes_as_long_as_the_worker_with_the_most_examples() -> None:
+    # 10 examples on three workers: one of them has 4. In two passes each, 20 are 3.3 a pass, so one has 4 in one of them.
+    time = StepTime(0.0, 1.0, 0.0)
+    assert time.of(BatchPlan(10, 10, 3, 1)) == 4
+    assert time.of(BatchPlan(10, 20, 3, 2)) == 8
+    assert time.of(BatchPlan(10, 12, 3, 1)) == 4
 
 
 def test_goodput_wants_the_most_progress_a_second() -> None:
@@ -147,6 +157,19 @@ def test_other_workers_go_on_towards_the_same_batch() -> None:
     for it in (one, three):
         it.resume(two.state(), 39.0, (6.4, 1.0))
         assert it.plan.scale == pytest.approx(8, rel=0.1)  # the nearest that they can make
+
+
+@pytest.mark.parametrize(("workers", "batch"), [(2, 224), (3, 192), (4, 192), (5, 195)])
+def test_other_workers_take_the_batch_nearest_to_the_wanted_one_not_to_the_one_that_was_run(
+    workers: int, batch: int
+) -> None:
+    # S = 12.125/0.5 - 11.125 = 13.125: 210 examples are wanted. Two workers come nearest with 224 (by 1.07, with 192 by 1.09).
+    # Three can make 192 and 240 (1.09 and 1.14), four 192 and 256, five 195 and 240: nearest to 224 would be the larger ones.
+    two = follower(max_accumulation=16)
+    assert [decided(two, tau, 11.125, 1.0) for tau in (13, 26, 39)] == [64, 128, 224]
+    it = follower(workers=workers, max_accumulation=16)
+    it.resume(two.state(), 39.0, (11.125, 1.0))
+    assert it.plan.global_batch_size == batch
 
 
 def test_a_run_that_had_a_fixed_batch_decides_as_it_resumes() -> None:

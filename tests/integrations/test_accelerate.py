@@ -44,14 +44,27 @@ def accelerator(**kwargs: Any) -> Iterator[Any]:
 
 
 def train(
-    total_steps: int, accumulation: int, examples: int, folder: str | None = None, save_at: int = 0, load: bool = False
+    total_steps: int,
+    accumulation: int,
+    examples: int,
+    folder: str | None = None,
+    save_at: int = 0,
+    load: bool = False,
+    *,
+    split: bool = False,
 ) -> Notes:
-    """One rank's part of a loop as Accelerate's users write it; maybe stopped after some steps, maybe resumed."""
+    """One rank's part of a loop as Accelerate's users write it; maybe stopped after some steps, maybe resumed.
+
+    With ``split`` the loader's batch is that of all workers, which Accelerate cuts.
+    """
+    from accelerate import DataLoaderConfiguration
+
     from ray_adascale.integrations.accelerate import prepare
 
-    with accelerator(gradient_accumulation_steps=accumulation) as acc:
+    data = DataLoaderConfiguration(split_batches=split)
+    with accelerator(gradient_accumulation_steps=accumulation, dataloader_config=data) as acc:
         model, optimizer, scheduler = make(total_steps)
-        loader: Any = DataLoader(dataset(examples), batch_size=BATCH)
+        loader: Any = DataLoader(dataset(examples), batch_size=BATCH * (2 if split else 1))
         bare = model
         model, optimizer, loader, schedule = prepare(acc, model, optimizer, loader, scheduler, settings(total_steps))
         assert acc.num_processes == 2
@@ -100,6 +113,13 @@ def test_the_last_step_of_an_epoch_has_the_passes_that_are_left(knowing: Any) ->
     for notes in knowing(ADAPTER).run(train, 60, 3, examples):
         check_against_reference(notes, total_steps=60, samples=6, passes=[3, 3, 3, 1], workers=2, examples=examples)
         assert len(notes.gains) > 8
+
+
+def test_a_batch_that_is_split_counts_once_over_all_workers(knowing: Any) -> None:
+    # Loader batches of 8, of which each of two workers gets 4 = B0: S = n = 6 with three passes. Taken for those of each
+    # worker, S would be 12.
+    for notes in knowing(ADAPTER).run(train, 60, 3, 6 * BATCH * 2, split=True):
+        check_against_reference(notes, total_steps=60, samples=6, passes=[3], workers=2, examples=6 * BATCH * 2)
 
 
 def test_killed_and_resumed_by_its_own_checkpoint_it_is_the_same_to_the_bit(knowing: Any, tmp_path: Path) -> None:

@@ -197,18 +197,24 @@ def test_killed_and_resumed_by_its_own_checkpoint_it_is_the_same_to_the_bit(know
         assert (c.end == a.end).all()
 
 
-def scheduled(total_steps: int, examples: int) -> Notes:
+def scheduled(total_steps: int, examples: int, trace: str) -> Notes:
     from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-    return train(total_steps, 1, examples, callbacks=[GradientAccumulationScheduler({0: 2, 2: 4})])[0]
+    return train(total_steps, 1, examples, callbacks=[GradientAccumulationScheduler({0: 2, 2: 4})], trace=trace)[0]
 
 
-def test_an_accumulation_that_changes_between_epochs_is_followed(knowing: Any) -> None:
+def test_an_accumulation_that_changes_between_epochs_is_followed(knowing: Any, tmp_path: Path) -> None:
     examples = 8 * BATCH * 2
-    for notes in knowing(ADAPTER).run(scheduled, 60, examples):
+    trace = tmp_path / "trace.jsonl"
+    for notes in knowing(ADAPTER).run(scheduled, 60, examples, str(trace)):
         # Two epochs of four steps, and then such of two; one epoch of the pattern is all that the run sees of it.
         passes = [2] * 8 + [4] * len(notes.gains)
         check_against_reference(notes, total_steps=60, samples=8, passes=passes, workers=2, examples=examples)
+    # The trace has the scale of each step: two workers with two passes of B0, and then with four.
+    rows = read_trace(trace)
+    assert len(rows) == len(notes.gains) > 8
+    assert [row["scale"] for row in rows] == [4.0] * 8 + [8.0] * (len(rows) - 8)
+    assert [row["efficiency"] for row in rows] == [row["gain"] / row["scale"] for row in rows]
 
 
 # ---- one process -----------------------------------------------------------------------------------------------------

@@ -160,6 +160,25 @@ def test_the_last_step_of_an_epoch_has_the_passes_that_are_left(knowing: Any, tm
     assert all(row["loss"] > 0 for row in rows)
 
 
+def test_the_trace_has_the_mean_loss_of_rank_0s_passes(knowing: Any, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    examples = 7 * BATCH * 2  # seven passes of each of two workers an epoch, three a step: 3, 3, 1
+    (notes, _), _ = knowing(ADAPTER).run(train, 30, 3, examples, str(tmp_path), trace=str(trace))
+    rows, (x, y) = read_trace(trace), dataset(examples).tensors
+    assert len(rows) == len(notes.weights) > 6
+    model = make(30)[0].requires_grad_(False)
+    first = 0  # of the step's examples
+    for step, (row, before) in enumerate(zip(rows, notes.weights, strict=True)):
+        torch.nn.utils.vector_to_parameters(before, model.parameters())
+        passes = [3, 3, 1][step % 3]
+        # Workers take micro-batches in turn: those at even places of the step are rank 0's.
+        mine = [first + 2 * i * BATCH for i in range(passes)]
+        losses = [float(F.cross_entropy(model(x[at : at + BATCH]), y[at : at + BATCH])) for at in mine]
+        first = (first + 2 * passes * BATCH) % examples
+        # float64 throughout; the Trainer divides each by the number of passes before it adds them.
+        assert row["loss"] == pytest.approx(sum(losses) / passes, rel=1e-12)
+
+
 def test_killed_and_resumed_by_its_own_checkpoint_it_is_the_same_to_the_bit(knowing: Any, tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
     kept = {"save_strategy": "steps", "save_steps": 6}

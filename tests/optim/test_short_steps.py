@@ -5,6 +5,7 @@ All is float64, so a tolerance of 1e-12 (relative) is that of sums in another or
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -114,6 +115,28 @@ def test_the_step_after_a_short_one_is_whole_again_and_the_averages_stay() -> No
             learnt = optimizer.average_moments()
     assert (optimizer.scale, optimizer.num_samples) == (4.0, 2)
     assert optimizer.average_moments() == learnt
+
+
+def test_steps_of_one_pass_leave_the_averages_as_they_are_however_many_there_are() -> None:
+    """Two of them could be compared with each other, as steps of one sample are; but they are taken amid steps of two."""
+    model, optimizer = ready(scale=4.0, n=2)
+    data = iter(batches(7, 4))
+    learnt = (math.nan, math.nan)
+    for passes in (2, 1, 1, 2, 1):
+        if passes == 1:
+            optimizer.expect_passes(1)
+        for _ in range(passes):
+            x, y = next(data)
+            (F.cross_entropy(model(x), y) / passes).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if passes == 1:
+            assert optimizer.average_moments() == learnt
+            assert math.isnan(optimizer.last_sigma2)
+            assert math.isnan(optimizer.last_mu2)
+        else:
+            assert optimizer.average_moments() != learnt
+            learnt = optimizer.average_moments()
 
 
 def test_a_fused_optimizer_takes_short_steps_alike() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import math
 import re
@@ -320,6 +321,9 @@ def test_reports_have_the_keys_and_the_last_one_carries_a_checkpoint(tmp_path: P
     # A tenth of the run apart, at most one a step, the end included.
     assert 5 <= len(modes) <= 11
     trace = read_trace(tmp_path / "trace.jsonl")
+    # Exactly: one after each step that passes a multiple of 4. The last is one of them, as it passes 40.
+    taus = [0.0, *(row["effective_steps"] for row in trace)]
+    assert len(modes) == sum(after // 4 > before // 4 for before, after in itertools.pairwise(taus))
     assert [row["step"] for row in trace] == list(range(1, last["optimizer_steps"] + 1))
     assert set(METRICS) < set(trace[0])
 
@@ -336,6 +340,19 @@ def test_progress_is_the_sum_of_gains_under_every_rule() -> None:
 @pytest.mark.parametrize(("rule", "steps"), [(UnscaledRule(steps=25), 25), (LinearRule(steps=13), 13), ("sqrt", 10)])
 def test_other_rules_take_the_steps_that_their_clock_says(rule: Any, steps: int) -> None:
     assert len(drive(make_run(model(), per_worker_batch_size=8, accumulation=2, rule=rule))) == steps
+
+
+@pytest.mark.parametrize(("every", "at"), [(15, [15, 30, 40]), (39, [39, 40]), (40, [40]), (100, [40])])
+def test_it_evaluates_at_the_end_however_recent_the_evaluation_before_is(every: float, at: list[int]) -> None:
+    evaluated: list[float] = []
+
+    def evaluate(net: nn.Module) -> dict[str, float]:
+        evaluated.append(run.effective_steps)
+        return {"accuracy": 0.5}
+
+    run = make_run(model(), evaluate=evaluate, evaluate_every=every)  # S = 1: τ counts the steps
+    drive(run)
+    assert evaluated == at
 
 
 def test_a_loop_may_evaluate_by_itself() -> None:
@@ -897,6 +914,32 @@ def test_a_checkpoint_says_what_made_it(tmp_path: Path) -> None:
     assert state["recipe"] == recipe.fingerprint
     assert state["versions"] == {"ray_adascale": ray_adascale.__version__, "torch": torch.__version__}
     assert {"rng/0/python", "rng/0/numpy", "rng/0/torch"} <= set(checkpoint.tensor_index(newest))
+
+
+def test_a_checkpoint_says_the_batch_that_the_run_has_come_to(tmp_path: Path) -> None:
+    # Labels that have nothing to do with the inputs, at an LR that learns nothing: noise, so the batch grows when it is first
+    # looked at.
+    run = make_run(
+        model(),
+        backend=LocalBackend(tmp_path),
+        lr=1e-6,
+        per_worker_batch_size=8,
+        efficiency=0.6,
+        max_global_batch_size=48,
+    )
+    first = run.plan
+    folder = run.save_checkpoint()
+    assert folder is not None
+    assert checkpoint.load_state(folder)["plan"] == vars(first)
+    for x, _ in run:
+        run.backward(F.cross_entropy(run.model(x), torch.arange(len(x)) % 2))
+        if run.step() and run.plan != first:
+            break
+    folder = run.save_checkpoint()
+    assert folder is not None
+    said = checkpoint.load_state(folder)["plan"]
+    assert said == vars(run.plan)
+    assert said["global_batch_size"] > first.global_batch_size
 
 
 def test_weights_load_into_a_plain_module(tmp_path: Path) -> None:

@@ -157,6 +157,52 @@ def test_a_fused_optimizers_lr_follows_without_being_asked() -> None:
         tau += r
 
 
+def fused_at_full_gain(total_steps: int) -> tuple[AdaScale, TauSchedule, list[float], Callable[[], None]]:
+    """A fused optimizer whose LR is 0.1/(1 + k) at base step k, the LRs that it steps with, and a step of it.
+
+    The two gradient samples of a step are 1 and -1: nothing but noise, so each step has r = S = 4.
+    """
+    weight = torch.nn.Parameter(torch.ones(1))
+    inner = SGD([weight], lr=0.1, fused=True)
+    optimizer = AdaScale(inner, scale=4.0, num_gradients_to_accumulate=2, single_gain=True)
+    schedule = TauSchedule(optimizer, SCHEDULERS["lambda"](inner), "step", total_steps=total_steps)
+    used: list[float] = []
+    inner.register_step_pre_hook(lambda o, *_: used.append(float(o.param_groups[0]["lr"])))
+
+    def step() -> None:
+        for sign in (1.0, -1.0):
+            (sign * weight.sum() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return optimizer, schedule, used, step
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_fused_optimizers_lr_follows_where_nobody_asks_for_the_step_before(stepped: bool) -> None:
+    optimizer, schedule, used, step = fused_at_full_gain(40)
+    for _ in range(4):
+        step()
+        if stepped:
+            schedule.step()
+        assert not optimizer.last_step_known  # the host has not heard of this step, and nothing here makes it wait
+    # The base steps are 0, 4, 8 and 12, each LR times r = 4. The kernel takes it as float32.
+    assert used == pytest.approx([0.4, 0.4 / 5, 0.4 / 9, 0.4 / 13], rel=1e-6)
+
+
+def test_a_fused_run_ends_with_the_step_that_reaches_the_end_and_waits_only_near_it() -> None:
+    optimizer, schedule, _, step = fused_at_full_gain(20)
+    waited = []
+    while not schedule.finished:
+        step()
+        assert not schedule.finished or optimizer.last_step_known
+        waited.append(optimizer.last_step_known)
+    # r = 4, so τ = 20 after five steps. What the host knows lacks the last step, which adds 4 at most: it need not look before
+    # it knows of 16, which is after the fifth.
+    assert waited == [False, False, False, False, True]
+    assert optimizer.effective_steps == 20
+
+
 def test_whoever_steps_the_inner_scheduler_is_told() -> None:
     model, optimizer, schedule = made(SCHEDULERS["cosine"])
     data = batches(4, 4)

@@ -111,6 +111,22 @@ def test_skipped_steps_and_other_rules_correct_nothing() -> None:
     assert linear.at(500) == pytest.approx(125)
 
 
+def test_steps_at_another_scale_correct_nothing_and_their_share_of_the_run_is_not_the_next_steps() -> None:
+    # Nothing but noise: r = S is forecast, whose q = 0 counts as 1/1000. The trace has 100 steps of r = 2 at S = 4 (q = ½, 500
+    # times as much) up to τ = 200, 40 of r = 1.25 at S = 2 up to 250, and 14 as forecast, r = 4 at S = 4, up to 306.
+    rows: list[dict[str, Any]] = []
+    tau = 0.0
+    for count, scale, gain in ((100, 4.0, 2.0), (40, 2.0, 1.25), (14, 4.0, 4.0)):
+        for _ in range(count):
+            tau += gain
+            rows.append({"effective_steps": tau, "gain": gain, "scale": scale})
+    left = forecast_steps_left(recipe([(0, 1, 0)], 1000), rows, scale=4.0, rule="adascale", averaging_window=0.05)
+    assert left is not None
+    # The last half of 306, in bins of 5, begins at 150: 50 effective steps of the first kind and 56 of the last. Those 50 at
+    # S = 2 are nobody's; were they the next step's, the sum would be over 156.
+    assert left.correction == pytest.approx(0.5 * 50 * math.log(500) / 106, rel=1e-9)  # sums in another order
+
+
 def test_where_there_is_nothing_to_forecast_from() -> None:
     given: dict[str, Any] = {"rule": "adascale", "averaging_window": 0.05}
     assert forecast_steps_left(None, [], scale=4, **given) is None

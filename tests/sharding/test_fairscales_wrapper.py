@@ -210,6 +210,32 @@ def test_reduce_serves_several_optimizers(pool: Pool) -> None:
     assert_agree(pool(2).run(_of_two_optimizers), 0.0)
 
 
+def _left_of_one_of_two(left: int) -> list[list[float]]:
+    """A pass that was reduced for both optimizers, one under no_sync() that reaches one of them alone, and reduce()."""
+    model = nn.ModuleList([nn.Linear(3, 1, bias=False).double() for _ in range(2)])
+    optimizers = [OSS.wrap(SGD(part.parameters(), lr=1.0)) for part in model]
+    ddp = ShardedDataParallel(model, optimizers)
+    start = [weights(part).clone() for part in model]
+    mine = torch.full((1, 3), 1.0 + dist.get_rank(), dtype=torch.float64)
+    sum(part(mine).sum() for part in model).backward()  # type: ignore[union-attr]
+    with ddp.no_sync():
+        (10 * model[left](mine)).sum().backward()
+    ddp.reduce()
+    for optimizer in optimizers:
+        optimizer.step()
+    return [(was - weights(part)).tolist() for was, part in zip(start, model, strict=True)]
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_reduce_sends_what_is_left_of_any_of_several_optimizers(pool: Pool, left: int) -> None:
+    # The mean over ranks of 1 and 2 is 1.5; with the pass that was left, 11 times as much.
+    expected = [[1.5] * 3, [1.5] * 3]
+    expected[left] = [16.5] * 3
+    for moved in pool(2).run(_left_of_one_of_two, left):
+        # Weights below one move by 16.5 and less: rounding of 2e-15.
+        assert [pytest.approx(part, rel=1e-12) for part in expected] == moved
+
+
 def _buffers(blocking: bool | None) -> Tensor:
     model = nn.BatchNorm1d(2)
     assert isinstance(model.running_mean, Tensor)

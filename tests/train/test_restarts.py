@@ -211,6 +211,15 @@ def test_the_same_after_the_same_step_ends_the_run_the_second_time(told: list[st
     assert len(told) == 3
 
 
+def test_the_same_kind_of_error_after_the_same_step_is_the_same_whatever_it_says(told: list[str]) -> None:
+    """Messages hold what is another in each start: an address, a file's name, a time."""
+    restarts = Restarts(20)
+    assert fails(restarts, w0=after(IndexError("row at 0x7f01"), 0, 31)) is None
+    assert "after optimizer step 31. The same in 2 starts" in str(
+        fails(restarts, w0=after(IndexError("row at 0x7f99"), 30, 31))
+    )
+
+
 def test_storage_that_fails_three_times_at_one_step_ends_the_run(told: list[str]) -> None:
     restarts, full = Restarts(20), OSError(28, "No space left on device")
     assert [fails(restarts, w0=after(full, 0, 31)) for _ in range(2)] == [None, None]

@@ -1,0 +1,115 @@
+"""What the adapters share, under a loop by hand: the trace's progress and its steps after a resumption, and what is probed."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ray_adascale import AdaScaleConfig, attach, read_trace
+from ray_adascale.integrations.client import RecipeRecorder, StepWatch
+
+from .problem import BATCH, dataset, loss_of, make, settings
+
+
+class Loop:
+    """A client's loop, one process with two passes a step: S = 2."""
+
+    def __init__(self, trace: Path, **more: Any) -> None:
+        self.model, optimizer, scheduler = make(12)
+        adascale, self.schedule = attach(self.model, optimizer, scheduler, settings(12, accumulation=2, **more))
+        self.optimizer = adascale
+        self.trace, self.data = trace, dataset(48).tensors
+
+    def watch(self) -> StepWatch:
+        return StepWatch(self.schedule, self.trace)
+
+    def take(self, steps: int) -> None:
+        x, y = self.data
+        for _ in range(steps):
+            for i in range(2):
+                at = (2 * self.optimizer.steps + i) * BATCH % len(x)
+                (loss_of(self.model, (x[at : at + BATCH], y[at : at + BATCH])) / 2).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def state(self) -> Any:
+        parts = self.model, self.optimizer, self.schedule
+        return copy.deepcopy([part.state_dict() for part in parts])
+
+    def load(self, state: Any) -> None:
+        for part, saved in zip((self.model, self.optimizer, self.schedule), state, strict=True):
+            part.load_state_dict(saved)
+
+
+def test_progress_is_the_sum_of_gains_where_the_clock_is_not(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "trace.jsonl", rule="linear")
+    watch = loop.watch()
+    loop.take(6)
+    watch.close()
+    rows = read_trace(tmp_path / "trace.jsonl")
+    assert [row["effective_steps"] for row in rows] == [2, 4, 6, 8, 10, 12]  # S a step, by this rule
+    gained = [after["progress"] - before["progress"] for before, after in itertools.pairwise(rows)]
+    # Differences of sums of a few numbers below 12, in float64.
+    assert gained == pytest.approx([row["gain"] for row in rows[1:]], rel=1e-12)
+    assert all(1 < row["gain"] < 2 for row in rows[1:])
+
+
+@pytest.mark.parametrize("saved_at", [1, 3])
+def test_a_resumed_run_has_each_step_in_its_trace_once(tmp_path: Path, saved_at: int) -> None:
+    trace = tmp_path / "trace.jsonl"
+    killed = Loop(trace)
+    watch = killed.watch()
+    killed.take(saved_at)
+    state = killed.state()
+    killed.take(5 - saved_at)  # steps that are lost
+    watch.close()
+    assert [row["step"] for row in read_trace(trace)] == [1, 2, 3, 4, 5]
+
+    again = Loop(trace)
+    again.load(state)
+    watch = again.watch()
+    again.take(6 - saved_at)
+    watch.close()
+    rows = read_trace(trace)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["attempt"] for row in rows] == [0] * saved_at + [1] * (6 - saved_at)
+
+
+class Offset(nn.Module):
+    """w·x + b, of which somebody else trains b."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.b = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w * x + self.b
+
+
+def squares(model: nn.Module, batch: Any) -> Tensor:
+    x, y = batch
+    return 0.5 * (model(x) - y).square().mean()
+
+
+def test_what_the_optimizer_does_not_train_is_not_probed() -> None:
+    model = Offset()
+    optimizer = torch.optim.SGD([model.w], lr=0.1)
+    config = AdaScaleConfig(base_batch_size=2, total_steps=1)
+    adascale, schedule = attach(model, optimizer, None, config)
+    recorder = RecipeRecorder(squares)
+    recorder.begin(schedule, config)
+    batch = torch.ones(2, dtype=torch.float64), torch.tensor([1.0, 3.0], dtype=torch.float64)
+    recorder.before_step(model, batch)
+    squares(model, batch).backward()
+    adascale.step()
+    (probe,) = recorder.recipe({}, metric="loss", mode="min", score=0.0, workload=Offset).noise
+    # w's gradient is -1 in one half and -3 in the other: mean of squares 5, square of the mean 4, so σ² = 1 and μ² = 4 - 1 = 3.
+    # b's is the same, and would make it 2 and 6.
+    assert (probe.sigma2, probe.mu2) == pytest.approx((1.0, 3.0), rel=1e-12)
