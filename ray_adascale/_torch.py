@@ -17,7 +17,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["as_bytes", "global_rank", "is_dtensor", "uncompiled"]
+__all__ = ["as_bytes", "global_rank", "is_dtensor", "only_makes_state", "uncompiled"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -39,6 +39,22 @@ def global_rank(group: dist.ProcessGroup | None, rank: int) -> int:
 def as_bytes(tensor: Tensor) -> Tensor:
     """A contiguous tensor's memory as uint8, to send it: no backend knows every dtype. Its last dimension grows."""
     return tensor.view(torch.uint8)
+
+
+def only_makes_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step would only make the state of an optimizer that has none: learning rates and gradients are zero.
+
+    ``torch.distributed.checkpoint.state_dict`` takes such a step before it reads or loads an empty state. It waits for a
+    device only where the state is empty and the learning rates are zero.
+    """
+    if optimizer.state:
+        return False
+    for group in optimizer.param_groups:
+        lr = group.get("lr", 0.0)
+        if (isinstance(lr, Tensor) and not lr.is_cpu) or lr != 0:
+            return False
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return all(p.grad is not None for p in trained) and not any(bool(p.grad.any()) for p in trained)
 
 
 def uncompiled(function: _Function) -> _Function:

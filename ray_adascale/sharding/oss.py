@@ -11,7 +11,7 @@ import copy
 import json
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -33,7 +33,7 @@ from torch.optim import (
     Rprop,
 )
 
-from .._torch import as_bytes, global_rank, is_dtensor
+from .._torch import as_bytes, global_rank, is_dtensor, only_makes_state
 from ..measure.observers import GradientObserver, PassListener, take_norm
 from .buckets import Bucket, Fragment, make_buckets, memory_view
 from .collectives import gather_shards
@@ -85,6 +85,41 @@ def partition(sizes: list[int], parts: int, loads: list[int] | None = None) -> l
 def has_state(optimizer: Optimizer) -> bool:
     """Whether an optimizer keeps anything beside the parameters, so that sharding it saves memory."""
     return type(optimizer) is not SGD or any(group["momentum"] != 0 for group in optimizer.param_groups)
+
+
+_NOT_COLLECTED = (
+    "The optimizer state is sharded. Call consolidate_state_dict(recipient_rank) on all workers after the last step, then "
+    "state_dict() on the recipient; for torch.distributed.checkpoint.state_dict, consolidate_state_dict(-1). Or checkpoint each "
+    "share with ray_adascale.checkpoint."
+)
+
+
+class _ShareState(defaultdict[Any, dict[Any, Any]]):
+    """State of one worker's share, by fragment; and of all parameters, while it is collected on this worker.
+
+    Attributes:
+        numbers: The number of each of the user's parameters in a state dict.
+        made: Whether a step or a load has made the state. True on all workers alike, so also on one that owns nothing.
+        collected: The full state as in a state dict, by number; None where it is not collected, or no longer that of the
+            weights.
+    """
+
+    def __init__(self, share: Mapping[Any, dict[Any, Any]], numbers: dict[Tensor, int], *, made: bool) -> None:
+        super().__init__(dict, share)
+        self.numbers, self.made = numbers, made
+        self.collected: dict[Any, Any] | None = None
+
+    def __bool__(self) -> bool:
+        # torch.distributed.checkpoint.state_dict steps with an optimizer whose state is empty; one worker alone must not.
+        return self.made
+
+    def __missing__(self, key: Any) -> dict[Any, Any]:
+        number = self.numbers.get(key) if isinstance(key, Tensor) else None
+        if number is None:
+            return super().__missing__(key)
+        if self.collected is None:
+            raise RuntimeError(_NOT_COLLECTED)  # an empty entry would pass for a parameter without state
+        return self.collected.get(number, {})
 
 
 class GradientReducer(Protocol):
@@ -205,7 +240,6 @@ class OSS(Optimizer):
         self._bucket_numel = self._BUCKET_NUMEL if bucket_numel == -1 else bucket_numel
         self._trainable_loads = [0] * self.world_size
         self._loads = [0] * self.world_size
-        self._full_state: dict[Any, Any] | None = None
         self._reducer: weakref.ref[GradientReducer] | None = None
         self._on_reducer: list[weakref.WeakMethod[Callable[[], None]]] = []
 
@@ -214,14 +248,19 @@ class OSS(Optimizer):
         self._local: Optimizer = object.__new__(type(optimizer))
         self._local.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
         self._local.param_groups = []
-        self._local.state = defaultdict(dict)
-        self._local.state.update({k: v for k, v in optimizer.state.items() if not isinstance(k, Tensor)})
-        self._distribute(0)
-        optimizer.state = self._local.state
+        given, optimizer.state = optimizer.state, defaultdict(dict)
+        self.state = {k: v for k, v in given.items() if not isinstance(k, Tensor)}
+        self._shares.made = bool(given)
+        self._distribute(0, given)
         optimizer._sharded = True  # type: ignore[attr-defined]
 
-    def _distribute(self, first: int) -> None:
-        """Put the parameters of the groups from ``first`` on into buckets, and give this worker its part of them."""
+    def _distribute(self, first: int, given: Mapping[Any, Any] | None = None) -> None:
+        """Put the parameters of the groups from ``first`` on into buckets, and give this worker its part of them.
+
+        Args:
+            first: Number of a parameter group.
+            given: Full state of some of the parameters.
+        """
         numbers = range(first, len(self.param_groups))
         params: list[Tensor] = [p for g in numbers for p in self.param_groups[g]["params"]]
         groups = [g for g in numbers for _ in self.param_groups[g]["params"]]
@@ -251,11 +290,14 @@ class OSS(Optimizer):
                 names = dict(zip(group["params"], group["param_names"], strict=True))
                 local["param_names"] = [names[f.param] for f in mine]
             self._local.param_groups.append(local)
-        # The source's state is this worker's own already where a group is added later.
-        given = {p: self._source.state.pop(p) for p in params if p in self._source.state}
+        self._shares.numbers = self._numbers()
+        self._take_share(fragments, given or {})
+
+    def _take_share(self, fragments: Iterable[Fragment], full: Mapping[Any, Any]) -> None:
+        """Keep, of the full state of parameters, the part of each fragment."""
         for f in fragments:
-            if f.param in given:
-                self._local.state[f.tensor] = _part_of_state(given[f.param], f)
+            if f.param in full:
+                self._local.state[f.tensor] = _part_of_state(full[f.param], f)
 
     def _owners(self, params: Sequence[Tensor]) -> list[int]:
         """The worker that owns each parameter, where parameters stay whole."""
@@ -294,13 +336,26 @@ class OSS(Optimizer):
 
     @property
     def state(self) -> Any:
-        """State of this worker's share only, by the :attr:`fragments`' tensors."""
-        return self._local.state
+        """State of this worker's share only, by the :attr:`fragments`' tensors.
+
+        A parameter of the user's has an entry by ``state[param]`` while the full state is collected on this worker
+        (:meth:`consolidate_state_dict`), and raises RuntimeError else.
+        """
+        return self._shares
 
     @state.setter
     def state(self, value: Any) -> None:
-        self._local.state = self._source.state = value
-        self._full_state = None
+        self._local.state = self._source.state = _ShareState(value, self._numbers(), made=True)
+
+    def _numbers(self) -> dict[Tensor, int]:
+        """Return the number, in a state dict, of each parameter that is not a fragment's tensor itself."""
+        return {p: i for i, p in enumerate(self._params())} if self.world_size > 1 else {}
+
+    @property
+    def _shares(self) -> _ShareState:
+        if not isinstance(self._local.state, _ShareState):  # an optimizer's own load_state_dict() made another one
+            self.state = self._local.state
+        return cast(_ShareState, self._local.state)
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -315,8 +370,8 @@ class OSS(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._source.add_param_group(param_group)
+        self._shares.collected = None
         self._distribute(len(self.param_groups) - 1)
-        self._full_state = None
 
     def refresh_trainable(self) -> None:
         """Does nothing: unlike in FairScale, freezing and unfreezing need no call. The split stays, so no state has to move."""
@@ -330,7 +385,8 @@ class OSS(Optimizer):
         """Update this worker's share, then exchange the shares. Collective.
 
         Under ShardedDataParallel the gradients are used up: the next backward pass starts afresh, with or without
-        ``zero_grad()``.
+        ``zero_grad()``. A step without state, whose learning rates and gradients are zero, makes the state alone and exchanges
+        nothing: ``torch.distributed.checkpoint.state_dict`` takes one.
 
         Args:
             closure: Evaluates the model, calls ``backward()`` and returns the loss. It is handed on to the optimizer, which may
@@ -345,6 +401,9 @@ class OSS(Optimizer):
             RuntimeError: Under ShardedDataParallel, a pass in ``no_sync()`` came after the one that was reduced, and would be
                 left out.
         """
+        if closure is None and only_makes_state(self):
+            self._make_state()
+            return None
         loss = None
         handed = False
 
@@ -376,8 +435,27 @@ class OSS(Optimizer):
         self._gather()
         if self.reducer is not None:
             self.reducer.discard()
-        self._full_state = None
+        self._shares.made, self._shares.collected = True, None
         return loss if result is None else result
+
+    def _make_state(self) -> None:
+        """Make the state of an optimizer that has none, as a step with learning rates and gradients of zero makes it.
+
+        Each worker makes the full state, keeps it as collected, and cuts its share from it. So nothing is exchanged, and
+        state_dict() works at once.
+        """
+        source, shares = self._source, self._shares
+        source.state = defaultdict(dict)
+        try:
+            type(source).step(source)
+            made = source.state
+        finally:
+            source.state = shares
+        shares.update({k: v for k, v in made.items() if not isinstance(k, Tensor)})
+        self._take_share(self.fragments, made)
+        place = {p: i for i, p in enumerate(self._params())}
+        shares.collected = {place[k] if isinstance(k, Tensor) else k: _copy(v) for k, v in made.items()}
+        shares.made = True
 
     def _hand_over(self, *, first: bool) -> None:
         """Give the optimizer the gradients of its share; the hyperparameters too, if this is the step's first time."""
@@ -533,7 +611,7 @@ class OSS(Optimizer):
             raise ValueError(
                 f"Invalid {recipient_rank=}. Must be one of the {self.world_size} ranks in the process group, or -1 for all."
             )
-        self._full_state = None
+        self._shares.collected = None
         params = self._params()
         place = {p: i for i, p in enumerate(params)}
         mine = [
@@ -566,7 +644,7 @@ class OSS(Optimizer):
                         self._move(owner, recipient_rank, source, into, payload)
         if receives:
             states.update({k: _copy(v) for k, v in self.state.items() if not isinstance(k, Tensor)})
-            self._full_state = states
+            self._shares.collected = states
 
     def _move(self, owner: int, recipient: int, source: Tensor | None, into: Tensor | None, payload: list[Any]) -> None:
         """Bring one tensor, or part of it, from its owner to the recipient."""
@@ -618,13 +696,11 @@ class OSS(Optimizer):
         """
         if all_ranks or self.world_size == 1:
             self.consolidate_state_dict(_EVERYONE)
-        if self._full_state is None:
-            raise RuntimeError(
-                "The optimizer state is sharded. Call consolidate_state_dict(recipient_rank) on all workers after the last "
-                "step, then state_dict() on the recipient; or checkpoint each share with ray_adascale.checkpoint."
-            )
+        collected = self._shares.collected
+        if collected is None:
+            raise RuntimeError(_NOT_COLLECTED)
         # The groups as they are now: a scheduler may have moved the LR since.
-        return {"state": self._full_state, "param_groups": _packed(self.param_groups)}
+        return {"state": collected, "param_groups": _packed(self.param_groups)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a full state on every worker; each keeps a copy of its share. The argument is left as it is.
@@ -654,8 +730,10 @@ class OSS(Optimizer):
         }
         numbers = set(where.values())
         state.update({k: _copy(v) for k, v in saved.items() if k not in numbers})
+        made = bool(self.state) or bool(saved)
         self._local.load_state_dict({"state": state, "param_groups": _packed(self._local.param_groups)})
         self.state = self._local.state
+        self._shares.made = made
 
     def _params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
