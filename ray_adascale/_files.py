@@ -18,6 +18,7 @@ __all__ = [
     "absolute",
     "check_writable",
     "list_names",
+    "move_if_there",
     "read_json",
     "room_in_words",
     "write_atomically",
@@ -116,6 +117,20 @@ def write_text(path: str, text: str) -> None:
     system.create_dir(inside.rpartition("/")[0], recursive=True)
     with system.open_output_stream(inside) as file:
         file.write(text.encode())
+
+
+def move_if_there(path: str, to: str) -> None:
+    """Rename a file on any storage, over another one if there is one. Without a file of that name nothing happens.
+
+    Args:
+        path: Absolute, or a URI.
+        to: Of the same storage.
+    """
+    import pyarrow.fs
+
+    system, inside = pyarrow.fs.FileSystem.from_uri(path)
+    if system.get_file_info(inside).type == pyarrow.fs.FileType.File:
+        system.move(inside, pyarrow.fs.FileSystem.from_uri(to)[1])
 
 
 def read_json(path: str) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_adascale._files import absolute, check_writable, list_names, write_atomically
+from ray_adascale._files import absolute, check_writable, list_names, move_if_there, write_atomically
 
 
 def test_a_file_takes_the_place_of_the_one_that_it_is_made_from(tmp_path: Path) -> None:
@@ -75,6 +75,18 @@ def test_a_folder_is_listed_on_any_storage(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
     assert list_names(str(tmp_path)) == list_names(f"file://{tmp_path}") == ["a", "b"]
     assert list_names(str(tmp_path / "none")) == []
+
+
+def test_a_file_is_moved_over_another_on_any_storage_if_there_is_one(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    move_if_there(str(old), str(new))
+    assert list(tmp_path.iterdir()) == []
+    new.write_text("before")
+    for content, where in (("1", str(tmp_path)), ("2", f"file://{tmp_path}")):
+        old.write_text(content)
+        move_if_there(f"{where}/old", f"{where}/new")
+        assert new.read_text() == content
+        assert not old.exists()
 
 
 def test_a_path_holds_from_any_folder_and_a_uri_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

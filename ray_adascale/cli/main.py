@@ -16,7 +16,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._files import RUN, SEARCH, absolute, check_writable, list_names, read_json, write_json, write_text
+from .._files import (
+    RUN,
+    SEARCH,
+    absolute,
+    check_writable,
+    list_names,
+    move_if_there,
+    read_json,
+    write_json,
+    write_text,
+)
 from .arguments import (
     BATCH_OPTIONS,
     ELASTIC_FAILURES,
@@ -209,6 +219,11 @@ def _train(args: argparse.Namespace) -> int:
         checkpoint_config=_keeping(args),
     )
     folder = f"{run_config.storage_path}/{name}"
+
+    def note_start() -> None:
+        write_json(f"{folder}/{RUN}", _arguments_to_keep(args, name, run_config.storage_path))
+        _set_failure_aside(folder)
+
     _connect(args.address, verbose=args.verbose)
     trainer = AdaScaleTrainer(
         workload,
@@ -218,7 +233,7 @@ def _train(args: argparse.Namespace) -> int:
         scaling_config=ray.train.ScalingConfig(num_workers=num_workers, use_gpu=args.use_gpu),
         run_config=run_config,
         # Not before: a command that is refused leaves an earlier one's run as it was.
-        on_start=lambda: write_json(f"{folder}/{RUN}", _arguments_to_keep(args, name, run_config.storage_path)),
+        on_start=note_start,
     )
     started = time.monotonic()
     try:
@@ -233,6 +248,7 @@ def _train(args: argparse.Namespace) -> int:
         print(f"ray-adascale: interrupted. {e}".rstrip(), file=sys.stderr)
         _say_how_to_go_on(folder, args)
         return 130
+    _set_failure_aside(folder)  # a short run may end before its start is heard of
     if args.keep_best is not None and math.isnan(result.metrics.get(read_best(args.keep_best)[0], math.nan)):
         _say(f"warning: --keep-best {args.keep_best}: the last checkpoint has no such metric to be compared by", args)
     print(_summary(result.metrics, time.monotonic() - started, str(result.return_value["stopped"])))
@@ -298,6 +314,12 @@ _OF_RESUME = (
     "keep_best",
 )
 """The arguments of `train` that `resume` has as well."""
+
+_ERROR = "error.txt"
+"""The traceback of the last start of a run, in its folder, where that start has failed."""
+
+_EARLIER_ERROR = "error-earlier.txt"
+"""The traceback of an earlier start."""
 
 _COMMANDS = {
     "tune": _tune,
@@ -433,7 +455,7 @@ def _measure(args: argparse.Namespace, recipe: Recipe, config: AdaScaleConfig) -
 
 def _keep_failure(folder: str, text: str) -> str:
     """Write down why a run failed, in its folder or, where that fails, in a scratch file; returns where."""
-    path = f"{folder}/error.txt"
+    path = f"{folder}/{_ERROR}"
     try:
         write_text(path, text)
     except OSError:
@@ -441,6 +463,12 @@ def _keep_failure(folder: str, text: str) -> str:
             file.write(text)
         return file.name
     return path
+
+
+def _set_failure_aside(folder: str) -> None:
+    """Rename the traceback of an earlier start of a run, once a later start has succeeded."""
+    with contextlib.suppress(OSError):  # an old traceback is no reason to end a run
+        move_if_there(f"{folder}/{_ERROR}", f"{folder}/{_EARLIER_ERROR}")
 
 
 def _say_how_to_go_on(folder: str, args: argparse.Namespace) -> None:

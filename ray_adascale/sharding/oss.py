@@ -146,7 +146,8 @@ class OSS(Optimizer):
     gradient of its share alone, and the traffic is that of one all-reduce.
 
     Every worker must call :meth:`step` together. The parameters become views of flat buffers, in which workers exchange
-    them without copies. Before :meth:`state_dict`, all workers call :meth:`consolidate_state_dict`, after the last step.
+    them without copies. Parameters that are frozen and have no gradient are not exchanged: what changes them must do so alike
+    on all workers. Before :meth:`state_dict`, all workers call :meth:`consolidate_state_dict`, after the last step.
 
     Args:
         params: Parameters or groups, as for any optimizer; the same on all workers.
@@ -561,6 +562,9 @@ class OSS(Optimizer):
 
         Returns:
             The norm before clipping, on the device.
+
+        Raises:
+            RuntimeError: Under ShardedDataParallel, no worker has a gradient: ``step()`` has used it up, or it was cleared.
         """
         params = self._params()
         counted = set(params if filter_params_fn is None else filter_params_fn(params))
@@ -568,11 +572,19 @@ class OSS(Optimizer):
         if self.reducer is not None:
             self.reducer.finish_reduction()
         clipped = [f.tensor for f in self.fragments] if shared else params
+        left = any(p.grad is not None for p in clipped)  # a gradient, on this worker
         if process_group is None and not shared:
             grads = [p.grad for p in params if p.grad is not None and p in counted]
-            total = torch.nn.utils.get_total_norm(grads, norm_type)
+            total, anywhere = torch.nn.utils.get_total_norm(grads, norm_type), None
         else:
-            total = self._norm_over(process_group or self.group, self._own_gradients(counted), float(norm_type))
+            grads = self._own_gradients(counted)
+            total, anywhere = self._norm_over(process_group or self.group, grads, float(norm_type), left)
+        # Only a worker without a gradient waits for the others' answer; where none has one, that is all of them.
+        if self.reducer is not None and not left and not (anywhere is not None and bool(anywhere)):
+            raise RuntimeError(
+                "clip_grad_norm() found no gradient on any worker: under ShardedDataParallel step() uses the gradients up, and "
+                "zero_grad() clears them. Call it between backward() and step(). For the norm alone: clip_grad_norm(math.inf)."
+            )
         torch.nn.utils.clip_grads_with_norm_(clipped, max_norm, total)
         return total
 
@@ -582,20 +594,22 @@ class OSS(Optimizer):
             return [f.tensor.grad for f in self.fragments if f.param in of and f.tensor.grad is not None]
         return [f.of(f.param.grad) for f in self.fragments if f.param in of and f.param.grad is not None]
 
-    def _norm_over(self, group: dist.ProcessGroup | None, grads: list[Tensor], norm_type: float) -> Tensor:
-        """The norm of what all workers of a group have together."""
+    def _norm_over(
+        self, group: dist.ProcessGroup | None, grads: list[Tensor], norm_type: float, left: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return the norm of the gradients that all workers of a group have together, and whether ``left`` is true on any."""
         params = self._params()
         total = torch.nn.utils.get_total_norm(grads, norm_type)
         # The same dtype on all workers, whatever lies on each.
         wide = any(p.dtype in (torch.float64, torch.complex128) for p in params)
         total = total.to(params[0].device, torch.float64 if wide or group is not self.group else torch.float32)
-        if norm_type == float("inf"):
-            dist.all_reduce(total, op=dist.ReduceOp.MAX, group=group)
-        else:
-            total = total**norm_type
-            dist.all_reduce(total, group=group)
+        largest = norm_type == float("inf")
+        both = torch.stack([total if largest else total**norm_type, torch.full_like(total, float(left))])
+        dist.all_reduce(both, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+        total, anywhere = both.unbind()
+        if not largest:
             total = total ** (1 / norm_type)
-        return total if wide else total.float()
+        return total if wide else total.float(), anywhere
 
     # ---- state ---------------------------------------------------------------------------------------------------
 

@@ -423,7 +423,26 @@ def test_the_whole_traceback_is_in_a_file_that_is_named(
     whole = (tmp_path / "x" / "error.txt").read_text()
     assert "Traceback (most recent call last):" in whole
     assert "all of it" in whole
+
+    # A later start that is refused leaves it; one that succeeds renames it, whether its start is heard of or not.
+    called["refused"], called["error"] = True, ValueError("refused")
+    assert main.main([*TRAIN, "--name=x", f"--storage-path={tmp_path}"]) == 2
+    assert (tmp_path / "x" / "error.txt").read_text() == whole
+    del called["error"]
+    for heard in (True, False):
+        called["refused"] = not heard
+        assert main.main([*TRAIN, "--name=x", f"--storage-path={tmp_path}"]) == 0
+        assert not (tmp_path / "x" / "error.txt").exists()
+        assert (tmp_path / "x" / "error-earlier.txt").read_text() == whole
+        (tmp_path / "x" / "error-earlier.txt").rename(tmp_path / "x" / "error.txt")
+    called["error"], called["refused"] = ray.train.WorkerGroupError("all of it", {1: OSError("again")}), False
+    assert main.main([*TRAIN, "--name=x", f"--storage-path={tmp_path}"]) == 1
+    assert "again" in (tmp_path / "x" / "error.txt").read_text()
+    assert (tmp_path / "x" / "error-earlier.txt").read_text() == whole
+    capsys.readouterr()
+
     (tmp_path / "full").touch()  # where no folder can be
+    whole = (tmp_path / "x" / "error.txt").read_text()
     assert main.main([*TRAIN, "--name=x", f"--storage-path={tmp_path}/full"]) == 1
     where = capsys.readouterr().err.splitlines()[-1].removeprefix("The whole traceback: ")
     assert Path(where).read_text() == whole

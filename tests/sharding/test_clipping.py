@@ -131,3 +131,59 @@ def test_any_size_of_fairscales_buffer_is_accepted() -> None:
         OSS(nn.Linear(2, 2).parameters(), broadcast_buffer_size=size, lr=0.1)
     with pytest.raises(ValueError, match="bucket size of 0"):
         OSS.wrap(SGD(nn.Linear(2, 2).parameters(), lr=0.1), bucket_numel=0)
+
+
+def _clip_when(adascale: bool) -> tuple[str, float, float, str]:
+    """What clipping says after ``step()``, the norms of two steps, and what it says after ``zero_grad()``."""
+    model = nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    sharded = OSS(model.parameters(), lr=1.0)
+    ddp = ShardedDataParallel(model, sharded)
+    optimizer: Any = AdaScale(sharded) if adascale else sharded
+
+    def refusal() -> str:
+        try:
+            optimizer.clip_grad_norm(1.0)
+        except RuntimeError as e:
+            return str(e)
+        return ""
+
+    norms = []
+    for _ in range(2):
+        ddp(torch.tensor([[3.0, 4.0]], dtype=torch.float64)).sum().backward()
+        norms.append(float(optimizer.clip_grad_norm(math.inf)))
+        optimizer.step()
+        after = refusal()
+    optimizer.zero_grad()
+    return after, norms[0], norms[1], refusal()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("adascale", [False, True])
+def test_clipping_gradients_that_are_used_up_is_refused(pool: Pool, world_size: int, adascale: bool) -> None:
+    outcomes = pool(2).run(_clip_when, adascale) if world_size == 2 else [_clip_when(adascale)]
+    for after, *norms, cleared in outcomes:
+        assert "no gradient on any worker" in after
+        assert "between backward() and step()" in after
+        assert norms == [5.0, 5.0]
+        assert "no gradient on any worker" in cleared
+
+
+def _clip_where_only_one_has_a_gradient(norm_type: float) -> float:
+    """Two parameters split whole, one a worker; the pass of rank 1 reaches nothing, and one parameter has no gradient at all."""
+    model = nn.ParameterList([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))])
+    optimizer = OSS(model.parameters(), Signs, lr=1.0)
+    ddp = ShardedDataParallel(model, optimizer)
+    if dist.get_rank() == 0:
+        (ddp.module[0] * torch.tensor([6.0, 8.0])).sum().backward()
+    norm = float(optimizer.clip_grad_norm(math.inf, norm_type))
+    optimizer.step()
+    return norm
+
+
+class Signs(SGD):
+    """Not known to be elementwise, so that parameters stay whole."""
+
+
+@pytest.mark.parametrize(("norm_type", "norm"), [(2.0, 5.0), (math.inf, 4.0)])
+def test_a_worker_without_a_gradient_clips_with_the_others(pool: Pool, norm_type: float, norm: float) -> None:
+    assert pool(2).run(_clip_where_only_one_has_a_gradient, norm_type) == [norm, norm]

@@ -192,6 +192,27 @@ def test_any_dtype_and_memory_format(pool: Pool) -> None:
     assert_agree(pool(2).run(_other_layouts))
 
 
+def _frozen_and_changed(thaw: bool) -> tuple[float, float]:
+    """Each rank adds its number to a frozen weight, as a loop of its own might; the weight before and after two steps."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    optimizer = OSS(model.parameters(), lr=0.0)
+    with torch.no_grad():
+        model[0].weight.fill_(float(dist.get_rank()))
+    model[0].requires_grad_(thaw)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    return float(dist.get_rank()), float(model[0].weight.detach().mean())
+
+
+def test_a_frozen_parameter_is_not_exchanged_and_an_unfrozen_one_is(pool: Pool) -> None:
+    assert all(before == after for before, after in pool(2).run(_frozen_and_changed, False))
+    outcomes = pool(2).run(_frozen_and_changed, True)
+    assert outcomes[0][1] == outcomes[1][1]
+
+
 def _frozen_with_a_gradient() -> tuple[Tensor, Tensor]:
     """torch's optimizers go by the gradient alone, so a parameter frozen before zero_grad() still moves once."""
     ends = []
