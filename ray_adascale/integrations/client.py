@@ -116,16 +116,19 @@ class StepWatch:
         self._trace: Trace | None = None
         self._row: dict[str, Any] | None = None
         self._attempt = 0
-        self._progress: float | None = None
+        self._progress = 0.0  # Σ r
+        self._position = 0  # examples before this start
         self._lr = schedule.get_last_lr()
+        self._plan = self._plan_of_step()
         self._examples, self._since = 0, time.monotonic()
         self._adascale.register_step_pre_hook(lambda *_: self._before())
         self._adascale.register_step_post_hook(lambda *_: self._after())
 
-    @property
-    def _plan(self) -> BatchPlan:
-        assert self._schedule.plan is not None
-        return self._schedule.plan
+    def _plan_of_step(self) -> BatchPlan:
+        """Return how the batch of the coming step is made up; the last step of an epoch may have fewer passes."""
+        plan = self._schedule.plan
+        assert plan is not None
+        return replace(plan, global_batch_size=round(self._adascale.scale * plan.base_batch_size))
 
     def metrics(self) -> dict[str, float]:
         """The last step's gain, scale, τ, noise scale and efficiency. On a GPU it waits for that step."""
@@ -143,6 +146,7 @@ class StepWatch:
         if self._trace is not None:
             self._trace.close()
             self._trace = None
+        self._examples, self._since = 0, time.monotonic()
 
     def _metrics(self) -> dict[str, Any]:
         seconds = time.monotonic() - self._since
@@ -151,13 +155,14 @@ class StepWatch:
             self._plan,
             loss=math.nan,
             lr=float(self._lr[0]),
-            progress=self._adascale.effective_steps if self._progress is None else self._progress,
+            progress=self._progress,
             examples_per_s=self._examples / seconds if seconds > 0 else math.nan,
             probed=None,
         )
 
     def _before(self) -> None:
         self._lr = self._schedule.get_last_lr()  # what the coming step is taken with, before the gain
+        self._plan = self._plan_of_step()
         self._write()
 
     def _after(self) -> None:
@@ -166,14 +171,12 @@ class StepWatch:
             return
         step = self._adascale.steps
         self._open(step)
-        # Under another rule than AdaScale's the clock is not Σ r, which is then known of this start alone.
-        self._progress = (
-            self._adascale.effective_steps if self._progress is None else self._progress + self._adascale.last_gain
-        )
-        row = {"step": step, "attempt": self._attempt, "position": step * self._plan.global_batch_size}
+        self._progress += self._adascale.last_gain
+        row = {"step": step, "attempt": self._attempt, "position": self._position + self._examples}
         self._row = {**row, **self._metrics()}
 
     def _open(self, step: int) -> None:
+        """Open the trace with its first step of this start; a trace that is there is cut back to the steps before it."""
         if self._trace is not None or self._path is None:
             return
         rows = read_trace(self._path) if self._path.exists() else []
@@ -181,9 +184,14 @@ class StepWatch:
             self._attempt = 1 + max(int(row.get("attempt", 0)) for row in rows)
             self._path.unlink()
         self._trace = Trace(self._path, keep=40_000)
-        for row in rows:
-            if row["step"] < step:  # steps that were taken since the checkpoint are taken again
-                self._trace.append(row)
+        kept = [row for row in rows if row["step"] < step]  # steps that were taken since the checkpoint are taken again
+        for row in kept:
+            self._trace.append(row)
+        if kept:
+            self._progress, self._position = kept[-1]["progress"], kept[-1]["position"]
+        elif step > 1:  # resumed without a trace: as if all steps had been like this one, and under AdaScale's rule
+            self._progress = self._adascale.effective_steps - self._adascale.last_gain
+            self._position = (step - 1) * self._plan.global_batch_size
 
     def _write(self) -> None:
         row, self._row = self._row, None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ray_adascale import AdaScaleConfig, attach, read_trace
-from ray_adascale.integrations.client import RecipeRecorder, StepWatch
+from ray_adascale.integrations.client import RecipeRecorder, StepWatch, follow_batch
 
 from .problem import BATCH, dataset, loss_of, make, settings
 
@@ -54,10 +54,10 @@ def test_progress_is_the_sum_of_gains_where_the_clock_is_not(tmp_path: Path) -> 
     watch.close()
     rows = read_trace(tmp_path / "trace.jsonl")
     assert [row["effective_steps"] for row in rows] == [2, 4, 6, 8, 10, 12]  # S a step, by this rule
-    gained = [after["progress"] - before["progress"] for before, after in itertools.pairwise(rows)]
+    gained = [rows[0]["progress"], *(b["progress"] - a["progress"] for a, b in itertools.pairwise(rows))]
     # Differences of sums of a few numbers below 12, in float64.
-    assert gained == pytest.approx([row["gain"] for row in rows[1:]], rel=1e-12)
-    assert all(1 < row["gain"] < 2 for row in rows[1:])
+    assert gained == pytest.approx([row["gain"] for row in rows], rel=1e-12)
+    assert all(1 < row["gain"] < 2 for row in rows)
 
 
 @pytest.mark.parametrize("saved_at", [1, 3])
@@ -78,7 +78,32 @@ def test_a_resumed_run_has_each_step_in_its_trace_once(tmp_path: Path, saved_at:
     watch.close()
     rows = read_trace(trace)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["position"] for row in rows] == [2 * BATCH * step for step in range(1, 7)]
+    assert [row["progress"] for row in rows] == pytest.approx([row["effective_steps"] for row in rows], rel=1e-12)
     assert [row["attempt"] for row in rows] == [0] * saved_at + [1] * (6 - saved_at)
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_row_has_the_scale_and_the_examples_of_its_own_step(tmp_path: Path, closes: bool) -> None:
+    loop = Loop(tmp_path / "trace.jsonl")
+    watch = loop.watch()
+    loop.take(2)
+    loop.optimizer.expect_passes(1)  # the last step of an epoch
+    x, y = loop.data
+    loss_of(loop.model, (x[:BATCH], y[:BATCH])).backward()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    assert watch.metrics()["scale"] == 1
+    if closes:  # a client's second call to train
+        watch.close()
+    follow_batch(loop.schedule, passes=2, per_worker_batch_size=2 * BATCH)
+    loop.take(1)  # of passes that Loop makes as large as before, which nobody counts
+    watch.close()
+    rows = read_trace(tmp_path / "trace.jsonl")
+    assert [row["scale"] for row in rows] == [2, 2, 1, 4]
+    assert [row["efficiency"] for row in rows] == [row["gain"] / row["scale"] for row in rows]
+    assert [row["position"] for row in rows] == [2 * BATCH, 4 * BATCH, 5 * BATCH, 9 * BATCH]
+    assert rows[2]["gain"] == 1  # S = 1
 
 
 class Offset(nn.Module):
