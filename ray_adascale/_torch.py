@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["as_bytes", "global_rank", "is_dtensor", "only_makes_state", "uncompiled"]
+__all__ = ["as_bytes", "called_to_make_state", "global_rank", "is_dtensor", "uncompiled"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -41,11 +42,12 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8)
 
 
-def only_makes_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step would only make the state of an optimizer that has none: learning rates and gradients are zero.
+def called_to_make_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the step() under way only makes the state of an optimizer that has none.
 
-    ``torch.distributed.checkpoint.state_dict`` takes such a step before it reads or loads an empty state. It waits for a
-    device only where the state is empty and the learning rates are zero.
+    ``torch.distributed.checkpoint.state_dict`` takes such a step, with learning rates and gradients of zero, before it reads
+    or loads an empty state. Nothing of the step itself tells it from a real one, as a warm-up may begin at zero; so this
+    looks for the caller. It reads no tensor of a device.
     """
     if optimizer.state:
         return False
@@ -53,8 +55,10 @@ def only_makes_state(optimizer: torch.optim.Optimizer) -> bool:
         lr = group.get("lr", 0.0)
         if (isinstance(lr, Tensor) and not lr.is_cpu) or lr != 0:
             return False
-    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    return all(p.grad is not None for p in trained) and not any(bool(p.grad.any()) for p in trained)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
+        frame = frame.f_back
+    return frame is not None
 
 
 def uncompiled(function: _Function) -> _Function:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .._torch import called_to_make_state
 from .._warn import warn_at_user
 from ..config import AdaScaleConfig, BatchPlan
 from ..measure.probe import probe_noise
@@ -118,6 +119,7 @@ class StepWatch:
         self._attempt = 0
         self._progress = 0.0  # Σ r
         self._position = 0  # examples before this start
+        self._counts = True  # whether the step under way is one
         self._lr = schedule.get_last_lr()
         self._plan = self._plan_of_step()
         self._examples, self._since = 0, time.monotonic()
@@ -161,11 +163,14 @@ class StepWatch:
         )
 
     def _before(self) -> None:
+        self._counts = not called_to_make_state(self._adascale)
         self._lr = self._schedule.get_last_lr()  # what the coming step is taken with, before the gain
         self._plan = self._plan_of_step()
         self._write()
 
     def _after(self) -> None:
+        if not self._counts:
+            return
         self._examples += self._plan.global_batch_size
         if self._path is None or self._adascale.last_step_skipped:
             return
@@ -215,10 +220,14 @@ class RecipeRecorder:
         if isinstance(probe_every, bool) or not isinstance(probe_every, int) or probe_every < 1:
             raise ValueError(f"Invalid {probe_every=}. Must be an integer of at least 1.")
         self._loss_fn, self._probe_every = loss_fn, probe_every
-        self._noise: list[NoiseProbe] = []
         self._schedule: TauSchedule | None = None
         self._config: AdaScaleConfig | None = None
         self._momentum: float | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """The adapter's, before a run that begins anew: drop the probes of the run before."""
+        self._noise: list[NoiseProbe] = []
         self._started = time.monotonic()
 
     def begin(self, schedule: TauSchedule, config: AdaScaleConfig) -> None:

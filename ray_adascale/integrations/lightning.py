@@ -31,7 +31,8 @@ class AdaScaleCallback(Callback):
     """Give it to the ``Trainer``; the module stays as it is at the base batch.
 
     When training begins it puts AdaScale over the one optimizer that ``configure_optimizers`` returns, and a
-    :class:`ray_adascale.TauSchedule` in the place of its scheduler. The scheduler's unit is its ``"interval"`` there. S and n
+    :class:`ray_adascale.TauSchedule` in the place of its scheduler. What ``configure_optimizers`` returns as the scheduler's
+    ``"interval"`` is its unit. S and n
     follow from the dataloader's batch size, the number of processes and ``accumulate_grad_batches``, also where those change
     between epochs (``GradientAccumulationScheduler``, ``reload_dataloaders_every_n_epochs``); the last step of an epoch
     counts for the passes that it has. Gain, scale and τ are logged. ``trainer.should_stop`` is set at τ ≥ T, so leave
@@ -66,7 +67,7 @@ class AdaScaleCallback(Callback):
         self._config, self._recipe, self._trace, self._recorder, self._log = config, recipe, trace, recorder, log
         self._watch: StepWatch | None = None
         self._batch_idx = 0
-        self._steps_at_end = 0  # 1 once τ ≥ T; more where Lightning goes on all the same
+        self._steps_at_end = 0
 
     # ---- set-up --------------------------------------------------------------------------------------------------
 
@@ -77,7 +78,7 @@ class AdaScaleCallback(Callback):
             ValueError: A setting, of the trainer's or of the module's, can't work; or this callback has trained already.
         """
         _check(trainer)
-        if self.schedule is not None and trainer.ckpt_path is None:
+        if self.schedule is not None and self.schedule.effective_steps > 0 and trainer.ckpt_path is None:
             raise ValueError(
                 f"This AdaScaleCallback has trained before, to effective step {self.schedule.effective_steps:.0f} of "
                 f"{self.schedule.base_schedule.total_steps}. A second fit() would begin the schedule anew on weights that are "
@@ -243,7 +244,7 @@ def _check_minimum(trainer: Trainer, schedule: TauSchedule) -> None:
     total = schedule.base_schedule.total_steps
     fewest = math.ceil(total / schedule.plan.scale)  # optimizer steps, with a gain of S in each
     minima = {"min_steps": trainer.min_steps or 0.0, "min_epochs": 0.0}
-    if trainer.min_epochs:
+    if trainer.min_epochs and math.isfinite(trainer.num_training_batches):
         minima["min_epochs"] = trainer.min_epochs * trainer.num_training_batches / schedule.plan.accumulation
     for name, steps in minima.items():
         if steps > fewest:

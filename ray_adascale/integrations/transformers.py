@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.data_loader import BatchSamplerShard
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 
 from .._warn import warn_at_user
@@ -35,6 +35,8 @@ class _Stop(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.training_has_begun(kwargs["train_dataloader"])
+        assert self._trainer.schedule is not None
+        control.should_training_stop = self._trainer.schedule.finished  # resumed at T
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._trainer.step_has_ended()
@@ -51,7 +53,7 @@ class AdaScaleMixin(_Base):
     Training ends at τ ≥ T, which takes at most T optimizer steps: ``max_steps`` is set to T where the arguments leave it, and
     ``num_train_epochs`` counts for nothing. A scheduler that the Trainer makes by itself is made for T steps. Where the loss is
     normalised over the tokens of a step (``num_items_in_batch``), each gradient sample has the weight of its tokens. The last
-    step of an epoch counts for the passes that it has. S and n are of the batch that the dataloader makes, also under
+    step of an epoch counts for the passes that it has. S and n are of the batch that is made, also under
     ``split_batches`` and after ``auto_find_batch_size`` has made the batch smaller. Gain, scale and τ go into each log.
 
     Args:
@@ -122,6 +124,7 @@ class AdaScaleMixin(_Base):
         """
         if self.schedule is not None and self.optimizer is not None:  # type: ignore[has-type]
             self._adascale.zero_grad()  # of a pass that ran out of memory
+            self._losses.clear()
             return self.optimizer  # type: ignore[has-type]
         optimizer = super().create_optimizer() if model is None else super().create_optimizer(model)
         scheduler = super().create_scheduler(num_training_steps=self._total_steps, optimizer=optimizer)
@@ -131,6 +134,8 @@ class AdaScaleMixin(_Base):
         )
         self.optimizer, self.lr_scheduler, self.schedule = adascale, schedule, schedule
         self._watch = StepWatch(schedule, self._trace)
+        if self._recorder is not None:
+            self._recorder.forget()
         return adascale
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -166,17 +171,24 @@ class AdaScaleMixin(_Base):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def training_has_begun(self, loader: Any) -> None:
-        """Set S and n to the batch that the Trainer's dataloader makes, before the first step; warn where none is to be made.
+        """Set S and n to the Trainer's batch, before the first step; warn where the loader makes another, or no step is left.
 
         Args:
             loader: As Accelerate has prepared it.
         """
         assert self.schedule is not None
-        workers, batch = self.accelerator.num_processes, self._per_worker_batch_size()
-        if workers == 1 or isinstance(getattr(loader, "batch_sampler", None), BatchSamplerShard):
-            # A subclass may make another loader than the arguments ask for. Of iterables Accelerate counts no workers.
-            batch = getattr(loader, "total_batch_size", batch * workers) // workers
+        batch = self._per_worker_batch_size()
         follow_batch(self.schedule, passes=self.args.gradient_accumulation_steps, per_worker_batch_size=batch)
+        wanted = batch * (self.accelerator.num_processes if self.accelerator.split_batches else 1)
+        # An iterable dataset may make whole batches by itself.
+        sampled = not isinstance(getattr(loader, "dataset", None), IterableDataset)
+        made = getattr(getattr(loader, "batch_sampler", None), "batch_size", None) if sampled else None
+        if made not in (None, wanted) and self.is_world_process_zero():
+            warn_at_user(
+                f"The dataloader makes batches of {made} examples, and by the arguments they are of {wanted}. The scale is that "
+                f"of {wanted}, which is wrong unless a pass takes so many of them: then give "
+                f"per_device_train_batch_size={made}."
+            )
         if self._recorder is not None:
             self._recorder.begin(self.schedule, self._config.with_recipe(self._recipe))
         if self.schedule.finished and self.is_world_process_zero():
@@ -196,10 +208,8 @@ class AdaScaleMixin(_Base):
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
         """A step's batches, as the Trainer takes them; and from them its passes and their weights."""
         if self.schedule is not None and self.schedule.finished:
-            return (
-                [],
-                None,
-            )  # a checkpoint of T was loaded; the Trainer would take one step before it asks whether to stop
+            # A checkpoint of T was loaded. The Trainer asks only after a step whether to stop.
+            return [], None
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches:
             return batches, items

@@ -38,8 +38,9 @@ def probe_noise(
 
     Leaves gradients, buffers (batch-norm statistics), train/eval mode and the random number generators (torch on the
     CPU and on the model's and batch's CUDA devices, Python, NumPy's global one) as they were, also when ``loss_fn``
-    raises; hooks on the parameters don't fire. Module hooks do, as ``loss_fn`` calls the very model. What it cannot put
-    back: weights that ``loss_fn`` itself writes to, and state that is not in buffers (a step count in an attribute).
+    raises; hooks on the parameters don't fire. Module hooks do, as ``loss_fn`` calls the very model. Attributes of modules
+    are put back too. What it cannot put back: weights that ``loss_fn`` itself writes to, and what an attribute refers to (the
+    items of a list).
 
     Memory: one set of gradients beside the training's own. Time: one forward and backward pass over the batch, and one
     host synchronisation.
@@ -61,8 +62,8 @@ def probe_noise(
     Raises:
         ValueError: The model is wrapped, a parameter is not in the model, nothing is trainable, the loss is not a
             scalar or depends on no parameter.
-        RuntimeError: After the probe the model holds another parameter or buffer object than before. An optimizer would
-            go on to update the old one.
+        RuntimeError: After a pass the model holds another parameter object than before. An optimizer would go on to update
+            the old one.
     """
     if isinstance(model, DistributedDataParallel):
         raise ValueError("Invalid model: wrapped in DistributedDataParallel. Probe the bare one, model.module.")
@@ -85,7 +86,7 @@ def probe_noise(
             [zero, _sq_norm(g2), _sq_norm(g2)] if g1 is None else [_sq_norm(g1), _sq_norm(g2), _sq_distance(g1, g2)]
         )
 
-    with _undisturbed(model, tensors):
+    with _generators_kept(tensors):
         _gradients(model, loss_fn, _part(batch, m, slice(0, cut)), measured, gradients.__setitem__)
         _gradients(model, loss_fn, _part(batch, m, slice(cut, m)), measured, compare)
     for parameter, g1 in gradients.items():  # parameters that only the first half used
@@ -101,47 +102,35 @@ def probe_noise(
     return sigma2.item(), mu2.item()
 
 
-def _measured(model: nn.Module, parameters: Sequence[nn.Parameter] | None) -> list[nn.Parameter]:
+def _measured(model: nn.Module, parameters: Sequence[nn.Parameter] | None) -> list[Tensor]:
     """Return the trainable parameters to measure, in the model's order; a shared parameter once."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
+    held = list(dict.fromkeys(_held(model, nn.Module.named_parameters).values()))
+    wanted = {id(p) for p in (model.parameters() if parameters is None else parameters)}
     if parameters is not None:
-        known = {id(p) for p in model.parameters()}
+        known = {id(p) for p in held}
         for i, p in enumerate(parameters):
             if id(p) not in known:
                 raise ValueError(f"Invalid parameters[{i}] of shape {tuple(p.shape)}: not a parameter of the model.")
-        wanted = {id(p) for p in parameters}
-        trainable = [p for p in trainable if id(p) in wanted]
+    trainable = [p for p in held if p.requires_grad and id(p) in wanted]
     if not trainable:
         raise ValueError("Invalid parameters: none is trainable, so there is no gradient to probe.")
     return trainable
 
 
-def _held(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers of the model, one entry for each attribute of a module that holds one.
+def _held(module: nn.Module, members: Callable[..., Iterator[tuple[str, Tensor]]]) -> dict[str, Tensor]:
+    """Return the parameters or buffers of a module and its parts, one entry for each attribute that holds one.
 
-    A submodule that is registered under two names is listed under the first. A tensor that is shared by two attributes
-    is listed twice.
+    A part that is registered under two names is listed under the first. A tensor that is shared by two attributes is
+    listed twice.
+
+    Args:
+        module: A module.
+        members: ``nn.Module.named_parameters`` or ``nn.Module.named_buffers``; a module's own may leave some out.
     """
     held: dict[str, Tensor] = {}
-    for prefix, module in model.named_modules():
-        held.update(module.named_parameters(prefix, recurse=False, remove_duplicate=False))
-        held.update(module.named_buffers(prefix, recurse=False, remove_duplicate=False))
+    for prefix, part in module.named_modules():
+        held.update(members(part, prefix, recurse=False, remove_duplicate=False))
     return held
-
-
-def _check_restored(model: nn.Module, held: dict[str, Tensor]) -> None:
-    """Raise RuntimeError unless the model holds the same tensor objects as before the probe.
-
-    A buffer that the forward pass registers when it first runs is not an error: training would register it as well.
-    """
-    now = _held(model)
-    changed = [name for name, tensor in held.items() if now.get(name) is not tensor]
-    if changed:
-        raise RuntimeError(
-            f"The noise probe found {changed[0]!r} to be another tensor after the loss was computed than before"
-            f"{f', and {len(changed) - 1} more' if len(changed) > 1 else ''}. The optimizer would not update what the model now "
-            "uses. Don't replace parameters or buffers in loss_fn or forward(); set up the model before training begins."
-        )
 
 
 class _Pass(nn.Module):
@@ -150,11 +139,11 @@ class _Pass(nn.Module):
     The backward pass is inside as well: activation checkpointing runs the model again there.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], inputs: list[Tensor]) -> None:
+    def __init__(self, model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor]) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
-        self.inputs = inputs
+        self.inputs: list[Tensor] = []  # whose gradients are wanted
 
     def forward(self, batch: Any) -> None:
         loss = self.loss_fn(self.model, batch)
@@ -172,7 +161,7 @@ def _gradients(
     model: nn.Module,
     loss_fn: Callable[[nn.Module, Any], Tensor],
     batch: Any,
-    measured: Sequence[nn.Parameter],
+    measured: Sequence[Tensor],
     receive: Callable[[Tensor, Tensor], None],
 ) -> None:
     """Call ``receive(parameter, gradient)`` for every measured parameter that the loss depends on.
@@ -185,10 +174,14 @@ def _gradients(
 
     ``functional_call`` swaps by name, and restores in the order in which it swapped. Where one attribute is swapped under
     two names, the second swap finds the alias, and the restore ends with it. So each attribute is swapped under one name,
-    and ``tie_weights=False`` keeps torch from adding the others.
+    and ``tie_weights=False`` keeps torch from adding the others. A loss that is a module may hold the model, or parameters of
+    the model, as well.
     """
+    call = _Pass(model, loss_fn)
+    parameters, buffers = _held(call, nn.Module.named_parameters), _held(call, nn.Module.named_buffers)
+    lent_parameters = dict.fromkeys(_held(model, nn.Module.named_parameters).values())  # not the loss's own
     wanted = set(measured)
-    aliases: dict[Tensor, Tensor] = {p: p.detach().requires_grad_(p in wanted) for p in model.parameters()}
+    aliases: dict[Tensor, Tensor] = {p: p.detach().requires_grad_(p in wanted) for p in lent_parameters}
 
     def hook(parameter: Tensor) -> Callable[[Tensor], None]:
         def pass_on(alias: Tensor) -> None:
@@ -200,19 +193,46 @@ def _gradients(
 
     for parameter in measured:
         aliases[parameter].register_post_accumulate_grad_hook(hook(parameter))
-    inputs = [aliases[parameter] for parameter in measured]
-    aliases.update((buffer, buffer.detach().clone()) for buffer in model.buffers())
-    held = _held(model)
-    lent = {f"model.{name}": aliases[tensor] for name, tensor in held.items()}
-    with torch.enable_grad():
-        functional_call(_Pass(model, loss_fn, inputs), lent, (batch,), tie_weights=False)
-    _check_restored(model, held)
+    call.inputs = [aliases[parameter] for parameter in measured]
+    for buffer in buffers.values():
+        if buffer not in aliases:  # a parameter may be registered as a buffer too
+            aliases[buffer] = buffer.detach().clone()
+    held = parameters | buffers
+    lent = {name: aliases[tensor] for name, tensor in held.items() if tensor in aliases}
+    with _attributes_kept(call), torch.enable_grad():
+        functional_call(call, lent, (batch,), tie_weights=False)
+    now = _held(call, nn.Module.named_parameters)
+    changed = [name.removeprefix("model.") for name, p in parameters.items() if now.get(name) is not p]
+    if changed:
+        raise RuntimeError(
+            f"The noise probe found {changed[0]!r} to be another parameter after the loss was computed than before"
+            f"{f', and {len(changed) - 1} more' if len(changed) > 1 else ''}. The optimizer would not update what the model now "
+            "uses. Don't replace parameters in loss_fn or forward(); set up the model before training begins."
+        )
 
 
 @contextmanager
-def _undisturbed(model: nn.Module, tensors: list[Tensor]) -> Iterator[None]:
-    """Puts back random number generators and train/eval modes, whatever happens inside."""
-    modes = [(module, module.training) for module in model.modules()]
+def _attributes_kept(module: nn.Module) -> Iterator[None]:
+    """Put back the attributes and the buffers of a module and its parts, whatever happens inside.
+
+    A forward pass may switch modes, count its calls, or fill and register buffers when it first runs. With numbers of half a
+    batch, or with a mark that a buffer is there which is not, training would go on otherwise than without a probe.
+    """
+    # nn.Module has no public list of its buffers that names those that are None.
+    before = [(part, dict(vars(part)), dict(part._buffers)) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for part, attributes, buffers in before:
+            vars(part).clear()
+            vars(part).update(attributes)
+            part._buffers.clear()
+            part._buffers.update(buffers)
+
+
+@contextmanager
+def _generators_kept(tensors: list[Tensor]) -> Iterator[None]:
+    """Put back the random number generators, whatever happens inside."""
     python_state = random.getstate()
     numpy_state = np.random.get_state()  # noqa: NPY002 - the user's augmentation may well use the global generator
     cuda = sorted({t.device.index for t in tensors if t.device.type == "cuda"})
@@ -220,8 +240,6 @@ def _undisturbed(model: nn.Module, tensors: list[Tensor]) -> Iterator[None]:
         try:
             yield
         finally:
-            for module, training in modes:
-                module.training = training
             random.setstate(python_state)
             np.random.set_state(numpy_state)  # noqa: NPY002
 

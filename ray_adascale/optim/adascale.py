@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from .. import gain as gain_math
-from .._torch import is_dtensor, only_makes_state, uncompiled
+from .._torch import called_to_make_state, is_dtensor, uncompiled
 from .._warn import warn_at_user
 from ..gain import Average
 from ..sharding.oss import OSS
@@ -355,8 +355,8 @@ class AdaScale(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One optimizer step with ``lr · r``; τ advances by r. A non-finite gradient changes nothing at all.
 
-        Without a backward pass, an optimizer without state whose learning rates and gradients are zero makes its state, and
-        nothing else happens: ``torch.distributed.checkpoint.state_dict`` takes such a step.
+        Where ``torch.distributed.checkpoint.state_dict`` calls it to make the state of an optimizer that has none, it does that
+        alone.
 
         Args:
             closure: Evaluates the model once and returns the loss; the gain is that of the gradients it leaves.
@@ -368,7 +368,7 @@ class AdaScale(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        elif self._sampler.passes == 0 and only_makes_state(self._optimizer):
+        elif called_to_make_state(self._optimizer):
             self._optimizer.step()
             return None
         self._settle()

@@ -107,8 +107,8 @@ class ShardedGradScaler(_FSDPGradScaler):
         if isinstance(optimizer, AdaScale) and not target.stepped:
             optimizer.skip_step()
         oss = _sharded(optimizer)
-        if oss is not None:
-            oss.discard_gradients()  # used up; or, after an overflow, not to be added to
+        if oss is not None and not target.stepped:
+            oss.discard_gradients()  # of an overflow, not to be added to
         return result
 
     def _target(self, optimizer: Any) -> Any:

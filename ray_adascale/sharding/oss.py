@@ -33,7 +33,7 @@ from torch.optim import (
     Rprop,
 )
 
-from .._torch import as_bytes, global_rank, is_dtensor, only_makes_state
+from .._torch import as_bytes, called_to_make_state, global_rank, is_dtensor
 from ..measure.observers import GradientObserver, PassListener, take_norm
 from .buckets import Bucket, Fragment, make_buckets, memory_view
 from .collectives import gather_shards
@@ -131,8 +131,11 @@ class GradientReducer(Protocol):
     def reopen(self) -> None:
         """Further backward passes come: what the optimizer left of the gradients it was handed is added to."""
 
-    def discard(self) -> None:
-        """Forget gradients, reduced or not."""
+    def discard(self, *, used_up: bool = False) -> None:
+        """Forget gradients, reduced or not; ``used_up`` if a step has taken them."""
+
+    def used_up(self) -> bool:
+        """Whether a step has taken the gradients, and no backward pass came on this worker since."""
 
     def observe(self, optimizer: OSS, listener: PassListener, *, accumulating: bool) -> GradientObserver:
         """Take norms of the optimizer's gradients from now on; with ``accumulating``, a step has several passes."""
@@ -146,8 +149,8 @@ class OSS(Optimizer):
     gradient of its share alone, and the traffic is that of one all-reduce.
 
     Every worker must call :meth:`step` together. The parameters become views of flat buffers, in which workers exchange
-    them without copies. Parameters that are frozen and have no gradient are not exchanged: what changes them must do so alike
-    on all workers. Before :meth:`state_dict`, all workers call :meth:`consolidate_state_dict`, after the last step.
+    them without copies. Parameters that are frozen from the beginning are not exchanged: a loop that changes one must change it
+    alike on all workers. Before :meth:`state_dict`, all workers call :meth:`consolidate_state_dict`, after the last step.
 
     Args:
         params: Parameters or groups, as for any optimizer; the same on all workers.
@@ -339,8 +342,9 @@ class OSS(Optimizer):
     def state(self) -> Any:
         """State of this worker's share only, by the :attr:`fragments`' tensors.
 
-        A parameter of the user's has an entry by ``state[param]`` while the full state is collected on this worker
-        (:meth:`consolidate_state_dict`), and raises RuntimeError else.
+        ``state[param]`` of a user's parameter is its full state, while that is collected on this worker
+        (:meth:`consolidate_state_dict`); else it raises RuntimeError. ``param in state`` and ``state.get(param)`` are of the
+        share alone.
         """
         return self._shares
 
@@ -386,8 +390,7 @@ class OSS(Optimizer):
         """Update this worker's share, then exchange the shares. Collective.
 
         Under ShardedDataParallel the gradients are used up: the next backward pass starts afresh, with or without
-        ``zero_grad()``. A step without state, whose learning rates and gradients are zero, makes the state alone and exchanges
-        nothing: ``torch.distributed.checkpoint.state_dict`` takes one.
+        ``zero_grad()``. The step by which ``torch.distributed.checkpoint.state_dict`` makes an empty state exchanges nothing.
 
         Args:
             closure: Evaluates the model, calls ``backward()`` and returns the loss. It is handed on to the optimizer, which may
@@ -402,7 +405,7 @@ class OSS(Optimizer):
             RuntimeError: Under ShardedDataParallel, a pass in ``no_sync()`` came after the one that was reduced, and would be
                 left out.
         """
-        if closure is None and only_makes_state(self):
+        if closure is None and called_to_make_state(self):
             self._make_state()
             return None
         loss = None
@@ -435,7 +438,7 @@ class OSS(Optimizer):
             group.update(_hyperparameters(local))  # some optimizers keep scalars of their own in the groups
         self._gather()
         if self.reducer is not None:
-            self.reducer.discard()
+            self.reducer.discard(used_up=True)
         self._shares.made, self._shares.collected = True, None
         return loss if result is None else result
 
@@ -443,7 +446,7 @@ class OSS(Optimizer):
         """Make the state of an optimizer that has none, as a step with learning rates and gradients of zero makes it.
 
         Each worker makes the full state, keeps it as collected, and cuts its share from it. So nothing is exchanged, and
-        state_dict() works at once.
+        state_dict() works at once. The full state stays on every worker until the next step or load.
         """
         source, shares = self._source, self._shares
         source.state = defaultdict(dict)
@@ -564,26 +567,28 @@ class OSS(Optimizer):
             The norm before clipping, on the device.
 
         Raises:
-            RuntimeError: Under ShardedDataParallel, no worker has a gradient: ``step()`` has used it up, or it was cleared.
+            RuntimeError: Under ShardedDataParallel, no backward pass came since ``step()``, which has used the gradients up.
         """
         params = self._params()
         counted = set(params if filter_params_fn is None else filter_params_fn(params))
         shared = self.reducer is not None and self.world_size > 1
+        used = False
         if self.reducer is not None:
+            used = self.reducer.used_up()
             self.reducer.finish_reduction()
         clipped = [f.tensor for f in self.fragments] if shared else params
-        left = any(p.grad is not None for p in clipped)  # a gradient, on this worker
         if process_group is None and not shared:
             grads = [p.grad for p in params if p.grad is not None and p in counted]
-            total, anywhere = torch.nn.utils.get_total_norm(grads, norm_type), None
+            total = torch.nn.utils.get_total_norm(grads, norm_type)
+            all_used = used
         else:
             grads = self._own_gradients(counted)
-            total, anywhere = self._norm_over(process_group or self.group, grads, float(norm_type), left)
-        # Only a worker without a gradient waits for the others' answer; where none has one, that is all of them.
-        if self.reducer is not None and not left and not (anywhere is not None and bool(anywhere)):
+            total, unused = self._norm_over(process_group or self.group, grads, float(norm_type), not used)
+            all_used = used and not bool(unused)  # only a worker that has nothing left waits for the answer
+        if all_used:
             raise RuntimeError(
-                "clip_grad_norm() found no gradient on any worker: under ShardedDataParallel step() uses the gradients up, and "
-                "zero_grad() clears them. Call it between backward() and step(). For the norm alone: clip_grad_norm(math.inf)."
+                "clip_grad_norm() after step(): under ShardedDataParallel the step has used the gradients up. Call it between "
+                "backward() and step(); for the norm alone, clip_grad_norm(math.inf) there."
             )
         torch.nn.utils.clip_grads_with_norm_(clipped, max_norm, total)
         return total
@@ -595,21 +600,21 @@ class OSS(Optimizer):
         return [f.of(f.param.grad) for f in self.fragments if f.param in of and f.param.grad is not None]
 
     def _norm_over(
-        self, group: dist.ProcessGroup | None, grads: list[Tensor], norm_type: float, left: bool
+        self, group: dist.ProcessGroup | None, grads: list[Tensor], norm_type: float, flag: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return the norm of the gradients that all workers of a group have together, and whether ``left`` is true on any."""
+        """Return the norm of the gradients that all workers of a group have together, and whether any has raised the flag."""
         params = self._params()
         total = torch.nn.utils.get_total_norm(grads, norm_type)
         # The same dtype on all workers, whatever lies on each.
         wide = any(p.dtype in (torch.float64, torch.complex128) for p in params)
         total = total.to(params[0].device, torch.float64 if wide or group is not self.group else torch.float32)
         largest = norm_type == float("inf")
-        both = torch.stack([total if largest else total**norm_type, torch.full_like(total, float(left))])
+        both = torch.stack([total if largest else total**norm_type, torch.full_like(total, float(flag))])
         dist.all_reduce(both, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
-        total, anywhere = both.unbind()
+        total, raised = both.unbind()
         if not largest:
             total = total ** (1 / norm_type)
-        return total if wide else total.float(), anywhere
+        return total if wide else total.float(), raised
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
@@ -713,6 +718,8 @@ class OSS(Optimizer):
         collected = self._shares.collected
         if collected is None:
             raise RuntimeError(_NOT_COLLECTED)
+        # Dicts of its own, since torch.distributed.checkpoint.state_dict renames their keys.
+        collected = {k: dict(v) if isinstance(v, dict) else v for k, v in collected.items()}
         # The groups as they are now: a scheduler may have moved the LR since.
         return {"state": collected, "param_groups": _packed(self.param_groups)}
 

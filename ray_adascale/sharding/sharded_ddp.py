@@ -200,6 +200,7 @@ class ShardedDataParallel(nn.Module):
         self._pass_running = False
         self._reduced: set[int] = set()  # the optimizers, by id, whose gradients are with their owners
         self._left = False  # a pass in no_sync() came after that
+        self._used_up: set[int] = set()  # the optimizers, by id, that have stepped since the last backward pass here
         self._observers: dict[int, BucketObserver] = {}
         self._accumulating: dict[int, weakref.ref[ShardHookObserver]] = {}  # who knows which pass is a step's last
         self._watched: set[int] = set()  # optimizers, by id, whose reduced gradient's norm is wanted
@@ -396,6 +397,7 @@ class ShardedDataParallel(nn.Module):
                 'DistributedDataParallel (sharding="none" or "oss").'
             )
         if not self._pass_running:
+            self._used_up.clear()
             sending = self._sends()
             if not sending and not self._observers:
                 self._left = bool(self._reduced)
@@ -510,13 +512,22 @@ class ShardedDataParallel(nn.Module):
         for bucket in self._buckets_of(optimizer):
             bucket.reopen()
 
-    def discard(self, optimizer: OSS | None = None) -> None:
-        """Forget gradients, reduced or not, of one optimizer or of all."""
+    def used_up(self, optimizer: OSS) -> bool:
+        """Whether the optimizer's step has taken the gradients, and no backward pass came on this worker since."""
+        # One worker alone needs no hooks, and so hears of no pass.
+        left = self._world_size == 1 and any(fragment.tensor.grad is not None for fragment in optimizer.fragments)
+        return id(optimizer) in self._used_up and not left
+
+    def discard(self, optimizer: OSS | None = None, *, used_up: bool = False) -> None:
+        """Forget gradients, reduced or not, of one optimizer or of all; ``used_up`` if a step has taken them."""
         # An exception may have ended the pass; autograd then drops what was queued for its end.
         self._pass_running = False
         self._in_flight.clear()
         for of in self._optimizers if optimizer is None else [optimizer]:
             self._reduced.discard(id(of))
+            self._used_up.discard(id(of))
+            if used_up and (self._world_size > 1 or any(f.tensor.grad is not None for f in of.fragments)):
+                self._used_up.add(id(of))
             if id(of) in self._observers:
                 self._observers[id(of)].local_sq_norms()  # drops those of a pass that did not come to its end
             for bucket in self._buckets_of(of):
@@ -538,8 +549,11 @@ class _Part:
     def reopen(self) -> None:
         self._owner.reopen(self._optimizer)
 
-    def discard(self) -> None:
-        self._owner.discard(self._optimizer)
+    def discard(self, *, used_up: bool = False) -> None:
+        self._owner.discard(self._optimizer, used_up=used_up)
+
+    def used_up(self) -> bool:
+        return self._owner.used_up(self._optimizer)
 
     def observe(self, optimizer: OSS, listener: PassListener, *, accumulating: bool) -> GradientObserver:
         return self._owner.observe(optimizer, listener, accumulating=accumulating)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from ray_adascale import AdaScaleConfig, attach, read_trace
 from ray_adascale.integrations.client import RecipeRecorder, StepWatch, follow_batch
@@ -104,6 +105,24 @@ def test_a_row_has_the_scale_and_the_examples_of_its_own_step(tmp_path: Path, cl
     assert [row["efficiency"] for row in rows] == [row["gain"] / row["scale"] for row in rows]
     assert [row["position"] for row in rows] == [2 * BATCH, 4 * BATCH, 5 * BATCH, 9 * BATCH]
     assert rows[2]["gain"] == 1  # S = 1
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_step_by_which_torch_makes_a_state_has_no_row(tmp_path: Path, momentum: float) -> None:
+    rows = []
+    for asks in (False, True):
+        loop = Loop(tmp_path / f"{asks}.jsonl")
+        loop.optimizer.param_groups[0]["momentum"] = momentum
+        watch = loop.watch()
+        for _ in range(4):
+            if asks:
+                get_optimizer_state_dict(loop.model, loop.optimizer)
+            loop.take(1)
+        watch.close()
+        kept = ("step", "progress", "position", "gain", "effective_steps")
+        rows.append([[row[key] for key in kept] for row in read_trace(loop.trace)])
+    assert len(rows[0]) == 4
+    assert rows[0] == rows[1]
 
 
 class Offset(nn.Module):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from ray_adascale import AdaScaleConfig, read_trace
 from ray_adascale.analysis.report import write_report
@@ -342,6 +342,33 @@ def test_a_minimum_length_that_may_go_beyond_the_end_is_refused() -> None:
     fit(callback, module(60), min_steps=30, min_epochs=3)
     assert callback.schedule is not None
     assert 60 <= callback.schedule.effective_steps < 62
+
+
+def test_a_minimum_of_epochs_of_unknown_length_is_not_held_against_it() -> None:
+    from ray_adascale.integrations.lightning import AdaScaleCallback
+
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(dataset(80))
+
+    # Lightning makes min_epochs=1 of min_steps=1 by itself.
+    callback = AdaScaleCallback(settings(60))
+    with quiet():
+        trainer([callback], 2, min_steps=1).fit(module(60), DataLoader(Stream(), batch_size=BATCH))
+    assert callback.schedule is not None
+    assert 60 <= callback.schedule.effective_steps < 62
+
+
+def test_a_fit_that_failed_before_its_first_step_may_be_tried_again() -> None:
+    from ray_adascale.integrations.lightning import AdaScaleCallback
+
+    callback, fails = AdaScaleCallback(settings(20)), module(20)
+    fails.training_step = lambda batch, batch_idx: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        fit(callback, fails)
+    fit(callback, module(20))
+    assert callback.schedule is not None
+    assert callback.schedule.finished
 
 
 def test_steps_beyond_the_end_are_warned_of() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from ray_adascale import read_trace
 
@@ -213,7 +214,7 @@ def test_a_split_batch_is_that_of_all_workers(knowing: Any, tmp_path: Path) -> N
 
 
 class OutOfMemory(Classifier):
-    """A classifier that finds no memory for more than six examples in a pass, from its third pass on."""
+    """A classifier that finds no memory for more than six examples in a pass, from its fourth pass on."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__(net)
@@ -221,7 +222,7 @@ class OutOfMemory(Classifier):
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
         self.passes += 1
-        if len(x) > 6 and self.passes > 2:
+        if len(x) > 6 and self.passes > 3:
             raise RuntimeError("CUDA out of memory.")  # as accelerate recognises it
         return super().forward(x, labels)
 
@@ -242,18 +243,24 @@ def finds_batch(folder: str, trace: str) -> tuple[Notes, list[float]]:
 
 def test_a_batch_that_was_made_smaller_for_want_of_memory_has_its_own_scale(knowing: Any, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    for notes, scales in knowing(ADAPTER).run(finds_batch, str(tmp_path), str(trace)):
+    for notes, scales in knowing(ADAPTER).run(
+        finds_batch, str(tmp_path), str(trace)
+    ):  # memory runs out in a second pass
         # Eight examples in two passes on two workers, then int(0.9 · 8) = 7, then int(0.9 · 7) = 6.
         assert scales[0] == 8
         assert set(scales[1:]) == {6.0}
         assert 60 <= notes.tau < 66
-    assert [row["scale"] for row in read_trace(trace)] == scales
+    rows = read_trace(trace)
+    assert [row["scale"] for row in rows] == scales
+    assert (
+        max(row["loss"] for row in rows) < 1.2 * rows[0]["loss"]
+    )  # of two passes each, not of those that failed as well
 
 
 def ends(folder: str) -> dict[str, Any]:
     """What becomes of further calls of ``train()`` on a trainer at its end, and of its last checkpoint."""
     model = Classifier(make(20)[0])
-    x, y = dataset(80).tensors
+    x, y = dataset(24).tensors  # three steps an epoch
     data = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
     found: dict[str, Any] = {}
     with trainer(model, data, 20, 1, folder, save_strategy="steps", save_steps=1) as made:
@@ -266,10 +273,14 @@ def ends(folder: str) -> dict[str, Any]:
             found["second"] = str(e)
         found["moved"] = float((weights(model) - end).abs().max())
     again = Classifier(make(20)[0])
-    with trainer(again, data, 20, 1, folder) as made, warnings.catch_warnings(record=True) as caught:
+    evaluated: list[int] = []
+    arguments = {"eval_strategy": "epoch", "eval_dataset": data[:8]}
+    with trainer(again, data, 20, 1, folder, **arguments) as made, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        evaluate, made.evaluate = made.evaluate, lambda *a, **k: evaluated.append(1) or evaluate(*a, **k)
         made.train(resume_from_checkpoint=f"{folder}/checkpoint-{found['steps']}")
         found["resumed"] = (made.schedule.effective_steps, float((weights(again) - end).abs().max()))
+        found["evaluated"] = len(evaluated)
         found["warned"] = [str(w.message) for w in caught if "nothing is trained" in str(w.message)]
     return found
 
@@ -279,6 +290,7 @@ def test_a_run_at_its_end_takes_no_further_step(knowing: Any, tmp_path: Path) ->
         assert "has reached the end of its schedule: effective step 2" in found["second"]
         assert found["moved"] == 0
         assert found["resumed"] == (found["tau"], 0)
+        assert found["evaluated"] <= 1
         assert len(found["warned"]) == (rank == 0)
 
 
@@ -298,6 +310,18 @@ def test_a_second_train_of_an_unfinished_run_goes_on_and_says_so(
         with pytest.warns(UserWarning, match=rf"goes on at effective step {tau:.0f} of 60"):
             made.train()
         assert 60 <= made.schedule.effective_steps < 62
+
+
+def test_a_loader_that_makes_other_batches_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "as_if_by_torchrun", contextlib.nullcontext)
+    model = Classifier(make(10)[0])
+    x, y = dataset(80).tensors
+    data = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
+    with trainer(model, data, 10, 2, str(tmp_path)) as made:
+        made.get_train_dataloader = lambda: DataLoader(data, batch_size=16)
+        with pytest.warns(UserWarning, match="makes batches of 16 examples, and by the arguments they are of 4"):
+            made.train()
+        assert made.schedule.plan.scale == 2
 
 
 def test_a_model_made_anew_for_each_train_has_a_schedule_of_its_own(
@@ -322,6 +346,40 @@ def test_a_model_made_anew_for_each_train_has_a_schedule_of_its_own(
             assert 30 <= made.schedule.effective_steps < 32
             ends.append(weights(made.model))
     assert torch.equal(*ends)
+
+
+def test_a_base_run_made_anew_has_probes_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray_adascale.integrations.client import RecipeRecorder
+
+    monkeypatch.setitem(globals(), "as_if_by_torchrun", contextlib.nullcontext)
+    x, y = dataset(80).tensors
+    data = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
+    recorder = RecipeRecorder(lambda model, batch: model(**batch)["loss"], probe_every=10)
+    noise = []
+
+    def model_init() -> nn.Module:
+        made = Classifier(make(20)[0])
+        with torch.no_grad():
+            made.net[0].weight.mul_(1 + len(noise))  # another one each time
+        return made
+
+    with trainer(
+        None,
+        data,
+        20,
+        1,
+        str(tmp_path),
+        model_init=model_init,
+        recorder=recorder,
+        optim="sgd",
+        lr_scheduler_type="cosine",
+    ) as made:
+        for _ in range(2):
+            made.train()
+            found = recorder.recipe({}, metric="loss", mode="min", score=0.5, workload=make).noise
+            assert [probe.effective_steps for probe in found] == [0, 10]
+            noise.append([probe.sigma2 for probe in found])
+    assert noise[0] != noise[1]
 
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------

@@ -103,6 +103,29 @@ class Net(nn.Module):
         return self.last(torch.tanh(self.again(torch.tanh(self.twice(x)))))
 
 
+class Lazy(nn.Module):
+    """Buffers made by the first forward pass: one registered as None, one not at all, one that grows with a mark beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 3)
+        self.register_buffer("mean", None)
+        self.register_buffer("table", torch.zeros(2))
+        self.longest = 2  # entries of the table
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mean is None:
+            self.mean = x.mean(0)
+        if not hasattr(self, "first"):
+            self.register_buffer("first", x[0].clone())
+        if x.shape[1] > self.longest:
+            self.longest = x.shape[1]
+            self.register_buffer("table", torch.ones(self.longest))
+        self.calls += 1
+        return self.net((x - self.mean + self.first) * self.table)
+
+
 class TwoNames(Net):
     """Net whose submodules are registered under a second name, as encoders under Lightning often are."""
 
@@ -163,7 +186,7 @@ def generators() -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("when", ["before backward", "before step", "after step", "between forward and backward"])
-@pytest.mark.parametrize("make", [Net, TwoNames, Repeated, Parametrized])
+@pytest.mark.parametrize("make", [Net, TwoNames, Repeated, Parametrized, Lazy])
 def test_training_is_bit_identical_with_and_without_probes(make: type[nn.Module], when: str) -> None:
     outcomes = []
     for probing in (False, True):
@@ -384,6 +407,75 @@ def test_agrees_with_ordinary_gradients(model: Any, loss_fn: Any, batch: Any) ->
     assert found == pytest.approx(slow_probe(net, loss_fn, [x[:4], x[4:]]), rel=1e-5, abs=1e-9)
 
 
+class Restrained(nn.Module):
+    """Modules that show a part of their parameters only, one by torch's older signature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(x)))
+
+
+class ByParameters(Restrained):
+    def parameters(self, recurse: bool = True) -> Any:
+        return self.head.parameters(recurse)
+
+
+class ByName(Restrained):
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Any:  # type: ignore[override]
+        return self.head.named_parameters(prefix, recurse)
+
+
+@pytest.mark.parametrize("make", [ByParameters, ByName])
+def test_a_model_that_shows_a_part_of_its_parameters_is_measured_by_that_part(make: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    x, model, whole = torch.randn(8, 3), make(), Restrained()
+    whole.load_state_dict(model.state_dict())
+    expected = probe_noise(whole, mean_output, x, parameters=list(whole.head.parameters()))
+    assert probe_noise(model, mean_output, x) == expected
+    assert probe_noise(model, mean_output, x, parameters=[model.body.weight]) is not None  # type: ignore[union-attr, list-item]
+
+
+class Buffered(nn.Module):
+    """A weight that is registered as a buffer as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 1)
+        self.register_buffer("tied", self.inner.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + (x * self.tied).sum(-1, keepdim=True)
+
+
+class Penalty(nn.Module):
+    """A loss that is a module and holds a weight of the model, and one of its own."""
+
+    def __init__(self, model: nn.Linear) -> None:
+        super().__init__()
+        self.weight = model.weight
+        self.factor = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).mean() + self.factor * (self.weight * x.mean(0)).square().sum()
+
+
+def test_a_weight_is_measured_wherever_it_is_used() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 3)
+    model: nn.Module = Buffered()
+    halves = [x[:4], x[4:]]
+    # Float32 gradients.
+    assert probe_noise(model, squared_output, x) == pytest.approx(slow_probe(model, squared_output, halves), rel=1e-5)
+    linear = nn.Linear(3, 1)
+    penalty = Penalty(linear)
+    assert probe_noise(linear, penalty, x) == pytest.approx(slow_probe(linear, penalty, halves), rel=1e-5)
+    assert penalty.weight is linear.weight
+    assert penalty.factor.grad is None
+
+
 class LossModule(nn.Module):
     """A loss that is a module and holds the model, as with learned loss weights: the model then has two names."""
 
@@ -415,7 +507,7 @@ def test_a_model_whose_loss_replaces_a_parameter_is_refused() -> None:
         model[0] = nn.Linear(2, 2)
         return loss
 
-    with pytest.raises(RuntimeError, match=r"'0.weight' to be another tensor .* and 1 more.*would not update"):
+    with pytest.raises(RuntimeError, match=r"'0.weight' to be another parameter .* and 1 more.*would not update"):
         probe_noise(model, replaces, torch.randn(4, 2))
 
 

@@ -133,8 +133,8 @@ def test_any_size_of_fairscales_buffer_is_accepted() -> None:
         OSS.wrap(SGD(nn.Linear(2, 2).parameters(), lr=0.1), bucket_numel=0)
 
 
-def _clip_when(adascale: bool) -> tuple[str, float, float, str]:
-    """What clipping says after ``step()``, the norms of two steps, and what it says after ``zero_grad()``."""
+def _clip_when(adascale: bool) -> tuple[str, list[float]]:
+    """What clipping says after ``step()``, the norms of two steps, and the norm after ``zero_grad()``."""
     model = nn.Linear(2, 1, bias=False, dtype=torch.float64)
     sharded = OSS(model.parameters(), lr=1.0)
     ddp = ShardedDataParallel(model, sharded)
@@ -154,18 +154,41 @@ def _clip_when(adascale: bool) -> tuple[str, float, float, str]:
         optimizer.step()
         after = refusal()
     optimizer.zero_grad()
-    return after, norms[0], norms[1], refusal()
+    return after, [*norms, float(optimizer.clip_grad_norm(1.0))]
+
+
+def _clip_two() -> list[float]:
+    """Norms of two optimizers, clipped and stepped together; the first one's parameter is frozen."""
+    model = nn.ModuleList([nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)])
+    model[0].requires_grad_(False)
+    optimizers = [OSS(part.parameters(), lr=0.1) for part in model]
+    ddp = ShardedDataParallel(model, optimizers)
+    norms = []
+    for _ in range(2):
+        ddp.module[1](ddp.module[0](torch.tensor([[3.0, 4.0]])).expand(1, 2)).sum().backward()
+        for optimizer in optimizers:
+            norms.append(float(optimizer.clip_grad_norm(math.inf)))
+        for optimizer in optimizers:
+            optimizer.step()
+    return norms
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_optimizer_whose_parameters_are_all_frozen_has_a_norm_of_zero(pool: Pool, world_size: int) -> None:
+    for norms in pool(2).run(_clip_two) if world_size == 2 else [_clip_two()]:
+        assert norms[0] == norms[2] == 0.0
+        assert norms[1] > 0
+        assert norms[3] > 0
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("adascale", [False, True])
 def test_clipping_gradients_that_are_used_up_is_refused(pool: Pool, world_size: int, adascale: bool) -> None:
     outcomes = pool(2).run(_clip_when, adascale) if world_size == 2 else [_clip_when(adascale)]
-    for after, *norms, cleared in outcomes:
-        assert "no gradient on any worker" in after
+    for after, norms in outcomes:
+        assert "the step has used the gradients up" in after
         assert "between backward() and step()" in after
-        assert norms == [5.0, 5.0]
-        assert "no gradient on any worker" in cleared
+        assert norms == [5.0, 5.0, 0.0]
 
 
 def _clip_where_only_one_has_a_gradient(norm_type: float) -> float:

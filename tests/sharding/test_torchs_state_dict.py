@@ -87,12 +87,18 @@ def saved(kind: str, mode: str, adascale: bool) -> tuple[Any, dict[str, torch.Te
     return get_optimizer_state_dict(model, optimizer, options=options), state, clock(optimizer)
 
 
-def loaded(kind: str, mode: str, adascale: bool, state: Any, trained: bool) -> tuple[Any, tuple[float, int]]:
+def loaded(
+    kind: str, mode: str, adascale: bool, state: Any, trained: bool, asks: bool
+) -> tuple[Any, tuple[float, int]]:
     model, optimizer = ready(kind, 1, adascale=adascale)
+    options = StateDictOptions(**MODES[mode])
     if trained:
         train(model, optimizer, 1)
         optimizer.consolidate_state_dict(-1)
-    options = StateDictOptions(**MODES[mode])
+    if asks:  # twice, since torch renames the keys of what it is given
+        get_optimizer_state_dict(model, optimizer, options=options)
+        again = get_optimizer_state_dict(model, optimizer, options=options)
+        assert not any(isinstance(key, int) for key in again.get("state", {}))
     first = not dist.is_initialized() or dist.get_rank() == 0
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The state dict has no AdaScale statistics")  # flat, as documented
@@ -109,17 +115,17 @@ def test_state_of_two_workers_loads_on_one_two_and_three(pool: Pool, kind: str, 
     assert all(bool(value.any()) for value in expected.values())
     assert ticked[1] == (3 if adascale else 0)
     for workers in (1, 2, 3):
-        for trained in (False, True):
+        for trained, asks in ((False, False), (False, True), (True, False), (True, True)):
             outcomes = (
                 [
-                    loaded(kind, "full" if mode == "broadcast" else mode, adascale, state, trained)
+                    loaded(kind, "full" if mode == "broadcast" else mode, adascale, state, trained, asks)
                 ]  # with no group to send in
                 if workers == 1
-                else pool(workers).run(loaded, kind, mode, adascale, state, trained)
+                else pool(workers).run(loaded, kind, mode, adascale, state, trained, asks)
             )
             for found, clocks in outcomes:
                 assert found.keys() == expected.keys()
-                assert all(torch.equal(found[key], value) for key, value in expected.items()), (workers, trained)
+                assert all(torch.equal(found[key], value) for key, value in expected.items()), (workers, trained, asks)
                 assert clocks == (ticked if mode != "flat" else (0.0, 0))
 
 
@@ -244,6 +250,20 @@ def test_asking_a_fresh_optimizer_under_sharded_ddp_changes_nothing_of_the_run(p
     ):
         assert torch.equal(weights, asked)
         assert tau == its_tau > 0
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_a_step_with_a_learning_rate_and_a_gradient_of_zero_counts_all_the_same(scale: float) -> None:
+    # A warm-up begins at zero, and a batch may be masked out. Such a step is told from torch's by who calls it.
+    model = nn.Linear(5, 3)
+    passes = int(scale)  # at scale 1 nothing is measured, and passes are not counted
+    optimizer = AdaScale(SGD(model.parameters(), lr=0.0), scale=scale, num_gradients_to_accumulate=passes)
+    for _ in range(3):
+        for _ in range(passes):
+            (0 * model(torch.ones(2, 5))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (optimizer.steps, optimizer.effective_steps) == (3, 3.0)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
