@@ -43,11 +43,11 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def called_to_make_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the step() under way only makes the state of an optimizer that has none.
+    """Whether the step() under way was called to make the state of an optimizer that has none.
 
-    ``torch.distributed.checkpoint.state_dict`` takes such a step, with learning rates and gradients of zero, before it reads
-    or loads an empty state. Nothing of the step itself tells it from a real one, as a warm-up may begin at zero; so this
-    looks for the caller. It reads no tensor of a device.
+    ``torch.distributed.checkpoint.state_dict`` takes a step with learning rates and gradients of zero before it reads or loads
+    an empty state. A real step may have the same numbers, as the first one of a warm-up. So this function looks for the
+    caller. It reads no tensor of a device.
     """
     if optimizer.state:
         return False

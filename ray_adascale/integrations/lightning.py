@@ -31,13 +31,13 @@ class AdaScaleCallback(Callback):
     """Give it to the ``Trainer``; the module stays as it is at the base batch.
 
     When training begins it puts AdaScale over the one optimizer that ``configure_optimizers`` returns, and a
-    :class:`ray_adascale.TauSchedule` in the place of its scheduler. What ``configure_optimizers`` returns as the scheduler's
-    ``"interval"`` is its unit. S and n
-    follow from the dataloader's batch size, the number of processes and ``accumulate_grad_batches``, also where those change
-    between epochs (``GradientAccumulationScheduler``, ``reload_dataloaders_every_n_epochs``); the last step of an epoch
-    counts for the passes that it has. Gain, scale and τ are logged. ``trainer.should_stop`` is set at τ ≥ T, so leave
-    ``max_epochs`` large enough (-1). Lightning's checkpoints hold the statistics and τ with the optimizer's state. A callback
-    is for one run: a second ``fit()`` resumes from a checkpoint (``ckpt_path``), or is refused.
+    :class:`ray_adascale.TauSchedule` in the place of its scheduler. The scheduler's unit is the ``"interval"`` that
+    ``configure_optimizers`` returns with it. S and n follow from the dataloader's batch size, the number of processes and
+    ``accumulate_grad_batches``, also where those change between epochs (``GradientAccumulationScheduler``,
+    ``reload_dataloaders_every_n_epochs``); the last step of an epoch counts for the passes that it has. Gain, scale and τ are
+    logged. ``trainer.should_stop`` is set at τ ≥ T, so leave ``max_epochs`` large enough (-1). Lightning's checkpoints hold the
+    statistics and τ with the optimizer's state. A callback is for one run: a second ``fit()`` resumes from a checkpoint
+    (``ckpt_path``), or is refused.
 
     Strategies: one device, ``"ddp"`` and Ray's ``RayDDPStrategy``; others are refused. With manual optimization the module says
     how many passes a step has: ``accumulation`` in the settings, and :meth:`~ray_adascale.AdaScale.expect_passes`.

@@ -185,9 +185,8 @@ class AdaScaleMixin(_Base):
         made = getattr(getattr(loader, "batch_sampler", None), "batch_size", None) if sampled else None
         if made not in (None, wanted) and self.is_world_process_zero():
             warn_at_user(
-                f"The dataloader makes batches of {made} examples, and by the arguments they are of {wanted}. The scale is that "
-                f"of {wanted}, which is wrong unless a pass takes so many of them: then give "
-                f"per_device_train_batch_size={made}."
+                f"The dataloader makes batches of {made} examples, and the arguments say {wanted}. The scale is taken from the "
+                f"arguments. Unless each pass uses {wanted} of the {made} examples, give per_device_train_batch_size={made}."
             )
         if self._recorder is not None:
             self._recorder.begin(self.schedule, self._config.with_recipe(self._recipe))

@@ -143,7 +143,7 @@ class _Pass(nn.Module):
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
-        self.inputs: list[Tensor] = []  # whose gradients are wanted
+        self.inputs: list[Tensor] = []  # the aliases to differentiate by
 
     def forward(self, batch: Any) -> None:
         loss = self.loss_fn(self.model, batch)
@@ -215,8 +215,8 @@ def _gradients(
 def _attributes_kept(module: nn.Module) -> Iterator[None]:
     """Put back the attributes and the buffers of a module and its parts, whatever happens inside.
 
-    A forward pass may switch modes, count its calls, or fill and register buffers when it first runs. With numbers of half a
-    batch, or with a mark that a buffer is there which is not, training would go on otherwise than without a probe.
+    A forward pass may switch modes, count its calls, or fill and register buffers when it first runs. Training must not find
+    the numbers of half a batch there.
     """
     # nn.Module has no public list of its buffers that names those that are None.
     before = [(part, dict(vars(part)), dict(part._buffers)) for part in module.modules()]

@@ -355,8 +355,7 @@ class AdaScale(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One optimizer step with ``lr · r``; τ advances by r. A non-finite gradient changes nothing at all.
 
-        Where ``torch.distributed.checkpoint.state_dict`` calls it to make the state of an optimizer that has none, it does that
-        alone.
+        Called by ``torch.distributed.checkpoint.state_dict`` to make an empty state, it makes the state and changes nothing else.
 
         Args:
             closure: Evaluates the model once and returns the loss; the gain is that of the gradients it leaves.

@@ -99,9 +99,8 @@ class _ShareState(defaultdict[Any, dict[Any, Any]]):
 
     Attributes:
         numbers: The number of each of the user's parameters in a state dict.
-        made: Whether a step or a load has made the state. True on all workers alike, so also on one that owns nothing.
-        collected: The full state as in a state dict, by number; None where it is not collected, or no longer that of the
-            weights.
+        made: Whether a step or a load has made the state. The same on all workers, also on one that owns no parameter.
+        collected: The full state by number, as in a state dict. None before it is collected, and after the next step.
     """
 
     def __init__(self, share: Mapping[Any, dict[Any, Any]], numbers: dict[Tensor, int], *, made: bool) -> None:
@@ -110,7 +109,7 @@ class _ShareState(defaultdict[Any, dict[Any, Any]]):
         self.collected: dict[Any, Any] | None = None
 
     def __bool__(self) -> bool:
-        # torch.distributed.checkpoint.state_dict steps with an optimizer whose state is empty; one worker alone must not.
+        # torch.distributed.checkpoint.state_dict takes a step where the state is empty. One worker alone must not.
         return self.made
 
     def __missing__(self, key: Any) -> dict[Any, Any]:
@@ -390,7 +389,7 @@ class OSS(Optimizer):
         """Update this worker's share, then exchange the shares. Collective.
 
         Under ShardedDataParallel the gradients are used up: the next backward pass starts afresh, with or without
-        ``zero_grad()``. The step by which ``torch.distributed.checkpoint.state_dict`` makes an empty state exchanges nothing.
+        ``zero_grad()``. The step that ``torch.distributed.checkpoint.state_dict`` takes to make an empty state exchanges nothing.
 
         Args:
             closure: Evaluates the model, calls ``backward()`` and returns the loss. It is handed on to the optimizer, which may
@@ -445,7 +444,7 @@ class OSS(Optimizer):
     def _make_state(self) -> None:
         """Make the state of an optimizer that has none, as a step with learning rates and gradients of zero makes it.
 
-        Each worker makes the full state, keeps it as collected, and cuts its share from it. So nothing is exchanged, and
+        Each worker makes the full state, keeps it as collected, and cuts its share from it. Workers exchange nothing, and
         state_dict() works at once. The full state stays on every worker until the next step or load.
         """
         source, shares = self._source, self._shares
@@ -584,7 +583,7 @@ class OSS(Optimizer):
         else:
             grads = self._own_gradients(counted)
             total, unused = self._norm_over(process_group or self.group, grads, float(norm_type), not used)
-            all_used = used and not bool(unused)  # only a worker that has nothing left waits for the answer
+            all_used = used and not bool(unused)  # a worker with gradients does not wait for the device
         if all_used:
             raise RuntimeError(
                 "clip_grad_norm() after step(): under ShardedDataParallel the step has used the gradients up. Call it between "

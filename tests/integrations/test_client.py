@@ -108,7 +108,7 @@ def test_a_row_has_the_scale_and_the_examples_of_its_own_step(tmp_path: Path, cl
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_a_step_by_which_torch_makes_a_state_has_no_row(tmp_path: Path, momentum: float) -> None:
+def test_a_step_that_torch_takes_to_make_a_state_has_no_row(tmp_path: Path, momentum: float) -> None:
     rows = []
     for asks in (False, True):
         loop = Loop(tmp_path / f"{asks}.jsonl")

@@ -319,7 +319,7 @@ def test_a_loader_that_makes_other_batches_is_warned_of(tmp_path: Path, monkeypa
     data = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
     with trainer(model, data, 10, 2, str(tmp_path)) as made:
         made.get_train_dataloader = lambda: DataLoader(data, batch_size=16)
-        with pytest.warns(UserWarning, match="makes batches of 16 examples, and by the arguments they are of 4"):
+        with pytest.warns(UserWarning, match="makes batches of 16 examples, and the arguments say 4"):
             made.train()
         assert made.schedule.plan.scale == 2
 
