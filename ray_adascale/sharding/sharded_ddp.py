@@ -149,7 +149,8 @@ class ShardedDataParallel(nn.Module):
         sharded_optimizer: The :class:`ray_adascale.OSS` of its parameters, bare or in AdaScale, or a list of several. Every
             trainable parameter must be in one.
         process_group: Must be the optimizers'. Default: theirs.
-        broadcast_buffers: Rank 0's buffers go to all before the first forward pass of a step, in training mode.
+        broadcast_buffers: Rank 0's buffers go to all before the first forward pass of a step, in training mode. Parameters that
+            are frozen from the beginning are not sent, see :class:`ray_adascale.OSS`.
         sync_models_at_startup: Rank 0's parameters and buffers go to all now.
         reduce_buffer_size: Accepted for FairScale's sake; the size of a bucket is the optimizer's.
         auto_refresh_trainable: Look at every forward pass for parameters that were unfrozen or added; else call
