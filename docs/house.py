@@ -84,7 +84,7 @@ TORCHS_FLOORS: list[list[Room]] = [
         Room(
             "sharding",
             "where a tensor lives and how it travels",
-            "oss sharded_ddp gradient_bucket buckets collectives fsdp2",
+            "oss sharded_ddp gradient_bucket share_state buckets collectives fsdp2",
         )
     ],
     [Room("measure", "where squared norms are taken", "observers ddp fsdp2 probe")],

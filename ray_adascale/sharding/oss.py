@@ -7,8 +7,6 @@ split by whole parameters, which is right for every optimizer that treats each p
 
 from __future__ import annotations
 
-import copy
-import json
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,13 +33,21 @@ from torch.optim import (
 
 from .._torch import as_bytes, called_to_make_state, global_rank, is_dtensor
 from ..measure.observers import GradientObserver, PassListener, take_norm
-from .buckets import Bucket, Fragment, make_buckets, memory_view
+from .buckets import Bucket, Fragment, make_buckets
 from .collectives import gather_shards
+from .share_state import (
+    NOT_COLLECTED,
+    ShareState,
+    copy_of,
+    describe_entry,
+    hyperparameters,
+    packed,
+    part_of_state,
+    place_for,
+)
 
 __all__ = ["OSS", "GradientReducer", "has_state", "partition", "register_elementwise"]
 
-# Entries of a parameter group that are about its parameters one by one: these differ between a group and a share of it.
-_PER_PARAMETER = frozenset({"params", "param_names"})
 _EVERYONE = -1
 
 _TORCHS: frozenset[type[Optimizer]] = frozenset(
@@ -85,40 +91,6 @@ def partition(sizes: list[int], parts: int, loads: list[int] | None = None) -> l
 def has_state(optimizer: Optimizer) -> bool:
     """Whether an optimizer keeps anything beside the parameters, so that sharding it saves memory."""
     return type(optimizer) is not SGD or any(group["momentum"] != 0 for group in optimizer.param_groups)
-
-
-_NOT_COLLECTED = (
-    "The optimizer state is sharded. Call consolidate_state_dict(recipient_rank) on all workers after the last step, then "
-    "state_dict() on the recipient; for torch.distributed.checkpoint.state_dict, consolidate_state_dict(-1). Or checkpoint each "
-    "share with ray_adascale.checkpoint."
-)
-
-
-class _ShareState(defaultdict[Any, dict[Any, Any]]):
-    """State of one worker's share, by fragment; and of all parameters, while it is collected on this worker.
-
-    Attributes:
-        numbers: The number of each of the user's parameters in a state dict.
-        made: Whether a step or a load has made the state. The same on all workers, also on one that owns no parameter.
-        collected: The full state by number, as in a state dict. None before it is collected, and after the next step.
-    """
-
-    def __init__(self, share: Mapping[Any, dict[Any, Any]], numbers: dict[Tensor, int], *, made: bool) -> None:
-        super().__init__(dict, share)
-        self.numbers, self.made = numbers, made
-        self.collected: dict[Any, Any] | None = None
-
-    def __bool__(self) -> bool:
-        # torch.distributed.checkpoint.state_dict takes a step where the state is empty. One worker alone must not.
-        return self.made
-
-    def __missing__(self, key: Any) -> dict[Any, Any]:
-        number = self.numbers.get(key) if isinstance(key, Tensor) else None
-        if number is None:
-            return super().__missing__(key)
-        if self.collected is None:
-            raise RuntimeError(_NOT_COLLECTED)  # an empty entry would pass for a parameter without state
-        return self.collected.get(number, {})
 
 
 class GradientReducer(Protocol):
@@ -300,7 +272,7 @@ class OSS(Optimizer):
         """Keep, of the full state of parameters, the part of each fragment."""
         for f in fragments:
             if f.param in full:
-                self._local.state[f.tensor] = _part_of_state(full[f.param], f)
+                self._local.state[f.tensor] = part_of_state(full[f.param], f)
 
     def _owners(self, params: Sequence[Tensor]) -> list[int]:
         """The worker that owns each parameter, where parameters stay whole."""
@@ -349,17 +321,17 @@ class OSS(Optimizer):
 
     @state.setter
     def state(self, value: Any) -> None:
-        self._local.state = self._source.state = _ShareState(value, self._numbers(), made=True)
+        self._local.state = self._source.state = ShareState(value, self._numbers(), made=True)
 
     def _numbers(self) -> dict[Tensor, int]:
         """Return the number, in a state dict, of each parameter that is not a fragment's tensor itself."""
         return {p: i for i, p in enumerate(self._params())} if self.world_size > 1 else {}
 
     @property
-    def _shares(self) -> _ShareState:
-        if not isinstance(self._local.state, _ShareState):  # an optimizer's own load_state_dict() made another one
+    def _shares(self) -> ShareState:
+        if not isinstance(self._local.state, ShareState):  # an optimizer's own load_state_dict() made another one
             self.state = self._local.state
-        return cast(_ShareState, self._local.state)
+        return cast(ShareState, self._local.state)
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -434,7 +406,7 @@ class OSS(Optimizer):
                 for f in self.fragments:
                     f.tensor.grad = None
         for local, group in zip(self._local.param_groups, self.param_groups, strict=True):
-            group.update(_hyperparameters(local))  # some optimizers keep scalars of their own in the groups
+            group.update(hyperparameters(local))  # some optimizers keep scalars of their own in the groups
         self._gather()
         if self.reducer is not None:
             self.reducer.discard(used_up=True)
@@ -457,7 +429,7 @@ class OSS(Optimizer):
         shares.update({k: v for k, v in made.items() if not isinstance(k, Tensor)})
         self._take_share(self.fragments, made)
         place = {p: i for i, p in enumerate(self._params())}
-        shares.collected = {place[k] if isinstance(k, Tensor) else k: _copy(v) for k, v in made.items()}
+        shares.collected = {place[k] if isinstance(k, Tensor) else k: copy_of(v) for k, v in made.items()}
         shares.made = True
 
     def _hand_over(self, *, first: bool) -> None:
@@ -473,7 +445,7 @@ class OSS(Optimizer):
                 f.tensor.grad = None if f.param.grad is None else f.of(f.param.grad)
         if first:
             for local, group in zip(self._local.param_groups, self.param_groups, strict=True):
-                local.update(_hyperparameters(group))
+                local.update(hyperparameters(group))
 
     def _take_back(self) -> None:
         """Before the model is evaluated within a step: parameters as all optimizers have left them, and the gradients too."""
@@ -637,7 +609,7 @@ class OSS(Optimizer):
                 place[f.param],
                 f.start,
                 f.numel,
-                [[name, *_describe(value, f)] for name, value in self.state[f.tensor].items()],
+                [[name, *describe_entry(value, f)] for name, value in self.state[f.tensor].items()],
             ]
             for f in self.fragments
             if f.tensor in self.state
@@ -658,10 +630,10 @@ class OSS(Optimizer):
                     if kind == "value":
                         state[name] = payload
                     else:
-                        into = _place_for(state, name, kind, payload, params[i], start, numel) if receives else None
+                        into = place_for(state, name, kind, payload, params[i], start, numel) if receives else None
                         self._move(owner, recipient_rank, source, into, payload)
         if receives:
-            states.update({k: _copy(v) for k, v in self.state.items() if not isinstance(k, Tensor)})
+            states.update({k: copy_of(v) for k, v in self.state.items() if not isinstance(k, Tensor)})
             self._shares.collected = states
 
     def _move(self, owner: int, recipient: int, source: Tensor | None, into: Tensor | None, payload: list[Any]) -> None:
@@ -716,11 +688,11 @@ class OSS(Optimizer):
             self.consolidate_state_dict(_EVERYONE)
         collected = self._shares.collected
         if collected is None:
-            raise RuntimeError(_NOT_COLLECTED)
+            raise RuntimeError(NOT_COLLECTED)
         # Dicts of its own, since torch.distributed.checkpoint.state_dict renames their keys.
         collected = {k: dict(v) if isinstance(v, dict) else v for k, v in collected.items()}
         # The groups as they are now: a scheduler may have moved the LR since.
-        return {"state": collected, "param_groups": _packed(self.param_groups)}
+        return {"state": collected, "param_groups": packed(self.param_groups)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a full state on every worker; each keeps a copy of its share. The argument is left as it is.
@@ -738,20 +710,20 @@ class OSS(Optimizer):
         saved = state_dict["state"]
         where = dict(zip(self._params(), [i for group in saved_groups for i in group["params"]], strict=True))
         for group, other in zip(self.param_groups, saved_groups, strict=True):
-            group.update({k: _copy(v) for k, v in other.items() if k != "params"})
+            group.update({k: copy_of(v) for k, v in other.items() if k != "params"})
         for local, group in zip(self._local.param_groups, self.param_groups, strict=True):
-            local.update(_hyperparameters(group))
+            local.update(hyperparameters(group))
         # As the local optimizer numbers them.
         fragments = [f for g in range(len(sizes)) for f in self.fragments if f.group == g]
         state: dict[Any, Any] = {
-            i: _part_of_state(_copy(saved[where[f.param]]), f)
+            i: part_of_state(copy_of(saved[where[f.param]]), f)
             for i, f in enumerate(fragments)
             if where[f.param] in saved
         }
         numbers = set(where.values())
-        state.update({k: _copy(v) for k, v in saved.items() if k not in numbers})
+        state.update({k: copy_of(v) for k, v in saved.items() if k not in numbers})
         made = bool(self.state) or bool(saved)
-        self._local.load_state_dict({"state": state, "param_groups": _packed(self._local.param_groups)})
+        self._local.load_state_dict({"state": state, "param_groups": packed(self._local.param_groups)})
         self.state = self._local.state
         self._shares.made = made
 
@@ -771,72 +743,3 @@ def _check_shardable(p: Tensor) -> None:
         )
     if p.layout is not torch.strided:
         raise ValueError(f"Invalid parameter of layout {p.layout}. OSS shards dense parameters only.")
-
-
-def _part_of_state(state: dict[Any, Any], fragment: Fragment) -> dict[Any, Any]:
-    """A full parameter's state cut to a fragment: entries of the parameter's shape element by element, others as they are."""
-    if fragment.whole:
-        return state
-    shape = fragment.param.shape
-    return {
-        name: fragment.of(value).clone() if isinstance(value, Tensor) and value.shape == shape else value
-        for name, value in state.items()
-    }
-
-
-def _describe(value: Any, fragment: Fragment) -> tuple[str, Any]:
-    """(kind, payload) of a state entry for the other workers: what they need to know of a tensor, or the value itself."""
-    if isinstance(value, Tensor):
-        # Strides as a clone has them.
-        dense = torch.empty_like(value, device="meta")
-        dtype = str(value.dtype).removeprefix("torch.")
-        payload = [list(value.shape), dtype, list(dense.stride()), value.device.type]
-        return ("part" if not fragment.whole and value.shape == fragment.tensor.shape else "tensor"), payload
-    try:
-        same = json.loads(json.dumps(value)) == value
-    except (TypeError, ValueError):
-        same = False
-    if not (same or value != value):  # NaN is no worse than other numbers
-        raise TypeError(
-            f"Can't collect optimizer state of type {type(value).__name__}: only tensors, numbers, strings, None and lists of "
-            "these."
-        )
-    return "value", value
-
-
-def _place_for(
-    state: dict[Any, Any], name: Any, kind: str, payload: list[Any], param: Tensor, start: int, numel: int
-) -> Tensor:
-    """Where one worker's part of a state entry goes in the full state, which grows with the first part that comes."""
-    shape, dtype_name, stride, device = payload
-    dtype = getattr(torch, dtype_name)
-    where = torch.device("cpu") if device == "cpu" else param.device
-    if kind == "part":
-        if name not in state:
-            state[name] = torch.empty_like(param, dtype=dtype, device=where, requires_grad=False)
-        return memory_view(state[name])[start : start + numel]
-    state[name] = torch.empty_strided(shape, stride, dtype=dtype, device=where)
-    return state[name]
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {k: _copy(v) for k, v in value.items()}
-    return copy.deepcopy(value)
-
-
-def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in group.items() if k not in _PER_PARAMETER}
-
-
-def _packed(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Groups as in a state dict: numbers in place of parameters, and nothing that aliases the live ones."""
-    packed = []
-    start = 0
-    for group in groups:
-        numbers = list(range(start, start + len(group["params"])))
-        packed.append({**{k: _copy(v) for k, v in group.items() if k != "params"}, "params": numbers})
-        start += len(numbers)
-    return packed
