@@ -6,7 +6,7 @@
     python benchmarks/autobatch.py --smoke                            whether it runs
 
 The workloads are those of ``transfer.py``, each with the schedule that was tuned there at S = 1, and one of MNIST-1D's kind.
-Each runs at fixed scales, with ``efficiency`` E, and with "goodput" at a price P: a step is said to cost as much as P base
+Each runs at fixed scales, with ``target_efficiency`` E, and with "goodput" at a price P: a step is said to cost as much as P base
 batches beside its own examples, so what such a run makes least, step by step, is examples + P·B0·steps, at S = √(P·ν).
 
 At the steps that a run took, the fixed scales' frontier says how many examples a fixed batch needs for as few steps, and how
@@ -165,10 +165,10 @@ def settings(choice: str, base: int) -> dict[str, Any]:
     if kind == "S":
         passes = min(int(value), 8)
         return {"per_worker_batch_size": base * int(value) // passes, "accumulation": passes}
-    chosen: dict[str, Any] = {"efficiency": float(value)}
+    chosen: dict[str, Any] = {"target_efficiency": float(value)}
     if kind == "P":  # a step costs as much as so many base batches, beside its own examples
         price = Throughput(per_worker_batch_size=base, pass_s=1.0, step_s=float(value))
-        chosen = {"efficiency": "goodput", "throughput": price}
+        chosen = {"target_efficiency": "goodput", "throughput": price}
     return chosen | {
         "per_worker_batch_size": 8 * base,
         "max_global_batch_size": LARGEST * base,

@@ -33,7 +33,7 @@ from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, Recipe, Run, Workload, forecast_recipe, record_recipe, seed_everything
 from ray_adascale.recipe import Repeat
-from ray_adascale.run.time_left import forecast_steps_left
+from ray_adascale.run.eta import forecast_remaining_steps
 from ray_adascale.workload import WorkloadFn, build, resolve
 
 SCALES: tuple[int, ...] = (4, 16, 64)
@@ -477,11 +477,11 @@ class Told:
         return (self.done + self.told) / (self.done + self.left) - 1
 
 
-def time_left(recipe: Recipe, scale: int, gains: Sequence[float]) -> dict[float, dict[str, Told]]:
+def eta(recipe: Recipe, scale: int, gains: Sequence[float]) -> dict[float, dict[str, Told]]:
     """At each share of τ what a run with these gains tells: by the forecast that it corrects, by the bare one, by (T − τ)/r̄."""
     total = recipe.total_steps
     corrected, bare = (
-        forecast_steps_left(recipe, [], scale=scale, rule="adascale", averaging_window=0.05) for _ in range(2)
+        forecast_remaining_steps(recipe, [], scale=scale, rule="adascale", averaging_window=0.05) for _ in range(2)
     )
     assert corrected is not None
     assert bare is not None
@@ -510,7 +510,7 @@ def row_of(case: Case, recipe: Recipe, scale: int, runs: Sequence[Mapping[str, A
         steps=[len(run["gains"]) for run in runs],
         base_score=f"{recipe.metric} {recipe.score:.3f}",
         score=statistics.mean(run["score"] for run in runs),
-        left=[time_left(recipe, scale, run["gains"]) for run in runs],
+        left=[eta(recipe, scale, run["gains"]) for run in runs],
     )
 
 

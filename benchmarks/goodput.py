@@ -1,4 +1,4 @@
-"""Wall clock on two real workers: ``efficiency="goodput"`` against each fixed plan of a grid, on two models.
+"""Wall clock on two real workers: ``target_efficiency="goodput"`` against each fixed plan of a grid, on two models.
 
     python benchmarks/goodput.py --rounds 3      some minutes on two idle cores
     python benchmarks/goodput.py --smoke         whether it runs
@@ -63,7 +63,7 @@ def settings(choice: str) -> dict[str, Any]:
     """ "S=8", in as few passes as there may be; or "goodput" with the same bounds."""
     if choice == "goodput":
         largest = BASE * 64
-        return {"efficiency": "goodput", "per_worker_batch_size": LARGEST_PASS, "max_global_batch_size": largest}
+        return {"target_efficiency": "goodput", "per_worker_batch_size": LARGEST_PASS, "max_global_batch_size": largest}
     mine = BASE * int(choice.removeprefix("S=")) // WORKERS
     passes = math.ceil(mine / LARGEST_PASS)
     return {"per_worker_batch_size": mine // passes, "accumulation": passes}

@@ -38,7 +38,7 @@ RAYS_FLOORS: list[list[Room]] = [
         Room(
             "train",
             "where the workers of a run live: Ray Train, its cluster, its notices",
-            "trainer backend board restarts cluster",
+            "trainer backend driver_channel retry cluster",
         )
     ],
 ]
@@ -61,7 +61,7 @@ TORCHS_FLOORS: list[list[Room]] = [
         Room(
             "run",
             "what happens at a step boundary of one worker's loop",
-            "loop schedule tau_schedule attach backend build due metrics trace saver snapshot failure time_left base_run",
+            "loop schedule tau_schedule attach backend build due metrics trace saver train_state failure eta base_run",
         ),
         Room("compat", "what loops written for AdaptDL and for FairScale see", "adaptdl fairscale"),
     ],
@@ -69,7 +69,7 @@ TORCHS_FLOORS: list[list[Room]] = [
         Room("", "what is trained: the pieces that a user's function returns", "workload"),
         Room("", "what a recipe takes at another scale, step by step", "replay"),
     ],
-    [Room("", "which batch a run chooses that follows the noise", "follow")],
+    [Room("", "which batch a run chooses that follows the noise", "adaptive_batch")],
     [
         Room("", "with which settings, and what batches they make", "config"),
         Room("", "AdaptDL's scaling rules, by AdaptDL's path", "scaling_rules"),
@@ -79,7 +79,7 @@ TORCHS_FLOORS: list[list[Room]] = [
         Room("checkpoint", "what reaches a disk, and what of it is believed", "files dcp optimizer rng"),
         Room("data", "which examples a worker sees next", "order source iterables"),
     ],
-    [Room("optim", "how weights move", "adascale averages sampler rules deferred grad_scaler adam_metric")],
+    [Room("optim", "how weights move", "adascale averages gradient_statistics rules deferred grad_scaler adam_metric")],
     [
         Room(
             "sharding",

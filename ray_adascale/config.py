@@ -8,7 +8,7 @@ import warnings
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from .data.order import StepCut
+from .data.order import BatchSplit
 from .optim.rules import ScalingRule, follows_gain, make_rule
 
 if TYPE_CHECKING:
@@ -55,9 +55,9 @@ class BatchPlan:
         """n, gradient samples in one optimizer step."""
         return self.world_size * self.accumulation
 
-    def cut(self, rank: int) -> StepCut:
+    def split(self, rank: int) -> BatchSplit:
         """The same as the data room has it, with a worker's part."""
-        return StepCut(self.global_batch_size, rank=rank, world_size=self.world_size, accumulation=self.accumulation)
+        return BatchSplit(self.global_batch_size, rank=rank, world_size=self.world_size, accumulation=self.accumulation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,13 +117,13 @@ class AdaScaleConfig:
             worker's batch stays the same, and B follows the workers.
         min_examples_per_worker: Examples per backward pass on one worker below which a worker would be idle most of the
             time. Where ``global_batch_size`` would give less, B grows instead.
-        efficiency: Let the run choose its scale as it goes: the largest at which a step is expected to buy this share of what
-            its examples cost, r/S = E; above 0, and at most 1 (which keeps S = 1). Or "goodput": the scale with the most
+        target_efficiency: Let the run choose its scale as it goes: the largest at which a step is expected to buy this share
+            of what its examples cost, r/S = E; above 0, and at most 1 (which keeps S = 1). Or "goodput": the scale with the most
             progress a second, from the times of the run's first steps. Default: the scale follows from the settings alone.
             Then ``per_worker_batch_size`` is the most examples of one pass, ``accumulation`` the fewest passes, and the two
             fields after this are the largest batch; without them no step is worth more than ``averaging_window``, nor larger
             than the dataset. Needs a map-style dataset, and a rule that follows the gain.
-        max_global_batch_size: Examples of the largest batch that ``efficiency`` may choose.
+        max_global_batch_size: Examples of the largest batch that ``target_efficiency`` may choose.
         max_accumulation: Most backward passes per optimizer step that it may choose.
         throughput: For "goodput", how long a step takes, instead of measuring it: a :class:`ray_adascale.Throughput`.
         elastic: The number of workers may change. Where few workers would make less than a base batch, more passes are
@@ -172,7 +172,7 @@ class AdaScaleConfig:
     accumulation: int = 1
     global_batch_size: int | None = None
     min_examples_per_worker: int = 1
-    efficiency: float | Literal["goodput"] | None = None
+    target_efficiency: float | Literal["goodput"] | None = None
     max_global_batch_size: int | None = None
     max_accumulation: int | None = None
     throughput: StepSeconds | None = None
@@ -248,42 +248,45 @@ class AdaScaleConfig:
                 f"per_worker_batch_size={self.per_worker_batch_size}."
             )
         make_rule(self.rule)
-        self._check_efficiency()
+        self._check_target_efficiency()
 
-    def _check_efficiency(self) -> None:
+    def _check_target_efficiency(self) -> None:
         """Whether the fields for a scale that follows the noise go together.
 
         Raises:
             ValueError: They don't.
         """
-        chosen = self.efficiency
+        chosen = self.target_efficiency
         if chosen is None:
             for name in ("max_global_batch_size", "max_accumulation"):
                 if getattr(self, name) is not None:
                     raise ValueError(
-                        f"Invalid AdaScaleConfig({name}={getattr(self, name)}): it bounds what efficiency chooses. Give "
-                        "efficiency as well, or per_worker_batch_size, accumulation or global_batch_size instead."
+                        f"Invalid AdaScaleConfig({name}={getattr(self, name)}): it bounds what target_efficiency chooses. Give "
+                        "target_efficiency as well, or per_worker_batch_size, accumulation or global_batch_size instead."
                     )
         elif chosen != "goodput" and (
             isinstance(chosen, bool | str) or not isinstance(chosen, int | float) or not 0 < chosen <= 1
         ):
             raise ValueError(
-                f"Invalid AdaScaleConfig(efficiency={chosen!r}). Must be a number above 0 and at most 1 (0.6: a step is to buy "
+                f"Invalid AdaScaleConfig(target_efficiency={chosen!r}). Must be a number above 0 and at most 1 (0.6: a "
+                "step is to buy "
                 "60 % of what its examples cost), 'goodput', or None."
             )
         elif self.global_batch_size is not None:
             raise ValueError(
-                f"AdaScaleConfig takes efficiency={chosen!r} or global_batch_size={self.global_batch_size}, not both: with the "
+                f"AdaScaleConfig takes target_efficiency={chosen!r} or global_batch_size={self.global_batch_size}, not "
+                "both: with the "
                 "first the batch changes as the run goes on. Its bound is max_global_batch_size."
             )
         elif not follows_gain(make_rule(self.rule)):
             raise ValueError(
-                f"Invalid AdaScaleConfig(efficiency={chosen!r}, rule={self.rule!r}): that rule's clock goes by the scale, not by "
+                f"Invalid AdaScaleConfig(target_efficiency={chosen!r}, rule={self.rule!r}): that rule's clock goes by "
+                "the scale, not by "
                 "the measured gain, so a larger batch would only look better. Use rule='adascale' (or 'adamscale'), or leave "
-                "efficiency out."
+                "target_efficiency out."
             )
         if self.throughput is not None and chosen != "goodput":
-            raise ValueError("AdaScaleConfig(throughput=...) is for efficiency='goodput'. Leave it out.")
+            raise ValueError("AdaScaleConfig(throughput=...) is for target_efficiency='goodput'. Leave it out.")
         if self.max_accumulation is not None and self.max_accumulation < self.accumulation:
             raise ValueError(
                 f"Invalid AdaScaleConfig(max_accumulation={self.max_accumulation}): fewer than "
@@ -329,14 +332,14 @@ class AdaScaleConfig:
             )
 
     def plan(self, world_size: int) -> BatchPlan:
-        """The batch that ``world_size`` workers make up; with ``efficiency``, at the run's begin.
+        """The batch that ``world_size`` workers make up; with ``target_efficiency``, at the run's begin.
 
         Raises:
             ValueError: ``base_batch_size`` is not set, or is larger than the global batch.
         """
         if self.base_batch_size is None:
             raise ValueError("AdaScaleConfig(base_batch_size=...) is needed: the batch size the schedule was tuned at.")
-        if self.efficiency is not None:
+        if self.target_efficiency is not None:
             return nearest_plan(self.plans(world_size), self.first_batch)
         per_worker = self.base_batch_size if self.per_worker_batch_size is None else self.per_worker_batch_size
         accumulation = self.accumulation
@@ -369,11 +372,11 @@ class AdaScaleConfig:
     def first_batch(self) -> float:
         """Examples of a step, before anything is known of the noise: as many as are efficient enough however little it is."""
         assert self.base_batch_size is not None
-        assert self.efficiency is not None
-        return self.base_batch_size / (1.0 if self.efficiency == "goodput" else self.efficiency)
+        assert self.target_efficiency is not None
+        return self.base_batch_size / (1.0 if self.target_efficiency == "goodput" else self.target_efficiency)
 
     def plans(self, world_size: int, largest: float = math.inf) -> list[BatchPlan]:
-        """The batches among which ``efficiency`` chooses on so many workers, smallest first; each about a fifth larger.
+        """The batches among which ``target_efficiency`` chooses on so many workers, smallest first; each about a fifth larger.
 
         Each is made in as few passes as ``per_worker_batch_size`` allows. The sizes of a pass lie on a grid of their own, so
         that few of them occur; a larger batch takes larger passes first, and then more of them. Where the scale may grow
@@ -391,7 +394,7 @@ class AdaScaleConfig:
         base = self.base_batch_size
         per_worker = base if self.per_worker_batch_size is None else self.per_worker_batch_size
         fewest, least = self.accumulation, self.min_examples_per_worker
-        if world_size == 1 and self.efficiency != 1:
+        if world_size == 1 and self.target_efficiency != 1:
             fewest = max(fewest, 2)
         most = math.inf if self.max_accumulation is None else self.max_accumulation
         bound = math.inf if self.max_global_batch_size is None else self.max_global_batch_size
@@ -399,13 +402,14 @@ class AdaScaleConfig:
         smallest = BatchPlan(base, max(base, least * world_size * passes), world_size, passes)
         if smallest.global_batch_size > bound or passes > most:
             raise ValueError(
-                f"The bounds of AdaScaleConfig(efficiency={self.efficiency!r}) leave no batch on {world_size} workers: the "
+                f"The bounds of AdaScaleConfig(target_efficiency={self.target_efficiency!r}) leave no batch on "
+                f"{world_size} workers: the "
                 f"smallest is {smallest.global_batch_size} examples in {passes} passes a worker "
                 f"(base_batch_size={base}, per_worker_batch_size={per_worker}, min_examples_per_worker={least}, "
                 f"accumulation={self.accumulation}), the largest {bound:g} in {most:g} (max_global_batch_size, "
                 "max_accumulation). Raise these, or per_worker_batch_size."
             )
-        if self.efficiency == 1:
+        if self.target_efficiency == 1:
             return [smallest]
         largest = min(largest, bound, base * 1e6)  # no run gets there
         plans, sizes = [smallest], _grid_below(per_worker, least)

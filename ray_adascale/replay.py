@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from .adaptive_batch import BatchSizeController
 from .config import AdaScaleConfig, BatchPlan
-from .follow import ScaleFollower
 from .gain import plain_effective_decay, plain_gain
 from .optim.rules import RuleInput, ScalingRule, make_rule
 from .recipe import NoiseProbe, Recipe
@@ -250,7 +250,7 @@ def replay(
     rule: str | ScalingRule = "adascale",
     averaging_window: float = 0.05,
     most_steps: int | None = None,
-    follower: ScaleFollower | None = None,
+    follower: BatchSizeController | None = None,
 ) -> Replay:
     """Take a run's steps over a noise curve, with the loop's arithmetic.
 
@@ -401,21 +401,21 @@ class Forecaster:
         Raises:
             ValueError: The bounds leave no batch, or nothing tells how long a step takes.
         """
-        if config.efficiency == "goodput" and config.throughput is None:
+        if config.target_efficiency == "goodput" and config.throughput is None:
             raise ValueError(
-                "A forecast with efficiency='goodput' needs to know how long a step takes: give throughput=, from "
+                "A forecast with target_efficiency='goodput' needs to know how long a step takes: give throughput=, from "
                 "measure_throughput() or Throughput.fit() (on the command line --measure WORKLOAD or --run RUN)."
             )
         per_epoch = self._recipe.base_steps_per_epoch
         largest = math.inf if per_epoch is None else per_epoch * self._recipe.base_batch_size
 
-        def follower() -> ScaleFollower:
-            return ScaleFollower(config, workers, total_steps=self._recipe.total_steps, largest=largest)
+        def follower() -> BatchSizeController:
+            return BatchSizeController(config, workers, total_steps=self._recipe.total_steps, largest=largest)
 
         return self._steps(1.0, 1, most_steps, follower)
 
     def _steps(
-        self, scale: float, count: int, most_steps: int, follower: Callable[[], ScaleFollower] | None = None
+        self, scale: float, count: int, most_steps: int, follower: Callable[[], BatchSizeController] | None = None
     ) -> Steps:
         replays = [
             replay(

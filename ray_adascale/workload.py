@@ -26,11 +26,11 @@ from .config import AdaScaleConfig
 from .recipe import Recipe
 
 __all__ = [
-    "ConfigReads",
+    "ConfigAccessLog",
     "Workload",
     "WorkloadFn",
     "build",
-    "handed_settings",
+    "injected_settings",
     "resolve",
     "torchs_own_hint",
     "unread_warning",
@@ -41,7 +41,7 @@ HANDED = ("base_batch_size", "total_steps")
 """The fields of ``AdaScaleConfig`` that a workload's function may ask its config for."""
 
 
-class ConfigReads:
+class ConfigAccessLog:
     """What a workload's function has read of its config, up to now: it may keep the config, and read later.
 
     Args:
@@ -74,7 +74,7 @@ class ConfigReads:
 
 
 def unread_warning(unread: Mapping[str, str | None]) -> str:
-    """A sentence about hyperparameters that nobody reads, see :attr:`ConfigReads.unread`."""
+    """A sentence about hyperparameters that nobody reads, see :attr:`ConfigAccessLog.unread`."""
     names = ", ".join(repr(key) + (f" (is {near!r} meant?)" if near else "") for key, near in unread.items())
     them = "it" if len(unread) == 1 else "them"
     return f"The workload has not read {names} of its config, so that changes nothing. Correct the name, or leave {them} out."
@@ -86,7 +86,7 @@ class _Config(dict[str, Any]):
     These two are not among its keys, so that ``Settings(**config)`` gets what was given and no more.
     """
 
-    def __init__(self, given: Mapping[str, Any], known: Mapping[str, Any], reads: ConfigReads) -> None:
+    def __init__(self, given: Mapping[str, Any], known: Mapping[str, Any], reads: ConfigAccessLog) -> None:
         super().__init__(given)
         self._known = {key: value for key, value in known.items() if key not in given}
         self._reads = reads
@@ -207,7 +207,7 @@ class Workload:
     collate_fn: Callable[[list[Any]], Any] | None = None
     extra_state: Mapping[str, Any] | None = None
     after_step: Callable[[nn.Module], object] | None = None
-    config_reads: ConfigReads | None = field(default=None, repr=False)
+    config_reads: ConfigAccessLog | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -305,7 +305,7 @@ def with_unit(config: AdaScaleConfig, workload: Workload) -> AdaScaleConfig:
     return replace(config, scheduler_unit=unit, early_stop=stop)
 
 
-def handed_settings(settings: AdaScaleConfig | None, recipe: Recipe | None = None) -> dict[str, int]:
+def injected_settings(settings: AdaScaleConfig | None, recipe: Recipe | None = None) -> dict[str, int]:
     """What a workload's function is told beside its hyperparameters: T (``total_steps``) and B0 (``base_batch_size``).
 
     As far as they are known: with ``total_epochs`` T is not. With a recipe, what its search has told the function, so that
@@ -324,7 +324,7 @@ def build(
     """``workload_fn(config)``, checked. The function gets a copy of the hyperparameters as its config, and may change it.
 
     Where the hyperparameters don't say otherwise, ``config["total_steps"]`` and ``config["base_batch_size"]`` are T and B0, see
-    :func:`handed_settings`: a schedule need not be told its length a second time. They are no hyperparameters: they are not
+    :func:`injected_settings`: a schedule need not be told its length a second time. They are no hyperparameters: they are not
     among the config's keys, and nobody has to read them.
 
     Args:
@@ -336,8 +336,8 @@ def build(
     Raises:
         TypeError: It returned something other than a :class:`Workload`.
     """
-    reads = ConfigReads(hyperparameters)
-    known = handed_settings(settings, recipe)
+    reads = ConfigAccessLog(hyperparameters)
+    known = injected_settings(settings, recipe)
     workload = workload_fn(_Config(copy.deepcopy(dict(hyperparameters)), known, reads))
     if not isinstance(workload, Workload):
         name = getattr(workload_fn, "__qualname__", repr(workload_fn))

@@ -87,9 +87,9 @@ def test_a_plan_says_what_each_worker_takes() -> None:
     # 97 examples in passes of 20 at most on 3 workers: two passes each, one part of 17 and five of 16.
     plan = AdaScaleConfig(base_batch_size=16, global_batch_size=97, per_worker_batch_size=20).plan(3)
     assert (plan.global_batch_size, plan.accumulation) == (97, 2)
-    assert plan.cut(0).sample_sizes == [17, 16, 16, 16, 16, 16]
-    assert [plan.cut(rank).micro_batch_sizes for rank in range(3)] == [[17, 16], [16, 16], [16, 16]]
-    assert [plan.cut(rank).micro_batch_starts for rank in range(3)] == [[0, 49], [17, 65], [33, 81]]
+    assert plan.split(0).sample_sizes == [17, 16, 16, 16, 16, 16]
+    assert [plan.split(rank).micro_batch_sizes for rank in range(3)] == [[17, 16], [16, 16], [16, 16]]
+    assert [plan.split(rank).micro_batch_starts for rank in range(3)] == [[0, 49], [17, 65], [33, 81]]
 
 
 def test_a_batch_below_the_base_batch_is_refused_unless_it_may_grow() -> None:
@@ -111,7 +111,7 @@ def test_a_batch_below_the_base_batch_is_refused_unless_it_may_grow() -> None:
 def test_a_global_batch_stays_whatever_the_workers(workers: int, passes: int, batch: int) -> None:
     config = AdaScaleConfig(base_batch_size=16, global_batch_size=batch, per_worker_batch_size=20, accumulation=passes)
     plan = config.plan(workers)
-    parts = plan.cut(0).sample_sizes
+    parts = plan.split(0).sample_sizes
     assert sum(parts) == plan.global_batch_size == batch
     assert plan.scale == batch / 16
     assert len(parts) == plan.num_samples
@@ -244,9 +244,9 @@ def sizes(config: AdaScaleConfig, workers: int, largest: float = math.inf) -> li
 
 def test_plans_take_larger_passes_first_and_then_more_of_them() -> None:
     # Passes of 8, and of 8/2^(1/4), 8/2^(1/2), ...: 7, 6, 5, 4. Two gradient samples at least, and B ≥ 8.
-    one = AdaScaleConfig(base_batch_size=8, efficiency=0.5, max_accumulation=4)
+    one = AdaScaleConfig(base_batch_size=8, target_efficiency=0.5, max_accumulation=4)
     assert sizes(one, 1) == [(8, 2), (10, 2), (12, 2), (14, 2), (16, 2), (18, 3), (21, 3), (24, 3), (28, 4), (32, 4)]
-    two = AdaScaleConfig(base_batch_size=8, efficiency=0.5, max_global_batch_size=50)
+    two = AdaScaleConfig(base_batch_size=8, target_efficiency=0.5, max_global_batch_size=50)
     assert sizes(two, 2) == [
         (8, 1), (10, 1), (12, 1), (14, 1), (16, 1), (20, 2), (24, 2), (28, 2), (32, 2), (36, 3), (42, 3), (48, 3)
     ]  # fmt: skip
@@ -267,17 +267,17 @@ def test_plans_take_larger_passes_first_and_then_more_of_them() -> None:
     assert sizes(one, 1, largest=20) == [(8, 2), (10, 2), (12, 2), (14, 2), (16, 2), (18, 3)]
     # Fewest passes, and fewest examples in one.
     few = AdaScaleConfig(
-        base_batch_size=8, efficiency=0.5, accumulation=2, max_accumulation=2, min_examples_per_worker=6
+        base_batch_size=8, target_efficiency=0.5, accumulation=2, max_accumulation=2, min_examples_per_worker=6
     )
     assert sizes(few, 2) == [(24, 2), (28, 2), (32, 2)]
     # A base batch that doesn't fit a pass.
-    small = AdaScaleConfig(base_batch_size=8, efficiency=0.5, per_worker_batch_size=2, max_accumulation=6)
+    small = AdaScaleConfig(base_batch_size=8, target_efficiency=0.5, per_worker_batch_size=2, max_accumulation=6)
     assert sizes(small, 1) == [(8, 4), (10, 5), (12, 6)]
 
 
 def test_a_plan_begins_at_one_over_the_efficiency() -> None:
     def batch(efficiency: Any, workers: int, **settings: Any) -> tuple[int, int]:
-        plan = AdaScaleConfig(base_batch_size=8, efficiency=efficiency, **settings).plan(workers)
+        plan = AdaScaleConfig(base_batch_size=8, target_efficiency=efficiency, **settings).plan(workers)
         return plan.global_batch_size, plan.accumulation
 
     assert batch(0.5, 1) == (16, 2)
@@ -294,19 +294,19 @@ def test_a_plan_begins_at_one_over_the_efficiency() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"efficiency": 0}, "above 0 and at most 1"),
-        ({"efficiency": 1.2}, "above 0 and at most 1"),
-        ({"efficiency": -0.5}, "above 0 and at most 1"),
-        ({"efficiency": math.nan}, "above 0 and at most 1"),
-        ({"efficiency": True}, "above 0 and at most 1"),
-        ({"efficiency": "fast"}, "'goodput', or None"),
-        ({"efficiency": 0.5, "global_batch_size": 64}, "not both.*max_global_batch_size"),
-        ({"efficiency": 0.5, "rule": "linear"}, "rule='adascale'"),
-        ({"efficiency": 1, "rule": "unscaled"}, "rule='adascale'"),
-        ({"max_global_batch_size": 64}, "Give efficiency as well"),
-        ({"max_accumulation": 4}, "Give efficiency as well"),
-        ({"efficiency": 0.5, "max_accumulation": 2, "accumulation": 3}, "the fewest passes"),
-        ({"efficiency": 0.5, "throughput": object()}, "is for efficiency='goodput'"),
+        ({"target_efficiency": 0}, "above 0 and at most 1"),
+        ({"target_efficiency": 1.2}, "above 0 and at most 1"),
+        ({"target_efficiency": -0.5}, "above 0 and at most 1"),
+        ({"target_efficiency": math.nan}, "above 0 and at most 1"),
+        ({"target_efficiency": True}, "above 0 and at most 1"),
+        ({"target_efficiency": "fast"}, "'goodput', or None"),
+        ({"target_efficiency": 0.5, "global_batch_size": 64}, "not both.*max_global_batch_size"),
+        ({"target_efficiency": 0.5, "rule": "linear"}, "rule='adascale'"),
+        ({"target_efficiency": 1, "rule": "unscaled"}, "rule='adascale'"),
+        ({"max_global_batch_size": 64}, "Give target_efficiency as well"),
+        ({"max_accumulation": 4}, "Give target_efficiency as well"),
+        ({"target_efficiency": 0.5, "max_accumulation": 2, "accumulation": 3}, "the fewest passes"),
+        ({"target_efficiency": 0.5, "throughput": object()}, "is for efficiency='goodput'"),
     ],
 )
 def test_settings_of_an_efficiency_that_cannot_be_are_named(settings: dict[str, Any], message: str) -> None:
@@ -325,14 +325,17 @@ def test_settings_of_an_efficiency_that_cannot_be_are_named(settings: dict[str, 
     ],
 )
 def test_bounds_that_leave_no_batch_are_named(settings: dict[str, int], workers: int) -> None:
-    with pytest.raises(ValueError, match=r"bounds of AdaScaleConfig\(efficiency=0.5\) leave no batch"):
-        AdaScaleConfig(base_batch_size=8, efficiency=0.5, **settings).plan(workers)
+    with pytest.raises(ValueError, match=r"bounds of AdaScaleConfig\(target_efficiency=0.5\) leave no batch"):
+        AdaScaleConfig(base_batch_size=8, target_efficiency=0.5, **settings).plan(workers)
 
 
 def test_all_plans_are_runnable_and_near_each_other() -> None:
     for base, per_worker, workers in itertools.product((1, 7, 32), (1, 5, 48), (1, 2, 5)):
         config = AdaScaleConfig(
-            base_batch_size=base, per_worker_batch_size=per_worker, efficiency=0.5, max_global_batch_size=base * 64
+            base_batch_size=base,
+            per_worker_batch_size=per_worker,
+            target_efficiency=0.5,
+            max_global_batch_size=base * 64,
         )
         plans = config.plans(workers)
         for plan in plans:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .. import checkpoint
 from ..recipe import Recipe, RecipeError
-from ..run.time_left import clock_time
+from ..run.eta import clock_time
 from .runs import RunTrace, is_number, load_run, workers_in_words
 
 __all__ = ["describe"]

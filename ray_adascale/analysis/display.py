@@ -21,8 +21,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ..run.eta import LEFT, Eta, clock_time
 from ..run.metrics import METRICS, format_metrics, state_of, tau_of
-from ..run.time_left import LEFT, Left, clock_time
 
 __all__ = ["RunDisplay", "SearchDisplay"]
 
@@ -79,13 +79,15 @@ class RunDisplay:
     def line(self, metrics: Mapping[str, Any]) -> str:
         """The plain line for these metrics."""
         label = f"{self._label}: " if self._label else ""
-        return f"{label}{format_metrics(metrics, metrics['total_steps'], Left.told(metrics))}"
+        return f"{label}{format_metrics(metrics, metrics['total_steps'], Eta.from_metrics(metrics))}"
 
     def render(self, metrics: Mapping[str, Any]) -> RenderableType:
         """What a terminal shows for these metrics: a bar over τ, the run's state, and the user's own metrics."""
         total = metrics["total_steps"]
         rows: list[RenderableType] = [
-            _bar(self._label, metrics["effective_steps"] / total, tau_of(metrics, total), str(Left.told(metrics))),
+            _bar(
+                self._label, metrics["effective_steps"] / total, tau_of(metrics, total), str(Eta.from_metrics(metrics))
+            ),
             _line(state_of(metrics)),
         ]
         own = [

@@ -17,8 +17,8 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
+from ..adaptive_batch import max_useful_workers
 from ..config import AdaScaleConfig, BatchPlan
-from ..follow import pays_until
 from ..optim.rules import make_rule, metric_of
 from ..recipe import Recipe
 from ..replay import MOST_STEPS, Forecaster, Steps
@@ -56,7 +56,7 @@ class ForecastRow:
         speedup: Over the base run: in time, or without a throughput model in passes one after the other.
         cost: Money for ``seconds``; None without a price or without seconds. It is in proportion to them.
         marginal: Speed-up that the last of these workers adds. Not rounded to whole steps, as ``speedup`` is.
-        pays: Whether there are no more workers than ``Forecast.pays_until``.
+        pays: Whether there are no more workers than ``Forecast.max_useful_workers``.
     """
 
     workers: int
@@ -91,8 +91,8 @@ class Forecast:
         base_batch_size: B0.
         rows: A row for each number of workers, in increasing order.
         notes: What the forecast could not know.
-        pays_until: The number of workers up to which adding workers pays: further ones, up to twice as many, add less than
-            half of the first one's speed-up each. It comes from the model, whatever rows were asked for; above 64 it is
+        max_useful_workers: The number of workers up to which adding workers pays: further ones, up to twice as many, add
+            less than half of the first one's speed-up each. It comes from the model, whatever rows were asked for; above 64 it is
             right to a sixteenth. None where 4,096 workers still pay.
         pays_until_low: The same where the run takes as many steps as the interval allows, so that a worker adds less.
         pays_until_high: And where it takes as few.
@@ -104,7 +104,7 @@ class Forecast:
     base_batch_size: int
     rows: tuple[ForecastRow, ...]
     notes: tuple[str, ...]
-    pays_until: int | None
+    max_useful_workers: int | None
     pays_until_low: int | None
     pays_until_high: int | None
 
@@ -134,10 +134,11 @@ class Forecast:
 
     def lines(self) -> list[str]:
         """What stands below the table."""
-        if self.pays_until is None:
+        if self.max_useful_workers is None:
             verdict = f"Adding workers still pays at {_MOST:,}: each adds at least half as much as the first"
         else:
-            verdict = f"Adding workers pays up to {self.pays_until:,}: further ones each add less than half as much as the first"
+            most = f"{self.max_useful_workers:,}"
+            verdict = f"Adding workers pays up to {most}: further ones each add less than half as much as the first"
         low, high = (
             f"{k:,}" if k is not None else f"over {_MOST:,}" for k in (self.pays_until_low, self.pays_until_high)
         )
@@ -214,8 +215,8 @@ def forecast_recipe(
         recipe: It has the noise of its search. Repeat seeds, where it has them, sharpen the estimate and the interval.
         workers: Numbers of workers.
         config: As for :class:`ray_adascale.AdaScaleTrainer`: batch of a worker, accumulation, rule, averaging window; with
-            ``efficiency`` the scale is chosen step by step, as by the run. Passes are added where few workers would make less
-            than a base batch. Not the rule "adamscale", whose statistics a search does not take.
+            ``target_efficiency`` the scale is chosen step by step, as by the run. Passes are added where few workers would
+            make less than a base batch. Not the rule "adamscale", whose statistics a search does not take.
         throughput: Time of a step; see :func:`ray_adascale.measure_throughput`. Without one, time is counted in passes.
         cost_per_worker_hour: Price, in any currency; needs ``throughput``.
 
@@ -242,7 +243,7 @@ def forecast_recipe(
             f"Invalid rule={config.rule!r}: its gain is taken in Adam's metric, and a search probes plain gradients. There "
             "is no forecast for it."
         )
-    if config.efficiency == "goodput" and config.throughput is None:
+    if config.target_efficiency == "goodput" and config.throughput is None:
         config = replace(config, throughput=throughput)
     forecaster = Forecaster(recipe, rule=made, averaging_window=config.averaging_window)
     base = recipe.total_steps * _step_time(throughput, BatchPlan(recipe.base_batch_size, recipe.base_batch_size, 1, 1))
@@ -253,7 +254,7 @@ def forecast_recipe(
 
     def run_on(k: int, most_steps: int = MOST_STEPS) -> tuple[Steps, float]:
         """The steps on k workers, and the mean time of one."""
-        if config.efficiency is not None:
+        if config.target_efficiency is not None:
             found = forecaster.following(config, k, most_steps=most_steps)
             return found, statistics.fmean(_step_time(throughput, plan) for plan in found.expected.plans)
         plan = config.plan(k)
@@ -264,7 +265,7 @@ def forecast_recipe(
         steps = {"expected": found.expected.exact_steps, "low": found.low, "high": found.high}[edge]
         return base / (steps * step_s)
 
-    pays = [pays_until(functools.partial(speedup, edge=edge), _MOST) for edge in ("expected", "low", "high")]
+    pays = [max_useful_workers(functools.partial(speedup, edge=edge), _MOST) for edge in ("expected", "low", "high")]
     pays_up_to, fewest, *_, most = pays[0], *sorted(pays, key=lambda k: math.inf if k is None else k)
     rows: list[ForecastRow] = []
     for k in ks:
@@ -307,7 +308,7 @@ def forecast_recipe(
         base_batch_size=recipe.base_batch_size,
         rows=tuple(rows),
         notes=tuple(_notes(recipe, rows, forecaster, throughput)),
-        pays_until=pays_up_to,
+        max_useful_workers=pays_up_to,
         pays_until_low=fewest,
         pays_until_high=most,
     )

@@ -12,12 +12,12 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from .._files import SEARCH, TRACE
-from ..run.metrics import METRICS, WORKERS_THAT_PAY
+from ..run.metrics import METRICS, USEFUL_WORKERS
 from ..run.trace import read_trace
 
 __all__ = ["COUNTERS", "RunTrace", "is_number", "load_run", "trace_path", "workers_in_words"]
 
-COUNTERS = ("step", "attempt", "position", "total_steps", "steps_left", WORKERS_THAT_PAY)
+COUNTERS = ("step", "attempt", "position", "total_steps", "steps_left", USEFUL_WORKERS)
 """The keys of a row, beside ``METRICS``, that the run itself writes: they tell where the run was, and measure nothing."""
 
 

@@ -32,7 +32,7 @@ __all__ = [
 
 Command = Callable[[argparse.Namespace], int]
 
-BATCH_OPTIONS = ("per_worker_batch_size", "accumulation", "efficiency", "rule")
+BATCH_OPTIONS = ("per_worker_batch_size", "accumulation", "target_efficiency", "rule")
 """The fields of ``AdaScaleConfig`` that decide what a step's batch is, and have options of their own."""
 
 ELASTIC_FAILURES = 20
@@ -277,7 +277,7 @@ def _add_batch(parser: argparse._ActionsContainer) -> None:
         "--accumulation", type=int, metavar="N", help="passes before each optimizer step, on each worker (default: 1)"
     )
     parser.add_argument(
-        "--efficiency",
+        "--target-efficiency",
         type=_efficiency,
         metavar="E",
         help="let the run choose its scale: the largest at which a step buys this share of what its examples cost, as 0.6; or "

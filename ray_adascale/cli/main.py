@@ -199,7 +199,7 @@ def _train(args: argparse.Namespace) -> int:
     import ray.train
 
     from ..recipe import Recipe
-    from ..train.restarts import failure_in_words, whole_failure
+    from ..train.retry import failure_in_words, whole_failure
     from ..train.trainer import AdaScaleTrainer
     from ..workload import resolve
 

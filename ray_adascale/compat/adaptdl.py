@@ -26,8 +26,8 @@ from .._torch import uncompiled
 from ..gain import plain_gain
 from ..optim.adam_metric import adam_preconditioner
 from ..optim.adascale import AdaScale
+from ..optim.gradient_statistics import OpenEnded
 from ..optim.rules import RuleInput, metric_of
-from ..optim.sampler import OpenEnded
 from ..scaling_rules import VARIANCE_FLOOR, ScalingRuleBase, pick_factor
 
 __all__ = ["AdaptiveDataParallel", "GradientNoiseScale"]

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from .iterables import IterableSource, RayDataBatches, even_size, fixed_batches, unshared
-from .order import ExampleOrder, StepCut
+from .order import BatchSplit, ExampleOrder
 from .source import BatchSource, MapSource, loader_generator
 
 __all__ = ["make_source", "to_device"]
@@ -25,14 +25,14 @@ __all__ = ["make_source", "to_device"]
 
 def make_source(
     dataset: Any,
-    cut: StepCut,
+    split: BatchSplit,
     order: ExampleOrder,
     *,
     collate_fn: Callable[..., Any] | None = None,
     num_workers: int = 0,
     pin_memory: bool = False,
     length: int | None = None,
-    recuts: bool = False,
+    splits_change: bool = False,
 ) -> BatchSource:
     """Chooses the source for what a user calls a dataset.
 
@@ -45,13 +45,13 @@ def make_source(
 
     Args:
         dataset: As above. All but a map-style dataset must be this worker's own share.
-        cut: How a step is cut, and which part of it is this worker's.
+        split: How a step is split, and which part of it is this worker's.
         order: The order of a map-style dataset's examples; those of other data come in an order of their own.
         collate_fn: Makes a batch of a list of examples; for a Ray Data shard as in ``iter_torch_batches``.
         num_workers: Loader processes, for datasets that are batched here.
         pin_memory: The same.
         length: Examples per epoch over all workers, for all but map-style datasets.
-        recuts: Whether steps will be cut otherwise as the run goes on, which only a map-style dataset can follow.
+        splits_change: Whether steps will be cut otherwise as the run goes on, which only a map-style dataset can follow.
 
     Raises:
         ValueError: For an argument out of range, or one that this kind of dataset cannot follow.
@@ -62,11 +62,11 @@ def make_source(
     if not (ray_data or loader or bare_iterable) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         if length is not None and length != len(dataset):
             raise ValueError(f"Invalid {length=}: the dataset has {len(dataset)} examples. Leave length out.")
-        return MapSource(dataset, cut, order, collate_fn=collate_fn, num_workers=num_workers, pin_memory=pin_memory)
+        return MapSource(dataset, split, order, collate_fn=collate_fn, num_workers=num_workers, pin_memory=pin_memory)
 
-    if recuts:
+    if splits_change:
         raise ValueError(fixed_batches(dataset))
-    batch_size = even_size(cut)
+    batch_size = even_size(split)
     if num_workers and not bare_iterable:
         raise ValueError(
             f"Invalid {num_workers=}: a {type(dataset).__name__} loads its batches itself. Leave num_workers out."
@@ -90,9 +90,9 @@ def make_source(
             f"Invalid collate_fn: a {type(dataset).__name__} yields batches that are collated already. Give the"
             " collate_fn to the data loader, or give the dataset itself."
         )
-    elif isinstance(dataset, DataLoader) and cut.world_size > 1 and unshared(dataset):
+    elif isinstance(dataset, DataLoader) and split.world_size > 1 and unshared(dataset):
         warnings.warn(
-            f"{cut.world_size} workers were given a DataLoader without a DistributedSampler: unless each worker's dataset"
+            f"{split.world_size} workers were given a DataLoader without a DistributedSampler: unless each worker's dataset"
             " is its own share, all go through the same examples. Give the dataset itself (loader.dataset), which also"
             " resumes exactly.",
             UserWarning,
@@ -100,7 +100,7 @@ def make_source(
         )
     # What is batched here leaves smaller batches out, so the size is known whatever collate_fn makes of a batch.
     known_size = (lambda _: batch_size) if ray_data or bare_iterable else None
-    return IterableSource(batches, cut, length=length, examples_of=known_size)
+    return IterableSource(batches, split, length=length, examples_of=known_size)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

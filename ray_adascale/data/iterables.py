@@ -9,24 +9,24 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from .order import StepCut, checked_int
+from .order import BatchSplit, checked_int
 from .source import BatchSource, MicroBatch, as_micro_batches, base_steps, check_state
 
 __all__ = ["IterableSource", "RayDataBatches", "even_size", "fixed_batches", "unshared"]
 
 
-def even_size(cut: StepCut) -> int:
+def even_size(split: BatchSplit) -> int:
     """Examples in each micro-batch of a step, where all are to be of one size.
 
     Raises:
         ValueError: They can't be, since B is not a multiple of their number.
     """
-    size, rest = divmod(cut.global_batch_size, cut.num_samples)
+    size, rest = divmod(split.global_batch_size, split.num_samples)
     if rest:
         raise ValueError(
-            f"Invalid global_batch_size={cut.global_batch_size}: batches from an iterable are all of one size, so it"
-            f" must be a multiple of {cut.num_samples} (world_size={cut.world_size} times"
-            f" accumulation={cut.accumulation})."
+            f"Invalid global_batch_size={split.global_batch_size}: batches from an iterable are all of one size, so it"
+            f" must be a multiple of {split.num_samples} (world_size={split.world_size} times"
+            f" accumulation={split.accumulation})."
         )
     return size
 
@@ -35,7 +35,8 @@ def fixed_batches(dataset: Any) -> str:
     """Says that batches of this data can't change, and what to do."""
     return (
         f"A {type(dataset).__name__} brings batches of its own size, which can't change while the run goes on. Leave "
-        "AdaScaleConfig(efficiency=...) out and choose per_worker_batch_size and accumulation; or give a map-style dataset, with "
+        "AdaScaleConfig(target_efficiency=...) out and choose per_worker_batch_size and accumulation; or give a "
+        "map-style dataset, with "
         "__getitem__ and __len__ (of a DataLoader: loader.dataset)."
     )
 
@@ -51,7 +52,7 @@ class IterableSource(BatchSource):
 
     Args:
         batches: Each ``iter()`` makes a pass over this worker's share.
-        cut: How a step is cut: into micro-batches of one size, and each batch is one.
+        split: How a step is cut: into micro-batches of one size, and each batch is one.
         length: Examples per epoch over all workers; the epoch stays 0 if None.
         examples_of: Number of examples in a batch, for batches whose leading dimension does not tell.
 
@@ -62,7 +63,7 @@ class IterableSource(BatchSource):
     def __init__(
         self,
         batches: Iterable[Any],
-        cut: StepCut,
+        split: BatchSplit,
         *,
         length: int | None = None,
         examples_of: Callable[[Any], int] | None = None,
@@ -72,8 +73,8 @@ class IterableSource(BatchSource):
                 f"Invalid batches of type {type(batches).__name__}. Must be iterable, and start anew at each iter(): a"
                 " DataLoader, an IterableDataset, a list of batches, or an object with __iter__."
             )
-        self.cut = cut
-        self.batch_size = even_size(cut)
+        self.split = split
+        self.batch_size = even_size(split)
         self.length = None if length is None else checked_int("length", length, 1)
         self._position = 0
         self._batches = batches
@@ -91,13 +92,13 @@ class IterableSource(BatchSource):
 
     def __iter__(self) -> Iterator[MicroBatch]:
         self.close()
-        self._iterator = as_micro_batches(self._endless(self.epoch), self.cut)
+        self._iterator = as_micro_batches(self._endless(self.epoch), self.split)
         return self._iterator
 
     def commit(self) -> None:
-        self._position += self.cut.global_batch_size
+        self._position += self.split.global_batch_size
 
-    def recut(self, cut: StepCut) -> None:
+    def set_split(self, split: BatchSplit) -> None:
         raise ValueError(fixed_batches(self._batches))
 
     def base_steps_per_epoch(self, base_batch_size: int) -> float | None:

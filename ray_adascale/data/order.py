@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 __all__ = [
+    "BatchSplit",
     "ExampleOrder",
     "Part",
-    "StepCut",
     "StepSampler",
     "checked_int",
     "epoch_order",
@@ -60,7 +60,7 @@ class ExampleOrder:
 
 
 @dataclass(frozen=True)
-class StepCut:
+class BatchSplit:
     """How the B examples of one optimizer step are cut into micro-batches, and which of these are this worker's.
 
     They are cut into n contiguous parts whose sizes differ by at most 1. Part ``pass · world_size + rank`` goes to that
@@ -209,11 +209,11 @@ def split_evenly(total: int, parts: int) -> list[int]:
 class StepSampler(Sampler[list[int]]):
     """A batch sampler that yields one worker's micro-batches without end: step by step, within a step pass by pass.
 
-    Step by step the stream is cut into B examples, across the borders of epochs, and these as ``cut`` says.
+    Step by step the stream is cut into B examples, across the borders of epochs, and these as ``split`` says.
 
     Args:
         length: Examples in the dataset.
-        cut: How a step is cut. B may exceed ``length`` unless ``order.drop_last``.
+        split: How a step is cut. B may exceed ``length`` unless ``order.drop_last``.
         order: The order of the stream.
         position: Examples of the stream consumed so far, over all workers. May be set between iterations; a running
             iterator is not affected.
@@ -222,12 +222,12 @@ class StepSampler(Sampler[list[int]]):
         ValueError: An argument is out of range; the message says what to change.
     """
 
-    def __init__(self, length: int, cut: StepCut, order: ExampleOrder, position: int = 0) -> None:
+    def __init__(self, length: int, split: BatchSplit, order: ExampleOrder, position: int = 0) -> None:
         self.length = checked_int("length", length, 0)
         if length == 0:
             raise ValueError("Invalid length=0: empty dataset. Give at least one example.")
         self.order = order
-        self.cut = cut
+        self.split = split
         self.position = checked_int("position", position, 0)
         self.keyed = order.shuffle and length >= KEYED_FROM
         """Whether an epoch's order is that of :func:`keyed_order`; may be set between iterations, as ``position``."""
@@ -235,23 +235,23 @@ class StepSampler(Sampler[list[int]]):
         """An epoch, and the order of its examples, where that is a list of all."""
 
     @property
-    def cut(self) -> StepCut:
+    def split(self) -> BatchSplit:
         """How a step is cut; may be set between iterations, as ``position``."""
-        return self._cut
+        return self._split
 
-    @cut.setter
-    def cut(self, cut: StepCut) -> None:
-        if self.order.drop_last and cut.global_batch_size > self.length:
+    @split.setter
+    def split(self, split: BatchSplit) -> None:
+        if self.order.drop_last and split.global_batch_size > self.length:
             raise ValueError(
-                f"Invalid global_batch_size={cut.global_batch_size} with drop_last=True: an epoch has {self.length} "
+                f"Invalid global_batch_size={split.global_batch_size} with drop_last=True: an epoch has {self.length} "
                 "examples, so every batch would be dropped. Use drop_last=False, which runs on into the next epoch, or a "
                 "smaller batch."
             )
-        self._cut = cut
+        self._split = split
 
     def next_position(self, position: int) -> int:
         """The position after one step that begins at ``position``."""
-        batch = self.cut.global_batch_size
+        batch = self.split.global_batch_size
         return self._step_start(self._step_start(position, batch) + batch, batch)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -259,9 +259,9 @@ class StepSampler(Sampler[list[int]]):
         return (self.indices(part) for part in self.parts(self.position))
 
     def parts(self, position: int) -> Iterator[Part]:
-        """This worker's micro-batches from ``position`` on, without end, by the cut that holds when the first is asked for."""
-        cut, batch = self.cut, self.cut.global_batch_size
-        pieces = list(zip(cut.micro_batch_starts, cut.micro_batch_sizes, strict=True))
+        """This worker's micro-batches from ``position`` on, without end, by the split that holds when the first is asked for."""
+        split, batch = self.split, self.split.global_batch_size
+        pieces = list(zip(split.micro_batch_starts, split.micro_batch_sizes, strict=True))
         last = len(pieces) - 1
         while True:
             position = self._step_start(position, batch)

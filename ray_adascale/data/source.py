@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
-from .order import ExampleOrder, Part, StepCut, StepSampler, checked_int, stable_seed
+from .order import BatchSplit, ExampleOrder, Part, StepSampler, checked_int, stable_seed
 
 __all__ = [
     "BatchSource",
@@ -73,7 +73,7 @@ class BatchSource(abc.ABC):
         """Advances ``position`` by one step. Called once after each optimizer step; prefetching never moves it."""
 
     @abc.abstractmethod
-    def recut(self, cut: StepCut) -> None:
+    def set_split(self, split: BatchSplit) -> None:
         """From the next step on, cut the examples after ``position`` so. At a step boundary; a running iterator goes on.
 
         Raises:
@@ -111,7 +111,7 @@ class MapSource(BatchSource):
 
     Args:
         dataset: ``__getitems__`` is used where it has one.
-        cut: How a step is cut, and which part of it is this worker's.
+        split: How a step is split, and which part of it is this worker's.
         order: The order of the examples.
         collate_fn: Makes a batch of a list of examples; torch's default if None.
         num_workers: Loader processes; they live as long as the iterator, over all epochs.
@@ -121,7 +121,7 @@ class MapSource(BatchSource):
     def __init__(
         self,
         dataset: Any,
-        cut: StepCut,
+        split: BatchSplit,
         order: ExampleOrder,
         *,
         collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -129,7 +129,7 @@ class MapSource(BatchSource):
         pin_memory: bool = False,
     ) -> None:
         checked_int("num_workers", num_workers, 0)
-        self.sampler = StepSampler(len(dataset), cut, order)
+        self.sampler = StepSampler(len(dataset), split, order)
         if collate_fn is None and _has_plain_rows(dataset):
             dataset, collate_fn = _Rows(dataset.tensors), _as_it_is
         self._requests = _Requests(self.sampler, seeded=num_workers > 0)
@@ -159,8 +159,8 @@ class MapSource(BatchSource):
     def commit(self) -> None:
         self.sampler.position = self.sampler.next_position(self.sampler.position)
 
-    def recut(self, cut: StepCut) -> None:
-        self.sampler.cut = cut
+    def set_split(self, split: BatchSplit) -> None:
+        self.sampler.split = split
         self._requests.restart()
 
     def base_steps_per_epoch(self, base_batch_size: int) -> float:
@@ -226,7 +226,7 @@ class _Requests(Sampler[list[int]]):
     asked for anew. So its processes live on, whatever changes.
 
     Args:
-        sampler: Its position and cut hold for what is asked for next.
+        sampler: Its position and split hold for what is asked for next.
         seeded: Give each request a seed, which depends on the run's seed and the position alone.
     """
 
@@ -253,7 +253,7 @@ class _Requests(Sampler[list[int]]):
                 yield indices
 
     def restart(self) -> None:
-        """Go on from the sampler's position and cut, which are others now."""
+        """Go on from the sampler's position and split, which are others now."""
         self._parts = self._sampler.parts(self._sampler.position)
         kept = True
         for i, asked in enumerate(self._on_their_way):
@@ -287,17 +287,17 @@ class _Seeded(Dataset[Any]):
         return fetch(list(request)) if fetch else [self._dataset[index] for index in request]
 
 
-def as_micro_batches(batches: Iterator[Any], cut: StepCut) -> Generator[MicroBatch, None, None]:
+def as_micro_batches(batches: Iterator[Any], split: BatchSplit) -> Generator[MicroBatch, None, None]:
     """This worker's batches, each with its weight and its pass of the step. Ends where ``batches`` do.
 
     Args:
-        batches: Step by step, within a step pass by pass; of the sizes that ``cut`` gives this worker.
-        cut: How a step is cut.
+        batches: Step by step, within a step pass by pass; of the sizes that ``split`` gives this worker.
+        split: How a step is cut.
     """
-    sizes = cut.micro_batch_sizes
+    sizes = split.micro_batch_sizes
     last = len(sizes) - 1
     for batch, (pass_index, size) in zip(batches, itertools.cycle(enumerate(sizes)), strict=False):
-        yield MicroBatch(batch, size, size / cut.global_batch_size, pass_index, pass_index == last)
+        yield MicroBatch(batch, size, size / split.global_batch_size, pass_index, pass_index == last)
 
 
 def base_steps(length: int, base_batch_size: int, *, drop_last: bool) -> float:

@@ -25,8 +25,8 @@ from ..gain import Average
 from ..sharding.oss import OSS
 from .averages import Averages, Known
 from .deferred import HostCopy, LastStep, skippable_step, steps_on_device
+from .gradient_statistics import GradientStatistics, OpenEnded, Sample
 from .rules import AdaScaleRule, RuleInput, ScalingRule
-from .sampler import GradientSampler, OpenEnded, Sample
 
 __all__ = ["AdaScale"]
 
@@ -155,7 +155,7 @@ class AdaScale(Optimizer):
         self._total_steps = total_steps
         self._single_gain = single_gain
         self._rule: ScalingRule = AdaScaleRule() if rule is None else rule
-        self._sampler = GradientSampler(
+        self._sampler = GradientStatistics(
             optimizer,
             world_size=world_size,
             process_group=process_group,
@@ -425,7 +425,7 @@ class AdaScale(Optimizer):
 
     def _leave_out(self, last: LastStep) -> None:
         self._sampler.previous = None
-        self._last = replace(self._last, skipped=True, rider=last.rider)
+        self._last = replace(self._last, skipped=True, payload=last.payload)
         if isinstance(self._optimizer, OSS):
             self._optimizer.discard_gradients()
 
@@ -438,7 +438,7 @@ class AdaScale(Optimizer):
         last, rest = sample.unpack(numbers.read())
         known = self._averages.learn(self._averages.now, rest, scale)
         if last.skipped:
-            self._last = replace(self._last, skipped=True, rider=last.rider)
+            self._last = replace(self._last, skipped=True, payload=last.payload)
         else:
             self._advance(known.gain, self._effective_steps + known.gain, replace(last, lr_factor=known.gain))
 
@@ -803,19 +803,19 @@ class AdaScale(Optimizer):
         self._sampler.weights = weights
 
     @property
-    def rider(self) -> Callable[[], Tensor] | None:
-        """Returns 1-D numbers whose sum over workers, in the same all-reduce, is :attr:`rider_sum`; a step calls it once."""
-        return self._sampler.rider
+    def payload(self) -> Callable[[], Tensor] | None:
+        """Returns 1-D numbers whose sum over workers, in the same all-reduce, is :attr:`payload_sum`; a step calls it once."""
+        return self._sampler.payload
 
-    @rider.setter
-    def rider(self, rider: Callable[[], Tensor] | None) -> None:
-        self._sampler.rider = rider
+    @payload.setter
+    def payload(self, payload: Callable[[], Tensor] | None) -> None:
+        self._sampler.payload = payload
 
     @property
-    def rider_sum(self) -> Sequence[float]:
-        """The last step's :attr:`rider`, summed over workers; read together with the step's own numbers."""
+    def payload_sum(self) -> Sequence[float]:
+        """The last step's :attr:`payload`, summed over workers; read together with the step's own numbers."""
         self._settle()
-        return self._last.rider
+        return self._last.payload
 
     @property
     def at_boundary(self) -> bool:

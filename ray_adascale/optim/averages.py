@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import gain as gain_math
 from ..gain import Average
-from .sampler import GradientSampler, Sample
+from .gradient_statistics import GradientStatistics, Sample
 
 __all__ = ["Averages", "Known"]
 
@@ -57,7 +57,7 @@ class Averages:
 
     def __init__(
         self,
-        sampler: GradientSampler,
+        sampler: GradientStatistics,
         *,
         variance_floor: float,
         clip_samples: bool,

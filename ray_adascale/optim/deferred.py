@@ -99,18 +99,18 @@ def _fill_momentum(optimizer: Optimizer) -> None:
 
 @dataclass(frozen=True)
 class LastStep:
-    """What became of the last step; where it was skipped, all but the rider is of the one before.
+    """What became of the last step; where it was skipped, all but the payload is of the one before.
 
     Attributes:
         skipped: Whether it did nothing.
         lr_factor: What the LR was multiplied by.
         sigma2: σ² of its gradient samples, over all groups; NaN where it says nothing.
         mu2: μ², likewise.
-        rider: What travelled with its statistics, summed over workers.
+        payload: What travelled with its statistics, summed over workers.
     """
 
     skipped: bool = False
     lr_factor: float = 1.0
     sigma2: float = math.nan
     mu2: float = math.nan
-    rider: Sequence[float] = ()
+    payload: Sequence[float] = ()

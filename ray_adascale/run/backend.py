@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from .. import checkpoint
 from .._files import TRACE
+from .eta import NOT_KNOWN, Eta
 from .schedule import BaseSchedule
-from .time_left import NOT_KNOWN, Left
 
-__all__ = ["CHECKPOINT", "Backend", "LocalBackend", "Outcome"]
+__all__ = ["CHECKPOINT", "Backend", "LocalBackend", "StepReport"]
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ CHECKPOINT = "Checkpoint of optimizer step %d, effective step %.2f."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class StepReport:
     """What has become of a run, up to a step boundary.
 
     Attributes:
@@ -49,7 +49,7 @@ class Outcome:
     stopped: str | None = None
     evaluated: bool = False
     sample: tuple[float, float] = (math.nan, math.nan)
-    left: Left = NOT_KNOWN
+    left: Eta = NOT_KNOWN
 
 
 class Backend(ABC):
@@ -98,10 +98,10 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def report(self, outcome: Outcome, folder: Path | None) -> None:
+    def report(self, outcome: StepReport, folder: Path | None) -> None:
         """Hand over what has become of the run, and the checkpoint written to ``folder``. All workers together."""
 
-    def report_in_background(self, outcome: Outcome, folder: Path) -> None:
+    def report_in_background(self, outcome: StepReport, folder: Path) -> None:
         """The same, for a checkpoint, without waiting for its upload. ``uploading`` is True until that is over."""
         self.report(outcome, folder)
 
@@ -119,7 +119,7 @@ class Backend(ABC):
         """Whether the run is to end at the next step boundary, with a checkpoint, to be resumed. Asked on rank 0."""
         return False
 
-    def observe(self, outcome: Outcome) -> None:  # noqa: B027 (most places have no gauges)
+    def observe(self, outcome: StepReport) -> None:  # noqa: B027 (most places have no gauges)
         """See what has become of the run after every optimizer step; must be cheap. Called on rank 0."""
 
     def keep_trace(self, path: Path) -> None:  # noqa: B027
@@ -186,7 +186,7 @@ class LocalBackend(Backend):
                 dist.barrier()
         return path
 
-    def report(self, outcome: Outcome, folder: Path | None) -> None:
+    def report(self, outcome: StepReport, folder: Path | None) -> None:
         self.metrics = dict(outcome.metrics)
         if folder is not None and self.rank == 0:
             _log.info(CHECKPOINT, outcome.metrics.get("optimizer_steps", 0), outcome.effective_steps)

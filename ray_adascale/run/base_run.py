@@ -22,7 +22,7 @@ from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig
 from ..measure.probe import probe_noise
 from ..recipe import SETTINGS, NoiseProbe, Recipe, Repeat
-from ..workload import Workload, WorkloadFn, build, handed_settings
+from ..workload import Workload, WorkloadFn, build, injected_settings
 from .backend import Backend
 from .loop import Run
 from .schedule import BaseSchedule
@@ -50,7 +50,7 @@ class BaseResult:
         schedule: The one that the run had.
         noise: The probes of the run.
         advice: What the run had to warn of, in words; nobody sees the warnings of a trial.
-        unread: The hyperparameters that the workload has not read to the end, as ``ConfigReads.unread`` has them.
+        unread: The hyperparameters that the workload has not read to the end, as ``ConfigAccessLog.unread`` has them.
         momentum: The optimizer's, see :func:`momentum_of`.
     """
 
@@ -178,7 +178,7 @@ def freeze(
         lr_curve=schedule.lr_curve,
         noise=outcome.noise,
         seed=config.seed,
-        search={**search, "handed": list(handed_settings(config))},
+        search={**search, "handed": list(injected_settings(config))},
         workload=workload_name(workload),
         versions={
             "ray_adascale": __version__,
@@ -218,7 +218,7 @@ def base_config(
         per_worker_batch_size=base_batch_size,
         global_batch_size=None,
         accumulation=1,
-        efficiency=None,
+        target_efficiency=None,
         max_global_batch_size=None,
         max_accumulation=None,
         throughput=None,

@@ -16,9 +16,9 @@ from typing import Any
 
 __all__ = [
     "MISTAKES",
+    "annotate_exceptions",
     "is_users",
     "lines_of",
-    "noted",
     "place_of",
     "traceback_of",
     "users_lines",
@@ -40,7 +40,7 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 
 @contextmanager
-def noted(steps: Callable[[], tuple[int, int] | None] = lambda: None) -> Iterator[None]:
+def annotate_exceptions(steps: Callable[[], tuple[int, int] | None] = lambda: None) -> Iterator[None]:
     """Note on an exception that is raised within where in the run that was, and in which lines of the user's.
 
     Args:

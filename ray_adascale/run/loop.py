@@ -21,25 +21,25 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .._files import TRACE
 from .._warn import warn_at_user
+from ..adaptive_batch import controller_of, paying_over, useful_workers
 from ..config import AdaScaleConfig, BatchPlan
 from ..data import make_source, to_device
 from ..data.order import ExampleOrder
 from ..data.source import BatchSource, MicroBatch
-from ..follow import follower_of, paying_over, workers_that_pay
 from ..optim.rules import make_rule, metric_of
 from ..recipe import Recipe
 from ..replay import noise_curves
 from ..sharding.sharded_ddp import ShardedDataParallel
-from ..workload import ConfigReads, Workload, unread_warning, with_unit
-from .backend import Backend, LocalBackend, Outcome
+from ..workload import ConfigAccessLog, Workload, unread_warning, with_unit
+from .backend import Backend, LocalBackend, StepReport
 from .build import check_built, check_recipe, check_rule, check_schedule, wrap
 from .due import Clocks, Due
-from .metrics import METRICS, WORKERS_THAT_PAY, ProgressLine, plain_numbers, step_metrics, too_large_for_the_noise
+from .eta import Eta, RemainingSteps, StepClock, forecast_remaining_steps
+from .metrics import METRICS, USEFUL_WORKERS, ProgressLine, plain_numbers, step_metrics, too_large_for_the_noise
 from .saver import Boundary, Content, Saver
 from .schedule import BaseSchedule, EffectiveSchedule
-from .snapshot import INTERRUPTED, LoopState, Snapshot, log_start
-from .time_left import Left, StepClock, StepsLeft, forecast_steps_left
 from .trace import StepLog, read_trace
+from .train_state import INTERRUPTED, LoopState, TrainState, log_start
 
 __all__ = ["TOTAL_STEPS_REACHED", "Run"]
 
@@ -141,17 +141,17 @@ class Run:
         self.plan = config.plan(self.backend.world_size)
         self.source: BatchSource = make_source(
             dataset,
-            self.plan.cut(self.backend.rank),
+            self.plan.split(self.backend.rank),
             ExampleOrder(seed=config.seed, shuffle=config.shuffle, drop_last=config.drop_last),
             collate_fn=collate_fn,
             num_workers=config.num_loader_workers,
             pin_memory=config.pin_memory,
             length=config.dataset_length,
-            recuts=config.efficiency is not None,
+            splits_change=config.target_efficiency is not None,
         )
         per_epoch = self.source.base_steps_per_epoch(self.plan.base_batch_size)
         total_steps = config.resolve_total_steps(per_epoch)
-        self._follower = follower_of(
+        self._follower = controller_of(
             config,
             self.backend.world_size,
             total_steps=total_steps,
@@ -159,7 +159,7 @@ class Run:
         )
         if self._follower is not None:
             self.plan = self._follower.plan
-            self.source.recut(self.plan.cut(self.backend.rank))
+            self.source.set_split(self.plan.split(self.backend.rank))
         self.schedule = EffectiveSchedule(
             optimizer,
             scheduler,
@@ -191,8 +191,8 @@ class Run:
         self._fully_sharded = wrapped.sharding == "fsdp2"
         watch = weakref.WeakMethod(self._before_inner_step)
         optimizer.register_step_pre_hook(lambda *_: (hook := watch()) and hook())
-        rider = weakref.WeakMethod(self._rider)  # or a run that nobody needs would wait for the garbage collector
-        self.optimizer.rider = lambda: rider()()  # type: ignore[misc]
+        payload = weakref.WeakMethod(self._rider)  # or a run that nobody needs would wait for the garbage collector
+        self.optimizer.payload = lambda: payload()()  # type: ignore[misc]
 
         self.state = LoopState()
         """Step counts and metrics so far, as they go into a checkpoint."""
@@ -211,7 +211,7 @@ class Run:
         self._unscaled = False
         self._looping, self._stepping = False, False
         self._no_sync, self._autocast = ExitStack(), ExitStack()  # open during the passes that want them
-        self._config_reads: ConfigReads | None = None
+        self._config_reads: ConfigAccessLog | None = None
         self._warned_noise = False
         self._beyond_noise_since: float | None = None  # τ
         self._looked_at_workers = -1  # a count of quarter windows of τ
@@ -223,7 +223,7 @@ class Run:
         )
         self._loop_seconds = 0.0
         self._saver = Saver(self.backend, on_cpu)
-        self._snapshot = Snapshot(
+        self._train_state = TrainState(
             module=self.module,
             optimizer=self.optimizer,
             parameter_names=wrapped.parameter_names,
@@ -241,7 +241,7 @@ class Run:
         with self.backend.latest_checkpoint() as folder:
             workers = None
             if folder is not None:
-                workers = self._snapshot.load(folder, accept_changes=config.accept_changes)
+                workers = self._train_state.load(folder, accept_changes=config.accept_changes)
                 self._log.resume(folder)
                 if self._follower is not None:
                     moments = self.optimizer.average_moments()
@@ -255,8 +255,8 @@ class Run:
             if self._stalled:
                 self.state.stopped = self._stall_in_words()
             if self.backend.rank == 0:
-                log_start(self._snapshot, folder, workers, self._log.last, config.checkpoint_every_s)
-                self._log_workers_that_pay()
+                log_start(self._train_state, folder, workers, self._log.last, config.checkpoint_every_s)
+                self._log_useful_workers()
         self._line = ProgressLine(config.show_progress)
         if self.stopped is not None and self.backend.rank == 0:
             self._line.end(self.state.metrics, self.total_steps, f"ended before, {self.stopped}")
@@ -265,12 +265,12 @@ class Run:
         self._clocks = Clocks(config, self.backend)  # they start now
         self._step_ended = time.monotonic()
 
-    def _forecast(self, folder: Path | None) -> StepsLeft | None:
+    def _forecast(self, folder: Path | None) -> RemainingSteps | None:
         """The forecast of the steps left, on rank 0; ``folder`` is the checkpoint whose trace corrects it."""
         if self.backend.rank != 0:
             return None
         rows = read_trace(folder / TRACE) if folder is not None and (folder / TRACE).is_file() else []
-        return forecast_steps_left(
+        return forecast_remaining_steps(
             self._recipe,
             rows,
             scale=self.scale,
@@ -612,8 +612,8 @@ class Run:
         self.plan = plan
         self.optimizer.set_num_gradients_to_accumulate(plan.accumulation, update_smoothing=False)
         self.optimizer.set_scale(plan.scale)
-        self.source.recut(plan.cut(self.backend.rank))
-        self._snapshot = replace(self._snapshot, plan=plan)
+        self.source.set_split(plan.split(self.backend.rank))
+        self._train_state = replace(self._train_state, plan=plan)
 
     def _as_on_rank_0(self, numbers: tuple[float, ...]) -> tuple[float, ...]:
         if self.plan.world_size == 1:
@@ -647,7 +647,7 @@ class Run:
         step, self._unread = self._unread, None
         if step is None:
             return
-        loss, *shared = self.optimizer.rider_sum
+        loss, *shared = self.optimizer.payload_sum
         due = step.due or Due(*shared)
         self._due = due if self._due is None else due.together_with(self._due)
         if not self.optimizer.last_step_skipped:
@@ -675,20 +675,20 @@ class Run:
     def _look_at_workers(self, metrics: dict[str, Any]) -> None:
         """Add how many workers pay, where their number or the batch may change; it is computed now and then, on rank 0."""
         config = self.config
-        if self.backend.rank != 0 or not (config.elastic or config.efficiency is not None):
+        if self.backend.rank != 0 or not (config.elastic or config.target_efficiency is not None):
             return
         before, now = self._looked_at_workers, self._quarter_windows
-        if now == before and WORKERS_THAT_PAY in self.state.metrics:
-            metrics[WORKERS_THAT_PAY] = self.state.metrics[WORKERS_THAT_PAY]
+        if now == before and USEFUL_WORKERS in self.state.metrics:
+            metrics[USEFUL_WORKERS] = self.state.metrics[USEFUL_WORKERS]
         elif not math.isnan(metrics["sigma2"] + metrics["mu2"]):
             self._looked_at_workers = now
             most = 2 * self.plan.world_size
-            metrics[WORKERS_THAT_PAY] = workers_that_pay(config, metrics["sigma2"], metrics["mu2"], most=most)
+            metrics[USEFUL_WORKERS] = useful_workers(config, metrics["sigma2"], metrics["mu2"], most=most)
 
-    def _log_workers_that_pay(self) -> None:
+    def _log_useful_workers(self) -> None:
         """Say beforehand how many workers will pay, and from when on, where a recipe's noise tells."""
         config, recipe = self.config, self._recipe
-        if recipe is None or not recipe.noise or not (config.elastic or config.efficiency is not None):
+        if recipe is None or not recipe.noise or not (config.elastic or config.target_efficiency is not None):
             return
         if self.stopped is not None or metric_of(make_rule(config.rule)) != "euclidean":
             return
@@ -708,8 +708,8 @@ class Run:
         """Of the averages, that τ has passed."""
         return math.floor(4 * self.effective_steps / (self.config.averaging_window * self.total_steps))
 
-    def _outcome(self) -> Outcome:
-        return Outcome(
+    def _outcome(self) -> StepReport:
+        return StepReport(
             metrics=self.state.metrics,
             effective_steps=self.effective_steps,
             schedule=self.base_schedule,
@@ -719,7 +719,7 @@ class Run:
             left=self._left(),
         )
 
-    def _left(self) -> Left:
+    def _left(self) -> Eta:
         """What is left, from the last step that the host knows; rank 0's counts."""
         tau, steps = self.effective_steps, self.optimizer.steps
         todo = max(self.total_steps - tau, 0.0)
@@ -730,7 +730,7 @@ class Run:
             left = todo * steps / tau if tau > 0 else math.inf
         else:
             left = todo
-        return Left(left, left * self._step_clock.seconds if left else 0.0, rough)
+        return Eta(left, left * self._step_clock.seconds if left else 0.0, rough)
 
     def _do_what_is_due(self, due: Due) -> None:
         """Evaluate, hand over, save and report; the same on all workers."""
@@ -893,4 +893,4 @@ class Run:
         return Boundary(self.state.iterations, self.effective_steps, self.schedule.lrs[0])
 
     def _content(self) -> Content:
-        return self._snapshot.tensors(), self._snapshot.state(), self._log.files()
+        return self._train_state.tensors(), self._train_state.state(), self._log.files()

@@ -13,11 +13,11 @@ from typing import Any
 from ..config import BatchPlan
 from ..gain import plain_noise_scale
 from ..optim.adascale import AdaScale
-from .time_left import LEFT, Left
+from .eta import LEFT, Eta
 
 __all__ = [
     "METRICS",
-    "WORKERS_THAT_PAY",
+    "USEFUL_WORKERS",
     "ProgressLine",
     "format_metrics",
     "plain_numbers",
@@ -46,7 +46,7 @@ METRICS = (
 the gain, so that it lies on one curve over effective steps at every scale."""
 
 
-WORKERS_THAT_PAY = "workers_that_pay"
+USEFUL_WORKERS = "useful_workers"
 """The key, beside these, of how many workers pay at the present noise: of runs whose number of workers, or batch, may change."""
 
 
@@ -101,7 +101,7 @@ def plain_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """
     out = {key: value.item() if hasattr(value, "item") else value for key, value in metrics.items()}
     for key, value in out.items():
-        if (key in METRICS and key != "loss") or key in (*LEFT, WORKERS_THAT_PAY):
+        if (key in METRICS and key != "loss") or key in (*LEFT, USEFUL_WORKERS):
             raise ValueError(f"Invalid metric {key!r}: the run reports it itself. Choose another name.")
         if not isinstance(value, bool | int | float | str):
             raise TypeError(f"Invalid metric {key!r} of type {type(value).__name__}. Must be a number or a string.")
@@ -129,7 +129,7 @@ def tau_of(metrics: Mapping[str, Any], total_steps: float) -> str:
 def state_of(metrics: Mapping[str, Any]) -> str:
     """Steps, gain and scale, LR, loss, throughput and workers."""
     workers = metrics["world_size"]
-    pays = metrics.get(WORKERS_THAT_PAY, workers)
+    pays = metrics.get(USEFUL_WORKERS, workers)
     told = f"{workers} worker{'s' if workers != 1 else ''}" if pays >= workers else f"{pays} of {workers} workers pay"
     return (
         f"step {metrics['optimizer_steps']:,}  gain {metrics['gain']:.2f} of {metrics['scale']:g}  "
@@ -138,7 +138,7 @@ def state_of(metrics: Mapping[str, Any]) -> str:
     )
 
 
-def format_metrics(metrics: Mapping[str, Any], total_steps: float, left: Left) -> str:
+def format_metrics(metrics: Mapping[str, Any], total_steps: float, left: Eta) -> str:
     """τ/T, steps, gain and scale, LR, loss, throughput and time left, on one line."""
     share = min(metrics["effective_steps"] / total_steps, 1)
     return f"{tau_of(metrics, total_steps)} {share:4.0%}  {state_of(metrics)}  {left}"
@@ -161,7 +161,7 @@ class ProgressLine:
         self._shown_at = -math.inf
         self._width = 0
 
-    def show(self, metrics: Mapping[str, Any], total_steps: int, left: Left) -> None:
+    def show(self, metrics: Mapping[str, Any], total_steps: int, left: Eta) -> None:
         """After a step."""
         if not self._shows or time.monotonic() - self._shown_at < self._interval_s:
             return

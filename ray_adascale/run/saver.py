@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from .. import checkpoint
 from .._files import room_in_words
-from .backend import Backend, Outcome
+from .backend import Backend, StepReport
 
 __all__ = ["Boundary", "Content", "Saver", "check_agreement"]
 
@@ -46,7 +46,7 @@ class _InFlight(NamedTuple):
 
     saving: checkpoint.Save
     folder: Path
-    outcome: Outcome
+    outcome: StepReport
 
 
 class Saver:
@@ -88,7 +88,7 @@ class Saver:
         """
         return self._write(checkpoint.save, boundary, content)[0]
 
-    def begin(self, boundary: Boundary, content: Callable[[], Content], outcome: Outcome) -> None:
+    def begin(self, boundary: Boundary, content: Callable[[], Content], outcome: StepReport) -> None:
         """The same in the background: copies what goes into it, and has a thread write it. :meth:`hand_over` ends it."""
         folder, saving = self._write(checkpoint.begin_save, boundary, content)
         if folder is not None:

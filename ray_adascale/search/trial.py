@@ -25,11 +25,11 @@ from .. import checkpoint
 from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig
 from ..recipe import NoiseProbe
-from ..run.backend import Backend, Outcome
+from ..run.backend import Backend, StepReport
 from ..run.base_run import BaseResult, momentum_of, train_base
-from ..run.failure import noted
+from ..run.failure import annotate_exceptions
 from ..run.loop import Run
-from ..workload import ConfigReads, Workload, WorkloadFn, build
+from ..workload import ConfigAccessLog, Workload, WorkloadFn, build
 
 __all__ = [
     "EPOCHS",
@@ -108,7 +108,7 @@ class Collected:
         self.noise: list[NoiseProbe] = []
         self.evaluated: tuple[str, ...] = ()
         self.advice: list[str] = []
-        self.reads: ConfigReads | None = None
+        self.reads: ConfigAccessLog | None = None
         self.momentum: float | None = None
         self._metric = metric
         self._mode = mode
@@ -130,7 +130,7 @@ class Collected:
 
         return evaluate
 
-    def report(self, outcome: Outcome) -> dict[str, Any]:
+    def report(self, outcome: StepReport) -> dict[str, Any]:
         """The run's metrics, with what Tune and the search need of them.
 
         Raises:
@@ -209,7 +209,7 @@ class _TuneBackend(Backend):
     def checkpoint_folder(self, step: int) -> Path | None:
         return Path(tempfile.mkdtemp(prefix=f"ray_adascale-trial-{step}-"))
 
-    def report(self, outcome: Outcome, folder: Path | None) -> None:
+    def report(self, outcome: StepReport, folder: Path | None) -> None:
         if folder is None:
             tune.report(self._collected.report(outcome))
             return
@@ -245,12 +245,12 @@ class InOneProcess(TrialSetup):
         gc.collect()  # a trial that was stopped leaves reference cycles behind, and its model may hang on them
         torch.set_num_threads(self.threads)
         seed_everything(self.config.seed)
-        with noted():
+        with annotate_exceptions():
             workload = build(self.workload, hyperparameters, self.config)
             collected = Collected(workload.metric, workload.mode)
             backend = _TuneBackend(collected, checkpoints=self.checkpoints)
             run = make_run(workload, self.config, collected, backend)
-        with noted(lambda: (0, run.state.iterations)):
+        with annotate_exceptions(lambda: (0, run.state.iterations)):
             train_base(run, workload, self.probe_every, collected.noise, collected.add_loss)
 
 

@@ -17,11 +17,11 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.queue import Empty, Queue
 
 from ..recipe import NoiseProbe
-from ..run.backend import Outcome
-from ..run.failure import noted
+from ..run.backend import StepReport
+from ..run.failure import annotate_exceptions
 from ..train.backend import RayTrainBackend
 from ..train.cluster import WORKER_TIMEOUT_S, build_on_worker
-from ..train.restarts import worker_failure
+from ..train.retry import worker_failure
 from .trial import Collected, TrialSetup, make_run
 
 __all__ = ["OnWorkers"]
@@ -97,7 +97,7 @@ class _TrialBackend(RayTrainBackend):
         self._probe_every = probe_every
         self._reports = reports
 
-    def observe(self, outcome: Outcome) -> None:
+    def observe(self, outcome: StepReport) -> None:
         super().observe(outcome)
         collected = self.collected
         assert collected is not None  # only rank 0 is told
@@ -116,7 +116,7 @@ class _TrialBackend(RayTrainBackend):
                 self.collected.load(folder)
             yield folder
 
-    def report(self, outcome: Outcome, folder: Path | None) -> None:
+    def report(self, outcome: StepReport, folder: Path | None) -> None:
         collected = self.collected
         try:
             if collected is not None:
@@ -139,13 +139,13 @@ def _train(given: dict[str, Any]) -> dict[str, Any]:
     """Train the base run together with the other workers; rank 0 returns the last report."""
     setup: OnWorkers = given["setup"]
     backend = _TrialBackend(setup.probe_every, given["reports"])
-    with noted():
+    with annotate_exceptions():
         workload = build_on_worker(setup.workload, given["hyperparameters"], setup.config, backend.rank)
         collected = Collected(workload.metric, workload.mode)
         if backend.rank == 0:
             backend.collected = collected
         run = make_run(workload, setup.config, collected, backend)
-    with noted(lambda: (0, run.state.iterations)):
+    with annotate_exceptions(lambda: (0, run.state.iterations)):
         for batch in run:
             run.backward(workload.loss_fn(run.model, batch))
             run.step()

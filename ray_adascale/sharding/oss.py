@@ -159,7 +159,7 @@ class OSS(Optimizer):
             raise ValueError(
                 "broadcast_fp16=True is not supported: workers would hold rounded copies of the parameters."
             )
-        self._shard(optim(params, **defaults), group, broadcast_buffer_size if broadcast_buffer_size > 0 else -1)
+        self._split(optim(params, **defaults), group, broadcast_buffer_size if broadcast_buffer_size > 0 else -1)
 
     @classmethod
     def wrap(cls, optimizer: Optimizer, group: dist.ProcessGroup | None = None, *, bucket_numel: int = -1) -> OSS:
@@ -172,10 +172,10 @@ class OSS(Optimizer):
                 other way round each worker would have a gain of its own. Or this worker is not in the group.
         """
         self = cls.__new__(cls)
-        self._shard(optimizer, group, bucket_numel)
+        self._split(optimizer, group, bucket_numel)
         return self
 
-    def _shard(self, optimizer: Optimizer, group: dist.ProcessGroup | None, bucket_numel: int) -> None:
+    def _split(self, optimizer: Optimizer, group: dist.ProcessGroup | None, bucket_numel: int) -> None:
         # AdaScale, which stands above this module, says on its class why it can't be sharded.
         refusal: str | None = getattr(type(optimizer), "refuses_sharding", None)
         if refusal is not None:
@@ -205,7 +205,7 @@ class OSS(Optimizer):
         self.world_size = world_size
         if self.rank < 0:
             raise ValueError("This worker is not in the process group that OSS is to shard over.")
-        self._source = optimizer  # keeps the full groups, which schedulers drive
+        self._full = optimizer  # keeps the full groups, which schedulers drive
         super().__setstate__({})
         self.splits_elements = type(optimizer) in _ELEMENTWISE
         """Whether the split is by element; else it is by whole parameters."""
@@ -220,9 +220,9 @@ class OSS(Optimizer):
 
         # The part that this worker updates: the same object but for groups and state, so that any class works, whatever
         # its constructor asks for. A scheduler's patched `step` belongs to the original.
-        self._local: Optimizer = object.__new__(type(optimizer))
-        self._local.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
-        self._local.param_groups = []
+        self._shard: Optimizer = object.__new__(type(optimizer))
+        self._shard.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
+        self._shard.param_groups = []
         given, optimizer.state = optimizer.state, defaultdict(dict)
         self.state = {k: v for k, v in given.items() if not isinstance(k, Tensor)}
         self._shares.made = bool(given)
@@ -264,7 +264,7 @@ class OSS(Optimizer):
             if "param_names" in group:
                 names = dict(zip(group["params"], group["param_names"], strict=True))
                 local["param_names"] = [names[f.param] for f in mine]
-            self._local.param_groups.append(local)
+            self._shard.param_groups.append(local)
         self._shares.numbers = self._numbers()
         self._take_share(fragments, given or {})
 
@@ -272,7 +272,7 @@ class OSS(Optimizer):
         """Keep, of the full state of parameters, the part of each fragment."""
         for f in fragments:
             if f.param in full:
-                self._local.state[f.tensor] = part_of_state(full[f.param], f)
+                self._shard.state[f.tensor] = part_of_state(full[f.param], f)
 
     def _owners(self, params: Sequence[Tensor]) -> list[int]:
         """The worker that owns each parameter, where parameters stay whole."""
@@ -299,15 +299,15 @@ class OSS(Optimizer):
     @property
     def optim(self) -> Optimizer:
         """The optimizer of this worker's share; its parameters are the :attr:`fragments`' tensors."""
-        return self._local
+        return self._shard
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        return self._source.param_groups
+        return self._full.param_groups
 
     @param_groups.setter
     def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self._source.param_groups = value
+        self._full.param_groups = value
 
     @property
     def state(self) -> Any:
@@ -321,7 +321,7 @@ class OSS(Optimizer):
 
     @state.setter
     def state(self, value: Any) -> None:
-        self._local.state = self._source.state = ShareState(value, self._numbers(), made=True)
+        self._shard.state = self._full.state = ShareState(value, self._numbers(), made=True)
 
     def _numbers(self) -> dict[Tensor, int]:
         """Return the number, in a state dict, of each parameter that is not a fragment's tensor itself."""
@@ -329,23 +329,23 @@ class OSS(Optimizer):
 
     @property
     def _shares(self) -> ShareState:
-        if not isinstance(self._local.state, ShareState):  # an optimizer's own load_state_dict() made another one
-            self.state = self._local.state
-        return cast(ShareState, self._local.state)
+        if not isinstance(self._shard.state, ShareState):  # an optimizer's own load_state_dict() made another one
+            self.state = self._shard.state
+        return cast(ShareState, self._shard.state)
 
     @property
     def defaults(self) -> dict[str, Any]:
-        return self._source.defaults
+        return self._full.defaults
 
     @defaults.setter
     def defaults(self, value: dict[str, Any]) -> None:
-        self._source.defaults = value
+        self._full.defaults = value
 
     def __repr__(self) -> str:
-        return f"OSS(rank={self.rank}, world_size={self.world_size}, {self._source!r})"
+        return f"OSS(rank={self.rank}, world_size={self.world_size}, {self._full!r})"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self._source.add_param_group(param_group)
+        self._full.add_param_group(param_group)
         self._shares.collected = None
         self._distribute(len(self.param_groups) - 1)
 
@@ -353,7 +353,7 @@ class OSS(Optimizer):
         """Does nothing: unlike in FairScale, freezing and unfreezing need no call. The split stays, so no state has to move."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._source.zero_grad(set_to_none=set_to_none)
+        self._full.zero_grad(set_to_none=set_to_none)
         self.discard_gradients()
 
     @torch.no_grad()
@@ -393,19 +393,19 @@ class OSS(Optimizer):
             return loss
 
         # Torch's own begin with the closure. Others may begin with the gradients in place.
-        if closure is None or type(self._local) not in _TORCHS:
+        if closure is None or type(self._shard) not in _TORCHS:
             self._hand_over(first=True)
             handed = True
         # What torch's schedulers look for: one that was built on the wrapped optimizer patched a step() that nobody
         # calls any more, and would warn that the optimizer had not stepped before it.
-        self._source._opt_called = True  # type: ignore[attr-defined]
+        self._full._opt_called = True  # type: ignore[attr-defined]
         try:
-            result = self._local.step(**kwargs) if closure is None else self._local.step(evaluate, **kwargs)
+            result = self._shard.step(**kwargs) if closure is None else self._shard.step(evaluate, **kwargs)
         finally:
             if self.world_size > 1:
                 for f in self.fragments:
                     f.tensor.grad = None
-        for local, group in zip(self._local.param_groups, self.param_groups, strict=True):
+        for local, group in zip(self._shard.param_groups, self.param_groups, strict=True):
             group.update(hyperparameters(local))  # some optimizers keep scalars of their own in the groups
         self._gather()
         if self.reducer is not None:
@@ -419,7 +419,7 @@ class OSS(Optimizer):
         Each worker makes the full state, keeps it as collected, and cuts its share from it. Workers exchange nothing, and
         state_dict() works at once. The full state stays on every worker until the next step or load.
         """
-        source, shares = self._source, self._shares
+        source, shares = self._full, self._shares
         source.state = defaultdict(dict)
         try:
             type(source).step(source)
@@ -444,7 +444,7 @@ class OSS(Optimizer):
             for f in self.fragments:
                 f.tensor.grad = None if f.param.grad is None else f.of(f.param.grad)
         if first:
-            for local, group in zip(self._local.param_groups, self.param_groups, strict=True):
+            for local, group in zip(self._shard.param_groups, self.param_groups, strict=True):
                 local.update(hyperparameters(group))
 
     def _take_back(self) -> None:
@@ -465,7 +465,7 @@ class OSS(Optimizer):
 
     def _gather(self) -> None:
         """Get everybody's share of the updated parameters."""
-        if type(self._local) not in _TORCHS:
+        if type(self._shard) not in _TORCHS:
             for bucket in self.buckets:
                 bucket.bring_back()
         # Optimizers go by the gradient: one that was left behind when the parameter was frozen still counts.
@@ -711,7 +711,7 @@ class OSS(Optimizer):
         where = dict(zip(self._params(), [i for group in saved_groups for i in group["params"]], strict=True))
         for group, other in zip(self.param_groups, saved_groups, strict=True):
             group.update({k: copy_of(v) for k, v in other.items() if k != "params"})
-        for local, group in zip(self._local.param_groups, self.param_groups, strict=True):
+        for local, group in zip(self._shard.param_groups, self.param_groups, strict=True):
             local.update(hyperparameters(group))
         # As the local optimizer numbers them.
         fragments = [f for g in range(len(sizes)) for f in self.fragments if f.group == g]
@@ -723,8 +723,8 @@ class OSS(Optimizer):
         numbers = set(where.values())
         state.update({k: copy_of(v) for k, v in saved.items() if k not in numbers})
         made = bool(self.state) or bool(saved)
-        self._local.load_state_dict({"state": state, "param_groups": packed(self._local.param_groups)})
-        self.state = self._local.state
+        self._shard.load_state_dict({"state": state, "param_groups": packed(self._shard.param_groups)})
+        self.state = self._shard.state
         self._shares.made = made
 
     def _params(self) -> list[Tensor]:

@@ -24,9 +24,9 @@ from ray.util.metrics import Gauge
 from .. import checkpoint
 from .._files import TRACE, room_in_words
 from ..analysis.tensorboard import LiveEvents
-from ..run.backend import Backend, Outcome
+from ..run.backend import Backend, StepReport
 from ..run.metrics import METRICS
-from .board import Teller
+from .driver_channel import DriverClient
 
 __all__ = ["RayTrainBackend"]
 
@@ -52,7 +52,7 @@ class RayTrainBackend(Backend):
     kept_by: str | None = None
     """The metric by which Ray decides which checkpoints stay, or None."""
 
-    teller = Teller(None)
+    teller = DriverClient(None)
     """Tells the driver, where one listens; rank 0's."""
     _stop = False
 
@@ -118,7 +118,7 @@ class RayTrainBackend(Backend):
     def checkpoint_folder(self, step: int) -> Path | None:
         return Path(tempfile.mkdtemp(prefix=f"ray_adascale-checkpoint-{step}-"))
 
-    def report(self, outcome: Outcome, folder: Path | None) -> None:
+    def report(self, outcome: StepReport, folder: Path | None) -> None:
         if outcome.stopped is not None:
             self.teller.put(
                 {**outcome.metrics, "total_steps": outcome.schedule.total_steps, "stopped": outcome.stopped}
@@ -133,13 +133,13 @@ class RayTrainBackend(Backend):
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _compared(self, outcome: Outcome) -> dict[str, Any]:
+    def _compared(self, outcome: StepReport) -> dict[str, Any]:
         """The metrics of a checkpoint, with the one by which it is compared with others."""
         # Before the first evaluation there is none. Ray takes a checkpoint without one for the best where small is good, and
         # one with NaN for the worst, always.
         return {**({} if self.kept_by is None else {self.kept_by: math.nan}), **outcome.metrics}
 
-    def report_in_background(self, outcome: Outcome, folder: Path) -> None:
+    def report_in_background(self, outcome: StepReport, folder: Path) -> None:
         failed: list[Exception] = []
 
         def done() -> None:
@@ -208,7 +208,7 @@ class RayTrainBackend(Backend):
     def stop_requested(self) -> bool:
         return self._stop
 
-    def observe(self, outcome: Outcome) -> None:
+    def observe(self, outcome: StepReport) -> None:
         metrics, total_steps = outcome.metrics, outcome.schedule.total_steps
         if self.events is not None:
             self.events.add(metrics)

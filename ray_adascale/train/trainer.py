@@ -23,14 +23,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..config import AdaScaleConfig
 from ..recipe import Recipe
-from ..run.failure import noted
+from ..run.failure import annotate_exceptions
 from ..run.loop import Run
-from ..run.snapshot import INTERRUPTED
+from ..run.train_state import INTERRUPTED
 from ..workload import Workload, WorkloadFn
 from .backend import RayTrainBackend
-from .board import News, Teller, make_board, telling
 from .cluster import WORKER_TIMEOUT_S, build_on_worker, is_local, lacking, portable, quiet_init
-from .restarts import RepeatedMistake, Restarts, failure_in_words
+from .driver_channel import DriverClient, News, forward_warnings, make_channel
+from .retry import RepeatedMistake, RetryPolicy, failure_in_words
 
 __all__ = ["AdaScaleTrainer", "prepare"]
 
@@ -100,11 +100,11 @@ def _train_workload(job: dict[str, Any]) -> dict[str, Any]:
     backend.reports_evaluations = job["reports_evaluations"]
     with contextlib.ExitStack() as stack:
         if backend.rank == 0:
-            backend.teller = Teller(job["board"])
-            stack.enter_context(telling(backend.teller))
+            backend.teller = DriverClient(job["board"])
+            stack.enter_context(forward_warnings(backend.teller))
         run: Run | None = None
         began = 0
-        stack.enter_context(noted(lambda: None if run is None else (began, run.state.iterations)))
+        stack.enter_context(annotate_exceptions(lambda: None if run is None else (began, run.state.iterations)))
         workload = build_on_worker(job["workload"], job["hyperparameters"], config, backend.rank, job["recipe"])
         if job["lengths"] is not None:
             workload, config = _with_ray_data(workload, config, job["lengths"])
@@ -198,7 +198,7 @@ class AdaScaleTrainer(TorchTrainer):
         workers = scaling_config.num_workers
         if isinstance(workers, tuple):
             config = replace(config, elastic=True)
-            if config.efficiency is not None:
+            if config.target_efficiency is not None:
                 config.plan(workers[1])  # whose bounds may leave no batch for so many
             workers = workers[0]
         if workers < 1:
@@ -210,7 +210,7 @@ class AdaScaleTrainer(TorchTrainer):
             config.resolve_total_steps(None)
         run_config = ray.train.RunConfig() if run_config is None else run_config
         failure_config = run_config.failure_config or ray.train.FailureConfig()
-        self._restarts = Restarts(failure_config.max_failures)
+        self._restarts = RetryPolicy(failure_config.max_failures)
         self._progress = progress
         self._on_start = on_start
         self._job: dict[str, Any] = {
@@ -259,9 +259,9 @@ class AdaScaleTrainer(TorchTrainer):
                 f"Invalid ScalingConfig(num_workers={self.scaling_config.num_workers}): {short}. No node can come: this "
                 f"process has started Ray for itself. {self._what_to_ask_for()}, or give the address of a cluster."
             )
-        board = make_board()
+        board = make_channel()
         self._job["board"] = self._restarts.board = board
-        self._listener = _Listener(board, needs, self._on_start)
+        self._listener = DriverMonitor(board, needs, self._on_start)
         try:
             with self._display() or contextlib.nullcontext(), self._listener:
                 return self._fit()
@@ -317,7 +317,7 @@ class AdaScaleTrainer(TorchTrainer):
         signal.signal(signal.SIGINT, lambda *_: self._listener.interrupt())
 
 
-class _Listener:
+class DriverMonitor:
     """The driver's ear, in a thread: keeps the newest metrics, logs what happens, says what is waited for, and ends the run.
 
     Args:
@@ -352,7 +352,7 @@ class _Listener:
         self.interrupts += 1
         self._wake.set()
 
-    def __enter__(self) -> _Listener:
+    def __enter__(self) -> DriverMonitor:
         self._thread.start()
         return self
 

@@ -85,7 +85,7 @@ def test_a_narrow_terminal_cuts_lines_and_never_wraps_them() -> None:
     assert "…" in text_of(out)
 
 
-def test_time_left_is_the_runs_and_says_where_it_is_rough() -> None:
+def test_eta_is_the_runs_and_says_where_it_is_rough() -> None:
     line = RunDisplay(lambda: None).line
     left = {"steps_left": 100.0, "seconds_left": 70.4, "left_is_rough": False}
     assert line({**metrics(10), **left}).endswith("  1:10 left")

@@ -47,7 +47,7 @@ def test_time_cost_and_where_it_stops_paying() -> None:
         (100, 0.5, False),
         (100, 0.25, False),
     ]
-    assert useless.pays_until == 1
+    assert useless.max_useful_workers == 1
     assert "pays up to 1:" in useless.lines()[0]
     # Nothing but noise: r = S.
     assert [row.steps for row in forecast_recipe(recipe([(0, 1, 0)]), workers=[1, 2, 4, 8]).rows] == [100, 50, 25, 13]
@@ -74,7 +74,7 @@ def test_where_it_stops_paying_does_not_depend_on_what_was_asked(workers: list[i
     # 90/156 = 0.58 the 4th, 90/182 = 0.49 the 5th. The first one's half is 0.5.
     hops = Throughput(per_worker_batch_size=8, pass_s=1.0, hop_s=0.1)
     made = forecast_recipe(recipe([(0, 3, 1)], 10_000), workers=workers, config=LINEAR, throughput=hops)
-    assert made.pays_until == 4
+    assert made.max_useful_workers == 4
     assert [row.pays for row in made.rows] == [k <= 4 for k in workers]
     assert [row.marginal for row in made.rows] == pytest.approx([90 / ((9 + k) * (8 + k)) for k in workers])
     assert made.lines()[0].startswith("Adding workers pays up to 4:")
@@ -84,14 +84,14 @@ def test_paying_for_many_workers() -> None:
     # As above with a hundredth: 0.99/((0.99 + 0.01k)·(0.98 + 0.01k)) ≥ 0.5 up to k = 42.
     hops = Throughput(per_worker_batch_size=8, pass_s=1.0, hop_s=0.01)
     long = recipe([(0, 3, 1)], 10_000)
-    assert forecast_recipe(long, workers=[1], config=LINEAR, throughput=hops).pays_until == 42
+    assert forecast_recipe(long, workers=[1], config=LINEAR, throughput=hops).max_useful_workers == 42
     # A thousandth: up to k = 414; above 64 to a sixteenth.
     hops = Throughput(per_worker_batch_size=8, pass_s=1.0, hop_s=0.001)
-    assert forecast_recipe(long, workers=[1], config=LINEAR, throughput=hops).pays_until == pytest.approx(
+    assert forecast_recipe(long, workers=[1], config=LINEAR, throughput=hops).max_useful_workers == pytest.approx(
         414, rel=1 / 16
     )
     without = forecast_recipe(long, workers=[5000], config=LINEAR)
-    assert (without.pays_until, without.rows[0].pays) == (None, True)
+    assert (without.max_useful_workers, without.rows[0].pays) == (None, True)
     assert "still pays at 4,096" in without.lines()[0]
 
 
@@ -102,7 +102,7 @@ def test_a_staircase_pays_by_what_its_steps_bring_together() -> None:
     assert [row.accumulation for row in made.rows] == [8, 4, 3, 2, 2, 1, 1]
     assert [row.speedup for row in made.rows] == pytest.approx([100 / 13 / passes for passes in (8, 4, 3, 2, 2, 1, 1)])
     assert made.rows[4].marginal == 0
-    assert made.pays_until == 8
+    assert made.max_useful_workers == 8
 
 
 def test_passes_take_time_also_without_throughput() -> None:
@@ -161,7 +161,7 @@ def test_where_it_stops_paying_has_an_interval() -> None:
     assert (made.pays_until_low, made.pays_until_high) == (1, None)
     assert "(with the interval: 1–over 4,096)." in made.lines()[0]
     linear = forecast_recipe(recipe([(0, 3, 1)]), workers=[4], config=LINEAR, throughput=MODEL)
-    assert linear.pays_until == linear.pays_until_low == linear.pays_until_high
+    assert linear.max_useful_workers == linear.pays_until_low == linear.pays_until_high
     assert linear.lines()[0].endswith("as much as the first.")
 
 
@@ -225,7 +225,7 @@ def test_table_and_json() -> None:
     assert cells == ["4", "32", "4", "25", "34.4", "s", "2.91", "0.66", "0.14"]
     assert "Adding workers pays up to" in text(made)
     read = json.loads(made.to_json())
-    assert read["pays_until"] == made.pays_until
+    assert read["max_useful_workers"] == made.max_useful_workers
     assert read["rows"][1]["seconds"] == 34.375
     assert read["recipe"] == recipe([(0, 3, 1)]).fingerprint
 
@@ -245,7 +245,7 @@ def test_plot_and_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_run_that_follows_the_noise_has_its_mean_and_last_scale() -> None:
     # Nothing but noise: r = S, which doubles from 1/E = 2 at each decision up to the bound of 8: 2, 4, then 12 steps of 8
     # (tests/test_replay.py). On one worker these are 2, 4 and 8 passes of 8 examples; on two half as many.
-    config = AdaScaleConfig(efficiency=0.5, max_global_batch_size=64)
+    config = AdaScaleConfig(target_efficiency=0.5, max_global_batch_size=64)
     made = forecast_recipe(recipe([(0, 1, 0)]), workers=[1, 2], config=config, throughput=MODEL)
     one, two = made.rows
     examples = 16 + 32 + 12 * 64
@@ -267,15 +267,15 @@ def test_a_run_that_follows_the_noise_has_its_mean_and_last_scale() -> None:
 
 
 def test_efficiency_one_is_forecast_as_the_base_run() -> None:
-    made = forecast_recipe(recipe([(0, 3, 1)]), workers=[1, 2], config=AdaScaleConfig(efficiency=1))
+    made = forecast_recipe(recipe([(0, 3, 1)]), workers=[1, 2], config=AdaScaleConfig(target_efficiency=1))
     assert [(row.steps, row.scale, row.last_scale, row.examples) for row in made.rows] == [(100, 1, 1, 800)] * 2
 
 
 def test_goodput_is_forecast_from_the_time_of_a_step() -> None:
     with pytest.raises(ValueError, match=r"how long a step takes.*--measure"):
-        forecast_recipe(recipe([(0, 3, 1)]), config=AdaScaleConfig(efficiency="goodput"))
+        forecast_recipe(recipe([(0, 3, 1)]), config=AdaScaleConfig(target_efficiency="goodput"))
     # Where only examples take time the base batch is best; where only steps do, the largest.
-    config = AdaScaleConfig(efficiency="goodput", max_global_batch_size=64)
+    config = AdaScaleConfig(target_efficiency="goodput", max_global_batch_size=64)
     examples = Throughput(per_worker_batch_size=8, pass_s=1.0)
     steps = Throughput(per_worker_batch_size=8, pass_s=1e-9, step_s=1.0)
     slow, fast = (

@@ -222,7 +222,7 @@ def test_a_run_that_chose_its_scale(make: Callable[..., Page], tmp_path: Path) -
     assert (tmp_path / "out" / "report-scale.png").is_file()
     assert "Scale S, as the run chose it" in (tmp_path / "out" / "report.html").read_text()
     # Against a forecast of such a run: r = S = 2, 4, and 8 from there on.
-    config = AdaScaleConfig(efficiency=0.5, max_global_batch_size=64)
+    config = AdaScaleConfig(target_efficiency=0.5, max_global_batch_size=64)
     forecast = forecast_recipe(made, workers=[2], config=config)
     against = make(done, recipe=made, forecast=forecast).tables[1][1]
     assert (against[2], against[4]) == ("14", "20")

@@ -28,7 +28,7 @@ from ray_adascale._files import write_json
 from ray_adascale.analysis import throughput
 from ray_adascale.cli import main
 from ray_adascale.cli.arguments import in_flags
-from ray_adascale.run.failure import noted
+from ray_adascale.run.failure import annotate_exceptions
 from ray_adascale.run.metrics import METRICS
 from ray_adascale.search import tune
 from ray_adascale.train import cluster, trainer
@@ -99,32 +99,36 @@ def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("said", "efficiency"),
     [
-        (["--efficiency=0.6"], 0.6),
-        (["--efficiency", "1"], 1.0),
-        (["-c", "efficiency=0.6"], 0.6),
-        (["--efficiency=goodput"], "goodput"),
-        (["-c", "efficiency=goodput"], "goodput"),
+        (["--target-target_efficiency=0.6"], 0.6),
+        (["--target-efficiency", "1"], 1.0),
+        (["-c", "target_efficiency=0.6"], 0.6),
+        (["--target-efficiency=goodput"], "goodput"),
+        (["-c", "target_efficiency=goodput"], "goodput"),
     ],
 )
 def test_train_may_be_told_an_efficiency(called: dict[str, Any], said: list[str], efficiency: Any) -> None:
     arguments = ["train", WORKLOAD, "--base-batch-size=8", "--total-steps=20", "-c", "max_global_batch_size=64"]
     assert main.main([*arguments, *said, "--name=mine"]) == 0
-    assert (called["config"].efficiency, called["config"].max_global_batch_size) == (efficiency, 64)
+    assert (called["config"].target_efficiency, called["config"].max_global_batch_size) == (efficiency, 64)
 
 
 def test_an_efficiency_that_there_is_not_is_told_in_flags(
     called: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["train", WORKLOAD, "--base-batch-size=8", "--total-steps=20", "--name=mine"]
-    for said in (["--efficiency=1.5"], ["--efficiency=fast"], ["-c", "efficiency=0"]):
+    for said in (["--target-target_efficiency=1.5"], ["--target-efficiency=fast"], ["-c", "target_efficiency=0"]):
         assert main.main([*arguments, *said]) == 2
-        assert "Invalid --efficiency" in capsys.readouterr().err
+        assert "Invalid --target-efficiency" in capsys.readouterr().err
 
 
 def test_forecast_replays_a_run_that_chooses_its_scale(capsys: pytest.CaptureFixture[str]) -> None:
     common = ["forecast", str(RECIPE_2), "--workers=2", "--json"]
     rows = []
-    for said in (["--efficiency=0.9"], ["--efficiency=0.3"], ["--efficiency=1"]):
+    for said in (
+        ["--target-target_efficiency=0.9"],
+        ["--target-target_efficiency=0.3"],
+        ["--target-target_efficiency=1"],
+    ):
         assert main.main([*common, *said]) == 0
         rows += json.loads(capsys.readouterr().out)["rows"]
     few, many, none = rows
@@ -132,7 +136,7 @@ def test_forecast_replays_a_run_that_chooses_its_scale(capsys: pytest.CaptureFix
     assert 1 < few["scale"] < many["scale"]
     assert none["steps"] > few["steps"] > many["steps"]
     assert none["examples"] == 3200 < few["examples"] < many["examples"]
-    assert main.main([*common, "--efficiency=goodput"]) == 2
+    assert main.main([*common, "--target-efficiency=goodput"]) == 2
     assert "--measure" in capsys.readouterr().err
 
 
@@ -410,7 +414,7 @@ def test_the_whole_traceback_is_in_a_file_that_is_named(
     called: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
-        with noted(lambda: (0, 3)):
+        with annotate_exceptions(lambda: (0, 3)):
             samples_of.recipe(None)  # type: ignore[arg-type]
     except TypeError as error:
         called["error"] = ray.train.WorkerGroupError("all of it", {1: error})

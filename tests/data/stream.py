@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ray_adascale.data.order import ExampleOrder, StepCut, epoch_order
+from ray_adascale.data.order import BatchSplit, ExampleOrder, epoch_order
 from ray_adascale.data.source import BatchSource, MicroBatch
 
 
@@ -28,12 +28,13 @@ def take(source: BatchSource, steps: int, passes: int = 1) -> list[MicroBatch]:
     return taken
 
 
-def settings_of(arguments: dict[str, Any]) -> tuple[StepCut, ExampleOrder]:
+def settings_of(arguments: dict[str, Any]) -> tuple[BatchSplit, ExampleOrder]:
     """Takes the fields of a cut and of an order out of ``arguments``."""
     cut, order = (
-        {f.name: arguments.pop(f.name) for f in fields(kind) if f.name in arguments} for kind in (StepCut, ExampleOrder)
+        {f.name: arguments.pop(f.name) for f in fields(kind) if f.name in arguments}
+        for kind in (BatchSplit, ExampleOrder)
     )
-    return StepCut(**cut), ExampleOrder(**order)
+    return BatchSplit(**cut), ExampleOrder(**order)
 
 
 def batches_of(*sizes: int, start: float = 0) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ray_adascale.data.iterables import IterableSource
-from ray_adascale.data.order import StepCut
+from ray_adascale.data.order import BatchSplit
 
 from .stream import batches_of, take
 
@@ -20,7 +20,7 @@ from .stream import batches_of, take
 def test_an_iterable_is_restarted_for_ever_so_that_unequal_ranks_stay_in_step() -> None:
     seen = []
     for batches in (batches_of(3, 3), batches_of(3, 3, 3)):
-        source = IterableSource(batches, StepCut(12, world_size=2, accumulation=2), length=15)
+        source = IterableSource(batches, BatchSplit(12, world_size=2, accumulation=2), length=15)
         micro_batches = take(source, 4, passes=2)
         assert (source.position, source.epoch, source.base_steps_per_epoch(4)) == (48, 3, 15 / 4)
         assert {(m.examples, m.weight) for m in micro_batches} == {(3, 1 / 4)}
@@ -30,13 +30,13 @@ def test_an_iterable_is_restarted_for_ever_so_that_unequal_ranks_stay_in_step() 
 
 
 def test_an_iterable_of_unknown_length_has_no_epochs() -> None:
-    source = IterableSource(batches_of(3), StepCut(3))
+    source = IterableSource(batches_of(3), BatchSplit(3))
     take(source, 5)
     assert (source.position, source.epoch, source.base_steps_per_epoch(4)) == (15, 0, None)
 
 
 def test_batches_of_another_size_are_skipped_with_one_warning() -> None:
-    source = IterableSource(batches_of(4, 4, 2), StepCut(4))
+    source = IterableSource(batches_of(4, 4, 2), BatchSplit(4))
     with pytest.warns(UserWarning, match=r"do not have 4 examples \(the first has 2\)") as caught:
         seen = [m.batch.tolist() for m in take(source, 5)]
     assert seen == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2 + [[0, 1, 2, 3]]
@@ -45,19 +45,19 @@ def test_batches_of_another_size_are_skipped_with_one_warning() -> None:
 
 def test_a_pass_without_a_usable_batch_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"no batch of 4 examples \(0 batches of other sizes"):
-        take(IterableSource([], StepCut(4)), 1)
+        take(IterableSource([], BatchSplit(4)), 1)
     with pytest.warns(UserWarning, match="Skipping"), pytest.raises(ValueError, match="2 batches of other sizes"):
-        take(IterableSource(batches_of(3, 3), StepCut(4)), 1)
+        take(IterableSource(batches_of(3, 3), BatchSplit(4)), 1)
 
 
 def test_a_one_shot_iterator_is_an_error_once_it_ends() -> None:
-    source = IterableSource(iter(batches_of(2, 2)), StepCut(2))
+    source = IterableSource(iter(batches_of(2, 2)), BatchSplit(2))
     iterator = iter(source)
     assert [next(iterator).batch.tolist() for _ in range(2)] == [[0, 1], [2, 3]]
     with pytest.raises(ValueError, match=r"ended after 2 batches.*one-shot iterator \(list_iterator\)"):
         next(iterator)
     with pytest.raises(ValueError, match="Invalid batches of type int"):
-        IterableSource(3, StepCut(2))  # type: ignore[arg-type]
+        IterableSource(3, BatchSplit(2))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -74,13 +74,13 @@ def test_a_one_shot_iterator_is_an_error_once_it_ends() -> None:
     ids=lambda b: re.sub(r"\W+", "_", str(b))[:30],
 )
 def test_the_leading_dimension_of_the_first_leaf_counts_the_examples(batch: Any) -> None:
-    assert take(IterableSource([batch], StepCut(3)), 1)[0].batch is batch
+    assert take(IterableSource([batch], BatchSplit(3)), 1)[0].batch is batch
 
 
 def test_batches_that_do_not_tell_their_size_need_examples_of() -> None:
     with pytest.raises(ValueError, match=r"a batch of type object holds.*examples_of"):
-        take(IterableSource([object()], StepCut(3)), 1)
-    assert take(IterableSource([object()], StepCut(3), examples_of=lambda _: 3), 1)[0].examples == 3
+        take(IterableSource([object()], BatchSplit(3)), 1)
+    assert take(IterableSource([object()], BatchSplit(3), examples_of=lambda _: 3), 1)[0].examples == 3
 
 
 def test_an_iterable_resumes_at_its_epochs_start_with_a_warning() -> None:
@@ -94,21 +94,21 @@ def test_an_iterable_resumes_at_its_epochs_start_with_a_warning() -> None:
         def __iter__(self) -> Iterator[torch.Tensor]:
             return iter(batches_of(2, 2, start=10 * self.epochs[-1]))
 
-    source = IterableSource(Recorder(), StepCut(2), length=4)
+    source = IterableSource(Recorder(), BatchSplit(2), length=4)
     take(source, 3)
     state = json.loads(json.dumps(source.state_dict()))
     assert state == {"kind": "iterable", "position": 6, "length": 4}
 
-    resumed = IterableSource(Recorder(), StepCut(2), length=4)
+    resumed = IterableSource(Recorder(), BatchSplit(2), length=4)
     with pytest.warns(UserWarning, match="resumes after 6 examples.*restarts at its epoch's start"):
         resumed.load_state_dict(state)
     assert (resumed.position, resumed.epoch) == (4, 1)
     assert [m.batch.tolist() for m in take(resumed, 3)] == [[10, 11], [12, 13], [20, 21]]
 
-    fresh = IterableSource(Recorder(), StepCut(2), length=4)
+    fresh = IterableSource(Recorder(), BatchSplit(2), length=4)
     fresh.load_state_dict({**state, "position": 0})  # nothing to warn of
     with pytest.raises(ValueError, match="written with length=4"):
-        IterableSource([], StepCut(2)).load_state_dict(state)
+        IterableSource([], BatchSplit(2)).load_state_dict(state)
     with pytest.warns(UserWarning, match="resumes after 6"):
-        (unknown := IterableSource([], StepCut(2))).load_state_dict({**state, "length": None})
+        (unknown := IterableSource([], BatchSplit(2))).load_state_dict({**state, "length": None})
     assert unknown.position == 6

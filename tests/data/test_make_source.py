@@ -14,7 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ray_adascale.data import make_source
 from ray_adascale.data.iterables import IterableSource
-from ray_adascale.data.order import ExampleOrder, StepCut
+from ray_adascale.data.order import BatchSplit, ExampleOrder
 from ray_adascale.data.source import MapSource
 
 from .stream import batches_of, settings_of, stream, take
@@ -39,7 +39,7 @@ class FakeShard:
 
 def test_a_ray_data_shard_is_read_anew_each_epoch() -> None:
     shard = FakeShard(7)
-    source = make_source(shard, StepCut(12, world_size=2, accumulation=2), ExampleOrder(), length=14)
+    source = make_source(shard, BatchSplit(12, world_size=2, accumulation=2), ExampleOrder(), length=14)
     assert isinstance(source, IterableSource)
     assert [m.batch["x"].tolist() for m in take(source, 2, passes=2)] == [[0, 1, 2], [3, 4, 5]] * 2
     assert shard.calls == [3, 3]
@@ -51,12 +51,12 @@ def test_a_ray_data_shards_collate_fn_may_return_anything() -> None:
         def __init__(self, batch: Mapping[str, np.ndarray]) -> None:
             self.values = batch["x"].tolist()
 
-    source = make_source(FakeShard(7), StepCut(3), ExampleOrder(), collate_fn=Custom)
+    source = make_source(FakeShard(7), BatchSplit(3), ExampleOrder(), collate_fn=Custom)
     assert [m.batch.values for m in take(source, 3)] == [[0, 1, 2], [3, 4, 5], [0, 1, 2]]
 
 
 def test_a_list_is_a_list_of_examples() -> None:
-    source = make_source(list(range(9)), StepCut(4), ExampleOrder(seed=2), collate_fn=sum, length=9)
+    source = make_source(list(range(9)), BatchSplit(4), ExampleOrder(seed=2), collate_fn=sum, length=9)
     assert isinstance(source, MapSource)
     assert [m.batch for m in take(source, 2)] == [sum(stream(9, 4, seed=2)), sum(stream(9, 8, seed=2)[4:])]
 
@@ -68,29 +68,29 @@ class Counting(IterableDataset[int]):
 
 def test_a_bare_iterable_dataset_is_batched() -> None:
     before = torch.get_rng_state()
-    source = make_source(Counting(), StepCut(6, accumulation=2), ExampleOrder())
+    source = make_source(Counting(), BatchSplit(6, accumulation=2), ExampleOrder())
     assert [m.batch.tolist() for m in take(source, 2, passes=2)] == [[0, 1, 2], [3, 4, 5]] * 2
     assert torch.equal(before, torch.get_rng_state())
-    assert [m.batch for m in take(make_source(Counting(), StepCut(3), ExampleOrder(), collate_fn=sum), 1)] == [3]
+    assert [m.batch for m in take(make_source(Counting(), BatchSplit(3), ExampleOrder(), collate_fn=sum), 1)] == [3]
 
 
 def test_a_users_loader_is_an_iterable_of_batches() -> None:
     data = TensorDataset(torch.arange(8))
     loader = DataLoader(data, batch_size=2)
-    seen = [m.batch[0].tolist() for m in take(make_source(loader, StepCut(4, accumulation=2), ExampleOrder()), 3, 2)]
+    seen = [m.batch[0].tolist() for m in take(make_source(loader, BatchSplit(4, accumulation=2), ExampleOrder()), 3, 2)]
     assert seen == [[0, 1], [2, 3], [4, 5], [6, 7], [0, 1], [2, 3]]
 
     sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=2, rank=0, seed=4)
-    shared = make_source(DataLoader(data, batch_size=2, sampler=sampler), StepCut(4, world_size=2), ExampleOrder())
+    shared = make_source(DataLoader(data, batch_size=2, sampler=sampler), BatchSplit(4, world_size=2), ExampleOrder())
     micro_batches = [m.batch[0].tolist() for m in take(shared, 4)]
     assert sampler.epoch == 1  # the second pass has another order, without the user's set_epoch
     assert micro_batches[:2] != micro_batches[2:]
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        make_source(DataLoader(Counting(), batch_size=2), StepCut(4, world_size=2), ExampleOrder())
+        make_source(DataLoader(Counting(), batch_size=2), BatchSplit(4, world_size=2), ExampleOrder())
     with pytest.warns(UserWarning, match="without a DistributedSampler.*loader.dataset"):
-        make_source(loader, StepCut(4, world_size=2), ExampleOrder())
+        make_source(loader, BatchSplit(4, world_size=2), ExampleOrder())
 
 
 @pytest.mark.parametrize(

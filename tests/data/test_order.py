@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_adascale.data.order import ExampleOrder, StepCut, StepSampler, epoch_order, split_evenly
+from ray_adascale.data.order import BatchSplit, ExampleOrder, StepSampler, epoch_order, split_evenly
 
 from .stream import settings_of, stream
 
@@ -20,7 +20,7 @@ def one_step(
     position: int, world: int, passes: int, *, length: int, batch: int, order: ExampleOrder
 ) -> tuple[list[list[int]], int]:
     """All workers' micro-batches of one step, part by part, and the next position."""
-    cuts = [StepCut(batch, rank=r, world_size=world, accumulation=passes) for r in range(world)]
+    cuts = [BatchSplit(batch, rank=r, world_size=world, accumulation=passes) for r in range(world)]
     samplers = [StepSampler(length, cut, order, position) for cut in cuts]
     by_rank = [list(itertools.islice(s, passes)) for s in samplers]
     parts = [by_rank[part % world][part // world] for part in range(world * passes)]
@@ -107,7 +107,7 @@ def test_drop_last_resizing_repeats_nothing_within_an_epoch(
 
 
 def test_drop_last_counts_what_it_drops_as_consumed() -> None:
-    sampler = StepSampler(10, StepCut(4), ExampleOrder(drop_last=True))
+    sampler = StepSampler(10, BatchSplit(4), ExampleOrder(drop_last=True))
     positions = list(
         itertools.islice(itertools.accumulate(itertools.repeat(0), lambda p, _: sampler.next_position(p)), 6)
     )
@@ -117,7 +117,7 @@ def test_drop_last_counts_what_it_drops_as_consumed() -> None:
 
 
 def test_one_iterator_runs_on_over_epochs_and_ignores_a_moved_position() -> None:
-    sampler = StepSampler(7, StepCut(4, rank=1, world_size=2, accumulation=2), ExampleOrder(seed=3))
+    sampler = StepSampler(7, BatchSplit(4, rank=1, world_size=2, accumulation=2), ExampleOrder(seed=3))
     iterator = iter(sampler)
     sampler.position = 100  # what commit() does while a loader has prefetched
     seen = list(itertools.islice(iterator, 20))

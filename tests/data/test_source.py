@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from ray_adascale.data.iterables import IterableSource
-from ray_adascale.data.order import ExampleOrder, StepCut, epoch_order
+from ray_adascale.data.order import BatchSplit, ExampleOrder, epoch_order
 from ray_adascale.data.source import MapSource, MicroBatch
 
 from .stream import settings_of, stream, take
@@ -57,12 +57,12 @@ def test_a_map_source_gives_labelled_micro_batches(workers: int) -> None:
     for rank in range(2):
         source = MapSource(
             TensorDataset(inputs, -inputs),
-            StepCut(7, rank=rank, world_size=2, accumulation=2),
+            BatchSplit(7, rank=rank, world_size=2, accumulation=2),
             ExampleOrder(seed=5),
             num_workers=workers,
         )
         seen[rank] = take(source, 3, passes=2)
-        assert (source.position, source.epoch, source.sampler.cut.global_batch_size) == (21, 2, 7)
+        assert (source.position, source.epoch, source.sampler.split.global_batch_size) == (21, 2, 7)
         source.close()
     for step in range(3):
         parts = [seen[r][2 * step + p] for p in range(2) for r in range(2)]
@@ -77,14 +77,14 @@ def test_a_map_source_gives_labelled_micro_batches(workers: int) -> None:
 @settings(max_examples=50, deadline=None)
 def test_weights_of_a_step_sum_to_one(batch: int, world: int, passes: int) -> None:
     batch = max(batch, world * passes)
-    cuts = [StepCut(batch, rank=r, world_size=world, accumulation=passes) for r in range(world)]
+    cuts = [BatchSplit(batch, rank=r, world_size=world, accumulation=passes) for r in range(world)]
     sources = [MapSource(list(range(500)), cut, ExampleOrder(), collate_fn=list) for cut in cuts]
     weights = [m.weight for s in sources for m in take(s, 1, passes)]
     assert sum(weights) == pytest.approx(1.0, abs=1e-12)
 
 
 def test_prefetching_never_moves_the_position() -> None:
-    source = MapSource(Noisy(), StepCut(4), ExampleOrder(), num_workers=1)
+    source = MapSource(Noisy(), BatchSplit(4), ExampleOrder(), num_workers=1)
     iterator = iter(source)
     first = next(iterator)
     assert (source.position, source.epoch) == (0, 0)
@@ -98,7 +98,7 @@ def test_prefetching_never_moves_the_position() -> None:
 
 
 def test_close_stops_the_loader_processes() -> None:
-    source = MapSource(Noisy(), StepCut(4), ExampleOrder(), num_workers=2)
+    source = MapSource(Noisy(), BatchSplit(4), ExampleOrder(), num_workers=2)
     before = set(multiprocessing.active_children())
     iterator = iter(source)
     next(iterator)
@@ -114,7 +114,7 @@ def test_close_stops_the_loader_processes() -> None:
 @pytest.mark.parametrize("dataset", [Noisy(), Fetching()], ids=["getitem", "getitems"])
 def test_augmentation_in_loader_processes_survives_a_restart(dataset: Noisy) -> None:
     def make(workers: int = 2, seed: int = 0) -> MapSource:
-        cut = StepCut(6, accumulation=2)
+        cut = BatchSplit(6, accumulation=2)
         return MapSource(dataset, cut, ExampleOrder(seed=seed), num_workers=workers)
 
     whole = make()
@@ -140,7 +140,7 @@ def test_augmentation_in_loader_processes_survives_a_restart(dataset: Noisy) -> 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_training_process_keeps_its_random_numbers(workers: int) -> None:
     dataset = Noisy() if workers else TensorDataset(torch.arange(40))
-    source = MapSource(dataset, StepCut(4), ExampleOrder(), num_workers=workers)
+    source = MapSource(dataset, BatchSplit(4), ExampleOrder(), num_workers=workers)
 
     def states() -> tuple[bytes, Any, bytes]:
         legacy = np.random.get_state()[1]  # type: ignore[index]  # noqa: NPY002
@@ -156,7 +156,7 @@ def test_the_training_process_keeps_its_random_numbers(workers: int) -> None:
 def test_without_loader_processes_augmentation_follows_the_users_generator() -> None:
     def draws() -> list[list[list[float]]]:
         torch.manual_seed(7)
-        return as_lists(take(MapSource(Fetching(), StepCut(4), ExampleOrder()), 3))
+        return as_lists(take(MapSource(Fetching(), BatchSplit(4), ExampleOrder()), 3))
 
     torch.manual_seed(7)
     expected = [torch.rand(()).item() for _ in range(12)]
@@ -186,7 +186,7 @@ def test_a_map_state_is_json_and_names_what_would_change_the_order() -> None:
         (make(length=41), "length=40"),
         (make(shuffle=False), "shuffle=True"),
         (make(drop_last=True), "drop_last=False"),
-        (IterableSource([], StepCut(4)), "kind='map'"),
+        (IterableSource([], BatchSplit(4)), "kind='map'"),
     ]:
         with pytest.raises(ValueError, match=f"written with {field}"):
             other.load_state_dict(state)
@@ -199,15 +199,15 @@ def test_a_map_state_is_json_and_names_what_would_change_the_order() -> None:
 
 def test_base_steps_per_epoch_need_not_be_whole() -> None:
     data = list(range(1797))
-    assert MapSource(data, StepCut(64), ExampleOrder()).base_steps_per_epoch(8) == 1797 / 8
-    dropping = MapSource(data, StepCut(64), ExampleOrder(drop_last=True))
+    assert MapSource(data, BatchSplit(64), ExampleOrder()).base_steps_per_epoch(8) == 1797 / 8
+    dropping = MapSource(data, BatchSplit(64), ExampleOrder(drop_last=True))
     assert dropping.base_steps_per_epoch(8) == 224
     with pytest.raises(ValueError, match="base_batch_size=1798 with drop_last"):
         dropping.base_steps_per_epoch(1798)
     with pytest.raises(ValueError, match="Invalid base_batch_size=0"):
         dropping.base_steps_per_epoch(0)
     with pytest.raises(ValueError, match="Invalid num_workers=-1"):
-        MapSource(data, StepCut(8), ExampleOrder(), num_workers=-1)
+        MapSource(data, BatchSplit(8), ExampleOrder(), num_workers=-1)
 
 
 # ---- rows of tensors, a micro-batch at a time ------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def test_batches_of_tensors_are_torchs_own_to_the_bit_and_the_stride(kind: str, 
     data = tensors(kind)
     order = [epoch_order(20, seed=0, epoch=0)[i : i + 8].tolist() for i in (0, 8)]
     expected = list(DataLoader(data, batch_sampler=order, generator=torch.Generator()))
-    found = [m.batch for m in take(MapSource(data, StepCut(8), ExampleOrder(), num_workers=num_workers), 2)]
+    found = [m.batch for m in take(MapSource(data, BatchSplit(8), ExampleOrder(), num_workers=num_workers), 2)]
     for ours, theirs in zip(found, expected, strict=True):
         assert type(ours) is type(theirs)
         for a, b in zip(ours, theirs, strict=True):
@@ -251,12 +251,12 @@ def test_tensors_whose_rows_are_not_taken_one_by_one(monkeypatch: pytest.MonkeyP
             return tuple(2 * row for row in super().__getitem__(index))
 
     data = TensorDataset(torch.arange(8))
-    (doubled,) = take(MapSource(Doubled(*data.tensors), StepCut(4), ExampleOrder(shuffle=False)), 1)
+    (doubled,) = take(MapSource(Doubled(*data.tensors), BatchSplit(4), ExampleOrder(shuffle=False)), 1)
     assert doubled.batch[0].tolist() == [0, 2, 4, 6]
-    (collated,) = take(MapSource(data, StepCut(4), ExampleOrder(shuffle=False), collate_fn=len), 1)
+    (collated,) = take(MapSource(data, BatchSplit(4), ExampleOrder(shuffle=False), collate_fn=len), 1)
     assert collated.batch == 4  # of a list of examples, as ever
     monkeypatch.setattr(TensorDataset, "__getitem__", lambda *_: pytest.fail("one by one"))
-    (quick,) = take(MapSource(data, StepCut(4), ExampleOrder(shuffle=False)), 1)
+    (quick,) = take(MapSource(data, BatchSplit(4), ExampleOrder(shuffle=False)), 1)
     assert quick.batch[0].tolist() == [0, 1, 2, 3]
 
 
@@ -276,15 +276,15 @@ def test_steps_cut_otherwise_take_each_example_of_the_stream_once(
     length = 37
     order = ExampleOrder(seed=4, drop_last=drop_last)
 
-    def cut(rank: int, batch: int, passes: int) -> StepCut:
-        return StepCut(max(batch, world * passes), rank=rank, world_size=world, accumulation=passes)
+    def cut(rank: int, batch: int, passes: int) -> BatchSplit:
+        return BatchSplit(max(batch, world * passes), rank=rank, world_size=world, accumulation=passes)
 
     sources = [MapSource(list(range(length)), cut(r, *cuts[0][:2]), order, collate_fn=list) for r in range(world)]
     iterators = [iter(source) for source in sources]
     position = 0
     for batch, passes, steps in cuts:
         for rank, source in enumerate(sources):
-            source.recut(cut(rank, batch, passes))
+            source.set_split(cut(rank, batch, passes))
         batch = max(batch, world * passes)
         for _ in range(steps):
             if drop_last and length - position % length < batch:
@@ -319,14 +319,14 @@ class Counted(Noisy):
 def test_what_was_fetched_ahead_is_kept_where_it_still_comes_next(rank: int) -> None:
     data = Counted()
 
-    def cut(size: int, passes: int) -> StepCut:
-        return StepCut(2 * size * passes, rank=rank, world_size=2, accumulation=passes)
+    def cut(size: int, passes: int) -> BatchSplit:
+        return BatchSplit(2 * size * passes, rank=rank, world_size=2, accumulation=passes)
 
     source = MapSource(data, cut(3, 1), ExampleOrder(seed=1), num_workers=2)  # two ahead for each of two processes
     iterator = iter(source)
     position, taken, seen = 0, 0, []
     for size, passes, steps in ((3, 1, 3), (3, 2, 3), (3, 1, 2), (5, 1, 3), (5, 3, 2), (2, 2, 3)):
-        source.recut(cut(size, passes))
+        source.set_split(cut(size, passes))
         for _ in range(steps):
             for i in range(passes):
                 micro_batch = next(iterator)
@@ -346,7 +346,7 @@ def test_what_was_fetched_ahead_is_kept_where_it_still_comes_next(rank: int) -> 
     again = MapSource(data, cut(3, 1), ExampleOrder(seed=1), num_workers=1)
     expected = []
     for size, passes, steps in ((3, 1, 3), (3, 2, 3), (3, 1, 2), (5, 1, 3), (5, 3, 2), (2, 2, 3)):
-        again.recut(cut(size, passes))
+        again.set_split(cut(size, passes))
         expected += [[values.tolist() for values in m.batch] for m in take(again, steps, passes)]
         again.close()
     assert seen == expected

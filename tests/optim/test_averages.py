@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ray_adascale.optim.averages import Averages
-from ray_adascale.optim.sampler import Sample
+from ray_adascale.optim.gradient_statistics import Sample
 
 
 class StandIn(SimpleNamespace):

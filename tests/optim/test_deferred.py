@@ -339,10 +339,10 @@ def test_what_rides_along_is_read_with_the_step(
     adascale = wrapped(model, fused=fused, **settings)
     rows = torch.tensor([[0.1, -2.0], [3.0, math.inf], [0.1 + 0.2, 5e-324]], dtype=torch.float64)
     sent = iter(rows.unbind())
-    adascale.rider = lambda: next(sent)
-    assert list(adascale.rider_sum) == []
+    adascale.payload = lambda: next(sent)
+    assert list(adascale.payload_sum) == []
     assert len(_reads(adascale, model, monkeypatch)) == (not fused)
-    assert list(adascale.rider_sum) == [0.1 + 0.2, 5e-324]  # the third step's, to the bit
+    assert list(adascale.payload_sum) == [0.1 + 0.2, 5e-324]  # the third step's, to the bit
     assert adascale.steps == 3  # ∞ in what rides along is no gradient's
 
 
@@ -352,11 +352,11 @@ def test_a_step_that_is_left_out_changes_nothing_and_tells_what_rode_along(fused
     adascale = wrapped(model, fused=fused)
     train(adascale, model, batches(4))
     before, clock, at = weights(model).clone(), adascale.effective_steps, adascale.average_moments()
-    adascale.rider = lambda: torch.tensor([7.0], dtype=torch.float64)
+    adascale.payload = lambda: torch.tensor([7.0], dtype=torch.float64)
     backward(model, batches(2))
     adascale.skip_step()
     assert adascale.last_step_skipped
-    assert list(adascale.rider_sum) == [7.0]
+    assert list(adascale.payload_sum) == [7.0]
     assert (adascale.effective_steps, adascale.steps, adascale.average_moments()) == (clock, 2, at)
     assert torch.equal(weights(model), before)
     assert adascale.at_boundary

@@ -64,7 +64,7 @@ def _train(
     scaler: Any = torch.amp.GradScaler("cpu", **OPTIONS) if kind == "plain" else ShardedGradScaler(**OPTIONS)
     outer = AdaScale(inner, scale=4.0, smoothing=0.5, grad_scaler=scaler) if adascale else inner
     if adascale:
-        outer.rider = lambda: torch.tensor([step * 10.0 + rank], dtype=torch.float64)
+        outer.payload = lambda: torch.tensor([step * 10.0 + rank], dtype=torch.float64)
     scales, skipped = [], []
     for step in range(14):
         outer.zero_grad()
@@ -84,7 +84,7 @@ def _train(
         skipped.append(torch.equal(before, weights(model)))
         if adascale and kind != "plain":  # torch's scaler tells nobody that it has left a step out
             assert outer.last_step_skipped == skipped[-1]
-            assert list(outer.rider_sum) == [world * step * 10.0 + sum(range(world))]
+            assert list(outer.payload_sum) == [world * step * 10.0 + sum(range(world))]
         scales.append(scaler.get_scale())
     end = weights(model)
     if adascale:

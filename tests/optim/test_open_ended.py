@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ray_adascale import AdaScale
-from ray_adascale.optim.sampler import OpenEnded
+from ray_adascale.optim.gradient_statistics import OpenEnded
 
 from .test_adascale import batches, make_model, weights
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ray_adascale import CheckpointError, LocalBackend, checkpoint
-from ray_adascale.run.backend import Outcome
+from ray_adascale.run.backend import StepReport
 from ray_adascale.run.schedule import BaseSchedule
 
 from ..pool import ProcessPool
@@ -24,11 +24,11 @@ from ..pool import ProcessPool
 Pool = Callable[[int], ProcessPool]
 
 
-def outcome(**metrics: Any) -> Outcome:
+def outcome(**metrics: Any) -> StepReport:
     schedule = BaseSchedule(
         base_batch_size=4, total_steps=9, scheduler_unit=None, base_steps_per_epoch=None, lr_curve=[[0.1]]
     )
-    return Outcome(metrics=metrics, effective_steps=1.0, schedule=schedule)
+    return StepReport(metrics=metrics, effective_steps=1.0, schedule=schedule)
 
 
 def save(backend: LocalBackend, step: int) -> Path:
@@ -112,7 +112,7 @@ def test_a_run_that_keeps_no_checkpoint_is_refused(keep: int) -> None:
 def test_the_last_report_is_a_copy() -> None:
     metrics = {"loss": 1.0}
     backend = LocalBackend(device="cpu")
-    backend.report(Outcome(metrics=metrics, effective_steps=1.0, schedule=outcome().schedule), None)
+    backend.report(StepReport(metrics=metrics, effective_steps=1.0, schedule=outcome().schedule), None)
     metrics["loss"] = 2.0  # the next step's
     assert backend.metrics == {"loss": 1.0}
 

@@ -40,10 +40,10 @@ from ray_adascale._torch import is_dtensor
 from ray_adascale.data.order import epoch_order
 from ray_adascale.optim.rules import RULES
 from ray_adascale.run import loop
-from ray_adascale.run.backend import Outcome
+from ray_adascale.run.backend import StepReport
 from ray_adascale.run.metrics import METRICS
-from ray_adascale.run.snapshot import load_rng
 from ray_adascale.run.trace import read_trace
+from ray_adascale.run.train_state import load_rng
 from ray_adascale.workload import build
 
 from ..host_reads import host_reads
@@ -291,7 +291,7 @@ class Recording(LocalBackend):
         super().__init__(*args, **kwargs)
         self.reports: list[tuple[dict[str, Any], bool]] = []
 
-    def report(self, outcome: Outcome, folder: Path | None) -> None:
+    def report(self, outcome: StepReport, folder: Path | None) -> None:
         super().report(outcome, folder)
         self.reports.append((dict(outcome.metrics), folder is not None))
 
@@ -755,7 +755,7 @@ def test_what_is_observed_late_has_the_metrics_of_its_own_step() -> None:
     seen: list[tuple[int, Any]] = []
 
     class Watched(LocalBackend):
-        def observe(self, outcome: Outcome) -> None:
+        def observe(self, outcome: StepReport) -> None:
             seen.append((outcome.metrics["optimizer_steps"], outcome.metrics["mine"]))
 
     settings: dict[str, Any] = {"per_worker_batch_size": 4, "accumulation": 2, "total_steps": 40, "fused": True}
@@ -924,7 +924,7 @@ def test_a_checkpoint_says_the_batch_that_the_run_has_come_to(tmp_path: Path) ->
         backend=LocalBackend(tmp_path),
         lr=1e-6,
         per_worker_batch_size=8,
-        efficiency=0.6,
+        target_efficiency=0.6,
         max_global_batch_size=48,
     )
     first = run.plan

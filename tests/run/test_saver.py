@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ray_adascale import LocalBackend, checkpoint
-from ray_adascale.run.backend import Outcome
+from ray_adascale.run.backend import StepReport
 from ray_adascale.run.saver import Boundary, Saver
 from ray_adascale.run.schedule import BaseSchedule
 
@@ -21,8 +21,8 @@ SCHEDULE = BaseSchedule(
 )
 
 
-def outcome(metrics: dict[str, float], effective_steps: float = 1.0) -> Outcome:
-    return Outcome(metrics=metrics, effective_steps=effective_steps, schedule=SCHEDULE)
+def outcome(metrics: dict[str, float], effective_steps: float = 1.0) -> StepReport:
+    return StepReport(metrics=metrics, effective_steps=effective_steps, schedule=SCHEDULE)
 
 
 def content() -> Any:
@@ -37,7 +37,7 @@ class Uploading(LocalBackend):
         self.reported: list[dict[str, Any]] = []
         self.going = False
 
-    def report_in_background(self, outcome: Outcome, folder: Path) -> None:
+    def report_in_background(self, outcome: StepReport, folder: Path) -> None:
         checkpoint.verify(folder)
         self.reported.append(dict(outcome.metrics))
         self.going = True

@@ -20,7 +20,7 @@ import torch
 
 from ray_adascale import AdaScaleConfig, CheckpointError, Workload
 from ray_adascale.recipe import NoiseProbe
-from ray_adascale.run.backend import Outcome
+from ray_adascale.run.backend import StepReport
 from ray_adascale.run.base_run import BaseResult, base_config
 from ray_adascale.run.failure import was_building
 from ray_adascale.run.schedule import BaseSchedule
@@ -47,7 +47,7 @@ PROBES = [NoiseProbe(effective_steps=0.0, sigma2=3.0, mu2=1.0), NoiseProbe(effec
 
 def outcome(
     metrics: Mapping[str, Any], *, tau: float = 10.0, per_epoch: float | None = 4.0, stopped: str | None = None
-) -> Outcome:
+) -> StepReport:
     schedule = BaseSchedule(
         base_batch_size=8,
         total_steps=40,
@@ -55,7 +55,7 @@ def outcome(
         base_steps_per_epoch=per_epoch,
         lr_curve=[[0.1]],
     )
-    return Outcome(metrics=metrics, effective_steps=tau, schedule=schedule, stopped=stopped)
+    return StepReport(metrics=metrics, effective_steps=tau, schedule=schedule, stopped=stopped)
 
 
 def evaluated(collected: Collected, **found: float) -> dict[str, float]:
@@ -340,7 +340,7 @@ def has_two_optimizers(config: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("workload", "error", "noted"),
+    ("workload", "error", "annotate_exceptions"),
     [
         (wants_a_name, KeyError, True),
         (lambda config: None, TypeError, True),

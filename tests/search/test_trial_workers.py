@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, Run, Workload
 from ray_adascale.checkpoint.rng import seed_everything
-from ray_adascale.run.backend import Outcome
+from ray_adascale.run.backend import StepReport
 from ray_adascale.run.base_run import BaseResult, base_config
 from ray_adascale.run.schedule import BaseSchedule
 from ray_adascale.search import trial_workers
@@ -179,7 +179,7 @@ def test_other_workers_collect_nothing_and_write_their_share(tmp_path: Path, mon
     schedule = BaseSchedule(
         base_batch_size=B0, total_steps=T, scheduler_unit=None, base_steps_per_epoch=None, lr_curve=[[0.1]]
     )
-    outcome = Outcome(metrics={"loss": 1.0}, effective_steps=3.0, schedule=schedule)
+    outcome = StepReport(metrics={"loss": 1.0}, effective_steps=3.0, schedule=schedule)
     folder = backend.checkpoint_folder(3)
     assert folder is not None
     backend.report(outcome, folder)

@@ -15,19 +15,19 @@ import ray.train
 import torch
 
 from ray_adascale.checkpoint import CheckpointError
-from ray_adascale.run.backend import Outcome
+from ray_adascale.run.backend import StepReport
 from ray_adascale.run.metrics import METRICS
 from ray_adascale.run.schedule import BaseSchedule
 
 from ..samples_of import scalars
 
 
-def outcome(**metrics: float) -> Outcome:
+def outcome(**metrics: float) -> StepReport:
     """After a step of a run whose metrics are all 1, but for some."""
     schedule = BaseSchedule(
         base_batch_size=4, total_steps=10, scheduler_unit=None, base_steps_per_epoch=None, lr_curve=[[0.1]]
     )
-    return Outcome(metrics={**dict.fromkeys(METRICS, 1.0), **metrics}, effective_steps=1.0, schedule=schedule)
+    return StepReport(metrics={**dict.fromkeys(METRICS, 1.0), **metrics}, effective_steps=1.0, schedule=schedule)
 
 
 def test_gauges_follow_the_run_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:

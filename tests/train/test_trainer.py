@@ -113,7 +113,7 @@ def test_scale_one_is_the_plain_loop_bit_for_bit(ray_session: Path) -> None:
     assert torch.equal(flat(load_weights(result.checkpoint.path)), base_run())
 
 
-FOLLOWING = {"efficiency": 0.6, "max_global_batch_size": 24}
+FOLLOWING = {"target_efficiency": 0.6, "max_global_batch_size": 24}
 
 
 def _without_ray(**changes: Any) -> list[float]:
@@ -224,7 +224,7 @@ def test_a_run_that_follows_the_noise_fails_resumes_and_ends_as_if_nothing_happe
         ),
         progress=False,
     ).fit()
-    assert set(result.metrics) == {*METRICS, "spread", "workers_that_pay"}
+    assert set(result.metrics) == {*METRICS, "spread", "useful_workers"}
     assert flat(load_weights(result.checkpoint.path)).tolist() == pool(2).run(_following_without_ray)[0]
     trace = read_trace(Path(result.path) / "trace.jsonl")
     assert trace[-1]["attempt"] == 1

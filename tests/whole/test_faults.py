@@ -28,7 +28,7 @@ from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, LocalBackend, Run, checkpoint, load_weights
 from ray_adascale.checkpoint import CheckpointError, dcp
-from ray_adascale.run.backend import Outcome
+from ray_adascale.run.backend import StepReport
 from ray_adascale.run.trace import read_trace
 
 from ..pool import free_port
@@ -284,7 +284,7 @@ def test_workers_killed_twenty_times_end_bit_for_bit_as_if_nothing_happened(
     kill_and_compare(tmp_path, world, 20, seed=world, points=(*POINTS, "time"), total_steps=600, sharding=sharding)
 
 
-FOLLOWING: dict[str, Any] = {"efficiency": 0.6, "max_global_batch_size": 48, "min_examples_per_worker": 2}
+FOLLOWING: dict[str, Any] = {"target_efficiency": 0.6, "max_global_batch_size": 48, "min_examples_per_worker": 2}
 
 
 def test_a_run_that_follows_the_noise_is_killed_a_few_times(tmp_path: Path) -> None:
@@ -632,12 +632,12 @@ class Warned(LocalBackend):
         assert count == self.asked * self.world_size, "the workers have asked a different number of times"
         return None if self.asked < 5 else "node a" if self.asked < 9 else "nodes a, b"
 
-    def report(self, outcome: Outcome, folder: Path | None) -> None:
+    def report(self, outcome: StepReport, folder: Path | None) -> None:
         super().report(outcome, folder)
         if folder is not None:
             self.saved.append((outcome.metrics["optimizer_steps"], checkpoint.is_complete(folder)))
 
-    def report_in_background(self, outcome: Outcome, folder: Path) -> None:
+    def report_in_background(self, outcome: StepReport, folder: Path) -> None:
         raise AssertionError("a notice is answered before the next step")
 
 

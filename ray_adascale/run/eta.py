@@ -15,7 +15,7 @@ from ..optim.rules import AdaScaleRule, ScalingRule, make_rule, metric_of
 from ..recipe import Recipe
 from ..replay import Forecaster, Replay
 
-__all__ = ["LEFT", "NOT_KNOWN", "Left", "StepClock", "StepsLeft", "clock_time", "forecast_steps_left"]
+__all__ = ["LEFT", "NOT_KNOWN", "Eta", "RemainingSteps", "StepClock", "clock_time", "forecast_remaining_steps"]
 
 CORRECT_FROM = 0.2
 """The share of the run from which its own gains correct the forecast; those before say little of the rest."""
@@ -29,7 +29,7 @@ _WIDEST = 1e3  # the ratio μ²/σ² is taken between this and its inverse: at r
 
 
 @dataclass(frozen=True)
-class Left:
+class Eta:
     """What is left of a run.
 
     Attributes:
@@ -51,13 +51,13 @@ class Left:
         return {"steps_left": self.steps, "seconds_left": self.seconds, "left_is_rough": self.rough}
 
     @classmethod
-    def told(cls, metrics: Mapping[str, Any]) -> Left:
+    def from_metrics(cls, metrics: Mapping[str, Any]) -> Eta:
         """What :meth:`as_metrics` told."""
         steps, seconds = metrics.get("steps_left", math.inf), metrics.get("seconds_left", math.inf)
         return cls(steps, seconds, bool(metrics.get("left_is_rough", True)))
 
 
-NOT_KNOWN = Left(math.inf, math.inf, True)
+NOT_KNOWN = Eta(math.inf, math.inf, True)
 
 LEFT = tuple(NOT_KNOWN.as_metrics())
 """The keys of what is told of the time left."""
@@ -72,7 +72,7 @@ def clock_time(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
-class StepsLeft:
+class RemainingSteps:
     """The optimizer steps left of a run at one scale, from a recipe's noise.
 
     The forecast's gains r(τ) give q = (1 − r/S)/(r − 1), what μ²/σ² it expects. From a fifth of the run on, the mean log-ratio c
@@ -165,7 +165,7 @@ class StepClock:
         return elapsed / self._steps if 0 < self._steps < self._FIRST else math.inf
 
 
-def forecast_steps_left(
+def forecast_remaining_steps(
     recipe: Recipe | None,
     rows: Iterable[Mapping[str, Any]],
     *,
@@ -173,7 +173,7 @@ def forecast_steps_left(
     rule: str | ScalingRule,
     averaging_window: float,
     following: tuple[AdaScaleConfig, int] | None = None,
-) -> StepsLeft | None:
+) -> RemainingSteps | None:
     """The steps left by the forecast; None where there is nothing to forecast from: no recipe, or one without noise.
 
     Args:
@@ -190,14 +190,14 @@ def forecast_steps_left(
         return None
     if following is not None:
         config, workers = following
-        if config.efficiency == "goodput" and config.throughput is None:
+        if config.target_efficiency == "goodput" and config.throughput is None:
             return None  # what it will choose depends on seconds that are not measured yet
         forecaster = Forecaster(recipe, rule=made, averaging_window=averaging_window)
-        return StepsLeft(forecaster.following(config, workers).expected, 1.0, corrects=False)
+        return RemainingSteps(forecaster.following(config, workers).expected, 1.0, corrects=False)
     if scale <= 1:
         return None
     forecast = Forecaster(recipe, rule=made, averaging_window=averaging_window).at(scale).expected
-    left = StepsLeft(forecast, scale, corrects=isinstance(made, AdaScaleRule))
+    left = RemainingSteps(forecast, scale, corrects=isinstance(made, AdaScaleRule))
     before = 0.0
     for row in rows:
         tau, gain = row.get("effective_steps"), row.get("gain")

@@ -18,13 +18,13 @@ from .config import AdaScaleConfig, BatchPlan, StepSeconds, nearest_plan
 from .gain import plain_gain, scale_at_efficiency
 
 __all__ = [
-    "ScaleFollower",
+    "BatchSizeController",
     "StepTime",
-    "follower_of",
+    "controller_of",
+    "max_useful_workers",
     "paying_over",
-    "pays_until",
+    "useful_workers",
     "wanted_batch",
-    "workers_that_pay",
 ]
 
 PAYS = 0.5
@@ -93,7 +93,7 @@ class StepTime:
 
 
 def wanted_batch(
-    efficiency: float | Literal["goodput"],
+    target_efficiency: float | Literal["goodput"],
     plans: list[BatchPlan],
     now: BatchPlan,
     sigma2: float,
@@ -103,7 +103,7 @@ def wanted_batch(
     """Examples that a step is to have from here on: ``now``'s, unless there is enough reason for others.
 
     Args:
-        efficiency: As in :class:`ray_adascale.AdaScaleConfig`.
+        target_efficiency: As in :class:`ray_adascale.AdaScaleConfig`.
         plans: What the workers can run, smallest first.
         now: One of them.
         sigma2: Averaged gradient variance of one base batch; NaN where nothing is known.
@@ -113,8 +113,8 @@ def wanted_batch(
     batch = now.global_batch_size
     if math.isnan(sigma2) or math.isnan(mu2):
         return batch
-    if efficiency != "goodput":
-        scale = scale_at_efficiency(sigma2, mu2, efficiency)
+    if target_efficiency != "goodput":
+        scale = scale_at_efficiency(sigma2, mu2, target_efficiency)
         wanted = min(scale * now.base_batch_size, plans[-1].global_batch_size, _GROWTH * batch)
         wanted = max(wanted, plans[0].global_batch_size)
         return wanted if max(wanted / batch, batch / wanted) >= _STEADY else batch
@@ -127,11 +127,11 @@ def wanted_batch(
     return best.global_batch_size if goodput(best) > _BETTER * goodput(now) else batch
 
 
-class ScaleFollower:
+class BatchSizeController:
     """The batch of a run that chooses its scale, from step to step.
 
     Args:
-        config: ``efficiency`` and the bounds.
+        config: ``target_efficiency`` and the bounds.
         world_size: Workers.
         total_steps: T.
         largest: Examples of the largest batch, beside what the config says.
@@ -144,9 +144,9 @@ class ScaleFollower:
     def __init__(
         self, config: AdaScaleConfig, world_size: int, *, total_steps: float, largest: float = math.inf
     ) -> None:
-        assert config.efficiency is not None
+        assert config.target_efficiency is not None
         assert config.base_batch_size is not None
-        self._efficiency: float | Literal["goodput"] = config.efficiency
+        self._efficiency: float | Literal["goodput"] = config.target_efficiency
         self._world_size = world_size
         window = config.averaging_window * total_steps
         if config.max_global_batch_size is None and config.max_accumulation is None:
@@ -268,19 +268,19 @@ def _trials(plans: list[BatchPlan], config: AdaScaleConfig) -> list[BatchPlan]:
     return found if plans[1:] else []
 
 
-def follower_of(
+def controller_of(
     config: AdaScaleConfig, world_size: int, *, total_steps: float, largest: float = math.inf
-) -> ScaleFollower | None:
+) -> BatchSizeController | None:
     """What chooses the scale of a run; None where its settings do."""
-    if config.efficiency is None:
+    if config.target_efficiency is None:
         return None
-    return ScaleFollower(config, world_size, total_steps=total_steps, largest=largest)
+    return BatchSizeController(config, world_size, total_steps=total_steps, largest=largest)
 
 
 # ---- how many workers pay --------------------------------------------------------------------------------------------
 
 
-def pays_until(speedup: Callable[[int], float], most: int) -> int | None:
+def max_useful_workers(speedup: Callable[[int], float], most: int) -> int | None:
     """The first number of workers from which further ones, up to twice as many, add less than ``PAYS · speedup(1)`` each.
 
     What they add is averaged over them, as with a fixed batch three workers may need as many passes as two; where each worker
@@ -305,7 +305,7 @@ def pays_until(speedup: Callable[[int], float], most: int) -> int | None:
     return None
 
 
-def workers_that_pay(config: AdaScaleConfig, sigma2: float, mu2: float, *, most: int) -> int:
+def useful_workers(config: AdaScaleConfig, sigma2: float, mu2: float, *, most: int) -> int:
     """Up to how many workers adding one pays, at the present noise: each further one adds less than half as much as the first.
 
     The speed of k workers is r(S) over the time of a step: by ``config.throughput``, or without one the number of its passes,
@@ -317,7 +317,7 @@ def workers_that_pay(config: AdaScaleConfig, sigma2: float, mu2: float, *, most:
         mu2: Averaged squared gradient.
         most: It looks no further.
     """
-    elastic = config if config.efficiency is not None else replace(config, elastic=True)
+    elastic = config if config.target_efficiency is not None else replace(config, elastic=True)
 
     def speed(plan: BatchPlan) -> float:
         size = math.ceil(plan.global_batch_size / plan.num_samples)
@@ -328,18 +328,18 @@ def workers_that_pay(config: AdaScaleConfig, sigma2: float, mu2: float, *, most:
     @functools.cache
     def speed_of(workers: int) -> float:
         try:
-            if config.efficiency is None:
+            if config.target_efficiency is None:
                 return speed(elastic.plan(workers))
             plans = config.plans(workers)
         except ValueError:  # more of them than the bounds allow
             return 0.0
-        if config.efficiency == "goodput":
+        if config.target_efficiency == "goodput":
             return max(map(speed, plans))
         assert config.base_batch_size is not None
-        wanted = scale_at_efficiency(sigma2, mu2, config.efficiency) * config.base_batch_size
+        wanted = scale_at_efficiency(sigma2, mu2, config.target_efficiency) * config.base_batch_size
         return speed(nearest_plan(plans, wanted))
 
-    return pays_until(speed_of, most) or most
+    return max_useful_workers(speed_of, most) or most
 
 
 def paying_over(
@@ -348,14 +348,14 @@ def paying_over(
     """From which share of a run on how many workers pay, by a noise that is known beforehand; each twentieth is looked at.
 
     Args:
-        config: As for :func:`workers_that_pay`.
+        config: As for :func:`useful_workers`.
         noise: σ² and μ² at τ.
         total_steps: T.
         most: It looks no further.
     """
     found: list[tuple[float, int]] = []
     for share in (i / 20 for i in range(20)):
-        pays = workers_that_pay(config, *noise(share * total_steps), most=most)
+        pays = useful_workers(config, *noise(share * total_steps), most=most)
         if not found or found[-1][1] != pays:
             found.append((share, pays))
     return found

@@ -1,6 +1,6 @@
 """Why a run failed: which worker's failure tells it, and whether a restart can mend it.
 
-Ray Train restarts the workers whatever the cause; :class:`Restarts` looks on in its controller, and ends the run at once where
+Ray Train restarts the workers whatever the cause; :class:`RetryPolicy` looks on in its controller, and ends the run at once where
 each restart would meet the same exception again.
 """
 
@@ -18,9 +18,9 @@ from ray.train import UserCallback
 from ..checkpoint import CheckpointError
 from ..run.backend import CHECKPOINT
 from ..run.failure import lines_of, place_of, traceback_of, was_beginning
-from .board import Teller
+from .driver_channel import DriverClient
 
-__all__ = ["RepeatedMistake", "Restarts", "failure_in_words", "is_rays", "whole_failure", "worker_failure"]
+__all__ = ["RepeatedMistake", "RetryPolicy", "failure_in_words", "is_rays", "whole_failure", "worker_failure"]
 
 _BETWEEN_WORKERS = re.compile(r"gloo|NCCL|[Cc]onnection (closed|reset|refused)|Broken pipe|ProcessGroup|TCPStore")
 _RAYS_ADVICE = re.compile(r" (Worker exit type: \w+ Worker exit detail:|Some common causes include:).*")
@@ -97,7 +97,7 @@ class RepeatedMistake(Exception):
         return type(self), (self.failures, self.why)
 
 
-class Restarts(UserCallback):
+class RetryPolicy(UserCallback):
     """Says a line about each failure, and ends the run at one that every restart would repeat.
 
     That is an exception of the user's own, or of ours, while the workload is built or before a start's first optimizer step,
@@ -119,7 +119,7 @@ class Restarts(UserCallback):
         """Ray Train's: all workers have reported, and stored what belongs to it."""
         if checkpoint is not None:
             steps, effective = metrics[0].get("optimizer_steps", 0), metrics[0].get("effective_steps", 0.0)
-            Teller(self.board).say(logging.INFO, CHECKPOINT % (steps, effective))
+            DriverClient(self.board).say(logging.INFO, CHECKPOINT % (steps, effective))
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         """Ray Train's: one or more workers have failed."""
@@ -133,7 +133,7 @@ class Restarts(UserCallback):
         if self._max_failures < 0 or self._restarts <= self._max_failures:
             of = "" if self._max_failures < 0 else f" of {self._max_failures}"
             text = failure_in_words(failed, lines=False).rstrip(".")
-            Teller(self.board).restarting(f"{text}. Restart {self._restarts}{of}, from the last checkpoint.")
+            DriverClient(self.board).restarting(f"{text}. Restart {self._restarts}{of}, from the last checkpoint.")
 
     def _repeats(self, error: Exception) -> str | None:
         """Why each restart would meet this error again; None where that is not known."""

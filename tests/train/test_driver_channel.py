@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import ray
 
-from ray_adascale.train.board import Board, Teller, telling
+from ray_adascale.train.driver_channel import DriverChannel, DriverClient, forward_warnings
 
 
 class Here:
     """A board in this process, called as the actor is."""
 
     def __init__(self, board: Any = None) -> None:
-        self.board = board or Board.__ray_metadata__.modified_class()
+        self.board = board or DriverChannel.__ray_metadata__.modified_class()
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self.board, name)
@@ -31,11 +31,11 @@ class Here:
 
 def test_events_come_once_and_in_order() -> None:
     here = Here()
-    teller = Teller(here)
+    teller = DriverClient(here)
     assert teller.say(logging.INFO, "one", once=True)
     assert teller.say(logging.INFO, "one", once=True)
     teller.say(logging.WARNING, "two\n  lines")
-    assert Teller(here).say(logging.INFO, "one", once=True)  # by the next start
+    assert DriverClient(here).say(logging.INFO, "one", once=True)  # by the next start
     news = here.board.news(0)
     assert news.events == [(logging.INFO, "one"), (logging.WARNING, "two lines")]
     assert here.board.news(news.told).events == []
@@ -48,7 +48,7 @@ def test_events_come_once_and_in_order() -> None:
 
 def test_metrics_are_those_of_a_run_that_goes_on() -> None:
     here = Here()
-    teller = Teller(here)
+    teller = DriverClient(here)
     assert here.board.news(0)[:2] == (None, False)
     teller.running()
     assert here.board.news(0)[:2] == (None, True)
@@ -65,7 +65,7 @@ def test_a_board_that_is_gone_costs_nothing() -> None:
         def __getattr__(self, name: str) -> Any:
             raise ray.exceptions.RayActorError(None, "the board is dead")
 
-    for teller in (Teller(None), Teller(Gone())):
+    for teller in (DriverClient(None), DriverClient(Gone())):
         assert not teller.say(logging.INFO, "text")
         teller.put({})
         teller.running()
@@ -77,7 +77,7 @@ def test_the_wish_to_stop_is_seen_at_the_next_look_but_one(monkeypatch: pytest.M
     monkeypatch.setattr(ray, "wait", lambda refs, timeout: (refs, []))
     monkeypatch.setattr(ray, "get", lambda ref: ref)
     here = Here()
-    teller = Teller(here)
+    teller = DriverClient(here)
     assert [teller.look() for _ in range(4)] == [False] * 4
     here.board.ask_to_stop()
     assert [teller.look() for _ in range(3)] == [False, True, True]
@@ -89,7 +89,7 @@ def test_warnings_and_what_the_package_logs_are_told_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         before = warnings.showwarning
-        with telling(Teller(here)):
+        with forward_warnings(DriverClient(here)):
             for _ in range(3):
                 warnings.warn("mind the\nstep", UserWarning, stacklevel=1)
             log.info("Checkpoint of step %d.", 7)
@@ -97,7 +97,7 @@ def test_warnings_and_what_the_package_logs_are_told_once() -> None:
             logging.getLogger("other").warning("nor this")
         assert warnings.showwarning is before
     texts = [text for _, text in here.board.news(0).events]
-    assert texts[0].startswith("UserWarning: mind the step (test_board.py:")
+    assert texts[0].startswith("UserWarning: mind the step (test_driver_channel.py:")
     assert texts[1:] == ["Checkpoint of step 7."]
     assert logging.getLogger("ray_adascale").handlers == []
 
@@ -107,6 +107,6 @@ def test_a_warning_that_nobody_takes_is_shown_here(monkeypatch: pytest.MonkeyPat
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         monkeypatch.setattr(warnings, "showwarning", lambda message, *_: seen.append(str(message)))
-        with telling(Teller(None)):
+        with forward_warnings(DriverClient(None)):
             warnings.warn("to the log then", stacklevel=1)
     assert seen == ["to the log then"]

@@ -21,11 +21,11 @@ from ..measure.observers import GradientObserver, HookObserver, take_norm, take_
 from ..sharding.oss import OSS, GradientReducer
 from .deferred import LastStep
 
-__all__ = ["GradientSampler", "KeptGradient", "OpenEnded", "Sample"]
+__all__ = ["GradientStatistics", "OpenEnded", "PreviousGradient", "Sample"]
 
 
 @dataclass(frozen=True)
-class KeptGradient:
+class PreviousGradient:
     """The gradient of one step, kept for the next.
 
     Attributes:
@@ -36,7 +36,7 @@ class KeptGradient:
     tensors: Sequence[Tensor | None]
     finite: Tensor
 
-    def products_with(self, before: KeptGradient, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def products_with(self, before: PreviousGradient, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
         """``‖g_t − g_{t−1}‖²`` and ``⟨g_t, g_{t−1}⟩`` per group, float64 ``[groups]``; no host synchronisation.
 
         Args:
@@ -75,7 +75,7 @@ class KeptGradient:
     @classmethod
     def from_state(
         cls, state: dict[str, Tensor], params: Sequence[Tensor], device: torch.device
-    ) -> KeptGradient | None:
+    ) -> PreviousGradient | None:
         """What :meth:`state` returned, on the devices of ``params``; None where there is none."""
         names = [f"previous_gradient.{i}" for i in range(len(params))]
         if not any(name in state for name in names):
@@ -94,24 +94,24 @@ class Sample:
         moments: σ² and μ², ``[2, groups]``, unclipped; None where there is nothing to learn them from.
         usable: Whether they mean anything, where there are any; bool, 0-dim.
         finite: Whether the step's gradient is; bool, 0-dim.
-        rider: What travelled along, summed over workers; None for nothing.
+        payload: What travelled along, summed over workers; None for nothing.
         averages: The averages with this sample in them, from when they are first wanted; until then None.
     """
 
     moments: Tensor | None
     usable: Tensor
     finite: Tensor
-    rider: Tensor | None
+    payload: Tensor | None
     averages: Average | None = None
 
     def outcome(self) -> Tensor:
-        """What the host is to know of it: whether it is finite, the rider's numbers, σ² and μ² over all groups; float64, 1-D.
+        """What the host is to know of it: whether it is finite, the payload's numbers, σ² and μ² over all groups; float64, 1-D.
 
         :meth:`unpack` takes it apart.
         """
         parts = [self.finite.double().reshape(1)]
-        if self.rider is not None:
-            parts.append(self.rider)
+        if self.payload is not None:
+            parts.append(self.payload)
         if self.moments is not None:
             parts.append(self.moments.sum(dim=1).masked_fill(~self.usable, math.nan))
         return torch.cat(parts)
@@ -121,19 +121,19 @@ class Sample:
         if (
             self.moments is None and self.finite.is_cpu
         ):  # a base run's step: there is little to put together, and no wait
-            rider = [] if self.rider is None else self.rider.tolist()
-            return LastStep(skipped=not self.finite.item(), sigma2=math.nan, mu2=math.nan, rider=rider)
+            payload = [] if self.payload is None else self.payload.tolist()
+            return LastStep(skipped=not self.finite.item(), sigma2=math.nan, mu2=math.nan, payload=payload)
         return self.unpack(self.outcome().tolist())[0]
 
     def unpack(self, numbers: list[float]) -> tuple[LastStep, list[float]]:
         """What became of the step, from :meth:`outcome` on the host; and the numbers that follow it there."""
         finite, *numbers = numbers
-        riders = 0 if self.rider is None else len(self.rider)
-        rider, numbers = numbers[:riders], numbers[riders:]
+        payloads = 0 if self.payload is None else len(self.payload)
+        payload, numbers = numbers[:payloads], numbers[payloads:]
         sigma2, mu2, rest = math.nan, math.nan, numbers
         if self.moments is not None:
             sigma2, mu2, *rest = numbers
-        return LastStep(skipped=not finite, sigma2=sigma2, mu2=mu2, rider=rider), rest
+        return LastStep(skipped=not finite, sigma2=sigma2, mu2=mu2, payload=payload), rest
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class OpenEnded:
     smoothing: Callable[[float, int], float]
 
 
-class GradientSampler:
+class GradientStatistics:
     """Counts the backward passes of a step, sums what an observer measures in them, and makes a :class:`Sample` of it.
 
     Collective: the last backward pass of a step ends with one small all-reduce.
@@ -189,7 +189,7 @@ class GradientSampler:
         open_ended: Where it is set, ``accumulation`` is the passes that are expected from what is known so far of the step
             under way, and ``scale`` that of the last complete one.
         weights: w of this worker's gradient sample in each pass; None: all 1/n.
-        rider: Returns 1-D numbers that are summed over workers in the same all-reduce; it is called once in each step.
+        payload: Returns 1-D numbers that are summed over workers in the same all-reduce; it is called once in each step.
         ends_early: Is asked as each pass begins that is not the declared last whether the step ends with it, all the same, as
             the last of an epoch may; None: passes are as declared.
         before_first_pass: Is called when the first backward pass begins, if ``world_size`` may not be known before, and sets it
@@ -224,12 +224,12 @@ class GradientSampler:
         self.accumulation = 1
         self.open_ended: OpenEnded | None = None
         self.weights: Sequence[float] | None = None
-        self.rider: Callable[[], Tensor] | None = None
+        self.payload: Callable[[], Tensor] | None = None
         self.ends_early: Callable[[], bool] | None = None
         self._short: _Short | None = None
         self.before_first_pass: Callable[[], None] | None = None
         self.observer: GradientObserver | None = None
-        self.previous: KeptGradient | None = None
+        self.previous: PreviousGradient | None = None
         self._unhooked = False
         self.passes = 0
         self.sample: Sample | None = None
@@ -237,7 +237,7 @@ class GradientSampler:
 
     def __getstate__(self) -> dict[str, Any]:
         # Hooks and process groups belong to this process. Whoever unpickles it calls attach().
-        own = {"observer": None, "_process_group": None, "_model": None, "rider": None, "before_first_pass": None}
+        own = {"observer": None, "_process_group": None, "_model": None, "payload": None, "before_first_pass": None}
         own["ends_early"] = None
         return {**self.__dict__, **own}
 
@@ -377,7 +377,7 @@ class GradientSampler:
 
     def load_previous(self, state: dict[str, Tensor]) -> None:
         """Take g_{t−1} from a state dict's tensors, if it is among them."""
-        self.previous = KeptGradient.from_state(state, self.params, self.device)
+        self.previous = PreviousGradient.from_state(state, self.params, self.device)
 
     def unhook(self) -> None:
         """Stop watching for good."""
@@ -554,14 +554,14 @@ class GradientSampler:
     # ---- over all workers ----------------------------------------------------------------------------------------
 
     def _send(self, more: Sequence[Tensor]) -> tuple[Tensor, dist.Work | None]:
-        """Start the one small all-reduce of a step: A, whether all passes were seen, the rider, and whatever else is in parts."""
+        """Start the one small all-reduce of a step: A, whether all passes were seen, the payload, and ``more``."""
         device = self.device
         local = self._mean_sq_norm
         if local is None:
             local = torch.zeros(len(self._optimizer.param_groups), dtype=torch.float64, device=device)
         parts = [*more, local, torch.full((1,), self.passes == self.accumulation, dtype=torch.float64, device=device)]
-        if self.rider is not None:
-            parts.append(self.rider().to(local))
+        if self.payload is not None:
+            parts.append(self.payload().to(local))
         vector = torch.cat(parts)
         work = dist.all_reduce(vector, group=self._process_group, async_op=True) if self.reducing else None
         return vector, work
@@ -582,7 +582,7 @@ class GradientSampler:
                 work.wait()
             c, vector = both[:groups], both[groups:]
         a, complete = vector[:groups], vector[groups]
-        rider = None if self.rider is None else vector[groups + 1 :]
+        payload = None if self.payload is None else vector[groups + 1 :]
         if not self.is_scaled_loss:
             c = c / self.accumulation**2
         unscale: Tensor | float = 1.0
@@ -596,29 +596,29 @@ class GradientSampler:
         if not observer.complete:
             # A gradient of a parameter that was frozen when the hooks were set, or (where no pass was seen at all) that no
             # backward pass has made: C counts it and A does not. The step is taken with the averages as they are.
-            return Sample(None, usable, finite, rider)
+            return Sample(None, usable, finite, payload)
         if self.num_samples > 1:
             moments = gain_math.gradient_moments(a, c, scale=self.scale, count=self.num_samples)
-            return Sample(torch.stack(moments), usable, finite, rider)
+            return Sample(torch.stack(moments), usable, finite, payload)
         if self._short is not None:  # it can't be compared with the steps around it, whose batch is another
             self.previous = None
-            return Sample(None, usable, finite, rider)
+            return Sample(None, usable, finite, payload)
         if self.scale == 1:
-            return Sample(None, usable, finite, rider)
-        return self._differenced(unscale, usable, finite, rider)
+            return Sample(None, usable, finite, payload)
+        return self._differenced(unscale, usable, finite, payload)
 
-    def _differenced(self, unscale: Tensor | float, usable: Tensor, finite: Tensor, rider: Tensor | None) -> Sample:
+    def _differenced(self, unscale: Tensor | float, usable: Tensor, finite: Tensor, payload: Tensor | None) -> Sample:
         """The sample of a step that has one gradient sample, from this gradient and the last step's."""
         before = self.previous
         gradient = [None if p.grad is None else _local(p.grad.detach()) * unscale for p in self.params]
-        self.previous = KeptGradient(gradient, finite)
+        self.previous = PreviousGradient(gradient, finite)
         if before is None:
-            return Sample(None, usable, finite, rider)
+            return Sample(None, usable, finite, payload)
         products = self.previous.products_with(before, [len(g["params"]) for g in self._optimizer.param_groups])
         if self._single_gain:
             products = products[0].sum(0, keepdim=True), products[1].sum(0, keepdim=True)
         moments = gain_math.differenced_moments(*products, scale=self.scale)
-        return Sample(torch.stack(moments), usable & before.finite, finite, rider)
+        return Sample(torch.stack(moments), usable & before.finite, finite, payload)
 
     def _sample_without_passes(self) -> Sample:
         """Look whether gradients are finite, where nothing more was watched: a lone sample at S = 1, or after :meth:`unhook`."""
@@ -629,7 +629,7 @@ class GradientSampler:
             flag = finite.float()
             dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._process_group)
             finite = flag > 0
-        return Sample(None, finite, finite, None if self.rider is None else self.rider().to(device, torch.float64))
+        return Sample(None, finite, finite, None if self.payload is None else self.payload().to(device, torch.float64))
 
 
 def _all_finite(grads: Sequence[Tensor], device: torch.device) -> Tensor:

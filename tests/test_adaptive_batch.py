@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from ray_adascale import AdaScaleConfig, LocalBackend, Run, Throughput, follow
+from ray_adascale import AdaScaleConfig, LocalBackend, Run, Throughput, adaptive_batch
+from ray_adascale.adaptive_batch import BatchSizeController, StepTime, paying_over, useful_workers, wanted_batch
 from ray_adascale.config import BatchPlan
 from ray_adascale.data.order import epoch_order
-from ray_adascale.follow import ScaleFollower, StepTime, paying_over, wanted_batch, workers_that_pay
 from ray_adascale.run.metrics import state_of
 from ray_adascale.run.trace import read_trace
 
@@ -108,12 +108,12 @@ def test_a_given_throughput_counts_for_these_workers() -> None:
     assert time.of(BatchPlan(10, 60, 3, 4)) == pytest.approx(4 * 5 * 0.02 + 0.27)
 
 
-def follower(efficiency: Any = 0.5, workers: int = 2, **settings: Any) -> ScaleFollower:
-    config = AdaScaleConfig(base_batch_size=16, efficiency=efficiency, max_global_batch_size=256, **settings)
-    return ScaleFollower(config, workers, total_steps=1000)
+def follower(efficiency: Any = 0.5, workers: int = 2, **settings: Any) -> BatchSizeController:
+    config = AdaScaleConfig(base_batch_size=16, target_efficiency=efficiency, max_global_batch_size=256, **settings)
+    return BatchSizeController(config, workers, total_steps=1000)
 
 
-def decided(follower: ScaleFollower, tau: float, sigma2: float, mu2: float) -> int:
+def decided(follower: BatchSizeController, tau: float, sigma2: float, mu2: float) -> int:
     plan = follower.after_step(tau, lambda: (sigma2, mu2), 0.0, lambda numbers: numbers)
     return plan.global_batch_size
 
@@ -179,18 +179,18 @@ def test_a_run_that_had_a_fixed_batch_decides_as_it_resumes() -> None:
 
 
 def test_efficiency_one_is_the_base_batch_whatever_the_noise() -> None:
-    it = follower(efficiency=1, workers=1)
+    it = follower(target_efficiency=1, workers=1)
     assert it.plan == BatchPlan(16, 16, 1, 1)
     for tau in (13, 26, 39):
         assert decided(it, tau, 1.0, 0.0) == 16
 
 
 def test_without_bounds_no_step_moves_the_clock_by_more_than_the_window() -> None:
-    config = AdaScaleConfig(base_batch_size=16, efficiency=0.5)
-    assert ScaleFollower(config, 2, total_steps=1000).plans[-1].scale <= 50
-    assert ScaleFollower(config, 2, total_steps=1000).plans[-1].scale > 45
-    assert ScaleFollower(config, 2, total_steps=10).plans[-1].scale == 8  # a short run may grow all the same
-    assert ScaleFollower(config, 2, total_steps=1000, largest=100).plans[-1].global_batch_size <= 100
+    config = AdaScaleConfig(base_batch_size=16, target_efficiency=0.5)
+    assert BatchSizeController(config, 2, total_steps=1000).plans[-1].scale <= 50
+    assert BatchSizeController(config, 2, total_steps=1000).plans[-1].scale > 45
+    assert BatchSizeController(config, 2, total_steps=10).plans[-1].scale == 8  # a short run may grow all the same
+    assert BatchSizeController(config, 2, total_steps=1000, largest=100).plans[-1].global_batch_size <= 100
 
 
 def test_goodput_times_three_plans_and_takes_rank_0s_numbers() -> None:
@@ -265,7 +265,7 @@ def make_run(net: nn.Module, folder: str | None = None, *, fused: bool | None = 
         "base_batch_size": 4,
         "total_steps": 200,
         "scheduler_unit": "step",
-        "efficiency": 0.6,
+        "target_efficiency": 0.6,
         "max_global_batch_size": 48,
         "per_worker_batch_size": 8,
     }
@@ -389,8 +389,8 @@ def test_augmentation_and_examples_do_not_depend_on_how_many_were_fetched_ahead(
 def test_efficiency_one_is_the_base_run_bit_for_bit() -> None:
     outcomes = []
     for settings in (
-        {"efficiency": 1.0},
-        {"efficiency": None, "max_global_batch_size": None, "per_worker_batch_size": 4},
+        {"target_efficiency": 1.0},
+        {"target_efficiency": None, "max_global_batch_size": None, "per_worker_batch_size": 4},
     ):
         net = network()
         torch.manual_seed(5)
@@ -422,9 +422,9 @@ def stopped_at(folder: str | None, stops: tuple[int, ...], **settings: Any) -> t
 def test_twenty_stops_leave_the_run_as_it_was_bit_for_bit(
     tmp_path: Path, efficiency: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings: dict[str, Any] = {"efficiency": efficiency}
+    settings: dict[str, Any] = {"target_efficiency": efficiency}
     if efficiency == "goodput":  # times are never the same twice: they are measured once, and what was measured is kept
-        monkeypatch.setattr(follow.StepTime, "fit", classmethod(lambda cls, times: cls(0.001, 0.0001, 0.01)))
+        monkeypatch.setattr(adaptive_batch.StepTime, "fit", classmethod(lambda cls, times: cls(0.001, 0.0001, 0.01)))
     whole = stopped_at(None, (), **settings)
     count = len(whole[1])
     first = 25 if efficiency == "goodput" else 1  # beyond the steps that are timed
@@ -480,7 +480,7 @@ def _part(folder: str, stop: int | None, settings: dict[str, Any]) -> tuple[floa
 
 
 def _goodput_on_two(folder: str) -> tuple[Any, Any, int]:
-    settings: dict[str, Any] = {"efficiency": "goodput", "total_steps": 400, "checkpoint_every_s": 1e-9}
+    settings: dict[str, Any] = {"target_efficiency": "goodput", "total_steps": 400, "checkpoint_every_s": 1e-9}
     run = make_run(network(), folder, async_checkpoint=False, **settings)
     drive(run, 30)
     frozen = run.state.following["step_time"]
@@ -494,7 +494,7 @@ def test_what_goodput_measured_is_one_on_all_workers_and_stays(pool: Any, tmp_pa
     assert frozen == later
     assert len(frozen) == 3
     assert sum(frozen) > 0
-    one = make_run(network(), str(tmp_path), efficiency="goodput", total_steps=400)
+    one = make_run(network(), str(tmp_path), target_efficiency="goodput", total_steps=400)
     assert one.state.following["step_time"] is None
     drive(one, 30)
     assert one.state.following["world_size"] == 1  # measured anew
@@ -503,20 +503,20 @@ def test_what_goodput_measured_is_one_on_all_workers_and_stays(pool: Any, tmp_pa
 
 def test_a_checkpoint_by_hand_before_the_first_decision_knows_of_none(tmp_path: Path) -> None:
     """Else the resumed run would take it for one of a fixed batch, and decide at once, from averages of a few samples."""
-    run = make_run(network(), str(tmp_path), fused=True, efficiency=0.3, total_steps=1000)
+    run = make_run(network(), str(tmp_path), fused=True, target_efficiency=0.3, total_steps=1000)
     drive(run, 3)
     run.save_checkpoint()
-    again = make_run(network(), str(tmp_path), fused=True, efficiency=0.3, total_steps=1000)
+    again = make_run(network(), str(tmp_path), fused=True, target_efficiency=0.3, total_steps=1000)
     assert again.state.iterations == 3
     assert again.plan == run.plan
 
 
 def test_another_efficiency_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
     every = {"checkpoint_every_s": 1e-9, "async_checkpoint": False}
-    settings: dict[str, Any] = {"efficiency": None, "max_global_batch_size": None, "per_worker_batch_size": 4}
+    settings: dict[str, Any] = {"target_efficiency": None, "max_global_batch_size": None, "per_worker_batch_size": 4}
     drive(make_run(network(), str(tmp_path), accumulation=2, **settings, **every), 40)
     shutil.copytree(tmp_path, tmp_path.parent / "copy")
-    follows = make_run(network(), str(tmp_path), efficiency=0.3)
+    follows = make_run(network(), str(tmp_path), target_efficiency=0.3)
     assert follows.scale > 2  # it had S = 2, and its averages
     assert len({scale for scale, *_ in drive(follows)}) > 1
     fixed = make_run(network(), str(tmp_path.parent / "copy"), accumulation=2, **settings)
@@ -537,7 +537,7 @@ class OnlyBatches(torch.utils.data.IterableDataset[Any]):
 @pytest.mark.parametrize("efficiency", [0.6, 1, "goodput"])
 def test_data_whose_batches_cannot_change_is_refused_with_what_to_do(data: Any, efficiency: Any) -> None:
     with pytest.raises(ValueError, match=r"can't change while the run goes on.*efficiency.*out.*map-style"):
-        make_run(network(), data=data, efficiency=efficiency)
+        make_run(network(), data=data, target_efficiency=efficiency)
 
 
 # ---- what a change of plan costs -------------------------------------------------------------------------------------
@@ -598,26 +598,28 @@ def test_workers_pay_while_each_adds_half_of_the_first_ones_speed() -> None:
     # Each brings a base batch: S = k, r = (ν + 1)/(ν/k + 1). With ν = 3 that is 1, 1.6, 2, 2.286: the second adds 0.6, the third
     # 0.4. With ν = 100 they are 1, 1.98, 2.94, 3.88, 4.81, 5.72, 6.61, 7.48; the eighth adds 0.87.
     config = AdaScaleConfig(base_batch_size=8, elastic=True)
-    assert workers_that_pay(config, 3.0, 1.0, most=16) == 2
-    assert workers_that_pay(config, 0.0, 1.0, most=16) == 1
-    assert workers_that_pay(config, 100.0, 1.0, most=8) == 8
-    assert workers_that_pay(config, 1.0, 0.0, most=100) == 100  # nothing but noise
+    assert useful_workers(config, 3.0, 1.0, most=16) == 2
+    assert useful_workers(config, 0.0, 1.0, most=16) == 1
+    assert useful_workers(config, 100.0, 1.0, most=8) == 8
+    assert useful_workers(config, 1.0, 0.0, most=100) == 100  # nothing but noise
 
     # With E = 0.5 and ν = 3 a step has S = 5: 40 examples, or 42, 48 and 45 on 2, 3 and more workers, in 5, 3, 2, 2 passes of 8
     # on one to four workers, and in one on five. r is about 2.5 throughout: speeds of 1/5, 1/3, 1/2, 1/2 and 1.
-    config = AdaScaleConfig(base_batch_size=8, efficiency=0.5, max_global_batch_size=256)
-    assert workers_that_pay(config, 3.0, 1.0, most=32) == 5
+    config = AdaScaleConfig(base_batch_size=8, target_efficiency=0.5, max_global_batch_size=256)
+    assert useful_workers(config, 3.0, 1.0, most=32) == 5
     # Passes of up to 16 examples need half as many workers; steps that take 10 s whatever they hold need one.
-    config = AdaScaleConfig(base_batch_size=8, efficiency=0.5, max_global_batch_size=256, per_worker_batch_size=16)
-    assert workers_that_pay(config, 3.0, 1.0, most=32) == 3
+    config = AdaScaleConfig(
+        base_batch_size=8, target_efficiency=0.5, max_global_batch_size=256, per_worker_batch_size=16
+    )
+    assert useful_workers(config, 3.0, 1.0, most=32) == 3
     slow = Throughput(per_worker_batch_size=8, pass_s=0.01, step_s=10.0)
     config = AdaScaleConfig(
-        base_batch_size=8, efficiency="goodput", max_global_batch_size=256, throughput=slow, max_accumulation=64
+        base_batch_size=8, target_efficiency="goodput", max_global_batch_size=256, throughput=slow, max_accumulation=64
     )
-    assert workers_that_pay(config, 3.0, 1.0, most=32) == 1
+    assert useful_workers(config, 3.0, 1.0, most=32) == 1
     # The base batch is all that E = 1 takes; and more workers than examples are no help.
-    config = AdaScaleConfig(base_batch_size=8, efficiency=1, max_global_batch_size=8)
-    assert workers_that_pay(config, 3.0, 1.0, most=32) == 1
+    config = AdaScaleConfig(base_batch_size=8, target_efficiency=1, max_global_batch_size=8)
+    assert useful_workers(config, 3.0, 1.0, most=32) == 1
 
 
 def test_a_recipes_noise_tells_from_when_on_more_workers_pay(caplog: pytest.LogCaptureFixture) -> None:
@@ -642,17 +644,17 @@ def test_a_run_tells_how_many_workers_pay(tmp_path: Path) -> None:
     run = make_run(network(), str(tmp_path))
     drive(run)
     rows = read_trace(tmp_path / "trace.jsonl")
-    assert run.summary()["workers_that_pay"] in (1, 2)  # it looks no further than twice as many
-    assert {row["workers_that_pay"] for row in rows} <= {1, 2}
-    fixed = {"efficiency": None, "max_global_batch_size": None, "per_worker_batch_size": 4}
-    assert "workers_that_pay" not in make_run(network(), **fixed).summary()
-    with pytest.raises(ValueError, match="workers_that_pay"):
-        run.record(workers_that_pay=3)
+    assert run.summary()["useful_workers"] in (1, 2)  # it looks no further than twice as many
+    assert {row["useful_workers"] for row in rows} <= {1, 2}
+    fixed = {"target_efficiency": None, "max_global_batch_size": None, "per_worker_batch_size": 4}
+    assert "useful_workers" not in make_run(network(), **fixed).summary()
+    with pytest.raises(ValueError, match="useful_workers"):
+        run.record(useful_workers=3)
 
 
 def test_too_many_workers_are_told_on_the_progress_line() -> None:
     metrics = {"effective_steps": 1.0, "optimizer_steps": 1, "gain": 1.0, "scale": 1.0, "lr": 0.1, "loss": 0.5}
     metrics |= {"examples_per_s": 10.0, "world_size": 8}
     assert state_of(metrics).endswith("8 workers")
-    assert state_of(metrics | {"workers_that_pay": 16}).endswith("8 workers")
-    assert state_of(metrics | {"workers_that_pay": 3}).endswith("3 of 8 workers pay")
+    assert state_of(metrics | {"useful_workers": 16}).endswith("8 workers")
+    assert state_of(metrics | {"useful_workers": 3}).endswith("3 of 8 workers pay")

@@ -15,11 +15,11 @@ from ray.exceptions import RayActorError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
 from ray_adascale.checkpoint import CheckpointError
-from ray_adascale.run.failure import lines_of, noted, users_lines, was_building
-from ray_adascale.train import restarts as module
-from ray_adascale.train.restarts import (
+from ray_adascale.run.failure import annotate_exceptions, lines_of, users_lines, was_building
+from ray_adascale.train import retry as module
+from ray_adascale.train.retry import (
     RepeatedMistake,
-    Restarts,
+    RetryPolicy,
     failure_in_words,
     is_rays,
     whole_failure,
@@ -85,7 +85,7 @@ def raised(write: Any, steps: Any) -> Exception:
     path = write("mine.py", USERS)
     exec(compile(USERS, str(path), "exec"), space)
     try:
-        with noted(steps):
+        with annotate_exceptions(steps):
             space["workload"]("no JSON")
     except ValueError as error:
         at_controller = cloudpickle.dumps(error)
@@ -122,13 +122,13 @@ def test_only_a_mistake_in_building_was_one(write: Any) -> None:
     assert was_building(raised(write, lambda: None))
     assert not was_building(raised(write, lambda: (0, 0)))
     assert not was_building(None)
-    with pytest.raises(OSError) as caught, noted():
+    with pytest.raises(OSError) as caught, annotate_exceptions():
         raise OSError("a disk may come back")
     assert not was_building(caught.value)
 
 
 def test_the_innermost_note_stays() -> None:
-    with pytest.raises(ValueError) as caught, noted(lambda: (0, 4)), noted():
+    with pytest.raises(ValueError) as caught, annotate_exceptions(lambda: (0, 4)), annotate_exceptions():
         raise ValueError("built in the loop")
     assert was_building(caught.value)
     assert sum(note.startswith("Raised ") for note in caught.value.__notes__) == 1
@@ -147,20 +147,20 @@ class Told:
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     teller = Told()
-    monkeypatch.setattr(module, "Teller", lambda board: teller)
+    monkeypatch.setattr(module, "DriverClient", lambda board: teller)
     return teller.lines
 
 
 def after(error: Exception, before: int | None, now: int) -> Exception:
     """The error, noted as one raised in a start that began at the step ``before``; None: while building."""
     try:
-        with noted(lambda: None if before is None else (before, now)):
+        with annotate_exceptions(lambda: None if before is None else (before, now)):
             raise error
     except Exception as e:
         return e
 
 
-def fails(restarts: Restarts, **failures: Exception) -> str | None:
+def fails(restarts: RetryPolicy, **failures: Exception) -> str | None:
     """How the run ends; None if it restarts."""
     try:
         restarts.after_exception(None, Failed(**failures).worker_failures)
@@ -177,13 +177,13 @@ def test_what_every_restart_would_repeat_ends_the_run_at_once(told: list[str]) -
         (RuntimeError, "mat1 and mat2 cannot be multiplied"),
         (FileNotFoundError, "data"),
     ):
-        assert fails(Restarts(20), w0=after(kind(text), None, 0)) == "Raised while the workload was built."
-        assert "before this start's first" in str(fails(Restarts(20), w1=after(kind(text), 30, 30), w0=CLOSED))
+        assert fails(RetryPolicy(20), w0=after(kind(text), None, 0)) == "Raised while the workload was built."
+        assert "before this start's first" in str(fails(RetryPolicy(20), w1=after(kind(text), 30, 30), w0=CLOSED))
     assert told == []
 
 
 def test_lost_workers_and_storage_are_retried_with_a_line_each(told: list[str]) -> None:
-    restarts = Restarts(3)
+    restarts = RetryPolicy(3)
     assert fails(restarts, w0=CLOSED, w1=DIED) is None
     assert fails(restarts, w0=CLOSED) is None  # Ray did not yet know of the one that died
     assert fails(restarts, w0=after(CheckpointError("no room"), 3, 3)) is None
@@ -195,13 +195,13 @@ def test_lost_workers_and_storage_are_retried_with_a_line_each(told: list[str]) 
     ]
     assert fails(restarts, w1=DIED) is None  # for Ray to end, which has counted, too
     assert len(told) == 3
-    unlimited = Restarts(-1)
+    unlimited = RetryPolicy(-1)
     assert fails(unlimited, w1=DIED) is None
     assert told[-1].endswith("died. Restart 1, from the last checkpoint.")
 
 
 def test_the_same_after_the_same_step_ends_the_run_the_second_time(told: list[str]) -> None:
-    restarts = Restarts(20)
+    restarts = RetryPolicy(20)
     assert fails(restarts, w0=after(IndexError("row 7"), 0, 31)) is None
     assert fails(restarts, w0=after(IndexError("row 7"), 30, 33)) is None
     assert fails(restarts, w1=after(ValueError("row 7"), 30, 31)) is None
@@ -213,7 +213,7 @@ def test_the_same_after_the_same_step_ends_the_run_the_second_time(told: list[st
 
 def test_the_same_kind_of_error_after_the_same_step_is_the_same_whatever_it_says(told: list[str]) -> None:
     """Messages hold what is another in each start: an address, a file's name, a time."""
-    restarts = Restarts(20)
+    restarts = RetryPolicy(20)
     assert fails(restarts, w0=after(IndexError("row at 0x7f01"), 0, 31)) is None
     assert "after optimizer step 31. The same in 2 starts" in str(
         fails(restarts, w0=after(IndexError("row at 0x7f99"), 30, 31))
@@ -221,16 +221,16 @@ def test_the_same_kind_of_error_after_the_same_step_is_the_same_whatever_it_says
 
 
 def test_storage_that_fails_three_times_at_one_step_ends_the_run(told: list[str]) -> None:
-    restarts, full = Restarts(20), OSError(28, "No space left on device")
+    restarts, full = RetryPolicy(20), OSError(28, "No space left on device")
     assert [fails(restarts, w0=after(full, 0, 31)) for _ in range(2)] == [None, None]
     assert "The same in 3 starts" in str(fails(restarts, w0=after(full, 0, 31)))
 
 
 def test_an_error_without_a_note_is_rays_to_count(told: list[str]) -> None:
-    restarts = Restarts(20)
+    restarts = RetryPolicy(20)
     assert [fails(restarts, w0=ValueError("of a callback")) for _ in range(4)] == [None] * 4
 
 
 def test_ray_takes_the_callback() -> None:
-    assert isinstance(Restarts(3), ray.train.UserCallback)
-    assert pickle.loads(cloudpickle.dumps(Restarts(3)))._max_failures == 3
+    assert isinstance(RetryPolicy(3), ray.train.UserCallback)
+    assert pickle.loads(cloudpickle.dumps(RetryPolicy(3)))._max_failures == 3

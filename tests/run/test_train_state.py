@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ray_adascale.run.schedule import BaseSchedule
-from ray_adascale.run.snapshot import changes_since, saved_schedule
+from ray_adascale.run.train_state import changes_since, saved_schedule
 
 
 def schedule(**changes: Any) -> BaseSchedule:

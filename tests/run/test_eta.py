@@ -14,19 +14,19 @@ from ray_adascale import AdaScaleConfig, LocalBackend, Run
 from ray_adascale.checkpoint.rng import seed_everything
 from ray_adascale.recipe import Recipe
 from ray_adascale.replay import Replay, replay
-from ray_adascale.run import time_left as module
-from ray_adascale.run.backend import Outcome
+from ray_adascale.run import eta as module
+from ray_adascale.run.backend import StepReport
 from ray_adascale.run.base_run import record_recipe
-from ray_adascale.run.time_left import Left, StepClock, StepsLeft, clock_time, forecast_steps_left
+from ray_adascale.run.eta import Eta, RemainingSteps, StepClock, clock_time, forecast_remaining_steps
 
 from ..samples_of import recipe, regression
 
 
-def constant(gain: float, total: float, scale: float = 4.0) -> StepsLeft:
+def constant(gain: float, total: float, scale: float = 4.0) -> RemainingSteps:
     """The steps left where each is forecast to have this gain."""
     steps = math.ceil(total / gain)
     replayed = Replay(steps * gain, steps * gain, tuple(gain * i for i in range(steps)), (gain,) * steps, total)
-    return StepsLeft(replayed, scale)
+    return RemainingSteps(replayed, scale)
 
 
 def by_hand(tau: float, total: float, scale: float, forecast: float, correction: float) -> float:
@@ -105,7 +105,7 @@ def test_skipped_steps_and_other_rules_correct_nothing() -> None:
     assert left.correction == 0
     noisy = recipe([(0, 3, 1)], 1000)
     given: dict[str, Any] = {"scale": 4.0, "averaging_window": 0.05}
-    linear = forecast_steps_left(noisy, [], rule="linear", **given)
+    linear = forecast_remaining_steps(noisy, [], rule="linear", **given)
     assert linear is not None
     linear.saw(0, 500, 1.5)
     assert linear.at(500) == pytest.approx(125)
@@ -120,7 +120,7 @@ def test_steps_at_another_scale_correct_nothing_and_their_share_of_the_run_is_no
         for _ in range(count):
             tau += gain
             rows.append({"effective_steps": tau, "gain": gain, "scale": scale})
-    left = forecast_steps_left(recipe([(0, 1, 0)], 1000), rows, scale=4.0, rule="adascale", averaging_window=0.05)
+    left = forecast_remaining_steps(recipe([(0, 1, 0)], 1000), rows, scale=4.0, rule="adascale", averaging_window=0.05)
     assert left is not None
     # The last half of 306, in bins of 5, begins at 150: 50 effective steps of the first kind and 56 of the last. Those 50 at
     # S = 2 are nobody's; were they the next step's, the sum would be over 156.
@@ -129,18 +129,18 @@ def test_steps_at_another_scale_correct_nothing_and_their_share_of_the_run_is_no
 
 def test_where_there_is_nothing_to_forecast_from() -> None:
     given: dict[str, Any] = {"rule": "adascale", "averaging_window": 0.05}
-    assert forecast_steps_left(None, [], scale=4, **given) is None
-    assert forecast_steps_left(recipe([]), [], scale=4, **given) is None
-    assert forecast_steps_left(recipe([(0, 3, 1)]), [], scale=1, **given) is None
-    assert forecast_steps_left(recipe([(0, 3, 1)]), [], scale=4, **given | {"rule": "adamscale"}) is None
+    assert forecast_remaining_steps(None, [], scale=4, **given) is None
+    assert forecast_remaining_steps(recipe([]), [], scale=4, **given) is None
+    assert forecast_remaining_steps(recipe([(0, 3, 1)]), [], scale=1, **given) is None
+    assert forecast_remaining_steps(recipe([(0, 3, 1)]), [], scale=4, **given | {"rule": "adamscale"}) is None
 
 
 def test_a_long_run_is_forecast_in_longer_strides(monkeypatch: pytest.MonkeyPatch) -> None:
     noisy = recipe([(tau, 3 + tau / 300, 1) for tau in range(0, 3000, 10)], 3000)
     given: dict[str, Any] = {"scale": 8.0, "rule": "adascale", "averaging_window": 0.05}
-    whole = forecast_steps_left(noisy, [], **given)
+    whole = forecast_remaining_steps(noisy, [], **given)
     monkeypatch.setattr("ray_adascale.replay.replay", lambda *args, **rest: replay(*args, **rest | {"most_steps": 500}))
-    coarse = forecast_steps_left(noisy, [], **given)
+    coarse = forecast_remaining_steps(noisy, [], **given)
     assert whole is not None
     assert coarse is not None
     for tau in (0, 300, 1500, 2900):
@@ -164,11 +164,11 @@ def test_seconds_leave_the_first_steps_out(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_in_words() -> None:
-    assert str(Left(10, 65, False)) == "1:05 left"
-    assert str(Left(10, 65, True)) == "~1:05 left"
-    assert str(Left(10, math.inf, True)) == "? left"
-    assert Left.told({"gain": 2.0}) == Left(math.inf, math.inf, True)
-    assert Left.told(Left(3.0, 4.0, False).as_metrics()) == Left(3.0, 4.0, False)
+    assert str(Eta(10, 65, False)) == "1:05 left"
+    assert str(Eta(10, 65, True)) == "~1:05 left"
+    assert str(Eta(10, math.inf, True)) == "? left"
+    assert Eta.from_metrics({"gain": 2.0}) == Eta(math.inf, math.inf, True)
+    assert Eta.from_metrics(Eta(3.0, 4.0, False).as_metrics()) == Eta(3.0, 4.0, False)
     assert clock_time(3661) == "1:01:01"
 
 
@@ -180,9 +180,9 @@ class Watched(LocalBackend):
 
     def __init__(self, folder: Path | None = None) -> None:
         super().__init__(folder)
-        self.seen: list[Outcome] = []
+        self.seen: list[StepReport] = []
 
-    def observe(self, outcome: Outcome) -> None:
+    def observe(self, outcome: StepReport) -> None:
         self.seen.append(outcome)
 
 
@@ -247,17 +247,17 @@ def test_without_a_forecast_it_is_rough_and_at_the_base_batch_exact(found: Recip
 
 def test_a_run_that_chooses_its_scale_has_the_steps_of_its_replay_left() -> None:
     # Nothing but noise: r = S, 2 and 4 and then 8 a step (tests/test_replay.py), so 2 + (100 − 6)/8 steps.
-    config = AdaScaleConfig(base_batch_size=8, efficiency=0.5, max_global_batch_size=64)
-    left = forecast_steps_left(
+    config = AdaScaleConfig(base_batch_size=8, target_efficiency=0.5, max_global_batch_size=64)
+    left = forecast_remaining_steps(
         recipe([(0, 1, 0)]), [], scale=2, rule="adascale", averaging_window=0.05, following=(config, 2)
     )
     assert left is not None
     assert [left.at(tau) for tau in (0, 2, 6, 50, 100)] == pytest.approx([13.75, 12.75, 11.75, 6.25, 0])
     left.saw(0, 50, 25.0)
     assert left.at(50) == pytest.approx(6.25)
-    unknown = replace(config, efficiency="goodput")
+    unknown = replace(config, target_efficiency="goodput")
     assert (
-        forecast_steps_left(
+        forecast_remaining_steps(
             recipe([(0, 1, 0)]), [], scale=2, rule="adascale", averaging_window=0.05, following=(unknown, 2)
         )
         is None

@@ -28,7 +28,7 @@ from .schedule import BaseSchedule, EffectiveSchedule, curve_difference
 __all__ = [
     "INTERRUPTED",
     "LoopState",
-    "Snapshot",
+    "TrainState",
     "changes_since",
     "load_rng",
     "log_start",
@@ -61,7 +61,7 @@ class LoopState:
         stopped: Why the loop ended, or None.
         best: The best evaluation's metric, where an early stop looks at one.
         best_at: τ then; −1 before the first.
-        following: Of a run that chooses its scale: what :class:`ray_adascale.follow.ScaleFollower` keeps.
+        following: Of a run that chooses its scale: what :class:`ray_adascale.adaptive_batch.BatchSizeController` keeps.
     """
 
     iterations: int = 0
@@ -78,7 +78,7 @@ class LoopState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Snapshot:
+class TrainState:
     """The parts of a run that a checkpoint is made of, and is loaded into.
 
     Attributes:
@@ -347,18 +347,22 @@ def _differing_points(was: BaseSchedule, now: BaseSchedule, shown: int = 5) -> l
 
 
 def log_start(
-    snapshot: Snapshot, folder: Path | None, workers_before: int | None, last: int | None, checkpoint_every_s: float
+    train_state: TrainState,
+    folder: Path | None,
+    workers_before: int | None,
+    last: int | None,
+    checkpoint_every_s: float,
 ) -> None:
     """Say that a run begins, or where it resumes, and what was lost.
 
     Args:
-        snapshot: Stands where the checkpoint is.
+        train_state: Stands where the checkpoint is.
         folder: The checkpoint; None if the run begins.
         workers_before: Workers when that was written.
         last: Optimizer steps that the start before this one took; None if not known.
         checkpoint_every_s: Seconds between checkpoints, which say what may be lost where that is not known.
     """
-    plan = snapshot.plan
+    plan = train_state.plan
     workers = f"{plan.world_size} worker{'' if plan.world_size == 1 else 's'}"
     if folder is None:
         _log.info(
@@ -367,17 +371,17 @@ def log_start(
             plan.global_batch_size,
             plan.base_batch_size,
             plan.scale,
-            snapshot.base_schedule.total_steps,
+            train_state.base_schedule.total_steps,
         )
         if last:
             _log.warning("No checkpoint was completed in the %d optimizer steps before; the run begins anew.", last)
         return
-    step = snapshot.loop.iterations
-    if snapshot.loop.stopped is not None:
+    step = train_state.loop.iterations
+    if train_state.loop.stopped is not None:
         _log.warning(
             "The run in %s has ended before: %s, at optimizer step %d. Nothing is left to do.",
             folder.name,
-            snapshot.loop.stopped,
+            train_state.loop.stopped,
             step,
         )
         return
@@ -392,9 +396,9 @@ def log_start(
         "Resumed from %s: optimizer step %d, effective step %.2f of %d, start %d, %s. %s.",
         folder.name,
         step,
-        snapshot.optimizer.effective_steps,
-        snapshot.base_schedule.total_steps,
-        snapshot.loop.attempt,
+        train_state.optimizer.effective_steps,
+        train_state.base_schedule.total_steps,
+        train_state.loop.attempt,
         workers,
         lost,
     )

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ..run.failure import is_users
 
-__all__ = ["Board", "News", "Teller", "make_board", "telling"]
+__all__ = ["DriverChannel", "DriverClient", "News", "forward_warnings", "make_channel"]
 
 _MOST_EVENTS = 1_000
 """Events that wait for the driver, at most."""
@@ -42,7 +42,7 @@ class News(NamedTuple):
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
-class Board:
+class DriverChannel:
     """Holds the newest metrics, what happened, and whether the run is to stop."""
 
     def __init__(self) -> None:
@@ -88,14 +88,14 @@ class Board:
         return self._stop
 
 
-def make_board() -> Any:
+def make_channel() -> Any:
     """A board on this node, since what it is for ends with the driver."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     # Calls that nobody takes must not pile up in a worker.
-    return Board.options(scheduling_strategy=here, max_pending_calls=_MOST_EVENTS).remote()  # type: ignore[attr-defined]
+    return DriverChannel.options(scheduling_strategy=here, max_pending_calls=_MOST_EVENTS).remote()  # type: ignore[attr-defined]
 
 
-class Teller:
+class DriverClient:
     """A worker's or the controller's way to the board; None says nothing."""
 
     def __init__(self, board: Any) -> None:
@@ -149,7 +149,7 @@ class Teller:
 
 
 class _ToBoard(logging.Handler):
-    def __init__(self, teller: Teller) -> None:
+    def __init__(self, teller: DriverClient) -> None:
         super().__init__(logging.INFO)
         self._teller = teller
 
@@ -158,7 +158,7 @@ class _ToBoard(logging.Handler):
 
 
 @contextlib.contextmanager
-def telling(teller: Teller) -> Iterator[None]:
+def forward_warnings(teller: DriverClient) -> Iterator[None]:
     """Have the warnings of this process, whoever's they are, and what this package logs go to the driver, once each."""
     shown_before, level = warnings.showwarning, _package.level
 
