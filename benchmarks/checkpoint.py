@@ -90,15 +90,17 @@ def make_run(layers: int, width: int, folder: Path) -> Run:
 
 def background(run: Run, folder: Path) -> tuple[float, float, int]:
     began = time.perf_counter()
-    run._save_in_background()
+    checkpointing = run.parts.checkpointing
+    checkpointing.begin(run)
     copied = time.perf_counter()
-    assert run._saver._in_flight is not None
-    path = run._saver._in_flight.folder
-    while run._saver.busy:
+    saver = checkpointing.saver
+    assert saver._in_flight is not None
+    path = saver._in_flight.folder
+    while saver.busy:
         time.sleep(0.001)
     dist.barrier()  # the others' files: at this point a run has gone on for some steps
     sealing = time.perf_counter()
-    run._saver.hand_over()
+    saver.finish()
     ended = time.perf_counter()
     return copied - began + ended - sealing, ended - began, size_of(path)
 
@@ -107,7 +109,7 @@ def waiting(run: Run, folder: Path) -> tuple[float, float, int]:
     began = time.perf_counter()
     path = run.save_checkpoint()
     assert path is not None
-    run.backend.report(run._outcome(), path)
+    run.backend.report(run.step_report(), path)
     seconds = time.perf_counter() - began
     return seconds, seconds, size_of(path)
 

@@ -489,7 +489,7 @@ def eta(recipe: Recipe, scale: int, gains: Sequence[float]) -> dict[float, dict[
     tau = 0.0
     for step, gain in enumerate(gains, start=1):
         before, tau = tau, tau + gain
-        corrected.saw(before, tau, gain)
+        corrected.observe(before, tau, gain)
         for share in SHARES:
             if share not in found and tau >= share * total and step < len(gains):
                 ways = {"run": corrected.at(tau), "bare": bare.at(tau), "rough": (total - tau) * step / tau}

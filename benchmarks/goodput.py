@@ -99,7 +99,7 @@ def train(name: str, choice: str, total_steps: int, seed: int) -> dict[str, Any]
         "examples": run.source.position,
         "last_scale": run.scale,
         "loss": torch.stack(losses[-max(1, len(losses) // 10) :]).mean().item(),
-        "step_time": run.state.following.get("step_time"),
+        "step_time": run.parts.stages[0].state_dict().get("following", {}).get("step_time"),
     }
 
 

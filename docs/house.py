@@ -38,7 +38,7 @@ RAYS_FLOORS: list[list[Room]] = [
         Room(
             "train",
             "where the workers of a run live: Ray Train, its cluster, its notices",
-            "trainer backend driver_channel retry cluster",
+            "trainer backend driver_channel listeners retry cluster",
         )
     ],
 ]
@@ -61,7 +61,8 @@ TORCHS_FLOORS: list[list[Room]] = [
         Room(
             "run",
             "what happens at a step boundary of one worker's loop",
-            "loop schedule tau_schedule attach backend build due metrics trace saver train_state failure eta base_run",
+            "loop assemble build passes step stages saver train_state schedule tau_schedule backend metrics advice "
+            "eta progress trace attach base_run failure",
         ),
         Room("compat", "what loops written for AdaptDL and for FairScale see", "adaptdl fairscale"),
     ],

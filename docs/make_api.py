@@ -28,7 +28,7 @@ ALSO = {
     "ray_adascale.integrations.accelerate": ["prepare"],
     "ray_adascale.integrations.lightning": ["AdaScaleCallback"],
     "ray_adascale.integrations.transformers": ["AdaScaleMixin", "AdaScaleTrainer"],
-    "ray_adascale.integrations.client": ["RecipeRecorder", "StepWatch", "with_clients_batch"],
+    "ray_adascale.integrations.client": ["RecipeRecorder", "StepLog", "with_clients_batch"],
 }
 # Rooms in a reader's order, and modules by name in each.
 ORDER = [

@@ -22,8 +22,8 @@ __all__ = [
     "StepTime",
     "controller_of",
     "max_useful_workers",
-    "paying_over",
     "useful_workers",
+    "useful_workers_over",
     "wanted_batch",
 ]
 
@@ -342,7 +342,7 @@ def useful_workers(config: AdaScaleConfig, sigma2: float, mu2: float, *, most: i
     return max_useful_workers(speed_of, most) or most
 
 
-def paying_over(
+def useful_workers_over(
     config: AdaScaleConfig, noise: Callable[[float], tuple[float, float]], total_steps: float, *, most: int
 ) -> list[tuple[float, int]]:
     """From which share of a run on how many workers pay, by a noise that is known beforehand; each twentieth is looked at.

@@ -5,6 +5,7 @@ The command line's tests name this file as ``path/to/file.py:function``, so it i
 
 from __future__ import annotations
 
+import math
 import struct
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ray_adascale import Recipe, Workload
+from ray_adascale.config import BatchPlan
 from ray_adascale.recipe import NoiseProbe
+from ray_adascale.run.metrics import METRICS
+from ray_adascale.run.step import Step
 from ray_adascale.run.trace import Trace
 
 
@@ -128,3 +132,22 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
                 found.setdefault(value.tag, []).append((event.step, value.simple_value))
     assert found
     return found
+
+
+def step_of(number: int = 1, *, scale: int = 1, row: dict[str, Any] | None = None, **metrics: Any) -> Step:
+    """A step of gain 1 whose metrics are all 1, but for those given."""
+    tau = float(number)
+    own = {**dict.fromkeys(METRICS, 1.0), "effective_steps": tau, "optimizer_steps": number, **metrics}
+    return Step(
+        number=number,
+        plan=BatchPlan(4, 4 * scale, 1, scale),
+        total_steps=10,
+        tau_before=tau - 1,
+        tau=tau,
+        gain=1.0,
+        skipped=False,
+        sigma2=math.nan,
+        mu2=math.nan,
+        metrics=own,
+        row={"step": number} if row is None else row,
+    )

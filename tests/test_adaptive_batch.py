@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from ray_adascale import AdaScaleConfig, LocalBackend, Run, Throughput, adaptive_batch
-from ray_adascale.adaptive_batch import BatchSizeController, StepTime, paying_over, useful_workers, wanted_batch
+from ray_adascale.adaptive_batch import BatchSizeController, StepTime, useful_workers, useful_workers_over, wanted_batch
 from ray_adascale.config import BatchPlan
 from ray_adascale.data.order import epoch_order
 from ray_adascale.run.metrics import state_of
@@ -106,6 +106,11 @@ def test_a_given_throughput_counts_for_these_workers() -> None:
     time = StepTime.from_model(model, 3)
     assert (time.pass_s, time.example_s, time.step_s) == pytest.approx((0.0, 0.02, 0.27))
     assert time.of(BatchPlan(10, 60, 3, 4)) == pytest.approx(4 * 5 * 0.02 + 0.27)
+
+
+def following_of(run: Run) -> dict[str, Any]:
+    """What a checkpoint has of the controller."""
+    return run.parts.stages[0].state_dict()["following"]
 
 
 def follower(efficiency: Any = 0.5, workers: int = 2, **settings: Any) -> BatchSizeController:
@@ -483,9 +488,9 @@ def _goodput_on_two(folder: str) -> tuple[Any, Any, int]:
     settings: dict[str, Any] = {"target_efficiency": "goodput", "total_steps": 400, "checkpoint_every_s": 1e-9}
     run = make_run(network(), folder, async_checkpoint=False, **settings)
     drive(run, 30)
-    frozen = run.state.following["step_time"]
+    frozen = following_of(run)["step_time"]
     again = make_run(network(), folder, async_checkpoint=False, **settings)
-    return frozen, again.state.following["step_time"], len(drive(again, 10))
+    return frozen, following_of(again)["step_time"], len(drive(again, 10))
 
 
 def test_what_goodput_measured_is_one_on_all_workers_and_stays(pool: Any, tmp_path: Path) -> None:
@@ -495,10 +500,10 @@ def test_what_goodput_measured_is_one_on_all_workers_and_stays(pool: Any, tmp_pa
     assert len(frozen) == 3
     assert sum(frozen) > 0
     one = make_run(network(), str(tmp_path), target_efficiency="goodput", total_steps=400)
-    assert one.state.following["step_time"] is None
+    assert following_of(one)["step_time"] is None
     drive(one, 30)
-    assert one.state.following["world_size"] == 1  # measured anew
-    assert one.state.following["step_time"] != frozen
+    assert following_of(one)["world_size"] == 1  # measured anew
+    assert following_of(one)["step_time"] != frozen
 
 
 def test_a_checkpoint_by_hand_before_the_first_decision_knows_of_none(tmp_path: Path) -> None:
@@ -628,7 +633,7 @@ def test_a_recipes_noise_tells_from_when_on_more_workers_pay(caplog: pytest.LogC
         return (0.0 if tau < 40 else 3.0 if tau < 70 else 100.0), 1.0
 
     config = AdaScaleConfig(base_batch_size=8, elastic=True)
-    assert paying_over(config, noise, 100, most=8) == [(0.0, 1), (0.4, 2), (0.7, 8)]
+    assert useful_workers_over(config, noise, 100, most=8) == [(0.0, 1), (0.4, 2), (0.7, 8)]
 
     points = [(t, noise(t)[0], 1.0) for t in range(100)]
     made = recipe(points, base_batch_size=4, total_steps=100, lr_curve=[[0.1]])

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from ray_adascale import AdaScale, AdaScaleConfig, Recipe
 from ray_adascale.integrations.accelerate import prepare
-from ray_adascale.integrations.client import RecipeRecorder, StepWatch
+from ray_adascale.integrations.client import RecipeRecorder, StepLog
 
 
 def train(
@@ -21,7 +21,7 @@ def train(
     bare, sgd, cosine = build(lr)
     data = DataLoader(splits()[0], batch_size=batch_size(), shuffle=True, drop_last=True)
     model, optimizer, loader, schedule = prepare(accelerator, bare, sgd, data, cosine, config, recipe)
-    watch = StepWatch(schedule, f"{folder}/trace.jsonl")
+    steps = StepLog(schedule, f"{folder}/trace.jsonl")
     if recorder is not None:
         recorder.begin(schedule, config)
     while not schedule.finished:
@@ -34,10 +34,10 @@ def train(
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-            watch.note(loss=loss.item())
+            steps.record(loss=loss.item())
             if schedule.finished:
                 break
-    watch.close()
+    steps.close()
     accelerator.free_memory()
     assert isinstance(schedule.optimizer, AdaScale)
     return bare, schedule.optimizer

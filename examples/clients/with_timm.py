@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ray_adascale import AdaScale, AdaScaleConfig, Recipe, attach
-from ray_adascale.integrations.client import RecipeRecorder, StepWatch, with_clients_batch
+from ray_adascale.integrations.client import RecipeRecorder, StepLog, with_clients_batch
 
 
 def train(
@@ -41,7 +41,7 @@ def train(
         config, accumulation=(accum_steps, ""), per_worker_batch_size=(examples, ""), dataset=dataset
     )
     optimizer, lr_scheduler = attach(model, sgd, cosine, config, recipe)
-    watch = StepWatch(lr_scheduler, f"{folder}/trace.jsonl")
+    steps = StepLog(lr_scheduler, f"{folder}/trace.jsonl")
     if recorder is not None:
         recorder.begin(lr_scheduler, config)
 
@@ -68,10 +68,10 @@ def train(
             optimizer.zero_grad()
             num_updates += 1
             lr_scheduler.step_update(num_updates=num_updates)
-            watch.note(loss=loss.item())
+            steps.record(loss=loss.item())
             if lr_scheduler.finished:
                 break
-    watch.close()
+    steps.close()
     return bare, optimizer
 
 

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ray_adascale import AdaScale, AdaScaleConfig, Recipe, TauSchedule, attach
-from ray_adascale.integrations.client import RecipeRecorder, StepWatch, with_clients_batch
+from ray_adascale.integrations.client import RecipeRecorder, StepLog, with_clients_batch
 
 WARMUP_EPOCHS = 1
 
@@ -27,7 +27,7 @@ def train_one_epoch(
     optimizer: AdaScale,
     loader: DataLoader[Any],
     schedule: TauSchedule,
-    watch: StepWatch,
+    steps: StepLog,
     recorder: RecipeRecorder | None,
 ) -> None:
     model.train()
@@ -38,7 +38,7 @@ def train_one_epoch(
         loss = loss_of(model, batch)
         loss.backward()
         optimizer.step()
-        watch.note(loss=loss.item())
+        steps.record(loss=loss.item())
         if schedule.finished:  # this line is ours
             break
 
@@ -65,16 +65,16 @@ def train(
         config = AdaScaleConfig(base_batch_size=BASE_BATCH, total_epochs=epochs, scheduler_unit="epoch")
     config = with_clients_batch(config, accumulation=(1, ""), per_worker_batch_size=(batch_size(), ""), dataset=dataset)
     optimizer, schedule = attach(model, sgd, lr_scheduler, config, recipe)
-    watch = StepWatch(schedule, f"{folder}/trace.jsonl")
+    steps = StepLog(schedule, f"{folder}/trace.jsonl")
     if recorder is not None:
         recorder.begin(schedule, config)
     epoch = 0
     while not schedule.finished:
         sampler.set_epoch(epoch)
-        train_one_epoch(model, optimizer, loader, schedule, watch, recorder)
+        train_one_epoch(model, optimizer, loader, schedule, steps, recorder)
         schedule.step()  # as it was; τ has said what there is to say
         epoch += 1
-    watch.close()
+    steps.close()
     return bare, optimizer
 
 

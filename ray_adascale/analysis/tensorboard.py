@@ -14,10 +14,11 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..run.step import Listener, Step
 from .runs import COUNTERS, RunTrace, is_number, load_run
 
 __all__ = ["LiveEvents", "write_events"]
@@ -58,7 +59,7 @@ def write_events(run: str | os.PathLike[str] | RunTrace, folder: str | os.PathLi
     return target
 
 
-class LiveEvents:
+class LiveEvents(Listener):
     """The event files of a run that goes on; it does nothing where tensorboardX is missing.
 
     It writes about 500 points at first, one a second at most, and then so many for each time that the run gets e times as
@@ -71,8 +72,9 @@ class LiveEvents:
             where it lies on the axis, and a folder has one axis.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], store: Callable[[Path], object] | None = None) -> None:
         self.folder = Path(folder)
+        self._store = store
         self._began = time.monotonic()
         self._written = -math.inf
         self._pending: Mapping[str, Any] | None = None
@@ -81,16 +83,24 @@ class LiveEvents:
         self._over = _writer_class() is None
         self._warned = False
 
-    def add(self, metrics: Mapping[str, Any]) -> None:
-        """Take the metrics of an optimizer step, and have them written if it is time."""
-        self._pending = metrics
+    def after_step(self, step: Step) -> None:
+        """Write the step's metrics, if it is time."""
+        self._pending = step.metrics
         now = time.monotonic()
         if now - self._written >= max(1.0, (now - self._began) / 500):
             self._written = now
             self._hand_over()
 
-    def close(self) -> None:
-        """Write the last step's metrics and end the files, within seconds."""
+    def ended(self, why: str, metrics: Mapping[str, Any]) -> None:
+        """Write the last step's metrics, end the files within seconds, and store them."""
+        self._close()
+        if self._store is not None:
+            try:
+                self._store(self.folder)
+            except OSError as e:
+                self._leave_out(f"{type(e).__name__}: {e}")
+
+    def _close(self) -> None:
         self._hand_over()
         if self._thread is None:
             return

@@ -20,10 +20,11 @@ from ..optim.adascale import AdaScale
 from ..recipe import NoiseProbe, Recipe
 from ..run.base_run import BaseResult, freeze, momentum_of
 from ..run.metrics import step_metrics
+from ..run.step import Step
 from ..run.tau_schedule import TauSchedule
-from ..run.trace import Trace, read_trace
+from ..run.trace import TraceFile, read_trace
 
-__all__ = ["RecipeRecorder", "StepWatch", "follow_batch", "with_clients_batch"]
+__all__ = ["RecipeRecorder", "StepLog", "follow_batch", "with_clients_batch"]
 
 LOGGED = ("gain", "scale", "effective_steps", "noise_scale", "efficiency")
 """What goes into a client's own log of a step."""
@@ -100,13 +101,13 @@ def follow_batch(schedule: TauSchedule, *, passes: int, per_worker_batch_size: i
     return True
 
 
-class StepWatch:
-    """Watches the optimizer steps that a client takes: for its log, and for the trace that ``ray-adascale report`` reads.
+class StepLog:
+    """Follows the optimizer steps that a client takes: metrics for the client's log, and the trace for ``ray-adascale report``.
 
     Args:
         schedule: From :func:`ray_adascale.attach`.
-        trace: The trace's file, written by rank 0; on resumption it is cut back to the step that the client goes on from.
-            None: none.
+        trace: The trace's file, written by rank 0. On resumption the rows after the client's checkpoint are dropped. None
+            for no trace.
     """
 
     def __init__(self, schedule: TauSchedule, trace: str | Path | None = None) -> None:
@@ -114,37 +115,35 @@ class StepWatch:
         self._schedule, self._adascale = schedule, schedule.optimizer
         first = not dist.is_initialized() or dist.get_rank() == 0
         self._path = None if trace is None or not first else Path(trace)
-        self._trace: Trace | None = None
-        self._row: dict[str, Any] | None = None
+        self._trace: TraceFile | None = None  # made with the first step, which shows where the client resumes
         self._attempt = 0
         self._progress = 0.0  # Σ r
         self._position = 0  # examples before this start
-        self._counts = True  # whether the step under way is one
-        self._lr = schedule.get_last_lr()
-        self._plan = self._plan_of_step()
         self._examples, self._since = 0, time.monotonic()
+        self._counts = True  # False for a call of step() that only makes a state
+        self._lr, self._tau = schedule.get_last_lr()[0], schedule.effective_steps
+        self._plan = self._plan_of_step()
         self._adascale.register_step_pre_hook(lambda *_: self._before())
         self._adascale.register_step_post_hook(lambda *_: self._after())
 
     def _plan_of_step(self) -> BatchPlan:
-        """Return how the batch of the coming step is made up; the last step of an epoch may have fewer passes."""
+        """Return the batch of the coming step. The last step of an epoch may have fewer passes than the others."""
         plan = self._schedule.plan
         assert plan is not None
         return replace(plan, global_batch_size=round(self._adascale.scale * plan.base_batch_size))
 
     def metrics(self) -> dict[str, float]:
-        """The last step's gain, scale, τ, noise scale and efficiency. On a GPU it waits for that step."""
-        told = self._metrics()
-        return {key: told[key] for key in LOGGED}
+        """Return the last step's gain, scale, τ, noise scale and efficiency. On a GPU it waits for that step."""
+        metrics = self._metrics()
+        return {key: metrics[key] for key in LOGGED}
 
-    def note(self, **metrics: Any) -> None:
-        """Add the client's own numbers (``loss``) to the row of the last step."""
-        if self._row is not None:
-            self._row.update(metrics)
+    def record(self, **metrics: Any) -> None:
+        """Add the client's own numbers (``loss``) to the trace's row of the last step."""
+        if self._trace is not None:
+            self._trace.recorded(metrics)
 
     def close(self) -> None:
-        """The run has ended, or ends here for now."""
-        self._write()
+        """Write the last row. The client has ended, or will resume."""
         if self._trace is not None:
             self._trace.close()
             self._trace = None
@@ -156,7 +155,7 @@ class StepWatch:
             self._adascale,
             self._plan,
             loss=math.nan,
-            lr=float(self._lr[0]),
+            lr=float(self._lr),
             progress=self._progress,
             examples_per_s=self._examples / seconds if seconds > 0 else math.nan,
             probed=None,
@@ -164,45 +163,58 @@ class StepWatch:
 
     def _before(self) -> None:
         self._counts = not called_to_make_state(self._adascale)
-        self._lr = self._schedule.get_last_lr()  # what the coming step is taken with, before the gain
+        self._lr = self._schedule.get_last_lr()[0]  # the coming step's, before the gain
         self._plan = self._plan_of_step()
-        self._write()
+        if self._path is not None:
+            self._tau = self._adascale.effective_steps
 
     def _after(self) -> None:
         if not self._counts:
             return
         self._examples += self._plan.global_batch_size
-        if self._path is None or self._adascale.last_step_skipped:
+        if self._path is None:
             return
-        step = self._adascale.steps
-        self._open(step)
-        self._progress += self._adascale.last_gain
-        row = {"step": step, "attempt": self._attempt, "position": self._position + self._examples}
-        self._row = {**row, **self._metrics()}
+        last = self._adascale.last_step
+        if last.skipped:
+            return
+        number = self._adascale.steps
+        if self._trace is None:
+            self._trace = self._resume(self._path, number)
+        self._progress += last.gain
+        metrics = self._metrics()
+        place = {"step": number, "attempt": self._attempt, "position": self._position + self._examples}
+        self._trace.after_step(
+            Step(
+                number=number,
+                plan=self._plan,
+                total_steps=self._schedule.base_schedule.total_steps,
+                tau_before=self._tau,
+                tau=last.effective_steps,
+                gain=last.gain,
+                skipped=False,
+                sigma2=last.sigma2,
+                mu2=last.mu2,
+                metrics=metrics,
+                row={**place, **metrics},
+            )
+        )
 
-    def _open(self, step: int) -> None:
-        """Open the trace with its first step of this start; a trace that is there is cut back to the steps before it."""
-        if self._trace is not None or self._path is None:
-            return
-        rows = read_trace(self._path) if self._path.exists() else []
+    def _resume(self, path: Path, number: int) -> TraceFile:
+        """Return the trace with the rows before this step, the first of this start; later rows are taken again."""
+        rows = read_trace(path) if path.exists() else []
+        path.unlink(missing_ok=True)
+        trace = TraceFile(path, keep=40_000, flush=True)
+        kept = [row for row in rows if row["step"] < number]
+        trace.resume(kept)
         if rows:
             self._attempt = 1 + max(int(row.get("attempt", 0)) for row in rows)
-            self._path.unlink()
-        self._trace = Trace(self._path, keep=40_000)
-        kept = [row for row in rows if row["step"] < step]  # steps that were taken since the checkpoint are taken again
-        for row in kept:
-            self._trace.append(row)
         if kept:
             self._progress, self._position = kept[-1]["progress"], kept[-1]["position"]
-        elif step > 1:  # resumed without a trace: as if all steps had been like this one, and under AdaScale's rule
-            self._progress = self._adascale.effective_steps - self._adascale.last_gain
-            self._position = (step - 1) * self._plan.global_batch_size
-
-    def _write(self) -> None:
-        row, self._row = self._row, None
-        if self._trace is not None and row is not None:
-            self._trace.append(row)
-            self._trace.flush()
+        elif number > 1:  # without a trace of the steps before: as if all were like this one, under AdaScale's rule
+            last = self._adascale.last_step
+            self._progress = last.effective_steps - last.gain
+            self._position = (number - 1) * self._plan.global_batch_size
+        return trace
 
 
 class RecipeRecorder:

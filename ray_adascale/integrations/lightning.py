@@ -20,7 +20,7 @@ from ..optim.adascale import AdaScale
 from ..recipe import Recipe
 from ..run.attach import attach
 from ..run.tau_schedule import TauSchedule
-from .client import RecipeRecorder, StepWatch, follow_batch, with_clients_batch
+from .client import RecipeRecorder, StepLog, follow_batch, with_clients_batch
 
 __all__ = ["AdaScaleCallback"]
 
@@ -65,7 +65,7 @@ class AdaScaleCallback(Callback):
     ) -> None:
         self.schedule: TauSchedule | None = None
         self._config, self._recipe, self._trace, self._recorder, self._log = config, recipe, trace, recorder, log
-        self._watch: StepWatch | None = None
+        self._steps: StepLog | None = None
         self._batch_idx = 0
         self._steps_at_end = 0
 
@@ -117,7 +117,7 @@ class AdaScaleCallback(Callback):
         trainer.optimizers = [adascale]
         if configs:
             configs[0].scheduler = schedule
-        self.schedule, self._watch = schedule, StepWatch(schedule, self._trace)
+        self.schedule, self._steps = schedule, StepLog(schedule, self._trace)
         if self._recorder is not None:
             self._recorder.begin(schedule, config.with_recipe(self._recipe))
 
@@ -167,22 +167,22 @@ class AdaScaleCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert self.schedule is not None
-        assert self._watch is not None
+        assert self._steps is not None
         if not self._adascale.at_boundary:
             return
         if self._trace is not None:
             loss = outputs["loss"] if isinstance(outputs, dict) and "loss" in outputs else None
             if loss is not None:
-                self._watch.note(loss=float(loss))
+                self._steps.record(loss=float(loss))
         if self._log:
-            pl_module.log_dict(self._watch.metrics(), on_step=True, on_epoch=False)
+            pl_module.log_dict(self._steps.metrics(), on_step=True, on_epoch=False)
         if self.schedule.finished:
             self._steps_at_end += 1
             trainer.should_stop = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._watch is not None:
-            self._watch.close()
+        if self._steps is not None:
+            self._steps.close()
         schedule = self.schedule
         if schedule is None or not trainer.is_global_zero:
             return

@@ -20,7 +20,7 @@ from ..optim.adascale import AdaScale
 from ..recipe import Recipe
 from ..run.attach import attach
 from ..run.tau_schedule import TauSchedule
-from .client import RecipeRecorder, StepWatch, follow_batch, with_clients_batch
+from .client import RecipeRecorder, StepLog, follow_batch, with_clients_batch
 
 __all__ = ["AdaScaleMixin", "AdaScaleTrainer"]
 
@@ -85,7 +85,7 @@ class AdaScaleMixin(_Base):
         self.args: Any = copy.copy(self.args)  # what is changed of it is this trainer's alone
         self.schedule: TauSchedule | None = None
         self._recipe, self._trace, self._recorder = recipe, trace, recorder
-        self._watch: StepWatch | None = None
+        self._steps: StepLog | None = None
         self._normalises: bool | None = None
         self._losses: list[Tensor] = []  # of the step under way
         if self.args.n_gpu > 1:
@@ -133,7 +133,7 @@ class AdaScaleMixin(_Base):
             self.model, optimizer, scheduler, self._config, self._recipe, grad_scaler=self.accelerator.scaler
         )
         self.optimizer, self.lr_scheduler, self.schedule = adascale, schedule, schedule
-        self._watch = StepWatch(schedule, self._trace)
+        self._steps = StepLog(schedule, self._trace)
         if self._recorder is not None:
             self._recorder.forget()
         return adascale
@@ -269,20 +269,20 @@ class AdaScaleMixin(_Base):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """The Trainer's log, with gain, scale, τ, noise scale and efficiency where it tells of a training step."""
-        if self._watch is not None and "loss" in logs:
-            logs.update(self._watch.metrics())
+        if self._steps is not None and "loss" in logs:
+            logs.update(self._steps.metrics())
         super().log(logs, *args, **kwargs)
 
     def step_has_ended(self) -> None:
         """Writes this worker's loss of the step into the trace, if there is one."""
         losses, self._losses = self._losses, []
-        if self._watch is not None and self._trace is not None and losses:
-            self._watch.note(loss=float(torch.stack(losses).sum()))
+        if self._steps is not None and self._trace is not None and losses:
+            self._steps.record(loss=float(torch.stack(losses).sum()))
 
     def training_has_ended(self) -> None:
         """Closes the trace, and warns where the run ended before T."""
-        if self._watch is not None:
-            self._watch.close()
+        if self._steps is not None:
+            self._steps.close()
         schedule = self.schedule
         if schedule is not None and not schedule.finished and self.is_world_process_zero():
             warn_at_user(

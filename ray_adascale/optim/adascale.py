@@ -803,12 +803,12 @@ class AdaScale(Optimizer):
         self._sampler.weights = weights
 
     @property
-    def payload(self) -> Callable[[], Tensor] | None:
+    def payload(self) -> Tensor | None:
         """Returns 1-D numbers whose sum over workers, in the same all-reduce, is :attr:`payload_sum`; a step calls it once."""
         return self._sampler.payload
 
     @payload.setter
-    def payload(self, payload: Callable[[], Tensor] | None) -> None:
+    def payload(self, payload: Tensor | None) -> None:
         self._sampler.payload = payload
 
     @property
@@ -816,6 +816,21 @@ class AdaScale(Optimizer):
         """The last step's :attr:`payload`, summed over workers; read together with the step's own numbers."""
         self._settle()
         return self._last.payload
+
+    @property
+    def last_step(self) -> Any:
+        import types
+
+        self._settle()
+        last = self._last
+        return types.SimpleNamespace(
+            gain=self._previous_gain,
+            effective_steps=self._effective_steps,
+            sigma2=last.sigma2,
+            mu2=last.mu2,
+            skipped=last.skipped,
+            payload=last.payload,
+        )
 
     @property
     def at_boundary(self) -> bool:

@@ -224,7 +224,7 @@ class GradientStatistics:
         self.accumulation = 1
         self.open_ended: OpenEnded | None = None
         self.weights: Sequence[float] | None = None
-        self.payload: Callable[[], Tensor] | None = None
+        self.payload: Tensor | None = None
         self.ends_early: Callable[[], bool] | None = None
         self._short: _Short | None = None
         self.before_first_pass: Callable[[], None] | None = None
@@ -561,7 +561,7 @@ class GradientStatistics:
             local = torch.zeros(len(self._optimizer.param_groups), dtype=torch.float64, device=device)
         parts = [*more, local, torch.full((1,), self.passes == self.accumulation, dtype=torch.float64, device=device)]
         if self.payload is not None:
-            parts.append(self.payload().to(local))
+            parts.append(self.payload.to(local))
         vector = torch.cat(parts)
         work = dist.all_reduce(vector, group=self._process_group, async_op=True) if self.reducing else None
         return vector, work
@@ -629,7 +629,7 @@ class GradientStatistics:
             flag = finite.float()
             dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._process_group)
             finite = flag > 0
-        return Sample(None, finite, finite, None if self.payload is None else self.payload().to(device, torch.float64))
+        return Sample(None, finite, finite, None if self.payload is None else self.payload.to(device, torch.float64))
 
 
 def _all_finite(grads: Sequence[Tensor], device: torch.device) -> Tensor:

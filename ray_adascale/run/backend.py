@@ -1,4 +1,4 @@
-"""Where a run lives: who its workers are, where reports and checkpoints go. Here without Ray; for Ray see train."""
+"""The surroundings of a run: its workers, its reports, its checkpoints. This one needs no Ray; train/backend.py is Ray's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,29 +18,28 @@ import torch.distributed as dist
 
 from .. import checkpoint
 from .._files import TRACE
-from .eta import NOT_KNOWN, Eta
+from .eta import EtaTracker
 from .schedule import BaseSchedule
+from .step import Listener
 
-__all__ = ["CHECKPOINT", "Backend", "LocalBackend", "StepReport"]
+__all__ = ["CHECKPOINT", "Backend", "LocalBackend", "ReportPolicy", "StepReport"]
 
 _log = logging.getLogger(__name__)
 
 CHECKPOINT = "Checkpoint of optimizer step %d, effective step %.2f."
-"""What is logged once a checkpoint is whole and where it belongs."""
+"""Log message of a checkpoint that is complete and stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What has become of a run, up to a step boundary.
+    """State of a run at a step boundary, to be reported.
 
     Attributes:
-        metrics: The last step's under their names, with the user's.
+        metrics: The last step's metrics and the user's.
         effective_steps: τ.
-        schedule: The base run's, with T.
-        stopped: Why the run has ended; None while it goes on.
-        evaluated: Whether the run has evaluated at this very boundary.
-        sample: σ² and μ² of the last step alone, not averaged; NaN where it was skipped or says nothing.
-        left: Optimizer steps and seconds to the end.
+        schedule: The base run's schedule, with T.
+        stopped: The reason for the end of the run; None while it goes on.
+        evaluated: Whether the run was evaluated at this τ.
     """
 
     metrics: Mapping[str, Any]
@@ -48,91 +47,103 @@ class StepReport:
     schedule: BaseSchedule
     stopped: str | None = None
     evaluated: bool = False
-    sample: tuple[float, float] = (math.nan, math.nan)
-    left: Eta = NOT_KNOWN
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportPolicy:
+    """When a backend wants reports and checkpoints, beside the intervals of the settings.
+
+    Attributes:
+        evaluations: Report after each evaluation. Not where a report makes the workers wait.
+        save_evaluations: Save a checkpoint with each of these reports.
+        save_end: Save a checkpoint with the last report. Not where an ended run is never resumed.
+    """
+
+    evaluations: bool = True
+    save_evaluations: bool = False
+    save_end: bool = True
 
 
 class Backend(ABC):
-    """What the loop needs of its surroundings.
+    """The surroundings of a run: its workers, its checkpoints, its reports.
 
     Attributes:
         rank: This worker's number.
-        world_size: Workers.
-        device: Where this worker computes.
-        reports_evaluations: Report whenever the run has evaluated, not only at its intervals. Not where a report makes
-            the workers wait.
-        saves_evaluations: Save a checkpoint with each of these reports.
-        saves_end: Save a checkpoint with the last report. Not where nobody goes on with a run that is done.
-        keeps_trace: Whether :meth:`keep_trace` keeps it. Where not, no step's row is written.
-        step_note: Where rank 0 notes every optimizer step, so that the next start can say how many were lost. None
-            where that would cost a request over the network.
-        preemption_poll_s: Seconds between calls of :meth:`preemption_notice`; inf where there is never one.
+        world_size: Number of workers.
+        device: The device of this worker.
+        report_policy: When to report.
+        preemption_poll_s: Seconds between calls of :meth:`preemption_notice`; inf for never.
     """
 
     rank: int
     world_size: int
     device: torch.device
-    reports_evaluations: bool = True
-    saves_evaluations: bool = False
-    saves_end: bool = True
-    keeps_trace: bool = True
-    step_note: Path | None = None
+    report_policy: ReportPolicy = ReportPolicy()
     preemption_poll_s: float = math.inf
 
     @abstractmethod
     def latest_checkpoint(self) -> Any:
-        """A context manager that gives the newest usable checkpoint's folder, or None. Same answer on all workers.
+        """Return a context manager that gives the folder of the newest usable checkpoint, or None; the same on all workers.
 
-        Warns of newer ones that are incomplete or damaged.
+        It warns of newer checkpoints that are incomplete or damaged.
 
         Raises:
-            CheckpointError: There are checkpoints, and all are damaged. Beginning anew must be the user's word.
+            CheckpointError: There are checkpoints, and all are damaged. The user has to decide whether to begin anew.
         """
 
     @abstractmethod
     def checkpoint_folder(self, step: int) -> Path | None:
-        """An empty or missing folder for this worker's share of the checkpoint after ``step``; None: keep none.
+        """Return an empty or missing folder for this worker's share of the checkpoint after ``step``; None to keep none.
 
         Raises:
-            OSError: There can't be one on this worker. The others are told.
+            OSError: There can't be a folder on this worker. The other workers then raise, too.
         """
 
     @abstractmethod
-    def report(self, outcome: StepReport, folder: Path | None) -> None:
-        """Hand over what has become of the run, and the checkpoint written to ``folder``. All workers together."""
+    def report(self, report: StepReport, folder: Path | None) -> None:
+        """Report the state of the run, with the checkpoint in ``folder`` if there is one. Collective."""
 
-    def report_in_background(self, outcome: StepReport, folder: Path) -> None:
-        """The same, for a checkpoint, without waiting for its upload. ``uploading`` is True until that is over."""
-        self.report(outcome, folder)
+    def report_in_background(self, report: StepReport, folder: Path) -> None:
+        """Report with a checkpoint, without waiting for its upload; :attr:`uploading` is True until the upload has ended."""
+        self.report(report, folder)
 
     @property
     def uploading(self) -> bool:
-        """Whether this worker's last ``report_in_background`` still goes on."""
+        """Whether this worker's last :meth:`report_in_background` still uploads."""
         return False
 
     def preemption_notice(self) -> str | None:
-        """What is about to be taken away, in words; None if nothing. All workers together, same answer on all."""
+        """Return a description of what is about to be preempted; None for nothing. Collective, the same on all workers."""
         return None
 
     @property
     def stop_requested(self) -> bool:
-        """Whether the run is to end at the next step boundary, with a checkpoint, to be resumed. Asked on rank 0."""
+        """Whether this start of the run is to end at the next step boundary, with a checkpoint. Read on rank 0."""
         return False
 
-    def observe(self, outcome: StepReport) -> None:  # noqa: B027 (most places have no gauges)
-        """See what has become of the run after every optimizer step; must be cheap. Called on rank 0."""
+    def listeners(self, tracker: EtaTracker) -> Sequence[Listener]:
+        """Return this backend's listeners. Called on rank 0.
 
-    def keep_trace(self, path: Path) -> None:  # noqa: B027
-        """The run has ended: keep the trace. Called on rank 0; an OSError costs the trace alone."""
+        Args:
+            tracker: What is left of the run, up to date when these listeners are called.
+        """
+        return ()
+
+    def trace_store(self) -> Callable[[Path], object] | None:
+        """Return the function that stores the trace of an ended run; None where no trace is kept. Called on rank 0.
+
+        The function may raise an OSError, which costs the trace and nothing else.
+        """
+        return None
 
 
 class LocalBackend(Backend):
-    """One process, or workers started by torchrun on one file system.
+    """Backend of one process, or of workers started by torchrun on one file system.
 
     Args:
-        folder: Where checkpoints go; resumes from the newest complete one there. None keeps nothing.
+        folder: The folder of the checkpoints. A run resumes from the newest complete one. None keeps no checkpoints.
         device: Default: the current CUDA device if there is one, else the CPU.
-        keep: Checkpoints to keep.
+        keep: Number of checkpoints to keep.
     """
 
     def __init__(
@@ -148,8 +159,6 @@ class LocalBackend(Backend):
         self.device = torch.device(device)
         self.folder = None if folder is None else Path(folder)
         self.keep = keep
-        self.keeps_trace = folder is not None
-        self.step_note = None if self.folder is None else self.folder / "progress"
         self.metrics: dict[str, Any] = {}
         """The last report."""
 
@@ -180,22 +189,24 @@ class LocalBackend(Backend):
         path = self.folder / f"checkpoint_{step:010d}"
         try:
             if self.rank == 0 and path.exists():
-                shutil.rmtree(path)  # an incomplete one, or one that this run could not load, of an earlier start
-        finally:  # also where that fails: the others wait here, and are told of it next
+                shutil.rmtree(
+                    path
+                )  # an incomplete checkpoint, or one that this run could not load, of an earlier start
+        finally:  # also after an error: the other workers wait here
             if self.world_size > 1:
                 dist.barrier()
         return path
 
-    def report(self, outcome: StepReport, folder: Path | None) -> None:
-        self.metrics = dict(outcome.metrics)
+    def report(self, report: StepReport, folder: Path | None) -> None:
+        self.metrics = dict(report.metrics)
         if folder is not None and self.rank == 0:
-            _log.info(CHECKPOINT, outcome.metrics.get("optimizer_steps", 0), outcome.effective_steps)
+            _log.info(CHECKPOINT, report.metrics.get("optimizer_steps", 0), report.effective_steps)
             # What an earlier start left incomplete, or damaged beyond this step, must not take the place of a good one.
             kept = [path for path in self._checkpoints() if path <= folder and checkpoint.is_sealed(path)][-self.keep :]
             for old in self._checkpoints():
                 if old not in kept:
                     checkpoint.delete(old)
 
-    def keep_trace(self, path: Path) -> None:
-        if self.folder is not None:
-            shutil.copyfile(path, self.folder / TRACE)
+    def trace_store(self) -> Callable[[Path], object] | None:
+        folder = self.folder
+        return None if folder is None else lambda path: shutil.copyfile(path, folder / TRACE)

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from .._warn import warn_at_user
 from ..checkpoint.optimizer import parameter_names
 from ..config import AdaScaleConfig, BatchPlan
+from ..data.source import BatchSource
 from ..optim.adam_metric import adam_preconditioner
 from ..optim.adascale import AdaScale
 from ..optim.rules import AdamScaleRule, AdaScaleRule, ScalingRule, make_rule, metric_of
@@ -22,7 +23,7 @@ from ..sharding.oss import OSS, has_state
 from ..sharding.sharded_ddp import ShardedDataParallel
 from .schedule import BaseSchedule, curve_difference, other_length
 
-__all__ = ["Wrapped", "adascale_of", "check_built", "check_recipe", "check_rule", "check_schedule", "wrap"]
+__all__ = ["Wrapped", "adascale_of", "check_built", "check_recipe", "check_rule", "check_schedule", "set_batch", "wrap"]
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,13 @@ def wrap(
         model=module if sharding == "fsdp2" else None,
     )
     return Wrapped(model, adascale, names, scaler, sharding)
+
+
+def set_batch(plan: BatchPlan, optimizer: AdaScale, source: BatchSource, rank: int) -> None:
+    """Use this batch from the next step on. At a step boundary, on all workers."""
+    optimizer.set_num_gradients_to_accumulate(plan.accumulation, update_smoothing=False)
+    optimizer.set_scale(plan.scale)
+    source.set_split(plan.split(rank))
 
 
 def adascale_of(

@@ -14,8 +14,9 @@ from ..config import AdaScaleConfig
 from ..optim.rules import AdaScaleRule, ScalingRule, make_rule, metric_of
 from ..recipe import Recipe
 from ..replay import Forecaster, Replay
+from .step import Listener, Step
 
-__all__ = ["LEFT", "NOT_KNOWN", "Eta", "RemainingSteps", "StepClock", "clock_time", "forecast_remaining_steps"]
+__all__ = ["LEFT", "UNKNOWN", "Eta", "EtaTracker", "RemainingSteps", "clock_time", "forecast_remaining_steps"]
 
 CORRECT_FROM = 0.2
 """The share of the run from which its own gains correct the forecast; those before say little of the rest."""
@@ -57,9 +58,9 @@ class Eta:
         return cls(steps, seconds, bool(metrics.get("left_is_rough", True)))
 
 
-NOT_KNOWN = Eta(math.inf, math.inf, True)
+UNKNOWN = Eta(math.inf, math.inf, True)
 
-LEFT = tuple(NOT_KNOWN.as_metrics())
+LEFT = tuple(UNKNOWN.as_metrics())
 """The keys of what is told of the time left."""
 
 
@@ -99,7 +100,7 @@ class RemainingSteps:
         self.correction = 0.0
         """½·c: what is believed just now; above zero the gains are lower than forecast."""
 
-    def saw(self, tau_before: float, tau: float, gain: float) -> None:
+    def observe(self, tau_before: float, tau: float, gain: float) -> None:
         """The run has taken a step of this gain, which moved τ from there to there."""
         if not self._corrects or not tau > tau_before:
             return
@@ -141,28 +142,49 @@ def _noise_ratio(gain: float, scale: float) -> float:
     return max(above / below, 1 / _WIDEST)
 
 
-class StepClock:
-    """Seconds of an optimizer step of this start, with all that comes between steps; the first ones left out, which are slow."""
+class EtaTracker(Listener):
+    """Estimates what is left of the run after each step, from the forecast and the pace of this start.
+
+    Args:
+        remaining: The forecast of the remaining steps; None where there is none.
+
+    Attributes:
+        remaining: As given.
+        eta: What is left after the last step.
+    """
 
     _FIRST = 3
+    """Steps that are left out of the pace, because the first steps are slow."""
 
-    def __init__(self) -> None:
-        self._steps = 0
+    def __init__(self, remaining: RemainingSteps | None) -> None:
+        self.remaining = remaining
+        self.eta = UNKNOWN
+        self._timed = 0
         self._since = time.monotonic()
 
-    def took(self) -> None:
-        """A step has ended."""
-        self._steps += 1
-        if self._steps == self._FIRST:
+    def after_step(self, step: Step) -> None:
+        """Update :attr:`eta`; add the remaining steps to the trace's row where there is a forecast."""
+        left = max(step.total_steps - step.tau, 0.0)
+        rough = False
+        if self.remaining is not None:
+            self.remaining.observe(step.tau_before, step.tau, step.gain)
+            left = self.remaining.at(step.tau)
+            step.row["steps_left"] = round(left, 1)
+        elif step.plan.scale > 1:
+            rough = True
+            left = left * step.metrics["optimizer_steps"] / step.tau if step.tau > 0 else math.inf
+        self._timed += 1
+        if self._timed == self._FIRST:
             self._since = time.monotonic()
+        self.eta = Eta(left, left * self.seconds_per_step if left else 0.0, rough)
 
     @property
-    def seconds(self) -> float:
-        """∞ before the first step."""
+    def seconds_per_step(self) -> float:
+        """Seconds of an optimizer step of this start, with everything between steps; inf before the first step."""
         elapsed = time.monotonic() - self._since
-        if self._steps > self._FIRST:
-            return elapsed / (self._steps - self._FIRST)
-        return elapsed / self._steps if 0 < self._steps < self._FIRST else math.inf
+        if self._timed > self._FIRST:
+            return elapsed / (self._timed - self._FIRST)
+        return elapsed / self._timed if 0 < self._timed < self._FIRST else math.inf
 
 
 def forecast_remaining_steps(
@@ -203,6 +225,6 @@ def forecast_remaining_steps(
         tau, gain = row.get("effective_steps"), row.get("gain")
         if isinstance(tau, int | float) and isinstance(gain, int | float) and math.isfinite(tau + gain):
             if row.get("scale") == scale:
-                left.saw(before, float(tau), float(gain))
+                left.observe(before, float(tau), float(gain))
             before = float(tau)
     return left

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import shutil
-import sys
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +14,6 @@ from .eta import LEFT, Eta
 __all__ = [
     "METRICS",
     "USEFUL_WORKERS",
-    "ProgressLine",
     "format_metrics",
     "plain_numbers",
     "state_of",
@@ -60,21 +55,21 @@ def step_metrics(
     examples_per_s: float,
     probed: tuple[float, float] | None,
 ) -> dict[str, Any]:
-    """The values of the last step under :data:`METRICS`; waits for the device where the host doesn't know the step yet.
+    """Return the values of the last step under :data:`METRICS`; waits for the device where the step has not been read.
 
     Args:
-        optimizer: It has taken the step.
-        plan: How the step's batch was made up.
-        loss: Of all workers.
-        lr: The schedule's.
+        optimizer: The optimizer that has taken the step.
+        plan: The step's batch.
+        loss: Mean over the step's examples, of all workers.
+        lr: lr(⌊τ⌋) of the schedule, before the gain.
         progress: Σ r.
         examples_per_s: Over all workers.
-        probed: σ² and μ² of a probe, for where the steps show none.
+        probed: σ² and μ² of the last probe, for steps that have one gradient sample; None without one.
     """
     sigma2, mu2 = optimizer.average_moments()
     if math.isnan(sigma2) and probed is not None:
         sigma2, mu2 = probed
-    gain, scale = optimizer.last_gain, plan.scale
+    gain, scale = optimizer.last_step.gain, plan.scale
     return {
         "gain": gain,
         "scale": scale,
@@ -142,43 +137,3 @@ def format_metrics(metrics: Mapping[str, Any], total_steps: float, left: Eta) ->
     """τ/T, steps, gain and scale, LR, loss, throughput and time left, on one line."""
     share = min(metrics["effective_steps"] / total_steps, 1)
     return f"{tau_of(metrics, total_steps)} {share:4.0%}  {state_of(metrics)}  {left}"
-
-
-class ProgressLine:
-    """Shows on standard error how far a run is: live on a terminal, else a line now and then. It never ends a run.
-
-    Args:
-        show: None for a terminal only, True wherever standard error goes, False for nothing.
-    """
-
-    def __init__(self, show: bool | None) -> None:
-        terminal = False
-        with contextlib.suppress(Exception):  # there may be none, or a stand-in
-            terminal = sys.stderr.isatty()
-        self._live = terminal and show is not False
-        self._shows = self._live or bool(show)
-        self._interval_s = 0.5 if self._live else 30.0
-        self._shown_at = -math.inf
-        self._width = 0
-
-    def show(self, metrics: Mapping[str, Any], total_steps: int, left: Eta) -> None:
-        """After a step."""
-        if not self._shows or time.monotonic() - self._shown_at < self._interval_s:
-            return
-        self._shown_at = time.monotonic()
-        self._write(format_metrics(metrics, total_steps, left))
-
-    def end(self, metrics: Mapping[str, Any], total_steps: int, why: str) -> None:
-        """The run has ended, or had before."""
-        if self._shows:
-            self._write(f"{tau_of(metrics, total_steps)}  {state_of(metrics)}: {why}", last=True)
-
-    def _write(self, text: str, *, last: bool = False) -> None:
-        with contextlib.suppress(Exception):
-            if not self._live:
-                print(text, file=sys.stderr, flush=True)
-                return
-            if not last:
-                text = text[: shutil.get_terminal_size().columns - 1]  # a line that wraps can't be written over
-            print(f"\r{text:{self._width}}", end="\n" if last else "", file=sys.stderr, flush=True)
-            self._width = len(text)

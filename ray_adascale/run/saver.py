@@ -1,7 +1,7 @@
-"""Checkpoints of a run on their way to disk: waited for or in the background, at most one at a time.
+"""Saving checkpoints: while the run waits, or in the background, at most one at a time.
 
-The folder's life: :meth:`Saver.save` or :meth:`Saver.begin` writes it, after the workers have agreed on where they are; a
-manifest seals it; the backend takes it. All of it is collective, at a step boundary.
+:meth:`Saver.save` or :meth:`Saver.begin` writes a checkpoint's folder, once the workers have compared their positions. A
+manifest seals the folder, and the backend stores it. All of this is collective, at a step boundary.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Content = tuple[dict[str, Any], dict[str, Any], dict[str, tuple[Path, int]]]
 
 
 class Boundary(NamedTuple):
-    """A step boundary as one worker sees it. All must see the same.
+    """Position of one worker at a step boundary. All workers must be at the same.
 
     Attributes:
         step: Optimizer steps so far.
         effective_steps: τ.
-        lr: The schedule's, of the first parameter group.
+        lr: lr(⌊τ⌋) of the first parameter group.
     """
 
     step: int
@@ -42,11 +42,11 @@ class Boundary(NamedTuple):
 
 
 class _InFlight(NamedTuple):
-    """A checkpoint that is being written: by what, where, and what had become of the run."""
+    """A checkpoint that a thread writes, its folder, and the report that goes with it."""
 
     saving: checkpoint.Save
     folder: Path
-    outcome: StepReport
+    report: StepReport
 
 
 class Saver:
@@ -64,50 +64,50 @@ class Saver:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a checkpoint was begun and not yet handed over. The same on all workers."""
+        """Whether a checkpoint was begun and not yet finished. The same on all workers."""
         return self._in_flight is not None
 
     @property
     def busy(self) -> bool:
-        """Whether this worker still writes, or the backend uploads what it wrote."""
+        """Whether this worker still writes a checkpoint, or its backend still uploads one."""
         return (self._in_flight is not None and self._in_flight.saving.running) or self._backend.uploading
 
     def save(self, boundary: Boundary, content: Callable[[], Content]) -> Path | None:
-        """Write this worker's share and seal the checkpoint; the caller hands the folder on.
+        """Write this worker's share and seal the checkpoint. The caller reports the folder.
 
         Args:
-            boundary: Where this worker is.
-            content: What goes into it; called once there is a folder.
+            boundary: Position of this worker.
+            content: Returns the checkpoint's content; called once there is a folder.
 
         Returns:
             The folder, or None where the backend keeps no checkpoints.
 
         Raises:
-            RuntimeError: Workers disagree about where they are.
-            CheckpointError: A worker could not write, this checkpoint or the one before.
+            RuntimeError: Workers are at different positions.
+            CheckpointError: A worker could not write this checkpoint or the one before.
         """
         return self._write(checkpoint.save, boundary, content)[0]
 
-    def begin(self, boundary: Boundary, content: Callable[[], Content], outcome: StepReport) -> None:
-        """The same in the background: copies what goes into it, and has a thread write it. :meth:`hand_over` ends it."""
+    def begin(self, boundary: Boundary, content: Callable[[], Content], report: StepReport) -> None:
+        """Copy the content of a checkpoint and have a thread write it. :meth:`finish` seals and reports the checkpoint."""
         folder, saving = self._write(checkpoint.begin_save, boundary, content)
         if folder is not None:
             assert saving is not None
-            # A copy, as the loop goes on with its metrics.
-            self._in_flight = _InFlight(saving, folder, replace(outcome, metrics=dict(outcome.metrics)))
+            # A copy, because the loop changes its metrics.
+            self._in_flight = _InFlight(saving, folder, replace(report, metrics=dict(report.metrics)))
 
-    def hand_over(self) -> None:
-        """Seal the checkpoint in flight, if there is one, and hand it to the backend.
+    def finish(self) -> None:
+        """Seal the checkpoint in flight, if there is one, and report it.
 
         Raises:
-            CheckpointError: A worker's thread could not write it; says which, and why.
+            CheckpointError: A worker's thread could not write its share; the message names the worker and the cause.
         """
         written, self._in_flight = self._in_flight, None
         if written is None:
             return
         with _discarded_on_error(written.folder):
             written.saving.finish()
-        self._backend.report_in_background(written.outcome, written.folder)
+        self._backend.report_in_background(written.report, written.folder)
 
     def _write(
         self,
@@ -115,7 +115,7 @@ class Saver:
         boundary: Boundary,
         content: Callable[[], Content],
     ) -> tuple[Path | None, checkpoint.Save | None]:
-        self.hand_over()  # at most one in flight
+        self.finish()  # at most one in flight
         folder: Path | None = None
         error: Exception | None = None
         made: Content = {}, {}, {}
@@ -124,7 +124,7 @@ class Saver:
             if folder is None:
                 return None, None
             made = content()
-        except Exception as e:  # raised below, once the others know that they need not wait for this worker
+        except Exception as e:  # raised below, once the other workers have been informed
             error = e
         with _discarded_on_error(folder):
             check_agreement(boundary, error, self._backend, self._group)
@@ -139,16 +139,20 @@ def check_agreement(
     backend: Backend,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """All workers together: raises where they are at different boundaries, or where one can't take part.
+    """Check that all workers are at the same boundary and can write. Collective.
 
     Args:
-        boundary: Where this worker is.
-        error: Why this worker can't take part: a failing disk, or else its state. Raised here; the others get a
-            CheckpointError or a RuntimeError that names it.
-        backend: Tells who the workers are.
-        process_group: Default: all, with tensors on the backend's device.
+        boundary: Position of this worker.
+        error: The error that keeps this worker from writing; None without one. It is raised here. The other workers raise a
+            CheckpointError, or a RuntimeError, that names it.
+        backend: The surroundings of the run.
+        process_group: The workers. Default: all, with tensors on the backend's device.
+
+    Raises:
+        RuntimeError: Workers are at different boundaries, or one has state that can't be saved.
+        CheckpointError: A worker can't write.
     """
-    if isinstance(error, OSError):  # of making the folder; what writes there later says so itself
+    if isinstance(error, OSError):  # the folder could not be made
         cause, error = (
             error,
             checkpoint.CheckpointError(
@@ -167,14 +171,15 @@ def check_agreement(
     everyone = [torch.empty_like(mine) for _ in range(backend.world_size)]
     dist.all_gather(everyone, mine, group=process_group)
     if any(row[3] != 0 for row in everyone):
-        # Rare, and all know of it: those that can't take part say why.
-        said: list[Any] = [None] * backend.world_size
+        errors: list[Any] = [None] * backend.world_size
         dist.all_gather_object(
-            said, None if error is None else (isinstance(error, checkpoint.CheckpointError), str(error)), process_group
+            errors,
+            None if error is None else (isinstance(error, checkpoint.CheckpointError), str(error)),
+            process_group,
         )
         if error is not None:
             raise error
-        rank, (on_disk, text) = next((rank, told) for rank, told in enumerate(said) if told is not None)
+        rank, (on_disk, text) = next((rank, error) for rank, error in enumerate(errors) if error is not None)
         if on_disk:
             raise checkpoint.CheckpointError(text)
         raise RuntimeError(
@@ -190,7 +195,7 @@ def check_agreement(
 
 @contextmanager
 def _discarded_on_error(folder: Path | None) -> Iterator[None]:
-    """Leaves no half of a checkpoint behind: it is no use, and a full disk needs the room."""
+    """Delete an unsealed checkpoint after an error: it is useless, and a full disk needs the room."""
     try:
         yield
     except BaseException:

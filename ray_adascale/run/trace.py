@@ -1,4 +1,4 @@
-"""What is written down of each optimizer step: the trace, JSON lines that survive being killed, and a note of the last step.
+"""The trace: one JSON line for each optimizer step, in a file that survives a kill of the process.
 
 While training runs the file is appended to, so a crash costs at most the last line. After a crash the trainer resumes from
 a checkpoint and cuts the trace back to it: steps taken since are taken again.
@@ -17,17 +17,18 @@ import json
 import os
 import shutil
 import tempfile
-import warnings
 import weakref
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from .._files import TRACE, write_atomically
+from .._warn import warn_at_user
+from .step import Listener, Step
 
-__all__ = ["StepLog", "StepNote", "Trace", "read_trace"]
+__all__ = ["Trace", "TraceFile", "read_trace"]
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 _SCALARS = frozenset({bool, int, float, str, type(None)})
@@ -94,11 +95,6 @@ class Trace:
             self._file.write(b"".join(self._pending))
             self._file.flush()
             self._pending.clear()
-
-    def take_up(self, path: str | os.PathLike[str]) -> None:
-        """Appends the rows of another trace, that of the checkpoint which the run resumes from."""
-        for row in read_trace(path):
-            self.append(row)
 
     def shorten(self, *, always: bool = False) -> None:
         """Thins out older rows where there are more than ``keep``, and writes the waiting ones.
@@ -247,115 +243,113 @@ def _check(key: object, value: Any) -> None:
         )
 
 
-class StepNote:
-    """A file of one number, the optimizer steps taken, rewritten after each; it outlives a process that is killed.
+class TraceFile(Listener):
+    """Writes the trace of a run, a row for each optimizer step.
 
-    A few microseconds a step: the number goes to the page cache, in place.
-
-    Attributes:
-        last: What the file said when it was opened: the steps that the start before this one took. None if new.
-    """
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            self.last: int | None = int(os.read(self._descriptor, 32))
-        except ValueError:
-            self.last = None
-
-    def write(self, step: int) -> None:
-        with contextlib.suppress(OSError):  # a convenience; a full disk is reported where it matters
-            os.pwrite(self._descriptor, b"%020d\n" % step, 0)
-
-    def __del__(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):
-            os.close(self._descriptor)
-
-
-class StepLog:
-    """What one worker writes down of each step while the run goes on: its trace, in a scratch folder, and its note.
-
-    Nothing of it ends a run: what can't be written, as on a full disk, is left out, with one warning.
+    A trace never ends a run: if a row can't be written, as on a full disk, the trace ends with one warning.
 
     Args:
-        trace: Whether to keep a trace.
-        rows: How many of its rows to keep, see :class:`Trace`.
-        note: The file of the note; None for none.
-
-    Attributes:
-        last: Optimizer steps that the start before this one took; None if not known.
+        path: The file. Rows that it has stay.
+        keep: Rows to keep, see :class:`Trace`.
+        store: Called with the file once the run has ended, to store it. Default: the file stays where it is.
+        flush: Whether to write each row at once, and not many together.
     """
 
-    def __init__(self, *, trace: bool, rows: int | None, note: Path | None) -> None:
-        self._trace: Trace | None = None  # while it can be written
-        self._path: Path | None = None
-        self._note: StepNote | None = None
+    def __init__(
+        self,
+        path: Path,
+        *,
+        keep: int | None,
+        store: Callable[[Path], object] | None = None,
+        flush: bool = False,
+    ) -> None:
+        self._path = path
+        self._store = store
         self._row: dict[str, Any] | None = None  # of the last step, while metrics may still be recorded for it
-        if note is not None:
-            with contextlib.suppress(OSError):  # how much was lost is then said with "at most"
-                self._note = StepNote(note)
-        if trace:
-            with self._left_out_on_error():
-                scratch = tempfile.mkdtemp(prefix="ray_adascale-")
-                weakref.finalize(self, shutil.rmtree, scratch, ignore_errors=True)
-                self._trace = Trace(Path(scratch) / TRACE, keep=rows)
-                self._path = self._trace.path
-        self.last = None if self._note is None else self._note.last
+        self._trace: Trace | None = None  # None once the trace can't be written
+        with self._warning_on_error():
+            self._trace = Trace(path, flush_every=1 if flush else 100, keep=keep)
 
-    def resume(self, folder: Path) -> None:
-        """Go on with the trace in a checkpoint."""
-        if self._trace is not None and (folder / TRACE).exists():
-            with self._left_out_on_error():
-                self._trace.take_up(folder / TRACE)
+    @classmethod
+    def scratch(cls, *, keep: int | None, store: Callable[[Path], object]) -> TraceFile | None:
+        """Return a trace in a temporary folder of its own, which is removed with this object; None where there can't be one."""
+        try:
+            folder = tempfile.mkdtemp(prefix="ray_adascale-")
+        except OSError as e:
+            _warn_of_loss(e)
+            return None
+        trace = cls(Path(folder) / TRACE, keep=keep, store=store)
+        weakref.finalize(trace, shutil.rmtree, folder, ignore_errors=True)
+        return trace
 
-    def step(self, row: dict[str, Any]) -> None:
-        """Take a step's row. Metrics can be added to it until the next one comes."""
-        if self._trace is not None:
-            self._write_row()
-            self._row = row
-        if self._note is not None:
-            self._note.write(row["step"])
+    def resume(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append the rows of the steps before this start."""
+        with self._warning_on_error():
+            for row in rows:
+                if self._trace is not None:
+                    self._trace.append(row)
 
-    def add(self, metrics: Mapping[str, Any]) -> None:
-        """Add metrics of the last step, if its row is not written yet."""
+    def after_step(self, step: Step) -> None:
+        """Write the row of the step before, and keep this one until the next step."""
+        self._write_row()
+        self._row = step.row
+
+    def recorded(self, metrics: Mapping[str, Any]) -> None:
+        """Add metrics to the row of the last step."""
         if self._row is not None:
             self._row.update(metrics)
 
-    def files(self) -> dict[str, tuple[Path, int]]:
-        """The trace up to the last step, as :func:`ray_adascale.checkpoint.save` takes files."""
+    def ended(self, why: str, metrics: Mapping[str, Any]) -> None:
+        """Write the last row, shorten the trace, and store it."""
+        self.close(shorten=True)
+        if self._store is None:
+            return
+        try:
+            self._store(self._path)
+        except OSError as e:  # the run has ended, and its checkpoint is stored
+            warn_at_user(f"The run's trace could not be stored: {e}", RuntimeWarning)
+
+    def close(self, *, shorten: bool = False) -> None:
+        """Write the last row and close the file.
+
+        Args:
+            shorten: Thin out the rows as at the end of a run.
+        """
         self._write_row()
-        with self._left_out_on_error():
+        with self._warning_on_error():
+            if self._trace is not None:
+                if shorten:
+                    self._trace.shorten(always=True)
+                self._trace.close()
+
+    def files(self) -> dict[str, tuple[Path, int]]:
+        """Return the trace up to the last step, as :func:`ray_adascale.checkpoint.save` takes files."""
+        self._write_row()
+        with self._warning_on_error():
             if self._trace is not None:
                 self._trace.shorten()
-        return {} if self._path is None else {TRACE: (self._path, self._path.stat().st_size)}
-
-    def finish(self) -> Path | None:
-        """End the trace of a run that has ended; its file goes with this object. None where no trace is kept."""
-        self._write_row()
-        with self._left_out_on_error():
-            if self._trace is not None:
-                self._trace.shorten(always=True)
-                self._trace.close()
-        return self._path
+        return {TRACE: (self._path, self._path.stat().st_size)} if self._path.exists() else {}
 
     def _write_row(self) -> None:
         row, self._row = self._row, None
         if self._trace is not None and row is not None:
-            with self._left_out_on_error():
+            with self._warning_on_error():
                 self._trace.append(row)
 
     @contextlib.contextmanager
-    def _left_out_on_error(self) -> Iterator[None]:
+    def _warning_on_error(self) -> Iterator[None]:
         try:
             yield
         except OSError as e:
             if self._trace is not None:
                 self._trace.abandon()
             self._trace = None
-            warnings.warn(
-                f"The run's trace can't be written any more: {e}. Training goes on; the report will lack this start's steps "
-                "from here on.",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+            _warn_of_loss(e)
+
+
+def _warn_of_loss(error: OSError) -> None:
+    warn_at_user(
+        f"The run's trace can't be written any more: {error}. Training goes on; the report will lack this start's steps "
+        "from here on.",
+        RuntimeWarning,
+    )

@@ -1,14 +1,14 @@
-"""What of a run goes into a checkpoint, how it comes back on any number of workers, and what is said of the way back.
+"""The state of a run: saved to a checkpoint, loaded on any number of workers, and logged at a start.
 
-τ and the averages are the optimizer's own, the schedule is a function of τ, the data's position a number of examples. What
-is left is a few numbers that the loop itself keeps: its :class:`LoopState`.
+τ and the averages are the optimizer's state. The schedule is a function of τ. The data's position is a number of examples.
+The loop itself has a few numbers, its :class:`LoopState`.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from ..config import BatchPlan
 from ..data.source import BatchSource
 from ..optim.adascale import AdaScale
 from .schedule import BaseSchedule, EffectiveSchedule, curve_difference
+from .step import Stage
 
 __all__ = [
     "INTERRUPTED",
@@ -48,53 +49,46 @@ _TENSOR = "__tensor__"
 
 @dataclass
 class LoopState:
-    """What a loop keeps, beside what optimizer, schedule and data know. Under these names in a checkpoint's state.
+    """Numbers and metrics of the loop itself. A checkpoint's state has them under these names.
 
     Attributes:
-        iterations: Optimizer steps, those included that were skipped for a gradient that was not finite.
-        progress: Σ r over them.
-        nonfinite: Steps skipped in a row, up to now.
+        iterations: Optimizer steps, with those skipped for a non-finite gradient.
+        progress: Σ r over the steps.
+        nonfinite: Consecutive skipped steps up to now.
         attempt: Starts of the run before this one.
-        evaluated_at: τ of the last evaluation; −1 before the first.
-        recorded: The user's metrics, each as it was last given.
-        metrics: The last step's, with the user's.
-        stopped: Why the loop ended, or None.
-        best: The best evaluation's metric, where an early stop looks at one.
-        best_at: τ then; −1 before the first.
-        following: Of a run that chooses its scale: what :class:`ray_adascale.adaptive_batch.BatchSizeController` keeps.
+        recorded: The user's metrics, each as last recorded.
+        metrics: The last step's metrics and the user's.
+        stopped: The reason for the end of the loop, or None.
     """
 
     iterations: int = 0
     progress: float = 0.0
     nonfinite: int = 0
     attempt: int = 0
-    evaluated_at: float = -1.0
     recorded: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
     stopped: str | None = None
-    best: float | None = None
-    best_at: float = -1.0
-    following: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """The parts of a run that a checkpoint is made of, and is loaded into.
+    """The objects whose state makes a checkpoint, and that a checkpoint is loaded into.
 
     Attributes:
         module: The bare model.
-        optimizer: The one that steps.
+        optimizer: The run's optimizer.
         parameter_names: Names of the optimizer's parameters.
         scaler: The loss scaler, or None.
-        schedule: The live schedule.
+        schedule: The schedule that drives the optimizer.
         source: The data.
-        loop: What the loop keeps.
+        loop: The loop's own state.
+        stages: The stages of a step boundary, each with a state of its own.
         base_schedule: The base run's schedule.
-        plan: How a step's batch is made up now.
+        world_size: Number of workers.
         recipe: The recipe's fingerprint, or None.
         rank: This worker's number.
-        device: Where it computes.
-        extra: The user's own, by name: objects with ``state_dict`` and ``load_state_dict``.
+        device: The device of this worker.
+        extra: The user's objects with ``state_dict`` and ``load_state_dict``, by name.
     """
 
     module: nn.Module
@@ -104,17 +98,17 @@ class TrainState:
     schedule: EffectiveSchedule
     source: BatchSource
     loop: LoopState
+    stages: Sequence[Stage]
     base_schedule: BaseSchedule
-    plan: BatchPlan
+    world_size: int
     recipe: str | None
     rank: int
     device: torch.device
     extra: Mapping[str, Any]
 
     def tensors(self) -> dict[str, Any]:
-        """This worker's part of the checkpoint's tensors; the live ones."""
-        # Parameters are equal everywhere. Buffers (BatchNorm's averages) are each worker's own after a step, and DDP goes
-        # on with rank 0's.
+        """Return this worker's part of a checkpoint's tensors, which are the live ones."""
+        # Parameters are equal on all workers. Buffers (BatchNorm's averages) differ, and DDP continues with rank 0's.
         own = {name for name, _ in self.module.named_buffers()} if self.rank > 0 else ()
         weights = self.module.state_dict()
         out: dict[str, Any] = {
@@ -128,17 +122,23 @@ class TrainState:
         out["schedule/lr_curve"] = torch.tensor(self.base_schedule.lr_curve, dtype=torch.float64)
         return out
 
-    def state(self) -> dict[str, Any]:
-        """The rest, as JSON values; the same on every worker."""
+    def state(self, plan: BatchPlan) -> dict[str, Any]:
+        """Return the rest of a checkpoint as JSON values, the same on all workers.
+
+        Args:
+            plan: The batch of the next step.
+        """
         base = self.base_schedule
+        of_stages = {key: value for stage in self.stages for key, value in stage.state_dict().items()}
         return {
             **vars(self.loop),
+            **of_stages,
             "stopped": None if self.loop.stopped == INTERRUPTED else self.loop.stopped,
             "effective_steps": self.optimizer.effective_steps,
             "total_steps": base.total_steps,
             "scheduler_unit": base.scheduler_unit,
             "base_steps_per_epoch": base.base_steps_per_epoch,
-            "plan": dict(vars(self.plan)),
+            "plan": dict(vars(plan)),
             "schedule": self.schedule.state_dict(),
             "data": self.source.state_dict(),
             "param_groups": hyperparameters(self.optimizer),
@@ -151,18 +151,18 @@ class TrainState:
         }
 
     def load(self, folder: Path, *, accept_changes: bool) -> int:
-        """Bring a fresh run to where the checkpoint is. Not collective.
+        """Load a checkpoint into a run that was just built. Not collective.
 
         Args:
             folder: The checkpoint's.
-            accept_changes: The user accepts that base batch, T or LR curve are not the checkpoint's.
+            accept_changes: Accept another base batch, T or LR curve than the checkpoint's.
 
         Returns:
-            Workers when it was written.
+            Number of workers that wrote the checkpoint.
 
         Raises:
-            ValueError: They are not, or the data isn't, and that was not accepted.
-            CheckpointError: It can't be read, or does not fit the model.
+            ValueError: Base batch, T, LR curve or data are not the checkpoint's, and the change was not accepted.
+            CheckpointError: The checkpoint can't be read, or does not fit the model.
         """
         saved = checkpoint.load_state(folder)
         index = checkpoint.tensor_index(folder)
@@ -180,7 +180,7 @@ class TrainState:
         if changed:  # the new settings hold, from this τ on
             self.schedule.load_state_dict({"calls": self.schedule.due(saved["effective_steps"])})
             # σ² is of a base batch, so of another now.
-            statistics["total"][0] *= saved["plan"]["base_batch_size"] / self.plan.base_batch_size
+            statistics["total"][0] *= saved["plan"]["base_batch_size"] / self.base_schedule.base_batch_size
         else:
             self.schedule.load_state_dict(saved["schedule"])
             load_hyperparameters(self.optimizer, saved["param_groups"])
@@ -189,14 +189,15 @@ class TrainState:
         if self.scaler is not None and saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
         for each in fields(LoopState):
-            if each.name in saved:  # the first checkpoints have no "best"
-                setattr(self.loop, each.name, saved[each.name])
+            setattr(self.loop, each.name, saved[each.name])
+        for stage in self.stages:
+            stage.load_state_dict(saved)
         self._load_extra(folder, saved.get("extra", {}))
         self.loop.attempt += 1
         if self.optimizer.effective_steps < self.base_schedule.total_steps:
             self.loop.stopped = None  # a run that had ended, and then was given a larger T
         workers: int = saved["plan"]["world_size"]
-        if workers == self.plan.world_size:
+        if workers == self.world_size:
             load_rng(folder, self.rank, self.device)
         return workers
 
@@ -347,23 +348,19 @@ def _differing_points(was: BaseSchedule, now: BaseSchedule, shown: int = 5) -> l
 
 
 def log_start(
-    train_state: TrainState,
-    folder: Path | None,
-    workers_before: int | None,
-    last: int | None,
-    checkpoint_every_s: float,
+    train_state: TrainState, plan: BatchPlan, folder: Path | None, workers_before: int | None, checkpoint_every_s: float
 ) -> None:
-    """Say that a run begins, or where it resumes, and what was lost.
+    """Log that a run begins, or where it resumes and what was lost.
 
     Args:
-        train_state: Stands where the checkpoint is.
+        train_state: The state of the run, as loaded from the checkpoint.
+        plan: The batch of the next step.
         folder: The checkpoint; None if the run begins.
-        workers_before: Workers when that was written.
-        last: Optimizer steps that the start before this one took; None if not known.
-        checkpoint_every_s: Seconds between checkpoints, which say what may be lost where that is not known.
+        workers_before: Number of workers that wrote the checkpoint.
+        checkpoint_every_s: Seconds between checkpoints.
     """
-    plan = train_state.plan
     workers = f"{plan.world_size} worker{'' if plan.world_size == 1 else 's'}"
+    total = train_state.base_schedule.total_steps
     if folder is None:
         _log.info(
             "Started on %s: batch %d at base batch %d, so S = %g; T = %d effective steps.",
@@ -371,34 +368,28 @@ def log_start(
             plan.global_batch_size,
             plan.base_batch_size,
             plan.scale,
-            train_state.base_schedule.total_steps,
+            total,
         )
-        if last:
-            _log.warning("No checkpoint was completed in the %d optimizer steps before; the run begins anew.", last)
         return
-    step = train_state.loop.iterations
-    if train_state.loop.stopped is not None:
+    loop = train_state.loop
+    if loop.stopped is not None:
         _log.warning(
             "The run in %s has ended before: %s, at optimizer step %d. Nothing is left to do.",
             folder.name,
-            train_state.loop.stopped,
-            step,
+            loop.stopped,
+            loop.iterations,
         )
         return
-    if last is None:
-        lost = f"Lost are the steps since then, at most {checkpoint_every_s:g} s and a checkpoint's writing"
-    else:
-        lost = f"At most {max(last - step, 0)} optimizer steps were lost"
     if workers_before not in (None, plan.world_size):
         workers += f" (before: {workers_before}; S is {plan.scale:g} now)"
-    _log.log(
-        logging.INFO if last is not None and last <= step else logging.WARNING,
-        "Resumed from %s: optimizer step %d, effective step %.2f of %d, start %d, %s. %s.",
+    _log.info(
+        "Resumed from %s: optimizer step %d, effective step %.2f of %d, start %d, %s. Steps taken after this checkpoint "
+        "are taken again: at most those of %g s and of the writing of a checkpoint.",
         folder.name,
-        step,
+        loop.iterations,
         train_state.optimizer.effective_steps,
-        train_state.base_schedule.total_steps,
-        train_state.loop.attempt,
+        total,
+        loop.attempt,
         workers,
-        lost,
+        checkpoint_every_s,
     )

@@ -25,7 +25,7 @@ from .. import checkpoint
 from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig
 from ..recipe import NoiseProbe
-from ..run.backend import Backend, StepReport
+from ..run.backend import Backend, ReportPolicy, StepReport
 from ..run.base_run import BaseResult, momentum_of, train_base
 from ..run.failure import annotate_exceptions
 from ..run.loop import Run
@@ -186,13 +186,12 @@ class Collected:
 class _TuneBackend(Backend):
     """One trial, in one process. Reports to Tune whenever the run has evaluated, and at its end."""
 
-    keeps_trace = False
-
     def __init__(self, collected: Collected, *, checkpoints: bool) -> None:
         self.rank, self.world_size = 0, 1
         cuda = torch.cuda.is_available()  # Ray shows a trial only the GPUs that it was given
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        self.saves_evaluations = self.saves_end = checkpoints  # a trial may be paused at its last report, too
+        # A trial may be paused at its last report, too.
+        self.report_policy = ReportPolicy(save_evaluations=checkpoints, save_end=checkpoints)
         self._collected = collected
 
     @contextmanager

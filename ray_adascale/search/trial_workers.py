@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +17,10 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.queue import Empty, Queue
 
 from ..recipe import NoiseProbe
-from ..run.backend import StepReport
+from ..run.backend import ReportPolicy, StepReport
+from ..run.eta import EtaTracker
 from ..run.failure import annotate_exceptions
+from ..run.step import Listener, Step
 from ..train.backend import RayTrainBackend
 from ..train.cluster import WORKER_TIMEOUT_S, build_on_worker
 from ..train.retry import worker_failure
@@ -83,11 +85,31 @@ class OnWorkers(TrialSetup):
         tune.report(result.return_value)
 
 
+class StepNoise(Listener):
+    """Collects losses, and the noise of a base run's steps with several gradient samples, which needs no probe.
+
+    Args:
+        collected: Gets them.
+        probe_every: Optimizer steps between two samples of the noise.
+    """
+
+    def __init__(self, collected: Collected, probe_every: int) -> None:
+        self._collected = collected
+        self._probe_every = probe_every
+
+    def after_step(self, step: Step) -> None:
+        """Collect the step's loss, and its noise where a sample is due."""
+        self._collected.add_loss(step.metrics["loss"])
+        known = not step.skipped and math.isfinite(step.sigma2) and math.isfinite(step.mu2)
+        if known and step.tau_before % self._probe_every == 0:
+            noise = NoiseProbe(effective_steps=step.tau_before, sigma2=step.sigma2, mu2=step.mu2)
+            self._collected.noise.append(noise)
+
+
 class _TrialBackend(RayTrainBackend):
     """A worker of a trial. Rank 0 collects what goes to Tune; to Ray Train go checkpoints only."""
 
-    reports_evaluations = True
-    saves_end = False  # nobody resumes a trial that is done
+    report_policy = ReportPolicy(save_end=False)  # a trial that has ended is not resumed
     writes_events = False  # Tune does
 
     def __init__(self, probe_every: int, reports: Queue) -> None:
@@ -97,17 +119,9 @@ class _TrialBackend(RayTrainBackend):
         self._probe_every = probe_every
         self._reports = reports
 
-    def observe(self, outcome: StepReport) -> None:
-        super().observe(outcome)
-        collected = self.collected
-        assert collected is not None  # only rank 0 is told
-        collected.add_loss(outcome.metrics["loss"])
-        tau = outcome.effective_steps - 1  # at the step's start; S = 1, so r = 1
-        new = not collected.noise or collected.noise[-1].effective_steps < tau  # τ stands still at a skipped step
-        sigma2, mu2 = outcome.sample
-        if tau % self._probe_every == 0 and new and math.isfinite(sigma2) and math.isfinite(mu2):
-            # n ≥ 2 gradient samples: the step itself has shown its noise, without a probe.
-            collected.noise.append(NoiseProbe(effective_steps=tau, sigma2=sigma2, mu2=mu2))
+    def listeners(self, tracker: EtaTracker) -> Sequence[Listener]:
+        assert self.collected is not None
+        return [*super().listeners(tracker), StepNoise(self.collected, self._probe_every)]
 
     @contextmanager
     def latest_checkpoint(self) -> Iterator[Path | None]:

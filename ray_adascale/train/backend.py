@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -19,23 +18,20 @@ import pyarrow.fs
 import ray.train
 import ray.train.torch
 import torch.distributed as dist
-from ray.util.metrics import Gauge
 
 from .. import checkpoint
 from .._files import TRACE, room_in_words
 from ..analysis.tensorboard import LiveEvents
-from ..run.backend import Backend, StepReport
-from ..run.metrics import METRICS
+from ..run.backend import Backend, ReportPolicy, StepReport
+from ..run.eta import EtaTracker
+from ..run.step import Listener
 from .driver_channel import DriverClient
+from .listeners import DriverUpdates, Gauges
 
 __all__ = ["RayTrainBackend"]
 
 _log = logging.getLogger(__name__)
 
-_GAUGES = ("gain", "scale", "effective_steps", "efficiency", "lr", "loss", "steps_left", "seconds_left")
-_MOST_GAUGES = 50
-"""Gauges of one run, the user's metrics among them: each is a time series for whoever collects them."""
-_GAUGE_INTERVAL_S = 1.0
 _EVENTS = "tensorboard"  # the folder of event files in a run's
 _UPLOAD_PAUSES_S = (1.0, 2.0)  # between tries, as Ray's own
 _PREEMPTION_POLL_S = 5.0
@@ -45,16 +41,16 @@ _PREEMPTION_POLL_S = 5.0
 class RayTrainBackend(Backend):
     """A worker of a Ray Train run. Every worker's share of a checkpoint is uploaded by Ray and merged on storage."""
 
-    # Every report is a barrier, which Ray lets pass once in 2 s; an evaluation's metrics go along with the next one.
-    reports_evaluations = False
+    # Every report is a barrier, which Ray lets pass once in 2 s, so an evaluation's metrics go with the next report.
+    report_policy = ReportPolicy(evaluations=False)
     preemption_poll_s = _PREEMPTION_POLL_S
     writes_events = True
     kept_by: str | None = None
-    """The metric by which Ray decides which checkpoints stay, or None."""
+    """The metric that decides which checkpoints Ray keeps, or None."""
 
     teller = DriverClient(None)
-    """Tells the driver, where one listens; rank 0's."""
-    _stop = False
+    """Rank 0's connection to the driver."""
+    _updates: DriverUpdates | None = None
 
     def __init__(self) -> None:
         context = ray.train.get_context()
@@ -63,17 +59,7 @@ class RayTrainBackend(Backend):
         self.device = ray.train.torch.get_device()
         self._name = context.get_experiment_name()
         self._storage = context.get_storage()
-        if isinstance(self._storage.storage_filesystem, pyarrow.fs.LocalFileSystem):
-            self.step_note = Path(self._storage.experiment_fs_path) / "progress"
         self._uploading = threading.Event()
-        self._gauges: dict[str, Gauge] = {}
-        self._observed = -math.inf
-        self.events: LiveEvents | None = None
-        """TensorBoard's, on rank 0 of a run that writes them."""
-        if self.rank == 0 and self.writes_events:
-            here = isinstance(self._storage.storage_filesystem, pyarrow.fs.LocalFileSystem)
-            target = self._storage.experiment_fs_path if here else tempfile.mkdtemp(prefix="ray_adascale-events-")
-            self.events = LiveEvents(Path(target, _EVENTS))
 
     @contextmanager
     def latest_checkpoint(self) -> Iterator[Path | None]:
@@ -118,28 +104,26 @@ class RayTrainBackend(Backend):
     def checkpoint_folder(self, step: int) -> Path | None:
         return Path(tempfile.mkdtemp(prefix=f"ray_adascale-checkpoint-{step}-"))
 
-    def report(self, outcome: StepReport, folder: Path | None) -> None:
-        if outcome.stopped is not None:
-            self.teller.put(
-                {**outcome.metrics, "total_steps": outcome.schedule.total_steps, "stopped": outcome.stopped}
-            )
+    def report(self, report: StepReport, folder: Path | None) -> None:
+        if report.stopped is not None:
+            self.teller.put({**report.metrics, "total_steps": report.schedule.total_steps, "stopped": report.stopped})
         if folder is None:
-            ray.train.report(dict(outcome.metrics))
+            ray.train.report(dict(report.metrics))
             return
         try:
-            ray.train.report(self._compared(outcome), checkpoint=ray.train.Checkpoint.from_directory(str(folder)))
+            ray.train.report(self._compared(report), checkpoint=ray.train.Checkpoint.from_directory(str(folder)))
         except OSError as e:
             raise self._not_stored(e) from e
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _compared(self, outcome: StepReport) -> dict[str, Any]:
+    def _compared(self, report: StepReport) -> dict[str, Any]:
         """The metrics of a checkpoint, with the one by which it is compared with others."""
         # Before the first evaluation there is none. Ray takes a checkpoint without one for the best where small is good, and
         # one with NaN for the worst, always.
-        return {**({} if self.kept_by is None else {self.kept_by: math.nan}), **outcome.metrics}
+        return {**({} if self.kept_by is None else {self.kept_by: math.nan}), **report.metrics}
 
-    def report_in_background(self, outcome: StepReport, folder: Path) -> None:
+    def report_in_background(self, report: StepReport, folder: Path) -> None:
         failed: list[Exception] = []
 
         def done() -> None:
@@ -162,7 +146,7 @@ class RayTrainBackend(Backend):
         self._uploading.set()
         try:
             ray.train.report(
-                self._compared(outcome),
+                self._compared(report),
                 checkpoint=ray.train.Checkpoint.from_directory(str(folder)),
                 checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
                 delete_local_checkpoint_after_upload=False,
@@ -206,35 +190,29 @@ class RayTrainBackend(Backend):
 
     @property
     def stop_requested(self) -> bool:
-        return self._stop
+        return self._updates is not None and self._updates.stop_requested
 
-    def observe(self, outcome: StepReport) -> None:
-        metrics, total_steps = outcome.metrics, outcome.schedule.total_steps
-        if self.events is not None:
-            self.events.add(metrics)
-        now = time.monotonic()
-        due = now - self._observed >= _GAUGE_INTERVAL_S
-        if due:
-            self._observed = now
-            tags = {"ray_train_run_name": self._name, "ray_train_worker_world_rank": str(self.rank)}
-            own = [key for key, value in metrics.items() if key not in METRICS and isinstance(value, int | float)]
-            values = {**metrics, "steps_left": outcome.left.steps, "seconds_left": outcome.left.seconds}
-            for name in [*_GAUGES, *own][:_MOST_GAUGES]:
-                if name not in self._gauges:
-                    allowed = re.sub(r"\W", "_", name, flags=re.ASCII)  # Prometheus's names
-                    self._gauges[name] = Gauge(f"adascale_{allowed}", f"ray_adascale: {name}", tuple(tags))
-                self._gauges[name].set(float(values[name]), tags)
-        if due or outcome.effective_steps >= total_steps:
-            self.teller.put({**metrics, "total_steps": total_steps, **outcome.left.as_metrics()})
-            self._stop = self.teller.look()
+    def listeners(self, tracker: EtaTracker) -> Sequence[Listener]:
+        self._updates = DriverUpdates(self.teller, tracker)
+        listeners: list[Listener] = [Gauges(self._name, self.rank, tracker), self._updates]
+        return [self._event_files(), *listeners] if self.writes_events else listeners
 
-    def keep_trace(self, path: Path) -> None:
-        target = f"{self._storage.experiment_fs_path}/{TRACE}"
+    def _event_files(self) -> LiveEvents:
+        """Return the listener that writes TensorBoard's event files to the run's folder, at the end where that is no disk."""
+        if isinstance(self._storage.storage_filesystem, pyarrow.fs.LocalFileSystem):
+            return LiveEvents(Path(self._storage.experiment_fs_path, _EVENTS))
+        scratch = Path(tempfile.mkdtemp(prefix="ray_adascale-events-"))
+        return LiveEvents(scratch / _EVENTS, store=self._store_events)
+
+    def _store_events(self, folder: Path) -> None:
+        if folder.is_dir():
+            self._copy(folder, _EVENTS)
+        shutil.rmtree(folder.parent, ignore_errors=True)
+
+    def trace_store(self) -> Callable[[Path], object] | None:
+        return lambda path: self._copy(path, TRACE)
+
+    def _copy(self, path: Path, name: str) -> None:
+        """Copy a file or folder into the run's folder, under this name."""
+        target = f"{self._storage.experiment_fs_path}/{name}"
         pyarrow.fs.copy_files(str(path), target, destination_filesystem=self._storage.storage_filesystem)
-        if self.events is None:
-            return
-        self.events.close()
-        folder, target = self.events.folder, f"{self._storage.experiment_fs_path}/{_EVENTS}"
-        if str(folder) != target and folder.is_dir():
-            pyarrow.fs.copy_files(str(folder), target, destination_filesystem=self._storage.storage_filesystem)
-            shutil.rmtree(folder.parent, ignore_errors=True)

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..config import AdaScaleConfig
 from ..recipe import Recipe
+from ..run.backend import ReportPolicy
 from ..run.failure import annotate_exceptions
 from ..run.loop import Run
 from ..run.train_state import INTERRUPTED
@@ -97,7 +98,7 @@ def _train_workload(job: dict[str, Any]) -> dict[str, Any]:
     config: AdaScaleConfig = job["config"]
     backend = RayTrainBackend()
     backend.kept_by = job["kept_by"]
-    backend.reports_evaluations = job["reports_evaluations"]
+    backend.report_policy = ReportPolicy(evaluations=job["reports_evaluations"])
     with contextlib.ExitStack() as stack:
         if backend.rank == 0:
             backend.teller = DriverClient(job["board"])

@@ -6,6 +6,7 @@ import errno
 import math
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import pytest
 
 from ray_adascale.analysis import tensorboard
 from ray_adascale.analysis.tensorboard import LiveEvents, write_events
+from ray_adascale.run.step import Step
 
-from ..samples_of import row, scalars, write_rows
+from ..samples_of import row, scalars, step_of, write_rows
 
 
 def test_every_number_of_the_trace_is_a_scalar(tmp_path: Path) -> None:
@@ -44,9 +46,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_a_run_that_goes_on_has_a_point_a_second_and_its_last_step(tmp_path: Path, clock: list[float]) -> None:
     events = LiveEvents(tmp_path)
     for step in range(1, 12):
-        events.add(live_metrics(step))
+        events.after_step(after(live_metrics(step)))
         clock[0] += 0.25
-    events.close()
+    events.ended("", {})
     steps = [1, 5, 9, 11]
     found = scalars(tmp_path / "steps")
     assert set(found) == {"gain", "loss", "effective_steps"}
@@ -57,14 +59,14 @@ def test_a_run_that_goes_on_has_a_point_a_second_and_its_last_step(tmp_path: Pat
 def test_points_get_rarer_as_a_run_gets_long(tmp_path: Path, clock: list[float]) -> None:
     events = LiveEvents(tmp_path)
     for step in range(1, 201):
-        events.add(live_metrics(step))
+        events.after_step(after(live_metrics(step)))
         clock[0] += 50.0  # 10,000 s in all: in the end a point each 20 s would do
-    events.add(live_metrics(201))
+    events.after_step(after(live_metrics(201)))
     clock[0] += 19.0
-    events.add(live_metrics(202))  # not yet
+    events.after_step(after(live_metrics(202)))  # not yet
     clock[0] += 2.0
-    events.add(live_metrics(203))
-    events.close()
+    events.after_step(after(live_metrics(203)))
+    events.ended("", {})
     found = [at for at, _ in scalars(tmp_path / "steps")["gain"]]
     assert found == [*range(1, 202), 203]
 
@@ -73,9 +75,9 @@ def test_a_run_that_resumes_shows_no_step_twice(tmp_path: Path, clock: list[floa
     for steps in (range(1, 31), range(21, 41)):  # killed at step 30, resumed from the checkpoint after 20
         events = LiveEvents(tmp_path)
         for step in steps:
-            events.add(live_metrics(step))
+            events.after_step(after(live_metrics(step)))
             clock[0] += 1.0
-        events.close()
+        events.ended("", {})
     assert [at for at, _ in scalars(tmp_path / "steps")["gain"]] == list(range(1, 41))
     assert [at for at, _ in scalars(tmp_path / "tau")["tau/gain"]] == list(range(2, 82, 2))
 
@@ -83,8 +85,8 @@ def test_a_run_that_resumes_shows_no_step_twice(tmp_path: Path, clock: list[floa
 def test_without_tensorboardx_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     events = LiveEvents(tmp_path / "events")
-    events.add(live_metrics(1))
-    events.close()
+    events.after_step(after(live_metrics(1)))
+    events.ended("", {})
     assert not (tmp_path / "events").exists()
 
 
@@ -94,13 +96,17 @@ def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         write_events(write_rows(tmp_path / "trace.jsonl", [row(1)]), tmp_path)
 
 
+def after(metrics: dict[str, Any]) -> Step:
+    return replace(step_of(), metrics=metrics)
+
+
 def add_many(events: LiveEvents, clock: list[float], steps: int, *, wait_after_the_first: bool) -> None:
     for step in range(1, steps):
-        events.add(live_metrics(step))
+        events.after_step(after(live_metrics(step)))
         clock[0] += 50.0
         if step == 1 and wait_after_the_first:
-            events.close()  # when the disk has answered
-    events.close()
+            events.ended("", {})  # when the disk has answered
+    events.ended("", {})
 
 
 @pytest.mark.timeout(30)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from ray_adascale import AdaScaleConfig, attach, read_trace
-from ray_adascale.integrations.client import RecipeRecorder, StepWatch, follow_batch
+from ray_adascale.integrations.client import RecipeRecorder, StepLog, follow_batch
 
 from .problem import BATCH, dataset, loss_of, make, settings
 
@@ -27,8 +27,8 @@ class Loop:
         self.optimizer = adascale
         self.trace, self.data = trace, dataset(48).tensors
 
-    def watch(self) -> StepWatch:
-        return StepWatch(self.schedule, self.trace)
+    def watch(self) -> StepLog:
+        return StepLog(self.schedule, self.trace)
 
     def take(self, steps: int) -> None:
         x, y = self.data

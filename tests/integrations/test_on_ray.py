@@ -52,7 +52,7 @@ def with_hugging_faces_trainer(config: dict[str, Any]) -> Notes:
     from ray_adascale.integrations.transformers import AdaScaleTrainer
 
     from .problem import dataset, make, settings
-    from .test_transformers import Classifier, annotate_exceptions
+    from .test_transformers import Classifier, noted
 
     net, optimizer, scheduler = make(T)
     x, y = dataset(EXAMPLES).tensors
@@ -75,7 +75,7 @@ def with_hugging_faces_trainer(config: dict[str, Any]) -> Notes:
         adascale=settings(T),
     )
     trainer = prepare_trainer(trainer)
-    notes = annotate_exceptions(trainer, net)
+    notes = noted(trainer, net)
     trainer.train()
     return notes
 

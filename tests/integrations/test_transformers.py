@@ -116,7 +116,7 @@ def trainer(
             GradientState._reset_state()
 
 
-def annotate_exceptions(made: Any, model: nn.Module) -> Notes:
+def noted(made: Any, model: nn.Module) -> Notes:
     """Notes of the steps of a trainer that has yet to make its optimizer."""
     made.create_optimizer()
     return Notes().of(made.schedule.optimizer, model)
@@ -128,7 +128,7 @@ def train(total_steps: int, accumulation: int, examples: int, folder: str, **mor
     data = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
     resume = more.pop("resume", None)
     with trainer(model, data, total_steps, accumulation, folder, **more) as made:
-        notes = annotate_exceptions(made, model)
+        notes = noted(made, model)
         made.train(resume_from_checkpoint=resume)
         return notes, made.state.log_history
 
@@ -201,7 +201,7 @@ def split(total_steps: int, folder: str) -> tuple[list[float], list[int]]:
     x, y = dataset(80).tensors
     data = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
     with trainer(model, data, total_steps, 2, folder, accelerator_config={"split_batches": True}) as made:
-        annotate_exceptions(made, model)
+        noted(made, model)
         made.schedule.optimizer.register_step_pre_hook(lambda *_: scales.append(made.schedule.optimizer.scale))
         made.train()
     return scales, sizes
@@ -233,7 +233,7 @@ def finds_batch(folder: str, trace: str) -> tuple[Notes, list[float]]:
     data = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
     arguments = {"per_device_train_batch_size": 8, "auto_find_batch_size": True}
     with trainer(model, data, 60, 2, folder, trace=trace, **arguments) as made:
-        notes = annotate_exceptions(made, model)
+        notes = noted(made, model)
         made.schedule.optimizer.register_step_pre_hook(lambda *_: scales.append(made.schedule.optimizer.scale))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -264,7 +264,7 @@ def ends(folder: str) -> dict[str, Any]:
     data = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
     found: dict[str, Any] = {}
     with trainer(model, data, 20, 1, folder, save_strategy="steps", save_steps=1) as made:
-        notes = annotate_exceptions(made, model)
+        notes = noted(made, model)
         made.train()
         found["steps"], found["tau"], end = len(notes.gains), notes.tau, weights(model).clone()
         try:
@@ -302,7 +302,7 @@ def test_a_second_train_of_an_unfinished_run_goes_on_and_says_so(
     x, y = dataset(80).tensors
     data = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
     with trainer(model, data, 60, 2, str(tmp_path), max_steps=10) as made:
-        annotate_exceptions(made, model)
+        noted(made, model)
         with pytest.warns(UserWarning, match="before the schedule's end"):
             made.train()
         tau = made.schedule.effective_steps
@@ -388,7 +388,7 @@ def test_a_base_run_made_anew_has_probes_of_its_own(tmp_path: Path, monkeypatch:
 def on_tokens(total_steps: int, accumulation: int, examples: int, folder: str, **more: Any) -> Notes:
     model = Tokens(make(total_steps)[0])
     with trainer(model, token_data(examples), total_steps, accumulation, folder, **more) as made:
-        notes = annotate_exceptions(made, model)
+        notes = noted(made, model)
         made.train()
         return notes
 
@@ -437,7 +437,7 @@ def that_ignores(folder: str, told: bool) -> tuple[str, float]:
     if told:
         model.accepts_loss_kwargs = False  # type: ignore[assignment]
     with trainer(model, token_data(48), 20, 3, folder) as made:
-        notes = annotate_exceptions(made, model)
+        notes = noted(made, model)
         try:
             made.train()
         except ValueError as e:

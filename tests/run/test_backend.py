@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from ray_adascale import CheckpointError, LocalBackend, checkpoint
-from ray_adascale.run.backend import StepReport
+from ray_adascale.run.backend import ReportPolicy, StepReport
+from ray_adascale.run.eta import EtaTracker
 from ray_adascale.run.schedule import BaseSchedule
 
 from ..pool import ProcessPool
@@ -61,22 +62,20 @@ def test_without_a_folder_nothing_is_kept_and_nothing_found(tmp_path: Path) -> N
     assert (backend.rank, backend.world_size, backend.device) == (0, 1, torch.device("cpu"))
     assert backend.checkpoint_folder(3) is None
     assert latest(backend) is None
-    assert (backend.keeps_trace, backend.step_note) == (False, None)
-    (tmp_path / "trace").write_text("row\n")
-    backend.keep_trace(tmp_path / "trace")
+    assert backend.trace_store() is None
     backend.report(outcome(loss=0.5), None)
     assert backend.metrics == {"loss": 0.5}
-    assert list(tmp_path.iterdir()) == [tmp_path / "trace"]
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_the_trace_and_the_note_of_the_step_are_beside_the_checkpoints(tmp_path: Path) -> None:
+def test_the_trace_is_beside_the_checkpoints(tmp_path: Path) -> None:
     backend = LocalBackend(tmp_path / "run")
     save(backend, 1)
     (tmp_path / "trace").write_text("row\n")
-    backend.keep_trace(tmp_path / "trace")
+    store = backend.trace_store()
+    assert store is not None
+    store(tmp_path / "trace")
     assert (tmp_path / "run" / "trace.jsonl").read_text() == "row\n"
-    assert backend.keeps_trace
-    assert backend.step_note == tmp_path / "run" / "progress"
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
@@ -165,10 +164,8 @@ def test_what_a_backend_need_not_say(tmp_path: Path) -> None:
     backend.report_in_background(outcome(loss=3.0), folder)
     assert (backend.metrics, backend.uploading) == ({"loss": 3.0}, False)
     assert (backend.preemption_notice(), backend.preemption_poll_s) == (None, math.inf)
-    assert backend.reports_evaluations
-    assert not backend.saves_evaluations
-    assert backend.saves_end
-    backend.observe(outcome())
+    assert backend.report_policy == ReportPolicy(evaluations=True, save_evaluations=False, save_end=True)
+    assert list(backend.listeners(EtaTracker(None))) == []
 
 
 def _on_two_workers(folder: str) -> tuple[list[Any], list[str]]:

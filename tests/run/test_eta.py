@@ -15,11 +15,11 @@ from ray_adascale.checkpoint.rng import seed_everything
 from ray_adascale.recipe import Recipe
 from ray_adascale.replay import Replay, replay
 from ray_adascale.run import eta as module
-from ray_adascale.run.backend import StepReport
 from ray_adascale.run.base_run import record_recipe
-from ray_adascale.run.eta import Eta, RemainingSteps, StepClock, clock_time, forecast_remaining_steps
+from ray_adascale.run.eta import Eta, EtaTracker, RemainingSteps, clock_time, forecast_remaining_steps
+from ray_adascale.run.step import Listener, Step
 
-from ..samples_of import recipe, regression
+from ..samples_of import recipe, regression, step_of
 
 
 def constant(gain: float, total: float, scale: float = 4.0) -> RemainingSteps:
@@ -52,7 +52,7 @@ def test_the_remainder_is_the_forecasts() -> None:
 def test_a_run_that_goes_as_forecast_corrects_nothing() -> None:
     left = constant(2.0, 1000)
     for step in range(250):
-        left.saw(2.0 * step, 2.0 * step + 2, 2.0)
+        left.observe(2.0 * step, 2.0 * step + 2, 2.0)
     assert left.correction == pytest.approx(0)
     assert left.at(500) == pytest.approx(250)
 
@@ -63,7 +63,7 @@ def test_gains_other_than_forecast_correct_what_is_to_come() -> None:
     taus = [0.0]
     while taus[-1] < 199:
         taus.append(taus[-1] + 2.5)
-        left.saw(taus[-2], taus[-1], 2.5)
+        left.observe(taus[-2], taus[-1], 2.5)
         if taus[-1] < 200:
             assert left.correction == 0  # not in the first fifth
     assert taus[-1] == 200
@@ -79,7 +79,7 @@ def test_only_the_last_half_counts() -> None:
     tau = 0.0
     while tau < 400:
         gain = 3.9 if tau < 200 else 2.0
-        left.saw(tau, tau + gain, gain)
+        left.observe(tau, tau + gain, gain)
         tau += gain
         if 200 <= tau < 210:
             assert left.correction < -0.5
@@ -91,7 +91,7 @@ def test_gains_at_their_bounds_have_bounds() -> None:
         left = constant(2.0, 1000)
         tau = 0.0
         while tau < 300:
-            left.saw(tau, tau + gain, gain)
+            left.observe(tau, tau + gain, gain)
             tau += gain
         assert math.isfinite(left.correction)
         assert (1000 - tau) / 4 < left.at(tau) < 1000 - tau
@@ -101,13 +101,13 @@ def test_gains_at_their_bounds_have_bounds() -> None:
 
 def test_skipped_steps_and_other_rules_correct_nothing() -> None:
     left = constant(2.0, 1000)
-    left.saw(300, 300, 3.0)
+    left.observe(300, 300, 3.0)
     assert left.correction == 0
     noisy = recipe([(0, 3, 1)], 1000)
     given: dict[str, Any] = {"scale": 4.0, "averaging_window": 0.05}
     linear = forecast_remaining_steps(noisy, [], rule="linear", **given)
     assert linear is not None
-    linear.saw(0, 500, 1.5)
+    linear.observe(0, 500, 1.5)
     assert linear.at(500) == pytest.approx(125)
 
 
@@ -150,13 +150,13 @@ def test_a_long_run_is_forecast_in_longer_strides(monkeypatch: pytest.MonkeyPatc
 def test_seconds_leave_the_first_steps_out(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
-    steps = StepClock()
-    assert steps.seconds == math.inf
+    tracker = EtaTracker(None)
+    assert tracker.seconds_per_step == math.inf
 
     def took(seconds: float) -> float:
         clock[0] += seconds
-        steps.took()
-        return steps.seconds
+        tracker.after_step(step_of())
+        return tracker.seconds_per_step
 
     assert [took(8), took(2)] == [8, 5]
     took(2)
@@ -175,15 +175,19 @@ def test_in_words() -> None:
 # ---- in a run --------------------------------------------------------------------------------------------------------
 
 
-class Watched(LocalBackend):
-    """Keeps what rank 0 is shown after each step."""
+class Watched(LocalBackend, Listener):
+    """Keeps what is left of the run after each step."""
 
     def __init__(self, folder: Path | None = None) -> None:
         super().__init__(folder)
-        self.seen: list[StepReport] = []
+        self.seen: list[Eta] = []
 
-    def observe(self, outcome: StepReport) -> None:
-        self.seen.append(outcome)
+    def listeners(self, tracker: EtaTracker) -> list[Listener]:
+        self.tracker = tracker
+        return [self]
+
+    def after_step(self, step: Step) -> None:
+        self.seen.append(self.tracker.eta)
 
 
 @pytest.fixture(scope="module")
@@ -213,14 +217,14 @@ def test_a_run_tells_what_is_left_from_its_first_step_on(found: Recipe, tmp_path
     run, loss_fn = make(backend, found, 8)
     drive(run, loss_fn)
     steps = run.optimizer.steps
-    for i, outcome in enumerate(backend.seen, start=1):
-        assert not outcome.left.rough
-        assert outcome.left.steps == pytest.approx(steps - i, abs=0.3 * steps)
+    for i, eta in enumerate(backend.seen, start=1):
+        assert not eta.rough
+        assert eta.steps == pytest.approx(steps - i, abs=0.3 * steps)
         if i != 3:  # the first ones are left out, and then there is none
-            assert math.isfinite(outcome.left.seconds)
-    assert backend.seen[-1].left.steps == backend.seen[-1].left.seconds == 0
+            assert math.isfinite(eta.seconds)
+    assert backend.seen[-1].steps == backend.seen[-1].seconds == 0
     rows = [json.loads(line) for line in (tmp_path / "whole" / "trace.jsonl").read_text().splitlines()]
-    assert [row["steps_left"] for row in rows] == [round(outcome.left.steps, 1) for outcome in backend.seen]
+    assert [row["steps_left"] for row in rows] == [round(eta.steps, 1) for eta in backend.seen]
 
     # Stopped amid the run and resumed, it tells the same: the trace in the checkpoint has the gains so far.
     drive(*make(LocalBackend(tmp_path / "parts"), found, 8), until=200)
@@ -236,13 +240,13 @@ def test_without_a_forecast_it_is_rough_and_at_the_base_batch_exact(found: Recip
     run, loss_fn = make(backend, None, 8)
     drive(run, loss_fn, until=100)
     steps, tau = run.optimizer.steps, run.effective_steps
-    assert backend.seen[-1].left.rough
-    assert backend.seen[-1].left.steps == pytest.approx((400 - tau) * steps / tau)
+    assert backend.seen[-1].rough
+    assert backend.seen[-1].steps == pytest.approx((400 - tau) * steps / tau)
     backend = Watched()
     run, loss_fn = make(backend, found, 1)
     drive(run, loss_fn, until=100)
-    assert not backend.seen[-1].left.rough
-    assert backend.seen[-1].left.steps == 300
+    assert not backend.seen[-1].rough
+    assert backend.seen[-1].steps == 300
 
 
 def test_a_run_that_chooses_its_scale_has_the_steps_of_its_replay_left() -> None:
@@ -253,7 +257,7 @@ def test_a_run_that_chooses_its_scale_has_the_steps_of_its_replay_left() -> None
     )
     assert left is not None
     assert [left.at(tau) for tau in (0, 2, 6, 50, 100)] == pytest.approx([13.75, 12.75, 11.75, 6.25, 0])
-    left.saw(0, 50, 25.0)
+    left.observe(0, 50, 25.0)
     assert left.at(50) == pytest.approx(6.25)
     unknown = replace(config, target_efficiency="goodput")
     assert (

@@ -40,8 +40,11 @@ from ray_adascale._torch import is_dtensor
 from ray_adascale.data.order import epoch_order
 from ray_adascale.optim.rules import RULES
 from ray_adascale.run import loop
+from ray_adascale.run.advice import NoiseWarning
 from ray_adascale.run.backend import StepReport
+from ray_adascale.run.eta import EtaTracker
 from ray_adascale.run.metrics import METRICS
+from ray_adascale.run.step import Listener, Step
 from ray_adascale.run.trace import read_trace
 from ray_adascale.run.train_state import load_rng
 from ray_adascale.workload import build
@@ -465,8 +468,8 @@ def test_a_run_that_pays_as_a_whole_is_not_warned_of_its_clean_beginning(
     made = loop.step_metrics
     monkeypatch.setattr(loop, "step_metrics", lambda *a, **k: made(*a, **k) | {"noise_scale": 10.0, "gain": 1.5})
     if forecast is not None:
-        left = SimpleNamespace(saw=lambda *_: None, at=lambda tau: max(400 / forecast - tau / 1.5, 0.0))
-        monkeypatch.setattr(run, "_steps_left", left)
+        left: Any = SimpleNamespace(at=lambda tau: max(400 / forecast - tau / 1.5, 0.0))
+        run.parts.listeners[0] = NoiseWarning(0.05 * 400, left)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for x, y in run:
@@ -754,9 +757,12 @@ def test_a_run_that_is_dropped_is_gone_at_once(accumulation: int) -> None:
 def test_what_is_observed_late_has_the_metrics_of_its_own_step() -> None:
     seen: list[tuple[int, Any]] = []
 
-    class Watched(LocalBackend):
-        def observe(self, outcome: StepReport) -> None:
-            seen.append((outcome.metrics["optimizer_steps"], outcome.metrics["mine"]))
+    class Watched(LocalBackend, Listener):
+        def listeners(self, tracker: EtaTracker) -> list[Listener]:
+            return [self]
+
+        def after_step(self, step: Step) -> None:
+            seen.append((step.metrics["optimizer_steps"], step.metrics["mine"]))
 
     settings: dict[str, Any] = {"per_worker_batch_size": 4, "accumulation": 2, "total_steps": 40, "fused": True}
     run = make_run(model(), backend=Watched(device="cpu"), **settings)
@@ -776,7 +782,7 @@ def test_background_checkpoints_of_a_fused_run(tmp_path: Path) -> None:
         run.backward(F.cross_entropy(run.model(x), y))
         steps += run.step()
         deadline = time.monotonic() + 10
-        while run._saver.busy and time.monotonic() < deadline:
+        while run.parts.checkpointing.saver.busy and time.monotonic() < deadline:
             time.sleep(0.001)  # until it is written, however busy the machine is
     written = [path for path in tmp_path.glob("checkpoint_*") if checkpoint.is_sealed(path)]
     assert len(written) > 3

@@ -55,13 +55,13 @@ def test_one_is_in_flight_until_it_is_handed_over_and_busy_until_it_is_uploaded(
     saver.begin(Boundary(1, 1.0, 0.1), content, outcome(metrics))
     metrics["loss"] = 2.0  # the next step's
     assert saver.in_flight
-    saver.hand_over()
+    saver.finish()
     assert not saver.in_flight
     assert backend.reported == [{"loss": 1.0}]
     assert saver.busy
     backend.going = False
     assert not saver.busy
-    saver.hand_over()
+    saver.finish()
     assert len(backend.reported) == 1
     # The next one hands over the one before it.
     saver.begin(Boundary(2, 2.0, 0.1), content, outcome({"loss": 2.0}, 2.0))

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ray_adascale import AdaScaleConfig, EarlyStop, LocalBackend, Run, Workload
+from ray_adascale.run.eta import EtaTracker
+from ray_adascale.run.step import Listener, Step
 from ray_adascale.run.train_state import put_together, taken_apart
 from ray_adascale.workload import with_unit
 
@@ -26,7 +28,7 @@ from .test_loop import dataset, drive, flat, make_run, model
 pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
 
 
-class Asked(LocalBackend):
+class Asked(LocalBackend, Listener):
     """Somebody asks for the end once so many steps are taken."""
 
     def __init__(self, folder: Path, after: int, **options: Any) -> None:
@@ -34,8 +36,11 @@ class Asked(LocalBackend):
         self.after = after
         self.steps = 0
 
-    def observe(self, outcome: Any) -> None:
-        self.steps = outcome.metrics["optimizer_steps"]
+    def listeners(self, tracker: EtaTracker) -> list[Listener]:
+        return [self]
+
+    def after_step(self, step: Step) -> None:
+        self.steps = step.metrics["optimizer_steps"]
 
     @property
     def stop_requested(self) -> bool:

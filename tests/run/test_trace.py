@@ -18,7 +18,9 @@ import torch.distributed as dist
 from ray_adascale import AdaScaleConfig, LocalBackend, Run
 from ray_adascale._files import TRACE
 from ray_adascale.run.metrics import METRICS
-from ray_adascale.run.trace import StepLog, StepNote, Trace, read_trace
+from ray_adascale.run.trace import Trace, TraceFile, read_trace
+
+from ..samples_of import step_of
 
 
 def rows(*steps: int) -> list[dict[str, Any]]:
@@ -30,6 +32,11 @@ def filled(path: Path, *steps: int) -> Path:
         for row in rows(*steps):
             trace.append(row)
     return path
+
+
+def copy_rows(path: Path, trace: Trace) -> None:
+    for row in read_trace(path):
+        trace.append(row)
 
 
 def test_rows_come_back_as_they_went_in(tmp_path: Path) -> None:
@@ -91,7 +98,7 @@ def test_flush_every_is_checked(tmp_path: Path) -> None:
 def test_going_on_with_the_rows_of_a_checkpoint(tmp_path: Path) -> None:
     path = filled(tmp_path / "checkpoint", *range(1, 5))
     with Trace(tmp_path / "t") as trace:
-        trace.take_up(path)
+        copy_rows(path, trace)
         trace.append({"step": 5, "attempt": 2})
     assert read_trace(tmp_path / "t") == [*rows(1, 2, 3, 4), {"step": 5, "attempt": 2}]
     assert read_trace(path) == rows(1, 2, 3, 4)
@@ -150,7 +157,7 @@ def test_a_damaged_line_elsewhere_is_named(tmp_path: Path, bad: bytes) -> None:
         read_trace(path)
     with Trace(tmp_path / "other") as trace:
         with pytest.raises(ValueError, match="Line 2 of"):
-            trace.take_up(path)
+            copy_rows(path, trace)
         assert path.read_bytes() == damaged
         trace.append(rows(4)[0])
 
@@ -211,7 +218,7 @@ def test_it_makes_no_difference_when_a_trace_was_shortened(tmp_path: Path, stops
     for stop in (*stops, 3000):  # each start takes the trace up from a checkpoint, in a file of its own
         trace = Trace(tmp_path / str(number), keep=400)
         if number:
-            trace.take_up(tmp_path / str(number - 1))
+            copy_rows(tmp_path / str(number - 1), trace)
         for row in long_rows(first, stop + 1, evaluated=300):
             trace.append(row)
         trace.shorten(always=stop == 3000)
@@ -267,18 +274,24 @@ def test_a_trace_of_the_first_version_is_read_for_ever() -> None:
 # ---- what a run writes of each step ------------------------------------------------------------------------------------
 
 
-def take_steps(log: StepLog, count: int) -> None:
+def scratch() -> TraceFile:
+    log = TraceFile.scratch(keep=None, store=lambda path: None)
+    assert log is not None
+    return log
+
+
+def take_steps(log: TraceFile, count: int) -> None:
     for step in range(1, count + 1):
-        log.step({"step": step, "loss": 1 / step})
+        log.after_step(step_of(step, row={"step": step, "loss": 1 / step}))
 
 
 def test_rows_hold_metrics_that_came_after_the_step() -> None:
-    log = StepLog(trace=True, rows=None, note=None)
+    log = scratch()
     take_steps(log, 2)
-    log.add({"accuracy": 0.5})
+    log.recorded({"accuracy": 0.5})
     take_steps(log, 1)
-    path = log.finish()
-    assert path is not None
+    path, _ = log.files()[TRACE]
+    log.ended("", {})
     assert read_trace(path) == [
         {"step": 1, "loss": 1.0},
         {"step": 2, "loss": 0.5, "accuracy": 0.5},
@@ -287,7 +300,7 @@ def test_rows_hold_metrics_that_came_after_the_step() -> None:
 
 
 def test_a_checkpoint_gets_the_rows_so_far() -> None:
-    log = StepLog(trace=True, rows=None, note=None)
+    log = scratch()
     take_steps(log, 3)
     path, size = log.files()[TRACE]
     take_steps(log, 1)
@@ -297,7 +310,7 @@ def test_a_checkpoint_gets_the_rows_so_far() -> None:
 
 def _on_a_full_disk(folder: str) -> tuple[list[str], list[int], bool]:
     """What is warned of, what the trace holds, and whether it still goes into checkpoints."""
-    log = StepLog(trace=True, rows=None, note=Path(folder, "note"))
+    log = scratch()
     take_steps(log, 3)
     path, _ = log.files()[TRACE]
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -306,7 +319,8 @@ def _on_a_full_disk(folder: str) -> tuple[list[str], list[int], bool]:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             take_steps(log, 1000)
-        kept = set(log.files()) == {TRACE} and log.finish() == path
+        kept = set(log.files()) == {TRACE}
+        log.ended("", {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     return [str(warning.message) for warning in said], [row["step"] for row in read_trace(path)], kept
@@ -326,13 +340,8 @@ def test_no_room_for_a_trace_from_the_start(tmp_path: Path, monkeypatch: pytest.
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tempfile, "mkdtemp", no_room)
-    (tmp_path / "file").touch()
     with pytest.warns(RuntimeWarning, match="No space left"):
-        log = StepLog(trace=True, rows=None, note=tmp_path / "file" / "note")
-    take_steps(log, 3)
-    assert log.files() == {}
-    assert log.finish() is None
-    assert log.last is None
+        assert TraceFile.scratch(keep=None, store=lambda path: None) is None
 
 
 def scratch_while_running(scratch: str, backend: LocalBackend) -> list[str]:
@@ -352,11 +361,13 @@ def scratch_while_running(scratch: str, backend: LocalBackend) -> list[str]:
 
 
 @pytest.mark.parametrize("why", ["no folder", "the backend says so", None])
-def test_a_trace_is_written_where_somebody_keeps_it(why: str | None, tmp_path: Path) -> None:
+def test_a_trace_is_written_where_somebody_keeps_it(
+    why: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "scratch").mkdir()
     backend = LocalBackend(None if why == "no folder" else tmp_path / "run", device="cpu")
     if why == "the backend says so":
-        backend.keeps_trace = False
+        monkeypatch.setattr(backend, "trace_store", lambda: None)
     assert len(scratch_while_running(str(tmp_path / "scratch"), backend)) == (why is None)
     assert (tmp_path / "run" / "trace.jsonl").exists() == (why is None)
 
@@ -369,21 +380,3 @@ def on_two_workers(folder: str) -> int:
 
 def test_the_first_worker_alone_writes_a_trace(pool: Any, tmp_path: Path) -> None:
     assert pool(2).run(on_two_workers, str(tmp_path)) == [1, 0]
-
-
-def test_the_number_of_a_step_is_noted_without_a_trace(tmp_path: Path) -> None:
-    take_steps(StepLog(trace=False, rows=None, note=tmp_path / "note"), 7)
-    assert StepLog(trace=False, rows=None, note=tmp_path / "note").last == 7
-
-
-def test_a_note_outlives_its_writer_and_shows_the_last_step(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "progress"
-    note = StepNote(path)
-    assert note.last is None
-    for step in (9, 10, 11):
-        note.write(step)
-    assert StepNote(path).last == 11
-    note.write(5)  # taken up again from an older checkpoint
-    assert StepNote(path).last == 5
-    path.write_text("torn")
-    assert StepNote(path).last is None

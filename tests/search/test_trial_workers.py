@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, Run, Workload
+from ray_adascale.analysis.tensorboard import LiveEvents
 from ray_adascale.checkpoint.rng import seed_everything
 from ray_adascale.run.backend import StepReport
 from ray_adascale.run.base_run import BaseResult, base_config
+from ray_adascale.run.eta import EtaTracker
 from ray_adascale.run.schedule import BaseSchedule
 from ray_adascale.search import trial_workers
 from ray_adascale.search.trial import OBJECTIVE, OUTCOME, Collected, MissingMetric
@@ -71,8 +73,8 @@ class Trial:
         monkeypatch.setattr(ray.train, "report", report)
         backend = object.__new__(_TrialBackend)  # the real one asks Ray who it is
         backend.rank, backend.world_size, backend.device = 0, 1, torch.device("cpu")
-        backend.events = backend.board = None
-        backend._observed, backend._uploading = math.inf, threading.Event()  # no gauges
+        backend._uploading = threading.Event()
+        monkeypatch.setattr(trial_workers.RayTrainBackend, "listeners", lambda *_: [])  # no gauges
         backend._probe_every, backend._reports = PROBE_EVERY, SimpleNamespace(put=self.told.append)
         backend._storage = SimpleNamespace(
             storage_filesystem=pyarrow.fs.LocalFileSystem(), experiment_fs_path=str(keep)
@@ -111,7 +113,7 @@ class Trial:
             run.backward(workload.loss_fn(run.model, batch))
             if run.step():
                 self.losses.append(run.state.metrics["loss"])
-                self.moments.append((run.optimizer.last_sigma2, run.optimizer.last_mu2))
+                self.moments.append((run.optimizer.last_step.sigma2, run.optimizer.last_step.mu2))
         self.last = backend.last
 
 
@@ -186,7 +188,7 @@ def test_other_workers_collect_nothing_and_write_their_share(tmp_path: Path, mon
     assert reported == [folder]
     backend.report(outcome, None)
     assert len(reported) == 1  # each would be a barrier
-    assert not backend.saves_end
+    assert not backend.report_policy.save_end
 
 
 def test_event_files_are_left_to_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +202,9 @@ def test_event_files_are_left_to_tune(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     monkeypatch.setattr(ray.train, "get_context", lambda: context)
     monkeypatch.setattr(ray.train.torch, "get_device", lambda: torch.device("cpu"))
-    assert _TrialBackend(10, SimpleNamespace()).events is None
+    backend = _TrialBackend(10, SimpleNamespace())
+    backend.collected = Collected("loss", "min")
+    assert not any(isinstance(listener, LiveEvents) for listener in backend.listeners(EtaTracker(None)))
 
 
 class Reports(queue.Queue[Any]):

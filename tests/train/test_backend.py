@@ -14,12 +14,16 @@ import pytest
 import ray.train
 import torch
 
+from ray_adascale.analysis.tensorboard import LiveEvents
 from ray_adascale.checkpoint import CheckpointError
+from ray_adascale.run import step
 from ray_adascale.run.backend import StepReport
+from ray_adascale.run.eta import Eta, EtaTracker
 from ray_adascale.run.metrics import METRICS
 from ray_adascale.run.schedule import BaseSchedule
+from ray_adascale.train import listeners
 
-from ..samples_of import scalars
+from ..samples_of import scalars, step_of
 
 
 def outcome(**metrics: float) -> StepReport:
@@ -31,8 +35,6 @@ def outcome(**metrics: float) -> StepReport:
 
 
 def test_gauges_follow_the_run_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ray_adascale.train import backend as worker
-
     seen: dict[str, list[tuple[float, dict[str, str]]]] = {}
 
     class Gauge:
@@ -43,17 +45,40 @@ def test_gauges_follow_the_run_once_a_second(monkeypatch: pytest.MonkeyPatch) ->
             seen.setdefault(self.name, []).append((value, tags))
 
     clock = [100.0]
-    monkeypatch.setattr(worker, "Gauge", Gauge)
-    monkeypatch.setattr(worker.time, "monotonic", lambda: clock[0])
-    backend = object.__new__(worker.RayTrainBackend)  # the real one asks Ray who it is
-    backend.rank, backend.board, backend._name, backend._gauges, backend._observed = 0, None, "mine", {}, -1.0
-    backend.events = None
+    monkeypatch.setattr(listeners, "Gauge", Gauge)
+    monkeypatch.setattr(step.time, "monotonic", lambda: clock[0])
+    tracker = EtaTracker(None)
+    gauges = listeners.Gauges("mine", 0, tracker)
     for gain, later in ((2.0, 0.5), (3.0, 0.6), (4.0, 0.0)):
-        backend.observe(outcome(gain=gain))
+        tracker.eta = Eta(steps=8 * gain, seconds=9 * gain, rough=False)
+        gauges.after_step(step_of(gain=gain, **{"my own": gain, "text": "x"}))
         clock[0] += later
     tags = {"ray_train_run_name": "mine", "ray_train_worker_world_rank": "0"}  # what Ray's own dashboards filter by
     assert seen["adascale_gain"] == [(2.0, tags), (4.0, tags)]
+    assert seen["adascale_my_own"] == seen["adascale_gain"]
+    assert [value for value, _ in seen["adascale_steps_left"]] == [16, 32]
+    assert [value for value, _ in seen["adascale_seconds_left"]] == [18, 36]
     assert {"adascale_scale", "adascale_effective_steps", "adascale_efficiency"} < set(seen)
+    assert "adascale_text" not in seen
+
+
+def test_the_driver_gets_metrics_once_a_second_and_at_the_end_and_may_ask_to_stop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[Any] = []
+    asks = [False]
+    client: Any = SimpleNamespace(put=sent.append, look=lambda: asks[0])
+    clock = [100.0]
+    monkeypatch.setattr(step.time, "monotonic", lambda: clock[0])
+    tracker = EtaTracker(None)
+    updates = listeners.DriverUpdates(client, tracker)
+    for number, later in ((1, 0.5), (2, 0.6), (3, 0.1), (10, 0.0)):  # T is 10
+        updates.after_step(step_of(number))
+        clock[0] += later
+        assert updates.stop_requested == (number >= 3)
+        asks[0] = number >= 2
+    assert [metrics["optimizer_steps"] for metrics in sent] == [1, 3, 10]
+    assert all(metrics["total_steps"] == 10 and "seconds_left" in metrics for metrics in sent)
 
 
 def test_a_preemption_notice_says_what_goes_and_when(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,16 +121,23 @@ def test_event_files_are_in_the_runs_folder_wherever_that_is(
 
     monkeypatch.setattr(ray.train, "get_context", Context)
     monkeypatch.setattr(ray.train.torch, "get_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(worker, "Gauge", lambda *_: SimpleNamespace(set=lambda *_: None))
+    monkeypatch.setattr(listeners, "Gauge", lambda *_: SimpleNamespace(set=lambda *_: None))
     backend = worker.RayTrainBackend()
-    backend.observe(outcome())
+    made = backend.listeners(EtaTracker(None))
+    for listener in made:
+        listener.after_step(step_of())
+    (events,) = (listener for listener in made if isinstance(listener, LiveEvents))
     written = tmp_path / "run" / "tensorboard" / "steps"
-    assert backend.events is not None
-    assert (backend.events.folder == written.parent) == local
+    assert (events.folder == written.parent) == local
     (tmp_path / "trace.jsonl").write_text("{}")
-    backend.keep_trace(tmp_path / "trace.jsonl")
+    store = backend.trace_store()
+    assert store is not None
+    store(tmp_path / "trace.jsonl")
+    for listener in made:
+        listener.ended("total_steps reached", {})
     assert scalars(written)["gain"] == [(1, 1.0)]
-    assert backend.events.folder.exists() == local  # nothing stays behind on the worker
+    assert (tmp_path / "run" / "trace.jsonl").read_text() == "{}"
+    assert events.folder.exists() == local  # nothing stays behind on the worker
 
 
 class Storage:
@@ -210,9 +242,9 @@ def test_the_newest_usable_of_rays_checkpoints_is_found(tmp_path: Path, monkeypa
     from ray_adascale.train import backend as worker
 
     reported = []
-    for step in (20, 10, 30):  # in the order of a score, say
-        checkpoint.save(tmp_path / str(step), {"x": torch.ones(1)})
-        reported.append(_Reported(tmp_path / str(step), step))
+    for number in (20, 10, 30):  # in the order of a score, say
+        checkpoint.save(tmp_path / str(number), {"x": torch.ones(1)})
+        reported.append(_Reported(tmp_path / str(number), number))
     monkeypatch.setattr(ray.train, "get_checkpoint", lambda: reported[2].checkpoint)
     monkeypatch.setattr(ray.train, "get_all_reported_checkpoints", lambda **_: reported)
     backend = object.__new__(worker.RayTrainBackend)

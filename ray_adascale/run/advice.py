@@ -1,0 +1,134 @@
+"""Advice to the user of a run: warnings about the batch and the hyperparameters, and how many workers are useful."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+
+from .._warn import warn_at_user
+from ..adaptive_batch import useful_workers, useful_workers_over
+from ..config import AdaScaleConfig, BatchPlan
+from ..optim.rules import make_rule, metric_of
+from ..recipe import Recipe
+from ..replay import noise_curves
+from ..workload import ConfigAccessLog, unread_warning
+from .eta import RemainingSteps
+from .metrics import USEFUL_WORKERS, too_large_for_the_noise
+from .step import Listener, Step
+
+__all__ = ["NoiseWarning", "UnreadHyperparameters", "UsefulWorkers", "log_useful_workers"]
+
+_log = logging.getLogger(__name__)
+
+_WINDOWS, _STEPS = 3, 20
+"""Windows of the averages and optimizer steps before the averages are reliable enough to warn of a too large batch."""
+
+
+class NoiseWarning(Listener):
+    """Warns once where the batch is larger than the noise scale, unless the forecast of the whole run is efficient.
+
+    Args:
+        window: Memory of the averages, in effective steps.
+        remaining: The forecast of the remaining steps; None where there is none.
+    """
+
+    def __init__(self, window: float, remaining: RemainingSteps | None) -> None:
+        self._window = window
+        self._remaining = remaining
+        self._too_large_since: float | None = None  # τ
+        self._warned = False
+
+    def after_step(self, step: Step) -> None:
+        """Warn if the batch has been too large for one window of the averages."""
+        if self._warned:
+            return
+        warning = too_large_for_the_noise(step.plan, step.metrics["noise_scale"], step.metrics["gain"])
+        if warning is None:  # also where the noise scale is NaN
+            self._too_large_since = None
+            return
+        since = step.tau if self._too_large_since is None else self._too_large_since
+        self._too_large_since = since
+        # The noise at the beginning of a run is seldom that of the rest, and averages of a few samples vary.
+        reliable = step.tau >= _WINDOWS * self._window and step.metrics["optimizer_steps"] >= _STEPS
+        if reliable and step.tau - since >= self._window and not self._efficient_as_a_whole(step):
+            self._warned = True
+            warn_at_user(warning)
+
+    def _efficient_as_a_whole(self, step: Step) -> bool:
+        """Return whether by the forecast at least half of the run's examples turn into effective steps."""
+        if self._remaining is None:
+            return False
+        steps = step.metrics["optimizer_steps"] + self._remaining.at(step.tau)
+        return 2 * step.total_steps >= step.plan.scale * steps
+
+
+class UnreadHyperparameters(Listener):
+    """Warns once of hyperparameters that the workload has not read.
+
+    The check comes after the first optimizer step, so that keys read lazily (in ``loss_fn``) count as read.
+
+    Args:
+        reads: The record of the keys that were read.
+    """
+
+    def __init__(self, reads: ConfigAccessLog) -> None:
+        self._reads: ConfigAccessLog | None = reads
+
+    def after_step(self, step: Step) -> None:
+        """Warn after the first step."""
+        reads, self._reads = self._reads, None
+        if reads is not None and reads.unread:
+            warn_at_user(unread_warning(reads.unread))
+
+
+class UsefulWorkers(Listener):
+    """Adds the number of useful workers to the metrics. The number is computed four times a window of the averages.
+
+    Args:
+        config: The run's.
+        window: Memory of the averages, in effective steps.
+        effective_steps: τ at this start.
+        before: The number that the checkpoint has; None without one.
+    """
+
+    def __init__(self, config: AdaScaleConfig, window: float, effective_steps: float, before: int | None) -> None:
+        self._config = config
+        self._window = window
+        self._useful = before
+        self._computed_at = -1 if before is None else self._quarters(effective_steps)
+
+    def after_step(self, step: Step) -> None:
+        """Add the number to the step's metrics and its row."""
+        quarters = self._quarters(step.tau)
+        known = not math.isnan(step.metrics["sigma2"] + step.metrics["mu2"])
+        if (self._useful is None or quarters != self._computed_at) and known:
+            self._computed_at = quarters
+            sigma2, mu2 = step.metrics["sigma2"], step.metrics["mu2"]
+            self._useful = useful_workers(self._config, sigma2, mu2, most=2 * step.plan.world_size)
+        elif quarters != self._computed_at:
+            return
+        if self._useful is not None:
+            step.metrics[USEFUL_WORKERS] = step.row[USEFUL_WORKERS] = self._useful
+
+    def _quarters(self, effective_steps: float) -> int:
+        """Return how many quarters of a window τ has passed."""
+        return math.floor(4 * effective_steps / self._window)
+
+
+def log_useful_workers(config: AdaScaleConfig, recipe: Recipe, plan: BatchPlan, total_steps: float) -> None:
+    """Log how many workers will be useful over the run, by the recipe's noise."""
+    if not recipe.noise or metric_of(make_rule(config.rule)) != "euclidean":
+        return
+    found: Sequence[tuple[float, int]] = useful_workers_over(
+        config, noise_curves(recipe)[0].at, total_steps, most=2 * plan.world_size
+    )
+    later = "".join(f", {useful} from τ = {share:.0%}" for share, useful in found[1:])
+    _log.info(
+        "By the recipe's noise %d worker%s at first%s; there %s %d.",
+        found[0][1],
+        " pays" if found[0][1] == 1 else "s pay",
+        later,
+        "is" if plan.world_size == 1 else "are",
+        plan.world_size,
+    )

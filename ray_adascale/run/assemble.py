@@ -1,0 +1,292 @@
+"""Building the parts of a run, and loading its checkpoint into them. :class:`ray_adascale.Run` uses the parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from .._files import TRACE
+from .._warn import warn_at_user
+from ..adaptive_batch import controller_of
+from ..config import AdaScaleConfig, BatchPlan
+from ..data import make_source
+from ..data.order import ExampleOrder
+from ..data.source import BatchSource
+from ..optim.adascale import AdaScale
+from ..recipe import Recipe
+from .advice import NoiseWarning, UsefulWorkers, log_useful_workers
+from .backend import Backend
+from .build import check_built, check_recipe, check_rule, check_schedule, set_batch, wrap
+from .eta import EtaTracker, forecast_remaining_steps
+from .metrics import METRICS, USEFUL_WORKERS
+from .passes import Passes
+from .progress import ProgressLine
+from .schedule import BaseSchedule, EffectiveSchedule
+from .stages import AdaptiveBatch, Checkpointing, Evaluation, Interrupt, Preemption, Reporting
+from .step import Listener, Stage
+from .trace import TraceFile, read_trace
+from .train_state import LoopState, TrainState, log_start
+
+__all__ = ["Parts", "assemble"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The parts of a run, at the position of its checkpoint.
+
+    Attributes:
+        backend: The surroundings of the run.
+        config: The settings, with the recipe's base batch size and T.
+        plan: The batch of the next step.
+        source: The data.
+        schedule: The schedule that drives the optimizer.
+        base_schedule: The base run's schedule.
+        advice: Doubts about the schedule and the base batch, a sentence each.
+        module: The bare model.
+        model: The model to call.
+        optimizer: The optimizer to step.
+        passes: Runs the passes of a step.
+        state: The loop's own state.
+        stages: The stages of a step boundary, in order.
+        evaluation: The stage that evaluates.
+        checkpointing: The stage that saves checkpoints.
+        reporting: The stage that reports.
+        listeners: The listeners, in order; none beside rank 0.
+    """
+
+    backend: Backend
+    config: AdaScaleConfig
+    plan: BatchPlan
+    source: BatchSource
+    schedule: EffectiveSchedule
+    base_schedule: BaseSchedule
+    advice: list[str]
+    module: nn.Module
+    model: nn.Module
+    optimizer: AdaScale
+    passes: Passes
+    state: LoopState
+    stages: tuple[Stage, ...]
+    evaluation: Evaluation
+    checkpointing: Checkpointing
+    reporting: Reporting
+    listeners: list[Listener]
+
+
+def assemble(
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: LRScheduler | None,
+    dataset: Any,
+    config: AdaScaleConfig,
+    *,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    evaluate: Callable[[nn.Module], Mapping[str, float]] | None,
+    recipe: Recipe | None,
+    extra_state: Mapping[str, Any] | None,
+    backend: Backend,
+) -> Parts:
+    """Build the parts of a run and load the newest checkpoint into them. Collective; arguments as for ``Run``.
+
+    Raises:
+        ValueError: A setting, or what was built, can't work; the message says which and what to do.
+    """
+    config = config.with_recipe(recipe)
+    rank, device = backend.rank, backend.device
+    check_built(model, optimizer, config)
+    _check_early_stop(config, evaluate)
+
+    plan = config.plan(backend.world_size)
+    source = make_source(
+        dataset,
+        plan.split(rank),
+        ExampleOrder(seed=config.seed, shuffle=config.shuffle, drop_last=config.drop_last),
+        collate_fn=collate_fn,
+        num_workers=config.num_loader_workers,
+        pin_memory=config.pin_memory,
+        length=config.dataset_length,
+        splits_change=config.target_efficiency is not None,
+    )
+    per_epoch = source.base_steps_per_epoch(plan.base_batch_size)
+    total_steps = config.resolve_total_steps(per_epoch)
+    controller = controller_of(
+        config,
+        backend.world_size,
+        total_steps=total_steps,
+        largest=math.inf if per_epoch is None else per_epoch * plan.base_batch_size,
+    )
+    if controller is not None:
+        plan = controller.plan
+        source.set_split(plan.split(rank))
+
+    schedule = EffectiveSchedule(
+        optimizer, scheduler, unit=config.scheduler_unit, base_steps_per_epoch=per_epoch, total_steps=total_steps
+    )
+    base_schedule = BaseSchedule(
+        base_batch_size=plan.base_batch_size,
+        total_steps=total_steps,
+        scheduler_unit=config.scheduler_unit,
+        base_steps_per_epoch=per_epoch,
+        lr_curve=schedule.curve(total_steps),
+    )
+    advice = check_schedule(scheduler, base_schedule)
+    if rank == 0:
+        for sentence in advice:
+            warn_at_user(sentence)
+    check_rule(config, base_schedule.lr_curve)
+    if recipe is not None:
+        check_recipe(recipe, base_schedule)
+
+    module = model.to(device)
+    on_cpu = dist.new_group(backend="gloo") if plan.world_size > 1 and dist.get_backend() == "nccl" else None
+    wrapped = wrap(module, optimizer, config, plan, device=device, total_steps=total_steps)
+    passes = Passes(
+        wrapped.model,
+        module,
+        wrapped.optimizer,
+        wrapped.scaler,
+        guarded=optimizer,
+        precision=config.precision,
+        device=device,
+        fully_sharded=wrapped.sharding == "fsdp2",
+    )
+    adaptive = None if controller is None else AdaptiveBatch(controller, wrapped.optimizer, device)
+    evaluation = Evaluation(
+        evaluate, module, every=config.evaluate_every or total_steps / 10, early_stop=config.early_stop
+    )
+    state = LoopState()
+    train_state = TrainState(
+        module=module,
+        optimizer=wrapped.optimizer,
+        parameter_names=wrapped.parameter_names,
+        scaler=wrapped.scaler,
+        schedule=schedule,
+        source=source,
+        loop=state,
+        stages=[evaluation] if adaptive is None else [adaptive, evaluation],
+        base_schedule=base_schedule,
+        world_size=plan.world_size,
+        recipe=None if recipe is None else recipe.fingerprint,
+        rank=rank,
+        device=device,
+        extra={} if extra_state is None else extra_state,
+    )
+    store = backend.trace_store() if rank == 0 else None
+    trace = None if store is None else TraceFile.scratch(keep=config.trace_rows, store=store)
+    with backend.latest_checkpoint() as folder:
+        workers_before = None
+        if folder is not None:
+            workers_before = train_state.load(folder, accept_changes=config.accept_changes)
+            if controller is not None:
+                plan = controller.plan
+                set_batch(plan, wrapped.optimizer, source, rank)
+        if evaluation.stalled is not None:
+            state.stopped = evaluation.stalled
+        listeners: list[Listener] = []
+        if rank == 0:
+            log_start(train_state, plan, folder, workers_before, config.checkpoint_every_s)
+            listeners = _listeners(
+                backend,
+                config,
+                recipe,
+                train_state,
+                plan,
+                trace,
+                folder,
+                same_workers=workers_before == plan.world_size,
+            )
+    # Made last, because their intervals begin now.
+    checkpointing = Checkpointing(
+        backend,
+        train_state,
+        trace,
+        every_s=config.checkpoint_every_s,
+        in_background=config.async_checkpoint,
+        process_group=on_cpu,
+    )
+    reporting = Reporting(backend, config.report_every_s, evaluation, checkpointing)
+    stages = (Interrupt(backend), evaluation, Preemption(backend), checkpointing, reporting)
+    return Parts(
+        backend=backend,
+        config=config,
+        plan=plan,
+        source=source,
+        schedule=schedule,
+        base_schedule=base_schedule,
+        advice=advice,
+        module=module,
+        model=wrapped.model,
+        optimizer=wrapped.optimizer,
+        passes=passes,
+        state=state,
+        stages=stages if adaptive is None else (adaptive, *stages),
+        evaluation=evaluation,
+        checkpointing=checkpointing,
+        reporting=reporting,
+        listeners=listeners,
+    )
+
+
+def _check_early_stop(config: AdaScaleConfig, evaluate: object) -> None:
+    stop = config.early_stop
+    if stop is None:
+        return
+    if stop.metric is None:
+        raise ValueError("EarlyStop needs metric and mode where there is no workload that has them.")
+    if stop.metric in METRICS and evaluate is None:
+        raise ValueError(
+            f"Invalid EarlyStop(metric={stop.metric!r}): a step's own number is mostly noise. Name one that evaluate returns."
+        )
+
+
+def _listeners(
+    backend: Backend,
+    config: AdaScaleConfig,
+    recipe: Recipe | None,
+    train_state: TrainState,
+    plan: BatchPlan,
+    trace: TraceFile | None,
+    folder: Path | None,
+    *,
+    same_workers: bool,
+) -> list[Listener]:
+    """Return the listeners of rank 0, with the trace of the checkpoint in ``folder``."""
+    state, tau = train_state.loop, train_state.optimizer.effective_steps
+    total_steps = train_state.base_schedule.total_steps
+    window = config.averaging_window * total_steps
+    adaptive = config.target_efficiency is not None
+    rows = read_trace(folder / TRACE) if folder is not None and (folder / TRACE).is_file() else []
+    remaining = forecast_remaining_steps(
+        recipe,
+        rows,
+        scale=plan.scale,
+        rule=config.rule,
+        averaging_window=config.averaging_window,
+        following=(config, plan.world_size) if adaptive else None,
+    )
+    tracker = EtaTracker(remaining)
+    line = ProgressLine(config.show_progress, total_steps, tracker)
+    listeners: list[Listener] = []
+    if not adaptive:
+        listeners.append(NoiseWarning(window, remaining))
+    if adaptive or config.elastic:
+        before = state.metrics.get(USEFUL_WORKERS) if same_workers else None
+        listeners.append(UsefulWorkers(config, window, tau, before))
+        if recipe is not None and state.stopped is None:
+            log_useful_workers(config, recipe, plan, total_steps)
+    listeners.append(tracker)
+    if trace is not None:
+        trace.resume(rows)
+        listeners.append(trace)
+    listeners += [*backend.listeners(tracker), line]
+    if state.stopped is not None:
+        line.ended(f"ended before, {state.stopped}", state.metrics)
+    return listeners

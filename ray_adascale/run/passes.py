@@ -1,0 +1,234 @@
+"""The forward and backward passes of an optimizer step: precision, weights, gradient synchronization, clipping, checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ..config import BatchPlan
+from ..data.source import MicroBatch
+from ..optim.adascale import AdaScale
+from ..sharding.sharded_ddp import ShardedDataParallel
+
+__all__ = ["Passes"]
+
+_CHECKED_STEPS = 3
+"""Optimizer steps of a start in which gradients are checked between passes. A loop that changes them does so from the first."""
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Passes:
+    """Runs the passes of one optimizer step after another, and the step itself.
+
+    Args:
+        model: The model to call, wrapped for data parallelism where there are several workers.
+        module: The bare model.
+        optimizer: The optimizer of the run.
+        scaler: The loss scaler; None without one.
+        guarded: The user's own optimizer, which only this object may step.
+        precision: "fp32", "bf16" or "fp16".
+        device: The device of the loss.
+        fully_sharded: Whether the model is sharded with FSDP2.
+
+    Attributes:
+        loss: Mean loss of this worker's share of the step's batch so far; float64, 0-dim, on the device.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        module: nn.Module,
+        optimizer: AdaScale,
+        scaler: torch.amp.GradScaler | None,
+        *,
+        guarded: Optimizer,
+        precision: str,
+        device: torch.device,
+        fully_sharded: bool,
+    ) -> None:
+        self._model = model
+        self._module = module
+        self._optimizer = optimizer
+        self.scaler = scaler
+        self._guarded = guarded
+        self._dtype = _DTYPES.get(precision)
+        self._device = device
+        self._fully_sharded = fully_sharded
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)
+        self._batch: MicroBatch | None = None
+        self._weights: list[float] = []
+        self._backward_done = False
+        self._unscaled = False
+        self._stepping = False
+        self._steps = 0
+        self._versions: list[int] | None = None
+        self._no_sync, self._autocast = ExitStack(), ExitStack()  # each is open during the passes that need it
+
+    @property
+    def between(self) -> bool:
+        """Whether no pass is under way."""
+        return self._batch is None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the pass under way is the step's last."""
+        return self._batch is not None and self._batch.is_last
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Refuse a step of the user's own optimizer within this context, and leave no pass open after it."""
+        hook = self._guarded.register_step_pre_hook(self._check_stepping)
+        try:
+            yield
+        finally:
+            hook.remove()
+            self._autocast.close()
+            self._no_sync.close()
+
+    def begin(self, batch: MicroBatch) -> None:
+        """Begin the pass of a micro-batch.
+
+        Raises:
+            RuntimeError: The pass before has not ended.
+        """
+        if batch.pass_index == 0:
+            self._weights = []
+            self.loss.zero_()
+        self._batch = batch
+        self._backward_done = False
+        self._weights.append(batch.weight)
+        # Gradients are reduced in the step's last pass. The model reads this in its forward pass already.
+        if not batch.is_last and isinstance(self._model, DistributedDataParallel | ShardedDataParallel):
+            self._no_sync.enter_context(self._model.no_sync())
+        elif self._fully_sharded:
+            cast(Any, self._model).set_requires_gradient_sync(batch.is_last)
+        if self._dtype is not None:
+            self._autocast.enter_context(torch.autocast(self._device.type, dtype=self._dtype))
+
+    def check_ended(self) -> None:
+        """Check that the pass has ended before the next micro-batch.
+
+        Raises:
+            RuntimeError: ``run.step()`` was left out.
+        """
+        if self._batch is not None:
+            raise RuntimeError(
+                "A micro-batch went by without run.step(). Call run.backward() and run.step() each time."
+            )
+
+    def begin_backward(self, loss: Tensor) -> None:
+        """Add the loss of the pass to :attr:`loss`.
+
+        Args:
+            loss: Mean over the micro-batch's examples, a scalar.
+
+        Raises:
+            RuntimeError: There is no micro-batch whose backward pass is to come.
+            ValueError: The loss is no scalar.
+        """
+        batch = self._batch
+        if batch is None or self._backward_done:
+            raise RuntimeError("run.backward() once for each micro-batch of the loop, before run.step().")
+        if loss.dim() != 0:
+            raise ValueError(
+                f"Invalid loss of shape {tuple(loss.shape)}. Must be a scalar: the mean over the examples."
+            )
+        self._autocast.close()
+        self.loss.add_(loss.detach(), alpha=batch.weight)
+
+    def backward(self, loss: Tensor, plan: BatchPlan) -> None:
+        """Run the backward pass, with the loss weighted by the examples of the micro-batch and scaled for the precision."""
+        batch = self._batch
+        assert batch is not None
+        # DDP averages over workers and passes add up, so ḡ = Σ w_i g_i needs each loss times n·w_i/passes.
+        factor = plan.num_samples * batch.examples / (plan.global_batch_size * plan.accumulation)
+        if factor != 1:
+            loss = loss * factor
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        self._optimizer.sample_weights = self._weights
+        loss.backward()
+        self._backward_done = True
+        if not batch.is_last and self._steps < _CHECKED_STEPS:
+            self._versions = self._gradient_versions()
+        self._no_sync.close()
+
+    def check_backward(self, caller: str) -> None:
+        """Check that the backward pass of the micro-batch has ended.
+
+        Args:
+            caller: The method and where it belongs, for the message.
+
+        Raises:
+            RuntimeError: The backward pass was left out.
+        """
+        if self._batch is None or not self._backward_done:
+            raise RuntimeError(caller)
+
+    def ends_step(self) -> bool:
+        """Return whether the pass was the step's last; end the pass if not.
+
+        Raises:
+            RuntimeError: Gradients were changed after an earlier pass of the step.
+        """
+        assert self._batch is not None
+        if self._batch.is_last:
+            return True
+        if self._versions is not None and self._versions != self._gradient_versions():
+            raise RuntimeError(
+                "Gradients were changed between the passes of an optimizer step, as by clipping after each: the passes "
+                "after this one add up to what is left. Clip once a step: run.clip_grad_norm_(), which does nothing before "
+                "the last pass, or AdaScaleConfig(grad_clip=...)."
+            )
+        self._batch = self._versions = None
+        return False
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Clip the step's gradient to a norm, unscaled. Collective.
+
+        Returns:
+            The norm before clipping, on the device.
+        """
+        if self.scaler is not None and not self._unscaled:
+            self.scaler.unscale_(self._optimizer)
+            self._unscaled = True
+        return self._optimizer.clip_grad_norm(max_norm)
+
+    def step(self) -> None:
+        """Take the optimizer step."""
+        self._stepping = True
+        try:
+            if self.scaler is not None:
+                self.scaler.step(self._optimizer)
+                self.scaler.update()
+            else:
+                self._optimizer.step()
+        finally:
+            self._stepping = False
+
+    def end_step(self) -> None:
+        """Clear the gradients and end the step."""
+        self._optimizer.zero_grad()
+        self._batch, self._unscaled = None, False
+        self._steps += 1
+
+    def _gradient_versions(self) -> list[int]:
+        """Return how often each gradient was written to, by autograd's counter; no device synchronization.
+
+        The counter has no public name; a test fails where it moves.
+        """
+        return [p.grad._version for p in self._module.parameters() if p.grad is not None]
+
+    def _check_stepping(self, *_: Any) -> None:
+        if not self._stepping:
+            raise RuntimeError(
+                "optimizer.step() was called in the loop beside run.step(): the weights would move twice, once without the "
+                "gain. Remove optimizer.step() and optimizer.zero_grad(): run.step() does both, on a step's last pass."
+            )
