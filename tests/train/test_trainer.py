@@ -426,7 +426,6 @@ def test_ctrl_c_ends_the_workers_and_leaves_a_checkpoint_to_resume_from(tmp_path
     assert again.returncode == 0, again.stderr[-3000:]
     assert "total_steps reached" in again.stdout
     assert f"optimizer step {saved[1]}, effective step" in again.stderr  # nothing was lost
-    assert "At most 0 optimizer steps were lost" in again.stderr
     assert {row["attempt"] for row in read_trace(tmp_path / "stopped" / "trace.jsonl")} == {0, 1}
 
 
