@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import errno
+import logging
 import math
 import multiprocessing
 import os
