@@ -22,7 +22,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from .._files import TRACE
 from .._warn import warn_at_user
 from ..adaptive_batch import controller_of, paying_over, useful_workers
-from ..config import AdaScaleConfig, BatchPlan
+from ..batch_policy import BatchPlan
+from ..config import AdaScaleConfig
 from ..data import make_source, to_device
 from ..data.order import ExampleOrder
 from ..data.source import BatchSource, MicroBatch
@@ -138,7 +139,7 @@ class Run:
                 f"Invalid EarlyStop(metric={config.early_stop.metric!r}): a step's own number is mostly noise. Name one that "
                 "evaluate returns."
             )
-        self.plan = config.plan(self.backend.world_size)
+        self.plan = config.batch_policy.plan(self.backend.world_size)
         self.source: BatchSource = make_source(
             dataset,
             self.plan.split(self.backend.rank),
@@ -147,14 +148,14 @@ class Run:
             num_workers=config.num_loader_workers,
             pin_memory=config.pin_memory,
             length=config.dataset_length,
-            splits_change=config.target_efficiency is not None,
+            splits_change=config.batch_policy.follows_noise,
         )
         per_epoch = self.source.base_steps_per_epoch(self.plan.base_batch_size)
         total_steps = config.resolve_total_steps(per_epoch)
         self._follower = controller_of(
-            config,
+            config.batch_policy,
             self.backend.world_size,
-            total_steps=total_steps,
+            window=config.averaging_window * total_steps,
             largest=math.inf if per_epoch is None else per_epoch * self.plan.base_batch_size,
         )
         if self._follower is not None:
@@ -276,7 +277,7 @@ class Run:
             scale=self.scale,
             rule=self.config.rule,
             averaging_window=self.config.averaging_window,
-            following=None if self._follower is None else (self.config, self.plan.world_size),
+            following=None if self._follower is None else (self.config.batch_policy, self.plan.world_size),
         )
 
     @classmethod
@@ -674,8 +675,8 @@ class Run:
 
     def _look_at_workers(self, metrics: dict[str, Any]) -> None:
         """Add how many workers pay, where their number or the batch may change; it is computed now and then, on rank 0."""
-        config = self.config
-        if self.backend.rank != 0 or not (config.elastic or config.target_efficiency is not None):
+        policy = self.config.batch_policy
+        if self.backend.rank != 0 or not policy.batch_may_change:
             return
         before, now = self._looked_at_workers, self._quarter_windows
         if now == before and USEFUL_WORKERS in self.state.metrics:
@@ -683,16 +684,16 @@ class Run:
         elif not math.isnan(metrics["sigma2"] + metrics["mu2"]):
             self._looked_at_workers = now
             most = 2 * self.plan.world_size
-            metrics[USEFUL_WORKERS] = useful_workers(config, metrics["sigma2"], metrics["mu2"], most=most)
+            metrics[USEFUL_WORKERS] = useful_workers(policy, metrics["sigma2"], metrics["mu2"], most=most)
 
     def _log_useful_workers(self) -> None:
         """Say beforehand how many workers will pay, and from when on, where a recipe's noise tells."""
-        config, recipe = self.config, self._recipe
-        if recipe is None or not recipe.noise or not (config.elastic or config.target_efficiency is not None):
+        policy, recipe = self.config.batch_policy, self._recipe
+        if recipe is None or not recipe.noise or not policy.batch_may_change:
             return
-        if self.stopped is not None or metric_of(make_rule(config.rule)) != "euclidean":
+        if self.stopped is not None or metric_of(make_rule(self.config.rule)) != "euclidean":
             return
-        found = paying_over(config, noise_curves(recipe)[0].at, self.total_steps, most=2 * self.plan.world_size)
+        found = paying_over(policy, noise_curves(recipe)[0].at, self.total_steps, most=2 * self.plan.world_size)
         later = "".join(f", {pays} from τ = {share:.0%}" for share, pays in found[1:])
         _log.info(
             "By the recipe's noise %d worker%s at first%s; there %s %d.",
