@@ -167,7 +167,7 @@ def settings(choice: str, base: int) -> dict[str, Any]:
         return {"per_worker_batch_size": base * int(value) // passes, "accumulation": passes}
     chosen: dict[str, Any] = {"target_efficiency": float(value)}
     if kind == "P":  # a step costs as much as so many base batches, beside its own examples
-        price = Throughput(per_worker_batch_size=base, pass_s=1.0, step_s=float(value))
+        price = Throughput(example_s=1 / base, step_s=float(value))
         chosen = {"target_efficiency": "goodput", "throughput": price}
     return chosen | {
         "per_worker_batch_size": 8 * base,

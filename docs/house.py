@@ -70,12 +70,15 @@ TORCHS_FLOORS: list[list[Room]] = [
         Room("", "what is trained: the pieces that a user's function returns", "workload"),
         Room("", "what a recipe takes at another scale, step by step", "replay"),
     ],
-    [Room("", "which batch a run chooses that follows the noise", "adaptive_batch")],
     [
-        Room("", "with which settings, and what batches they make", "config"),
+        Room("", "which batch a run chooses that follows the noise", "adaptive_batch"),
+        Room("", "with which settings", "config"),
         Room("", "AdaptDL's scaling rules, by AdaptDL's path", "scaling_rules"),
     ],
-    [Room("", "the frozen outcome of a search", "recipe")],
+    [
+        Room("", "the frozen outcome of a search", "recipe"),
+        Room("", "which batch a number of workers makes", "batch_policy"),
+    ],
     [
         Room("checkpoint", "what reaches a disk, and what of it is believed", "files dcp optimizer rng"),
         Room("data", "which examples a worker sees next", "order source iterables"),
@@ -88,13 +91,14 @@ TORCHS_FLOORS: list[list[Room]] = [
             "oss sharded_ddp gradient_bucket share_state buckets collectives fsdp2",
         )
     ],
+    [Room("", "how long a step takes", "throughput")],
     [Room("measure", "where squared norms are taken", "observers ddp fsdp2 probe")],
     [Room("", "how noisy a gradient is: the mathematics, pure functions", "gain")],
     [
         Room(
             "",
-            "what several rooms need of torch's corners, of files and of warnings; the version",
-            "_torch _files _warn _version",
+            "what several rooms need of torch's corners, of files, of errors and of warnings; the version",
+            "_torch _files _errors _warn _version",
         )
     ],
 ]

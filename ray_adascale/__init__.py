@@ -15,7 +15,6 @@ if TYPE_CHECKING:  # the same again, as type checkers read no tables
     from .analysis.forecast import Forecast as Forecast
     from .analysis.forecast import forecast_recipe as forecast_recipe
     from .analysis.report import write_report as write_report
-    from .analysis.throughput import Throughput as Throughput
     from .analysis.throughput import measure_throughput as measure_throughput
     from .checkpoint import CheckpointError as CheckpointError
     from .checkpoint import load_weights as load_weights
@@ -48,6 +47,7 @@ if TYPE_CHECKING:  # the same again, as type checkers read no tables
     from .sharding.oss import register_elementwise as register_elementwise
     from .sharding.sharded_ddp import ShardedDataParallel as ShardedDataParallel
     from .sharding.sharded_ddp import ShardedDDP as ShardedDDP
+    from .throughput import Throughput as Throughput
     from .train.trainer import AdaScaleTrainer as AdaScaleTrainer
     from .train.trainer import prepare as prepare
     from .workload import Workload as Workload
@@ -56,7 +56,7 @@ if TYPE_CHECKING:  # the same again, as type checkers read no tables
 _NAMES = {
     "analysis.forecast": ["Forecast", "forecast_recipe"],
     "analysis.report": ["write_report"],
-    "analysis.throughput": ["Throughput", "measure_throughput"],
+    "analysis.throughput": ["measure_throughput"],
     "checkpoint": ["CheckpointError", "load_weights"],
     "checkpoint.rng": ["seed_everything"],
     "compat.adaptdl": ["AdaptiveDataParallel", "GradientNoiseScale"],
@@ -84,6 +84,7 @@ _NAMES = {
     "search.tune": ["tune_recipe"],
     "sharding.oss": ["OSS", "register_elementwise"],
     "sharding.sharded_ddp": ["ShardedDDP", "ShardedDataParallel"],
+    "throughput": ["Throughput"],
     "train.trainer": ["AdaScaleTrainer", "prepare"],
     "workload": ["Workload"],
 }

@@ -1,8 +1,8 @@
-"""A scale that follows the noise: which batch is wanted, from the averages of σ² and μ², when, and how many workers pay.
+"""A batch that follows the noise, and the number of workers that is useful at that noise.
 
-It is decided at step boundaries, at intervals in τ, from the averages alone: so all ranks decide alike without a further
-collective, and a resumed run as one that was never stopped. For "goodput" there is a model of a step's seconds beside them,
-which is measured once, over the run's first steps, and from then on belongs to the run's state.
+Decisions are made at step boundaries, at intervals in τ, from the averages of σ² and μ² alone. So all ranks decide alike without
+a further collective, and a resumed run decides like one that was never stopped. "goodput" also needs a model of a step's seconds.
+It is fitted once, to the run's first steps, and belongs to the run's state from then on.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
-from .config import AdaScaleConfig, BatchPlan, StepSeconds, nearest_plan
+from .batch_policy import BatchPlan, BatchPolicy, nearest_plan
 from .gain import plain_gain, scale_at_efficiency
+from .throughput import Throughput
 
 __all__ = [
     "BatchSizeController",
-    "StepTime",
     "controller_of",
+    "fit_step_time",
     "max_useful_workers",
     "useful_workers",
     "useful_workers_over",
@@ -28,68 +29,47 @@ __all__ = [
 ]
 
 PAYS = 0.5
-"""Adding workers pays while each adds at least this share of the first worker's speed."""
+"""Further workers are useful while each adds at least this share of the first worker's speed."""
 
 _INTERVAL = 0.25
-"""Between decisions, of the window that the averages reach back over: what they say changes no faster."""
+"""Effective steps between decisions, as a share of the averages' window: the averages change no faster."""
 _STEADY = 1.2
-"""A batch stays that is wanted larger or smaller by less than so much; more than the grid of plans is coarse."""
+"""Hysteresis: keep the batch unless the target differs by this factor. It is more than the grid of plans is coarse."""
 _GROWTH = 2.0
-"""A batch grows so much at most in one decision, so that averages of a few samples can't throw it far."""
+"""Largest growth of the batch in one decision, so that averages of a few samples can't throw it far."""
 _BETTER = 1.05
-"""For another batch to be taken, it must make so many times the progress a second."""
+"""Hysteresis for goodput: keep the batch unless another one makes this many times the progress a second."""
 _ROOM = 8.0
-"""Scales up to this one are allowed in a run however short."""
+"""Scales up to this one are allowed in any run, however short."""
 _TRIAL_STEPS, _WARM_UP = 8, 3
-"""Steps with each plan that is timed, and how many of them are not counted."""
+"""Steps that are timed with each plan, and the number of them that are left out as warm-up."""
 
 
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of a step on a fixed number of workers: ``passes · (pass_s + m · example_s) + step_s``.
+def fit_step_time(times: Mapping[BatchPlan, float]) -> Throughput:
+    """Fit the seconds of a step to measurements with up to three plans of one number of workers.
 
-    Attributes:
-        pass_s: Of each pass, whatever its size.
-        example_s: Of each example of a pass on one worker.
-        step_s: Of the optimizer's step and what the workers send each other.
+    The plans are: the first one, one with larger passes, and one with more passes. A negative share is measuring error and
+    counts as none. Without a plan of more passes, all seconds that do not depend on the examples count for the step.
+
+    Args:
+        times: Seconds of a step by plan; at least one plan.
     """
+    points = [(plan.accumulation, plan.global_batch_size / plan.world_size, t) for plan, t in times.items()]
+    (passes, examples, seconds), *others = points
+    pass_s = example_s = 0.0
+    # At the same number of passes the difference is due to the examples. With more passes, the rest is due to them.
+    for a, n, t in others:
+        if a == passes and n > examples:
+            example_s = max((t - seconds) / (n - examples), 0.0)
+    for a, n, t in others:
+        if a > passes:
+            pass_s = max((t - seconds - (n - examples) * example_s) / (a - passes), 0.0)
+    step_s = max(seconds - examples * example_s - passes * pass_s, 0.0)
+    return Throughput(example_s=example_s, pass_s=pass_s, step_s=step_s)
 
-    pass_s: float
-    example_s: float
-    step_s: float
 
-    def of(self, plan: BatchPlan) -> float:
-        """Seconds of a step with this plan."""
-        size = math.ceil(plan.global_batch_size / plan.num_samples)
-        return plan.accumulation * (self.pass_s + size * self.example_s) + self.step_s
-
-    @classmethod
-    def from_model(cls, model: StepSeconds, workers: int) -> StepTime:
-        """What a model of any number of workers says of so many; it is taken to be linear in passes and in their size."""
-        one, larger, twice = (model.step_seconds(workers, a, m) for a, m in ((1, 1), (1, 2), (2, 1)))
-        return cls(pass_s=twice - larger, example_s=larger - one, step_s=2 * one - twice)
-
-    @classmethod
-    def fit(cls, times: Mapping[BatchPlan, float]) -> StepTime:
-        """Through measured seconds of a step with up to three plans: the first, one with larger passes, and one with more.
-
-        A negative share, which is measuring error, counts as none. What was not varied can't be told apart: without a plan
-        of more passes all that isn't per example counts for the step.
-
-        Args:
-            times: At least one plan.
-        """
-        points = [(plan.accumulation, plan.global_batch_size / plan.world_size, t) for plan, t in times.items()]
-        (passes, examples, seconds), *others = points
-        pass_s = example_s = 0.0
-        # With as many passes, what more examples take; with more passes, what is left.
-        for a, n, t in others:
-            if a == passes and n > examples:
-                example_s = max((t - seconds) / (n - examples), 0.0)
-        for a, n, t in others:
-            if a > passes:
-                pass_s = max((t - seconds - (n - examples) * example_s) / (a - passes), 0.0)
-        return cls(pass_s, example_s, max(seconds - examples * example_s - passes * pass_s, 0.0))
+def _seconds(model: Throughput, plan: BatchPlan) -> float:
+    return model.step_seconds(plan.world_size, plan.accumulation, plan.largest_pass)
 
 
 def wanted_batch(
@@ -98,17 +78,17 @@ def wanted_batch(
     now: BatchPlan,
     sigma2: float,
     mu2: float,
-    step_time: StepTime | None = None,
+    step_time: Throughput | None = None,
 ) -> float:
-    """Examples that a step is to have from here on: ``now``'s, unless there is enough reason for others.
+    """Return the examples of the next steps: the present batch, unless there is enough reason for another one.
 
     Args:
         target_efficiency: As in :class:`ray_adascale.AdaScaleConfig`.
-        plans: What the workers can run, smallest first.
-        now: One of them.
-        sigma2: Averaged gradient variance of one base batch; NaN where nothing is known.
-        mu2: Averaged squared gradient.
-        step_time: For "goodput".
+        plans: The plans that the workers can run, smallest first.
+        now: The present plan, one of them.
+        sigma2: Averaged gradient variance of one base batch; NaN where it is unknown.
+        mu2: Averaged squared gradient norm; NaN where it is unknown.
+        step_time: Seconds of a step, for "goodput".
     """
     batch = now.global_batch_size
     if math.isnan(sigma2) or math.isnan(mu2):
@@ -121,48 +101,42 @@ def wanted_batch(
     assert step_time is not None
 
     def goodput(plan: BatchPlan) -> float:
-        return plain_gain(sigma2, mu2, plan.scale) / max(step_time.of(plan), 1e-12)
+        return plain_gain(sigma2, mu2, plan.scale) / max(_seconds(step_time, plan), 1e-12)
 
     best = max((plan for plan in plans if plan.global_batch_size <= _GROWTH * batch), key=goodput)
     return best.global_batch_size if goodput(best) > _BETTER * goodput(now) else batch
 
 
 class BatchSizeController:
-    """The batch of a run that chooses its scale, from step to step.
+    """Chooses the batch of each step, for a run that follows the noise.
 
     Args:
-        config: ``target_efficiency`` and the bounds.
+        policy: The target efficiency and the bounds.
         world_size: Workers.
-        total_steps: T.
-        largest: Examples of the largest batch, beside what the config says.
+        window: Effective steps that the averages of σ² and μ² reach back over.
+        largest: Examples of the largest batch, beside the policy's bounds.
 
     Attributes:
-        plan: The one to run with now.
-        step_time: How long steps take, for "goodput"; None until that is measured.
+        plan: The plan of the next step.
+        step_time: Seconds of a step, for "goodput"; None until they are measured.
     """
 
-    def __init__(
-        self, config: AdaScaleConfig, world_size: int, *, total_steps: float, largest: float = math.inf
-    ) -> None:
-        assert config.target_efficiency is not None
-        assert config.base_batch_size is not None
-        self._efficiency: float | Literal["goodput"] = config.target_efficiency
+    def __init__(self, policy: BatchPolicy, world_size: int, *, window: float, largest: float = math.inf) -> None:
+        assert policy.target_efficiency is not None
+        self._efficiency: float | Literal["goodput"] = policy.target_efficiency
         self._world_size = world_size
-        window = config.averaging_window * total_steps
-        if config.max_global_batch_size is None and config.max_accumulation is None:
-            # r ≤ S: so no step moves the clock by more than the averages reach back.
-            largest = min(largest, max(window, _ROOM) * config.base_batch_size)
-        self.plans = config.plans(world_size, largest)
+        if policy.max_global_batch_size is None and policy.max_accumulation is None:
+            # r ≤ S, so no step advances the clock by more than the averages reach back.
+            largest = min(largest, max(window, _ROOM) * policy.base_batch_size)
+        self.plans = policy.plans(world_size, largest)
         self._interval = _INTERVAL * window
-        self._wanted = config.first_batch
-        self._looked = 0
-        self.step_time: StepTime | None = None
+        self._wanted = policy.first_batch
+        self._last_interval = 0
+        self.step_time = policy.throughput
         self._trials: list[BatchPlan] = []
         self._times: dict[BatchPlan, list[float]] = {}
-        if config.throughput is not None:
-            self.step_time = StepTime.from_model(config.throughput, world_size)
-        elif self._efficiency == "goodput":
-            self._trials = _trials(self.plans, config)
+        if self._efficiency == "goodput" and self.step_time is None:
+            self._trials = _trials(self.plans, policy.max_accumulation)
         self.plan = nearest_plan(self.plans, self._wanted)
 
     @property
@@ -171,8 +145,8 @@ class BatchSizeController:
         return bool(self._trials)
 
     def due_by(self, effective_steps: float) -> bool:
-        """Whether τ, when it has come so far, asks for a decision at this boundary."""
-        return self.measuring or math.floor(effective_steps / self._interval) > self._looked
+        """Return whether a decision is due at the boundary where τ has reached this value."""
+        return self.measuring or math.floor(effective_steps / self._interval) > self._last_interval
 
     def after_step(
         self,
@@ -181,19 +155,19 @@ class BatchSizeController:
         seconds: float = 0.0,
         agree: Callable[[tuple[float, ...]], tuple[float, ...]] = tuple,
     ) -> BatchPlan:
-        """The plan of the next step.
+        """Return the plan of the next step.
 
         Args:
-            effective_steps: τ after the last one.
-            moments: Gives the averaged σ² and μ².
-            seconds: That the last step took here.
-            agree: Returns rank 0's numbers; all workers together. Called once in a run, when all is measured.
+            effective_steps: τ after the last step.
+            moments: Returns the averaged σ² and μ².
+            seconds: Duration of the last step on this worker.
+            agree: Returns rank 0's numbers on all workers, a collective. Called once in a run, at the end of the measurement.
         """
         if not self.due_by(effective_steps):
             return self.plan
         if self.measuring:
             return self._after_trial_step(effective_steps, moments, seconds, agree)
-        self._looked = math.floor(effective_steps / self._interval)
+        self._last_interval = math.floor(effective_steps / self._interval)
         self._decide(moments())
         return self.plan
 
@@ -217,50 +191,62 @@ class BatchSizeController:
         if self._trials:
             self.plan = self._trials[0]
             return self.plan
-        medians = {plan: statistics.median(times[_WARM_UP:]) for plan, times in self._times.items()}
-        self.step_time = StepTime(*agree(astuple(StepTime.fit(medians))))
+        fitted = fit_step_time({plan: statistics.median(times[_WARM_UP:]) for plan, times in self._times.items()})
+        self.step_time = _from_numbers(agree(_as_numbers(fitted)))
         self.plan = nearest_plan(self.plans, self._wanted)
-        self._looked = math.floor(effective_steps / self._interval)
+        self._last_interval = math.floor(effective_steps / self._interval)
         self._decide(moments())
         return self.plan
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """JSON values, the same on every worker."""
+        """Return the state as JSON values, the same on every worker."""
         return {
             "batch": self._wanted,
-            "step_time": None if self.step_time is None else list(astuple(self.step_time)),
+            "step_time": None if self.step_time is None else list(_as_numbers(self.step_time)),
             "world_size": self._world_size,
         }
 
     def resume(self, state: Mapping[str, Any], effective_steps: float, moments: tuple[float, float]) -> None:
-        """Go on as if never stopped; on another number of workers towards the same batch, with their own seconds of a step.
+        """Continue from a checkpoint, on the same workers exactly.
+
+        On another number of workers the run continues towards the same batch, and measures the seconds of a step again.
 
         Args:
-            state: What :meth:`state` returned; empty where the run did not choose its scale so far.
+            state: The result of :meth:`state`; empty where the run did not choose its scale so far.
             effective_steps: τ.
-            moments: The averages as they were saved.
+            moments: The averages in the checkpoint.
         """
-        self._looked = math.floor(effective_steps / self._interval)
+        self._last_interval = math.floor(effective_steps / self._interval)
         if state:
             self._wanted = state["batch"]
             if self._trials and state["step_time"] is not None and state["world_size"] == self._world_size:
-                self.step_time, self._trials = StepTime(*state["step_time"]), []
+                self.step_time, self._trials = _from_numbers(state["step_time"]), []
             self.plan = nearest_plan(self.plans, self._wanted)
         elif not self._trials:
             self._decide(moments)
 
 
-def _trials(plans: list[BatchPlan], config: AdaScaleConfig) -> list[BatchPlan]:
-    """Up to three plans whose times tell those of all others, and whose batches are small: the noise is not known yet."""
+def _as_numbers(fitted: Throughput) -> tuple[float, float, float]:
+    """Return the seconds of :func:`fit_step_time`, which are those of one number of workers."""
+    return fitted.pass_s, fitted.example_s, fitted.step_s
+
+
+def _from_numbers(numbers: Sequence[float]) -> Throughput:
+    pass_s, example_s, step_s = numbers
+    return Throughput(example_s=example_s, pass_s=pass_s, step_s=step_s)
+
+
+def _trials(plans: list[BatchPlan], max_accumulation: int | None) -> list[BatchPlan]:
+    """Return up to three plans to time. Their times tell those of all plans. They are small, since the noise is unknown yet."""
     first = plans[0]
     found = [first]
     larger = [p for p in plans if p.accumulation == first.accumulation and p.scale <= 4 * first.scale]
     if larger[-1] is not first:
         found.append(larger[-1])
     passes = 2 * first.accumulation
-    if config.max_accumulation is None or passes <= config.max_accumulation:
+    if max_accumulation is None or passes <= max_accumulation:
         size = max(first.global_batch_size // first.num_samples, 1)
         batch = size * first.world_size * passes
         if batch <= plans[-1].global_batch_size:
@@ -269,27 +255,24 @@ def _trials(plans: list[BatchPlan], config: AdaScaleConfig) -> list[BatchPlan]:
 
 
 def controller_of(
-    config: AdaScaleConfig, world_size: int, *, total_steps: float, largest: float = math.inf
+    policy: BatchPolicy, world_size: int, *, window: float, largest: float = math.inf
 ) -> BatchSizeController | None:
-    """What chooses the scale of a run; None where its settings do."""
-    if config.target_efficiency is None:
-        return None
-    return BatchSizeController(config, world_size, total_steps=total_steps, largest=largest)
+    """Return the controller of a run that follows the noise; None where the settings fix the scale."""
+    return BatchSizeController(policy, world_size, window=window, largest=largest) if policy.follows_noise else None
 
 
-# ---- how many workers pay --------------------------------------------------------------------------------------------
+# ---- how many workers are useful -------------------------------------------------------------------------------------
 
 
 def max_useful_workers(speedup: Callable[[int], float], most: int) -> int | None:
-    """The first number of workers from which further ones, up to twice as many, add less than ``PAYS · speedup(1)`` each.
+    """Return the largest number of workers at which the last ones added still add ``PAYS · speedup(1)`` each.
 
-    What they add is averaged over them, as with a fixed batch three workers may need as many passes as two; where each worker
-    adds less than the one before, the number is that of the last worker to add so much. It is exact up to 64 workers, above
-    them to a sixteenth, and None above ``most``.
+    The increase is averaged over up to twice as many workers: with a fixed batch, three workers may need as many passes as two.
+    The number is exact up to 64 workers and to a sixteenth above them. It is None where even ``most`` workers are useful.
 
     Args:
-        speedup: Speed on so many workers, in any unit.
-        most: Workers among which the number is looked for.
+        speedup: Speed by the number of workers, in any unit.
+        most: Largest number of workers to try.
     """
     share = PAYS * speedup(1)
     tried = list(range(1, min(64, most) + 1))
@@ -305,57 +288,53 @@ def max_useful_workers(speedup: Callable[[int], float], most: int) -> int | None
     return None
 
 
-def useful_workers(config: AdaScaleConfig, sigma2: float, mu2: float, *, most: int) -> int:
-    """Up to how many workers adding one pays, at the present noise: each further one adds less than half as much as the first.
+def useful_workers(policy: BatchPolicy, sigma2: float, mu2: float, *, most: int) -> int:
+    """Return the number of workers up to which each one adds at least half as much as the first, at the present noise.
 
-    The speed of k workers is r(S) over the time of a step: by ``config.throughput``, or without one the number of its passes,
-    as in a forecast. S is what k workers make up, or choose.
+    The speed of k workers is r(S) over the time of a step: by ``policy.throughput``, or without one the number of its passes,
+    as in a forecast. S is the scale of k workers.
 
     Args:
-        config: Of the run, with its base batch size.
+        policy: Of the run.
         sigma2: Averaged gradient variance of one base batch.
-        mu2: Averaged squared gradient.
-        most: It looks no further.
+        mu2: Averaged squared gradient norm.
+        most: Largest number to try.
     """
-    elastic = config if config.target_efficiency is not None else replace(config, elastic=True)
+    model, elastic = policy.throughput, replace(policy, elastic=True)
 
     def speed(plan: BatchPlan) -> float:
-        size = math.ceil(plan.global_batch_size / plan.num_samples)
-        model = config.throughput
-        seconds = plan.accumulation if model is None else model.step_seconds(plan.world_size, plan.accumulation, size)
-        return plain_gain(sigma2, mu2, plan.scale) / seconds
+        return plain_gain(sigma2, mu2, plan.scale) / (plan.accumulation if model is None else _seconds(model, plan))
 
     @functools.cache
     def speed_of(workers: int) -> float:
         try:
-            if config.target_efficiency is None:
+            if policy.target_efficiency is None:
                 return speed(elastic.plan(workers))
-            plans = config.plans(workers)
-        except ValueError:  # more of them than the bounds allow
+            plans = policy.plans(workers)
+        except ValueError:  # more workers than the bounds allow
             return 0.0
-        if config.target_efficiency == "goodput":
+        if policy.target_efficiency == "goodput":
             return max(map(speed, plans))
-        assert config.base_batch_size is not None
-        wanted = scale_at_efficiency(sigma2, mu2, config.target_efficiency) * config.base_batch_size
+        wanted = scale_at_efficiency(sigma2, mu2, policy.target_efficiency) * policy.base_batch_size
         return speed(nearest_plan(plans, wanted))
 
     return max_useful_workers(speed_of, most) or most
 
 
 def useful_workers_over(
-    config: AdaScaleConfig, noise: Callable[[float], tuple[float, float]], total_steps: float, *, most: int
+    policy: BatchPolicy, noise: Callable[[float], tuple[float, float]], total_steps: float, *, most: int
 ) -> list[tuple[float, int]]:
-    """From which share of a run on how many workers pay, by a noise that is known beforehand; each twentieth is looked at.
+    """Return the useful number of workers over a run as (share of the run, workers), one pair for each change.
 
     Args:
-        config: As for :func:`useful_workers`.
-        noise: σ² and μ² at τ.
+        policy: As for :func:`useful_workers`.
+        noise: Returns σ² and μ² at τ. It is asked at each twentieth of the run.
         total_steps: T.
-        most: It looks no further.
+        most: Largest number to try.
     """
     found: list[tuple[float, int]] = []
     for share in (i / 20 for i in range(20)):
-        pays = useful_workers(config, *noise(share * total_steps), most=most)
-        if not found or found[-1][1] != pays:
-            found.append((share, pays))
+        useful = useful_workers(policy, *noise(share * total_steps), most=most)
+        if not found or found[-1][1] != useful:
+            found.append((share, useful))
     return found

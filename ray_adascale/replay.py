@@ -1,11 +1,11 @@
-"""The replay: a run at a larger scale, step by step, over the noise that the search saw at the base batch.
+"""The replay: a run at a larger scale, step by step, over the noise that the search measured at the base batch.
 
-The noise goes through the loop's own arithmetic: the moving averages over effective time, clipping on reading, the rule's pair
-(LR factor, clock increment). In the limit of no averaging the number of steps is ``N(S) = ∫ dτ / r(τ; S)``. What the noise is at
-another scale than that at which it was seen, :class:`Law` says.
+The noise goes through the arithmetic of the loop: the moving averages over effective time, clipping on reading, the rule's pair
+(LR factor, clock increment). In the limit of no averaging the number of steps is ``N(S) = ∫ dτ / r(τ; S)``. :class:`Law` converts
+the noise of the base batch to that of another scale.
 
-What the replay leaves out, on purpose: the sampling noise of a step's own σ² and μ². Runs of one batch cut into 2 and into
-16 gradient samples differ by about 5 % in steps at most, because the averages reach over many of them (docs/forecast.md).
+The replay leaves out the sampling noise of a single step's σ² and μ² on purpose. Runs of one batch cut into 2 and into 16
+gradient samples differ by at most about 5 % in steps, because the averages reach over many samples (docs/forecast.md).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from .adaptive_batch import BatchSizeController
-from .config import AdaScaleConfig, BatchPlan
+from .batch_policy import BatchPlan, BatchPolicy
 from .gain import plain_effective_decay, plain_gain
 from .optim.rules import RuleInput, ScalingRule, make_rule
 from .recipe import NoiseProbe, Recipe
@@ -31,31 +31,29 @@ __all__ = [
     "NoiseCurve",
     "Replay",
     "Steps",
-    "limit_steps",
     "momenta_of",
     "noise_curves",
     "replay",
 ]
 
 NARROWEST, NARROWNESS, WIDEST = 0.006, 0.3, 0.05
-"""The width of what smooths the probes at τ is 0.3·τ, within 0.006·T and 0.05·T: noise changes fastest at the beginning."""
-_EARLY, _EARLY_POINTS, _POINTS = 0.08, 160, 400  # the grid of a smoothed curve: so many of its points in the first 8 %
-_BATCH = 2_000_000  # weights that are computed at once
-_MOST_RATIO = 3.0  # of q: beyond it the gain hardly depends on it
+"""The probes are smoothed at τ over a width of 0.3·τ, within 0.006·T and 0.05·T: noise changes fastest at the beginning."""
+_EARLY, _EARLY_POINTS, _POINTS = 0.08, 160, 400  # grid of a smoothed curve: 160 of its 400 points lie in the first 8 %
+_BATCH = 2_000_000  # weights computed at once
+_MOST_RATIO = 3.0  # largest q: the gain hardly depends on larger ones
 
 MOST_STEPS = 20_000
-"""Base steps beyond which a forecast takes longer strides: it must not hold up a start."""
+"""Base steps beyond which a forecast takes longer strides, so that it does not delay the start of a run."""
 
 PLAUSIBLE_MOMENTA = (0.0, 0.9)
-"""Where a recipe does not tell the momentum, its forecast is made for both of these."""
-
+"""A recipe without a momentum is forecast for both of these."""
 
 UNSURE = 0.04
-"""The interval reaches beyond the forecasts of the single seeds by a factor of e^(±0.04·log₂S): 8, 17 and 27 % at S = 4, 16
-and 64. So far off the law was where the seeds agree, in the trial that found it: docs/forecast.md."""
+"""The interval is wider than the forecasts of the single seeds by a factor of e^(±0.04·log₂S): 8, 17 and 27 % at S = 4, 16
+and 64. That was the law's error where the seeds agree, in the study that found the law: docs/forecast.md."""
 
 UNSURE_ALONE = 0.1
-"""The same where there is one seed, so that nothing tells how far its noise is off that of others."""
+"""The exponent's factor for one seed: nothing tells how far its noise is from that of other seeds."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class NoiseCurve:
         tau: Effective steps, increasing.
         sigma2: Gradient variance of one base batch.
         mu2: Squared norm of the true gradient. May be negative where it is lost in the noise.
-        ratio: q = μ²/σ², smoothed over more of the run, within 0 and 3; zeros where it was not given.
+        ratio: q = μ²/σ², smoothed over a wider range, within 0 and 3; None for zeros.
     """
 
     tau: np.ndarray
@@ -76,13 +74,13 @@ class NoiseCurve:
 
     @classmethod
     def from_probes(cls, probes: Iterable[NoiseProbe], total_steps: float) -> NoiseCurve:
-        """Local lines through the raw probes, weighted by a Gaussian.
+        """Fit local lines to the raw probes, weighted by a Gaussian.
 
-        Its width (its σ) at τ is 0.3·τ, but at least 0.006·T and at most 0.05·T; for ``ratio`` 0.05·T throughout. Means, not
-        medians: the loop's averages are means too, and single probes have long tails.
+        The Gaussian's width (its σ) at τ is 0.3·τ, but at least 0.006·T and at most 0.05·T; for ``ratio`` it is 0.05·T
+        throughout. The fit gives means, not medians: the loop's averages are means too, and single probes have long tails.
 
         Args:
-            probes: Those of one run, or of several with the same schedule, which then count as one.
+            probes: The probes of one run, or of several runs with the same schedule, pooled.
             total_steps: T.
 
         Raises:
@@ -110,19 +108,28 @@ class NoiseCurve:
         return cls(tau, narrow[:, 0], narrow[:, 1], np.where(mu2 > 0, ratio, 0.0))
 
     def at(self, tau: Any) -> tuple[Any, Any]:
-        """``(σ², μ²)`` at τ, a number or an array of them."""
+        """Return ``(σ², μ²)`` at τ, a number or an array."""
         return np.interp(tau, self.tau, self.sigma2), np.interp(tau, self.tau, self.mu2)
 
     def ratio_at(self, tau: Any) -> Any:
-        """q at τ, a number or an array of them."""
+        """Return q at τ, a number or an array."""
         return np.zeros_like(tau, dtype=float) if self.ratio is None else np.interp(tau, self.tau, self.ratio)
 
 
 def _local_lines(points: np.ndarray, at: np.ndarray, width: np.ndarray) -> np.ndarray:
-    """The values at ``at`` (shape (n,)) of weighted least-squares lines through the columns after the first; shape (n, 2)."""
+    """Fit weighted least-squares lines to the columns after the first, and return their values at ``at``.
+
+    Args:
+        points: Shape (m, 3): x, and two columns of y.
+        at: Shape (n,), places.
+        width: Shape (n,), the width of the weights at each place.
+
+    Returns:
+        Shape (n, 2).
+    """
     nearest = np.abs(points[np.searchsorted(points[:, 0], at).clip(max=len(points) - 1), 0] - at)
     before = np.abs(points[(np.searchsorted(points[:, 0], at) - 1).clip(min=0), 0] - at)
-    width = np.maximum(width, np.minimum(nearest, before) / 3)  # or the weights of far probes would all vanish
+    width = np.maximum(width, np.minimum(nearest, before) / 3)  # otherwise the weights of far probes would all vanish
     out = np.empty((len(at), 2))
     rows = max(_BATCH // len(points), 1)
     for i in range(0, len(at), rows):
@@ -131,14 +138,14 @@ def _local_lines(points: np.ndarray, at: np.ndarray, width: np.ndarray) -> np.nd
         s0, s1, s2 = weight.sum(1), (weight * x).sum(1), (weight * x * x).sum(1)
         determinant = s0 * s2 - s1 * s1
         mean = weight @ points[:, 1:] / s0[:, None]
-        alone = determinant <= 1e-9 * s0 * s2  # one probe within reach: its value
+        alone = determinant <= 1e-9 * s0 * s2  # a single probe within reach: use its value
         line = (weight * (s2[:, None] - s1[:, None] * x)) @ points[:, 1:] / np.where(alone, 1, determinant)[:, None]
         out[i : i + rows] = np.where(alone[:, None], mean, line)
     return out
 
 
 def noise_curves(recipe: Recipe) -> list[NoiseCurve]:
-    """The noise of all the recipe's seeds pooled; then that of each alone, where there are several.
+    """Return the noise curve of all the recipe's seeds pooled, followed by one for each seed where there are several.
 
     Raises:
         ValueError: The recipe holds no noise.
@@ -150,33 +157,32 @@ def noise_curves(recipe: Recipe) -> list[NoiseCurve]:
 
 
 def momenta_of(recipe: Recipe) -> tuple[float, ...]:
-    """The momentum of the recipe's base run; several that it may have been where the recipe does not tell."""
+    """Return the momentum of the recipe's base run; several plausible ones where the recipe has none."""
     known = recipe.known_momentum
     return PLAUSIBLE_MOMENTA if known is None else (known,)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Law:
-    """What μ² is at another scale than that of the base run; σ² is per base batch, and stays.
+    """μ² at another scale than that of the base run. σ² is per base batch and does not change.
 
-    Much of μ² in a base run is the weights' trembling, which the noise itself keeps up. A larger batch has less noise, r/S of it
-    at the LR lr·r, so a part of the trembling goes; and the larger LR shakes the weights more, where momentum does not average it
-    out. After a step of gain r at scale S the next one's μ² is that of the base run times
+    Much of μ² in a base run comes from random motion of the weights, caused by the noise itself. A larger batch has less noise,
+    r/S of it at the LR lr·r, so a part of the motion disappears. The larger LR moves the weights more, where momentum does not
+    average the motion out. After a step of gain r at scale S, the next step's μ² is that of the base run times
 
         f = 0.4 + 0.6·r/S + min(2·q·(r − 1)·(1 − m)/(1 + m), 2),    q = μ²/σ² of the base run.
 
-    f = 1 at S = 1. With momentum weights lag behind the clock by its memory L = m/(1 − m), in steps: after large steps the base
-    run's noise is looked up where its weights were, at p + L·(1 − e^(−p/L)), p being the sum of the gains as momentum averages
-    them.
+    f = 1 at S = 1. With momentum the weights lag behind the clock by the memory L = m/(1 − m), in steps. So after large steps
+    the replay uses the base run's noise at p + L·(1 − e^(−p/L)), where p is the sum of the gains as momentum averages them.
 
-    Empirical, from some 200 settings on 20 workloads, six of them held out (docs/forecast.md). Found for SGD; where an optimizer
-    has betas, as Adam, β1 stands for m (docs/adam.md has four workloads).
+    The law is empirical, from some 200 settings on 20 workloads, six of them held out (docs/forecast.md). It was found for SGD.
+    For an optimizer with betas, such as Adam, m = β1 (docs/adam.md has four workloads).
 
     Attributes:
         momentum: m, 0 ≤ m < 1.
-        calm: The share of the base run's trembling that goes with the noise.
-        shake: How much the larger LR shakes the weights.
-        most_shake: Where that ends.
+        calm: Share of the base run's random motion that disappears with the noise.
+        shake: Growth of μ² with the larger LR.
+        most_shake: Limit of that growth.
     """
 
     momentum: float = 0.0
@@ -186,11 +192,11 @@ class Law:
 
     @property
     def memory(self) -> float:
-        """L, by how many steps the weights lag."""
+        """L, the lag of the weights in steps."""
         return self.momentum / (1 - self.momentum)
 
     def factor(self, ratio: float, gain: float, scale: float) -> float:
-        """f, for q at the base batch, and r and S of the step before."""
+        """Return f, from q at the base batch and from r and S of the step before."""
         averaged = (1 - self.momentum) / (1 + self.momentum)
         shaken = min(self.shake * ratio * (gain - 1) * averaged, self.most_shake)
         return 1 - self.calm + self.calm * gain / scale + shaken
@@ -198,7 +204,7 @@ class Law:
 
 @dataclass(frozen=True)
 class Replay:
-    """A run as it was replayed.
+    """The result of a replay.
 
     Attributes:
         effective_steps: τ at the end.
@@ -206,8 +212,8 @@ class Replay:
         tau: τ before each stride.
         gains: r of each stride.
         total_steps: T.
-        stride: Optimizer steps that were taken as one; 1 unless the run is too long for that.
-        plans: How the batch of each stride is made up, of a run that chooses its scale; else none.
+        stride: Optimizer steps in each stride; above 1 in long runs only.
+        plans: The plan of each stride in a run that follows the noise; otherwise empty.
     """
 
     effective_steps: float
@@ -225,17 +231,18 @@ class Replay:
 
     @property
     def exact_steps(self) -> float:
-        """The steps until τ = T, of the last one the share that was needed; at least 1. It has no jumps where ``steps`` has."""
+        """Optimizer steps until τ = T, with the needed share of the last one; at least 1. It is continuous, unlike ``steps``."""
         last = self.effective_steps - self.tau[-1]
         return max((len(self.tau) - (self.effective_steps - self.total_steps) / last) * self.stride, 1.0)
 
     @property
     def mean_gain(self) -> float:
+        """Mean gain of the optimizer steps."""
         return self.progress / (len(self.tau) * self.stride)
 
     @property
     def mean_batch(self) -> float:
-        """Examples a step, on average, of a run that chooses its scale."""
+        """Mean examples a step, for a run that follows the noise."""
         return sum(plan.global_batch_size for plan in self.plans) / len(self.plans)
 
 
@@ -250,34 +257,34 @@ def replay(
     rule: str | ScalingRule = "adascale",
     averaging_window: float = 0.05,
     most_steps: int | None = None,
-    follower: BatchSizeController | None = None,
+    controller: BatchSizeController | None = None,
 ) -> Replay:
-    """Take a run's steps over a noise curve, with the loop's arithmetic.
+    """Replay a run over a noise curve, with the loop's arithmetic.
 
     Args:
         curve: σ²(τ), μ²(τ) of the base run.
         scale: S ≥ 1.
-        count: n, gradient samples a step. With one, the first step has no sample yet, and its gain is 1.
+        count: n, gradient samples a step. With one sample the noise is unknown at the first step, so its gain is 1.
         total_steps: T.
-        law: What becomes of the base run's noise at this scale. None: the curve is the noise of this very run.
-        base_batch_size: B0, for rules that ask for it.
+        law: Converts the base run's noise to that of this scale. None: the curve is the noise of this run itself.
+        base_batch_size: B0, for rules that need it.
         rule: The rule, as in :class:`ray_adascale.AdaScaleConfig`.
-        averaging_window: The averages' width as a share of the run, as there.
-        follower: What chooses the scale and the samples, fresh; ``scale`` and ``count`` are not looked at then.
-        most_steps: A run of more base steps than that is replayed in longer strides, as many as if T were so many. What that
-            rounds off is far below what noise leaves open.
+        averaging_window: Width of the averages as a share of the run, as in :class:`ray_adascale.AdaScaleConfig`.
+        most_steps: A run of more base steps is replayed in longer strides, in as many of them as if T were this number. The
+            rounding error is far below the uncertainty of the noise.
+        controller: A fresh controller that chooses scale and samples; ``scale`` and ``count`` have no effect then.
 
     Raises:
         ValueError: An argument is out of its range, or the rule's clock stands still.
     """
     plans: list[BatchPlan] = []
-    if follower is not None:
-        scale, count = follower.plan.scale, follower.plan.num_samples
+    if controller is not None:
+        scale, count = controller.plan.scale, controller.plan.num_samples
     if not scale >= 1:
         raise ValueError(f"Invalid {scale=}. Must be at least 1: the batch may not be smaller than the base batch.")
     if count < 1:
         raise ValueError(f"Invalid {count=}. Must be at least 1 gradient sample a step.")
-    advance = copy.deepcopy(make_rule(rule))  # LEGW's remembers the scale it saw
+    advance = copy.deepcopy(make_rule(rule))  # LEGW's keeps the scale of its last call
     stride = 1.0 if most_steps is None else max(total_steps / most_steps, 1.0)
     length = total_steps / stride  # T in strides, as are τ, p and L from here on
     at = np.arange(math.ceil(length)) * stride
@@ -317,28 +324,28 @@ def replay(
         taus.append(tau * stride)
         gains.append(r)
         tau, progress = tau + increment, progress + r
-        if follower is not None:
-            plans.append(follower.plan)
+        if controller is not None:
+            plans.append(controller.plan)
             read = functools.partial(_clipped, variance, square, weight)
-            stepped_at, scale = scale, follower.after_step(tau * stride, read).scale
+            stepped_at, scale = scale, controller.after_step(tau * stride, read).scale
         pushed = momentum * pushed + (1 - momentum) * r
         moved += pushed
     return Replay(tau * stride, progress * stride, tuple(taus), tuple(gains), total_steps, stride, tuple(plans))
 
 
 def _clipped(variance: float, square: float, weight: float) -> tuple[float, float]:
-    """Averaged σ² and μ², as the loop reads them; NaN before the first sample."""
+    """Return the averaged σ² and μ² as the loop reads them; NaN before the first sample."""
     return (max(variance / weight, 0.0), max(square / weight, 0.0)) if weight > 0 else (math.nan, math.nan)
 
 
 @dataclass(frozen=True)
 class Steps:
-    """What a run at one scale is expected to take.
+    """The expected steps of a run at one scale.
 
     Attributes:
         expected: The replay of the noise of all seeds together.
         low: Fewest optimizer steps of the interval, not rounded; at least 1.
-        high: Most of them.
+        high: Most optimizer steps of the interval.
     """
 
     expected: Replay
@@ -347,24 +354,24 @@ class Steps:
 
 
 class Forecaster:
-    """Replays a recipe at any scale, with the interval in which to expect the actual steps.
+    """Replays a recipe at any scale, and gives an interval for the actual steps.
 
-    The interval goes from the fewest to the most steps of these replays, of the pooled noise and of each seed's alone, each for
-    every momentum that there may have been, widened by e^(±0.04·log₂S), or e^(±0.1·log₂S) with one seed; and not beyond what
-    gains of 1 and of S would take.
+    The interval reaches from the fewest to the most steps of several replays: of the pooled noise and of each seed's noise alone,
+    each for every plausible momentum. It is widened by e^(±0.04·log₂S), or by e^(±0.1·log₂S) with one seed, and ends at the
+    steps of constant gains of 1 and of S.
 
     Args:
-        recipe: It has the noise of its search.
+        recipe: A recipe with noise.
         rule: As in :class:`ray_adascale.AdaScaleConfig`.
-        averaging_window: As there.
+        averaging_window: As in :class:`ray_adascale.AdaScaleConfig`.
 
     Attributes:
-        momenta: Those that are replayed; several where the recipe does not tell.
-        seeds: With noise.
-        measures: Whether the rule's clock moves by the measured gain. If not, the noise makes no difference to the steps.
+        momenta: The momenta that are replayed; several where the recipe has none.
+        seeds: Number of seeds with noise.
+        measures: Whether the rule's clock advances by the measured gain. If not, the steps do not depend on the noise.
 
     Raises:
-        ValueError: The recipe holds no noise, or the rule is none.
+        ValueError: The recipe holds no noise, or the rule is unknown.
     """
 
     def __init__(self, recipe: Recipe, *, rule: str | ScalingRule = "adascale", averaging_window: float = 0.05) -> None:
@@ -378,7 +385,7 @@ class Forecaster:
         self.measures = self._clock_at(1.0, 4.0) != self._clock_at(4.0, 4.0)
 
     def _clock_at(self, gain: float, scale: float) -> float:
-        """The clock increment amid a run."""
+        """Return the clock increment in the middle of a run."""
         seen = RuleInput(
             gain=gain,
             scale=scale,
@@ -389,33 +396,33 @@ class Forecaster:
         return copy.deepcopy(self._rule)(seen)[1]
 
     def at(self, scale: float, count: int = 2, *, most_steps: int = MOST_STEPS) -> Steps:
-        """The steps at S, with n gradient samples a step; ``most_steps`` as for :func:`replay`."""
-        key = scale, min(count, 2), most_steps  # beyond two samples their number makes no difference to a replay
+        """Return the steps at S, with n gradient samples a step; ``most_steps`` as for :func:`replay`."""
+        key = scale, min(count, 2), most_steps  # two samples and more give the same replay
         if key not in self._found:
             self._found[key] = self._steps(scale, key[1], most_steps)
         return self._found[key]
 
-    def following(self, config: AdaScaleConfig, workers: int, *, most_steps: int = MOST_STEPS) -> Steps:
-        """The steps on so many workers of a run that chooses its scale; for "goodput" by ``config.throughput``.
+    def following(self, policy: BatchPolicy, workers: int, *, most_steps: int = MOST_STEPS) -> Steps:
+        """Return the steps of a run that follows the noise, on this number of workers.
 
         Raises:
-            ValueError: The bounds leave no batch, or nothing tells how long a step takes.
+            ValueError: The bounds leave no batch, or the policy has no throughput for "goodput".
         """
-        if config.target_efficiency == "goodput" and config.throughput is None:
+        if policy.target_efficiency == "goodput" and policy.throughput is None:
             raise ValueError(
-                "A forecast with target_efficiency='goodput' needs to know how long a step takes: give throughput=, from "
+                "A forecast with target_efficiency='goodput' needs the time of a step: give throughput=, from "
                 "measure_throughput() or Throughput.fit() (on the command line --measure WORKLOAD or --run RUN)."
             )
         per_epoch = self._recipe.base_steps_per_epoch
         largest = math.inf if per_epoch is None else per_epoch * self._recipe.base_batch_size
 
-        def follower() -> BatchSizeController:
-            return BatchSizeController(config, workers, total_steps=self._recipe.total_steps, largest=largest)
+        def controller() -> BatchSizeController:
+            return BatchSizeController(policy, workers, window=self._window * self._recipe.total_steps, largest=largest)
 
-        return self._steps(1.0, 1, most_steps, follower)
+        return self._steps(1.0, 1, most_steps, controller)
 
     def _steps(
-        self, scale: float, count: int, most_steps: int, follower: Callable[[], BatchSizeController] | None = None
+        self, scale: float, count: int, most_steps: int, controller: Callable[[], BatchSizeController] | None = None
     ) -> Steps:
         replays = [
             replay(
@@ -428,7 +435,7 @@ class Forecaster:
                 rule=self._rule,
                 averaging_window=self._window,
                 most_steps=most_steps,
-                follower=None if follower is None else follower(),
+                controller=None if controller is None else controller(),
             )
             for curve in self._curves
             for momentum in self.momenta
@@ -438,19 +445,9 @@ class Forecaster:
         if self.measures:
             scales = [plan.scale for one in replays for plan in one.plans] or [scale]
             factor = math.exp((UNSURE if self.seeds > 1 else UNSURE_ALONE) * math.log2(sum(scales) / len(scales)))
-            # The gain lies between 1 and S, so no run takes more steps than with the one, or fewer than with the other.
+            # The gain lies between 1 and S, so the steps lie between those of the two.
             possible = sorted(
                 self._recipe.total_steps / self._clock_at(gain, max(scales)) for gain in (1.0, max(scales))
             )
             low, high = min(low, max(low / factor, possible[0])), max(high, min(high * factor, possible[1]))
         return Steps(replays[0], max(low, 1.0), max(high, 1.0))
-
-
-def limit_steps(curve: NoiseCurve, *, scale: float, total_steps: float) -> float:
-    """``N(S) = ∫ dτ / r(τ; S)``: AdaScale's steps without averaging, by the midpoint rule over base steps.
-
-    It is a check on :func:`replay` without a law, whose averages lag behind and which can't end between two steps.
-    """
-    width = total_steps / max(1, math.ceil(total_steps))
-    sigma2, mu2 = curve.at((np.arange(math.ceil(total_steps)) + 0.5) * width)
-    return width * sum(1 / plain_gain(s, m, scale) for s, m in zip(sigma2.tolist(), mu2.tolist(), strict=True))

@@ -16,7 +16,7 @@ from ray_adascale.analysis.forecast import forecast_recipe
 from ray_adascale.checkpoint.rng import seed_everything
 from ray_adascale.gain import plain_gain
 from ray_adascale.recipe import Repeat
-from ray_adascale.replay import Forecaster, Law, NoiseCurve, Steps, limit_steps, momenta_of, replay
+from ray_adascale.replay import Forecaster, Law, NoiseCurve, Steps, momenta_of, replay
 from ray_adascale.run.base_run import record_recipe
 
 from .samples_of import probes, recipe, regression
@@ -34,13 +34,11 @@ def test_constant_noise_takes_total_steps_over_the_gain() -> None:
     assert again.effective_steps == again.progress == pytest.approx(16)
     assert again.tau == pytest.approx([16 / 7 * t for t in range(7)])
     assert again.exact_steps == pytest.approx(15 * 7 / 16)  # of the seventh step only what was left
-    assert limit_steps(curve((0, 3, 1)), scale=4, total_steps=15) == pytest.approx(15 * 7 / 16)
 
 
 def test_limit_is_the_integral_of_one_over_the_gain() -> None:
     # Half of the run at 16/7, half at r = (3 + 4)/(3/4 + 4) = 28/19; the line in between is one step long.
     halves = curve((0, 3, 1), (499.5, 3, 1), (500.5, 3, 4), (1000, 3, 4))
-    assert limit_steps(halves, scale=4, total_steps=1000) == pytest.approx(500 * 7 / 16 + 500 * 19 / 28, abs=1)
     # The replay's averages lag by their memory, here a thousandth of the run.
     again = replay(halves, law=None, scale=4, count=2, total_steps=1000, averaging_window=0.001)
     assert again.steps == pytest.approx(500 * 7 / 16 + 500 * 19 / 28, abs=2)
@@ -310,13 +308,13 @@ def test_a_rule_that_measures_nothing_has_no_interval() -> None:
 
 def following(efficiency: float = 0.5) -> BatchSizeController:
     config = AdaScaleConfig(base_batch_size=8, target_efficiency=efficiency, max_global_batch_size=64)
-    return BatchSizeController(config, 2, total_steps=100)
+    return BatchSizeController(config.batch_policy, 2, window=5)
 
 
 def test_a_run_that_follows_the_noise_is_replayed_as_it_runs() -> None:
     # ν = 3 throughout: S = 5 is wanted. It begins at 1/E = 2; a decision is due at every 1.25 of T = 100, and doubles it at most:
     # τ = 1.6 (r = 4/(3/2 + 1)) → S = 4; τ = 1.6 + 16/7 → 42 examples, the nearest to 40: S = 5.25, r = 4/(3/5.25 + 1) = 2.545.
-    found = replay(curve((0, 3, 1)), scale=1, count=1, total_steps=100, law=None, follower=following())
+    found = replay(curve((0, 3, 1)), scale=1, count=1, total_steps=100, law=None, controller=following())
     assert [plan.global_batch_size for plan in found.plans] == [16, 32] + [42] * 38
     assert found.gains[:3] == pytest.approx((1.6, 16 / 7, 4 / (3 / 5.25 + 1)))
     assert found.tau[2] == pytest.approx(1.6 + 16 / 7)
@@ -326,12 +324,12 @@ def test_a_run_that_follows_the_noise_is_replayed_as_it_runs() -> None:
     # Nothing but noise: r = S, which doubles to the largest; no noise: 1/E is as efficient as asked.
     assert [
         plan.global_batch_size
-        for plan in replay(curve((0, 1, 0)), scale=1, count=1, total_steps=100, law=None, follower=following()).plans
+        for plan in replay(curve((0, 1, 0)), scale=1, count=1, total_steps=100, law=None, controller=following()).plans
     ] == [16, 32] + [64] * 12
-    clean = replay(curve((0, 0, 1)), scale=1, count=1, total_steps=100, law=None, follower=following())
+    clean = replay(curve((0, 0, 1)), scale=1, count=1, total_steps=100, law=None, controller=following())
     assert [plan.scale for plan in clean.plans] == [2] * 100
     # E = 1 is the base run.
-    base = replay(curve((0, 3, 1)), scale=1, count=1, total_steps=100, law=None, follower=following(1))
+    base = replay(curve((0, 3, 1)), scale=1, count=1, total_steps=100, law=None, controller=following(1))
     assert (base.steps, {plan.scale for plan in base.plans}, set(base.gains)) == (100, {1.0}, {1.0})
 
 
@@ -350,7 +348,7 @@ def test_the_law_takes_the_scale_of_the_step_that_was_taken() -> None:
         count=1,
         total_steps=100,
         law=Watching(),
-        follower=following(),
+        controller=following(),
     )
     scales = [plan.scale for plan in found.plans]
     assert max(scales) == 8

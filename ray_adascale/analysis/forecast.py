@@ -18,12 +18,13 @@ from rich import box
 from rich.table import Table
 
 from ..adaptive_batch import max_useful_workers
-from ..config import AdaScaleConfig, BatchPlan
+from ..batch_policy import BatchPlan
+from ..config import AdaScaleConfig
 from ..optim.rules import make_rule, metric_of
 from ..recipe import Recipe
 from ..replay import MOST_STEPS, Forecaster, Steps
+from ..throughput import Throughput
 from .plots import pyplot
-from .throughput import Throughput
 
 __all__ = ["Forecast", "ForecastRow", "forecast_recipe"]
 
@@ -243,8 +244,9 @@ def forecast_recipe(
             f"Invalid rule={config.rule!r}: its gain is taken in Adam's metric, and a search probes plain gradients. There "
             "is no forecast for it."
         )
-    if config.target_efficiency == "goodput" and config.throughput is None:
-        config = replace(config, throughput=throughput)
+    policy = config.batch_policy
+    if policy.target_efficiency == "goodput" and policy.throughput is None:
+        policy = replace(policy, throughput=throughput)
     forecaster = Forecaster(recipe, rule=made, averaging_window=config.averaging_window)
     base = recipe.total_steps * _step_time(throughput, BatchPlan(recipe.base_batch_size, recipe.base_batch_size, 1, 1))
 
@@ -254,10 +256,10 @@ def forecast_recipe(
 
     def run_on(k: int, most_steps: int = MOST_STEPS) -> tuple[Steps, float]:
         """The steps on k workers, and the mean time of one."""
-        if config.target_efficiency is not None:
-            found = forecaster.following(config, k, most_steps=most_steps)
+        if policy.follows_noise:
+            found = forecaster.following(policy, k, most_steps=most_steps)
             return found, statistics.fmean(_step_time(throughput, plan) for plan in found.expected.plans)
-        plan = config.plan(k)
+        plan = policy.plan(k)
         return forecaster.at(plan.scale, plan.num_samples, most_steps=most_steps), _step_time(throughput, plan)
 
     def speedup(k: int, edge: str = "expected") -> float:
@@ -271,7 +273,7 @@ def forecast_recipe(
     for k in ks:
         found, step_s = run_on(k)
         expected = found.expected
-        plan = expected.plans[-1] if expected.plans else config.plan(k)
+        plan = expected.plans[-1] if expected.plans else policy.plan(k)
         batch = expected.mean_batch if expected.plans else plan.global_batch_size
         low, high = min(math.floor(found.low), expected.steps), math.ceil(found.high)
         scale = batch / plan.base_batch_size

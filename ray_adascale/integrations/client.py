@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from .._torch import called_to_make_state
 from .._warn import warn_at_user
-from ..config import AdaScaleConfig, BatchPlan
+from ..batch_policy import BatchPlan
+from ..config import AdaScaleConfig
 from ..measure.probe import probe_noise
 from ..optim.adascale import AdaScale
 from ..recipe import NoiseProbe, Recipe

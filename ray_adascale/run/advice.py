@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from .._warn import warn_at_user
 from ..adaptive_batch import useful_workers, useful_workers_over
-from ..config import AdaScaleConfig, BatchPlan
-from ..optim.rules import make_rule, metric_of
+from ..batch_policy import BatchPlan, BatchPolicy
+from ..optim.rules import ScalingRule, make_rule, metric_of
 from ..recipe import Recipe
 from ..replay import noise_curves
 from ..workload import ConfigAccessLog, unread_warning
@@ -86,14 +86,14 @@ class UsefulWorkers(Listener):
     """Adds the number of useful workers to the metrics. The number is computed four times a window of the averages.
 
     Args:
-        config: The run's.
+        policy: The run's batch policy.
         window: Memory of the averages, in effective steps.
         effective_steps: τ at this start.
         before: The number that the checkpoint has; None without one.
     """
 
-    def __init__(self, config: AdaScaleConfig, window: float, effective_steps: float, before: int | None) -> None:
-        self._config = config
+    def __init__(self, policy: BatchPolicy, window: float, effective_steps: float, before: int | None) -> None:
+        self._policy = policy
         self._window = window
         self._useful = before
         self._computed_at = -1 if before is None else self._quarters(effective_steps)
@@ -105,7 +105,7 @@ class UsefulWorkers(Listener):
         if (self._useful is None or quarters != self._computed_at) and known:
             self._computed_at = quarters
             sigma2, mu2 = step.metrics["sigma2"], step.metrics["mu2"]
-            self._useful = useful_workers(self._config, sigma2, mu2, most=2 * step.plan.world_size)
+            self._useful = useful_workers(self._policy, sigma2, mu2, most=2 * step.plan.world_size)
         elif quarters != self._computed_at:
             return
         if self._useful is not None:
@@ -116,12 +116,14 @@ class UsefulWorkers(Listener):
         return math.floor(4 * effective_steps / self._window)
 
 
-def log_useful_workers(config: AdaScaleConfig, recipe: Recipe, plan: BatchPlan, total_steps: float) -> None:
+def log_useful_workers(
+    policy: BatchPolicy, rule: str | ScalingRule, recipe: Recipe, plan: BatchPlan, total_steps: float
+) -> None:
     """Log how many workers will be useful over the run, by the recipe's noise."""
-    if not recipe.noise or metric_of(make_rule(config.rule)) != "euclidean":
+    if not recipe.noise or metric_of(make_rule(rule)) != "euclidean":
         return
     found: Sequence[tuple[float, int]] = useful_workers_over(
-        config, noise_curves(recipe)[0].at, total_steps, most=2 * plan.world_size
+        policy, noise_curves(recipe)[0].at, total_steps, most=2 * plan.world_size
     )
     later = "".join(f", {useful} from τ = {share:.0%}" for share, useful in found[1:])
     _log.info(

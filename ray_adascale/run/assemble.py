@@ -16,7 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from .._files import TRACE
 from .._warn import warn_at_user
 from ..adaptive_batch import controller_of
-from ..config import AdaScaleConfig, BatchPlan
+from ..batch_policy import BatchPlan
+from ..config import AdaScaleConfig
 from ..data import make_source
 from ..data.order import ExampleOrder
 from ..data.source import BatchSource
@@ -104,7 +105,8 @@ def assemble(
     check_built(model, optimizer, config)
     _check_early_stop(config, evaluate)
 
-    plan = config.plan(backend.world_size)
+    policy = config.batch_policy
+    plan = policy.plan(backend.world_size)
     source = make_source(
         dataset,
         plan.split(rank),
@@ -113,14 +115,14 @@ def assemble(
         num_workers=config.num_loader_workers,
         pin_memory=config.pin_memory,
         length=config.dataset_length,
-        splits_change=config.target_efficiency is not None,
+        splits_change=policy.follows_noise,
     )
     per_epoch = source.base_steps_per_epoch(plan.base_batch_size)
     total_steps = config.resolve_total_steps(per_epoch)
     controller = controller_of(
-        config,
+        policy,
         backend.world_size,
-        total_steps=total_steps,
+        window=config.averaging_window * total_steps,
         largest=math.inf if per_epoch is None else per_epoch * plan.base_batch_size,
     )
     if controller is not None:
@@ -262,7 +264,7 @@ def _listeners(
     state, tau = train_state.loop, train_state.optimizer.effective_steps
     total_steps = train_state.base_schedule.total_steps
     window = config.averaging_window * total_steps
-    adaptive = config.target_efficiency is not None
+    policy = config.batch_policy
     rows = read_trace(folder / TRACE) if folder is not None and (folder / TRACE).is_file() else []
     remaining = forecast_remaining_steps(
         recipe,
@@ -270,18 +272,18 @@ def _listeners(
         scale=plan.scale,
         rule=config.rule,
         averaging_window=config.averaging_window,
-        following=(config, plan.world_size) if adaptive else None,
+        following=(policy, plan.world_size) if policy.follows_noise else None,
     )
     tracker = EtaTracker(remaining)
     line = ProgressLine(config.show_progress, total_steps, tracker)
     listeners: list[Listener] = []
-    if not adaptive:
+    if not policy.follows_noise:
         listeners.append(NoiseWarning(window, remaining))
-    if adaptive or config.elastic:
+    if policy.batch_may_change:
         before = state.metrics.get(USEFUL_WORKERS) if same_workers else None
-        listeners.append(UsefulWorkers(config, window, tau, before))
+        listeners.append(UsefulWorkers(policy, window, tau, before))
         if recipe is not None and state.stopped is None:
-            log_useful_workers(config, recipe, plan, total_steps)
+            log_useful_workers(policy, config.rule, recipe, plan, total_steps)
     listeners.append(tracker)
     if trace is not None:
         trace.resume(rows)

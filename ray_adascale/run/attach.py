@@ -74,7 +74,7 @@ def attach(
             "AdaScaleConfig(global_batch_size=..., elastic=...) need a loop that cuts its batches by them: ray_adascale.Run. "
             "Give per_worker_batch_size and accumulation as the loop has them."
         )
-    plan = config.plan(workers)
+    plan = config.batch_policy.plan(workers)
     per_epoch = None if config.dataset_length is None else config.dataset_length / plan.base_batch_size
     total_steps = config.resolve_total_steps(per_epoch)
     adascale = adascale_of(optimizer, config, plan, total_steps=total_steps, grad_scaler=grad_scaler)

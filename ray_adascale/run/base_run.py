@@ -229,7 +229,7 @@ def base_config(
         report_every_s=math.inf,
         checkpoint_every_s=math.inf,
     )
-    base.plan(1)
+    base.batch_policy.plan(1)
     return base
 
 

@@ -12,8 +12,9 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .._warn import warn_at_user
+from ..batch_policy import BatchPlan
 from ..checkpoint.optimizer import parameter_names
-from ..config import AdaScaleConfig, BatchPlan
+from ..config import AdaScaleConfig
 from ..data.source import BatchSource
 from ..optim.adam_metric import adam_preconditioner
 from ..optim.adascale import AdaScale

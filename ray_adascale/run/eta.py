@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config import AdaScaleConfig
+from ..batch_policy import BatchPolicy
 from ..optim.rules import AdaScaleRule, ScalingRule, make_rule, metric_of
 from ..recipe import Recipe
 from ..replay import Forecaster, Replay
@@ -194,7 +194,7 @@ def forecast_remaining_steps(
     scale: float,
     rule: str | ScalingRule,
     averaging_window: float,
-    following: tuple[AdaScaleConfig, int] | None = None,
+    following: tuple[BatchPolicy, int] | None = None,
 ) -> RemainingSteps | None:
     """The steps left by the forecast; None where there is nothing to forecast from: no recipe, or one without noise.
 
@@ -204,18 +204,18 @@ def forecast_remaining_steps(
         scale: S.
         rule: As in :class:`ray_adascale.AdaScaleConfig`.
         averaging_window: As there.
-        following: Settings and workers of a run that chooses its scale. Its gains don't correct the forecast: where they are
+        following: Batch policy and workers of a run that chooses its scale. Its gains don't correct the forecast: where they are
             others than forecast, so is the scale.
     """
     made = make_rule(rule)
     if recipe is None or not recipe.noise or metric_of(made) != "euclidean":
         return None
     if following is not None:
-        config, workers = following
-        if config.target_efficiency == "goodput" and config.throughput is None:
+        policy, workers = following
+        if policy.target_efficiency == "goodput" and policy.throughput is None:
             return None  # what it will choose depends on seconds that are not measured yet
         forecaster = Forecaster(recipe, rule=made, averaging_window=averaging_window)
-        return RemainingSteps(forecaster.following(config, workers).expected, 1.0, corrects=False)
+        return RemainingSteps(forecaster.following(policy, workers).expected, 1.0, corrects=False)
     if scale <= 1:
         return None
     forecast = Forecaster(recipe, rule=made, averaging_window=averaging_window).at(scale).expected

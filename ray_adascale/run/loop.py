@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..config import AdaScaleConfig, BatchPlan
+from ..batch_policy import BatchPlan
+from ..config import AdaScaleConfig
 from ..data import to_device
 from ..recipe import Recipe
 from ..workload import Workload, with_unit

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..config import BatchPlan
+from ..batch_policy import BatchPlan
 from ..data.source import MicroBatch
 from ..optim.adascale import AdaScale
 from ..sharding.sharded_ddp import ShardedDataParallel

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ..adaptive_batch import BatchSizeController
-from ..config import BatchPlan, EarlyStop
+from ..batch_policy import BatchPlan
+from ..config import EarlyStop
 from ..optim.adascale import AdaScale
 from .backend import Backend
 from .saver import Boundary, Content, Saver

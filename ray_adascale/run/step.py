@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import IntFlag
 from typing import TYPE_CHECKING, Any
 
-from ..config import BatchPlan
+from ..batch_policy import BatchPlan
 
 if TYPE_CHECKING:
     from .loop import Run

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ..config import BatchPlan
+from ..batch_policy import BatchPlan
 from ..optim.adascale import AdaScale
 from .schedule import BaseSchedule, EffectiveSchedule, SchedulerUnit
 

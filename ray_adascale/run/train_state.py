@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from .. import checkpoint
 from .._version import __version__
+from ..batch_policy import BatchPlan
 from ..checkpoint.optimizer import hyperparameters, load_hyperparameters, load_optimizer, optimizer_tensors
 from ..checkpoint.rng import capture_rng, empty_rng, restore_rng
-from ..config import BatchPlan
 from ..data.source import BatchSource
 from ..optim.adascale import AdaScale
 from .schedule import BaseSchedule, EffectiveSchedule, curve_difference

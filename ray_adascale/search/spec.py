@@ -291,7 +291,7 @@ class SearchSpec:
             checkpoint_every_s=given.checkpoint_every_s,
             async_checkpoint=False,  # what a trial has collected so far goes with it, and has to be of the same step
         )
-        plan = spread.plan(num_workers)
+        plan = spread.batch_policy.plan(num_workers)
         if plan.scale != 1:
             raise ValueError(
                 f"Invalid ScalingConfig({num_workers=}) for a base batch of {base.base_batch_size}: in {plan.accumulation} "

@@ -199,14 +199,14 @@ class AdaScaleTrainer(TorchTrainer):
         workers = scaling_config.num_workers
         if isinstance(workers, tuple):
             config = replace(config, elastic=True)
-            if config.target_efficiency is not None:
-                config.plan(workers[1])  # whose bounds may leave no batch for so many
+            if config.batch_policy.follows_noise:
+                config.batch_policy.plan(workers[1])  # refuses bounds that leave no batch for this number
             workers = workers[0]
         if workers < 1:
             raise ValueError(
                 f"Invalid ScalingConfig(num_workers={workers}). Must be ≥ 1; without Ray use ray_adascale.Run."
             )
-        config.plan(workers)
+        config.batch_policy.plan(workers)
         if config.total_epochs is None:
             config.resolve_total_steps(None)
         run_config = ray.train.RunConfig() if run_config is None else run_config

@@ -21,7 +21,7 @@ from ray_adascale.scaling_rules import AdamScale
 from ..samples_of import probes, recipe
 
 LINEAR = AdaScaleConfig(rule="linear")
-MODEL = Throughput(per_worker_batch_size=8, pass_s=1.0, step_s=0.0, volume_s=0.5)
+MODEL = Throughput(example_s=1 / 8, step_s=0.0, volume_s=0.5)
 
 
 def rows_of(made: Forecast) -> list[tuple[Any, ...]]:
@@ -55,7 +55,7 @@ def test_time_cost_and_where_it_stops_paying() -> None:
 
 def test_times_have_the_spread_of_the_measured_steps() -> None:
     # 50 steps of 1.25 s; half of the measured ones took 0.8 to 1.6 times the median.
-    rough = Throughput(per_worker_batch_size=8, pass_s=1.0, volume_s=0.5, low=0.8, high=1.6)
+    rough = Throughput(example_s=1 / 8, volume_s=0.5, low=0.8, high=1.6)
     made = forecast_recipe(recipe([(0, 3, 1)]), workers=[2], config=LINEAR, throughput=rough)
     (found,) = made.rows
     assert (found.seconds, found.seconds_low, found.seconds_high) == pytest.approx((62.5, 50, 100))
@@ -72,7 +72,7 @@ def test_times_have_the_spread_of_the_measured_steps() -> None:
 def test_where_it_stops_paying_does_not_depend_on_what_was_asked(workers: list[int]) -> None:
     # Steps of 1 + 0.1·(k−1) seconds: k workers are k/(0.9 + 0.1k) times as fast, and the k-th adds 90/((9 + k)·(8 + k)):
     # 90/156 = 0.58 the 4th, 90/182 = 0.49 the 5th. The first one's half is 0.5.
-    hops = Throughput(per_worker_batch_size=8, pass_s=1.0, hop_s=0.1)
+    hops = Throughput(example_s=1 / 8, hop_s=0.1)
     made = forecast_recipe(recipe([(0, 3, 1)], 10_000), workers=workers, config=LINEAR, throughput=hops)
     assert made.max_useful_workers == 4
     assert [row.pays for row in made.rows] == [k <= 4 for k in workers]
@@ -82,11 +82,11 @@ def test_where_it_stops_paying_does_not_depend_on_what_was_asked(workers: list[i
 
 def test_paying_for_many_workers() -> None:
     # As above with a hundredth: 0.99/((0.99 + 0.01k)·(0.98 + 0.01k)) ≥ 0.5 up to k = 42.
-    hops = Throughput(per_worker_batch_size=8, pass_s=1.0, hop_s=0.01)
+    hops = Throughput(example_s=1 / 8, hop_s=0.01)
     long = recipe([(0, 3, 1)], 10_000)
     assert forecast_recipe(long, workers=[1], config=LINEAR, throughput=hops).max_useful_workers == 42
     # A thousandth: up to k = 414; above 64 to a sixteenth.
-    hops = Throughput(per_worker_batch_size=8, pass_s=1.0, hop_s=0.001)
+    hops = Throughput(example_s=1 / 8, hop_s=0.001)
     assert forecast_recipe(long, workers=[1], config=LINEAR, throughput=hops).max_useful_workers == pytest.approx(
         414, rel=1 / 16
     )
@@ -272,12 +272,12 @@ def test_efficiency_one_is_forecast_as_the_base_run() -> None:
 
 
 def test_goodput_is_forecast_from_the_time_of_a_step() -> None:
-    with pytest.raises(ValueError, match=r"how long a step takes.*--measure"):
+    with pytest.raises(ValueError, match=r"needs the time of a step.*--measure"):
         forecast_recipe(recipe([(0, 3, 1)]), config=AdaScaleConfig(target_efficiency="goodput"))
     # Where only examples take time the base batch is best; where only steps do, the largest.
     config = AdaScaleConfig(target_efficiency="goodput", max_global_batch_size=64)
-    examples = Throughput(per_worker_batch_size=8, pass_s=1.0)
-    steps = Throughput(per_worker_batch_size=8, pass_s=1e-9, step_s=1.0)
+    examples = Throughput(example_s=1 / 8)
+    steps = Throughput(example_s=1e-9 / 8, step_s=1.0)
     slow, fast = (
         forecast_recipe(recipe([(0, 3, 1)]), workers=[2], config=config, throughput=model).rows[0]
         for model in (examples, steps)

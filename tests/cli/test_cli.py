@@ -23,7 +23,7 @@ import torch
 from ray.exceptions import RayActorError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
 
-from ray_adascale import AdaScaleConfig, Recipe, checkpoint
+from ray_adascale import AdaScaleConfig, Recipe, Throughput, checkpoint
 from ray_adascale._files import write_json
 from ray_adascale.analysis import throughput
 from ray_adascale.cli import main
@@ -653,9 +653,9 @@ def test_forecast_prints_a_table_or_json_and_draws(tmp_path: Path, capsys: pytes
 def test_forecast_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
 
-    def measure(workload: Any, hyperparameters: Any, **kwargs: Any) -> throughput.Throughput:
+    def measure(workload: Any, hyperparameters: Any, **kwargs: Any) -> Throughput:
         seen.update(kwargs, workload=workload, hyperparameters=hyperparameters)
-        return throughput.Throughput(per_worker_batch_size=32, pass_s=36.0)
+        return Throughput(example_s=36 / 32)
 
     monkeypatch.setattr(throughput, "measure_throughput", measure)
     write_rows(tmp_path / "run" / "trace.jsonl", [row(1)])

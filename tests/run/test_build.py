@@ -80,7 +80,7 @@ def _wrapped(rule: Any, **kwargs: Any) -> Any:
     config = AdaScaleConfig(base_batch_size=4, total_steps=10, accumulation=2, rule=rule, **kwargs)
     module = nn.Linear(2, 1)
     optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
-    return wrap(module, optimizer, config, config.plan(1), device=torch.device("cpu"), total_steps=10)
+    return wrap(module, optimizer, config, config.batch_policy.plan(1), device=torch.device("cpu"), total_steps=10)
 
 
 @pytest.mark.parametrize("rule", ["adamscale", AdamScale(), _OwnRule()], ids=["by name", "AdaptDL's", "own"])

@@ -1,0 +1,33 @@
+"""The error for a setting that can't work. It keeps the setting's name, so that the command line can name its option."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["SettingError"]
+
+
+class SettingError(ValueError):
+    """A setting that can't work. The message names the setting as the Python API does.
+
+    Args:
+        text: The message. ``{}`` stands for the settings.
+        owner: The class that has the settings; empty for arguments of a function.
+        **settings: The values by name. ``...`` is a value that was not given.
+
+    Attributes:
+        settings: The values by name.
+    """
+
+    def __init__(self, text: str, owner: str = "AdaScaleConfig", /, **settings: Any) -> None:
+        super().__init__(text, owner)  # unpickling calls the class with these two and restores the rest
+        self._text, self._owner = text, owner
+        self.settings = settings
+
+    def __str__(self) -> str:
+        each = ", ".join(f"{name}={'...' if value is ... else repr(value)}" for name, value in self.settings.items())
+        return self.with_settings_as(f"{self._owner}({each})" if self._owner else each)
+
+    def with_settings_as(self, text: str) -> str:
+        """Return the message with this text for the settings."""
+        return self._text.replace("{}", text, 1)
