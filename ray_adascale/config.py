@@ -129,7 +129,7 @@ class AdaScaleConfig:
         elastic: The number of workers may change. Where few workers would make less than a base batch, more passes are
             accumulated until S ≥ 1, instead of refusing. ``AdaScaleTrainer`` sets it for ``num_workers=(min, max)``.
         rule: How the LR follows the scale: "adascale", for SGD, Adam and AdamW alike; or to compare "linear", "sqrt",
-            "unscaled", and "adamscale" (AdaptDL's for Adam, which does worse: docs/adam.md); or a rule such as
+            "unscaled", and "adamscale" (AdaptDL's for Adam, which does worse: docs/results/adam.md); or a rule such as
             ``LEGWRule(5, 50_000)``; or a callable (RuleInput) -> (LR factor, clock increment).
         sharding: Where gradients and optimizer state live: "none" (all on every worker, DDP), "oss" (each worker holds 1/N of
             the state), "zero2" (and gets 1/N of the gradients: ShardedDataParallel), "fsdp2" (and holds 1/N of the weights

@@ -5,7 +5,7 @@ The noise goes through the loop's own arithmetic: the moving averages over effec
 another scale than that at which it was seen, :class:`Law` says.
 
 What the replay leaves out, on purpose: the sampling noise of a step's own σ² and μ². Runs of one batch cut into 2 and into
-16 gradient samples differ by about 5 % in steps at most, because the averages reach over many of them (docs/forecast.md).
+16 gradient samples differ by about 5 % in steps at most, because the averages reach over many of them (docs/results/forecast.md).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PLAUSIBLE_MOMENTA = (0.0, 0.9)
 
 UNSURE = 0.04
 """The interval reaches beyond the forecasts of the single seeds by a factor of e^(±0.04·log₂S): 8, 17 and 27 % at S = 4, 16
-and 64. So far off the law was where the seeds agree, in the trial that found it: docs/forecast.md."""
+and 64. So far off the law was where the seeds agree, in the trial that found it: docs/results/forecast.md."""
 
 UNSURE_ALONE = 0.1
 """The same where there is one seed, so that nothing tells how far its noise is off that of others."""
@@ -169,8 +169,8 @@ class Law:
     run's noise is looked up where its weights were, at p + L·(1 − e^(−p/L)), p being the sum of the gains as momentum averages
     them.
 
-    Empirical, from some 200 settings on 20 workloads, six of them held out (docs/forecast.md). Found for SGD; where an optimizer
-    has betas, as Adam, β1 stands for m (docs/adam.md has four workloads).
+    Empirical, from some 200 settings on 20 workloads, six of them held out (docs/results/forecast.md). Found for SGD; where an
+    optimizer has betas, as Adam, β1 stands for m (docs/results/adam.md has four workloads).
 
     Attributes:
         momentum: m, 0 ≤ m < 1.
