@@ -10,13 +10,23 @@ DEMO ?= runs/demo
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(if $(TMPDIR),$(TMPDIR),/tmp)/ray_adascale-pycache
 
-.PHONY: setup demo test test-ray test-others test-all test-oldest test-clients-newest docs check format bench clean
+.PHONY: help setup demo test test-ray test-others test-all test-oldest test-clients-newest docs check format bench dist clean
 
-setup: $(STAMP)
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / {printf "  %-20s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+setup: $(STAMP)  ## .venv with all that development needs
 
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable '.[dev]'
+	touch $@
+
+# One more extra of pyproject.toml in the same environment.
+$(VENV)/.installed-%: $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable '.[$*]'
 	touch $@
 
 demo: $(STAMP)  ## search at batch 8, then the same schedule on two workers, then the comparison table
@@ -31,7 +41,7 @@ test-ray: $(STAMP)
 test-others: $(STAMP)
 	$(BIN)/python -m pytest -q -m "not slow and not ray"
 
-test-all: $(STAMP)
+test-all: $(STAMP)  ## all tests, the slow ones too
 	$(BIN)/python -m pytest -q
 
 .ci/constraints-oldest.txt: .ci/constraints.txt
@@ -51,21 +61,31 @@ test-clients-newest: .ci/constraints-clients-newest.txt  ## the clients' tests o
 	.venv-newest/bin/pip list --disable-pip-version-check | grep -E '^(accelerate|lightning|transformers) '
 	.venv-newest/bin/python -m pytest -q tests/integrations
 
-docs: $(STAMP)  ## docs/api.md from the docstrings, the picture in docs/architecture.md from docs/house.py
-	$(BIN)/python docs/make_api.py
-	$(BIN)/python docs/house.py
+# -n: an unresolved reference is a warning; -W: a warning is an error.
+docs: $(VENV)/.installed-docs  ## the documentation site in build/docs, and the generated parts of docs/reference/architecture.md
+	$(BIN)/python docs/layers.py
+	PYTHONPATH=$(CURDIR) $(BIN)/python -m sphinx -n -W --keep-going --quiet -b html -c docs -d build/doctrees . build/docs
+	@echo "Open build/docs/index.html"
 
 check: $(STAMP)  ## lint, format, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(STAMP)
+format: $(STAMP)  ## lint and format, with corrections
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 bench: $(STAMP)  ## step-time overhead against DDP, in one interleaved run
 	$(BIN)/python benchmarks/overhead.py
 
-clean:
+dist: $(VENV)/.installed-release  ## the wheel and the sdist in dist/, built and checked
+	rm -rf dist build/dist
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv build/dist
+	build/dist/bin/pip install --quiet --disable-pip-version-check --no-deps dist/*.whl
+	cd build/dist && bin/python -c "import ray_adascale; print('wheel of', ray_adascale.__version__, 'imports')"
+
+clean:  ## remove environments, runs and everything that was built
 	rm -rf $(VENV) .venv-oldest .venv-newest runs build dist *.egg-info

@@ -1,6 +1,6 @@
 """The batch that follows the noise against fixed batches: steps, examples and metric, on four workloads.
 
-    python benchmarks/autobatch.py --page docs/autobatch-results.md   all of it: about an hour of one thread
+    python benchmarks/autobatch.py --page runs/adaptive-batch.md   all of it: about an hour of one thread
     python benchmarks/autobatch.py --workloads mnist1d --seeds 2      a part; runs that are in the file are not run again
     python benchmarks/autobatch.py --report-only                      the tables of the runs so far
     python benchmarks/autobatch.py --smoke                            whether it runs

@@ -1,6 +1,6 @@
 """How a step, a checkpoint and Ray's controller grow with the workers: 2, 4, 8 and 16 processes on this machine.
 
-    python benchmarks/scale.py --page docs/scale.md       all of it: an hour or more on two busy cores
+    python benchmarks/scale.py --page docs/results/scale.md       all of it: an hour or more on two busy cores
     python benchmarks/scale.py --parts steps --workers 2 4
     python benchmarks/scale.py --smoke                    whether it runs
 
@@ -435,7 +435,7 @@ def page(document: dict[str, Any], kept: str) -> str:
         "# More workers",
         "What grows with the number of workers, measured where it can be and counted where it can't: 2 to 16 processes on a "
         "machine of two cores, gloo over loopback.",
-        f"`{document['command']}`, {where}. FairScale, no dependency, as [benchmarks](../benchmarks/README.md) have it.",
+        f"`{document['command']}`, {where}. FairScale, no dependency, as [benchmarks](../../benchmarks/README.md) have it.",
         "## What it says",
         kept,
         "## A step",

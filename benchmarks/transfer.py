@@ -1,7 +1,7 @@
 """The paper's experiment: one schedule, tuned at S = 1, carried to S = 4, 16 and 64 by several methods and workloads.
 
-    python benchmarks/transfer.py --page docs/transfer.md      all of it: a good half hour on two quiet cores
-    python benchmarks/transfer.py --optimizer adamw --page docs/adam.md
+    python benchmarks/transfer.py --page docs/results/transfer.md      all of it: a good half hour on two quiet cores
+    python benchmarks/transfer.py --optimizer adamw --page docs/results/adam.md
     python benchmarks/transfer.py --smoke                      whether it runs
     python benchmarks/transfer.py --report-only --page p.md    the page of the runs so far
 

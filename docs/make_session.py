@@ -1,4 +1,4 @@
-"""Runs the commands of docs/session.md and writes what they say, or, with ``--check``, whether they still say it.
+"""Runs the commands of docs/start/session.md and writes what they say, or, with ``--check``, whether they still say it.
 
 A worker is killed and Ctrl-C is pressed on the way, as the page shows. It takes minutes: each command starts a Ray of its own::
 
@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-PAGE = Path(__file__).parent / "session.md"
+PAGE = Path(__file__).parent / "start" / "session.md"
 ROOT = Path(__file__).parents[1]
 
 WORKLOAD = "digits.py:workload"
@@ -114,7 +114,7 @@ def page(folder: Path) -> str:
         "What a terminal shows (here as it is written to a file: on a terminal one live line at the bottom takes the place "
         "of the lines with τ), made by `python docs/make_session.py` on "
         f"{time.strftime('%Y-%m-%d')}, on two shared cores. "
-        "The workload is [examples/digits.py](../examples/digits.py).\n",
+        "The workload is [examples/digits.py](../../examples/digits.py).\n",
     ]
     for before, command, acts, code in STEPS:
         lines, found = run(command, acts, folder)

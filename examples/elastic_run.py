@@ -5,8 +5,8 @@
     python examples/elastic_run.py --address auto --workers 2 8 --storage s3://...     # on a cluster whose nodes come and go
 
 Shows, from the run's trace: at the change S and n double, the gain r rises, and the effective steps τ and the schedule's LR
-go on where they were. What a change costs, and shrinking: docs/elastic.md. The first two need nothing but this machine: they
-put up one node of one CPU, and add another after the first checkpoint, as an autoscaler would.
+go on where they were. What a change costs, and shrinking: docs/guides/elastic.md. The first two need nothing but this machine:
+they put up one node of one CPU, and add another after the first checkpoint, as an autoscaler would.
 """
 
 from __future__ import annotations

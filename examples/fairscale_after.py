@@ -5,7 +5,7 @@
     diff examples/fairscale_before.py examples/fairscale_after.py
 
 The import has changed and nothing else; both print the same steps, gains and losses. The count need not be kept any more, as
-it is ``optimizer.effective_steps`` and saved with the optimizer's state. More: docs/migrating.md.
+it is ``optimizer.effective_steps`` and saved with the optimizer's state. More: docs/guides/migrating.md.
 """
 
 from __future__ import annotations

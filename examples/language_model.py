@@ -7,7 +7,7 @@
     ray-adascale train examples/language_model.py:workload --recipe recipe.json --num-workers 2 --per-worker-batch-size 32
 
 The text: docstrings of the standard library. The model: two causal convolutions, trained with momentum SGD. For Adam
-see docs/adam.md.
+see docs/results/adam.md.
 """
 
 from __future__ import annotations

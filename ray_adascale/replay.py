@@ -5,7 +5,7 @@ The noise goes through the arithmetic of the loop: the moving averages over effe
 the noise of the base batch to that of another scale.
 
 The replay leaves out the sampling noise of a single step's σ² and μ² on purpose. Runs of one batch cut into 2 and into 16
-gradient samples differ by at most about 5 % in steps, because the averages reach over many samples (docs/forecast.md).
+gradient samples differ by at most about 5 % in steps, because the averages reach over many samples (docs/results/forecast.md).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PLAUSIBLE_MOMENTA = (0.0, 0.9)
 
 UNSURE = 0.04
 """The interval is wider than the forecasts of the single seeds by a factor of e^(±0.04·log₂S): 8, 17 and 27 % at S = 4, 16
-and 64. That was the law's error where the seeds agree, in the study that found the law: docs/forecast.md."""
+and 64. That was the law's error where the seeds agree, in the study that found the law: docs/results/forecast.md."""
 
 UNSURE_ALONE = 0.1
 """The exponent's factor for one seed: nothing tells how far its noise is from that of other seeds."""
@@ -175,8 +175,8 @@ class Law:
     f = 1 at S = 1. With momentum the weights lag behind the clock by the memory L = m/(1 − m), in steps. So after large steps
     the replay uses the base run's noise at p + L·(1 − e^(−p/L)), where p is the sum of the gains as momentum averages them.
 
-    The law is empirical, from some 200 settings on 20 workloads, six of them held out (docs/forecast.md). It was found for SGD.
-    For an optimizer with betas, such as Adam, m = β1 (docs/adam.md has four workloads).
+    The law is empirical, from some 200 settings on 20 workloads, six of them held out (docs/results/forecast.md). It was found for
+    SGD. For an optimizer with betas, such as Adam, m = β1 (docs/results/adam.md has four workloads).
 
     Attributes:
         momentum: m, 0 ≤ m < 1.

@@ -232,8 +232,8 @@ class AdamScale(AdaScale):
     is 1. √S is what the invariance of Adam's noise under the batch size gives (Malladi et al., arXiv 2205.10287), together
     with changes of β₁, β₂ and ε that this rule does *not* make.
 
-    Measured: schedules don't transfer with it (docs/adam.md), where they do with :class:`AdaScale` and the same AdamW. The
-    clock r is AdaScale's own, carried over, and in this metric it is far too fast on some workloads and too slow on
+    Measured: schedules don't transfer with it (docs/results/adam.md), where they do with :class:`AdaScale` and the same AdamW.
+    The clock r is AdaScale's own, carried over, and in this metric it is far too fast on some workloads and too slow on
     others. √v of a larger batch is smaller by itself, since it contains the noise, which scales the step once more.
     """
 

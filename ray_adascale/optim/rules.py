@@ -74,7 +74,7 @@ def metric_of(rule: ScalingRule) -> Metric:
 
 @dataclass(frozen=True)
 class AdaScaleRule:
-    """(r, r): Johnson et al., ICML 2020. Derived for SGD; for Adam and AdamW by measurement (docs/adam.md)."""
+    """(r, r): Johnson et al., ICML 2020. Derived for SGD; for Adam and AdamW by measurement (docs/results/adam.md)."""
 
     def __call__(self, now: RuleInput) -> tuple[float, float]:
         return now.gain, now.gain
@@ -129,7 +129,7 @@ class AdamScaleRule:
 
     AdaptDL's ``AdamScale``. Adam moves by ḡ/√v, so the gain r is taken of gradients divided by √v (see
     :func:`ray_adascale.scaling_rules.adam_preconditioner`, which ``Run`` puts in), and its square root scales the LR.
-    Schedules did not carry over with it where they did with :class:`AdaScaleRule` (docs/adam.md).
+    Schedules did not carry over with it where they did with :class:`AdaScaleRule` (docs/results/adam.md).
 
     Attributes:
         power: Exponent on r.

@@ -75,18 +75,18 @@ def _doubt(rule: ScalingRule, optimizer: Optimizer) -> str | None:
     if isinstance(rule, AdamScaleRule):
         return (
             "rule='adamscale' is experimental: schedules did not carry over with it where they did with rule='adascale' and the "
-            "same AdamW (docs/adam.md). Take 'adascale', or compare with a base run before you trust it."
+            "same AdamW (docs/results/adam.md). Take 'adascale', or compare with a base run before you trust it."
         )
     if not isinstance(rule, AdaScaleRule) or isinstance(optimizer, SGD):
         return None
     if isinstance(optimizer, Adam | AdamW):
         return (
             f"AdaScale is derived for SGD. With {name} there is no proof; that schedules carry over was measured, on four small "
-            "workloads (docs/adam.md)."
+            "workloads (docs/results/adam.md)."
         )
     return (
-        f"AdaScale is derived for SGD, and was measured with Adam's kind (docs/adam.md); with {name} it was not tried. The run "
-        "goes on; compare with a base run before you trust it."
+        f"AdaScale is derived for SGD, and was measured with Adam's kind (docs/results/adam.md); with {name} it was not tried. "
+        "The run goes on; compare with a base run before you trust it."
     )
 
 

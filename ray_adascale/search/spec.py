@@ -32,7 +32,7 @@ from .trial import EPOCHS
 __all__ = ["SearchSpec"]
 
 _REPEATS_DENSER = 4
-"""Probes on every 5th step bring many more forecasts within 10 % than on every 20th: docs/forecast.md has how many."""
+"""Probes on every 5th step bring many more forecasts within 10 % than on every 20th: docs/results/forecast.md has how many."""
 
 
 @dataclass(kw_only=True, eq=False)

@@ -1,4 +1,4 @@
-"""Every import of the package against docs/house.py: none goes up or in a circle, and none brings Ray below the line.
+"""Every import of the package against docs/layers.py: none goes up or in a circle, and no package below the line imports Ray.
 
 An import counts wherever it stands: at the top, inside a function, or under TYPE_CHECKING. What is imported is read from the
 source, so nothing of the package is loaded here.
@@ -18,11 +18,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "ray_adascale"
-DOOR = ""  # the package's own __init__, which names what others define
+ROOT_MODULE = ""  # ray_adascale/__init__.py, which lists the public names of the other modules
 
 
-def _house() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("house", ROOT / "docs" / "house.py")
+def _layers() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("layers", ROOT / "docs" / "layers.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -30,11 +30,11 @@ def _house() -> ModuleType:
     return module
 
 
-house = _house()
+layers = _layers()
 
 
 class Import(NamedTuple):
-    """An arrow. Modules of the package go without its name, ``optim.adascale``; others are as written."""
+    """One import. Modules of the package are named without its name, ``optim.adascale``; others as written."""
 
     source: str
     target: str
@@ -47,7 +47,7 @@ class Import(NamedTuple):
 
 
 def modules(package: Path) -> dict[str, Path]:
-    """By name; a room's ``__init__`` has the room's."""
+    """Files of the modules by name; a folder's ``__init__`` has the folder's name."""
     found = {}
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package).with_suffix("").parts
@@ -94,50 +94,50 @@ def read(name: str, path: Path, known: Iterable[str]) -> Iterator[Import]:
 
 def every_import(package: Path) -> list[Import]:
     known = modules(package)
-    return [arrow for name, path in known.items() for arrow in read(name, path, known)]
+    return [each for name, path in known.items() for each in read(name, path, known)]
 
 
 ALL = modules(ROOT / PACKAGE)
 IMPORTS = every_import(ROOT / PACKAGE)
-INSIDE = [arrow for arrow in IMPORTS if arrow.target in ALL]
-FLOOR = {
-    f"{room.name}.{module}" if room.name else module: number
-    for number, floor in enumerate(reversed(house.FLOORS))
-    for room in floor
-    for module in room.modules.split()
+INSIDE = [each for each in IMPORTS if each.target in ALL]
+LAYER = {
+    f"{package.name}.{module}" if package.name else module: number
+    for number, layer in enumerate(reversed(layers.LAYERS))
+    for package in layer
+    for module in package.modules.split()
 }
-ROOMS = [room.name for floor in house.FLOORS for room in floor if room.name]
+PACKAGES = [package.name for layer in layers.LAYERS for package in layer if package.name]
 
 
-def room_of(module: str) -> str:
-    """The folder, or the module itself where it stands at the top level."""
+def package_of(module: str) -> str:
+    """The folder of a module, or the module itself at the top level."""
     return module.split(".")[0]
 
 
-def floor_of(module: str) -> int:
-    if module == DOOR:
-        return len(house.FLOORS)
-    return next(floor for name, floor in FLOOR.items() if room_of(name) == room_of(module))
+def layer_of(module: str) -> int:
+    if module == ROOT_MODULE:
+        return len(layers.LAYERS)
+    return next(layer for name, layer in LAYER.items() if package_of(name) == package_of(module))
 
 
 def below_the_line(module: str) -> bool:
-    return module != DOOR and floor_of(module) < len(house.TORCHS_FLOORS)
+    return module != ROOT_MODULE and layer_of(module) < len(layers.TORCH_LAYERS)
 
 
 def belongs_to(name: str, library: str) -> bool:
     return name == library or name.startswith(f"{library}.")
 
 
-def told(arrows: Iterable[Import]) -> str:
-    """A line each; those inside functions and under TYPE_CHECKING after the others."""
+def listed(imports: Iterable[Import]) -> str:
+    """One line per import; those inside functions and under TYPE_CHECKING after the others."""
     order = ["top", "function", "types"]
-    return "\n".join(dict.fromkeys(str(arrow) for arrow in sorted(arrows, key=lambda a: (order.index(a.place), a))))
+    return "\n".join(dict.fromkeys(str(each) for each in sorted(imports, key=lambda a: (order.index(a.place), a))))
 
 
-def circles(arrows: Iterable[tuple[str, str]]) -> list[list[str]]:
+def circles(imports: Iterable[tuple[str, str]]) -> list[list[str]]:
     """Groups of nodes that reach each other."""
     after: dict[str, set[str]] = {}
-    for source, target in arrows:
+    for source, target in imports:
         if source != target:
             after.setdefault(source, set()).add(target)
 
@@ -161,26 +161,26 @@ def circles(arrows: Iterable[tuple[str, str]]) -> list[list[str]]:
 
 
 def test_the_list_has_every_module_and_no_other() -> None:
-    assert {name for name, path in ALL.items() if path.name == "__init__.py"} == {DOOR, *ROOMS}
+    assert {name for name, path in ALL.items() if path.name == "__init__.py"} == {ROOT_MODULE, *PACKAGES}
     there = {name for name, path in ALL.items() if path.name not in ("__init__.py", "__main__.py")}
-    assert not there - set(FLOOR), f"docs/house.py doesn't know {sorted(there - set(FLOOR))}"
-    assert not set(FLOOR) - there, f"docs/house.py names what isn't there: {sorted(set(FLOOR) - there)}"
+    assert not there - set(LAYER), f"docs/layers.py lacks {sorted(there - set(LAYER))}"
+    assert not set(LAYER) - there, f"docs/layers.py lists modules that do not exist: {sorted(set(LAYER) - there)}"
 
 
-def test_tests_stand_in_folders_of_the_rooms_names() -> None:
+def test_tests_are_in_folders_with_the_packages_names() -> None:
     there = {path.name for path in (ROOT / "tests").iterdir() if (path / "__init__.py").exists()}
-    assert there == {*ROOMS, "project", "whole"}
+    assert there == {*PACKAGES, "project", "whole"}
 
 
 def test_the_picture_is_made_from_the_list() -> None:
-    page = house.PAGE.read_text(encoding="utf-8")
-    assert house.BEGIN in page
-    assert house.BEGIN_SENTENCES in page
-    assert house.page() == page, "stale: run `make docs`"
+    page = layers.PAGE.read_text(encoding="utf-8")
+    assert layers.BEGIN in page
+    assert layers.BEGIN_MODULES in page
+    assert layers.page() == page, "stale: run `make docs`"
 
 
-@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
-def test_files_that_the_map_names_are_there(page: str) -> None:
+@pytest.mark.parametrize("page", ["docs/reference/architecture.md", "CONTRIBUTING.md"])
+def test_files_that_the_page_names_exist(page: str) -> None:
     """From the repository or from the package; a bare name is in the folder of the one before it in the cell or sentence."""
     named = 0
     for part in re.split(r"\||\n\n|\. ", (ROOT / page).read_text(encoding="utf-8")):
@@ -193,69 +193,71 @@ def test_files_that_the_map_names_are_there(page: str) -> None:
     assert named > 5
 
 
-# ---- the arrows ------------------------------------------------------------------------------------------------------
+# ---- imports ---------------------------------------------------------------------------------------------------------
 
 
 def test_no_import_goes_up() -> None:
-    """Nor across a floor: rooms beside each other don't know each other."""
+    """Packages of one layer do not import each other either."""
     up = [
-        arrow
-        for arrow in INSIDE
-        if room_of(arrow.source) != room_of(arrow.target) and floor_of(arrow.target) >= floor_of(arrow.source)
+        each
+        for each in INSIDE
+        if package_of(each.source) != package_of(each.target) and layer_of(each.target) >= layer_of(each.source)
     ]
-    assert not up, told(up)
+    assert not up, listed(up)
 
 
-def test_no_circle_between_rooms() -> None:
-    found = circles((room_of(arrow.source), room_of(arrow.target)) for arrow in INSIDE)
+def test_no_circle_between_packages() -> None:
+    found = circles((package_of(each.source), package_of(each.target)) for each in INSIDE)
     assert not found, found
 
 
 def test_no_circle_between_modules() -> None:
-    found = circles((arrow.source, arrow.target) for arrow in INSIDE)
+    found = circles((each.source, each.target) for each in INSIDE)
     inside = [a for a in INSIDE for circle in found if a.source in circle and a.target in circle]
-    assert not found, told(inside)
+    assert not found, listed(inside)
 
 
 # ---- libraries -------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_below_the_line_imports_ray_or_what_comes_with_it() -> None:
+def test_no_package_below_the_line_imports_ray_or_a_library_that_ray_installs() -> None:
     found = [
-        (arrow, library)
-        for arrow in IMPORTS
-        for library in house.ABOVE
-        if below_the_line(arrow.source) and belongs_to(arrow.target, library)
+        (each, library)
+        for each in IMPORTS
+        for library in layers.RAY_LIBRARIES
+        if below_the_line(each.source) and belongs_to(each.target, library)
     ]
-    strangers = [a for a, library in found if (a.source, library) not in house.VISITORS or a.place != "function"]
-    assert not strangers, told(strangers)
-    visitors = {(arrow.source, library) for arrow, library in found}
-    assert visitors == set(house.VISITORS), "no such import any more: take it off the list"
+    unlisted = [
+        a for a, library in found if (a.source, library) not in layers.OPTIONAL_IMPORTS or a.place != "function"
+    ]
+    assert not unlisted, listed(unlisted)
+    optional = {(each.source, library) for each, library in found}
+    assert optional == set(layers.OPTIONAL_IMPORTS), "OPTIONAL_IMPORTS lists an import that does not exist"
 
 
-def heavy(arrow: Import) -> str | None:
-    return next((library for library in house.HEAVY if belongs_to(arrow.target, library)), None)
+def heavy(each: Import) -> str | None:
+    return next((library for library in layers.HEAVY if belongs_to(each.target, library)), None)
 
 
 def test_heavy_libraries_are_loaded_where_the_list_says_or_inside_functions() -> None:
-    found = [(arrow, heavy(arrow)) for arrow in IMPORTS if arrow.place == "top" and heavy(arrow)]
-    strangers = [arrow for arrow, library in found if arrow.source not in house.HEAVY[library]]
-    assert not strangers, told(strangers)
-    homes = {(arrow.source, library) for arrow, library in found}
-    assert homes == {(module, library) for library, listed in house.HEAVY.items() for module in listed}
+    found = [(each, heavy(each)) for each in IMPORTS if each.place == "top" and heavy(each)]
+    unlisted = [each for each, library in found if each.source not in layers.HEAVY[library]]
+    assert not unlisted, listed(unlisted)
+    at_top = {(each.source, library) for each, library in found}
+    assert at_top == {(module, library) for library, listed in layers.HEAVY.items() for module in listed}
 
 
-@pytest.mark.parametrize("start", house.LIGHT)
+@pytest.mark.parametrize("start", layers.LIGHT)
 def test_what_every_worker_loads_is_light(start: str) -> None:
-    """All that is loaded with these, by imports at the top of modules, and of the rooms that they stand in."""
+    """Follows the imports at the top of modules, and those of the packages that contain these modules."""
     loaded, ways = {start}, [start]
     while ways:
         module = ways.pop()
-        for arrow in INSIDE:
-            if arrow.source == module and arrow.place == "top":
-                for name in (arrow.target, room_of(arrow.target)):
+        for each in INSIDE:
+            if each.source == module and each.place == "top":
+                for name in (each.target, package_of(each.target)):
                     if name in ALL and name not in loaded:
                         loaded.add(name)
                         ways.append(name)
-    brought = [arrow for arrow in IMPORTS if arrow.source in loaded and arrow.place == "top" and heavy(arrow)]
-    assert not brought, told(brought)
+    slow = [each for each in IMPORTS if each.source in loaded and each.place == "top" and heavy(each)]
+    assert not slow, listed(slow)

@@ -257,7 +257,7 @@ def wait_for_nodes(
 @pytest.mark.timeout(480)
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for its processes in /proc")
 def test_launches_for_real() -> None:
-    """docs/cluster.md on this machine: two nodes with one CPU each, the digits example as a job, with a token."""
+    """docs/guides/cluster.md on this machine: two nodes with one CPU each, the digits example as a job, with a token."""
     pytest.importorskip("sklearn")
     scratch = tempfile.mkdtemp(prefix="rl-", dir="/tmp")  # short: sockets lie in it
     folder = Path(scratch)

@@ -25,7 +25,7 @@ PAGES = [
         ROOT / name
         for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "cluster.yaml", "examples/demo.sh")
     ),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "examples").glob("*.py")),
     *sorted((ROOT / "examples" / "clients").glob("*.py")),
     *sorted((ROOT / "examples" / "cluster").glob("*.yaml")),
@@ -159,10 +159,10 @@ def test_the_commands_are_found() -> None:
         "ray-adascale train examples/digits.py:workload --recipe recipe.json --num-workers 2 --per-worker-batch-size 32"
         in (found["examples/digits.py"])
     )
-    assert any(line.startswith("ray job submit") and "--use-gpu" in line for line in found["docs/cluster.md"])
-    assert "ray exec cluster.yaml RAY_AUTH_MODE=token ray status" in found["docs/cluster.md"]
+    assert any(line.startswith("ray job submit") and "--use-gpu" in line for line in found["docs/guides/cluster.md"])
+    assert "ray exec cluster.yaml RAY_AUTH_MODE=token ray status" in found["docs/guides/cluster.md"]
     assert "python benchmarks/memory.py" in found["benchmarks/README.md"]
-    assert "pytest tests/whole/test_elastic.py -k announced -s" in found["docs/checkpoints.md"]
+    assert "pytest tests/whole/test_elastic.py -k announced -s" in found["docs/results/checkpoints.md"]
     assert "make test-oldest" in found["CONTRIBUTING.md"]
     assert sum(line.startswith("ray-adascale ") for lines in found.values() for line in lines) > 20
 

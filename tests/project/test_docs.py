@@ -1,7 +1,7 @@
-"""README.md and docs/*.md: every Python block runs, those of one page in one namespace, and links lead somewhere.
+"""README.md and the pages in docs/: the Python blocks run, those of one page in one namespace; links lead to files and headings.
 
-Commands are for test_doc_commands.py. A block that is not to be run says why, in a comment on the line before it:
-``<!-- not run: reason -->``. A page of fragments gets its stand-ins from ``GIVEN``: small things by the names that the page uses.
+Commands are tested in test_doc_commands.py. A block that must not run has a reason in a comment on the line before it:
+``<!-- not run: reason -->``. A page of fragments gets the names that it uses from ``GIVEN``.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ray_adascale import AdaScaleConfig
 from .readme import own_loop
 
 ROOT = Path(__file__).parents[2]
-# migrating.md runs on two gloo workers, in test_migrating.py.
+# The guide to migrating runs on two gloo workers, in test_migrating.py.
 ALL_PAGES = sorted(
     [
         *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")),
-        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("docs/**/*.md"),
     ]
 )
 PAGES = [page for page in ALL_PAGES if page.name != "migrating.md"]
@@ -171,15 +171,15 @@ def _signatures(folder: Path) -> dict[str, Any]:
 
 GIVEN: dict[str, Callable[[Path], dict[str, Any]]] = {
     "README.md": _signatures,
-    "elastic.md": _signatures,
-    "quickstart.md": _storage,
-    "workloads.md": _storage,
-    "forecast.md": _forecast,
-    "checkpoints.md": _checkpoints,
-    "report.md": _report,
+    "docs/guides/elastic.md": _signatures,
+    "docs/start/quickstart.md": _storage,
+    "docs/start/workloads.md": _storage,
+    "docs/guides/forecast.md": _forecast,
+    "docs/guides/checkpoints.md": _checkpoints,
+    "docs/guides/report.md": _report,
 }
-NEEDS_RAY = ("quickstart.md", "workloads.md")
-NEEDS_GROUP = ("sharding.md",)  # a process group, of one worker
+NEEDS_RAY = ("docs/start/quickstart.md", "docs/start/workloads.md")
+NEEDS_GROUP = ("docs/guides/sharding.md",)  # a process group, of one worker
 
 
 def _pages() -> list[Any]:
@@ -187,7 +187,7 @@ def _pages() -> list[Any]:
     for page in PAGES:
         found = blocks(page.read_text(), page)
         if any(block.reason is None for block in found):
-            marks = [pytest.mark.ray] if page.name in NEEDS_RAY else []
+            marks = [pytest.mark.ray] if _name(page) in NEEDS_RAY else []
             pages.append(pytest.param(page, id=_name(page), marks=marks))
     return pages
 
@@ -197,14 +197,14 @@ def _pages() -> list[Any]:
 def test_the_python_blocks_run(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    if page.name in NEEDS_GROUP:
+    if _name(page) in NEEDS_GROUP:
         request.getfixturevalue("pool")(1).run(run_page, blocks(page.read_text(), page), {"__name__": "__main__"})
         return
     monkeypatch.chdir(tmp_path)
-    if page.name in NEEDS_RAY:
+    if _name(page) in NEEDS_RAY:
         request.getfixturevalue("ray_session")
     # Functions that go to Ray's workers must not belong to a module that these would import.
-    given = GIVEN[page.name](tmp_path) if page.name in GIVEN else {}
+    given = GIVEN[_name(page)](tmp_path) if _name(page) in GIVEN else {}
     namespace = {"__name__": "__main__", **given}
     run_page(blocks(page.read_text(), page), namespace)
 
@@ -300,7 +300,9 @@ def test_symptoms_are_what_the_package_says() -> None:
     """What troubleshooting.md quotes in its first column stands in the source; `...` for what differs."""
     source = "".join(path.read_text() for path in sorted((ROOT / "ray_adascale").rglob("*.py")))
     said = re.sub(r"\"\s*\n\s*f?\"", "", source)  # a message over several lines
-    quotes = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "troubleshooting.md").read_text(), flags=re.MULTILINE)
+    quotes = re.findall(
+        r"^\| `([^`]+)` \|", (ROOT / "docs" / "reference" / "troubleshooting.md").read_text(), flags=re.MULTILINE
+    )
     assert len(quotes) > 10
     for quote in quotes:
         if quote in RAYS_OWN:
@@ -310,10 +312,39 @@ def test_symptoms_are_what_the_package_says() -> None:
 
 
 def test_the_table_of_gains_is_computed() -> None:
-    """docs/choosing.md shows the numbers that its own block computes."""
-    page = ROOT / "docs" / "choosing.md"
+    """docs/guides/choosing.md shows the numbers that its own block computes."""
+    page = ROOT / "docs" / "guides" / "choosing.md"
     namespace: dict[str, Any] = {}
     run_page(blocks(page.read_text(), page), namespace)
     for scale, batch, r, share, steps, examples in namespace["rows"]:
         row = f"| {scale} | {batch} | {r} | {share.replace('%', ' %')} | {steps} | {examples} |"
         assert row in page.read_text(), row
+
+
+def test_pages_that_sources_name_exist() -> None:
+    """Docstrings, messages, comments and the changelog name pages by their path from the repository."""
+    named = 0
+    for page in [
+        *(
+            path
+            for folder in ("ray_adascale", "examples", "benchmarks", "tests", "docs")
+            for path in ROOT.glob(f"{folder}/**/*.py")
+        ),
+        *ROOT.glob("examples/**/*.yaml"),
+        ROOT / "cluster.yaml",
+        ROOT / "CHANGELOG.md",
+    ]:
+        for name in re.findall(r"\bdocs/[\w./-]+\.(?:md|py)\b", page.read_text()):
+            assert (ROOT / name).exists(), f"{_name(page)}: {name}"
+            named += 1
+    assert named > 20
+
+
+def test_every_page_is_in_the_readmes_list() -> None:
+    """The site's navigation is made from this list (docs/conf.py), in four groups."""
+    section = (ROOT / "README.md").read_text().partition("\n## Documentation\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^- \*\*(\w+)\*\*: ", section, flags=re.MULTILINE) == ["Start", "Guides", "Results", "Reference"]
+    listed = re.findall(r"\]\(([^)#]+\.md)\)", section)
+    api = "docs/reference/api/"
+    pages = [name for name in map(_name, ALL_PAGES) if not name.startswith(api) or name == f"{api}index.md"]
+    assert sorted(listed) == sorted(name for name in pages if name != "README.md")

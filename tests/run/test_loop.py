@@ -1174,11 +1174,11 @@ def test_wrapped_optimizers_are_refused() -> None:
     ("kind", "rule", "words"),
     [
         (torch.optim.SGD, "adascale", None),
-        (torch.optim.Adam, "adascale", r"With Adam there is no proof.*measured.*docs/adam\.md"),
-        (torch.optim.AdamW, "adascale", r"With AdamW there is no proof.*measured.*docs/adam\.md"),
+        (torch.optim.Adam, "adascale", r"With Adam there is no proof.*measured.*docs/results/adam\.md"),
+        (torch.optim.AdamW, "adascale", r"With AdamW there is no proof.*measured.*docs/results/adam\.md"),
         (torch.optim.RMSprop, "adascale", r"with RMSprop it was not tried"),
         (torch.optim.NAdam, "adascale", r"with NAdam it was not tried"),
-        (torch.optim.AdamW, "adamscale", r"did not carry over.*'adascale'.*docs/adam\.md"),
+        (torch.optim.AdamW, "adamscale", r"did not carry over.*'adascale'.*docs/results/adam\.md"),
         (torch.optim.AdamW, "sqrt", None),
     ],
 )

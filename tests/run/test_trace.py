@@ -237,7 +237,7 @@ def test_keys_that_many_new_rows_have_are_no_reason_to_keep_a_row(tmp_path: Path
 
 
 def test_a_million_steps_take_what_the_docs_say(tmp_path: Path) -> None:
-    """docs/checkpoints.md: at most 16 MB a checkpoint. Rows as long as a run's; one in fifty is enough to tell."""
+    """docs/guides/checkpoints.md: at most 16 MB a checkpoint. Rows as long as a run's; one in fifty is enough to tell."""
     row = dict.fromkeys(METRICS, 123456.123456789) | {"attempt": 3, "position": 10**9}
     with Trace(tmp_path / "t", keep=40_000 // 50) as trace:
         for step in range(1, 1_000_000 // 50 + 1):

@@ -151,4 +151,4 @@ def test_adamw_is_searched_carried_over_sharded_and_resumed(
     assert capfd.readouterr().err.count("With AdamW there is no proof") == 1
 
     (row,) = forecast_recipe(recipe, workers=[2], config=SETTINGS).rows
-    assert T / 4 < row.steps < T  # how near it is, docs/adam.md has of runs that are long enough
+    assert T / 4 < row.steps < T  # how near it is, docs/results/adam.md has of runs that are long enough

@@ -1,0 +1,90 @@
+"""Sphinx's settings for the documentation site: ``make docs`` builds it into build/docs.
+
+The source folder is the repository's root, so that relative links between README.md, CONTRIBUTING.md, benchmarks/README.md and
+the pages in docs/ work on the site and on a code host alike.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ray_adascale import __version__
+
+project = "ray_adascale"
+copyright = "the ray_adascale authors"
+version = release = __version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
+root_doc = "README"
+include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "docs/**.md"]
+exclude_patterns = [".*", "build", "dist", "runs", "ray_adascale", "tests", "examples"]
+
+myst_heading_anchors = 3
+myst_links_external_new_tab = False
+
+# Links and references: `make docs` treats each warning as an error (-W), and each unresolved reference as a warning (-n).
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+nitpick_ignore_regex = [
+    # Other projects' names: looking them up would need their sites at build time.
+    (r"py:.*", r"(accelerate|collections|lightning|numpy|os|pathlib|ray|rich|torch|transformers)\..*"),
+    # Words of torch's own docstrings, which OSS and ShardedDataParallel inherit, and attributes that an __init__ sets.
+    (r"py:class", r"Module|Optimizer|Path|optional"),
+    (r"py:attr", r"[a-z_]+"),
+    # Modules that are not part of the public interface; their names appear in type annotations.
+    (r"py:.*", r"ray_adascale\.[\w.]+\.\w+"),
+]
+python_use_unqualified_type_names = True
+
+html_theme = "furo"
+html_title = f"ray_adascale {release}"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_show_sphinx = False
+html_copy_source = False
+html_theme_options = {"navigation_with_keys": True}
+copybutton_prompt_text = r"\$ "
+copybutton_prompt_is_regexp = True
+
+
+def add_navigation(app: Any, docname: str, source: list[str]) -> None:
+    """Append a table of contents to README.md: one for each group of pages in its section "Documentation".
+
+    README.md stays free of Sphinx's directives this way, and holds the only list of the pages.
+    """
+    if docname != root_doc:
+        return
+    section = source[0].partition("\n## Documentation\n")[2].partition("\n## ")[0]
+    for group, pages in re.findall(r"^- \*\*(.+?)\*\*(.*?)(?=^- |\Z)", section, flags=re.MULTILINE | re.DOTALL):
+        names = [f"/{name}" for name in re.findall(r"\]\(([^)#]+)\.md\)", pages)]
+        source[0] += "\n".join(["\n\n```{toctree}", ":hidden:", f":caption: {group}", "", *names, "```\n"])
+
+
+def keep_colons(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Start a property's docstring with an empty line: napoleon would read text before a colon in its first line as a type."""
+    if what in ("property", "attribute", "data"):
+        lines.insert(0, "")
+
+
+def copy_front_page(app: Any, exception: Exception | None) -> None:
+    """Make README.html the page that a browser shows for the folder, too."""
+    if exception is None and app.builder.format == "html":
+        shutil.copy(Path(app.outdir, f"{root_doc}.html"), Path(app.outdir, "index.html"))
+
+
+def setup(app: Any) -> None:
+    app.connect("source-read", add_navigation)
+    app.connect("autodoc-process-docstring", keep_colons, priority=400)  # before napoleon, at 500
+    app.connect("build-finished", copy_front_page)
