@@ -175,8 +175,8 @@ class Law:
     f = 1 at S = 1. With momentum the weights lag behind the clock by the memory L = m/(1 − m), in steps. So after large steps
     the replay uses the base run's noise at p + L·(1 − e^(−p/L)), where p is the sum of the gains as momentum averages them.
 
-    The law is empirical, from some 200 settings on 20 workloads, six of them held out (docs/results/forecast.md). It was found for
-    SGD. For an optimizer with betas, such as Adam, m = β1 (docs/results/adam.md has four workloads).
+    The law is empirical, from some 200 settings on 20 workloads, six of them held out (docs/results/forecast.md). It was
+    found for SGD. For an optimizer with betas, such as Adam, m = β1 (docs/results/adam.md has four workloads).
 
     Attributes:
         momentum: m, 0 ≤ m < 1.
