@@ -165,6 +165,8 @@ class StepLog:
         self._counts = not called_to_make_state(self._adascale)
         self._lr = self._schedule.get_last_lr()[0]  # the coming step's, before the gain
         self._plan = self._plan_of_step()
+        if self._trace is not None:
+            self._trace.write_row()
         if self._path is not None:
             self._tau = self._adascale.effective_steps
 
