@@ -49,7 +49,7 @@ class NoiseWarning(Listener):
             return
         since = step.tau if self._too_large_since is None else self._too_large_since
         self._too_large_since = since
-        # Noise at the beginning of a run seldom stays as it is, and averages of a few samples vary.
+        # Noise at the beginning of a run seldom lasts, and averages of a few samples vary.
         reliable = step.tau >= _WINDOWS * self._window and step.metrics["optimizer_steps"] >= _STEPS
         if reliable and step.tau - since >= self._window and not self._efficient_as_a_whole(step):
             self._warned = True

@@ -119,7 +119,7 @@ def _check_model(model: nn.Module) -> None:
     # By name, because importing FSDP takes half a second.
     if any(type(part).__name__ == "FullyShardedDataParallel" for part in model.modules()):
         raise ValueError(
-            "The model is in FullyShardedDataParallel (FSDP1), whose flat parameters AdaScale can't measure. Use "
+            "The model is in FullyShardedDataParallel (FSDP1). AdaScale can't measure its flat parameters. Use "
             "DistributedDataParallel, or ray_adascale.Run with AdaScaleConfig(sharding='fsdp2')."
         )
     if any(is_dtensor(p) for p in model.parameters()):

@@ -70,7 +70,7 @@ class EffectiveSchedule:
     """Drives a torch LR scheduler by effective steps τ.
 
     Args:
-        optimizer: The optimizer whose learning rates count, or a wrapper that shares its ``param_groups``.
+        optimizer: The optimizer with the learning rates, or a wrapper that shares its ``param_groups``.
         scheduler: A fresh scheduler (never stepped), or None for constant learning rates.
         unit: The unit of one ``scheduler.step()`` in the base run: an optimizer ``"step"`` or an ``"epoch"``. Required
             with a scheduler.
