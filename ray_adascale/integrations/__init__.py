@@ -1,1 +1,1 @@
-"""Thin adapters for training loops that others own; each loads its library when it is imported, and no other does."""
+"""Thin adapters for the training loops of other libraries. Each module imports its library; no other module does."""

@@ -1,4 +1,4 @@
-"""Hugging Face's Accelerate: ``prepare`` with AdaScale, for a loop that is written around an ``Accelerator``."""
+"""Hugging Face's Accelerate: ``prepare`` with AdaScale, for a loop with an ``Accelerator``."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def prepare(
     config: AdaScaleConfig,
     recipe: Recipe | None = None,
 ) -> tuple[Any, Any, Any, TauSchedule]:
-    """``accelerator.prepare(model, optimizer, dataloader, scheduler)`` with AdaScale under the optimizer.
+    """Call ``accelerator.prepare(model, optimizer, dataloader, scheduler)`` with AdaScale as the optimizer.
 
-    The loop stays what it was, but for where it ends::
+    Only the end of the loop changes::
 
         model, optimizer, loader, schedule = prepare(accelerator, model, optimizer, loader, scheduler, config)
         while not schedule.finished:
@@ -45,29 +45,29 @@ def prepare(
                 if schedule.finished:
                     break
 
-    The last step of an epoch, which ``accumulate()`` takes with the passes that there are, counts for those alone; its
-    gradient, which Accelerate divides by ``gradient_accumulation_steps`` all the same, is made a mean again.
-    ``accelerator.save_state`` and ``load_state`` hold the statistics, τ and the schedule with the rest.
+    The last step of an epoch may have fewer passes under ``accumulate()``. It counts for these passes alone. Accelerate divides
+    its gradient by ``gradient_accumulation_steps`` nevertheless; AdaScale turns it back into a mean.
+    ``accelerator.save_state`` and ``load_state`` include the statistics, τ and the schedule.
 
     Args:
-        accelerator: Its ``gradient_accumulation_steps`` are the passes of a step.
-        model: Bare.
-        optimizer: Bare, with the LRs of the base batch.
-        dataloader: Its ``batch_size`` is that of a pass on one worker (over all of them with ``split_batches``).
-        scheduler: On the optimizer, fresh; or None.
-        config: See :func:`ray_adascale.attach`. What the accelerator and the dataloader know may be left out: passes, batch
-            size, length of the dataset.
-        recipe: The outcome of a search.
+        accelerator: Its ``gradient_accumulation_steps`` is the number of passes of a step.
+        model: The bare model.
+        optimizer: The bare optimizer, with the LRs of the base batch.
+        dataloader: Its ``batch_size`` is that of a pass on one worker (with ``split_batches``: on all workers).
+        scheduler: A fresh scheduler on the optimizer, or None.
+        config: See :func:`ray_adascale.attach`. Passes, batch size and length of the dataset may be left out: they are those of
+            the accelerator and the dataloader.
+        recipe: The result of a search.
 
     Returns:
         Model, optimizer and dataloader as Accelerate prepares them, and the schedule itself.
 
     Raises:
-        ValueError: A setting can't work, or says otherwise than the accelerator.
+        ValueError: A setting can't work, or contradicts the accelerator.
     """
     if accelerator.distributed_type not in _PLAIN:
         raise ValueError(
-            f"Accelerate's {accelerator.distributed_type} is not supported: each worker must hold the whole model. Use "
+            f"Accelerate's {accelerator.distributed_type} is not supported: each worker must have the whole model. Use "
             "plain data parallelism (accelerate launch --multi_gpu, or --cpu), or ray_adascale.Run with its own sharding."
         )
     batch = getattr(dataloader, "batch_size", None) or getattr(dataloader.batch_sampler, "batch_size", None)

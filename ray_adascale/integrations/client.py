@@ -1,4 +1,4 @@
-"""What the adapters share: the client's batch in the settings, what is told of each step, and the recipe of a base run."""
+"""Shared parts of the adapters: the client's batch in the settings, metrics and trace of its steps, the recipe of a base run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ..run.trace import TraceFile, read_trace
 __all__ = ["RecipeRecorder", "StepLog", "follow_batch", "with_clients_batch"]
 
 LOGGED = ("gain", "scale", "effective_steps", "noise_scale", "efficiency")
-"""What goes into a client's own log of a step."""
+"""The metrics of a step for the client's log."""
 
 
 def with_clients_batch(
@@ -38,30 +38,29 @@ def with_clients_batch(
     per_worker_batch_size: tuple[int | None, str],
     dataset: Any,
 ) -> AdaScaleConfig:
-    """The settings with what the client knows of its batch.
+    """Return the settings with the client's batch.
 
     Args:
-        config: As given by the user.
-        accumulation: Passes of a step, and where the client has them from.
-        per_worker_batch_size: Examples of a pass on one worker, None where the client can't say; and where from.
-        dataset: For the length of an epoch, where it has one and the settings don't.
+        config: The user's settings.
+        accumulation: Passes of a step, and the client's setting that they come from.
+        per_worker_batch_size: Examples of a pass on one worker, None if the client has no such number; and the client's setting
+            that it comes from.
+        dataset: The dataset. Its length is that of an epoch, unless the settings have one.
 
     Raises:
-        ValueError: The settings say otherwise.
+        ValueError: The settings contradict the client.
     """
     (passes, their_passes), (batch, their_batch) = accumulation, per_worker_batch_size
     if config.accumulation not in (1, passes):
         raise ValueError(
-            f"Invalid AdaScaleConfig(accumulation={config.accumulation}): {their_passes} says {passes}. Leave it out."
+            f"Invalid AdaScaleConfig(accumulation={config.accumulation}). Must be {passes}, as {their_passes}, or left out."
         )
     mine = config.per_worker_batch_size
     if mine is None and batch is None:
-        raise ValueError(
-            "AdaScaleConfig(per_worker_batch_size=...) is needed: the dataloader has no batch size of its own to take."
-        )
+        raise ValueError("Missing AdaScaleConfig(per_worker_batch_size=...): the dataloader has no batch size.")
     if mine is not None and batch is not None and mine != batch:
         raise ValueError(
-            f"Invalid AdaScaleConfig(per_worker_batch_size={mine}): {their_batch} says {batch}. Leave it out."
+            f"Invalid AdaScaleConfig(per_worker_batch_size={mine}). Must be {batch}, as {their_batch}, or left out."
         )
     length = config.dataset_length
     if length is None and isinstance(dataset, Sized):
@@ -70,7 +69,7 @@ def with_clients_batch(
 
 
 def follow_batch(schedule: TauSchedule, *, passes: int, per_worker_batch_size: int) -> bool:
-    """Set S and n to the batch that the client makes from here on. At a step boundary, on all workers.
+    """Set S and n to those of the client's next batches. At a step boundary, on all workers.
 
     Args:
         schedule: From :func:`ray_adascale.attach`.
@@ -78,7 +77,7 @@ def follow_batch(schedule: TauSchedule, *, passes: int, per_worker_batch_size: i
         per_worker_batch_size: Examples of a pass on one worker.
 
     Returns:
-        Whether the batch is another one than before.
+        Whether the batch has changed.
 
     Raises:
         ValueError: The batch is smaller than the base batch.
@@ -92,8 +91,8 @@ def follow_batch(schedule: TauSchedule, *, passes: int, per_worker_batch_size: i
     if batch < plan.base_batch_size:
         raise ValueError(
             f"The batch is now {batch} examples ({per_worker_batch_size} per worker × {plan.world_size} workers × {passes} "
-            f"passes), fewer than the base batch size of {plan.base_batch_size}, so the scale would be below 1. Raise the "
-            "passes of a step, or take more workers."
+            f"passes), fewer than the base batch size of {plan.base_batch_size}, so the scale would be below 1. Use more passes "
+            "or more workers."
         )
     if passes != plan.accumulation:
         adascale.set_num_gradients_to_accumulate(passes)
@@ -103,12 +102,11 @@ def follow_batch(schedule: TauSchedule, *, passes: int, per_worker_batch_size: i
 
 
 class StepLog:
-    """Follows the optimizer steps that a client takes: metrics for the client's log, and the trace for ``ray-adascale report``.
+    """Logs the optimizer steps of a client: metrics for the client's log, and the trace for ``ray-adascale report``.
 
     Args:
         schedule: From :func:`ray_adascale.attach`.
-        trace: The trace's file, written by rank 0. On resumption the rows after the client's checkpoint are dropped. None
-            for no trace.
+        trace: File of the trace, written by rank 0. A resume drops the rows after the client's checkpoint. None for no trace.
     """
 
     def __init__(self, schedule: TauSchedule, trace: str | Path | None = None) -> None:
@@ -116,35 +114,37 @@ class StepLog:
         self._schedule, self._adascale = schedule, schedule.optimizer
         first = not dist.is_initialized() or dist.get_rank() == 0
         self._path = None if trace is None or not first else Path(trace)
-        self._trace: TraceFile | None = None  # made with the first step, which shows where the client resumes
+        self._trace: TraceFile | None = (
+            None  # opened at the first step, because its number shows where the client resumed
+        )
         self._attempt = 0
         self._progress = 0.0  # Σ r
-        self._position = 0  # examples before this start
+        self._position = 0  # examples of earlier starts
         self._examples, self._since = 0, time.monotonic()
-        self._counts = True  # False for a call of step() that only makes a state
+        self._counts = True  # False for a call of step() that only creates the optimizer's state
         self._lr, self._tau = schedule.get_last_lr()[0], schedule.effective_steps
         self._plan = self._plan_of_step()
         self._adascale.register_step_pre_hook(lambda *_: self._before())
         self._adascale.register_step_post_hook(lambda *_: self._after())
 
     def _plan_of_step(self) -> BatchPlan:
-        """Return the batch of the coming step. The last step of an epoch may have fewer passes than the others."""
+        """Return the batch of the coming step. The last step of an epoch may have fewer passes than others."""
         plan = self._schedule.plan
         assert plan is not None
         return replace(plan, global_batch_size=round(self._adascale.scale * plan.base_batch_size))
 
     def metrics(self) -> dict[str, float]:
-        """Return the last step's gain, scale, τ, noise scale and efficiency. On a GPU it waits for that step."""
+        """Return the last step's gain, scale, τ, noise scale and efficiency. On a GPU this waits for the step."""
         metrics = self._metrics()
         return {key: metrics[key] for key in LOGGED}
 
     def record(self, **metrics: Any) -> None:
-        """Add the client's own numbers (``loss``) to the trace's row of the last step."""
+        """Add the client's metrics (``loss``) to the last step's row in the trace."""
         if self._trace is not None:
             self._trace.recorded(metrics)
 
     def close(self) -> None:
-        """Write the last row. The client has ended, or will resume."""
+        """Write the last row and close the trace. A further step opens it again."""
         if self._trace is not None:
             self._trace.close()
             self._trace = None
@@ -164,8 +164,10 @@ class StepLog:
 
     def _before(self) -> None:
         self._counts = not called_to_make_state(self._adascale)
-        self._lr = self._schedule.get_last_lr()[0]  # the coming step's, before the gain
+        self._lr = self._schedule.get_last_lr()[0]  # of the coming step, before the gain
         self._plan = self._plan_of_step()
+        if self._trace is not None:
+            self._trace.write_row()
         if self._path is not None:
             self._tau = self._adascale.effective_steps
 
@@ -201,7 +203,7 @@ class StepLog:
         )
 
     def _resume(self, path: Path, number: int) -> TraceFile:
-        """Return the trace with the rows before this step, the first of this start; later rows are taken again."""
+        """Open the trace with the rows before this step, the first of this start. Later rows are dropped."""
         rows = read_trace(path) if path.exists() else []
         path.unlink(missing_ok=True)
         trace = TraceFile(path, keep=40_000, flush=True)
@@ -211,7 +213,7 @@ class StepLog:
             self._attempt = 1 + max(int(row.get("attempt", 0)) for row in rows)
         if kept:
             self._progress, self._position = kept[-1]["progress"], kept[-1]["position"]
-        elif number > 1:  # without a trace of the steps before: as if all were like this one, under AdaScale's rule
+        elif number > 1:  # no rows of earlier steps: assume the batch of this step and AdaScale's rule for all of them
             last = self._adascale.last_step
             self._progress = last.effective_steps - last.gain
             self._position = (number - 1) * self._plan.global_batch_size
@@ -219,10 +221,10 @@ class StepLog:
 
 
 class RecipeRecorder:
-    """Records the recipe of a base run that a client makes: one worker at the base batch, and noise probed as it goes.
+    """Records the recipe of a client's base run: one worker at the base batch, with probes of the noise.
 
-    A probe spends one more forward and backward pass over the batch, in halves, and leaves everything as it was: the run is
-    the same to the bit as without.
+    A probe is one more forward and backward pass over the batch, in halves. It changes no state, so the run is bit-identical to
+    one without probes.
 
     Args:
         loss_fn: ``loss_fn(model, batch)``, the mean loss over the batch's examples, of the bare model.
@@ -239,36 +241,36 @@ class RecipeRecorder:
         self.forget()
 
     def forget(self) -> None:
-        """The adapter's, before a run that begins anew: drop the probes of the run before."""
+        """Drop the probes. An adapter calls this before a new run."""
         self._noise: list[NoiseProbe] = []
         self._started = time.monotonic()
 
     def begin(self, schedule: TauSchedule, config: AdaScaleConfig) -> None:
-        """The adapter's: the run that is recorded.
+        """Begin to record a run. Called by an adapter.
 
         Raises:
-            ValueError: It is no base run.
+            ValueError: The run is no base run.
         """
         self.check_base_run(schedule)
         self._schedule, self._config = schedule, config
         self._momentum = momentum_of(schedule.optimizer)
 
     def check_base_run(self, schedule: TauSchedule) -> None:
-        """The adapter's, where the batch changes in a run.
+        """Check that a run is a base run. An adapter calls this after a change of the batch.
 
         Raises:
-            ValueError: It is no base run.
+            ValueError: The run is no base run.
         """
         plan = schedule.plan
         assert plan is not None
         if plan.scale != 1 or plan.num_samples != 1:
             raise ValueError(
-                f"A recipe is recorded of a base run, with one worker and one pass at the base batch; this one has scale "
-                f"{plan.scale:g}, {plan.world_size} workers and {plan.accumulation} passes."
+                f"A recipe can be recorded of a base run only, with one worker and one pass at the base batch; this one has "
+                f"scale {plan.scale:g}, {plan.world_size} workers and {plan.accumulation} passes."
             )
 
     def before_step(self, model: nn.Module, batch: Any) -> None:
-        """The adapter's, with each batch before it is trained on: probes it where that is due."""
+        """Probe the noise of a batch, if a probe is due. An adapter calls this before training on the batch."""
         assert self._schedule is not None
         tau = self._schedule.effective_steps
         if tau % self._probe_every or (self._noise and self._noise[-1].effective_steps >= tau):
@@ -276,7 +278,9 @@ class RecipeRecorder:
         trained = [p for group in self._schedule.optimizer.param_groups for p in group["params"] if p.requires_grad]
         probed = probe_noise(model, self._loss_fn, batch, parameters=trained)
         if probed is None:
-            warn_at_user("The batch can't be cut in two, so its noise is not probed: the recipe will make no forecast.")
+            warn_at_user(
+                "The batch can't be split in two, so its noise is not probed. The recipe will have no forecast."
+            )
         elif all(map(math.isfinite, probed)):
             self._noise.append(NoiseProbe(effective_steps=tau, sigma2=probed[0], mu2=probed[1]))
 
@@ -289,17 +293,17 @@ class RecipeRecorder:
         score: float,
         workload: Callable[..., Any] | type,
     ) -> Recipe:
-        """The recipe, once the run has reached T.
+        """Return the recipe of a run that has reached T.
 
         Args:
-            hyperparameters: What optimizer and schedule were built from, JSON values.
-            metric: What the run is judged by.
-            mode: Whether that is to be small or large.
-            score: Its value at the end.
-            workload: The function or class that builds the model, for its name.
+            hyperparameters: The hyperparameters of optimizer and schedule, JSON values.
+            metric: Name of the metric that the run is judged by.
+            mode: Whether a small or a large metric is better.
+            score: Value of the metric at the end.
+            workload: The function or class that builds the model. The recipe has its name.
 
         Raises:
-            ValueError: The run has not ended.
+            ValueError: The run has not reached T.
         """
         if self._schedule is None or self._config is None or not self._schedule.finished:
             tau = 0.0 if self._schedule is None else self._schedule.effective_steps

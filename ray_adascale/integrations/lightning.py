@@ -1,4 +1,4 @@
-"""Lightning: a callback that puts AdaScale under a ``Trainer``'s optimizer, and ends training at τ ≥ T."""
+"""Lightning: a callback that wraps a ``Trainer``'s optimizer in AdaScale, and ends training at τ ≥ T."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-except ModuleNotFoundError:  # the same, under its older name
+except ModuleNotFoundError:  # the older name of the package
     from pytorch_lightning import Callback, LightningModule, Trainer
     from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
 
@@ -28,30 +28,29 @@ _PRECISIONS = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 
 
 class AdaScaleCallback(Callback):
-    """Give it to the ``Trainer``; the module stays as it is at the base batch.
+    """A callback for the ``Trainer``. The module stays that of the base batch.
 
-    When training begins it puts AdaScale over the one optimizer that ``configure_optimizers`` returns, and a
-    :class:`ray_adascale.TauSchedule` in the place of its scheduler. The scheduler's unit is the ``"interval"`` that
-    ``configure_optimizers`` returns with it. S and n follow from the dataloader's batch size, the number of processes and
-    ``accumulate_grad_batches``, also where those change between epochs (``GradientAccumulationScheduler``,
-    ``reload_dataloaders_every_n_epochs``); the last step of an epoch counts for the passes that it has. Gain, scale and τ are
-    logged. ``trainer.should_stop`` is set at τ ≥ T, so leave ``max_epochs`` large enough (-1). Lightning's checkpoints hold the
-    statistics and τ with the optimizer's state. A callback is for one run: a second ``fit()`` resumes from a checkpoint
-    (``ckpt_path``), or is refused.
+    When training begins, the callback wraps the one optimizer that ``configure_optimizers`` returns in AdaScale, and replaces its
+    scheduler by a :class:`ray_adascale.TauSchedule`. The scheduler's unit is the ``"interval"`` that ``configure_optimizers``
+    returns with it. S and n follow from the dataloader's batch size, the number of processes and ``accumulate_grad_batches``, and
+    change with them between epochs (``GradientAccumulationScheduler``, ``reload_dataloaders_every_n_epochs``). The last step of
+    an epoch counts for the passes that it has. Gain, scale and τ are logged. ``trainer.should_stop`` is set at τ ≥ T, so leave
+    ``max_epochs`` large enough (-1). Lightning's checkpoints have the statistics and τ in the optimizer's state. A callback is
+    for one run: a second ``fit()`` resumes from a checkpoint (``ckpt_path``), or is refused.
 
-    Strategies: one device, ``"ddp"`` and Ray's ``RayDDPStrategy``; others are refused. With manual optimization the module says
-    how many passes a step has: ``accumulation`` in the settings, and :meth:`~ray_adascale.AdaScale.expect_passes`.
+    Strategies: one device, ``"ddp"`` and Ray's ``RayDDPStrategy``; others are refused. With manual optimization the module sets
+    the number of passes: with ``accumulation`` in the settings, and :meth:`~ray_adascale.AdaScale.expect_passes`.
 
     Args:
-        config: See :func:`ray_adascale.attach`. What the trainer, the dataloader and ``configure_optimizers`` say may be left
+        config: See :func:`ray_adascale.attach`. Settings of the trainer, the dataloader and ``configure_optimizers`` may be left
             out.
-        recipe: The outcome of a search, or of a base run that was recorded through this callback.
-        trace: A file for the trace that ``ray-adascale report`` reads, written by rank 0.
-        recorder: Records the recipe of this run, which is then a base run.
+        recipe: The result of a search, or of a base run that was recorded through this callback.
+        trace: File of the trace for ``ray-adascale report``, written by rank 0.
+        recorder: Records the recipe of this run, which must be a base run.
         log: Log gain, scale, τ, noise scale and efficiency after each optimizer step.
 
     Attributes:
-        schedule: The schedule, once training has begun.
+        schedule: The schedule; None before training begins.
     """
 
     def __init__(
@@ -75,15 +74,14 @@ class AdaScaleCallback(Callback):
         """Attach AdaScale. The model is on its device and wrapped, and no state is restored yet.
 
         Raises:
-            ValueError: A setting, of the trainer's or of the module's, can't work; or this callback has trained already.
+            ValueError: A setting of the trainer or the module can't work, or this callback has trained before.
         """
         _check(trainer)
         if self.schedule is not None and self.schedule.effective_steps > 0 and trainer.ckpt_path is None:
             raise ValueError(
                 f"This AdaScaleCallback has trained before, to effective step {self.schedule.effective_steps:.0f} of "
-                f"{self.schedule.base_schedule.total_steps}. A second fit() would begin the schedule anew on weights that are "
-                "trained already. To go on: fit(..., ckpt_path=...). To train anew: make the module, the callback and the "
-                "Trainer anew."
+                f"{self.schedule.base_schedule.total_steps}. A second fit() would begin the schedule anew, on trained weights. "
+                "To resume, call fit(..., ckpt_path=...). To train anew, build a new module, a new callback and a new Trainer."
             )
         trainer.fit_loop.setup_data()
         loader: Any = trainer.train_dataloader
@@ -112,7 +110,7 @@ class AdaScaleCallback(Callback):
             pl_module, optimizer, configs[0].scheduler if configs else None, config, self._recipe, grad_scaler=scaler
         )
         _check_minimum(trainer, schedule)
-        self._steps_at_end = 0  # 1 once τ ≥ T; more where Lightning goes on all the same
+        self._steps_at_end = 0  # steps that ended at τ ≥ T; more than 1 if Lightning does not stop
         adascale.ends_early = lambda: self._ends_epoch(trainer, pl_module)
         trainer.optimizers = [adascale]
         if configs:
@@ -128,7 +126,7 @@ class AdaScaleCallback(Callback):
         return self.schedule.optimizer
 
     def _follow_batch(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Read passes and batch size again: a GradientAccumulationScheduler or a reloaded dataloader may have changed them."""
+        """Update passes and batch size: a GradientAccumulationScheduler or a reloaded dataloader may have changed them."""
         assert self.schedule is not None
         plan = self.schedule.plan
         assert plan is not None
@@ -142,12 +140,12 @@ class AdaScaleCallback(Callback):
     # ---- a step --------------------------------------------------------------------------------------------------
 
     def _ends_epoch(self, trainer: Trainer, pl_module: LightningModule) -> bool:
-        """Whether Lightning steps after this batch though its passes are not complete."""
+        """Return whether Lightning steps after this batch even if passes of the step are missing."""
         last = trainer.is_last_batch or self._batch_idx + 1 >= trainer.num_training_batches
         return pl_module.automatic_optimization and last
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Train nothing where the checkpoint that was loaded is of a run at its end."""
+        """Stop training if the loaded checkpoint is at the end of its run."""
         assert self.schedule is not None
         if self.schedule.finished:
             trainer.should_stop = True
@@ -190,29 +188,29 @@ class AdaScaleCallback(Callback):
         if not schedule.finished:
             warn_at_user(
                 f"Training ended at effective step {tau:.0f} of {total}, before the schedule's end: "
-                f"max_epochs={trainer.max_epochs}, max_steps={trainer.max_steps}, or somebody stopped it. Give max_epochs=-1: "
+                f"max_epochs={trainer.max_epochs}, max_steps={trainer.max_steps}, or training was stopped. Set max_epochs=-1: "
                 "this callback stops at T."
             )
         elif self._steps_at_end > 1:
             warn_at_user(
                 f"Training ended at effective step {tau:.0f}, {self._steps_at_end - 1} optimizer steps after the schedule's end "
                 f"at {total}: Lightning went on after should_stop was set (min_epochs={trainer.min_epochs}, "
-                f"min_steps={trainer.min_steps}, or a callback that clears it). Their learning rate was the schedule's last."
+                f"min_steps={trainer.min_steps}, or a callback that clears it). They had the schedule's last learning rate."
             )
 
 
 def _batch_size_of(loader: Any) -> int | None:
-    """Return the examples of a pass on one worker; None where the loader has no batch size of its own."""
+    """Return the examples of a pass on one worker; None if the loader has no batch size."""
     return getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
 
 
 def _unit_of(scheduler: Any, config: AdaScaleConfig, recipe: Recipe | None) -> Any:
-    """Return the unit of a scheduler, "step" or "epoch": its ``interval`` in what ``configure_optimizers`` returned.
+    """Return the unit of a scheduler, "step" or "epoch": the ``interval`` that ``configure_optimizers`` returned.
 
     Args:
-        scheduler: Lightning's record of it.
-        config: As given by the user.
-        recipe: As given by the user.
+        scheduler: Lightning's configuration of the scheduler.
+        config: The user's settings.
+        recipe: The user's recipe.
 
     Raises:
         ValueError: The settings or the recipe have another unit, or ``frequency`` is not 1.
@@ -239,7 +237,7 @@ def _unit_of(scheduler: Any, config: AdaScaleConfig, recipe: Recipe | None) -> A
 
 
 def _check_minimum(trainer: Trainer, schedule: TauSchedule) -> None:
-    """Refuse a minimum length that may go beyond T: Lightning doesn't stop before it."""
+    """Refuse a minimum length of training that may exceed T, because Lightning does not stop before it."""
     assert schedule.plan is not None
     total = schedule.base_schedule.total_steps
     fewest = math.ceil(total / schedule.plan.scale)  # optimizer steps, with a gain of S in each
@@ -259,8 +257,8 @@ def _check(trainer: Trainer) -> None:
     strategy = trainer.strategy
     if not isinstance(strategy, DDPStrategy | SingleDeviceStrategy):
         raise ValueError(
-            f"Lightning's {type(strategy).__name__} is not supported: each worker must hold the whole model. Use "
-            "strategy='ddp' (RayDDPStrategy on Ray); a model that is sharded with fully_shard trains with ray_adascale.Run and "
+            f"Lightning's {type(strategy).__name__} is not supported: each worker must have the whole model. Use "
+            "strategy='ddp' (RayDDPStrategy on Ray). For a model that is sharded with fully_shard use ray_adascale.Run and "
             "AdaScaleConfig(sharding='fsdp2')."
         )
     if len(trainer.optimizers) != 1:
@@ -270,6 +268,6 @@ def _check(trainer: Trainer) -> None:
         )
     if len(trainer.lr_scheduler_configs) > 1:
         raise ValueError(
-            f"configure_optimizers returned {len(trainer.lr_scheduler_configs)} schedulers. Make one of them: SequentialLR or "
-            "ChainedScheduler."
+            f"configure_optimizers returned {len(trainer.lr_scheduler_configs)} schedulers. Combine them into one, with "
+            "SequentialLR or ChainedScheduler."
         )

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with AdaScale: a mixin of the Trainer, since passes and tokens are known to nobody else."""
+"""Hugging Face's Trainer with AdaScale: a mixin, because only the Trainer has the passes and tokens of a step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _Base: Any = Trainer if TYPE_CHECKING else object
 
 
 class _Stop(TrainerCallback):
-    """Ends training when τ has reached T, and warns where it ended before."""
+    """Ends training when τ has reached T, and informs the trainer of the events of training."""
 
     def __init__(self, trainer: AdaScaleMixin) -> None:
         self._trainer = trainer
@@ -48,24 +48,24 @@ class _Stop(TrainerCallback):
 
 
 class AdaScaleMixin(_Base):
-    """For a subclass of ``transformers.Trainer``; :class:`AdaScaleTrainer` is the plain one with it.
+    """A mixin for subclasses of ``transformers.Trainer``. :class:`AdaScaleTrainer` is the plain Trainer with it.
 
-    Training ends at τ ≥ T, which takes at most T optimizer steps: ``max_steps`` is set to T where the arguments leave it, and
-    ``num_train_epochs`` counts for nothing. A scheduler that the Trainer makes by itself is made for T steps. Where the loss is
-    normalised over the tokens of a step (``num_items_in_batch``), each gradient sample has the weight of its tokens. The last
-    step of an epoch counts for the passes that it has. S and n are of the batch that is made, also under
-    ``split_batches`` and after ``auto_find_batch_size`` has made the batch smaller. Gain, scale and τ go into each log.
+    Training ends at τ ≥ T, after at most T optimizer steps. ``max_steps`` is set to T unless the arguments set it, and
+    ``num_train_epochs`` has no effect. A scheduler that the Trainer creates has a length of T steps. If the loss is normalised
+    over the tokens of a step (``num_items_in_batch``), each gradient sample is weighted by its tokens. The last step of an epoch
+    counts for the passes that it has. S and n are those of the actual batch, also with ``split_batches`` and after
+    ``auto_find_batch_size`` has reduced the batch. Each log has gain, scale and τ.
 
     Args:
-        *args: The Trainer's. ``optimizers=(optimizer, scheduler)`` are bare; or ``args.optim="sgd"``.
+        *args: Arguments of the Trainer. ``optimizers=(optimizer, scheduler)`` must be bare; or use ``args.optim="sgd"``.
         adascale: Settings, see :func:`ray_adascale.attach`. Batch size, passes and length of the dataset are the Trainer's.
-        recipe: The outcome of a search, or of a base run that was recorded with this class.
-        trace: A file for the trace that ``ray-adascale report`` reads, written by rank 0.
-        recorder: Records the recipe of this run, which is then a base run.
-        **kwargs: The Trainer's.
+        recipe: The result of a search, or of a base run that was recorded with this class.
+        trace: File of the trace for ``ray-adascale report``, written by rank 0.
+        recorder: Records the recipe of this run, which must be a base run.
+        **kwargs: Arguments of the Trainer.
 
     Attributes:
-        schedule: The :class:`ray_adascale.TauSchedule`, once training has begun.
+        schedule: The :class:`ray_adascale.TauSchedule`; None before training begins.
 
     Raises:
         ValueError: A setting can't work, the model ignores ``num_items_in_batch`` (at the first step), or the run has reached
@@ -82,20 +82,20 @@ class AdaScaleMixin(_Base):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.args: Any = copy.copy(self.args)  # what is changed of it is this trainer's alone
+        self.args: Any = copy.copy(self.args)  # a copy, because this class changes it
         self.schedule: TauSchedule | None = None
         self._recipe, self._trace, self._recorder = recipe, trace, recorder
         self._steps: StepLog | None = None
         self._normalises: bool | None = None
-        self._losses: list[Tensor] = []  # of the step under way
+        self._losses: list[Tensor] = []  # of the present step
         if self.args.n_gpu > 1:
             raise ValueError(
-                f"The Trainer would use DataParallel on {self.args.n_gpu} GPUs in one process. Start one process a GPU "
+                f"The Trainer would use DataParallel on {self.args.n_gpu} GPUs in one process. Start one process per GPU "
                 "(torchrun, accelerate launch), or hide the others (CUDA_VISIBLE_DEVICES)."
             )
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             raise ValueError(
-                "DeepSpeed and FSDP under the Trainer are not supported: each worker must hold the whole model. Train with "
+                "DeepSpeed and FSDP under the Trainer are not supported: each worker must have the whole model. Train with "
                 "DistributedDataParallel, or with ray_adascale.Run and its own sharding."
             )
         config = with_clients_batch(
@@ -117,18 +117,18 @@ class AdaScaleMixin(_Base):
     # ---- optimizer and schedule ----------------------------------------------------------------------------------
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Makes the Trainer's own, unless one was given, and puts AdaScale over it.
+        """Create the Trainer's optimizer, unless one was given, and wrap it in AdaScale.
 
-        A second ``train()`` goes on with the first one's, and so does a restart of ``auto_find_batch_size`` after an
-        out-of-memory error. With ``model_init`` the Trainer has dropped the optimizer with the model, and all is made anew.
+        A second ``train()`` uses the optimizer of the first one, and so does a restart of ``auto_find_batch_size`` after an
+        out-of-memory error. With ``model_init`` the Trainer has dropped the optimizer with the model, and a new one is created.
         """
         if self.schedule is not None and self.optimizer is not None:  # type: ignore[has-type]
-            self._adascale.zero_grad()  # of a pass that ran out of memory
+            self._adascale.zero_grad()  # gradients of a pass that ran out of memory
             self._losses.clear()
             return self.optimizer  # type: ignore[has-type]
         optimizer = super().create_optimizer() if model is None else super().create_optimizer(model)
         scheduler = super().create_scheduler(num_training_steps=self._total_steps, optimizer=optimizer)
-        self._created_lr_scheduler = False  # a second train() goes on with it
+        self._created_lr_scheduler = False  # so that a second train() keeps it
         adascale, schedule = attach(
             self.model, optimizer, scheduler, self._config, self._recipe, grad_scaler=self.accelerator.scaler
         )
@@ -139,7 +139,7 @@ class AdaScaleMixin(_Base):
         return adascale
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The schedule, which was made with the optimizer, for T steps."""
+        """Return the schedule, which was created with the optimizer, for T steps."""
         return self.lr_scheduler
 
     def _per_worker_batch_size(self) -> int:
@@ -149,7 +149,7 @@ class AdaScaleMixin(_Base):
         return batch // workers if self.accelerator.split_batches else batch
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's own.
+        """Train as the Trainer does.
 
         Raises:
             ValueError: The run has reached T.
@@ -160,33 +160,32 @@ class AdaScaleMixin(_Base):
             if schedule.finished:
                 raise ValueError(
                     f"This trainer has reached the end of its schedule: effective step {tau:.0f} of {self._total_steps}. A "
-                    "second train() would go on beyond it. To train on from these weights by a schedule of its own, make a new "
-                    "trainer."
+                    "second train() would go on beyond it. To train these weights by another schedule, build a new trainer."
                 )
             if self.is_world_process_zero() and tau > 0:
                 warn_at_user(
                     f"train() goes on at effective step {tau:.0f} of {self._total_steps}, with the statistics and the optimizer "
-                    "state of the train() before, and the data from an epoch's beginning. Make a new trainer to begin anew."
+                    "state of the previous train(), and data from the beginning of an epoch. Build a new trainer to begin anew."
                 )
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def training_has_begun(self, loader: Any) -> None:
-        """Set S and n to the Trainer's batch, before the first step; warn where the loader makes another, or no step is left.
+        """Set S and n to the Trainer's batch. Warn if the loader makes other batches, or if no step is left.
 
         Args:
-            loader: As Accelerate has prepared it.
+            loader: The training dataloader, prepared by Accelerate.
         """
         assert self.schedule is not None
         batch = self._per_worker_batch_size()
         follow_batch(self.schedule, passes=self.args.gradient_accumulation_steps, per_worker_batch_size=batch)
         wanted = batch * (self.accelerator.num_processes if self.accelerator.split_batches else 1)
-        # An iterable dataset may make whole batches by itself.
+        # An iterable dataset may yield whole batches.
         sampled = not isinstance(getattr(loader, "dataset", None), IterableDataset)
         made = getattr(getattr(loader, "batch_sampler", None), "batch_size", None) if sampled else None
         if made not in (None, wanted) and self.is_world_process_zero():
             warn_at_user(
-                f"The dataloader makes batches of {made} examples, and the arguments say {wanted}. The scale is taken from the "
-                f"arguments. Unless each pass uses {wanted} of the {made} examples, give per_device_train_batch_size={made}."
+                f"The dataloader makes batches of {made} examples, and the arguments say {wanted}. The scale is that of the "
+                f"arguments. Unless each pass uses {wanted} of the {made} examples, set per_device_train_batch_size={made}."
             )
         if self._recorder is not None:
             self._recorder.begin(self.schedule, self._config.with_recipe(self._recipe))
@@ -205,9 +204,9 @@ class AdaScaleMixin(_Base):
     # ---- a step --------------------------------------------------------------------------------------------------
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
-        """A step's batches, as the Trainer takes them; and from them its passes and their weights."""
+        """Return the batches of a step, as the Trainer does. Set the passes of the step and their weights."""
         if self.schedule is not None and self.schedule.finished:
-            # A checkpoint of T was loaded. The Trainer asks only after a step whether to stop.
+            # A checkpoint at T was loaded. The Trainer checks only after a step whether to stop.
             return [], None
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches:
@@ -218,10 +217,10 @@ class AdaScaleMixin(_Base):
         return batches, items
 
     def _token_weights(self, batches: list[Any], items: Any, device: Any) -> list[float]:
-        """w of each pass: its tokens over those of all passes and workers, or as the Trainer has them add up otherwise."""
+        """Return the weight w of each pass: its tokens over those of the step on all workers, as the Trainer counts them."""
         over_workers, self.args.average_tokens_across_devices = self.args.average_tokens_across_devices, False
         taken = super().get_batch_samples
-        try:  # as the Trainer counts, but without the sum over workers
+        try:  # count as the Trainer does, but on this worker alone
             counts = [taken(iter([batch]), 1, device)[1] for batch in batches]
         finally:
             self.args.average_tokens_across_devices = over_workers
@@ -230,7 +229,7 @@ class AdaScaleMixin(_Base):
         return (numbers / max(total, 1.0)).tolist()
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """One pass, the Trainer's own."""
+        """Run one pass, as the Trainer does."""
         if self._normalises is None and num_items_in_batch is not None:
             self._check_normalises(model, inputs, num_items_in_batch)
         if self._recorder is not None:
@@ -240,7 +239,11 @@ class AdaScaleMixin(_Base):
         return loss
 
     def _check_normalises(self, model: nn.Module, inputs: dict[str, Any], items: Any) -> None:
-        """Whether the loss is divided by the number of items, as the Trainer believes; all workers together."""
+        """Check that the model divides the loss by the number of items, as the Trainer assumes. Collective.
+
+        Raises:
+            ValueError: It does not.
+        """
         workers, passes = self.accelerator.num_processes, self.args.gradient_accumulation_steps
         self._normalises = True
         if workers * passes == 1:
@@ -258,38 +261,38 @@ class AdaScaleMixin(_Base):
         if abs(one - other) <= 1e-3 * abs(one):
             factor = passes * (workers if self.args.average_tokens_across_devices else 1)
             raise ValueError(
-                f"{type(self.model).__name__} takes num_items_in_batch and ignores it: its loss is a mean over each pass, which "
-                "the Trainer takes for a sum over the step's tokens divided by their number. Its gradient would be "
+                f"{type(self.model).__name__} ignores its argument num_items_in_batch: its loss is a mean over each pass, but "
+                "the Trainer expects a sum over the pass, divided by the number of tokens of the step. The gradient would be "
                 f"{factor} times too large ({workers} workers × {passes} passes). Set accepts_loss_kwargs = False on the model "
-                "before the Trainer is made, and the Trainer averages the passes by itself; or have the model divide by "
-                "num_items_in_batch."
+                "before the Trainer is built, so that the Trainer averages the passes; or divide by num_items_in_batch in the "
+                "model."
             )
 
-    # ---- what is told --------------------------------------------------------------------------------------------
+    # ---- logs and trace ------------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """The Trainer's log, with gain, scale, τ, noise scale and efficiency where it tells of a training step."""
+        """Log as the Trainer does. Logs of training steps also have gain, scale, τ, noise scale and efficiency."""
         if self._steps is not None and "loss" in logs:
             logs.update(self._steps.metrics())
         super().log(logs, *args, **kwargs)
 
     def step_has_ended(self) -> None:
-        """Writes this worker's loss of the step into the trace, if there is one."""
+        """Add this worker's loss of the step to the trace, if there is one."""
         losses, self._losses = self._losses, []
         if self._steps is not None and self._trace is not None and losses:
             self._steps.record(loss=float(torch.stack(losses).sum()))
 
     def training_has_ended(self) -> None:
-        """Closes the trace, and warns where the run ended before T."""
+        """Close the trace. Warn if training ended before T."""
         if self._steps is not None:
             self._steps.close()
         schedule = self.schedule
         if schedule is not None and not schedule.finished and self.is_world_process_zero():
             warn_at_user(
                 f"Training ended at effective step {schedule.effective_steps:.0f} of {self._total_steps}, before the schedule's "
-                f"end: max_steps={self.args.max_steps}, or somebody stopped it. Leave max_steps out, or resume."
+                f"end: max_steps={self.args.max_steps}, or training was stopped. Leave max_steps out, or resume."
             )
 
 
 class AdaScaleTrainer(AdaScaleMixin, Trainer):
-    """``transformers.Trainer`` with :class:`AdaScaleMixin`, whose arguments it takes with its own."""
+    """``transformers.Trainer`` with :class:`AdaScaleMixin`. It has the arguments of both."""

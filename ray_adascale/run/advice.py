@@ -1,4 +1,4 @@
-"""Advice to the user of a run: warnings about the batch and the hyperparameters, and how many workers are useful."""
+"""Advice to the user of a run: warnings about batch and hyperparameters, and the number of useful workers."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ __all__ = ["NoiseWarning", "UnreadHyperparameters", "UsefulWorkers", "log_useful
 _log = logging.getLogger(__name__)
 
 _WINDOWS, _STEPS = 3, 20
-"""Windows of the averages and optimizer steps before the averages are reliable enough to warn of a too large batch."""
+"""Windows of the averages, and optimizer steps, after which the averages are reliable enough for a warning."""
 
 
 class NoiseWarning(Listener):
-    """Warns once where the batch is larger than the noise scale, unless the forecast of the whole run is efficient.
+    """Warns once if the batch is larger than the noise scale, unless the forecast of the whole run is efficient.
 
     Args:
-        window: Memory of the averages, in effective steps.
-        remaining: The forecast of the remaining steps; None where there is none.
+        window: Window of the averages, in effective steps.
+        remaining: The forecast of the remaining steps; None without a forecast.
     """
 
     def __init__(self, window: float, remaining: RemainingSteps | None) -> None:
         self._window = window
         self._remaining = remaining
-        self._too_large_since: float | None = None  # τ
+        self._too_large_since: float | None = None  # τ; None while the batch is small enough
         self._warned = False
 
     def after_step(self, step: Step) -> None:
@@ -44,19 +44,19 @@ class NoiseWarning(Listener):
         if self._warned:
             return
         warning = too_large_for_the_noise(step.plan, step.metrics["noise_scale"], step.metrics["gain"])
-        if warning is None:  # also where the noise scale is NaN
+        if warning is None:  # the noise scale may be NaN, too
             self._too_large_since = None
             return
         since = step.tau if self._too_large_since is None else self._too_large_since
         self._too_large_since = since
-        # The noise at the beginning of a run is seldom that of the rest, and averages of a few samples vary.
+        # Noise at the beginning of a run seldom lasts, and averages of a few samples vary.
         reliable = step.tau >= _WINDOWS * self._window and step.metrics["optimizer_steps"] >= _STEPS
         if reliable and step.tau - since >= self._window and not self._efficient_as_a_whole(step):
             self._warned = True
             warn_at_user(warning)
 
     def _efficient_as_a_whole(self, step: Step) -> bool:
-        """Return whether by the forecast at least half of the run's examples turn into effective steps."""
+        """Return whether the forecast of the whole run has an efficiency of at least one half."""
         if self._remaining is None:
             return False
         steps = step.metrics["optimizer_steps"] + self._remaining.at(step.tau)
@@ -64,7 +64,7 @@ class NoiseWarning(Listener):
 
 
 class UnreadHyperparameters(Listener):
-    """Warns once of hyperparameters that the workload has not read.
+    """Warns of hyperparameters that the workload has not read.
 
     The check comes after the first optimizer step, so that keys read lazily (in ``loss_fn``) count as read.
 
@@ -76,20 +76,20 @@ class UnreadHyperparameters(Listener):
         self._reads: ConfigAccessLog | None = reads
 
     def after_step(self, step: Step) -> None:
-        """Warn after the first step."""
+        """Warn if this is the first step and keys are unread."""
         reads, self._reads = self._reads, None
         if reads is not None and reads.unread:
             warn_at_user(unread_warning(reads.unread))
 
 
 class UsefulWorkers(Listener):
-    """Adds the number of useful workers to the metrics. The number is computed four times a window of the averages.
+    """Adds the number of useful workers to the metrics. It is computed four times in each window of the averages.
 
     Args:
-        policy: The run's batch policy.
-        window: Memory of the averages, in effective steps.
+        policy: The batch policy of the run.
+        window: Window of the averages, in effective steps.
         effective_steps: τ at this start.
-        before: The number that the checkpoint has; None without one.
+        before: The number in the checkpoint; None to compute it at the first step.
     """
 
     def __init__(self, policy: BatchPolicy, window: float, effective_steps: float, before: int | None) -> None:
@@ -99,7 +99,7 @@ class UsefulWorkers(Listener):
         self._computed_at = -1 if before is None else self._quarters(effective_steps)
 
     def after_step(self, step: Step) -> None:
-        """Add the number to the step's metrics and its row."""
+        """Add the number to the metrics and the row of the step, if σ² and μ² are known."""
         quarters = self._quarters(step.tau)
         known = not math.isnan(step.metrics["sigma2"] + step.metrics["mu2"])
         if (self._useful is None or quarters != self._computed_at) and known:
@@ -112,14 +112,14 @@ class UsefulWorkers(Listener):
             step.metrics[USEFUL_WORKERS] = step.row[USEFUL_WORKERS] = self._useful
 
     def _quarters(self, effective_steps: float) -> int:
-        """Return how many quarters of a window τ has passed."""
+        """Return the number of quarters of a window up to τ."""
         return math.floor(4 * effective_steps / self._window)
 
 
 def log_useful_workers(
     policy: BatchPolicy, rule: str | ScalingRule, recipe: Recipe, plan: BatchPlan, total_steps: float
 ) -> None:
-    """Log how many workers will be useful over the run, by the recipe's noise."""
+    """Log the numbers of useful workers over the run, computed from the recipe's noise. Without noise log nothing."""
     if not recipe.noise or metric_of(make_rule(rule)) != "euclidean":
         return
     found: Sequence[tuple[float, int]] = useful_workers_over(

@@ -1,4 +1,4 @@
-"""Building the parts of a run, and loading its checkpoint into them. :class:`ray_adascale.Run` uses the parts."""
+"""Builds the parts of a run and loads its checkpoint into them. :class:`ray_adascale.Run` uses the parts."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ class Parts:
         source: The data.
         schedule: The schedule that drives the optimizer.
         base_schedule: The base run's schedule.
-        advice: Doubts about the schedule and the base batch, a sentence each.
+        advice: Doubts about the schedule and the base batch, a sentence each. Rank 0 has warned of them.
         module: The bare model.
         model: The model to call.
         optimizer: The optimizer to step.
-        passes: Runs the passes of a step.
+        passes: Runs the passes of each step, and the step.
         state: The loop's own state.
         stages: The stages of a step boundary, in order.
         evaluation: The stage that evaluates.
         checkpointing: The stage that saves checkpoints.
         reporting: The stage that reports.
-        listeners: The listeners, in order; none beside rank 0.
+        listeners: The listeners, in order. Workers other than rank 0 have none.
     """
 
     backend: Backend
@@ -95,10 +95,10 @@ def assemble(
     extra_state: Mapping[str, Any] | None,
     backend: Backend,
 ) -> Parts:
-    """Build the parts of a run and load the newest checkpoint into them. Collective; arguments as for ``Run``.
+    """Build the parts of a run and load the newest checkpoint into them. Collective. The arguments are those of ``Run``.
 
     Raises:
-        ValueError: A setting, or what was built, can't work; the message says which and what to do.
+        ValueError: A setting, the model, the optimizer or the scheduler can't work. The message names it and a remedy.
     """
     config = config.with_recipe(recipe)
     rank, device = backend.rank, backend.device
@@ -205,7 +205,7 @@ def assemble(
                 folder,
                 same_workers=workers_before == plan.world_size,
             )
-    # Made last, because their intervals begin now.
+    # Built last, because their intervals begin now.
     checkpointing = Checkpointing(
         backend,
         train_state,
@@ -242,10 +242,11 @@ def _check_early_stop(config: AdaScaleConfig, evaluate: object) -> None:
     if stop is None:
         return
     if stop.metric is None:
-        raise ValueError("EarlyStop needs metric and mode where there is no workload that has them.")
+        raise ValueError("EarlyStop needs metric and mode, because this run has no workload to take them from.")
     if stop.metric in METRICS and evaluate is None:
         raise ValueError(
-            f"Invalid EarlyStop(metric={stop.metric!r}): a step's own number is mostly noise. Name one that evaluate returns."
+            f"Invalid EarlyStop(metric={stop.metric!r}): the {stop.metric} of one step is mostly noise. Must be a metric that "
+            "evaluate returns."
         )
 
 
@@ -260,7 +261,7 @@ def _listeners(
     *,
     same_workers: bool,
 ) -> list[Listener]:
-    """Return the listeners of rank 0, with the trace of the checkpoint in ``folder``."""
+    """Return the listeners of rank 0. The rows of the trace in ``folder``, the checkpoint, are those of earlier starts."""
     state, tau = train_state.loop, train_state.optimizer.effective_steps
     total_steps = train_state.base_schedule.total_steps
     window = config.averaging_window * total_steps

@@ -1,4 +1,4 @@
-"""attach: AdaScale and its schedule for a loop that others own, checked against the recipe."""
+"""attach: build AdaScale and its schedule for the training loop of another library, checked against the recipe."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ def attach(
     *,
     grad_scaler: torch.amp.GradScaler | None = None,
 ) -> tuple[AdaScale, TauSchedule]:
-    """AdaScale and its schedule for a training loop that others own, checked as :class:`ray_adascale.Run` checks its own.
+    """Build AdaScale and its schedule for the training loop of another library, with the checks of :class:`ray_adascale.Run`.
 
-    Call it in each process, after ``init_process_group``; then hand the two to the loop in the places of the optimizer and
-    of the scheduler. The loop wraps the model (``DistributedDataParallel``), steps and saves; it ends when the schedule is
+    Call it in each process, after ``init_process_group``. Then pass the two to the loop in place of the optimizer and the
+    scheduler. The loop wraps the model (``DistributedDataParallel``), steps and saves. It ends when the schedule is
     :attr:`~TauSchedule.finished`, at τ ≥ T::
 
         optimizer, schedule = attach(model, optimizer, scheduler, AdaScaleConfig(base_batch_size=32, ...), recipe)
         while not schedule.finished: ...
 
-    What Run does and this can't: the order of examples, unequal micro-batches (:attr:`AdaScale.sample_weights`), steps with
-    fewer passes (:meth:`AdaScale.expect_passes`) and resumption are the loop's.
+    The loop has to do the rest of a Run's work: the order of examples, unequal micro-batches
+    (:attr:`AdaScale.sample_weights`), steps with fewer passes (:meth:`AdaScale.expect_passes`), and resuming.
 
     Args:
         model: The model, bare or in DistributedDataParallel.
-        optimizer: One, bare, with the LRs of the base batch.
-        scheduler: On it, fresh: one of torch's or timm's, or None.
-        config: ``base_batch_size``, ``per_worker_batch_size`` and ``accumulation`` say how large the loop's batch is: S and n
-            follow from them and the number of workers. ``total_steps``, or ``total_epochs`` with ``dataset_length``, is T.
-            ``rule``, ``averaging_window`` and ``scheduler_unit`` are as everywhere; ``precision`` and ``grad_clip`` say what
-            the loop does, to be compared with the recipe. Nothing else of it is used.
-        recipe: The outcome of a search, whose base batch, T and LR curve these must be.
-        grad_scaler: What the loop scales the loss with, in fp16.
+        optimizer: One bare optimizer, with the LRs of the base batch.
+        scheduler: A fresh scheduler of torch or timm on the optimizer, or None.
+        config: ``base_batch_size``, ``per_worker_batch_size`` and ``accumulation`` are the loop's batch: S and n follow from
+            them and the number of workers. ``total_steps``, or ``total_epochs`` with ``dataset_length``, is T. ``rule``,
+            ``averaging_window`` and ``scheduler_unit`` have their usual meaning. ``precision`` and ``grad_clip`` are those of
+            the loop, and are compared with the recipe's. Other settings are not used.
+        recipe: The result of a search. Base batch, T and LR curve must be the recipe's.
+        grad_scaler: The loop's scaler of the loss, for fp16.
 
     Raises:
-        ValueError: A setting, or what was built, can't work; the message says which and what to do.
+        ValueError: A setting, the model, the optimizer or the scheduler can't work. The message names it and a remedy.
         RuntimeError: There are several processes, and no process group yet.
     """
     config = config.with_recipe(recipe)
@@ -67,12 +67,12 @@ def attach(
     if config.sharding not in ("auto", "none"):
         raise ValueError(
             f"Invalid AdaScaleConfig(sharding={config.sharding!r}): the loop that owns the model decides how it is sharded. "
-            "Leave it out; sharding by this package needs ray_adascale.Run."
+            "Leave it out. Sharding by this package needs ray_adascale.Run."
         )
     if config.global_batch_size is not None or config.elastic:
         raise ValueError(
-            "AdaScaleConfig(global_batch_size=..., elastic=...) need a loop that cuts its batches by them: ray_adascale.Run. "
-            "Give per_worker_batch_size and accumulation as the loop has them."
+            "AdaScaleConfig(global_batch_size=..., elastic=...) need ray_adascale.Run, which makes the batches by them. Give the "
+            "loop's per_worker_batch_size and accumulation."
         )
     plan = config.batch_policy.plan(workers)
     per_epoch = None if config.dataset_length is None else config.dataset_length / plan.base_batch_size
@@ -100,7 +100,7 @@ def attach(
 def _workers() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
-    # Not a setting, but what torchrun and the like leave behind: the loop has workers, and nobody could sum over them yet.
+    # Set by torchrun and similar launchers, so it shows that there are workers, which can't reduce gradients yet.
     announced = os.environ.get("WORLD_SIZE", "1")
     if announced.isdigit() and int(announced) > 1:
         raise RuntimeError(
@@ -114,17 +114,17 @@ def _workers() -> int:
 def _check_model(model: nn.Module) -> None:
     if isinstance(model, DataParallel | ShardedDataParallel):
         raise ValueError(
-            f"Invalid model: in {type(model).__name__}. Pass it bare, or in torch.nn.parallel.DistributedDataParallel."
+            f"Invalid model: a {type(model).__name__}. Must be the bare model, or a torch.nn.parallel.DistributedDataParallel."
         )
-    # By name, as loading FSDP takes half a second.
+    # By name, because importing FSDP takes half a second.
     if any(type(part).__name__ == "FullyShardedDataParallel" for part in model.modules()):
         raise ValueError(
-            "The model is in FullyShardedDataParallel (FSDP1), whose flat parameters AdaScale can't measure. Use "
+            "The model is in FullyShardedDataParallel (FSDP1). AdaScale can't measure its flat parameters. Use "
             "DistributedDataParallel, or ray_adascale.Run with AdaScaleConfig(sharding='fsdp2')."
         )
     if any(is_dtensor(p) for p in model.parameters()):
         raise ValueError(
-            "The model's parameters are DTensors (fully_shard, or tensor parallelism). attach() is for models that each worker "
-            "holds whole. With fully_shard: ray_adascale.Run with AdaScaleConfig(sharding='fsdp2'), or "
-            "AdaScale(optimizer, model=model) and TauSchedule by hand."
+            "The model's parameters are DTensors (fully_shard, or tensor parallelism). attach() is for models that are whole on "
+            "each worker. With fully_shard use ray_adascale.Run with AdaScaleConfig(sharding='fsdp2'), or build "
+            "AdaScale(optimizer, model=model) and TauSchedule yourself."
         )

@@ -1,4 +1,4 @@
-"""The surroundings of a run: its workers, its reports, its checkpoints. This one needs no Ray; train/backend.py is Ray's."""
+"""The surroundings of a run: its workers, reports and checkpoints. Needs no Ray; train/backend.py has the backend for Ray."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class StepReport:
     Attributes:
         metrics: The last step's metrics and the user's.
         effective_steps: τ.
-        schedule: The base run's schedule, with T.
-        stopped: The reason for the end of the run; None while it goes on.
-        evaluated: Whether the run was evaluated at this τ.
+        schedule: The schedule of the base run, with T.
+        stopped: The reason for the end of the run; None before the end.
+        evaluated: Whether the model was evaluated at this τ.
     """
 
     metrics: Mapping[str, Any]
@@ -51,12 +51,12 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportPolicy:
-    """When a backend wants reports and checkpoints, beside the intervals of the settings.
+    """Events after which a backend receives reports and checkpoints, beside the intervals of the settings.
 
     Attributes:
-        evaluations: Report after each evaluation. Not where a report makes the workers wait.
-        save_evaluations: Save a checkpoint with each of these reports.
-        save_end: Save a checkpoint with the last report. Not where an ended run is never resumed.
+        evaluations: Report after each evaluation. False if a report makes the workers wait.
+        save_evaluations: Save a checkpoint with the report of an evaluation.
+        save_end: Save a checkpoint with the last report. False if an ended run is never resumed.
     """
 
     evaluations: bool = True
@@ -65,13 +65,13 @@ class ReportPolicy:
 
 
 class Backend(ABC):
-    """The surroundings of a run: its workers, its checkpoints, its reports.
+    """The surroundings of a run: its workers, reports and checkpoints.
 
     Attributes:
         rank: This worker's number.
         world_size: Number of workers.
         device: The device of this worker.
-        report_policy: When to report.
+        report_policy: Events to report.
         preemption_poll_s: Seconds between calls of :meth:`preemption_notice`; inf for never.
     """
 
@@ -83,12 +83,12 @@ class Backend(ABC):
 
     @abstractmethod
     def latest_checkpoint(self) -> Any:
-        """Return a context manager that gives the folder of the newest usable checkpoint, or None; the same on all workers.
+        """Return a context manager of the newest usable checkpoint's folder, or of None; the same on all workers.
 
         It warns of newer checkpoints that are incomplete or damaged.
 
         Raises:
-            CheckpointError: There are checkpoints, and all are damaged. The user has to decide whether to begin anew.
+            CheckpointError: There are checkpoints, and all are damaged. The user must decide whether to begin anew.
         """
 
     @abstractmethod
@@ -96,7 +96,7 @@ class Backend(ABC):
         """Return an empty or missing folder for this worker's share of the checkpoint after ``step``; None to keep none.
 
         Raises:
-            OSError: There can't be a folder on this worker. The other workers then raise, too.
+            OSError: The folder can't be made on this worker. The caller informs the other workers.
         """
 
     @abstractmethod
@@ -104,35 +104,35 @@ class Backend(ABC):
         """Report the state of the run, with the checkpoint in ``folder`` if there is one. Collective."""
 
     def report_in_background(self, report: StepReport, folder: Path) -> None:
-        """Report with a checkpoint, without waiting for its upload; :attr:`uploading` is True until the upload has ended."""
+        """Report with a checkpoint, without waiting for its upload. :attr:`uploading` is True until the upload ends."""
         self.report(report, folder)
 
     @property
     def uploading(self) -> bool:
-        """Whether this worker's last :meth:`report_in_background` still uploads."""
+        """Whether the upload of this worker's last :meth:`report_in_background` is still running."""
         return False
 
     def preemption_notice(self) -> str | None:
-        """Return a description of what is about to be preempted; None for nothing. Collective, the same on all workers."""
+        """Return a description of the nodes about to be preempted; None without any. Collective, the same on all workers."""
         return None
 
     @property
     def stop_requested(self) -> bool:
-        """Whether this start of the run is to end at the next step boundary, with a checkpoint. Read on rank 0."""
+        """Whether this start of the run must end at the next step boundary, with a checkpoint. Read on rank 0."""
         return False
 
     def listeners(self, tracker: EtaTracker) -> Sequence[Listener]:
         """Return this backend's listeners. Called on rank 0.
 
         Args:
-            tracker: What is left of the run, up to date when these listeners are called.
+            tracker: Estimates the time left. It is called before these listeners.
         """
         return ()
 
     def trace_store(self) -> Callable[[Path], object] | None:
-        """Return the function that stores the trace of an ended run; None where no trace is kept. Called on rank 0.
+        """Return the function that stores the trace of an ended run; None to keep no trace. Called on rank 0.
 
-        The function may raise an OSError, which costs the trace and nothing else.
+        The function may raise an OSError. The run then warns that the trace is lost.
         """
         return None
 
@@ -174,8 +174,8 @@ class LocalBackend(Backend):
             sealed = [folder for folder in folders if checkpoint.is_sealed(folder)]
             if found[0] is None and sealed:
                 found[1] = (
-                    f"None of the {len(sealed)} checkpoints in {self.folder} can be used; the warnings say why. Put a good "
-                    "copy back, or delete them to begin anew."
+                    f"None of the {len(sealed)} checkpoints in {self.folder} can be used; see the warnings. Put a good copy "
+                    "back, or delete them to begin anew."
                 )
         if self.world_size > 1:
             dist.broadcast_object_list(found, src=0)
@@ -189,9 +189,7 @@ class LocalBackend(Backend):
         path = self.folder / f"checkpoint_{step:010d}"
         try:
             if self.rank == 0 and path.exists():
-                shutil.rmtree(
-                    path
-                )  # an incomplete checkpoint, or one that this run could not load, of an earlier start
+                shutil.rmtree(path)  # a checkpoint of an earlier start: incomplete, or this run could not load it
         finally:  # also after an error: the other workers wait here
             if self.world_size > 1:
                 dist.barrier()
@@ -201,7 +199,7 @@ class LocalBackend(Backend):
         self.metrics = dict(report.metrics)
         if folder is not None and self.rank == 0:
             _log.info(CHECKPOINT, report.metrics.get("optimizer_steps", 0), report.effective_steps)
-            # What an earlier start left incomplete, or damaged beyond this step, must not take the place of a good one.
+            # Incomplete checkpoints, and damaged ones of later steps, don't count among those to keep.
             kept = [path for path in self._checkpoints() if path <= folder and checkpoint.is_sealed(path)][-self.keep :]
             for old in self._checkpoints():
                 if old not in kept:

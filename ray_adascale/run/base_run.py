@@ -1,4 +1,4 @@
-"""Base runs, at S = 1: their settings and loop, what they leave, and the recipe that is frozen of it, searched or not."""
+"""Base runs, at S = 1: their settings, their loop, their result, and the recipe of the result."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class BaseResult:
-    """What a base run that has reached T hands to its recipe; as JSON from one process to another.
+    """The result of a base run that has reached T. It is a JSON value, so that it can be sent between processes.
 
     Attributes:
-        metric: The name of what the workload is judged by.
-        mode: Whether the metric is to be small (``"min"``) or large (``"max"``).
-        score: The metric's value at the end.
-        schedule: The one that the run had.
-        noise: The probes of the run.
-        advice: What the run had to warn of, in words; nobody sees the warnings of a trial.
-        unread: The hyperparameters that the workload has not read to the end, as ``ConfigAccessLog.unread`` has them.
-        momentum: The optimizer's, see :func:`momentum_of`.
+        metric: Name of the metric that the workload is judged by.
+        mode: Whether a small (``"min"``) or a large (``"max"``) metric is better.
+        score: Value of the metric at the end.
+        schedule: The schedule of the run.
+        noise: The noise probes of the run.
+        advice: The run's :attr:`ray_adascale.Run.advice`, because the warnings of a trial are not shown.
+        unread: The hyperparameters that the workload had not read by the end, as in ``ConfigAccessLog.unread``.
+        momentum: The momentum of the optimizer, see :func:`momentum_of`.
     """
 
     metric: str
@@ -65,16 +65,16 @@ class BaseResult:
 
     @property
     def objective(self) -> float:
-        """The score, negated where small is good: of two base runs the one with the larger objective is better."""
+        """The score, negated if a small metric is better: the run with the larger objective is the better one."""
         return self.score if self.mode == "max" else -self.score
 
     def to_json(self) -> str:
-        """This outcome as one line of JSON, for :meth:`from_json`."""
+        """Return the result as one line of JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> BaseResult:
-        """The outcome that :meth:`to_json` has written."""
+        """Return the result from the JSON of :meth:`to_json`."""
         found = json.loads(text)
         noise = [NoiseProbe(**probe) for probe in found["noise"]]
         return cls(**{**found, "schedule": BaseSchedule(**found["schedule"]), "noise": noise})
@@ -92,21 +92,21 @@ def record_recipe(
     probe_every: int = 20,
     backend: Backend | None = None,
 ) -> Recipe:
-    """Run the base run once, in this process, and freeze it as a recipe.
+    """Train the base run once, in this process, and return its recipe.
 
-    Training is that of a trial of :func:`ray_adascale.tune_recipe`: S = 1, bit-identical to the plain loop, with the noise
-    probed on every ``probe_every``-th step.
+    The run trains like a trial of :func:`ray_adascale.tune_recipe`: S = 1, bit-identical to the plain loop, with a noise probe at
+    every ``probe_every``-th step.
 
     Args:
         workload: A function from a config to a :class:`ray_adascale.Workload`.
-        hyperparameters: What it is called with.
+        hyperparameters: The config.
         base_batch_size: B0, examples per optimizer step.
-        total_steps: T, optimizer steps; this or ``total_epochs``.
+        total_steps: T, optimizer steps. Give this or ``total_epochs``.
         total_epochs: Length of the run in passes over the dataset.
-        seed: Of weights and of the order of examples.
+        seed: Seed of the weights and of the order of examples.
         config: Further settings of the loop, as for ``tune_recipe``.
         probe_every: Optimizer steps between two probes.
-        backend: Where checkpoints and trace go; default: nowhere.
+        backend: Stores checkpoints and trace. Default: neither is kept.
 
     Raises:
         ValueError: A setting can't work, or the workload's metric is not measured.
@@ -124,10 +124,12 @@ def record_recipe(
     train_base(run, built, probe_every, noise, losses.append)
     summary = run.summary()
     if built.metric == "loss" and "loss" not in (built.evaluate(run.module) if built.evaluate else {}):
-        last = losses[-max(1, run.total_steps // 10) :]  # as in a search: one batch's loss is mostly noise
+        last = losses[-max(1, run.total_steps // 10) :]  # as in a search, because the loss of one batch is mostly noise
         summary["loss"] = float(torch.stack(last).double().mean())
     if built.metric not in summary:
-        raise ValueError(f"Invalid metric={built.metric!r}: evaluate did not return it. Name one that it returns.")
+        raise ValueError(
+            f"Invalid metric={built.metric!r}: evaluate did not return it. Must be a metric that it returns."
+        )
     return freeze(
         BaseResult(
             metric=built.metric,
@@ -154,16 +156,16 @@ def freeze(
     repeats: Sequence[Repeat] = (),
     versions: Mapping[str, str] | None = None,
 ) -> Recipe:
-    """The recipe of a base run that has ended.
+    """Return the recipe of a base run that has ended.
 
     Args:
-        outcome: What the run has left.
-        workload: The function that has built it.
-        hyperparameters: What that function was called with.
+        outcome: The result of the run.
+        workload: The function that built the run.
+        hyperparameters: The config of that function.
         config: The settings of the run, from :func:`base_config`.
-        search: How the hyperparameters were found, JSON values.
-        repeats: The same base run with further seeds.
-        versions: Versions of what took part, beside this package, torch and Python.
+        search: Description of the search for the hyperparameters, JSON values.
+        repeats: Results of the same base run with other seeds.
+        versions: Versions of further packages, beside this package, torch and Python.
     """
     schedule = outcome.schedule
     return Recipe(
@@ -200,7 +202,11 @@ def base_config(
     total_epochs: float | None,
     seed: int,
 ) -> AdaScaleConfig:
-    """The settings of a base run: the base batch in one process."""
+    """Return the settings of a base run: the base batch in one process.
+
+    Raises:
+        ValueError: ``config`` has another base batch or length than the arguments.
+    """
     if config is None:
         config = AdaScaleConfig()
     elif not isinstance(config, AdaScaleConfig):
@@ -224,7 +230,7 @@ def base_config(
         throughput=None,
         elastic=False,
         sharding="none",
-        rule="unscaled",  # at S = 1 all are the same; this one has no opinion on optimizers other than SGD
+        rule="unscaled",  # at S = 1 all rules are the same, and this one does not warn of optimizers other than SGD
         seed=seed,
         report_every_s=math.inf,
         checkpoint_every_s=math.inf,
@@ -234,16 +240,16 @@ def base_config(
 
 
 def momentum_of(optimizer: Optimizer) -> float | None:
-    """The momentum of the first parameter group; β1 where it has betas, 0 where it has neither, None where it can't be told."""
+    """Return the momentum of the first parameter group; β1 if it has betas; 0 if it has neither; None if it is outside [0, 1)."""
     group = optimizer.param_groups[0]
     value = group["momentum"] if "momentum" in group else group.get("betas", (0.0,))[0]
     return float(value) if 0 <= value < 1 else None
 
 
 def kept_settings(base: AdaScaleConfig) -> dict[str, Any]:
-    """What a recipe keeps of the base run's settings."""
+    """Return the settings of the base run that its recipe keeps."""
     kept = {name: getattr(base, name) for name in SETTINGS}
-    if kept["grad_clip"] == math.inf:  # which JSON can't say, and clips nothing
+    if kept["grad_clip"] == math.inf:  # JSON has no ∞, and ∞ clips nothing
         kept["grad_clip"] = None
     return kept
 
@@ -255,11 +261,19 @@ def train_base(
     noise: list[NoiseProbe],
     on_loss: Callable[[Tensor], object],
 ) -> None:
-    """Train the base run to its end, and append a probe of every ``probe_every``-th step to ``noise``."""
+    """Train the base run to its end.
+
+    Args:
+        run: The run, at S = 1.
+        workload: The workload of the run.
+        probe_every: Optimizer steps between two probes.
+        noise: Receives the probes.
+        on_loss: Called with the loss of each step.
+    """
     trained = [p for group in run.optimizer.param_groups for p in group["params"] if p.requires_grad]
     for batch in run:
         tau = run.effective_steps
-        # At S = 1 τ counts the optimizer steps. It stands still at a skipped one, which needs no second probe.
+        # At S = 1 τ counts the optimizer steps. After a skipped step τ is the same, and was probed.
         if tau % probe_every == 0 and (not noise or noise[-1].effective_steps < tau):
             probed = probe_noise(run.module, workload.loss_fn, batch, parameters=trained)
             if probed is not None and all(map(math.isfinite, probed)):
@@ -273,7 +287,7 @@ def train_base(
 
 
 def workload_name(workload: Any) -> str:
-    """``"package.module:name"``, or ``"path/to/file.py:name"`` for a function in a plain file."""
+    """Return ``"package.module:name"``, or ``"path/to/file.py:name"`` for a function in a plain file."""
     name = getattr(workload, "__qualname__", None) or type(workload).__qualname__
     module = getattr(workload, "__module__", None) or "?"
     if "." in module:

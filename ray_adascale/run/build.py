@@ -1,4 +1,4 @@
-"""From model and optimizer as the user built them to those of a run: checked, against the recipe too, and wrapped."""
+"""Checks the model, optimizer and schedule that the user built, also against the recipe, and wraps them for a run."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ __all__ = ["Wrapped", "adascale_of", "check_built", "check_recipe", "check_rule"
 
 @dataclass(frozen=True)
 class Wrapped:
-    """What :func:`wrap` made.
+    """A model and an optimizer, wrapped for a run.
 
     Attributes:
-        model: The one to call.
-        optimizer: The one to step.
-        parameter_names: Name of each of its parameters in the bare model, as checkpoints have them.
-        scaler: Scales the loss; None unless precision is "fp16".
-        sharding: What "auto" came to.
+        model: The model to call.
+        optimizer: The optimizer to step.
+        parameter_names: Name of each of the optimizer's parameters in the bare model. Checkpoints use these names.
+        scaler: The loss scaler; None unless precision is "fp16".
+        sharding: The sharding in use; never "auto".
     """
 
     model: nn.Module
@@ -47,10 +47,10 @@ class Wrapped:
 
 
 def check_built(model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig) -> None:
-    """Whether model and optimizer are bare, and one each.
+    """Check that there is one bare model and one bare optimizer. Warn of an optimizer that the rule was not derived for.
 
     Raises:
-        ValueError: They are not; says what to pass.
+        ValueError: There is not. The message names what to pass.
     """
     if isinstance(optimizer, list | tuple | dict):
         raise ValueError(
@@ -62,7 +62,9 @@ def check_built(model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig) 
     if isinstance(model, DistributedDataParallel | ShardedDataParallel):
         raise ValueError("Pass the bare model: it is wrapped for data parallelism here.")
     if isinstance(optimizer, AdaScale | OSS):
-        raise ValueError(f"Pass the bare optimizer: it is wrapped here, and {type(optimizer).__name__} would be twice.")
+        raise ValueError(
+            f"Pass the bare optimizer: it is wrapped here, so {type(optimizer).__name__} would wrap it twice."
+        )
     rule = make_rule(config.rule)
     doubt = _doubt(rule, optimizer)
     if doubt is not None:
@@ -70,62 +72,62 @@ def check_built(model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig) 
 
 
 def _doubt(rule: ScalingRule, optimizer: Optimizer) -> str | None:
-    """What speaks against the rule with this optimizer, and what is known; None for SGD, which AdaScale is derived for."""
+    """Return a warning if the rule is unproven for this optimizer; None for SGD, which AdaScale is derived for."""
     name = type(optimizer).__name__
     if isinstance(rule, AdamScaleRule):
         return (
-            "rule='adamscale' is experimental: schedules did not carry over with it where they did with rule='adascale' and the "
-            "same AdamW (docs/results/adam.md). Take 'adascale', or compare with a base run before you trust it."
+            "rule='adamscale' is experimental: schedules did not carry over with it, but did with rule='adascale' and the same "
+            "AdamW (docs/results/adam.md). Use 'adascale', or compare with a base run before you trust it."
         )
     if not isinstance(rule, AdaScaleRule) or isinstance(optimizer, SGD):
         return None
     if isinstance(optimizer, Adam | AdamW):
         return (
-            f"AdaScale is derived for SGD. With {name} there is no proof; that schedules carry over was measured, on four small "
-            "workloads (docs/results/adam.md)."
+            f"AdaScale is derived for SGD. With {name} there is no proof, but it was measured on four small workloads that "
+            "schedules carry over (docs/results/adam.md)."
         )
     return (
-        f"AdaScale is derived for SGD, and was measured with Adam's kind (docs/results/adam.md); with {name} it was not tried. "
-        "The run goes on; compare with a base run before you trust it."
+        f"AdaScale is derived for SGD, and was measured with Adam and AdamW (docs/results/adam.md); with {name} it was not tried. The "
+        "run goes on. Compare with a base run before you trust it."
     )
 
 
 def check_recipe(recipe: Recipe, schedule: BaseSchedule) -> None:
-    """Whether the schedule that was built is the recipe's.
+    """Check that a schedule is the recipe's.
 
     Raises:
-        ValueError: It is not; says where it differs.
+        ValueError: It is not. The message names the difference.
     """
     unit, per_epoch = schedule.scheduler_unit, schedule.base_steps_per_epoch
     if unit != recipe.scheduler_unit:
-        raise ValueError(f"Invalid scheduler_unit={unit!r}: the recipe was found with {recipe.scheduler_unit!r}.")
+        raise ValueError(f"Invalid scheduler_unit={unit!r}. Must be the recipe's, {recipe.scheduler_unit!r}.")
     if unit == "epoch" and per_epoch != recipe.base_steps_per_epoch:
         raise ValueError(
-            f"The dataset has {per_epoch} base steps an epoch, the recipe's had {recipe.base_steps_per_epoch}: the "
-            "schedule would move at other steps. Use the same dataset, or search anew."
+            f"The dataset has {per_epoch} base steps per epoch, the recipe's had {recipe.base_steps_per_epoch}, so the "
+            "scheduler would step at other effective steps. Use the same dataset, or search anew."
         )
     difference = curve_difference(recipe.lr_curve, schedule.lr_curve)
     if difference is not None:
         raise ValueError(
             f"The learning-rate curve is not the recipe's: {difference}. Build optimizer and scheduler from the "
-            "hyperparameters that the function is given, as in the search; or search anew."
+            "hyperparameters in the workload's config, as in the search, or search anew."
         )
 
 
 def check_schedule(scheduler: LRScheduler | None, schedule: BaseSchedule) -> list[str]:
-    """What one may doubt of a schedule that can be followed all the same; a sentence each, and usually none."""
+    """Return doubts about a usable schedule and its base batch, a sentence each; usually none."""
     found = [other_length(scheduler, schedule)]
     per_epoch, base = schedule.base_steps_per_epoch, schedule.base_batch_size
     if per_epoch is not None and per_epoch < 1:
         found.append(
-            f"The base batch of {base} is larger than the dataset of {per_epoch * base:.0f} examples: a step takes some of "
-            "them twice, and the noise of the batch is less than its size says. Lower base_batch_size."
+            f"The base batch of {base} is larger than the dataset of {per_epoch * base:.0f} examples, so a step has some of "
+            "them twice, and its noise is smaller than that of so large a batch. Lower base_batch_size."
         )
     return [sentence for sentence in found if sentence is not None]
 
 
 def check_rule(config: AdaScaleConfig, curve: list[list[float]]) -> None:
-    """Have the scaling rule warn where the schedule does what it does itself: LEGW brings a warm-up."""
+    """Let the scaling rule warn of a schedule that does the same as the rule: LEGW has a warm-up of its own."""
     check = getattr(make_rule(config.rule), "check_curve", None)  # a plain callable has none
     if check is not None:
         check(curve)
@@ -140,10 +142,10 @@ def wrap(
     device: torch.device,
     total_steps: int,
 ) -> Wrapped:
-    """Wrap a bare model, on its device already, and its optimizer as ``config.sharding`` says. All workers together.
+    """Wrap a bare model, which is on its device, and its optimizer for ``config.sharding``. Collective.
 
     Raises:
-        ValueError: Sharding, rule, precision or optimizer don't go together.
+        ValueError: Sharding, rule, precision or optimizer can't be combined.
     """
     names = parameter_names(module, optimizer)
     rule = make_rule(config.rule)
@@ -153,7 +155,7 @@ def wrap(
     if sharding == "fsdp2":
         if config.precision == "fp16":
             raise ValueError("AdaScaleConfig(sharding='fsdp2', precision='fp16') is not supported. Use 'bf16'.")
-        from ..sharding.fsdp2 import shard_model  # here, since DTensor takes most of a second to import
+        from ..sharding.fsdp2 import shard_model  # imported here, because DTensor takes most of a second
 
         shard_model(module, optimizer, device)
         names = parameter_names(module, optimizer)
@@ -165,7 +167,7 @@ def wrap(
         model = _data_parallel(module, device, find_unused=config.find_unused_parameters, workers=plan.world_size)
     scaler = None
     if config.precision == "fp16":
-        from ..optim.grad_scaler import ShardedGradScaler  # likewise
+        from ..optim.grad_scaler import ShardedGradScaler  # imported here, because it imports FSDP
 
         scaler = ShardedGradScaler(device=device.type)
     adascale = adascale_of(
@@ -195,7 +197,7 @@ def adascale_of(
     grad_scaler: torch.amp.GradScaler | None,
     model: nn.Module | None = None,
 ) -> AdaScale:
-    """An optimizer under AdaScale as every run has it: one gain for all groups, averaged over effective time."""
+    """Return the AdaScale of a run: one gain for all parameter groups, with averages over effective time."""
     rule = make_rule(config.rule)
     return AdaScale(
         optimizer,
@@ -218,7 +220,7 @@ def _choose_sharding(config: AdaScaleConfig, workers: int, optimizer: Optimizer,
     if adam and config.sharding not in ("auto", "none"):
         raise ValueError(
             f"Invalid AdaScaleConfig(sharding={config.sharding!r}) with the rule AdamScale: its statistics need Adam's "
-            "state of every parameter on every worker. Use sharding='none', or 'auto', which chooses it."
+            "state of every parameter on every worker. Use sharding='none', or 'auto', which chooses 'none'."
         )
     if adam or workers == 1:
         return "none"
@@ -227,8 +229,8 @@ def _choose_sharding(config: AdaScaleConfig, workers: int, optimizer: Optimizer,
     return config.sharding
 
 
-# Process groups, until the process ends. In torch 2.13 a DistributedDataParallel that outlives destroy_process_group() and is
-# the last to know its gloo group now and then hangs in its destructor.
+# References to process groups, held until the process ends. In torch 2.13 a DistributedDataParallel that outlives
+# destroy_process_group() and holds the last reference to its gloo group sometimes hangs in its destructor.
 _KEPT: list[dist.ProcessGroup | None] = []
 
 
@@ -250,11 +252,11 @@ def _data_parallel(
 
 
 class _EveryParameter(nn.Module):
-    """A forward pass that uses every parameter, and has zero for its gradients."""
+    """A stand-in for the model: its forward pass uses every parameter, with gradients of zero."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.module = module  # DDP wants its buffers
+        self.module = module  # DDP needs the buffers
 
     def forward(self, _: Tensor) -> Tensor:
         used = [p for p in self.module.parameters() if p.requires_grad]
@@ -262,17 +264,17 @@ class _EveryParameter(nn.Module):
 
 
 def _settle_buckets(model: DistributedDataParallel) -> None:
-    """Have DDP regroup its buckets now, in an order that depends on the parameters alone.
+    """Make DDP regroup its buckets now, in an order that depends on the parameters alone.
 
-    It does so once, after its first backward pass, by the order in which gradients came. So the first step after a start
-    sums over workers in another order than that step did in a run that was never stopped; from three workers on that
-    shows in the last bit. A backward pass through a stand-in is the only way to have it behind us: the user's own needs
-    their loss. Gradients come in reverse order of the parameters then, which is what most models do.
+    DDP regroups them once, after its first backward pass, by the order in which gradients were computed. So the first step after
+    a start would sum over workers in another order than the same step of a run that was never stopped, which from three workers
+    on changes the last bit. A backward pass through a stand-in makes DDP regroup them now. The model itself can't be used,
+    because it needs the user's loss. The stand-in's gradients come in reverse order of the parameters, as those of most models.
     """
     module = model.module
     model.module = _EveryParameter(module)
     try:
-        model(torch.zeros(())).backward()  # with device_ids, DDP insists on an input
+        model(torch.zeros(())).backward()  # with device_ids, DDP requires an input
     finally:
         model.module = module
     model.zero_grad()

@@ -1,4 +1,4 @@
-"""How much of a run is left: the forecast's remainder, corrected by the gains that the run itself has had."""
+"""Steps and time left of a run: those of the forecast, corrected by the gains of the run."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from .step import Listener, Step
 __all__ = ["LEFT", "UNKNOWN", "Eta", "EtaTracker", "RemainingSteps", "clock_time", "forecast_remaining_steps"]
 
 CORRECT_FROM = 0.2
-"""The share of the run from which its own gains correct the forecast; those before say little of the rest."""
+"""Share of the run from which its own gains correct the forecast. Earlier gains predict little of the rest."""
 TRUST = 0.5
-"""How much of the difference that was seen is believed of the next steps."""
+"""Share of the observed difference that is expected of the next steps."""
 FADE = 0.25
-"""Within this share of the run what is believed of it falls to 1/e."""
+"""Share of the run in which the expected difference falls to 1/e."""
 
-_BINS = 200  # in which a run's gains are gathered, and on whose borders the remainder is computed anew
-_WIDEST = 1e3  # the ratio μ²/σ² is taken between this and its inverse: at r = 1 and r = S it has no bounds
+_BINS = 200  # of τ, in which gains are collected; the remainder is computed anew at the beginning of each
+_WIDEST = 1e3  # bound of μ²/σ² and of its inverse: as r nears 1 or S the ratio has no bound
 
 
 @dataclass(frozen=True)
 class Eta:
-    """What is left of a run.
+    """Steps and time left of a run.
 
     Attributes:
-        steps: Optimizer steps, not rounded; ∞ where nothing is known.
-        seconds: Of the clock; ∞ where nothing is known.
-        rough: Whether there was nothing to forecast from, so that the mean gain so far is taken for that of the rest.
+        steps: Optimizer steps left, not rounded; ∞ if unknown.
+        seconds: Seconds left; ∞ if unknown.
+        rough: Whether the estimate has no forecast, and assumes that the mean gain so far stays.
     """
 
     steps: float
@@ -44,16 +44,16 @@ class Eta:
     rough: bool
 
     def __str__(self) -> str:
-        """As "1:05 left"; "~1:05 left" where it is rough, "? left" where it is not known."""
+        """Return "1:05 left"; "~1:05 left" for a rough estimate; "? left" if unknown."""
         return f"{'~' if self.rough and math.isfinite(self.seconds) else ''}{clock_time(self.seconds)} left"
 
     def as_metrics(self) -> dict[str, Any]:
-        """What is told beside a step's metrics."""
+        """Return the estimate as metrics under the keys :data:`LEFT`."""
         return {"steps_left": self.steps, "seconds_left": self.seconds, "left_is_rough": self.rough}
 
     @classmethod
     def from_metrics(cls, metrics: Mapping[str, Any]) -> Eta:
-        """What :meth:`as_metrics` told."""
+        """Return the estimate from the metrics of :meth:`as_metrics`."""
         steps, seconds = metrics.get("steps_left", math.inf), metrics.get("seconds_left", math.inf)
         return cls(steps, seconds, bool(metrics.get("left_is_rough", True)))
 
@@ -61,11 +61,11 @@ class Eta:
 UNKNOWN = Eta(math.inf, math.inf, True)
 
 LEFT = tuple(UNKNOWN.as_metrics())
-"""The keys of what is told of the time left."""
+"""The keys of :meth:`Eta.as_metrics`."""
 
 
 def clock_time(seconds: float) -> str:
-    """h:mm:ss, without the hours where there are none; "?" for what never ends."""
+    """Return h:mm:ss; m:ss below one hour; "?" for ∞."""
     if not math.isfinite(seconds):
         return "?"
     minutes, seconds = divmod(max(round(seconds), 0), 60)
@@ -76,32 +76,32 @@ def clock_time(seconds: float) -> str:
 class RemainingSteps:
     """The optimizer steps left of a run at one scale, from a recipe's noise.
 
-    The forecast's gains r(τ) give q = (1 − r/S)/(r − 1), what μ²/σ² it expects. From a fifth of the run on, the mean log-ratio c
-    of the run's own q to it, over the last half of τ, corrects what is to come: q·exp(½·c·e^(−Δτ/(¼·T))), Δτ steps ahead.
+    The forecast's gains r(τ) give its ratio μ²/σ² = q = (1 − r/S)/(r − 1). From a fifth of the run on, c is the mean log-ratio of
+    the run's own q to the forecast's, over the last half of τ. It corrects the forecast Δτ steps ahead: q·exp(½·c·e^(−Δτ/(¼·T))).
 
     Args:
         forecast: The replay at this scale.
-        scale: S > 1; not looked at where the run's gains don't correct the forecast.
-        corrects: Whether the run's gains are those that its clock moves by, so that they correct the forecast.
+        scale: S > 1; unused if the run's gains don't correct the forecast.
+        corrects: Whether the run's gains correct the forecast. They must be those that advance τ.
     """
 
     def __init__(self, forecast: Replay, scale: float, *, corrects: bool = True) -> None:
         self._scale = scale
         self._corrects = corrects
         self._total = forecast.total_steps
-        # τ at which each of the forecast's strides begins, and the end's.
+        # τ at the beginning of each stride of the forecast, and at its end
         self._tau = np.array([*forecast.tau, forecast.effective_steps])
         self._ratio = np.array([_noise_ratio(r, scale) for r in forecast.gains]) if corrects else np.array([])
-        self._rate = forecast.stride / np.diff(self._tau)  # optimizer steps an effective one
+        self._rate = forecast.stride / np.diff(self._tau)  # optimizer steps per effective step
         self._log = np.zeros(_BINS)
         self._weight = np.zeros(_BINS)
         self._bin = -1
         self._left = self._remainder(0.0, 0.0)
         self.correction = 0.0
-        """½·c: what is believed just now; above zero the gains are lower than forecast."""
+        """½·c, the present correction. It is positive if gains are lower than forecast."""
 
     def observe(self, tau_before: float, tau: float, gain: float) -> None:
-        """The run has taken a step of this gain, which moved τ from there to there."""
+        """Add an optimizer step of the run: its gain, and τ before and after it."""
         if not self._corrects or not tau > tau_before:
             return
         i = min(int(tau_before / self._total * _BINS), _BINS - 1)
@@ -117,11 +117,11 @@ class RemainingSteps:
             self._left = self._remainder(tau, self.correction)
 
     def at(self, tau: float) -> float:
-        """Optimizer steps from τ on."""
+        """Return the optimizer steps left at τ."""
         return float(np.interp(tau, self._tau, self._left)) if tau < self._total else 0.0
 
     def _remainder(self, tau: float, correction: float) -> np.ndarray:
-        """Optimizer steps from the beginning of each of the forecast's strides, and from its end, to T: ∫ dτ / r."""
+        """Return the optimizer steps left at the beginning of each stride of the forecast, and at its end: ∫ dτ / r up to T."""
         rate = self._rate
         if correction:
             ratio = self._ratio * np.exp(
@@ -135,7 +135,7 @@ class RemainingSteps:
 
 
 def _noise_ratio(gain: float, scale: float) -> float:
-    """μ²/σ², by which the gain is what it is."""
+    """Return the ratio μ²/σ² at which the gain has this value, within its bounds."""
     above, below = 1 - gain / scale, gain - 1
     if below <= above / _WIDEST:
         return _WIDEST
@@ -143,18 +143,18 @@ def _noise_ratio(gain: float, scale: float) -> float:
 
 
 class EtaTracker(Listener):
-    """Estimates what is left of the run after each step, from the forecast and the pace of this start.
+    """Estimates the steps and the time left after each step, from the forecast and the pace of this start.
 
     Args:
-        remaining: The forecast of the remaining steps; None where there is none.
+        remaining: The forecast of the remaining steps; None without a forecast.
 
     Attributes:
         remaining: As given.
-        eta: What is left after the last step.
+        eta: The estimate after the last step.
     """
 
     _FIRST = 3
-    """Steps that are left out of the pace, because the first steps are slow."""
+    """Steps that don't count in the pace, because the first steps are slow."""
 
     def __init__(self, remaining: RemainingSteps | None) -> None:
         self.remaining = remaining
@@ -163,7 +163,7 @@ class EtaTracker(Listener):
         self._since = time.monotonic()
 
     def after_step(self, step: Step) -> None:
-        """Update :attr:`eta`; add the remaining steps to the trace's row where there is a forecast."""
+        """Update :attr:`eta`. With a forecast, add the remaining steps to the row of the trace."""
         left = max(step.total_steps - step.tau, 0.0)
         rough = False
         if self.remaining is not None:
@@ -180,7 +180,7 @@ class EtaTracker(Listener):
 
     @property
     def seconds_per_step(self) -> float:
-        """Seconds of an optimizer step of this start, with everything between steps; inf before the first step."""
+        """Seconds per optimizer step of this start, with all work between steps; ∞ while unknown."""
         elapsed = time.monotonic() - self._since
         if self._timed > self._FIRST:
             return elapsed / (self._timed - self._FIRST)
@@ -196,16 +196,16 @@ def forecast_remaining_steps(
     averaging_window: float,
     following: tuple[BatchPolicy, int] | None = None,
 ) -> RemainingSteps | None:
-    """The steps left by the forecast; None where there is nothing to forecast from: no recipe, or one without noise.
+    """Return the forecast of the remaining steps; None without a recipe that has noise.
 
     Args:
-        recipe: Its noise, of all seeds.
-        rows: The trace so far. Its rows at this scale correct the forecast, as if they were seen now.
+        recipe: The recipe. The noise of all its seeds counts.
+        rows: The rows of the trace so far. Those at this scale correct the forecast.
         scale: S.
-        rule: As in :class:`ray_adascale.AdaScaleConfig`.
-        averaging_window: As there.
-        following: Batch policy and workers of a run that chooses its scale. Its gains don't correct the forecast: where they are
-            others than forecast, so is the scale.
+        rule: The scaling rule, as in :class:`ray_adascale.AdaScaleConfig`.
+        averaging_window: The window of the averages, as in :class:`ray_adascale.AdaScaleConfig`.
+        following: Batch policy and workers of a run with an adaptive batch; else None. Gains of such a run don't correct the
+            forecast, because other gains than forecast lead to another scale.
     """
     made = make_rule(rule)
     if recipe is None or not recipe.noise or metric_of(made) != "euclidean":
@@ -213,7 +213,7 @@ def forecast_remaining_steps(
     if following is not None:
         policy, workers = following
         if policy.target_efficiency == "goodput" and policy.throughput is None:
-            return None  # what it will choose depends on seconds that are not measured yet
+            return None  # the batches of the run depend on seconds that are not measured yet
         forecaster = Forecaster(recipe, rule=made, averaging_window=averaging_window)
         return RemainingSteps(forecaster.following(policy, workers).expected, 1.0, corrects=False)
     if scale <= 1:

@@ -1,6 +1,6 @@
-"""Where in a run an exception was raised, and in whose lines: notes on it, which go with it to other processes.
+"""Annotates exceptions with the position of the run and the user's lines that raised them.
 
-Its traceback does not go along.
+Notes reach other processes with the exception. Its traceback does not.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ __all__ = [
 ]
 
 MISTAKES = (ValueError, TypeError, LookupError, AttributeError, NameError, ImportError)
-"""These are the program's rather than the machine's: memory or a disk may be there the next time."""
+"""Exceptions caused by the program. A retry may help after other exceptions: memory or a disk may be available then."""
 
 _BUILDING = "Raised while the workload was built."
 _BEGINNING = "Raised before this start's first optimizer step."
 _AT_STEP = "Raised after optimizer step {}."
 _LINES = "In your files:"
-_TRACEBACK = "_ray_adascale_traceback"  # the whole of it, in words: an exception loses its own on the way
+_TRACEBACK = "_ray_adascale_traceback"  # attribute with the traceback as text, because pickling drops __traceback__
 
 _PACKAGE = str(Path(__file__).parents[1])
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -41,17 +41,17 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 @contextmanager
 def annotate_exceptions(steps: Callable[[], tuple[int, int] | None] = lambda: None) -> Iterator[None]:
-    """Note on an exception that is raised within where in the run that was, and in which lines of the user's.
+    """Return a context that adds notes to an exception: the position of the run, and the user's lines.
 
     Args:
-        steps: The run's optimizer steps when this start began, and now; None while the workload is built.
+        steps: Returns the optimizer steps of the run when this start began, and now; None while the workload is built.
     """
     try:
         yield
     except Exception as error:
         at = steps()
         place = _BUILDING if at is None else _BEGINNING if at[0] == at[1] else _AT_STEP.format(at[1])
-        if not any(note.startswith("Raised ") for note in _notes(error)):  # the innermost knows best
+        if not any(note.startswith("Raised ") for note in _notes(error)):  # the innermost context is the most exact
             lines = users_lines(error)
             for note in (f"{_LINES}\n{lines}", place) if lines else (place,):
                 error.add_note(note)
@@ -61,7 +61,7 @@ def annotate_exceptions(steps: Callable[[], tuple[int, int] | None] = lambda: No
 
 
 def _take_notes_along(kind: type[BaseException]) -> None:
-    """Have exceptions of this kind keep their notes when they are pickled: those with a ``__reduce__`` of their own lose them."""
+    """Make exceptions of this class keep their notes when pickled. A class with its own ``__reduce__`` would lose them."""
     copyreg.pickle(kind, _reduce)
 
 
@@ -78,25 +78,25 @@ def _remake(
     if state is not None:
         error.__setstate__(state)
     vars(error).update(attributes)
-    _take_notes_along(type(error))  # from the controller it goes on to the driver
+    _take_notes_along(type(error))  # the controller pickles it again, for the driver
     return error
 
 
 def users_lines(error: BaseException) -> str:
-    """The lines of the traceback in files that are neither a library's nor Python's nor ours, as Python shows them."""
+    """Return the lines of the traceback in the user's files, in the format of Python's tracebacks."""
     shown = []
     for frame in traceback.extract_tb(error.__traceback__):
         if not is_users(frame.filename):
             continue
         shown.append(f"  {frame.filename}:{frame.lineno}, in {frame.name}")
-        line = linecache.getline(frame.filename, frame.lineno or 0).strip()  # not there where the code came by wire
+        line = linecache.getline(frame.filename, frame.lineno or 0).strip()  # empty if the file is on another machine
         if line:
             shown.append(f"    {line}")
     return "\n".join(shown)
 
 
 def is_users(filename: str) -> bool:
-    """Whether a file is neither a library's nor Python's nor ours."""
+    """Return whether a file is the user's: not part of Python, of a library, or of this package."""
     return not filename.startswith(("<", _PACKAGE, *_LIBRARIES)) and "-packages" not in filename
 
 
@@ -105,25 +105,25 @@ def _notes(error: BaseException | None) -> list[str]:
 
 
 def was_building(error: BaseException | None) -> bool:
-    """Whether the error is a mistake that was raised while a workload was built."""
+    """Return whether the error is one of :data:`MISTAKES`, raised while a workload was built."""
     return isinstance(error, MISTAKES) and _BUILDING in _notes(error)
 
 
 def lines_of(error: BaseException | None) -> str:
-    """The user's lines in which it was raised, as :func:`noted` has noted them; empty where it has not."""
+    """Return the user's lines from the notes of :func:`annotate_exceptions`; empty without such a note."""
     return next((note for note in _notes(error) if note.startswith(_LINES)), "")
 
 
 def traceback_of(error: BaseException) -> str:
-    """The whole traceback, as :func:`noted` has kept it; else what the exception says."""
+    """Return the traceback that :func:`annotate_exceptions` has stored, else the exception's message."""
     return str(getattr(error, _TRACEBACK, error))
 
 
 def place_of(error: BaseException) -> str:
-    """Where in the run it was raised, as :func:`noted` has noted it, a sentence; empty where it has not."""
+    """Return the position of the run from the notes of :func:`annotate_exceptions`, a sentence; empty without such a note."""
     return next((note for note in _notes(error) if note.startswith("Raised ")), "")
 
 
 def was_beginning(error: BaseException) -> bool:
-    """Whether it was raised before a start's first optimizer step, while the workload was built or after."""
+    """Return whether the error was raised before the first optimizer step of a start."""
     return place_of(error) in (_BUILDING, _BEGINNING)

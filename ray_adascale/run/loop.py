@@ -1,4 +1,4 @@
-"""Run: the training loop of one worker. It needs no Ray; one process or torchrun's workers are enough."""
+"""Run: the training loop of one worker, in one process or among torchrun's or Ray's workers. It needs no Ray."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,38 +25,13 @@ from .assemble import assemble
 from .backend import Backend, LocalBackend, StepReport
 from .build import set_batch
 from .metrics import plain_numbers, step_metrics
-from .step import BoundaryFlags, Step
+from .step import BoundaryFlags, Step, TakenStep
 
 __all__ = ["TOTAL_STEPS_REACHED", "Run"]
 
 _log = logging.getLogger(__name__)
 
 TOTAL_STEPS_REACHED = "total_steps reached"
-
-
-@dataclass(frozen=True)
-class _Taken:
-    """An optimizer step that was taken, and may not be read from the device yet.
-
-    Attributes:
-        number: Optimizer steps so far, with this one.
-        plan: The step's batch.
-        lr: lr(⌊τ⌋) of the first parameter group, before the gain.
-        tau: τ before the step.
-        position: Examples so far.
-        flags: This worker's flags, where there is no other worker; else the flags come with the step's numbers.
-        own: The user's metrics of this step.
-        recorded: The user's metrics so far.
-    """
-
-    number: int
-    plan: BatchPlan
-    lr: float
-    tau: float
-    position: int
-    flags: BoundaryFlags
-    own: dict[str, Any]
-    recorded: dict[str, Any]
 
 
 class Run:
@@ -70,7 +44,7 @@ class Run:
             run.backward(F.cross_entropy(run.model(x), y))
             run.step()
 
-    The loop ends when τ reaches T. It resumes from the newest checkpoint of ``backend``.
+    The loop ends when τ reaches T. A new start resumes from the newest checkpoint of ``backend``.
 
     With a fused optimizer (see :class:`ray_adascale.AdaScale`) the host reads the numbers of a step during the next step. The
     loop then waits for the device only near the end, an evaluation, a report or a checkpoint, and where :attr:`effective_steps`,
@@ -86,16 +60,16 @@ class Run:
         collate_fn: As in ``DataLoader``.
         evaluate: ``evaluate(model) -> dict`` of metrics, called every ``config.evaluate_every`` effective steps and at the
             end, on all workers, with the bare model in eval mode and without gradients. The metrics of rank 0 count.
-        recipe: The search's outcome. A schedule whose LR curve differs from the recipe's is refused.
+        recipe: The result of a search. A schedule with another LR curve than the recipe's is refused.
         extra_state: Further objects with ``state_dict()`` and ``load_state_dict()`` for the checkpoints, by name, such as an
             average of the weights. Their states are nested dicts and lists of tensors and JSON values, equal on all
             workers (rank 0's JSON counts); nothing is pickled.
-        after_step: ``after_step(model)`` with the bare model, called on every worker after each optimizer step, also a skipped
-            one, and before a checkpoint of the step: the place to update an average of the weights.
+        after_step: ``after_step(model)`` with the bare model, called on every worker after each optimizer step (a skipped step
+            too) and before a checkpoint of that step: the place to update an average of the weights.
         backend: The surroundings of the run. Default: this process or torchrun's workers, no checkpoints.
 
     Raises:
-        ValueError: A setting, or what was built, can't work; the message says which and what to do.
+        ValueError: A setting, the model, the optimizer or the scheduler can't work. The message names it and a remedy.
     """
 
     def __init__(
@@ -138,8 +112,8 @@ class Run:
         """The objects that make up this run."""
         self._after_step = after_step
         self._probed: tuple[float, float] | None = None
-        self._taken: _Taken | None = None
-        self._flags = BoundaryFlags(0)  # read, and not acted on yet
+        self._taken: TakenStep | None = None  # until it is read
+        self._flags = BoundaryFlags(0)  # of the steps that were read since the stages last ran
         self._loop_seconds = 0.0
 
     @classmethod
@@ -151,10 +125,10 @@ class Run:
         recipe: Recipe | None = None,
         backend: Backend | None = None,
     ) -> Run:
-        """Return the run of a workload that was built. ``config`` need not have its scheduler unit.
+        """Return the run of a built workload. ``config`` may leave out the scheduler unit, which is the workload's.
 
         Raises:
-            ValueError: As for ``Run``, or ``config`` has another scheduler unit.
+            ValueError: As for ``Run``; or ``config`` has another scheduler unit than the workload.
         """
         run = cls(
             workload.model,
@@ -192,7 +166,7 @@ class Run:
 
     @property
     def gain(self) -> float:
-        """r of the gradients in place, or of the last step."""
+        """r of the gradients of the coming step, if its backward passes have run, else of the last step."""
         return self.optimizer.gain()
 
     @property
@@ -226,7 +200,7 @@ class Run:
 
     @property
     def evaluate_due(self) -> bool:
-        """At a step boundary: whether τ has passed a multiple of ``evaluate_every`` since the last evaluation, or the end.
+        """Whether this is a step boundary at which τ has passed a multiple of ``evaluate_every`` since the last evaluation, or T.
 
         For a loop that evaluates by itself and passes the metrics to :meth:`record`.
         """
@@ -243,12 +217,12 @@ class Run:
         return self.parts.reporting.number == self.state.iterations
 
     def _furthest(self) -> float:
-        """Return the largest value that τ may have, without waiting for the device."""
+        """Return an upper bound of τ, without waiting for the device."""
         known = self.optimizer.known_effective_steps
         return known if self.optimizer.last_step_known else known + max(self.scale, 1.0)
 
     def record(self, **metrics: Any) -> None:
-        """Add metrics to this report and all later ones, until they are recorded again. They count as an evaluation."""
+        """Add metrics to this report and later ones, until they are recorded again. They count as an evaluation."""
         metrics = plain_numbers(metrics)
         self._synchronize()
         self.state.recorded.update(metrics)
@@ -257,16 +231,16 @@ class Run:
         self.parts.evaluation.recorded(metrics, self.effective_steps)
 
     def sum(self, **values: float | Tensor) -> dict[str, float]:
-        """Each of these numbers summed over all workers, the same on all of them. All workers together, with the same names.
+        """Return the sum of each number over all workers. Collective, with the same names on all workers; waits for the device.
 
         For counts and sums of a loop's own evaluation: ``total = run.sum(correct=correct, seen=seen)``, then
-        ``run.record(accuracy=total["correct"] / total["seen"])``. It waits for the device.
+        ``run.record(accuracy=total["correct"] / total["seen"])``.
 
         Args:
             **values: Numbers, or tensors of one element.
 
         Raises:
-            TypeError: Something else.
+            TypeError: A value is neither.
         """
         for name, value in values.items():
             if not isinstance(value, int | float) and not (isinstance(value, Tensor) and value.numel() == 1):
@@ -278,14 +252,14 @@ class Run:
         ]
         if not numbers:
             return {}
-        summed = torch.cat(numbers)
+        total = torch.cat(numbers)
         if self.plan.world_size > 1:
-            dist.all_reduce(summed)
-        found = dict(zip(sorted(values), summed.tolist(), strict=True))
-        return {name: found[name] for name in values}
+            dist.all_reduce(total)
+        sums = dict(zip(sorted(values), total.tolist(), strict=True))
+        return {name: sums[name] for name in values}
 
     def observe_noise(self, sigma2: float, mu2: float) -> None:
-        """Set σ² and μ² from a probe, for reports of steps that have one gradient sample at S = 1."""
+        """Set σ² and μ² from a probe, to be reported for steps that have one gradient sample at S = 1."""
         self._probed = sigma2, mu2
 
     def summary(self) -> dict[str, Any]:
@@ -296,14 +270,14 @@ class Run:
     # ---- the loop ------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield micro-batches on the device until τ reaches T; then evaluate, report and save a last time."""
+        """Yield micro-batches on the device until τ reaches T. Then evaluate, report and save for the last time."""
         self.module.train()
         entered = time.monotonic()
         batches = iter(self.source)
         passes = self.parts.passes
         try:
             with passes.guard():
-                # A run can't have ended with a step that may not be read yet: such a step is far from T.
+                # The known τ decides: a step after which τ may have reached T is read at once.
                 while self.stopped is None and self.optimizer.known_effective_steps < self.total_steps:
                     batch = next(batches)
                     passes.begin(batch)
@@ -316,7 +290,7 @@ class Run:
             self.source.close()
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward pass of one micro-batch. It weights and scales the loss, and reduces gradients in the last pass.
+        """Run the backward pass of one micro-batch, with the loss weighted and scaled. The last pass reduces gradients.
 
         Args:
             loss: Mean over the micro-batch's examples, a scalar.
@@ -340,16 +314,17 @@ class Run:
         return passes.clip(max_norm) if passes.is_last else None
 
     def step(self, **metrics: Any) -> bool:
-        """End a pass, after each :meth:`backward`. In the step's last pass: clip, step with lr·r, advance τ and the schedule.
+        """End a pass. Call it after each :meth:`backward`.
 
-        Evaluations, reports and checkpoints that are due follow.
+        In the step's last pass: clip, step with lr·r, advance τ and the schedule, and then evaluate, report and save a
+        checkpoint if due.
 
         Args:
-            **metrics: The user's own, for the reports (numbers, or tensors of one element). A ``loss`` here replaces the mean
-                of those given to :meth:`backward`.
+            **metrics: The user's metrics for the reports: numbers, or tensors of one element. A ``loss`` replaces the mean of
+                the losses given to :meth:`backward`.
 
         Returns:
-            Whether this was the last micro-batch of an optimizer step.
+            Whether this pass was the last one of an optimizer step.
 
         Raises:
             FloatingPointError: The gradient was not finite for ``max_nonfinite_steps`` steps in a row.
@@ -370,8 +345,8 @@ class Run:
         self.boundary_at = time.monotonic()
         return True
 
-    def _take_step(self, own: dict[str, Any]) -> _Taken:
-        """Take the optimizer step; return what belongs to it."""
+    def _take_step(self, own: dict[str, Any]) -> TakenStep:
+        """Take the optimizer step. Return its values on the host; its numbers may still be on the device."""
         lr, tau = self.schedule.lrs[0], self.effective_steps
         self.parts.passes.step()
         flags = self._own_flags() if self.plan.world_size == 1 else BoundaryFlags(0)
@@ -381,9 +356,8 @@ class Run:
         if self._after_step is not None:
             self._after_step(self.module)
         self.parts.reporting.count(self.plan.global_batch_size)
-        return _Taken(
-            self.state.iterations, self.plan, lr, tau, self.source.position, flags, own, dict(self.state.recorded)
-        )
+        number, position, recorded = self.state.iterations, self.source.position, dict(self.state.recorded)
+        return TakenStep(number, self.plan, lr, tau, position, flags, own, recorded)
 
     def _payload(self) -> Tensor:
         """Return the payload of the step's all-reduce: this worker's loss and its boundary flags."""
@@ -394,14 +368,14 @@ class Run:
         return torch.stack([loss, torch.full_like(loss, self._own_flags())])
 
     def _own_flags(self) -> BoundaryFlags:
-        """Return this worker's flags."""
+        """Return the flags of this worker's stages. Beside rank 0 only BUSY counts."""
         flags = BoundaryFlags(0)
         for stage in self.parts.stages:
             flags |= stage.flags()
         return flags if self.backend.rank == 0 else flags & BoundaryFlags.BUSY
 
     def _must_synchronize(self) -> bool:
-        """Return whether a stage may have to act at this boundary, so that the host must read the step now."""
+        """Return whether the host must read the step now, because a stage may have to act at this boundary."""
         furthest = self._furthest()
         if self.optimizer.last_step_known or furthest >= self.total_steps:
             return True
@@ -409,7 +383,7 @@ class Run:
         return bool(due) or any(stage.due_by(furthest) for stage in self.parts.stages)
 
     def _synchronize(self) -> None:
-        """Read the last optimizer step, unless it was read: advance the schedule, make metrics, call the listeners."""
+        """Read the last optimizer step, if it is unread: advance the schedule, compute metrics, call the listeners."""
         taken, self._taken = self._taken, None
         if taken is None:
             return
@@ -424,10 +398,9 @@ class Run:
             self.schedule.advance_to(last.effective_steps)
         metrics = self._metrics(taken.own.get("loss", loss), taken.lr)
         state.metrics = {**metrics, **taken.recorded}
-        listeners = self.parts.listeners
-        if not listeners:
+        if not self.parts.listeners:
             return
-        place = {"step": taken.number, "attempt": state.attempt, "position": taken.position}
+        row = {"step": taken.number, "attempt": state.attempt, "position": taken.position, **metrics, **taken.own}
         step = Step(
             number=taken.number,
             plan=taken.plan,
@@ -439,13 +412,13 @@ class Run:
             sigma2=last.sigma2,
             mu2=last.mu2,
             metrics=state.metrics,
-            row={**place, **metrics, **taken.own},
+            row=row,
         )
-        for listener in listeners:
+        for listener in self.parts.listeners:
             listener.after_step(step)
 
     def _run_stages(self) -> None:
-        """Run the stages of this step boundary; end the run where a stage has a reason."""
+        """Run the stages of this step boundary. End the run if a stage returns a reason."""
         flags, self._flags = self._flags, BoundaryFlags(0)
         if self.effective_steps >= self.total_steps:
             return  # the loop ends the run
@@ -456,7 +429,7 @@ class Run:
                 return
 
     def set_plan(self, plan: BatchPlan) -> None:
-        """Use this batch from the next step on. At a step boundary that was read, on all workers."""
+        """Use this batch from the next step on. At a step boundary, after the step was read, on all workers."""
         self.plan = plan
         set_batch(plan, self.optimizer, self.source, self.backend.rank)
 
@@ -467,8 +440,8 @@ class Run:
             raise FloatingPointError(
                 f"The gradient was not finite in {self.state.nonfinite} optimizer steps in a row, up to step "
                 f"{step} at effective step {self.effective_steps:.1f} of {self.total_steps} "
-                f"(loss {loss:g}, loss scale {loss_scale:g}). The weights are those before. Lower the learning rate, clip "
-                "gradients, or look at the data of this step."
+                f"(loss {loss:g}, loss scale {loss_scale:g}). These steps left the weights as they were. Lower the learning "
+                "rate, clip gradients, or check the data of this step."
             )
 
     def _metrics(self, loss: float, lr: float) -> dict[str, Any]:
@@ -483,7 +456,7 @@ class Run:
         )
 
     def _finish(self, why: str) -> None:
-        """End the run: evaluate at T, report with a checkpoint, call the listeners."""
+        """End the run: evaluate if τ has reached T, report with a checkpoint, call the listeners."""
         if why == TOTAL_STEPS_REACHED:
             self.parts.evaluation.finish(self)
         self.state.stopped = why
@@ -499,7 +472,7 @@ class Run:
     # ---- reports and checkpoints ---------------------------------------------------------------------------------
 
     def step_report(self) -> StepReport:
-        """Return the state of the run at this step boundary, to be reported."""
+        """Return the report of this step boundary."""
         return StepReport(
             metrics=self.state.metrics,
             effective_steps=self.effective_steps,
@@ -513,11 +486,11 @@ class Run:
         self.parts.reporting.report(self, save=save)
 
     def save_checkpoint(self) -> Path | None:
-        """Write this worker's share of a checkpoint. Collective. The caller reports the folder.
+        """Write this worker's share of a checkpoint and return its folder, not reported yet. Collective.
 
         Raises:
-            RuntimeError: Not at a step boundary, or workers disagree about τ, LR or step.
-            CheckpointError: A worker could not write this checkpoint or the one before.
+            RuntimeError: This is no step boundary, or workers disagree about τ, LR or step.
+            CheckpointError: A worker could not write this checkpoint or the previous one.
         """
         if not self.at_boundary:
             raise RuntimeError(

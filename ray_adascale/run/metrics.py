@@ -1,4 +1,4 @@
-"""What a run reports of an optimizer step: keys and values, what may stand under a key of the user's; and all of it in words."""
+"""The metrics of an optimizer step: their keys and values, the user's metrics, and their text."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ METRICS = (
     "optimizer_steps",
     "world_size",
 )
-"""The keys of every report, beside what the user adds. ``lr`` is the schedule's lr(⌊τ⌋) of the first parameter group, before
-the gain, so that it lies on one curve over effective steps at every scale."""
+"""The keys of every report, beside the user's. ``lr`` is the schedule's lr(⌊τ⌋) of the first parameter group, before the gain,
+so that over effective steps it is the same curve at every scale."""
 
 
 USEFUL_WORKERS = "useful_workers"
-"""The key, beside these, of how many workers pay at the present noise: of runs whose number of workers, or batch, may change."""
+"""The key of the number of useful workers at the present noise, in reports of a run that may change its workers or its batch."""
 
 
 def step_metrics(
@@ -55,7 +55,7 @@ def step_metrics(
     examples_per_s: float,
     probed: tuple[float, float] | None,
 ) -> dict[str, Any]:
-    """Return the values of the last step under :data:`METRICS`; waits for the device where the step has not been read.
+    """Return the values of the last step under :data:`METRICS`. Waits for the device if the step has not been read.
 
     Args:
         optimizer: The optimizer that has taken the step.
@@ -88,11 +88,11 @@ def step_metrics(
 
 
 def plain_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's metrics as Python numbers; one-element tensors and NumPy scalars are read out.
+    """Return the user's metrics with one-element tensors and NumPy scalars as Python numbers.
 
     Raises:
-        ValueError: A name that the run reports itself.
-        TypeError: A value that is neither number nor string.
+        ValueError: A name is that of a metric of the run.
+        TypeError: A value is neither a number nor a string.
     """
     out = {key: value.item() if hasattr(value, "item") else value for key, value in metrics.items()}
     for key, value in out.items():
@@ -104,7 +104,7 @@ def plain_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def too_large_for_the_noise(plan: BatchPlan, noise_scale: float, gain: float) -> str | None:
-    """A sentence where the batch is beyond the noise scale (examples), so that r/S is below one half; else None."""
+    """Return a warning if the batch exceeds the noise scale (examples), so that r/S is below one half; else None."""
     if plan.scale <= 1 or not plan.global_batch_size > noise_scale:
         return None
     return (
@@ -113,27 +113,29 @@ def too_large_for_the_noise(plan: BatchPlan, noise_scale: float, gain: float) ->
     )
 
 
-# ---- how far a run is ------------------------------------------------------------------------------------------------
+# ---- progress as text ------------------------------------------------------------------------------------------------
 
 
 def tau_of(metrics: Mapping[str, Any], total_steps: float) -> str:
-    """τ of T."""
+    """Return τ and T as text."""
     return f"τ {metrics['effective_steps']:,.0f}/{total_steps:,.0f}"
 
 
 def state_of(metrics: Mapping[str, Any]) -> str:
-    """Steps, gain and scale, LR, loss, throughput and workers."""
+    """Return steps, gain and scale, LR, loss, throughput and workers as text."""
     workers = metrics["world_size"]
-    pays = metrics.get(USEFUL_WORKERS, workers)
-    told = f"{workers} worker{'s' if workers != 1 else ''}" if pays >= workers else f"{pays} of {workers} workers pay"
+    useful = metrics.get(USEFUL_WORKERS, workers)
+    shown = (
+        f"{workers} worker{'s' if workers != 1 else ''}" if useful >= workers else f"{useful} of {workers} workers pay"
+    )
     return (
         f"step {metrics['optimizer_steps']:,}  gain {metrics['gain']:.2f} of {metrics['scale']:g}  "
         f"lr {metrics['lr']:.3g}  loss {metrics['loss']:.4g}  {metrics['examples_per_s']:,.0f} examples/s  "
-        f"{told}"
+        f"{shown}"
     )
 
 
 def format_metrics(metrics: Mapping[str, Any], total_steps: float, left: Eta) -> str:
-    """τ/T, steps, gain and scale, LR, loss, throughput and time left, on one line."""
+    """Return one line of text: τ/T, steps, gain and scale, LR, loss, throughput, workers and time left."""
     share = min(metrics["effective_steps"] / total_steps, 1)
     return f"{tau_of(metrics, total_steps)} {share:4.0%}  {state_of(metrics)}  {left}"

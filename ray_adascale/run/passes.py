@@ -1,4 +1,4 @@
-"""The forward and backward passes of an optimizer step: precision, weights, gradient synchronization, clipping, checks."""
+"""The passes of an optimizer step: precision, weights, gradient synchronization, clipping, and checks of their order."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from ..sharding.sharded_ddp import ShardedDataParallel
 __all__ = ["Passes"]
 
 _CHECKED_STEPS = 3
-"""Optimizer steps of a start in which gradients are checked between passes. A loop that changes them does so from the first."""
+"""Steps of a start in which gradients are checked between passes. A loop that changes them does so from its first step on."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Passes:
-    """Runs the passes of one optimizer step after another, and the step itself.
+    """Runs the passes of each optimizer step, and the step itself.
 
     Args:
         model: The model to call, wrapped for data parallelism where there are several workers.
         module: The bare model.
         optimizer: The optimizer of the run.
         scaler: The loss scaler; None without one.
-        guarded: The user's own optimizer, which only this object may step.
+        guarded: The user's own optimizer. Within :meth:`guard` only this object may step it.
         precision: "fp32", "bf16" or "fp16".
         device: The device of the loss.
         fully_sharded: Whether the model is sharded with FSDP2.
@@ -69,21 +69,21 @@ class Passes:
         self._stepping = False
         self._steps = 0
         self._versions: list[int] | None = None
-        self._no_sync, self._autocast = ExitStack(), ExitStack()  # each is open during the passes that need it
+        self._no_sync, self._autocast = ExitStack(), ExitStack()  # each is open during a pass that needs it
 
     @property
     def between(self) -> bool:
-        """Whether no pass is under way."""
+        """Whether no pass is in progress."""
         return self._batch is None
 
     @property
     def is_last(self) -> bool:
-        """Whether the pass under way is the step's last."""
+        """Whether the pass in progress is the last one of its step."""
         return self._batch is not None and self._batch.is_last
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Refuse a step of the user's own optimizer within this context, and leave no pass open after it."""
+        """Return a context in which the user's own optimizer refuses to step by itself. It closes an open pass at its end."""
         hook = self._guarded.register_step_pre_hook(self._check_stepping)
         try:
             yield
@@ -93,18 +93,14 @@ class Passes:
             self._no_sync.close()
 
     def begin(self, batch: MicroBatch) -> None:
-        """Begin the pass of a micro-batch.
-
-        Raises:
-            RuntimeError: The pass before has not ended.
-        """
+        """Begin the pass of a micro-batch."""
         if batch.pass_index == 0:
             self._weights = []
             self.loss.zero_()
         self._batch = batch
         self._backward_done = False
         self._weights.append(batch.weight)
-        # Gradients are reduced in the step's last pass. The model reads this in its forward pass already.
+        # Gradients are reduced in the step's last pass. The model reads this setting in its forward pass.
         if not batch.is_last and isinstance(self._model, DistributedDataParallel | ShardedDataParallel):
             self._no_sync.enter_context(self._model.no_sync())
         elif self._fully_sharded:
@@ -116,11 +112,11 @@ class Passes:
         """Check that the pass has ended before the next micro-batch.
 
         Raises:
-            RuntimeError: ``run.step()`` was left out.
+            RuntimeError: The loop did not call ``run.step()``.
         """
         if self._batch is not None:
             raise RuntimeError(
-                "A micro-batch went by without run.step(). Call run.backward() and run.step() each time."
+                "A micro-batch went by without run.step(). Call run.backward() and run.step() for each micro-batch."
             )
 
     def begin_backward(self, loss: Tensor) -> None:
@@ -130,12 +126,12 @@ class Passes:
             loss: Mean over the micro-batch's examples, a scalar.
 
         Raises:
-            RuntimeError: There is no micro-batch whose backward pass is to come.
+            RuntimeError: There is no micro-batch, or its backward pass has run.
             ValueError: The loss is no scalar.
         """
         batch = self._batch
         if batch is None or self._backward_done:
-            raise RuntimeError("run.backward() once for each micro-batch of the loop, before run.step().")
+            raise RuntimeError("Call run.backward() once for each micro-batch of the loop, before run.step().")
         if loss.dim() != 0:
             raise ValueError(
                 f"Invalid loss of shape {tuple(loss.shape)}. Must be a scalar: the mean over the examples."
@@ -144,7 +140,7 @@ class Passes:
         self.loss.add_(loss.detach(), alpha=batch.weight)
 
     def backward(self, loss: Tensor, plan: BatchPlan) -> None:
-        """Run the backward pass, with the loss weighted by the examples of the micro-batch and scaled for the precision."""
+        """Run the backward pass. The loss is weighted by the examples of the micro-batch, and scaled for fp16."""
         batch = self._batch
         assert batch is not None
         # DDP averages over workers and passes add up, so ḡ = Σ w_i g_i needs each loss times n·w_i/passes.
@@ -161,37 +157,37 @@ class Passes:
         self._no_sync.close()
 
     def check_backward(self, caller: str) -> None:
-        """Check that the backward pass of the micro-batch has ended.
+        """Check that the backward pass of the micro-batch has run.
 
         Args:
-            caller: The method and where it belongs, for the message.
+            caller: The message: the method that was called, and its place in the loop.
 
         Raises:
-            RuntimeError: The backward pass was left out.
+            RuntimeError: The backward pass has not run.
         """
         if self._batch is None or not self._backward_done:
             raise RuntimeError(caller)
 
     def ends_step(self) -> bool:
-        """Return whether the pass was the step's last; end the pass if not.
+        """Return whether the pass is the step's last. End the pass if it is not.
 
         Raises:
-            RuntimeError: Gradients were changed after an earlier pass of the step.
+            RuntimeError: Gradients were changed after the backward pass, and more passes of the step follow.
         """
         assert self._batch is not None
         if self._batch.is_last:
             return True
         if self._versions is not None and self._versions != self._gradient_versions():
             raise RuntimeError(
-                "Gradients were changed between the passes of an optimizer step, as by clipping after each: the passes "
-                "after this one add up to what is left. Clip once a step: run.clip_grad_norm_(), which does nothing before "
+                "Gradients were changed between the passes of an optimizer step, as by clipping after each pass. The next "
+                "passes would add to changed gradients. Clip once a step: run.clip_grad_norm_(), which does nothing before "
                 "the last pass, or AdaScaleConfig(grad_clip=...)."
             )
         self._batch = self._versions = None
         return False
 
     def clip(self, max_norm: float) -> Tensor:
-        """Clip the step's gradient to a norm, unscaled. Collective.
+        """Clip the unscaled gradient of the step to a norm. Collective.
 
         Returns:
             The norm before clipping, on the device.
@@ -214,15 +210,15 @@ class Passes:
             self._stepping = False
 
     def end_step(self) -> None:
-        """Clear the gradients and end the step."""
+        """Clear the gradients, and end the step and its last pass."""
         self._optimizer.zero_grad()
         self._batch, self._unscaled = None, False
         self._steps += 1
 
     def _gradient_versions(self) -> list[int]:
-        """Return how often each gradient was written to, by autograd's counter; no device synchronization.
+        """Return autograd's count of writes to each gradient. Does not wait for the device.
 
-        The counter has no public name; a test fails where it moves.
+        The counter has no public name. A test fails if it moves.
         """
         return [p.grad._version for p in self._module.parameters() if p.grad is not None]
 
@@ -230,5 +226,5 @@ class Passes:
         if not self._stepping:
             raise RuntimeError(
                 "optimizer.step() was called in the loop beside run.step(): the weights would move twice, once without the "
-                "gain. Remove optimizer.step() and optimizer.zero_grad(): run.step() does both, on a step's last pass."
+                "gain. Remove optimizer.step() and optimizer.zero_grad(): run.step() does both, in a step's last pass."
             )

@@ -18,12 +18,14 @@ __all__ = ["ProgressLine"]
 
 
 class ProgressLine(Listener):
-    """Shows on standard error how far a run is: live on a terminal, else a line every half minute. It never ends a run.
+    """Prints the progress of a run on standard error: one live line on a terminal, else a line every half minute.
+
+    An error of standard error never ends a run.
 
     Args:
-        show: None for a terminal only, True wherever standard error goes, False for nothing.
+        show: None to print on a terminal only, True to print always, False for nothing.
         total_steps: T.
-        tracker: What is left of the run, up to date when this listener is called.
+        tracker: Estimates the time left. It must be called before this listener.
     """
 
     def __init__(self, show: bool | None, total_steps: float, tracker: EtaTracker) -> None:
@@ -39,14 +41,14 @@ class ProgressLine(Listener):
         self._width = 0
 
     def after_step(self, step: Step) -> None:
-        """Show the step, if the last line is old enough."""
+        """Print the step, if the last line is old enough."""
         if not self._shows or time.monotonic() - self._shown_at < self._interval_s:
             return
         self._shown_at = time.monotonic()
         self._write(format_metrics(step.metrics, self._total, self._tracker.eta))
 
     def ended(self, why: str, metrics: Mapping[str, Any]) -> None:
-        """Show the end of the run."""
+        """Print the end of the run."""
         if self._shows:
             self._write(f"{tau_of(metrics, self._total)}  {state_of(metrics)}: {why}", last=True)
 

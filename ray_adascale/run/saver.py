@@ -1,6 +1,6 @@
-"""Saving checkpoints: while the run waits, or in the background, at most one at a time.
+"""Saves checkpoints: while the run waits, or in the background, at most one at a time.
 
-:meth:`Saver.save` or :meth:`Saver.begin` writes a checkpoint's folder, once the workers have compared their positions. A
+:meth:`Saver.save` or :meth:`Saver.begin` writes a checkpoint's folder, after the workers have compared their positions. A
 manifest seals the folder, and the backend stores it. All of this is collective, at a step boundary.
 """
 
@@ -24,11 +24,11 @@ from .backend import Backend, StepReport
 __all__ = ["Boundary", "Content", "Saver", "check_agreement"]
 
 Content = tuple[dict[str, Any], dict[str, Any], dict[str, tuple[Path, int]]]
-"""Tensors, state and files, as :func:`ray_adascale.checkpoint.save` takes them."""
+"""Tensors, state and files: the arguments of :func:`ray_adascale.checkpoint.save`."""
 
 
 class Boundary(NamedTuple):
-    """Position of one worker at a step boundary. All workers must be at the same.
+    """Position of one worker at a step boundary. It must be the same on all workers.
 
     Attributes:
         step: Optimizer steps so far.
@@ -42,7 +42,7 @@ class Boundary(NamedTuple):
 
 
 class _InFlight(NamedTuple):
-    """A checkpoint that a thread writes, its folder, and the report that goes with it."""
+    """A checkpoint that a thread is writing, its folder, and its report."""
 
     saving: checkpoint.Save
     folder: Path
@@ -53,8 +53,8 @@ class Saver:
     """Writes one worker's share of each checkpoint.
 
     Args:
-        backend: Gives folders and takes sealed checkpoints.
-        process_group: Of the workers, for tensors on the CPU too. Default: all.
+        backend: Provides the folders, and stores sealed checkpoints.
+        process_group: The workers, for tensors on the CPU too. Default: the default group.
     """
 
     def __init__(self, backend: Backend, process_group: dist.ProcessGroup | None = None) -> None:
@@ -64,12 +64,12 @@ class Saver:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a checkpoint was begun and not yet finished. The same on all workers."""
+        """Whether a checkpoint was begun and not finished. The same on all workers."""
         return self._in_flight is not None
 
     @property
     def busy(self) -> bool:
-        """Whether this worker still writes a checkpoint, or its backend still uploads one."""
+        """Whether this worker is still writing a checkpoint, or its backend is still uploading one."""
         return (self._in_flight is not None and self._in_flight.saving.running) or self._backend.uploading
 
     def save(self, boundary: Boundary, content: Callable[[], Content]) -> Path | None:
@@ -77,19 +77,19 @@ class Saver:
 
         Args:
             boundary: Position of this worker.
-            content: Returns the checkpoint's content; called once there is a folder.
+            content: Returns the content of the checkpoint. Called after the folder was made.
 
         Returns:
-            The folder, or None where the backend keeps no checkpoints.
+            The folder; None if the backend keeps no checkpoints.
 
         Raises:
             RuntimeError: Workers are at different positions.
-            CheckpointError: A worker could not write this checkpoint or the one before.
+            CheckpointError: A worker could not write this checkpoint or the previous one.
         """
         return self._write(checkpoint.save, boundary, content)[0]
 
     def begin(self, boundary: Boundary, content: Callable[[], Content], report: StepReport) -> None:
-        """Copy the content of a checkpoint and have a thread write it. :meth:`finish` seals and reports the checkpoint."""
+        """Copy the content of a checkpoint and start a thread that writes it. :meth:`finish` seals and reports it."""
         folder, saving = self._write(checkpoint.begin_save, boundary, content)
         if folder is not None:
             assert saving is not None
@@ -97,10 +97,10 @@ class Saver:
             self._in_flight = _InFlight(saving, folder, replace(report, metrics=dict(report.metrics)))
 
     def finish(self) -> None:
-        """Seal the checkpoint in flight, if there is one, and report it.
+        """Wait for the checkpoint in flight, if there is one, seal it and report it.
 
         Raises:
-            CheckpointError: A worker's thread could not write its share; the message names the worker and the cause.
+            CheckpointError: A worker could not write its share. The message names the worker and the cause.
         """
         written, self._in_flight = self._in_flight, None
         if written is None:
@@ -115,7 +115,7 @@ class Saver:
         boundary: Boundary,
         content: Callable[[], Content],
     ) -> tuple[Path | None, checkpoint.Save | None]:
-        self.finish()  # at most one in flight
+        self.finish()  # at most one checkpoint is in flight
         folder: Path | None = None
         error: Exception | None = None
         made: Content = {}, {}, {}
@@ -143,13 +143,13 @@ def check_agreement(
 
     Args:
         boundary: Position of this worker.
-        error: The error that keeps this worker from writing; None without one. It is raised here. The other workers raise a
-            CheckpointError, or a RuntimeError, that names it.
+        error: The error that keeps this worker from writing; None without one. This worker raises it; the other workers
+            raise a CheckpointError or a RuntimeError with its text.
         backend: The surroundings of the run.
-        process_group: The workers. Default: all, with tensors on the backend's device.
+        process_group: The workers. Default: the default group, with tensors on the backend's device.
 
     Raises:
-        RuntimeError: Workers are at different boundaries, or one has state that can't be saved.
+        RuntimeError: Workers are at different boundaries, or the state of one can't be saved.
         CheckpointError: A worker can't write.
     """
     if isinstance(error, OSError):  # the folder could not be made
@@ -182,20 +182,18 @@ def check_agreement(
         rank, (on_disk, text) = next((rank, error) for rank, error in enumerate(errors) if error is not None)
         if on_disk:
             raise checkpoint.CheckpointError(text)
-        raise RuntimeError(
-            f"No checkpoint was written: rank {rank} has state that can't be saved; see its error: {text}"
-        )
+        raise RuntimeError(f"No checkpoint was written: the state of rank {rank} can't be saved; see its error: {text}")
     if any(not torch.equal(other, everyone[0]) for other in everyone):
         table = "; ".join(
             f"rank {rank}: τ={tau!r}, lr={lr!r}, step={step:.0f}"
             for rank, (step, tau, lr, _) in enumerate(row.tolist() for row in everyone)
         )
-        raise RuntimeError(f"Workers disagree about where the run is, so no checkpoint was written. {table}")
+        raise RuntimeError(f"No checkpoint was written: the workers are at different positions. {table}")
 
 
 @contextmanager
 def _discarded_on_error(folder: Path | None) -> Iterator[None]:
-    """Delete an unsealed checkpoint after an error: it is useless, and a full disk needs the room."""
+    """Return a context that deletes an unsealed checkpoint after an error: it is useless, and a full disk needs the space."""
     try:
         yield
     except BaseException:

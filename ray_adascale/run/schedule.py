@@ -1,9 +1,8 @@
-"""The LR schedule of the base run, driven by τ instead of by steps, and how two of them are compared.
+"""The LR schedule of the base run, driven by τ instead of by steps, and the comparison of two schedules.
 
-The base run takes step ``t`` (0-based) after a certain number of ``scheduler.step()`` calls. At scale, the optimizer
-step that begins at effective step τ must see the learning rates (and momenta) of base step ⌊τ⌋, so that many calls are
-made before it. The scheduler itself is never changed, replaced or restarted: it is only called more often than once a
-step.
+The base run takes step ``t`` (0-based) after a certain number of ``scheduler.step()`` calls. At scale, the optimizer step that
+begins at effective step τ must have the learning rates (and momenta) of base step ⌊τ⌋, so it needs the same number of calls. The
+scheduler itself is never changed, replaced or restarted: it is only called more often than once a step.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ __all__ = ["BaseSchedule", "EffectiveSchedule", "SchedulerUnit", "curve_differen
 
 SchedulerUnit = Literal["step", "epoch"]
 
-# torch's own two complaints about the order of optimizer.step() and scheduler.step(). Both look only at the first call,
-# and both are wrong here: calls are due by τ, and an optimizer wrapped after the scheduler was made is the usual case.
+# torch's two warnings about the order of optimizer.step() and scheduler.step(). Both check the first call only, and both are
+# wrong here: calls are due by τ, and an optimizer is usually wrapped after the scheduler was built.
 _ORDER_WARNINGS = (
     r"Detected call of `lr_scheduler\.step\(\)` before",
     r"Seems like `optimizer\.step\(\)` has been overridden",
@@ -49,9 +48,9 @@ class BaseSchedule:
     Attributes:
         base_batch_size: B0, examples.
         total_steps: T.
-        scheduler_unit: What one ``scheduler.step()`` means; None without a scheduler.
-        base_steps_per_epoch: Optimizer steps in an epoch of the base run; None where the dataset can't say its length.
-        lr_curve: ``lr_curve[group][call]``, the learning rate after so many scheduler calls.
+        scheduler_unit: The unit of one ``scheduler.step()``; None without a scheduler.
+        base_steps_per_epoch: Optimizer steps in an epoch of the base run; None if the dataset has no length.
+        lr_curve: ``lr_curve[group][call]``, the learning rate after ``call`` scheduler calls.
     """
 
     base_batch_size: int
@@ -61,7 +60,7 @@ class BaseSchedule:
     lr_curve: list[list[float]]
 
     def lr_at(self, group: int, effective_steps: float) -> float:
-        """A parameter group's learning rate at τ, before the gain."""
+        """Return the learning rate of a parameter group at τ, before the gain."""
         per_call = self.base_steps_per_epoch if self.scheduler_unit == "epoch" and self.base_steps_per_epoch else 1
         curve = self.lr_curve[group]
         return curve[min(int(effective_steps / per_call), len(curve) - 1)]
@@ -71,14 +70,14 @@ class EffectiveSchedule:
     """Drives a torch LR scheduler by effective steps τ.
 
     Args:
-        optimizer: The optimizer whose learning rates count, or a wrapper that shares its ``param_groups``.
+        optimizer: The optimizer with the learning rates, or a wrapper that shares its ``param_groups``.
         scheduler: A fresh scheduler (never stepped), or None for constant learning rates.
-        unit: What one ``scheduler.step()`` meant in the base run: an optimizer ``"step"`` or an ``"epoch"``. Required
+        unit: The unit of one ``scheduler.step()`` in the base run: an optimizer ``"step"`` or an ``"epoch"``. Required
             with a scheduler.
         base_steps_per_epoch: Optimizer steps in an epoch of the base run, ``len(dataset) / B0``; need not be whole.
             Required for ``unit="epoch"``.
-        total_steps: ``T``, effective steps in the run. The last optimizer step may end as far as S beyond T; with T
-            given no more calls are made than the base run's last step has seen (OneCycleLR raises beyond its end).
+        total_steps: T, effective steps in the run. The last optimizer step may end as far as S beyond T. With T given,
+            no more calls are made than before the base run's last step (OneCycleLR raises beyond its end).
 
     Raises:
         ValueError: If the unit is missing or unknown, or if the scheduler is not an ``LRScheduler``, follows a metric,
@@ -96,7 +95,7 @@ class EffectiveSchedule:
     ) -> None:
         if unit is not None and unit not in get_args(SchedulerUnit):
             raise ValueError(
-                f'Invalid {unit=}. Must be "step" or "epoch": what one scheduler.step() meant at the base batch.'
+                f'Invalid {unit=}. Must be "step" or "epoch": the unit of one scheduler.step() at the base batch.'
             )
         for name, value in (("base_steps_per_epoch", base_steps_per_epoch), ("total_steps", total_steps)):
             if value is not None and not (0 < value < math.inf):
@@ -105,10 +104,9 @@ class EffectiveSchedule:
             _check_scheduler(optimizer, scheduler)
             if unit is None:
                 raise ValueError(
-                    "Missing unit (scheduler_unit) for the learning-rate scheduler. Say what one scheduler.step() meant"
-                    " at"
-                    ' the base batch: "step" if it was called after every optimizer step, "epoch" if once an epoch. It'
-                    " is not guessed, because a wrong guess gives a wrong schedule without any error."
+                    "Missing unit (scheduler_unit) of the learning-rate scheduler. Give the unit of one scheduler.step() at "
+                    'the base batch: "step" if it was called after each optimizer step, "epoch" if once an epoch. It is '
+                    "not guessed, because a wrong guess gives a wrong schedule without an error."
                 )
             if unit == "epoch" and base_steps_per_epoch is None:
                 raise ValueError(
@@ -123,13 +121,13 @@ class EffectiveSchedule:
         self._parts = [] if scheduler is None else list(_nested(scheduler))
         self._composite = len(self._parts) > 1
         self._left_at = self._counts()
-        # Taken while the scheduler is fresh: a curve can be had later too, and always begins at call 0.
+        # Copied while the scheduler is fresh, because a curve may be computed later and begins at call 0.
         self._fresh = None if scheduler is None else _dry_copy(scheduler)
         self._last_call = None if total_steps is None else self._calls_before(_last_step(total_steps))
 
     @property
     def calls(self) -> int:
-        """Number of ``scheduler.step()`` calls made so far."""
+        """Number of ``scheduler.step()`` calls so far."""
         return self._calls
 
     @property
@@ -138,10 +136,10 @@ class EffectiveSchedule:
         return _lrs(self._optimizer)
 
     def due(self, effective_steps: float) -> int:
-        """Number of scheduler calls that the base run has made when it is about to take base step ⌊τ⌋ (0-based).
+        """Return the number of scheduler calls in the base run before base step ⌊τ⌋ (0-based).
 
         Args:
-            effective_steps: τ ≥ 0. Beyond ``total_steps`` the answer stays that of the last base step.
+            effective_steps: τ ≥ 0. Beyond ``total_steps`` the number stays that of the last base step.
         """
         if not (0 <= effective_steps < math.inf):
             raise ValueError(f"Invalid {effective_steps=}. Must be finite and not negative.")
@@ -149,32 +147,32 @@ class EffectiveSchedule:
         return calls if self._last_call is None else min(calls, self._last_call)
 
     def advance_to(self, effective_steps: float) -> None:
-        """Calls ``scheduler.step()`` until ``calls`` is ``due(effective_steps)``. Never goes back.
+        """Call ``scheduler.step()`` until ``calls`` is ``due(effective_steps)``. The schedule never goes back.
 
         Raises:
-            RuntimeError: Somebody else has called it meanwhile, so that the learning rate is no longer the schedule's.
+            RuntimeError: The loop has called ``scheduler.step()``, so the learning rate is not the schedule's.
         """
         if self._counts() != self._left_at:
             raise RuntimeError(
-                f"{type(self._scheduler).__name__}.step() was called beside the {self._calls} calls that τ has made, so the "
-                "learning rate falls twice as fast. Remove scheduler.step() from the loop: run.step() does it, or the "
-                "TauSchedule, which a loop of others' is to be given in its place."
+                f"{type(self._scheduler).__name__}.step() was called beside the {self._calls} calls due by τ, so the learning "
+                "rate is not the schedule's. Remove scheduler.step() from the loop: run.step() calls it. In the loop of another "
+                "library pass the TauSchedule in place of the scheduler."
             )
         self._replay(self.due(effective_steps))
 
     def _counts(self) -> list[int | None]:
-        """How often each part of the scheduler was stepped, as it counts itself."""
+        """Return each part's own count of its steps."""
         return [getattr(part, "last_epoch", None) for part in self._parts]
 
     def curve(self, total_steps: float) -> list[list[float]]:
-        """The learning rates of the whole base run, ``curve[group][call]`` for calls 0 ... ``due(total_steps − 1)``.
+        """Return the learning rates of the whole base run, ``curve[group][call]`` for calls 0 ... ``due(total_steps − 1)``.
 
-        A dry run on copies, from call 0 wherever the live schedule stands. The live scheduler and optimizer are left as
-        they are, and no parameter or optimizer state is copied. Functions that the scheduler calls (LambdaLR) are
-        shared and must depend on their argument alone.
+        They come from a dry run on copies, from call 0 on. The live scheduler and optimizer do not change, and no parameter or
+        optimizer state is copied. Functions that the scheduler calls (LambdaLR) are shared and must depend on their argument
+        alone.
 
         Args:
-            total_steps: ``T``.
+            total_steps: T.
         """
         if not (0 < total_steps < math.inf):
             raise ValueError(f"Invalid {total_steps=}. Must be positive and finite.")
@@ -190,17 +188,16 @@ class EffectiveSchedule:
         return [list(group) for group in zip(*points, strict=True)]
 
     def state_dict(self) -> dict[str, int]:
-        """``{"calls": number of scheduler calls made}``: a scheduler is a function of that number, lambdas included."""
+        """Return ``{"calls": number of scheduler calls}``. A scheduler, also a LambdaLR, is a function of this number."""
         return {"calls": self._calls}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Fast-forwards a fresh schedule call by call, bit-identically, before or after the optimizer's state is
-        loaded.
+        """Fast-forward a fresh schedule call by call, bit-identically, before or after the optimizer's state is loaded.
 
-        Takes a few microseconds a call. Nothing is unpickled.
+        A call takes a few microseconds. Nothing is unpickled.
 
         Raises:
-            ValueError: If this schedule has advanced already, or the state is not one of ``state_dict()``.
+            ValueError: This schedule has advanced already, or the state is not that of ``state_dict()``.
         """
         calls = state_dict.get("calls")
         if not isinstance(calls, int) or isinstance(calls, bool) or calls < 0:
@@ -216,9 +213,9 @@ class EffectiveSchedule:
                     " same one."
                 )
             return
-        # Most schedulers compute the next LR from the current one. If the optimizer's state was loaded first, its
-        # groups already hold the later values, and replaying would apply the schedule twice. So what the schedule moves
-        # (LR, momentum, betas) goes back to its start, and only that: every other hyperparameter is the checkpoint's.
+        # Most schedulers compute the next LR from the current one. If the optimizer's state was loaded first, its groups
+        # have the later values already, and a replay would apply the schedule twice. So the values that the schedule changes
+        # (LR, momentum, betas) are reset to its start. All other hyperparameters stay the checkpoint's.
         replayed = _dry_copy(self._fresh)
         with warnings.catch_warnings():
             _ignore_order_warnings()
@@ -236,7 +233,7 @@ class EffectiveSchedule:
     def _replay(self, calls: int) -> None:
         if self._scheduler is None or calls <= self._calls:
             return
-        # torch warns in a scheduler's first step() alone. A composite one's parts have theirs at any time.
+        # torch warns in a scheduler's first step() only. The parts of a composite scheduler may begin at any time.
         may_warn = self._calls == 0 or self._composite
         with warnings.catch_warnings() if may_warn else nullcontext():
             if may_warn:
@@ -247,7 +244,7 @@ class EffectiveSchedule:
         self._left_at = self._counts()
 
     def _calls_before(self, step: int) -> int:
-        """Scheduler calls of a base run that is about to take its step ``step``, counted from 0; not clamped."""
+        """Return the scheduler calls in the base run before step ``step``, counted from 0; not bounded by T."""
         if self._scheduler is None:
             return 0
         if self._unit == "step":
@@ -259,11 +256,11 @@ class EffectiveSchedule:
 def curve_difference(
     expected: Sequence[Sequence[float]], actual: Sequence[Sequence[float]], *, rtol: float = 1e-6
 ) -> str | None:
-    """None where two curves agree, else a sentence that says where they first differ, by how much and how often.
+    """Return the difference of two LR curves: the first differing point, both values, and a count; None if they agree.
 
     Args:
         expected: ``curve[group][call]``, e.g. the recipe's.
-        actual: The same, e.g. this run's.
+        actual: ``curve[group][call]``, e.g. this run's.
         rtol: Relative tolerance of each learning rate. Values below ``rtol / 1000`` of a group's peak count as 0: the
             end of a cosine is a rounding error, which differs between machines.
     """
@@ -291,31 +288,31 @@ def curve_difference(
     for group, (e_length, a_length) in enumerate(lengths):
         if e_length != a_length:
             return (
-                f"The learning-rate curves of parameter group {group} agree but for their lengths: {e_length}"
-                f" (expected) and {a_length} (actual) scheduler calls. Compare total_steps and the scheduler's unit."
+                f"The learning-rate curves of parameter group {group} differ in length only: {e_length} (expected) and "
+                f"{a_length} (actual) scheduler calls. Compare total_steps and the scheduler's unit."
             )
     return None
 
 
-# What a scheduler of torch's calls its own length, in calls.
+# The attribute with the length of a torch scheduler, in calls.
 _LENGTHS: dict[type[LRScheduler], str] = {
     CosineAnnealingLR: "T_max",
     OneCycleLR: "total_steps",
     PolynomialLR: "total_iters",
 }
 _SLACK = 0.02
-"""A share of T. Less than that is a matter of where a curve is taken to end: at its last step, or after it."""
+"""Share of T. A smaller difference depends on whether a curve ends at its last step or after it."""
 
 
 def other_length(scheduler: LRScheduler | None, schedule: BaseSchedule) -> str | None:
-    """A sentence where the schedule was made for another length than T, with both numbers; None where it seems right.
+    """Return a doubt, with both numbers, if the scheduler seems to be made for another length than T; else None.
 
-    That is where a scheduler of torch's says so itself, or the learning rate stays at zero, as far as its peak is concerned,
-    for more than a fiftieth of T before the end.
+    There is one if a torch scheduler has another length, or if the learning rate is zero relative to its peak for more than a
+    fiftieth of T before the end.
 
     Args:
-        scheduler: The one that the curve is of.
-        schedule: With the curve.
+        scheduler: The scheduler of the curve.
+        schedule: The schedule with the curve.
     """
     total = schedule.total_steps
     per_call = schedule.base_steps_per_epoch if schedule.scheduler_unit == "epoch" else 1.0
@@ -325,13 +322,13 @@ def other_length(scheduler: LRScheduler | None, schedule: BaseSchedule) -> str |
     unit = "steps" if schedule.scheduler_unit == "step" else "epochs"
     length = f"{total} steps" if unit == "steps" else f"{calls:.4g} epochs ({total} steps)"
     fix = (
-        f"Make the schedule for {calls:.4g} {unit}: a workload finds it as config['total_steps']."
+        f"Make the schedule for {calls:.4g} {unit}: a workload gets it as config['total_steps']."
         if unit == "steps"
         else f"Make the schedule for {calls:.4g} {unit}."
     )
     for kind, name, ends in _own_ends(scheduler):
         if abs(ends - calls) > max(1.0, _SLACK * calls):
-            what = "comes back up" if kind is CosineAnnealingLR else "stays where it is"
+            what = "rises again" if kind is CosineAnnealingLR else "stays constant"
             then = f"so the learning rate {what} after it" if ends < calls else "so the run ends before it"
             return f"{kind.__name__}'s {name} ends at {ends:g} {unit}, and the run has {length}, {then}. {fix}"
     at_zero = min((_calls_at_zero(curve) for curve in schedule.lr_curve if any(curve)), default=0)
@@ -342,7 +339,7 @@ def other_length(scheduler: LRScheduler | None, schedule: BaseSchedule) -> str |
 
 
 def _own_ends(scheduler: LRScheduler, begins: int = 0) -> Iterator[tuple[type[LRScheduler], str, float]]:
-    """(class, what it calls its length, the call at which that is over), of each scheduler that is in use to the end."""
+    """Yield the class, the attribute of the length, and the last call of each part that is in use at the end."""
     if isinstance(scheduler, SequentialLR):
         milestones = getattr(scheduler, "_milestones", None)  # torch has no public name for it
         if milestones:
@@ -356,7 +353,7 @@ def _own_ends(scheduler: LRScheduler, begins: int = 0) -> Iterator[tuple[type[LR
 
 
 def _calls_at_zero(curve: Sequence[float]) -> int:
-    """How many values at the curve's end are one and the same, a millionth of the peak at most."""
+    """Return the number of equal values at the end of a curve, if they are at most a millionth of its peak; else 0."""
     peak, last = max(map(abs, curve)), curve[-1]
     if abs(last) > 1e-6 * peak:
         return 0
@@ -365,11 +362,11 @@ def _calls_at_zero(curve: Sequence[float]) -> int:
 
 
 class _Standin(Optimizer):
-    """What a scheduler needs of an optimizer, for a dry run: its own group dictionaries and no state.
+    """The optimizer of a dry run: it has its own parameter groups and no state.
 
-    The parameters in them are the optimizer's own; schedulers do not look at them. ``Optimizer.__init__`` is left out,
-    since all that it would add (hooks, a patched ``step``) belongs to stepping. Anything else that a scheduler of the
-    user's reads comes from the real optimizer; anything that it writes stays here.
+    The parameters in the groups are the real optimizer's, because schedulers don't use them. ``Optimizer.__init__`` is not
+    called, because it adds hooks and a patched ``step`` only. A user's scheduler reads other attributes from the real optimizer,
+    and writes them to this object.
     """
 
     def __init__(self, optimizer: Optimizer, memo: dict[int, Any]) -> None:
@@ -391,16 +388,20 @@ class _Standin(Optimizer):
 
 
 def _dry_copy(scheduler: LRScheduler) -> LRScheduler:
-    """A copy of the scheduler that drives a stand-in for its optimizer."""
+    """Return a copy of the scheduler that drives a stand-in for its optimizer.
+
+    Raises:
+        ValueError: The scheduler can't be copied.
+    """
     optimizer = scheduler.optimizer
-    # The memo of deepcopy decides what is *not* copied: parameters, whoever refers to them, and the optimizer.
+    # deepcopy does not copy the objects in its memo: the parameters, and the optimizer, which becomes the stand-in.
     memo: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     memo[id(optimizer)] = _Standin(optimizer, memo)
     parts = list(_nested(scheduler))
     for part in parts:
         for value in vars(part).values():
             for item in value if isinstance(value, list | tuple) else (value,):
-                # LambdaLR(optimizer, trainer.lr_at): copying the bound method would copy the trainer, model and all.
+                # LambdaLR(optimizer, trainer.lr_at): a copy of the bound method would copy the trainer and its model.
                 if isinstance(item, types.MethodType) and not any(item.__self__ is p for p in parts):
                     memo[id(item)] = item
     try:
@@ -408,12 +409,12 @@ def _dry_copy(scheduler: LRScheduler) -> LRScheduler:
     except Exception as error:
         raise ValueError(
             f"Cannot copy the {type(scheduler).__name__} for a dry run ({error!r}). A scheduler must be deep-copyable:"
-            " keep file handles, locks and the like out of its attributes and of the callable objects given to it."
+            " keep file handles, locks and the like out of its attributes and its callable objects."
         ) from error
 
 
 def _nested(scheduler: LRScheduler) -> Iterator[LRScheduler]:
-    """The scheduler and those inside it (SequentialLR, ChainedScheduler)."""
+    """Yield the scheduler and the schedulers inside it (SequentialLR, ChainedScheduler)."""
     yield scheduler
     for inner in getattr(scheduler, "_schedulers", ()):
         yield from _nested(inner)
@@ -430,25 +431,25 @@ def _check_scheduler(optimizer: Optimizer, scheduler: LRScheduler) -> None:
         if isinstance(part, ReduceLROnPlateau):
             raise ValueError(
                 "ReduceLROnPlateau is not supported: it follows a metric, so its curve is not known beforehand and"
-                " cannot be replayed on another number of workers. Use a scheduler that is a function of the step, such"
-                " as MultiStepLR with the milestones that the base run found."
+                " can't be replayed on another number of workers. Use a scheduler that is a function of the step, such"
+                " as MultiStepLR with the milestones of the base run."
             )
         last_epoch = getattr(part, "last_epoch", 0)
         if last_epoch > 0:
             raise ValueError(
                 f"The {type(part).__name__} was stepped already (last_epoch={last_epoch}). Give a fresh scheduler and"
-                " never call its step(): the clock does, and a resumed run is fast-forwarded."
+                " never call its step(). The schedule calls it by τ, also after a resume."
             )
     theirs, ours = scheduler.optimizer.param_groups, optimizer.param_groups
     if scheduler.optimizer is not optimizer and [id(g) for g in theirs] != [id(g) for g in ours]:
         raise ValueError(
             f"The {kind} drives another optimizer ({type(scheduler.optimizer).__name__}) than the"
-            f" {type(optimizer).__name__} given here. Create it on the optimizer that is trained with."
+            f" {type(optimizer).__name__} given here. Build the scheduler on the optimizer of the run."
         )
 
 
 def _restore(group: dict[str, Any], key: str, value: Any) -> None:
-    if hasattr(group.get(key), "fill_"):  # a tensor LR is changed in place: captured graphs keep pointing to it
+    if hasattr(group.get(key), "fill_"):  # a tensor LR is changed in place, because captured graphs refer to it
         group[key].fill_(float(value))
     else:
         group[key] = copy.deepcopy(value)
@@ -464,15 +465,15 @@ def _ignore_order_warnings() -> None:
 
 
 def _last_step(total_steps: float) -> int:
-    """The last step of a base run that goes on while fewer than T steps are done: ⌈T⌉ − 1."""
+    """Return the last step of the base run, counted from 0: ⌈T⌉ − 1."""
     return -_floor(-total_steps) - 1
 
 
 def _floor(x: float) -> int:
-    """⌊x⌋, where x within rounding of a whole number is that number: 1000 / (1000 / 3) is 3 epochs, not 2.
+    """Return ⌊x⌋; an x within rounding of a whole number counts as that number: 1000 / (1000 / 3) is 3 epochs, not 2.
 
-    The tolerance is some thousand times the rounding error of the two divisions, and still far below the distance of a
-    true fraction, which is at least 1 / len(dataset).
+    The tolerance is about a thousand times the rounding error of the two divisions, and far below the distance of a true
+    fraction from a whole number, which is at least 1 / len(dataset).
     """
     nearest = round(x)
     return nearest if abs(x - nearest) <= 1e-12 * max(1.0, abs(x)) else math.floor(x)

@@ -1,11 +1,11 @@
-"""The stages of a step boundary. All workers run them together, in this order.
+"""The stages of a step boundary. All workers run them together, in this order:
 
 1. :class:`AdaptiveBatch` chooses the batch of the next step.
-2. :class:`Interrupt` ends this start of the run where the user asks for it.
-3. :class:`Evaluation` evaluates, and ends the run where evaluations have stopped improving.
-4. :class:`Preemption` saves a checkpoint where a worker is about to be preempted.
-5. :class:`Checkpointing` saves a checkpoint in the background, and reports the one before once it is written.
-6. :class:`Reporting` reports metrics, with a checkpoint where the run has to wait for one.
+2. :class:`Interrupt` ends this start of the run if the backend requests it.
+3. :class:`Evaluation` evaluates the model, and ends the run if evaluations have stopped improving.
+4. :class:`Preemption` saves a checkpoint if a worker is about to be preempted.
+5. :class:`Checkpointing` begins a checkpoint in the background, or reports the previous one once it is written.
+6. :class:`Reporting` reports metrics, with a checkpoint if one is due that the run waits for.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _NOTHING = BoundaryFlags(0)
 
 
 class AdaptiveBatch(Stage):
-    """Chooses the batch of the next step from the noise, see :class:`ray_adascale.adaptive_batch.BatchSizeController`.
+    """Chooses the batch of the next step from the gradient noise.
 
     Args:
-        controller: Decides, from the averages of the optimizer.
-        optimizer: The run's.
+        controller: Decides, from the optimizer's averages.
+        optimizer: The optimizer of the run.
         device: The device of this worker.
     """
 
@@ -72,7 +72,7 @@ class AdaptiveBatch(Stage):
         return {"following": self.controller.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume, after the optimizer has loaded its state."""
+        """Load this stage's part of a checkpoint's state, after the optimizer has loaded its own."""
         optimizer = self._optimizer
         self.controller.resume(state.get("following", {}), optimizer.effective_steps, optimizer.average_moments())
 
@@ -85,7 +85,7 @@ class AdaptiveBatch(Stage):
 
 
 class Interrupt(Stage):
-    """Ends this start of the run where the backend asks for it. The run is to be resumed."""
+    """Ends this start of the run if the backend requests it. A later start resumes the run."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -94,13 +94,13 @@ class Interrupt(Stage):
         return BoundaryFlags.STOP if self._backend.stop_requested else _NOTHING
 
     def act(self, run: Run, flags: BoundaryFlags) -> str | None:
-        # A run that ends for good is not resumed.
+        # A stalled run ends for good: it must not be resumed.
         ends = BoundaryFlags.STOP in flags and BoundaryFlags.STALLED not in flags
         return INTERRUPTED if ends else None
 
 
 class Evaluation(Stage):
-    """Evaluates the model at multiples of an interval in τ, and ends the run where evaluations have stopped improving.
+    """Evaluates the model at multiples of an interval in τ, and ends the run if evaluations have stopped improving.
 
     Args:
         evaluate: Returns metrics of the bare model. None for a loop that evaluates by itself and records the metrics.
@@ -133,7 +133,7 @@ class Evaluation(Stage):
         self.number = -1
 
     def multiples_by(self, effective_steps: float) -> float:
-        """Return how many multiples of the interval lie between the last evaluation and this τ."""
+        """Return the number of multiples of the interval between the last evaluation and this τ."""
         return effective_steps // self._every - max(self.evaluated_at, 0.0) // self._every
 
     def due_by(self, effective_steps: float) -> bool:
@@ -155,7 +155,7 @@ class Evaluation(Stage):
             self._run(run)
 
     def recorded(self, metrics: Mapping[str, Any], effective_steps: float) -> None:
-        """Process metrics that were recorded at this τ: they count as an evaluation."""
+        """Process metrics that were recorded at this τ. They count as an evaluation."""
         self.evaluated_at = effective_steps
         stop = self._early_stop
         if stop is None or stop.metric is None or stop.metric not in metrics:
@@ -165,7 +165,7 @@ class Evaluation(Stage):
 
     @property
     def stalled(self) -> str | None:
-        """The reason to end the run early, from the state that is in a checkpoint; None to go on."""
+        """The reason to end the run early; None to go on. A function of the state in a checkpoint."""
         stop = self._early_stop
         if stop is None or self.best_at < 0 or self.evaluated_at - self.best_at < stop.patience:
             return None
@@ -192,12 +192,12 @@ class Evaluation(Stage):
         finally:
             self._module.train(training)
         if not isinstance(metrics, Mapping):
-            raise TypeError(f"evaluate returned a {type(metrics).__name__}. Must return a dict of metrics by name.")
+            raise TypeError(f"evaluate returned a {type(metrics).__name__}. It must return a dict of metrics by name.")
         stop = self._early_stop
         if stop is not None and stop.metric not in metrics:
             raise ValueError(
                 f"Invalid EarlyStop(metric={stop.metric!r}): evaluate returned {', '.join(map(repr, metrics)) or 'nothing'}. "
-                "Name one of them."
+                "The metric must be one of them."
             )
         self.number = run.state.iterations
         run.record(**metrics)
@@ -205,7 +205,7 @@ class Evaluation(Stage):
 
 
 class Preemption(Stage):
-    """Saves a checkpoint, with a report, after a new preemption notice."""
+    """Saves a checkpoint, with a report, if there is a new preemption notice."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -234,11 +234,11 @@ class Checkpointing(Stage):
 
     Args:
         backend: Stores the checkpoints.
-        train_state: What goes into them.
-        trace: The trace, which goes into them; None without one.
+        train_state: The state to save.
+        trace: The trace, saved with the state; None without one.
         every_s: Seconds between checkpoints.
         in_background: Whether checkpoints are written in the background.
-        process_group: The workers, for tensors on the CPU too. Default: all.
+        process_group: The workers, for tensors on the CPU too. Default: the default group.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class Checkpointing(Stage):
         self._timer.restart()
 
     def saves_with_report(self, flags: BoundaryFlags) -> bool:
-        """Return whether a checkpoint is due that the run waits for."""
+        """Return whether a checkpoint that the run waits for is due."""
         due = BoundaryFlags.CHECKPOINT in flags and BoundaryFlags.BUSY not in flags
         return due and not self._in_background
 
@@ -285,12 +285,12 @@ class Checkpointing(Stage):
         """Write this worker's share of a checkpoint and seal the checkpoint. Collective.
 
         Returns:
-            The checkpoint's folder, not reported yet; None where the backend keeps no checkpoints.
+            The checkpoint's folder, not reported yet; None if the backend keeps no checkpoints.
         """
         return self.saver.save(self._boundary(run), lambda: self._content(run.plan))
 
     def saved(self) -> None:
-        """Begin a new interval, because a checkpoint was reported."""
+        """Begin a new interval after a checkpoint was reported."""
         self._timer.restart()
 
     def _boundary(self, run: Run) -> Boundary:
@@ -302,7 +302,7 @@ class Checkpointing(Stage):
 
 
 class Reporting(Stage):
-    """Reports metrics at an interval, after evaluations where the backend wants it, and with checkpoints.
+    """Reports metrics at an interval, with checkpoints, and after evaluations if the backend's policy includes them.
 
     Args:
         backend: Receives the reports.
@@ -330,7 +330,7 @@ class Reporting(Stage):
         save = self._checkpointing.saves_with_report(flags) or (
             evaluated and policy.evaluations and policy.save_evaluations
         )
-        # A report would wait for a worker that uploads.
+        # With a report at an interval the run would wait for a worker that is still uploading.
         due = BoundaryFlags.REPORT in flags and BoundaryFlags.BUSY not in flags
         if save or due or (evaluated and policy.evaluations):
             self.report(run, save=save)

@@ -1,4 +1,4 @@
-"""Values and interfaces of the training loop: one optimizer step, the stages that act after it, the listeners that watch it."""
+"""Values and interfaces of the training loop: an optimizer step, the stages that act after it, the listeners that observe it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..batch_policy import BatchPlan
 if TYPE_CHECKING:
     from .loop import Run
 
-__all__ = ["BoundaryFlags", "IntervalTimer", "Listener", "Stage", "Step"]
+__all__ = ["BoundaryFlags", "IntervalTimer", "Listener", "Stage", "Step", "TakenStep"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,15 +21,15 @@ class Step:
     """One optimizer step, with its numbers on the host.
 
     Attributes:
-        number: Optimizer steps of the run so far, with this one and the skipped ones.
+        number: Optimizer steps of the run so far, including this step and skipped steps.
         plan: The step's batch.
         total_steps: T.
         tau_before: τ before the step.
         tau: τ after the step.
         gain: r.
-        skipped: Whether a gradient was not finite, so that weights and τ stayed.
-        sigma2: σ² of this step alone, not averaged; NaN where the step had one gradient sample or was skipped.
-        mu2: μ² of this step alone, likewise.
+        skipped: Whether a gradient was not finite, so that weights and τ did not change.
+        sigma2: σ² of this step alone, not averaged. NaN if the step had one gradient sample; meaningless if it was skipped.
+        mu2: μ² of this step alone, not averaged. NaN if the step had one gradient sample; meaningless if it was skipped.
         metrics: The metrics to report: the run's, and the user's as last recorded. A listener may add keys.
         row: The step's row in the trace. A listener may add keys.
     """
@@ -47,45 +47,70 @@ class Step:
     row: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class TakenStep:
+    """An optimizer step that was taken. Its numbers may still be on the device.
+
+    Attributes:
+        number: Optimizer steps of the run so far, including this step and skipped steps.
+        plan: The step's batch.
+        lr: lr(⌊τ⌋) of the first parameter group, before the gain.
+        tau: τ before the step.
+        position: Examples of the run so far.
+        flags: This worker's flags, if it is the only one. Flags of several workers arrive with the step's numbers.
+        own: The user's metrics of this step.
+        recorded: The user's metrics so far.
+    """
+
+    number: int
+    plan: BatchPlan
+    lr: float
+    tau: float
+    position: int
+    flags: BoundaryFlags
+    own: dict[str, Any]
+    recorded: dict[str, Any]
+
+
 class Listener:
-    """Base class of the objects that watch a run on rank 0. A listener decides nothing and waits for no other worker."""
+    """Base class of the objects that observe a run on rank 0. A listener decides nothing and waits for no other worker."""
 
     def after_step(self, step: Step) -> None:
-        """Process an optimizer step. Called once for each, in order."""
+        """Process an optimizer step. Called for each step, in order."""
 
     def recorded(self, metrics: Mapping[str, Any]) -> None:
-        """Process metrics that the user recorded for the last step."""
+        """Process metrics that the user recorded after the last step."""
 
     def ended(self, why: str, metrics: Mapping[str, Any]) -> None:
         """Process the end of the run.
 
         Args:
             why: The reason, as in :attr:`ray_adascale.Run.stopped`.
-            metrics: The last report's.
+            metrics: The metrics of the last report.
         """
 
 
 class BoundaryFlags(IntFlag):
     """Actions that are due at a step boundary, as one number that is summed over the workers.
 
-    Intervals are measured by rank 0 alone, because workers with clocks of their own would wait in different collectives. So only
-    rank 0 sends the bits below BUSY, and every worker may add BUSY.
+    Rank 0 alone measures intervals: if each worker went by its own clock, workers would wait in different collectives. So only
+    rank 0 sends the bits below BUSY, and each worker may send BUSY.
     """
 
     REPORT = 1
     CHECKPOINT = 2
     POLL = 4
-    """Poll for preemption notices."""
+    """Check for a preemption notice."""
     STOP = 8
     """End this start of the run, with a checkpoint."""
     STALLED = 16
     """End the run: the evaluations have stopped improving."""
     BUSY = 32
-    """A worker still writes or uploads the previous checkpoint."""
+    """A worker is still writing or uploading the previous checkpoint."""
 
     @classmethod
     def from_sum(cls, total: float) -> BoundaryFlags:
-        """Return the flags that all workers share, from the sum of their numbers."""
+        """Return the flags of all workers together, from the sum of each worker's number."""
         busy, bits = divmod(int(total), cls.BUSY.value)
         return cls(bits) | (cls.BUSY if busy else cls(0))
 
@@ -94,7 +119,7 @@ class IntervalTimer:
     """Measures whether an interval has passed.
 
     Args:
-        seconds: The interval; inf for never.
+        seconds: The interval; inf for one that never passes.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -120,19 +145,19 @@ class Stage:
     """Base class of the objects that act at step boundaries, on all workers together and in one fixed order."""
 
     def due_by(self, effective_steps: float) -> bool:
-        """Return whether this stage may have to act once τ has reached this value, so that the host must read the step now."""
+        """Return whether this stage may have to act by this τ, so that the host must read the step now."""
         return False
 
     def flags(self) -> BoundaryFlags:
-        """Return what is due by this worker. Only rank 0's flags count, except BUSY."""
+        """Return this worker's flags. Beside rank 0 only BUSY counts."""
         return BoundaryFlags(0)
 
     def act(self, run: Run, flags: BoundaryFlags) -> str | None:
-        """Do what is due. Collective.
+        """Act at a step boundary. Collective.
 
         Args:
-            run: At a step boundary; all its steps have been read.
-            flags: What is due by all workers, the same on all of them.
+            run: The run. The host has read all of its steps.
+            flags: The flags of all workers together, the same on all of them.
 
         Returns:
             The reason to end the run; None to go on.

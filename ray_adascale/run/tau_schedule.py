@@ -1,4 +1,4 @@
-"""TauSchedule: the base run's LR schedule as one of torch's schedulers, for loops that others own."""
+"""TauSchedule: the base run's LR schedule as a torch scheduler, for the training loops of other libraries."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ __all__ = ["TauSchedule"]
 
 
 class TauSchedule(LRScheduler):
-    """Drives any LR scheduler by the effective steps τ of an :class:`ray_adascale.AdaScale`; itself one of torch's, by its face.
+    """Drives any LR scheduler by the effective steps τ of an :class:`ray_adascale.AdaScale`. It is a torch scheduler itself.
 
-    Hand it to the loop that owns the training in the scheduler's place. After each optimizer step the learning rates (and
-    momenta) are those of base step ⌊τ⌋, whatever the loop calls: :meth:`step` may come once a step, once an epoch, several
-    times (Accelerate), or never. With a fused optimizer on a GPU they follow when the host hears of the step: in :meth:`step`
-    of the next one at the latest, and at once where they are asked for (:meth:`get_last_lr`).
+    Pass it to the loop in place of the scheduler. After each optimizer step the learning rates (and momenta) are those of base
+    step ⌊τ⌋, whenever the loop calls :meth:`step`: once a step, once an epoch, several times (Accelerate), or never. With a fused
+    optimizer on a GPU they change once the host has read the step: before the next optimizer step at the latest, and at once in
+    :meth:`get_last_lr`.
 
-    At T and beyond it stays where the base run's last step was.
+    At T and beyond they stay those of the base run's last step.
 
     Args:
-        optimizer: The AdaScale that τ is of.
-        scheduler: A fresh scheduler on that optimizer or on the one that it wraps: one of torch's, one of timm's (anything
+        optimizer: The AdaScale with the clock τ.
+        scheduler: A fresh scheduler on that optimizer or on the one it wraps: a torch scheduler, a timm scheduler (any object
             with ``step_update(num_updates)`` and ``step(epoch)``), or None for constant learning rates.
-        unit: What one ``scheduler.step()`` meant in the base run, "step" or "epoch". Of timm's: "step" for those that count
-            updates (``t_in_epochs=False``).
+        unit: The unit of one ``scheduler.step()`` in the base run, "step" or "epoch". For a timm scheduler that counts updates
+            (``t_in_epochs=False``) it is "step".
         base_steps_per_epoch: Optimizer steps in an epoch of the base run, ``len(dataset) / B0``; for ``unit="epoch"``.
-        total_steps: T. Without it :attr:`finished` is never True, and a scheduler of a length of its own (OneCycleLR) raises
-            beyond it.
+        total_steps: T. Without it :attr:`finished` is never True, and a scheduler with a length (OneCycleLR) raises beyond it.
         base_batch_size: B0, for :attr:`base_schedule`.
 
     Raises:
@@ -53,10 +52,10 @@ class TauSchedule(LRScheduler):
     ) -> None:
         if not isinstance(optimizer, AdaScale):
             raise ValueError(
-                f"Invalid optimizer of type {type(optimizer).__name__}. Must be the AdaScale whose effective steps are the "
-                "clock: AdaScale(optimizer, ...), or what attach() returns. Build it before the loop wraps it in turn."
+                f"Invalid optimizer of type {type(optimizer).__name__}. Must be the AdaScale with the effective steps: "
+                "AdaScale(optimizer, ...), or the optimizer that attach() returns. Build the schedule before the loop wraps it."
             )
-        # Not LRScheduler's own __init__, which takes a first step and counts the optimizer's calls.
+        # LRScheduler.__init__ is not called, because it takes a first step and counts the optimizer's calls.
         self.optimizer: Optimizer = optimizer
         self._total_steps = total_steps
         self._base_batch_size = base_batch_size
@@ -64,13 +63,13 @@ class TauSchedule(LRScheduler):
         self._base_steps_per_epoch = base_steps_per_epoch
         made = None if scheduler is None else _as_torchs(scheduler, unit)
         self.scheduler = scheduler
-        """What it drives; never step that yourself."""
+        """The scheduler that this one drives. Never step it yourself."""
         self._schedule = EffectiveSchedule(
             optimizer, made, unit=unit, base_steps_per_epoch=base_steps_per_epoch, total_steps=total_steps
         )
         self.base_lrs = list(self._schedule.lrs)
         self.plan: BatchPlan | None = None
-        """How a step's batch is made up, where :func:`ray_adascale.attach` was told."""
+        """The batch of a step; None unless :func:`ray_adascale.attach` has set it."""
         self._step_count = 0
         self._advance()
         ref = weakref.ref(self)
@@ -83,7 +82,8 @@ class TauSchedule(LRScheduler):
             if (schedule := ref()) is not None and schedule._adascale.last_step_known:
                 schedule._advance()
 
-        # The step before tells what LR this one has; where the host knows it already, so do those who ask between them.
+        # The LR of a step depends on the previous step. It is set after that step if the host has read it, for readers of the
+        # LR between steps, else before the next step.
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
 
@@ -94,7 +94,7 @@ class TauSchedule(LRScheduler):
 
     @property
     def last_epoch(self) -> int:  # type: ignore[override]
-        """Calls of ``scheduler.step()`` that the base run has made by now: steps, or epochs."""
+        """Calls of ``scheduler.step()`` in the base run up to τ: steps, or epochs."""
         return self._schedule.calls
 
     @property
@@ -104,7 +104,7 @@ class TauSchedule(LRScheduler):
 
     @property
     def finished(self) -> bool:
-        """Whether τ has reached T, so that the run is at its end. It waits for the device only near T."""
+        """Whether τ has reached T, the end of the run. Waits for the device only near T."""
         total = self._total_steps
         if total is None:
             return False
@@ -116,14 +116,14 @@ class TauSchedule(LRScheduler):
 
     @property
     def base_schedule(self) -> BaseSchedule:
-        """The schedule of the base run, as a recipe has it; needs T and B0.
+        """The schedule of the base run, as in a recipe. Needs T and B0.
 
         Raises:
             ValueError: ``total_steps`` or ``base_batch_size`` was not given.
         """
         if self._total_steps is None or self._base_batch_size is None:
             raise ValueError(
-                "The base run's schedule is known with TauSchedule(..., total_steps=T, base_batch_size=B0) only."
+                "The base run's schedule needs T and B0: TauSchedule(..., total_steps=T, base_batch_size=B0)."
             )
         return BaseSchedule(
             base_batch_size=self._base_batch_size,
@@ -134,16 +134,16 @@ class TauSchedule(LRScheduler):
         )
 
     def step(self, *_: Any, **__: Any) -> None:
-        """Nothing that τ has not said: brings the learning rates to ⌊τ⌋, where that waits for nothing. Arguments are ignored."""
+        """Set the learning rates of ⌊τ⌋, unless that would wait for the device. Arguments are ignored."""
         self._step_count += 1
         if self._adascale.last_step_known:
             self._advance()
 
     step_update = step
-    """timm's loops call this one."""
+    """The name that timm's loops call."""
 
     def get_last_lr(self) -> list[float | Tensor]:
-        """The learning rate of each parameter group at ⌊τ⌋, before the gain."""
+        """Return the learning rate of each parameter group at ⌊τ⌋, before the gain."""
         self._advance()
         return list(self._schedule.lrs)
 
@@ -153,12 +153,12 @@ class TauSchedule(LRScheduler):
         self._schedule.advance_to(self._adascale.effective_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """``{"calls": n}``: the scheduler is a function of the number of its calls, and τ is in AdaScale's own state."""
+        """Return ``{"calls": n}``. The scheduler is a function of the number of its calls, and τ is in AdaScale's state."""
         self._advance()
         return {**self._schedule.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Fast-forwards a fresh schedule, before or after the optimizer's state is loaded.
+        """Fast-forward a fresh schedule, before or after the optimizer's state is loaded.
 
         Raises:
             ValueError: This schedule has advanced already, or the state is another scheduler's.
@@ -168,7 +168,7 @@ class TauSchedule(LRScheduler):
 
 
 class _Counted(LRScheduler):
-    """One of timm's schedulers, which are told the time, as one of torch's, which count it."""
+    """A timm scheduler as a torch scheduler: it counts its calls, which timm's scheduler takes as an argument."""
 
     def __init__(self, scheduler: Any, unit: SchedulerUnit | None) -> None:
         self.optimizer = scheduler.optimizer
@@ -185,7 +185,7 @@ class _Counted(LRScheduler):
 
 def _as_torchs(scheduler: Any, unit: SchedulerUnit | None) -> Any:
     if isinstance(scheduler, LRScheduler | ReduceLROnPlateau) or not callable(getattr(scheduler, "step_update", None)):
-        return scheduler  # which is checked where it is taken
+        return scheduler  # EffectiveSchedule checks it
     kind = type(scheduler).__name__
     if isinstance(getattr(scheduler, "lr_scheduler", None), ReduceLROnPlateau):
         raise ValueError(
@@ -195,7 +195,7 @@ def _as_torchs(scheduler: Any, unit: SchedulerUnit | None) -> Any:
     if unit is not None and in_epochs is not None and in_epochs != (unit == "epoch"):
         right = "epoch" if in_epochs else "step"
         raise ValueError(
-            f"Invalid {unit=}: this {kind} has t_in_epochs={in_epochs}, so its unit is {right!r}. In the other it would stand "
-            "still."
+            f"Invalid {unit=}: this {kind} has t_in_epochs={in_epochs}, so its unit is {right!r}. With the other unit it would "
+            "never change the learning rate."
         )
     return _Counted(scheduler, unit)

@@ -1,12 +1,11 @@
 """The trace: one JSON line for each optimizer step, in a file that survives a kill of the process.
 
-While training runs the file is appended to, so a crash costs at most the last line. After a crash the trainer resumes from
-a checkpoint and cuts the trace back to it: steps taken since are taken again.
+Rows are appended while the run trains, so a crash damages at most the last line. After a crash the run resumes from a
+checkpoint, and its trace from the checkpoint's copy: steps after the checkpoint are taken again.
 
-Every checkpoint carries a copy, so a trace must not grow with the run for ever. Beyond ``keep`` rows older ones are thinned
-out: of what is older than the newest ``keep / 2`` steps every 2nd stays, then every 4th, 8th, ..., so that these fit into
-the other half. Strides are powers of two and depend on the newest step alone, so it makes no difference to the final trace
-how often it was thinned, and where.
+Each checkpoint has a copy, so a trace must not grow without bound. Beyond ``keep`` rows older rows are thinned out. The newest
+``keep / 2`` steps all stay. Of the older steps every 2nd stays, then every 4th, 8th, ..., so that they fit into the other half.
+Strides are powers of two and depend on the newest step alone, so the final trace does not depend on when it was thinned.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ __all__ = ["Trace", "TraceFile", "read_trace"]
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 _SCALARS = frozenset({bool, int, float, str, type(None)})
 _RARE = 100
-"""A row stays, however old, if it has a key that fewer than one in so many of the newest rows have: an evaluation's."""
+"""A row stays, however old, if it has a key that fewer than one in 100 of the newest rows have, as an evaluation's row has."""
 
 
 class Trace:
-    """An open trace. Appends to what the file already holds, after dropping a torn last line.
+    """An open trace. It appends to the rows of an existing file, after dropping a torn last line.
 
     Args:
-        path: The file; it and its folder are made if missing.
-        flush_every: Rows that wait in memory before they are written, ≥ 1.
-        keep: Rows that :meth:`shorten` leaves, ≥ 2, beside those with keys that are rare; None for all.
+        path: The file. It and its folder are made if missing.
+        flush_every: Rows to collect before they are written, ≥ 1.
+        keep: Rows that :meth:`shorten` leaves, ≥ 2, beside rows with rare keys; None for all.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, flush_every: int = 100, keep: int | None = None) -> None:
@@ -54,8 +53,8 @@ class Trace:
         self.flush_every = flush_every
         self.keep = keep
         self._pending: list[bytes] = []
-        self._steps = array("q")  # of each row, if rows may have to go,
-        self._kinds = array("i")  # and which keys it has:
+        self._steps = array("q")  # the step of each row, if there is a limit to them
+        self._kinds = array("i")  # the index of each row's keys in _keys
         self._keys: dict[tuple[str, ...], int] = {}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
@@ -64,16 +63,16 @@ class Trace:
         self._file: BinaryIO | None = self.path.open("ab")
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Adds one step.
+        """Add the row of one step.
 
         Args:
-            row: ``step`` (int, the optimizer step) and whatever else: Python numbers (NaN allowed), bools, strings,
+            row: ``step`` (int, the optimizer step) and further keys, with Python numbers (NaN allowed), bools, strings,
                 None, and lists of these.
 
         Raises:
-            TypeError: A value of another type. A tensor must be read explicitly (``.item()``), because that waits for
-                the device and belongs where the trainer waits anyway.
-            ValueError: No integer ``step``, or the trace is closed.
+            TypeError: A value has another type. A tensor must be read explicitly (``.item()``), because reading it waits
+                for the device.
+            ValueError: There is no integer ``step``, or the trace is closed.
         """
         step = row.get("step")
         if not isinstance(step, int) or isinstance(step, bool):
@@ -90,18 +89,18 @@ class Trace:
             self.flush()
 
     def flush(self) -> None:
-        """Writes the waiting rows, so that a reader, or whoever comes after a crash, finds them."""
+        """Write the collected rows to the file."""
         if self._file is not None and self._pending:
             self._file.write(b"".join(self._pending))
             self._file.flush()
             self._pending.clear()
 
     def shorten(self, *, always: bool = False) -> None:
-        """Thins out older rows where there are more than ``keep``, and writes the waiting ones.
+        """Write the collected rows, and thin out older rows if there are more than ``keep``.
 
         Args:
-            always: Also where there are fewer, because this is done last: then the outcome depends on the steps taken
-                and not on when the trace was thinned before.
+            always: Thin out fewer rows, too. Done at the end of a run, so that the final trace depends on its steps alone and
+                not on when it was thinned.
         """
         self.flush()
         if self.keep is None or not self._steps or (len(self._steps) <= self.keep and not always):
@@ -120,7 +119,7 @@ class Trace:
         self._kinds = array("i", itertools.compress(self._kinds, stays))
 
     def _special_kinds(self) -> set[int]:
-        """Kinds of rows that have a key which few of the newest rows have."""
+        """Return the kinds of rows with a key that few of the newest rows have."""
         assert self.keep is not None
         newest = self._kinds[-(self.keep // 2) :]
         kinds, having = Counter(newest), Counter[str]()
@@ -139,29 +138,29 @@ class Trace:
                 self._index(row)
 
     def _rewrite(self, lines: Iterable[bytes]) -> None:
-        """Puts these lines in the place of the file's, or, where that fails, leaves it as it is."""
+        """Replace the lines of the file by these. After an error the file is unchanged."""
         if self._file is None:
             raise ValueError(f"The trace {self.path} is closed.")
         self._file.close()
         self._file = None
         try:
-            write_atomically(self.path, lines, sync=False)  # a checkpoint's copy of it is synced
+            write_atomically(self.path, lines, sync=False)  # the copy in a checkpoint is synced
         finally:
             self._file = self.path.open("ab")
 
     def close(self) -> None:
-        """Flushes and closes; more than once is fine."""
+        """Write the collected rows and close the file. A second call does nothing."""
         self.flush()
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def abandon(self) -> None:
-        """Close it as it is; what waits to be written is lost."""
+        """Close the file without writing the collected rows."""
         self._pending.clear()
         file, self._file = self._file, None
         if file is not None:
-            with contextlib.suppress(OSError):  # of what the file itself had not written yet
+            with contextlib.suppress(OSError):  # the file object may have a buffer to write
                 file.close()
 
     def __enter__(self) -> Trace:
@@ -172,16 +171,16 @@ class Trace:
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """All rows of a trace, in the file's order. A torn last line, what a crash leaves behind, is left out.
+    """Return all rows of a trace, in the order of the file, without a last line that a crash has torn.
 
     Raises:
-        ValueError: Another line is not a row: the file is damaged, or no trace.
+        ValueError: A line before the last one is no row: the file is damaged, or no trace.
     """
     return [row for _, row in _rows(Path(path))]
 
 
 def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """(line with its line break, row) for every row."""
+    """Yield each line, with its line break, and its row."""
     torn: int | None = None
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -189,7 +188,7 @@ def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
                 break
             row = _parse(line)
             if row is None:
-                torn = number  # forgiven if nothing follows
+                torn = number  # accepted if no line follows
                 continue
             yield line.rstrip(b"\r\n") + b"\n", row
         else:
@@ -198,7 +197,7 @@ def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    # No proper prefix of a JSON object is JSON, so a torn row can't pass for a shorter one.
+    # No proper prefix of a JSON object is JSON, so a torn row is never read as a shorter row.
     try:
         row = json.loads(line)
     except ValueError:
@@ -207,7 +206,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _stays(step: int, newest: int, keep: int) -> bool:
-    """Whether a step's row is among those kept once the step ``newest`` is reached."""
+    """Return whether the row of a step stays once the run has reached step ``newest``."""
     half = keep // 2
     older = newest - half
     stride = 1
@@ -217,7 +216,7 @@ def _stays(step: int, newest: int, keep: int) -> bool:
 
 
 def _mend(path: Path) -> None:
-    """Makes a file that a crash left ready for appending: it ends with a line break or is empty."""
+    """Prepare a file after a crash for appending: drop a torn last line, or add its missing line break."""
     with path.open("rb+") as file:
         start = end = 0
         line = b""
@@ -238,21 +237,21 @@ def _check(key: object, value: Any) -> None:
             _check(key, item)
     elif value is not None and not isinstance(value, bool | int | float | str):
         raise TypeError(
-            f"Invalid {key!r} in a trace row: {type(value).__module__}.{type(value).__qualname__}. "
-            "Must be a Python number, bool, str, None or a list of these; read tensors with .item()."
+            f"Invalid {key!r} in a trace row: a {type(value).__module__}.{type(value).__qualname__}. "
+            "Must be a Python number, bool, str, None or a list of these. Read a tensor with .item()."
         )
 
 
 class TraceFile(Listener):
     """Writes the trace of a run, a row for each optimizer step.
 
-    A trace never ends a run: if a row can't be written, as on a full disk, the trace ends with one warning.
+    A failing trace never ends a run: if a row can't be written, as on a full disk, the trace ends with one warning.
 
     Args:
-        path: The file. Rows that it has stay.
+        path: The file. New rows are appended.
         keep: Rows to keep, see :class:`Trace`.
-        store: Called with the file once the run has ended, to store it. Default: the file stays where it is.
-        flush: Whether to write each row at once, and not many together.
+        store: Function that stores the file of an ended run. Default: the file stays where it is.
+        flush: Whether to write each row at once. Default: many rows together.
     """
 
     def __init__(
@@ -265,14 +264,14 @@ class TraceFile(Listener):
     ) -> None:
         self._path = path
         self._store = store
-        self._row: dict[str, Any] | None = None  # of the last step, while metrics may still be recorded for it
+        self._row: dict[str, Any] | None = None  # the last step's, while metrics may be recorded for it
         self._trace: Trace | None = None  # None once the trace can't be written
         with self._warning_on_error():
             self._trace = Trace(path, flush_every=1 if flush else 100, keep=keep)
 
     @classmethod
     def scratch(cls, *, keep: int | None, store: Callable[[Path], object]) -> TraceFile | None:
-        """Return a trace in a temporary folder of its own, which is removed with this object; None where there can't be one."""
+        """Return a trace in a temporary folder, which is removed with the object; None if there can't be a folder."""
         try:
             folder = tempfile.mkdtemp(prefix="ray_adascale-")
         except OSError as e:
@@ -283,15 +282,15 @@ class TraceFile(Listener):
         return trace
 
     def resume(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append the rows of the steps before this start."""
+        """Append the rows of earlier starts."""
         with self._warning_on_error():
             for row in rows:
                 if self._trace is not None:
                     self._trace.append(row)
 
     def after_step(self, step: Step) -> None:
-        """Write the row of the step before, and keep this one until the next step."""
-        self._write_row()
+        """Write the previous step's row, and keep this step's row for metrics that are recorded for it."""
+        self.write_row()
         self._row = step.row
 
     def recorded(self, metrics: Mapping[str, Any]) -> None:
@@ -302,20 +301,20 @@ class TraceFile(Listener):
     def ended(self, why: str, metrics: Mapping[str, Any]) -> None:
         """Write the last row, shorten the trace, and store it."""
         self.close(shorten=True)
-        if self._store is None:
+        if self._store is None or not self._path.exists():
             return
         try:
             self._store(self._path)
-        except OSError as e:  # the run has ended, and its checkpoint is stored
+        except OSError as e:  # the run has ended and has stored its checkpoint
             warn_at_user(f"The run's trace could not be stored: {e}", RuntimeWarning)
 
     def close(self, *, shorten: bool = False) -> None:
         """Write the last row and close the file.
 
         Args:
-            shorten: Thin out the rows as at the end of a run.
+            shorten: Thin out the rows, as at the end of a run.
         """
-        self._write_row()
+        self.write_row()
         with self._warning_on_error():
             if self._trace is not None:
                 if shorten:
@@ -323,14 +322,15 @@ class TraceFile(Listener):
                 self._trace.close()
 
     def files(self) -> dict[str, tuple[Path, int]]:
-        """Return the trace up to the last step, as :func:`ray_adascale.checkpoint.save` takes files."""
-        self._write_row()
+        """Return the file with the rows up to the last step, as the ``files`` of :func:`ray_adascale.checkpoint.save`."""
+        self.write_row()
         with self._warning_on_error():
             if self._trace is not None:
                 self._trace.shorten()
         return {TRACE: (self._path, self._path.stat().st_size)} if self._path.exists() else {}
 
-    def _write_row(self) -> None:
+    def write_row(self) -> None:
+        """Write the last step's row. No more metrics can be recorded for it."""
         row, self._row = self._row, None
         if self._trace is not None and row is not None:
             with self._warning_on_error():
@@ -349,7 +349,7 @@ class TraceFile(Listener):
 
 def _warn_of_loss(error: OSError) -> None:
     warn_at_user(
-        f"The run's trace can't be written any more: {error}. Training goes on; the report will lack this start's steps "
-        "from here on.",
+        f"The run's trace can't be written any more: {error}. Training goes on; the report will lack the next steps of this "
+        "start.",
         RuntimeWarning,
     )

@@ -1,4 +1,4 @@
-"""The state of a run: saved to a checkpoint, loaded on any number of workers, and logged at a start.
+"""The state of a run: saved in a checkpoint, loaded on any number of workers, logged at a start.
 
 τ and the averages are the optimizer's state. The schedule is a function of τ. The data's position is a number of examples.
 The loop itself has a few numbers, its :class:`LoopState`.
@@ -7,7 +7,6 @@ The loop itself has a few numbers, its :class:`LoopState`.
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from .. import checkpoint
 from .._version import __version__
+from .._warn import warn_at_user
 from ..batch_policy import BatchPlan
 from ..checkpoint.optimizer import hyperparameters, load_hyperparameters, load_optimizer, optimizer_tensors
 from ..checkpoint.rng import capture_rng, empty_rng, restore_rng
@@ -41,7 +41,7 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 INTERRUPTED = "interrupted"
-"""Why a run stopped before T, to be resumed: it was asked to. Its checkpoint is one of a run that goes on."""
+"""The reason for the end of a start that a later start resumes. Its checkpoint is that of a running run."""
 
 _EXTRA = "extra/"
 _TENSOR = "__tensor__"
@@ -49,13 +49,13 @@ _TENSOR = "__tensor__"
 
 @dataclass
 class LoopState:
-    """Numbers and metrics of the loop itself. A checkpoint's state has them under these names.
+    """Numbers and metrics of the loop itself, stored in a checkpoint's state under these names.
 
     Attributes:
-        iterations: Optimizer steps, with those skipped for a non-finite gradient.
+        iterations: Optimizer steps, including steps that were skipped for a non-finite gradient.
         progress: Σ r over the steps.
         nonfinite: Consecutive skipped steps up to now.
-        attempt: Starts of the run before this one.
+        attempt: Number of earlier starts of the run.
         recorded: The user's metrics, each as last recorded.
         metrics: The last step's metrics and the user's.
         stopped: The reason for the end of the loop, or None.
@@ -72,18 +72,18 @@ class LoopState:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """The objects whose state makes a checkpoint, and that a checkpoint is loaded into.
+    """The objects that a checkpoint is made from and loaded into.
 
     Attributes:
         module: The bare model.
-        optimizer: The run's optimizer.
+        optimizer: The optimizer of the run.
         parameter_names: Names of the optimizer's parameters.
         scaler: The loss scaler, or None.
         schedule: The schedule that drives the optimizer.
         source: The data.
         loop: The loop's own state.
-        stages: The stages of a step boundary, each with a state of its own.
-        base_schedule: The base run's schedule.
+        stages: The stages of a step boundary that have a state.
+        base_schedule: The schedule of the base run.
         world_size: Number of workers.
         recipe: The recipe's fingerprint, or None.
         rank: This worker's number.
@@ -107,7 +107,7 @@ class TrainState:
     extra: Mapping[str, Any]
 
     def tensors(self) -> dict[str, Any]:
-        """Return this worker's part of a checkpoint's tensors, which are the live ones."""
+        """Return this worker's share of a checkpoint's tensors. They are the live tensors, not copies."""
         # Parameters are equal on all workers. Buffers (BatchNorm's averages) differ, and DDP continues with rank 0's.
         own = {name for name, _ in self.module.named_buffers()} if self.rank > 0 else ()
         weights = self.module.state_dict()
@@ -123,7 +123,7 @@ class TrainState:
         return out
 
     def state(self, plan: BatchPlan) -> dict[str, Any]:
-        """Return the rest of a checkpoint as JSON values, the same on all workers.
+        """Return the state of a checkpoint beside the tensors: JSON values, the same on all workers.
 
         Args:
             plan: The batch of the next step.
@@ -154,7 +154,7 @@ class TrainState:
         """Load a checkpoint into a run that was just built. Not collective.
 
         Args:
-            folder: The checkpoint's.
+            folder: The folder of the checkpoint.
             accept_changes: Accept another base batch, T or LR curve than the checkpoint's.
 
         Returns:
@@ -177,9 +177,9 @@ class TrainState:
         into.update({f"adascale/{key}": value for key, value in statistics.items()})
         checkpoint.load(folder, into)
         load_optimizer(folder, self.optimizer, self.parameter_names)
-        if changed:  # the new settings hold, from this τ on
+        if changed:  # the new settings apply from this τ on
             self.schedule.load_state_dict({"calls": self.schedule.due(saved["effective_steps"])})
-            # σ² is of a base batch, so of another now.
+            # σ² is that of a base batch, and the base batch is another now.
             statistics["total"][0] *= saved["plan"]["base_batch_size"] / self.base_schedule.base_batch_size
         else:
             self.schedule.load_state_dict(saved["schedule"])
@@ -195,7 +195,7 @@ class TrainState:
         self._load_extra(folder, saved.get("extra", {}))
         self.loop.attempt += 1
         if self.optimizer.effective_steps < self.base_schedule.total_steps:
-            self.loop.stopped = None  # a run that had ended, and then was given a larger T
+            self.loop.stopped = None  # the run had ended, and T is larger now
         workers: int = saved["plan"]["world_size"]
         if workers == self.world_size:
             load_rng(folder, self.rank, self.device)
@@ -206,8 +206,8 @@ class TrainState:
         for name, state in saved.items():
             if name not in self.extra:
                 if self.rank == 0:
-                    warnings.warn(
-                        f"The checkpoint's extra_state {name!r} is left out: this run has none.", stacklevel=5
+                    warn_at_user(
+                        f"The checkpoint's extra_state {name!r} is not loaded: this run has none of this name."
                     )
                 continue
             prefix = f"{_EXTRA}{name}/"
@@ -218,15 +218,18 @@ class TrainState:
             self.extra[name].load_state_dict(put_together(state, into))
         missing = sorted(self.extra.keys() - saved.keys())
         if missing and self.rank == 0:
-            warnings.warn(
-                f"The checkpoint {folder.name} has no extra_state {', '.join(map(repr, missing))}: it begins as it was built.",
-                stacklevel=5,
+            warn_at_user(
+                f"The checkpoint {folder.name} has no extra_state {', '.join(map(repr, missing))}: it begins as it was built."
             )
 
     def _changed_on_purpose(
         self, folder: Path, saved: Mapping[str, Any], index: Mapping[str, checkpoint.TensorInfo], accept: bool
     ) -> bool:
-        """Whether base batch, T or LR curve were changed since the checkpoint; raises where that was not accepted."""
+        """Return whether base batch, T or LR curve were changed since the checkpoint. Warn of accepted changes.
+
+        Raises:
+            ValueError: They were changed, and ``accept`` is False.
+        """
         curve = torch.empty(index["schedule/lr_curve"].shape, dtype=torch.float64)
         checkpoint.load(folder, {"schedule/lr_curve": curve})
         changed = changes_since(saved_schedule(saved, curve.tolist(), self.base_schedule), self.base_schedule)
@@ -239,29 +242,26 @@ class TrainState:
                 "AdaScaleConfig(accept_changes=True)."
             )
         if self.rank == 0:
-            warnings.warn(
-                f"{what} Accepted: it goes on at effective step {saved['effective_steps']:.1f} with the new settings.",
-                stacklevel=4,  # who made the Run
+            warn_at_user(
+                f"{what} Accepted: it goes on at effective step {saved['effective_steps']:.1f} with the new settings."
             )
         return True
 
 
 def taken_apart(state: Any, key: str, tensors: dict[str, Any]) -> Any:
-    """A nested state as JSON values, with a mark where a tensor was.
+    """Return a nested state as JSON values, with a placeholder for each tensor.
 
     Args:
-        state: Dicts with strings for keys, lists, tuples (which come back as lists), tensors, and JSON values.
-        key: Of the state.
-        tensors: Gets the tensors, by key.
+        state: Dicts with strings as keys, lists, tuples (loaded as lists), tensors, and JSON values.
+        key: The key of the state in the checkpoint.
+        tensors: Receives the tensors, by key.
 
     Raises:
-        TypeError: Something else is in it; names where.
+        TypeError: The state has a value of another type. The message names its key.
     """
     if isinstance(state, Tensor):
         if type(state) not in (Tensor, nn.Parameter):
-            raise TypeError(
-                f"Invalid {key}: a {type(state).__name__}. Must be a plain tensor, the whole one on each worker."
-            )
+            raise TypeError(f"Invalid {key}: a {type(state).__name__}. Must be a plain tensor, whole on each worker.")
         tensors[key] = state.detach()
         return {_TENSOR: key}
     if isinstance(state, Mapping):
@@ -274,13 +274,13 @@ def taken_apart(state: Any, key: str, tensors: dict[str, Any]) -> Any:
     if state is None or isinstance(state, bool | int | float | str):
         return state
     raise TypeError(
-        f"Invalid {key}: a {type(state).__name__}. The state_dict of extra_state holds tensors and JSON values; nothing in a "
-        "checkpoint is pickled."
+        f"Invalid {key}: a {type(state).__name__}. Must be tensors and JSON values in the state_dict of extra_state, because "
+        "nothing in a checkpoint is pickled."
     )
 
 
 def put_together(state: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What :func:`taken_apart` took apart."""
+    """Return the nested state from the JSON values and tensors of :func:`taken_apart`."""
     if isinstance(state, Mapping):
         if set(state) == {_TENSOR}:
             return tensors[state[_TENSOR]]
@@ -291,7 +291,7 @@ def put_together(state: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def load_rng(folder: Path, rank: int, device: torch.device) -> None:
-    """Put a worker's generators where the checkpoint has them."""
+    """Load the state of a worker's random number generators."""
     index = checkpoint.tensor_index(folder)
     prefix = f"rng/{rank}/"
     rng = {key: value for key, value in empty_rng(device).items() if f"{prefix}{key}" in index}
@@ -300,12 +300,12 @@ def load_rng(folder: Path, rank: int, device: torch.device) -> None:
 
 
 def saved_schedule(state: Mapping[str, Any], lr_curve: list[list[float]], now: BaseSchedule) -> BaseSchedule:
-    """The base run's schedule as a checkpoint has it.
+    """Return the base run's schedule of a checkpoint.
 
     Args:
-        state: The checkpoint's.
-        lr_curve: Likewise.
-        now: Says what checkpoints of the first ray_adascale 0.1 don't: unit and steps per epoch.
+        state: The state of the checkpoint.
+        lr_curve: The LR curve of the checkpoint.
+        now: The schedule of this run. The first checkpoints of ray_adascale 0.1 lack unit and steps per epoch, and get its.
     """
     return BaseSchedule(
         base_batch_size=state["plan"]["base_batch_size"],
@@ -317,7 +317,7 @@ def saved_schedule(state: Mapping[str, Any], lr_curve: list[list[float]], now: B
 
 
 def changes_since(was: BaseSchedule, now: BaseSchedule) -> list[str]:
-    """What of base batch, T and LR curve is another now, in words."""
+    """Return the differences in base batch, T, unit and LR curve, a phrase each."""
     changed = [
         f"{name} is {getattr(now, name)}, was {getattr(was, name)}"
         for name in ("base_batch_size", "total_steps")
@@ -334,7 +334,7 @@ def changes_since(was: BaseSchedule, now: BaseSchedule) -> list[str]:
 
 
 def _differing_points(was: BaseSchedule, now: BaseSchedule, shown: int = 5) -> list[str]:
-    """ "τ: lr before → lr now" at a few τ, evenly among those where they differ, of the first group that differs."""
+    """Return "τ: lr before → lr now" at a few of the τ at which the first group that differs does so."""
     end = min(was.total_steps, now.total_steps)
     taus = sorted({int(i * end / 200) for i in range(200)})
     for group in range(len(was.lr_curve)):
@@ -350,13 +350,13 @@ def _differing_points(was: BaseSchedule, now: BaseSchedule, shown: int = 5) -> l
 def log_start(
     train_state: TrainState, plan: BatchPlan, folder: Path | None, workers_before: int | None, checkpoint_every_s: float
 ) -> None:
-    """Log that a run begins, or where it resumes and what was lost.
+    """Log that a run begins, or where it resumes.
 
     Args:
-        train_state: The state of the run, as loaded from the checkpoint.
+        train_state: The state of the run, loaded from the checkpoint if there is one.
         plan: The batch of the next step.
         folder: The checkpoint; None if the run begins.
-        workers_before: Number of workers that wrote the checkpoint.
+        workers_before: Number of workers that wrote the checkpoint; None if the run begins.
         checkpoint_every_s: Seconds between checkpoints.
     """
     workers = f"{plan.world_size} worker{'' if plan.world_size == 1 else 's'}"

@@ -15,7 +15,7 @@ __all__ = ["DriverUpdates", "Gauges"]
 
 _GAUGES = ("gain", "scale", "effective_steps", "efficiency", "lr", "loss", "steps_left", "seconds_left")
 _MOST_GAUGES = 50
-"""Gauges of one run, the user's metrics among them. Each gauge is a time series in the metrics store."""
+"""Largest number of gauges of one run, with the user's metrics. Each gauge is a time series in the metrics store."""
 _INTERVAL_S = 1.0
 
 
@@ -25,7 +25,7 @@ class Gauges(Listener):
     Args:
         run_name: The run's name, a tag of each gauge.
         rank: The worker's number, a tag of each gauge.
-        tracker: What is left of the run.
+        tracker: Estimates the time left.
     """
 
     def __init__(self, run_name: str, rank: int, tracker: EtaTracker) -> None:
@@ -45,20 +45,20 @@ class Gauges(Listener):
         own = [key for key, value in step.metrics.items() if key not in METRICS and isinstance(value, int | float)]
         for name in [*_GAUGES, *own][:_MOST_GAUGES]:
             if name not in self._gauges:
-                allowed = re.sub(r"\W", "_", name, flags=re.ASCII)  # Prometheus's names
+                allowed = re.sub(r"\W", "_", name, flags=re.ASCII)  # names that Prometheus allows
                 self._gauges[name] = Gauge(f"adascale_{allowed}", f"ray_adascale: {name}", tuple(self._tags))
             self._gauges[name].set(float(values[name]), self._tags)
 
 
 class DriverUpdates(Listener):
-    """Sends the newest metrics to the driver once a second, and asks whether the driver wants the run to stop.
+    """Sends the latest metrics to the driver once a second, and reads whether the driver requests a stop.
 
     Args:
         client: The connection to the driver.
-        tracker: What is left of the run.
+        tracker: Estimates the time left.
 
     Attributes:
-        stop_requested: Whether the driver wants the run to stop.
+        stop_requested: Whether the driver requests a stop of this start.
     """
 
     def __init__(self, client: DriverClient, tracker: EtaTracker) -> None:
@@ -68,7 +68,7 @@ class DriverUpdates(Listener):
         self.stop_requested = False
 
     def after_step(self, step: Step) -> None:
-        """Send the metrics, if the last ones are old enough or the run has reached T."""
+        """Send the metrics, if the last message is old enough or the run has reached T."""
         if self._timer is not None and not self._timer.due and step.tau < step.total_steps:
             return
         self._timer = IntervalTimer(_INTERVAL_S)

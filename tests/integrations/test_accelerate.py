@@ -149,8 +149,8 @@ def refused(config: AdaScaleConfig, accumulation: int) -> str:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"accumulation": 2}, "accumulation=2): Accelerator(gradient_accumulation_steps=...) says 3"),
-        ({"per_worker_batch_size": 8}, "per_worker_batch_size=8): the dataloader's batch_size says 4"),
+        ({"accumulation": 2}, "accumulation=2). Must be 3, as Accelerator(gradient_accumulation_steps=...)"),
+        ({"per_worker_batch_size": 8}, "per_worker_batch_size=8). Must be 4, as the dataloader's batch_size"),
         ({"sharding": "zero2"}, "sharding='zero2'"),
         ({"global_batch_size": 64}, "global_batch_size=..."),
     ],

@@ -447,7 +447,7 @@ def that_ignores(folder: str, told: bool) -> tuple[str, float]:
 
 def test_a_model_that_ignores_the_number_of_items_is_refused_with_what_helps(knowing: Any, tmp_path: Path) -> None:
     for said, _ in knowing(ADAPTER).run(that_ignores, str(tmp_path), False):
-        assert "Tokens takes num_items_in_batch and ignores it" in said
+        assert "Tokens ignores its argument num_items_in_batch" in said
         assert "6 times too large (2 workers × 3 passes)" in said
         assert "accepts_loss_kwargs = False" in said
     for said, moved in knowing(ADAPTER).run(that_ignores, str(tmp_path), True):

@@ -80,7 +80,7 @@ def test_several_processes_without_a_process_group_are_refused(monkeypatch: pyte
         (lambda m, o: (m, [o, o]), "a list of 2"),
         (lambda m, o: (m, AdaScale(o)), "Pass the bare optimizer"),
         (lambda m, o: (m, OSS.wrap(o)), "Pass the bare optimizer"),
-        (lambda m, o: (nn.DataParallel(m), o), "in DataParallel"),
+        (lambda m, o: (nn.DataParallel(m), o), "a DataParallel"),
     ],
 )
 def test_what_is_wrapped_or_several_is_refused(wrong: Any, match: str) -> None:

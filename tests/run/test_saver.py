@@ -134,7 +134,7 @@ def disagree(folder: str, step: int, tau: float, broken: bool) -> str:
         ((0, 0.0, False), ["saved", "saved"]),
         ((1, 0.0, False), ["rank 1: τ=1.5, lr=0.1, step=8"] * 2),
         ((0, 1e-15, False), ["rank 1: τ=1.500000000000001, lr=0.1, step=7"] * 2),
-        ((0, 0.0, True), ["rank 1 has state that can't be saved; see its error: no room", "MemoryError: no room"]),
+        ((0, 0.0, True), ["the state of rank 1 can't be saved; see its error: no room", "MemoryError: no room"]),
     ],
 )
 def test_workers_that_are_not_at_one_place_write_nothing(

@@ -170,7 +170,7 @@ def test_workers_agree_on_an_early_stop(pool: Any, tmp_path: Path) -> None:
         (lambda: make_run(model(), early_stop=EarlyStop(patience=3)), "needs metric and mode"),
         (
             lambda: make_run(model(), early_stop=EarlyStop(patience=3, metric="loss", mode="min")),
-            "a step's own number is mostly noise",
+            "the loss of one step is mostly noise",
         ),
         (
             lambda: drive(
@@ -269,9 +269,11 @@ def test_extra_state_that_comes_or_goes_is_told(tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         with_average(tmp_path, 1, more=Counter())
-    texts = [str(warning.message) for warning in said if "extra_state" in str(warning.message)]
+    found = [warning for warning in said if "extra_state" in str(warning.message)]
+    assert {warning.filename for warning in found} == {__file__}  # the user's own line
+    texts = [str(warning.message) for warning in found]
     assert len(texts) == 2
-    assert "extra_state 'counter' is left out" in texts[0]
+    assert "extra_state 'counter' is not loaded" in texts[0]
     assert "has no extra_state 'more'" in texts[1]
 
 

@@ -70,7 +70,7 @@ def segment(folder: str, steps: int, settings: dict[str, Any]) -> dict[str, Any]
     }
     weight = 0.0
     for x, y, index in run:
-        batch = run._batch
+        batch = run.parts.passes._batch
         assert batch is not None
         weight += batch.weight
         out["seen"].append((out["position"] + len(out["lrs"]) * run.plan.global_batch_size, index.tolist()))
