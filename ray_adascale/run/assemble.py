@@ -32,9 +32,9 @@ from .passes import Passes
 from .progress import ProgressLine
 from .schedule import BaseSchedule, EffectiveSchedule
 from .stages import AdaptiveBatch, Checkpointing, Evaluation, Interrupt, Preemption, Reporting
-from .step import Listener, Stage
+from .step import Listener, LoopState, Stage
 from .trace import TraceFile, read_trace
-from .train_state import LoopState, TrainState, log_start
+from .train_state import TrainState, log_start
 
 __all__ = ["Parts", "assemble"]
 

@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,34 +19,14 @@ import torch.distributed as dist
 from .. import checkpoint
 from .._files import TRACE
 from .eta import EtaTracker
-from .schedule import BaseSchedule
-from .step import Listener
+from .step import Listener, StepReport
 
-__all__ = ["CHECKPOINT", "Backend", "LocalBackend", "ReportPolicy", "StepReport"]
+__all__ = ["CHECKPOINT", "Backend", "LocalBackend", "ReportPolicy"]
 
 _log = logging.getLogger(__name__)
 
 CHECKPOINT = "Checkpoint of optimizer step %d, effective step %.2f."
 """Log message of a checkpoint that is complete and stored."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepReport:
-    """State of a run at a step boundary, to be reported.
-
-    Attributes:
-        metrics: The last step's metrics and the user's.
-        effective_steps: τ.
-        schedule: The schedule of the base run, with T.
-        stopped: The reason for the end of the run; None before the end.
-        evaluated: Whether the model was evaluated at this τ.
-    """
-
-    metrics: Mapping[str, Any]
-    effective_steps: float
-    schedule: BaseSchedule
-    stopped: str | None = None
-    evaluated: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,10 +22,10 @@ from ..recipe import Recipe
 from ..workload import Workload, with_unit
 from .advice import UnreadHyperparameters
 from .assemble import assemble
-from .backend import Backend, LocalBackend, StepReport
+from .backend import Backend, LocalBackend
 from .build import set_batch
 from .metrics import plain_numbers, step_metrics
-from .step import BoundaryFlags, Step, TakenStep
+from .step import BoundaryFlags, Step, StepReport, TakenStep
 
 __all__ = ["TOTAL_STEPS_REACHED", "Run"]
 

@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from .. import checkpoint
 from .._files import room_in_words
-from .backend import Backend, StepReport
+from .backend import Backend
+from .step import StepReport
 
 __all__ = ["Boundary", "Content", "Saver", "check_agreement"]
 

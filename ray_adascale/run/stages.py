@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,12 +26,9 @@ from ..config import EarlyStop
 from ..optim.adascale import AdaScale
 from .backend import Backend
 from .saver import Boundary, Content, Saver
-from .step import BoundaryFlags, IntervalTimer, Stage
+from .step import BoundaryFlags, IntervalTimer, RunAtBoundary, Stage
 from .trace import TraceFile
 from .train_state import INTERRUPTED, TrainState
-
-if TYPE_CHECKING:
-    from .loop import Run
 
 __all__ = ["AdaptiveBatch", "Checkpointing", "Evaluation", "Interrupt", "Preemption", "Reporting"]
 
@@ -57,7 +54,7 @@ class AdaptiveBatch(Stage):
     def due_by(self, effective_steps: float) -> bool:
         return self.controller.due_by(effective_steps)
 
-    def act(self, run: Run, flags: BoundaryFlags) -> str | None:
+    def act(self, run: RunAtBoundary, flags: BoundaryFlags) -> str | None:
         plan = self.controller.after_step(
             run.effective_steps,
             self._optimizer.average_moments,
@@ -93,7 +90,7 @@ class Interrupt(Stage):
     def flags(self) -> BoundaryFlags:
         return BoundaryFlags.STOP if self._backend.stop_requested else _NOTHING
 
-    def act(self, run: Run, flags: BoundaryFlags) -> str | None:
+    def act(self, run: RunAtBoundary, flags: BoundaryFlags) -> str | None:
         # A stalled run ends for good: it must not be resumed.
         ends = BoundaryFlags.STOP in flags and BoundaryFlags.STALLED not in flags
         return INTERRUPTED if ends else None
@@ -142,14 +139,14 @@ class Evaluation(Stage):
     def flags(self) -> BoundaryFlags:
         return BoundaryFlags.STALLED if self.stalled is not None else _NOTHING
 
-    def act(self, run: Run, flags: BoundaryFlags) -> str | None:
+    def act(self, run: RunAtBoundary, flags: BoundaryFlags) -> str | None:
         if BoundaryFlags.STALLED in flags:
             return self._reason()
         if self.due_by(run.effective_steps):
             self._run(run)
         return None
 
-    def finish(self, run: Run) -> None:
+    def finish(self, run: RunAtBoundary) -> None:
         """Evaluate at the end of the run, unless the last evaluation was at this τ."""
         if self._evaluate is not None and self.evaluated_at < run.effective_steps:
             self._run(run)
@@ -182,7 +179,7 @@ class Evaluation(Stage):
         assert stop is not None
         return f"no better {stop.metric} than {self.best:.4g} for {stop.patience:g} effective steps"
 
-    def _run(self, run: Run) -> None:
+    def _run(self, run: RunAtBoundary) -> None:
         assert self._evaluate is not None
         training = self._module.training
         self._module.eval()
@@ -215,7 +212,7 @@ class Preemption(Stage):
     def flags(self) -> BoundaryFlags:
         return BoundaryFlags.POLL if self._timer.due else _NOTHING
 
-    def act(self, run: Run, flags: BoundaryFlags) -> str | None:
+    def act(self, run: RunAtBoundary, flags: BoundaryFlags) -> str | None:
         if BoundaryFlags.POLL not in flags:
             return None
         self._timer.restart()
@@ -262,7 +259,7 @@ class Checkpointing(Stage):
             return BoundaryFlags.BUSY
         return BoundaryFlags.CHECKPOINT if self.saver.in_flight or self._timer.due else _NOTHING
 
-    def act(self, run: Run, flags: BoundaryFlags) -> str | None:
+    def act(self, run: RunAtBoundary, flags: BoundaryFlags) -> str | None:
         if BoundaryFlags.BUSY in flags:
             return None
         if self.saver.in_flight:
@@ -271,7 +268,7 @@ class Checkpointing(Stage):
             self.begin(run)
         return None
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: RunAtBoundary) -> None:
         """Begin a checkpoint in the background. Collective."""
         self.saver.begin(self._boundary(run), lambda: self._content(run.plan), run.step_report())
         self._timer.restart()
@@ -281,7 +278,7 @@ class Checkpointing(Stage):
         due = BoundaryFlags.CHECKPOINT in flags and BoundaryFlags.BUSY not in flags
         return due and not self._in_background
 
-    def save(self, run: Run) -> Path | None:
+    def save(self, run: RunAtBoundary) -> Path | None:
         """Write this worker's share of a checkpoint and seal the checkpoint. Collective.
 
         Returns:
@@ -293,7 +290,7 @@ class Checkpointing(Stage):
         """Begin a new interval after a checkpoint was reported."""
         self._timer.restart()
 
-    def _boundary(self, run: Run) -> Boundary:
+    def _boundary(self, run: RunAtBoundary) -> Boundary:
         return Boundary(run.state.iterations, run.effective_steps, run.schedule.lrs[0])
 
     def _content(self, plan: BatchPlan) -> Content:
@@ -323,7 +320,7 @@ class Reporting(Stage):
     def flags(self) -> BoundaryFlags:
         return BoundaryFlags.REPORT if self._timer.due else _NOTHING
 
-    def act(self, run: Run, flags: BoundaryFlags) -> str | None:
+    def act(self, run: RunAtBoundary, flags: BoundaryFlags) -> str | None:
         if run.reported:
             return None
         policy, evaluated = self._backend.report_policy, self._evaluation.number == run.state.iterations
@@ -336,7 +333,7 @@ class Reporting(Stage):
             self.report(run, save=save)
         return None
 
-    def report(self, run: Run, *, save: bool) -> None:
+    def report(self, run: RunAtBoundary, *, save: bool) -> None:
         """Report the state of the run, with a checkpoint if ``save``. Collective."""
         folder = run.save_checkpoint() if save else None
         self._backend.report(run.step_report(), folder)

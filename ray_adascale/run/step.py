@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntFlag
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from ..batch_policy import BatchPlan
+from .schedule import BaseSchedule, EffectiveSchedule
 
-if TYPE_CHECKING:
-    from .loop import Run
-
-__all__ = ["BoundaryFlags", "IntervalTimer", "Listener", "Stage", "Step", "TakenStep"]
+__all__ = [
+    "BoundaryFlags",
+    "IntervalTimer",
+    "Listener",
+    "LoopState",
+    "RunAtBoundary",
+    "Stage",
+    "Step",
+    "StepReport",
+    "TakenStep",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +79,48 @@ class TakenStep:
     flags: BoundaryFlags
     own: dict[str, Any]
     recorded: dict[str, Any]
+
+
+@dataclass
+class LoopState:
+    """Numbers and metrics of the loop itself, stored in a checkpoint's state under these names.
+
+    Attributes:
+        iterations: Optimizer steps, including steps that were skipped for a non-finite gradient.
+        progress: Σ r over the steps.
+        nonfinite: Consecutive skipped steps up to now.
+        attempt: Number of earlier starts of the run.
+        recorded: The user's metrics, each as last recorded.
+        metrics: The last step's metrics and the user's.
+        stopped: The reason for the end of the loop, or None.
+    """
+
+    iterations: int = 0
+    progress: float = 0.0
+    nonfinite: int = 0
+    attempt: int = 0
+    recorded: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    stopped: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """State of a run at a step boundary, to be reported.
+
+    Attributes:
+        metrics: The last step's metrics and the user's.
+        effective_steps: τ.
+        schedule: The schedule of the base run, with T.
+        stopped: The reason for the end of the run; None before the end.
+        evaluated: Whether the model was evaluated at this τ.
+    """
+
+    metrics: Mapping[str, Any]
+    effective_steps: float
+    schedule: BaseSchedule
+    stopped: str | None = None
+    evaluated: bool = False
 
 
 class Listener:
@@ -141,6 +192,31 @@ class IntervalTimer:
         return self.elapsed >= self._seconds
 
 
+class RunAtBoundary(Protocol):
+    """The part of :class:`ray_adascale.Run` that stages use."""
+
+    state: LoopState
+    schedule: EffectiveSchedule
+    plan: BatchPlan
+    boundary_at: float
+
+    @property
+    def effective_steps(self) -> float: ...
+
+    @property
+    def reported(self) -> bool: ...
+
+    def set_plan(self, plan: BatchPlan) -> None: ...
+
+    def record(self, **metrics: Any) -> None: ...
+
+    def step_report(self) -> StepReport: ...
+
+    def report(self, *, save: bool) -> None: ...
+
+    def save_checkpoint(self) -> Path | None: ...
+
+
 class Stage:
     """Base class of the objects that act at step boundaries, on all workers together and in one fixed order."""
 
@@ -152,7 +228,7 @@ class Stage:
         """Return this worker's flags. Beside rank 0 only BUSY counts."""
         return BoundaryFlags(0)
 
-    def act(self, run: Run, flags: BoundaryFlags) -> str | None:
+    def act(self, run: RunAtBoundary, flags: BoundaryFlags) -> str | None:
         """Act at a step boundary. Collective.
 
         Args:

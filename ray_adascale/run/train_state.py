@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,10 @@ from ..checkpoint.rng import capture_rng, empty_rng, restore_rng
 from ..data.source import BatchSource
 from ..optim.adascale import AdaScale
 from .schedule import BaseSchedule, EffectiveSchedule, curve_difference
-from .step import Stage
+from .step import LoopState, Stage
 
 __all__ = [
     "INTERRUPTED",
-    "LoopState",
     "TrainState",
     "changes_since",
     "load_rng",
@@ -45,29 +44,6 @@ INTERRUPTED = "interrupted"
 
 _EXTRA = "extra/"
 _TENSOR = "__tensor__"
-
-
-@dataclass
-class LoopState:
-    """Numbers and metrics of the loop itself, stored in a checkpoint's state under these names.
-
-    Attributes:
-        iterations: Optimizer steps, including steps that were skipped for a non-finite gradient.
-        progress: Σ r over the steps.
-        nonfinite: Consecutive skipped steps up to now.
-        attempt: Number of earlier starts of the run.
-        recorded: The user's metrics, each as last recorded.
-        metrics: The last step's metrics and the user's.
-        stopped: The reason for the end of the loop, or None.
-    """
-
-    iterations: int = 0
-    progress: float = 0.0
-    nonfinite: int = 0
-    attempt: int = 0
-    recorded: dict[str, Any] = field(default_factory=dict)
-    metrics: dict[str, Any] = field(default_factory=dict)
-    stopped: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

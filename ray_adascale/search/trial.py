@@ -25,10 +25,11 @@ from .. import checkpoint
 from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig
 from ..recipe import NoiseProbe
-from ..run.backend import Backend, ReportPolicy, StepReport
+from ..run.backend import Backend, ReportPolicy
 from ..run.base_run import BaseResult, momentum_of, train_base
 from ..run.failure import annotate_exceptions
 from ..run.loop import Run
+from ..run.step import StepReport
 from ..workload import ConfigAccessLog, Workload, WorkloadFn, build
 
 __all__ = [

@@ -17,10 +17,10 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.queue import Empty, Queue
 
 from ..recipe import NoiseProbe
-from ..run.backend import ReportPolicy, StepReport
+from ..run.backend import ReportPolicy
 from ..run.eta import EtaTracker
 from ..run.failure import annotate_exceptions
-from ..run.step import Listener, Step
+from ..run.step import Listener, Step, StepReport
 from ..train.backend import RayTrainBackend
 from ..train.cluster import WORKER_TIMEOUT_S, build_on_worker
 from ..train.retry import worker_failure

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from .. import checkpoint
 from .._files import TRACE, room_in_words
 from ..analysis.tensorboard import LiveEvents
-from ..run.backend import Backend, ReportPolicy, StepReport
+from ..run.backend import Backend, ReportPolicy
 from ..run.eta import EtaTracker
-from ..run.step import Listener
+from ..run.step import Listener, StepReport
 from .driver_channel import DriverClient
 from .listeners import DriverUpdates, Gauges
 

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from ray_adascale import CheckpointError, LocalBackend, checkpoint
-from ray_adascale.run.backend import ReportPolicy, StepReport
+from ray_adascale.run.backend import ReportPolicy
 from ray_adascale.run.eta import EtaTracker
 from ray_adascale.run.schedule import BaseSchedule
+from ray_adascale.run.step import StepReport
 
 from ..pool import ProcessPool
 

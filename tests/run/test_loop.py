@@ -41,10 +41,9 @@ from ray_adascale.data.order import epoch_order
 from ray_adascale.optim.rules import RULES
 from ray_adascale.run import loop
 from ray_adascale.run.advice import NoiseWarning
-from ray_adascale.run.backend import StepReport
 from ray_adascale.run.eta import EtaTracker
 from ray_adascale.run.metrics import METRICS
-from ray_adascale.run.step import Listener, Step
+from ray_adascale.run.step import Listener, Step, StepReport
 from ray_adascale.run.trace import read_trace
 from ray_adascale.run.train_state import load_rng
 from ray_adascale.workload import build

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from ray_adascale import LocalBackend, checkpoint
-from ray_adascale.run.backend import StepReport
 from ray_adascale.run.saver import Boundary, Saver
 from ray_adascale.run.schedule import BaseSchedule
+from ray_adascale.run.step import StepReport
 
 SCHEDULE = BaseSchedule(
     base_batch_size=4, total_steps=9, scheduler_unit=None, base_steps_per_epoch=None, lr_curve=[[0.1]]

@@ -20,10 +20,10 @@ import torch
 
 from ray_adascale import AdaScaleConfig, CheckpointError, Workload
 from ray_adascale.recipe import NoiseProbe
-from ray_adascale.run.backend import StepReport
 from ray_adascale.run.base_run import BaseResult, base_config
 from ray_adascale.run.failure import was_building
 from ray_adascale.run.schedule import BaseSchedule
+from ray_adascale.run.step import StepReport
 from ray_adascale.search.trial import (
     EPOCHS,
     OBJECTIVE,

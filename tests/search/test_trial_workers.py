@@ -21,10 +21,10 @@ from torch.utils.data import TensorDataset
 from ray_adascale import AdaScaleConfig, Run, Workload
 from ray_adascale.analysis.tensorboard import LiveEvents
 from ray_adascale.checkpoint.rng import seed_everything
-from ray_adascale.run.backend import StepReport
 from ray_adascale.run.base_run import BaseResult, base_config
 from ray_adascale.run.eta import EtaTracker
 from ray_adascale.run.schedule import BaseSchedule
+from ray_adascale.run.step import StepReport
 from ray_adascale.search import trial_workers
 from ray_adascale.search.trial import OBJECTIVE, OUTCOME, Collected, MissingMetric
 from ray_adascale.search.trial_workers import OnWorkers, _TrialBackend

@@ -17,10 +17,10 @@ import torch
 from ray_adascale.analysis.tensorboard import LiveEvents
 from ray_adascale.checkpoint import CheckpointError
 from ray_adascale.run import step
-from ray_adascale.run.backend import StepReport
 from ray_adascale.run.eta import Eta, EtaTracker
 from ray_adascale.run.metrics import METRICS
 from ray_adascale.run.schedule import BaseSchedule
+from ray_adascale.run.step import StepReport
 from ray_adascale.train import listeners
 
 from ..samples_of import scalars, step_of

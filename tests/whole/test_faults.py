@@ -29,7 +29,7 @@ from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, LocalBackend, Run, checkpoint, load_weights
 from ray_adascale.checkpoint import CheckpointError, dcp
-from ray_adascale.run.backend import StepReport
+from ray_adascale.run.step import StepReport
 from ray_adascale.run.trace import read_trace
 
 from ..pool import free_port
