@@ -87,8 +87,8 @@ def _doubt(rule: ScalingRule, optimizer: Optimizer) -> str | None:
             "schedules carry over (docs/results/adam.md)."
         )
     return (
-        f"AdaScale is derived for SGD, and was measured with Adam and AdamW (docs/results/adam.md); with {name} it was not tried. "
-        "The run goes on. Compare with a base run before you trust it."
+        f"AdaScale is derived for SGD, and was measured with Adam and AdamW (docs/results/adam.md); with {name} it was not "
+        "tried. The run goes on. Compare with a base run before you trust it."
     )
 
 
