@@ -17,6 +17,8 @@ from ray_adascale import AdaScale
 
 from ..reference import gain, moments
 
+pytestmark = pytest.mark.docs
+
 PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
 
