@@ -179,7 +179,7 @@ def test_a_run_that_had_a_fixed_batch_decides_as_it_resumes() -> None:
 
 
 def test_efficiency_one_is_the_base_batch_whatever_the_noise() -> None:
-    it = follower(target_efficiency=1, workers=1)
+    it = follower(efficiency=1, workers=1)
     assert it.plan == BatchPlan(16, 16, 1, 1)
     for tau in (13, 26, 39):
         assert decided(it, tau, 1.0, 0.0) == 16

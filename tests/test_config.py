@@ -131,7 +131,7 @@ def test_a_floor_on_a_workers_examples_lets_the_batch_grow_instead() -> None:
     config = AdaScaleConfig(base_batch_size=16, global_batch_size=64, min_examples_per_worker=12)
     assert [config.plan(workers).global_batch_size for workers in (1, 4, 5, 6, 8)] == [64, 64, 64, 72, 96]
     for workers in range(1, 9):
-        assert min(config.plan(workers).cut(0).sample_sizes) >= 12
+        assert min(config.plan(workers).split(0).sample_sizes) >= 12
 
 
 @pytest.mark.parametrize("workers", range(1, 8))
@@ -306,7 +306,7 @@ def test_a_plan_begins_at_one_over_the_efficiency() -> None:
         ({"max_global_batch_size": 64}, "Give target_efficiency as well"),
         ({"max_accumulation": 4}, "Give target_efficiency as well"),
         ({"target_efficiency": 0.5, "max_accumulation": 2, "accumulation": 3}, "the fewest passes"),
-        ({"target_efficiency": 0.5, "throughput": object()}, "is for efficiency='goodput'"),
+        ({"target_efficiency": 0.5, "throughput": object()}, "is for target_efficiency='goodput'"),
     ],
 )
 def test_settings_of_an_efficiency_that_cannot_be_are_named(settings: dict[str, Any], message: str) -> None:

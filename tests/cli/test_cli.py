@@ -99,7 +99,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("said", "efficiency"),
     [
-        (["--target-target_efficiency=0.6"], 0.6),
+        (["--target-efficiency=0.6"], 0.6),
         (["--target-efficiency", "1"], 1.0),
         (["-c", "target_efficiency=0.6"], 0.6),
         (["--target-efficiency=goodput"], "goodput"),
@@ -116,7 +116,7 @@ def test_an_efficiency_that_there_is_not_is_told_in_flags(
     called: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["train", WORKLOAD, "--base-batch-size=8", "--total-steps=20", "--name=mine"]
-    for said in (["--target-target_efficiency=1.5"], ["--target-efficiency=fast"], ["-c", "target_efficiency=0"]):
+    for said in (["--target-efficiency=1.5"], ["--target-efficiency=fast"], ["-c", "target_efficiency=0"]):
         assert main.main([*arguments, *said]) == 2
         assert "Invalid --target-efficiency" in capsys.readouterr().err
 
@@ -125,9 +125,9 @@ def test_forecast_replays_a_run_that_chooses_its_scale(capsys: pytest.CaptureFix
     common = ["forecast", str(RECIPE_2), "--workers=2", "--json"]
     rows = []
     for said in (
-        ["--target-target_efficiency=0.9"],
-        ["--target-target_efficiency=0.3"],
-        ["--target-target_efficiency=1"],
+        ["--target-efficiency=0.9"],
+        ["--target-efficiency=0.3"],
+        ["--target-efficiency=1"],
     ):
         assert main.main([*common, *said]) == 0
         rows += json.loads(capsys.readouterr().out)["rows"]
