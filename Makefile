@@ -10,7 +10,8 @@ DEMO ?= runs/demo
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(if $(TMPDIR),$(TMPDIR),/tmp)/ray_adascale-pycache
 
-.PHONY: help setup demo test test-ray test-others test-all test-oldest test-clients-newest docs check format bench dist clean
+.PHONY: help setup demo test test-ray test-pool test-plain test-docs test-all test-oldest test-clients-newest docs check format bench \
+	dist clean
 
 .DEFAULT_GOAL := help
 
@@ -32,16 +33,25 @@ $(VENV)/.installed-%: $(STAMP)
 demo: $(STAMP)  ## search at batch 8, then the same schedule on two workers, then the comparison table
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh $(DEMO)
 
-test: $(STAMP)  ## everything but the slow tests: those that start Ray, which mostly wait, beside all others
-	$(MAKE) --jobs=2 --output-sync=target test-ray test-others
+test: $(STAMP)  ## all tests but the slow ones and those of docs and benchmarks, in three lanes, two at a time
+	$(MAKE) --jobs=2 --output-sync=target test-ray test-pool test-plain
 
-test-ray: $(STAMP)
-	$(BIN)/python -m pytest -q -m "not slow and ray"
+# Each lane imports only what it needs (tests/conftest.py).
+LANE = $(BIN)/python -m pytest -q -m "not slow" --lane
 
-test-others: $(STAMP)
-	$(BIN)/python -m pytest -q -m "not slow and not ray"
+test-ray: $(STAMP)  ## the tests that start Ray, which waits for processes most of the time
+	$(LANE)=ray
 
-test-all: $(STAMP)  ## all tests, the slow ones too
+test-pool: $(STAMP)  ## the tests that run functions on gloo processes
+	$(LANE)=pool
+
+test-plain: $(STAMP)  ## the tests that need neither
+	$(LANE)=plain
+
+test-docs: $(STAMP)  ## pages, examples and benchmarks, run small
+	$(LANE)=docs
+
+test-all: $(STAMP)  ## every test, also the slow ones, one after the other
 	$(BIN)/python -m pytest -q
 
 .ci/constraints-oldest.txt: .ci/constraints.txt

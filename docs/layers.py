@@ -178,4 +178,6 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    fresh = page()
+    if fresh != PAGE.read_text(encoding="utf-8"):
+        PAGE.write_text(fresh, encoding="utf-8")

@@ -1,13 +1,22 @@
+"""Fixtures for all tests, and the lanes in which `make test` and `make test-docs` run them.
+
+Each test belongs to one lane: "docs" by its marker, else "ray" where it starts Ray, else "pool" where it runs functions on
+gloo processes, else "plain". ``pytest --lane=pool`` runs the tests of one lane. It imports no file without such tests, since
+an import of Ray Train or of a client library takes seconds.
+"""
+
 from __future__ import annotations
 
+import functools
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# Before Ray is imported anywhere: quick polls, nothing that a test does not look at.
+# Before Ray is imported anywhere: quick polls, and no service that no test looks at.
 os.environ.update(
     RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.2",
     RAY_TRAIN_ENABLE_PREEMPTION_WATCHER="0",
@@ -21,25 +30,70 @@ import torch
 
 from .pool import ProcessPool
 
-# What these modules assert is told as what tests assert.
+# pytest explains the failed assertions of these modules, as it does those of test files.
 pytest.register_assert_rewrite("tests.samples_of", "tests.uneven", "tests.project.readme", "tests.integrations.problem")
 
 torch.set_num_threads(1)
 
+# Whether a file may hold tests of a lane, by its text; of "plain" every file may.
+_MENTIONS = {
+    "docs": re.compile(r"\bmark\.docs\b"),
+    "ray": re.compile(r"\bmark\.ray\b|\bray_session\b"),
+    "pool": re.compile(r"\bmark\.pool\b|\bpool\b|\bknowing\b"),
+}
+# A marker of all tests of a file.
+_WHOLE_FILE = re.compile(r"^pytestmark = (?:\[[^]]*)?pytest\.mark\.(docs|ray)\b", re.MULTILINE)
 
-@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Ray starts a dozen processes; in a fresh clone on a busy machine, with no bytecode kept yet, two minutes are not enough."""
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--lane", choices=("plain", *_MENTIONS), help="run the tests of one lane (tests/conftest.py)")
+
+
+@functools.cache
+def _may_hold(path: Path, lane: str) -> bool:
+    text = path.read_text(encoding="utf-8")
+    whole = _WHOLE_FILE.search(text)
+    if whole is not None:
+        return lane == whole[1] or (lane == "docs" and _MENTIONS["docs"].search(text) is not None)
+    return lane == "plain" or _MENTIONS[lane].search(text) is not None
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    lane = config.getoption("--lane")
+    if lane is not None and re.fullmatch(r"test_.*\.py", collection_path.name) and not _may_hold(collection_path, lane):
+        return True
+    return None
+
+
+def _lane_of(item: pytest.Item) -> str:
+    return next((lane for lane in _MENTIONS if item.get_closest_marker(lane) is not None), "plain")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects tests by their marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if "ray_session" in getattr(item, "fixturenames", ()):
+        fixtures = getattr(item, "fixturenames", ())
+        if "ray_session" in fixtures:
             item.add_marker(pytest.mark.ray)
+        if "pool" in fixtures:
+            item.add_marker(pytest.mark.pool)
+        # Ray starts a dozen processes; in a fresh clone on a busy machine, with no bytecode yet, two minutes are not enough.
         if item.get_closest_marker("ray") is not None and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(400))
+        if not _may_hold(item.path, _lane_of(item)):
+            raise pytest.UsageError(
+                f"{item.nodeid} is of lane {_lane_of(item)!r}, and {item.path.name} mentions neither its marker nor its "
+                "fixture, so that `make test` would never run it. Name the fixture in the file."
+            )
+    lane = config.getoption("--lane")
+    if lane is not None:
+        config.hook.pytest_deselected(items=[item for item in items if _lane_of(item) != lane])
+        items[:] = [item for item in items if _lane_of(item) == lane]
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Callable[[int], ProcessPool]]:
-    """``pool(n).run(fn, *args)``: fn on n gloo processes, which live as long as the test session."""
+    """``pool(n).run(fn, *args)`` calls fn on n gloo processes, which live as long as the test session."""
     pools: dict[int, ProcessPool] = {}
 
     def get(world_size: int) -> ProcessPool:
@@ -54,7 +108,7 @@ def pool() -> Iterator[Callable[[int], ProcessPool]]:
 
 @pytest.fixture
 def write(tmp_path: Path) -> Iterator[Any]:
-    """``write(name, text)`` makes a file and returns its path; what the test imported from there is forgotten."""
+    """``write(name, text)`` makes a file and returns its path. Modules that the test imports are unloaded after it."""
     path_before, modules_before = list(sys.path), set(sys.modules)
 
     def put(name: str, text: str) -> Path:

@@ -1,21 +1,42 @@
 """Local processes with a gloo process group, started once and shared by the whole test session.
 
 ``pool(2).run(fn, *args)`` calls the module-level function ``fn(*args)`` on each of two ranks and returns the results in
-rank order. A rank's exception is raised here, with its traceback; the processes are then replaced, since the others may
-be stuck in a collective.
+rank order. An exception on a rank is raised here, with its traceback. The pool then replaces its processes, since the
+other ranks may be stuck in a collective.
+
+The processes are forks of one server process. The server imports torch and the package once and runs nothing, so that
+it has one thread: a fork would copy the locks of other threads, but not the threads.
 """
 
 from __future__ import annotations
 
 import datetime
 import multiprocessing
+import os
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
+# Longest wait for the results of a function, from the time when all workers run.
 _TIMEOUT_S = 60.0
+# Longest wait for the workers: an import of torch and the package on a machine with more work than cores.
+_START_S = 110.0
+
+# Imported by the server: what the tests of the pool import, without Ray and the libraries of single tests.
+_PRELOADED = [
+    "numpy",
+    "pytest",
+    "torch",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.nn.parallel",
+    "ray_adascale.run.loop",
+    "ray_adascale.sharding.sharded_ddp",
+]
 
 # The process group, until the process ends: a model that outlives it could hang in its destructor (run/build.py says how).
 _KEPT: list[Any] = []
@@ -23,6 +44,24 @@ _KEPT: list[Any] = []
 
 class RankFailed(AssertionError):
     """A rank raised; the message is its traceback."""
+
+
+def _fork_server() -> ForkServerContext:
+    """Return the context of the server, which runs until this process ends."""
+    from multiprocessing import forkserver
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    before = os.environ.get("OPENBLAS_NUM_THREADS")
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's BLAS starts threads when it is imported
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["OPENBLAS_NUM_THREADS"]
+        else:
+            os.environ["OPENBLAS_NUM_THREADS"] = before
+    return context
 
 
 def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
@@ -42,6 +81,7 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
         timeout=datetime.timedelta(seconds=_TIMEOUT_S / 2),
     )
     _KEPT.append(dist.group.WORLD)
+    pipe.send(None)  # the worker runs
     while True:
         job = pipe.recv()
         if job is None:
@@ -69,7 +109,7 @@ class ProcessPool:
         self._pipes: list[Connection] = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = _fork_server()
         port = free_port()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
@@ -78,6 +118,16 @@ class ProcessPool:
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
+        deadline = time.monotonic() + _START_S
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(max(deadline - time.monotonic(), 0)):
+                self.kill()
+                raise RankFailed(f"rank {rank} of {self.world_size} has not started within {_START_S:.0f} s")
+            try:
+                pipe.recv()
+            except EOFError:
+                self.kill()
+                raise RankFailed(f"rank {rank} of {self.world_size} ended before it could serve") from None
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         if not self._processes:

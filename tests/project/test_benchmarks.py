@@ -17,6 +17,8 @@ import torch
 from ray_adascale import RuleInput
 from tests.project.benchmarks import BENCHMARKS, load
 
+pytestmark = pytest.mark.docs
+
 MODELS = ["narrow", "resnet"]
 PASSES = [1, 2]
 KINDS = ["ddp", "adascale", "adascale+oss", "oss", "zero"]

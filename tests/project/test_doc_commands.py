@@ -19,6 +19,8 @@ import pytest
 from ray_adascale import AdaScaleConfig
 from ray_adascale.cli.main import _parser
 
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *(

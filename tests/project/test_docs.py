@@ -24,6 +24,8 @@ from ray_adascale import AdaScaleConfig
 
 from .readme import own_loop
 
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).parents[2]
 # The guide to migrating runs on two gloo workers, in test_migrating.py.
 ALL_PAGES = sorted(

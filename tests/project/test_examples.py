@@ -23,6 +23,8 @@ import torch
 
 from ray_adascale import Recipe
 
+pytestmark = pytest.mark.docs
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

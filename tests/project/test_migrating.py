@@ -17,6 +17,8 @@ from ray_adascale import AdaScale
 
 from ..reference import gain, moments
 
+pytestmark = pytest.mark.docs
+
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "guides" / "migrating.md"
 DIFFERENCES = DOCS / "reference" / "differences.md"

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.docs
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "search.py"
 
 

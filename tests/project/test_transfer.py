@@ -23,7 +23,10 @@ from tests.project.benchmarks import load
 pytest.importorskip("mlxtend")
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
+pytestmark = [
+    pytest.mark.docs,
+    pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 Two workers: equal to the last bit in float32, since the sum of two numbers has one order and a half of it is exact. Three
 and four: DDP's ring adds the summands up in another order, and divides by three before it adds, where we divide after; so
-those runs are in float64, where the roundings (1e-16 a step, grown over 50 steps) stay far below ``ROUNDING``; whatever is
+those runs are in float64, where the roundings (1e-16 a step, grown over 20 steps) stay far below ``ROUNDING``; whatever is
 forgotten or done twice is far above.
 """
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import itertools
 import pickle
 import time
 import warnings
@@ -44,7 +45,7 @@ from ..uneven import (
 Pool = Callable[[int], ProcessPool]
 
 
-STEPS = 50
+STEPS = 20
 
 
 def _run_both(
@@ -77,8 +78,11 @@ def _run_both(
     return ends[0], ends[1]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    # One worker shards nothing: one optimizer of torch's and one unlike them.
+    [*itertools.product(OPTIMIZERS, (2, 3)), ("momentum", 1), ("odd", 1)],
+)
 def test_equals_ddp_with_the_plain_optimizer(pool: Pool, world_size: int, name: str) -> None:
     assert_agree(pool(world_size).run(_run_both, name))
 
@@ -98,7 +102,7 @@ def test_equals_ddp_with_the_plain_optimizer(pool: Pool, world_size: int, name: 
     ids=["bf16-sgd", "bf16-adamw", "frozen", "thawed", "thawed-bf16", "accumulate", "clip"],
 )
 def test_equals_ddp_however_it_is_trained(pool: Pool, world_size: int, name: str, options: dict[str, Any]) -> None:
-    # A CPU rounds bfloat16 differently at the end of a tensor than in its middle, so the cuts show: 50 roundings of 2^-9 of
+    # A CPU rounds bfloat16 differently at the end of a tensor than in its middle, so the cuts show: 20 roundings of 2^-9 of
     # weights about 0.3 that hardly add up.
     tolerance = 4e-3 if "low" in options else 0.0
     assert_agree(pool(world_size).run(_run_both, name, **options), tolerance)

@@ -1,7 +1,10 @@
-"""What a person is told while a run on Ray goes on, and that it ends where it can't."""
+"""Messages of a run on Ray: its events as they happen, and the reason where it ends."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import itertools
 import logging
 import os
 import shutil
@@ -12,6 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +24,12 @@ import ray.train
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from ray_adascale import AdaScaleConfig, AdaScaleTrainer, Workload
+from ray_adascale import AdaScaleConfig, AdaScaleTrainer, Workload, load_weights
+from ray_adascale.run.metrics import METRICS
+from ray_adascale.run.trace import read_trace
 from ray_adascale.train import trainer as module
 
+from .test_trainer import _recipe, _without_ray, flat
 from .test_trainer import workload as quiet
 
 pytestmark = [
@@ -73,15 +80,7 @@ class Heard(ray.train.UserCallback):
         (self.folder / "failed").touch()
 
 
-def fit(
-    name: str,
-    storage: Path,
-    hyperparameters: dict[str, Any],
-    *,
-    max_failures: int = 0,
-    callbacks: Any = None,
-    **settings: Any,
-) -> Any:
+def fit(name: str, storage: Path, hyperparameters: dict[str, Any], *, max_failures: int = 0, **settings: Any) -> Any:
     defaults: dict[str, Any] = {"base_batch_size": 4, "total_steps": 60, "per_worker_batch_size": 4, "seed": 2}
     return AdaScaleTrainer(
         workload,
@@ -89,30 +88,88 @@ def fit(
         config=AdaScaleConfig(**(defaults | settings)),
         scaling_config=ScalingConfig(num_workers=2),
         run_config=RunConfig(
-            name=name,
-            storage_path=str(storage),
-            failure_config=FailureConfig(max_failures=max_failures),
-            callbacks=callbacks,
+            name=name, storage_path=str(storage), failure_config=FailureConfig(max_failures=max_failures)
         ),
     ).fit()
 
 
-def test_each_event_of_a_run_is_a_line_on_the_driver(
-    ray_session: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    hyperparameters = {"fail_at": 31, "kill": True, "pause_s": 0.05, "flag": str(tmp_path / "flag")}
-    (tmp_path / "heard").mkdir()
-    callbacks = [Heard(tmp_path / "heard")]
-    result = fit("told", ray_session, hyperparameters, max_failures=2, callbacks=callbacks, checkpoint_every_s=0.5)
-    said = capfd.readouterr()
-    lines = [line for line in said.err.splitlines() if line.startswith("told: ") and "Still starting" not in line]
+# ---- a run that follows the noise, and of which a worker is killed ---------------------------------------------------
+
+FOLLOWING = {"target_efficiency": 0.6, "max_global_batch_size": 24}
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A run with its output.
+
+    Attributes:
+        result: Ray Train's.
+        lines: Of standard error, those of this run.
+        out: Standard output.
+        logged: Messages on the root logger, as a program's own log gets them.
+        heard: What the user's callback has written, by file name.
+    """
+
+    result: ray.train.Result
+    lines: list[str]
+    out: list[str]
+    logged: list[str]
+    heard: dict[str, str]
+
+
+class Kept(logging.Handler):
+    """A program's own log."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@pytest.fixture(scope="module")
+def followed(ray_session: Path, tmp_path_factory: pytest.TempPathFactory) -> Followed:
+    heard, own = tmp_path_factory.mktemp("heard"), Kept()
+    flag = tmp_path_factory.mktemp("flag") / "flag"
+    trainer = AdaScaleTrainer(
+        workload,
+        recipe=_recipe(),
+        hyperparameters={"fail_at": 21, "kill": True, "pause_s": 0.05, "flag": str(flag)},
+        config=AdaScaleConfig(per_worker_batch_size=4, seed=2, checkpoint_every_s=0.2, **FOLLOWING),
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(
+            name="followed",
+            storage_path=str(ray_session),
+            failure_config=FailureConfig(max_failures=2),
+            callbacks=[Heard(heard)],
+        ),
+    )
+    logging.getLogger().addHandler(own)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()) as err, contextlib.redirect_stdout(io.StringIO()) as out:
+            result = trainer.fit()
+    finally:
+        logging.getLogger().removeHandler(own)
+    return Followed(
+        result,
+        [line for line in err.getvalue().splitlines() if line.startswith("followed: ")],
+        # Lines of Ray's own, which the command line redirects, are not looked at.
+        [line for line in out.getvalue().splitlines() if "(raylet)" not in line],
+        own.messages,
+        {path.name: path.read_text() for path in heard.iterdir()},
+    )
+
+
+def test_each_event_of_a_run_is_a_line_on_the_driver(followed: Followed) -> None:
+    lines = [line for line in followed.lines if "Still starting" not in line]
 
     def once(text: str) -> int:
-        """Which line it is."""
+        """Return the number of the only line with this text."""
         (found,) = (i for i, line in enumerate(lines) if text in line)
         return found
 
-    assert once("Started on 2 workers: batch 8 at base batch 4, so S = 2; T = 60 effective steps.") == 0
+    assert once("Started on 2 workers: batch 6 at base batch 4, so S = 1.5; T = 60 effective steps.") == 0
     assert once("UserWarning: mind the third step (test_told.py:") > 0  # though each start of each worker warns
     lost = next(i for i, line in enumerate(lines) if "Restart 1 of 2, from the last checkpoint." in line)
     assert "Worker " in lines[lost]
@@ -120,17 +177,38 @@ def test_each_event_of_a_run_is_a_line_on_the_driver(
     assert lost < resumed < once("Ended: total_steps reached, at effective step")
     assert "are taken again" in lines[resumed]
     assert any("Checkpoint of optimizer step" in line for line in lines[:lost])
-    out = [
-        line for line in said.out.splitlines() if "(raylet)" not in line
-    ]  # Ray's own, which the command line redirects
-    assert out == []  # it is for results
+    assert followed.out == []  # it is for results
     assert all(len(line) < 400 for line in lines)
-    assert any(record.getMessage().startswith("Resumed from") for record in caplog.records)  # and for one's own log
+    assert any(message.startswith("Resumed from") for message in followed.logged)  # and for one's own log
     assert logging.getLogger("ray_adascale").handlers == []
-    assert result.return_value["stopped"] == "total_steps reached"
-    heard = {path.name: path.read_text() for path in (tmp_path / "heard").iterdir()}
-    assert "failed" in heard
-    assert float(heard[str(result.metrics["optimizer_steps"])]) == result.metrics["spread"]
+    assert followed.result.return_value["stopped"] == "total_steps reached"
+
+
+def test_a_callback_of_the_users_hears_reports_and_failures(followed: Followed) -> None:
+    assert "failed" in followed.heard
+    metrics = followed.result.metrics
+    assert float(followed.heard[str(metrics["optimizer_steps"])]) == metrics["spread"]
+
+
+def _following_without_ray() -> list[float]:
+    return _without_ray(accumulation=1, **FOLLOWING)
+
+
+def test_a_run_that_follows_the_noise_loses_a_worker_resumes_and_ends_as_if_nothing_happened(
+    followed: Followed, pool: Any
+) -> None:
+    result = followed.result
+    assert set(result.metrics) == {*METRICS, "spread", "useful_workers"}
+    assert flat(load_weights(result.checkpoint.path)).tolist() == pool(2).run(_following_without_ray)[0]
+    trace = read_trace(Path(result.path) / "trace.jsonl")
+    assert trace[-1]["attempt"] == 1
+    scales = [row["scale"] for row in trace]
+    assert scales[0] < 2 < max(scales) <= 6
+    positions = [0, *(row["position"] for row in trace)]
+    assert [b - a for a, b in itertools.pairwise(positions)] == [round(4 * scale) for scale in scales]
+
+
+# ---- a run that can't go on, or can't begin --------------------------------------------------------------------------
 
 
 def test_a_mistake_is_told_at_once_with_its_place(ray_session: Path) -> None:
@@ -200,7 +278,19 @@ def test_more_workers_than_fit_are_refused_or_waited_for(
         ):
             run.fit()
         return
-    threading.Timer(8.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    def waits() -> int:
+        return sum("Waiting for nodes" in record.getMessage() for record in caplog.records)
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 60
+        # Ray Train's controller must be up, which takes the signal; and the second line must have come.
+        while signal.getsignal(signal.SIGINT) is signal.default_int_handler or waits() < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt, match="ended at once; what came after its last checkpoint is lost"):
         run.fit()

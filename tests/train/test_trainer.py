@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import json
 import os
 import re
@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,7 @@ def workload(config: dict[str, Any]) -> Workload:
         model=model,
         optimizer=optimizer,
         scheduler=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98),
-        scheduler_unit=config.get("unit", "step"),
+        scheduler_unit="step",
         train_dataset=data(),
         loss_fn=loss_fn,
         evaluate=lambda model: {"spread": float(model[0].weight.std())},
@@ -111,9 +110,6 @@ def test_scale_one_is_the_plain_loop_bit_for_bit(ray_session: Path) -> None:
     assert set(result.metrics) == {*METRICS, "mine"}
     assert result.metrics["effective_steps"] == 40
     assert torch.equal(flat(load_weights(result.checkpoint.path)), base_run())
-
-
-FOLLOWING = {"target_efficiency": 0.6, "max_global_batch_size": 24}
 
 
 def _without_ray(**changes: Any) -> list[float]:
@@ -175,8 +171,9 @@ def test_a_recipe_runs_on_two_workers_fails_resumes_and_ends_as_if_nothing_happe
     with pytest.raises(ray.train.TrainingFailedError, match="the cat sat on the switch"):
         trainer(_recipe()).fit()
     damaged = _damage_the_newest(ray_session / "recipe")
-    with pytest.raises(ray.train.TrainingFailedError, match="not the recipe's"):
+    with pytest.raises(ray.train.TrainingFailedError, match="not the recipe's") as caught:
         trainer(_recipe(lr_curve=[[0.1 * 0.97**t for t in range(60)]])).fit()
+    assert set(caught.value.worker_failures) <= {0, 1}  # raised while the run was built, on any worker
     result = trainer(_recipe()).fit()
 
     assert set(result.metrics) == {*METRICS, "spread"}
@@ -204,34 +201,6 @@ def test_a_recipe_runs_on_two_workers_fails_resumes_and_ends_as_if_nothing_happe
     assert places[0] <= damaged  # what a start wrote in its last second may be lost with it
     assert places[-1] == result.metrics["optimizer_steps"]
     assert len(set(places)) == len(places)
-
-
-def _following_without_ray() -> list[float]:
-    return _without_ray(accumulation=1, **FOLLOWING)
-
-
-def test_a_run_that_follows_the_noise_fails_resumes_and_ends_as_if_nothing_happened(
-    ray_session: Path, pool: Any, tmp_path: Path
-) -> None:
-    result = AdaScaleTrainer(
-        workload,
-        recipe=_recipe(),
-        hyperparameters={"fail_at": 21, "pause_s": 0.02, "flag": str(tmp_path / "flag")},
-        config=AdaScaleConfig(per_worker_batch_size=4, seed=2, checkpoint_every_s=1e-3, **FOLLOWING),
-        scaling_config=ScalingConfig(num_workers=2),
-        run_config=RunConfig(
-            name="following", storage_path=str(ray_session), failure_config=ray.train.FailureConfig(max_failures=1)
-        ),
-        progress=False,
-    ).fit()
-    assert set(result.metrics) == {*METRICS, "spread", "useful_workers"}
-    assert flat(load_weights(result.checkpoint.path)).tolist() == pool(2).run(_following_without_ray)[0]
-    trace = read_trace(Path(result.path) / "trace.jsonl")
-    assert trace[-1]["attempt"] == 1
-    scales = [row["scale"] for row in trace]
-    assert scales[0] < 2 < max(scales) <= 6
-    positions = [0, *(row["position"] for row in trace)]
-    assert [b - a for a, b in itertools.pairwise(positions)] == [round(4 * scale) for scale in scales]
 
 
 @pytest.mark.slow
@@ -267,92 +236,81 @@ def _damage_the_newest(run: Path) -> int:
     return int(newest["metrics"]["optimizer_steps"])
 
 
-def bad_workload(config: dict[str, Any]) -> Workload:
-    return workload({**config, "unit": None})
-
-
 NEIGHBOUR = """
 import torch
 def net(): return torch.nn.Linear(6, 2)
 """
 
+# The errors are 2 at the first evaluation, 3 and 4 at the next. There is time for checkpoints between them.
 FILE = """
+import time
 import torch
-import torch.nn.functional as F
 import w_neighbour
 from ray_adascale import Workload
 def workload(config):
     model = w_neighbour.net()
+    errors = iter([2.0, 3.0, 4.0])
+    def loss_fn(model, x):
+        time.sleep(0.05)
+        return model(x).square().mean()
     return Workload(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        train_dataset=torch.ones(16, 6),
-        loss_fn=lambda model, x: model(x).square().mean(),
+        train_dataset=torch.ones(60, 6),
+        loss_fn=loss_fn,
+        evaluate=lambda model: {"error": next(errors)},
+        metric="error",
     )
 """
 
 
-def test_a_file_imports_its_neighbour_on_every_worker(
-    ray_session: Path, write: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    write("project/w_neighbour.py", NEIGHBOUR)
-    file = write("project/w_file.py", FILE)
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    result = AdaScaleTrainer(
-        resolve(f"{file}:workload"),
-        config=AdaScaleConfig(base_batch_size=4, total_steps=4),
-        scaling_config=ScalingConfig(num_workers=2),
-        run_config=RunConfig(name="neighbours", storage_path=str(ray_session)),
-        progress=False,
-    ).fit()
-    assert (result.metrics["world_size"], result.return_value["stopped"]) == (2, "total_steps reached")
+@pytest.fixture(scope="module")
+def of_a_file(ray_session: Path, tmp_path_factory: pytest.TempPathFactory) -> ray.train.Result:
+    """Result of a run on two workers. Its workload is a file that imports its neighbour; one checkpoint is to stay."""
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "w_neighbour.py").write_text(NEIGHBOUR)
+    (folder / "w_file.py").write_text(FILE)
+    modules = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patched, contextlib.chdir(tmp_path_factory.mktemp("elsewhere")):
+        patched.setattr(sys, "path", list(sys.path))
+        result = AdaScaleTrainer(
+            resolve(f"{folder / 'w_file.py'}:workload"),
+            config=AdaScaleConfig(base_batch_size=4, total_steps=60, evaluate_every=20.0, checkpoint_every_s=0.2),
+            scaling_config=ScalingConfig(num_workers=2),
+            run_config=RunConfig(
+                name="file",
+                storage_path=str(ray_session),
+                checkpoint_config=CheckpointConfig(1, checkpoint_score_attribute="error", checkpoint_score_order="min"),
+            ),
+            progress=False,
+        ).fit()
+    for name in set(sys.modules) - modules:
+        del sys.modules[name]
+    return result
 
 
-def rising(config: dict[str, Any]) -> Workload:
-    """Its error is 2 at the first evaluation, and 3 and 4 at the next; there is time for checkpoints between them."""
-    errors = iter([2.0, 3.0, 4.0])
-    return replace(
-        workload({"lr": 0.1, "pause_s": 0.05}), evaluate=lambda model: {"error": next(errors)}, metric="error"
-    )
+def test_a_file_imports_its_neighbour_on_every_worker(of_a_file: ray.train.Result) -> None:
+    assert (of_a_file.metrics["world_size"], of_a_file.return_value["stopped"]) == (2, "total_steps reached")
 
 
-def test_of_the_checkpoints_the_best_stay_and_the_newest(ray_session: Path) -> None:
+def test_of_the_checkpoints_the_best_stay_and_the_newest(of_a_file: ray.train.Result) -> None:
     """Where small is good Ray would take those from before the first evaluation, which have no error, for the best."""
-    result = AdaScaleTrainer(
-        rising,
-        config=AdaScaleConfig(
-            base_batch_size=4, total_steps=60, scheduler_unit="step", evaluate_every=20.0, checkpoint_every_s=0.2
-        ),
-        run_config=RunConfig(
-            name="best",
-            storage_path=str(ray_session),
-            checkpoint_config=CheckpointConfig(1, checkpoint_score_attribute="error", checkpoint_score_order="min"),
-        ),
-        progress=False,
-    ).fit()
-    states = [load_state(file.parent) for file in sorted((ray_session / "best").glob("*/manifest.json"))]
+    states = [load_state(file.parent) for file in sorted(Path(of_a_file.path).glob("*/manifest.json"))]
     assert [state["recorded"] for state in states] == [{"error": 2.0}, {"error": 4.0}]
-    assert states[1]["effective_steps"] == result.metrics["effective_steps"] == 60
+    assert states[1]["effective_steps"] == of_a_file.metrics["effective_steps"] >= 60
     assert 20 <= states[0]["effective_steps"] < 40
 
 
-def test_mistakes_in_what_is_built_and_a_nan_loss_end_the_run_with_the_reason(ray_session: Path) -> None:
-    def fit(function: Any, name: str, **hyperparameters: Any) -> None:
-        AdaScaleTrainer(
-            function,
-            hyperparameters={"lr": 0.1, **hyperparameters},
-            config=AdaScaleConfig(base_batch_size=4, total_steps=500, per_worker_batch_size=4),
-            scaling_config=ScalingConfig(num_workers=2),
-            run_config=RunConfig(name=name, storage_path=str(ray_session)),
-            progress=False,
-        ).fit()
-
-    with pytest.raises(ray.train.TrainingFailedError, match="Missing scheduler_unit") as caught:
-        fit(bad_workload, "no-unit")
-    assert set(caught.value.worker_failures) <= {0, 1}
+def test_a_loss_of_nan_ends_the_run_with_the_reason(ray_session: Path) -> None:
+    trainer = AdaScaleTrainer(
+        workload,
+        hyperparameters={"lr": 0.1, "factor": float("nan")},
+        config=AdaScaleConfig(base_batch_size=4, total_steps=500),
+        run_config=RunConfig(name="nan", storage_path=str(ray_session)),
+        progress=False,
+    )
     with pytest.raises(ray.train.TrainingFailedError, match="not finite in 50 optimizer steps in a row, up to step 50"):
-        fit(workload, "nan", factor=float("nan"))
+        trainer.fit()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,102 @@
+"""The processes of the pool: forks of a server that runs nothing, which fail and are replaced alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from . import pool as module
+from .pool import ProcessPool, RankFailed
+from .pool import _serve as serve
+
+pytestmark = pytest.mark.pool
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[ProcessPool]:
+    """A pool of two processes that no other test shares."""
+    own = ProcessPool(2)
+    yield own
+    own.close()
+
+
+def _parent_of_a_new_worker() -> tuple[list[str], list[str], int]:
+    """Threads of the server, preloaded modules that this worker lacks, and the worker's process id."""
+    tasks = [(path / "comm").read_text().strip() for path in Path(f"/proc/{os.getppid()}/task").iterdir()]
+    return tasks, [name for name in module._PRELOADED if name not in sys.modules], os.getpid()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads the threads of a process from Linux's /proc")
+def test_the_server_has_one_thread_and_every_module(two: ProcessPool) -> None:
+    # A second thread's locks would be copied into each worker, and nobody there could release them.
+    for threads, missing, _ in two.run(_parent_of_a_new_worker):
+        assert len(threads) == 1, threads
+        assert missing == []
+
+
+def test_the_modules_of_the_server_exist() -> None:
+    # The server passes over an import error: each worker would import the rest alone, slowly.
+    assert [name for name in module._PRELOADED if importlib.util.find_spec(name) is None] == []
+
+
+def _threads_and_sum() -> tuple[int, float]:
+    total = torch.full((1000,), float(dist.get_rank() + 1))
+    dist.all_reduce(total)
+    weight = torch.ones(1000, requires_grad=True)
+    (weight * total).sum().backward()
+    assert weight.grad is not None
+    return torch.get_num_threads(), float(weight.grad.sum())
+
+
+def test_a_worker_reduces_and_differentiates(two: ProcessPool) -> None:
+    assert two.run(_threads_and_sum) == [(1, 3000.0)] * 2
+
+
+def _fail_on(rank: int) -> int:
+    if dist.get_rank() == rank:
+        raise KeyError("the cat sat on the switch")
+    dist.barrier()
+    return os.getpid()
+
+
+def test_a_failure_is_raised_with_its_rank_and_the_processes_are_replaced(two: ProcessPool) -> None:
+    before = two.run(_fail_on, -1)
+    with pytest.raises(RankFailed, match=r"rank 1 of 2 failed:(.|\n)*KeyError: 'the cat sat on the switch'"):
+        two.run(_fail_on, 1)
+    after = two.run(_fail_on, -1)
+    assert not set(before) & set(after)
+
+
+def _sleep_on_one(seconds: float) -> None:
+    if dist.get_rank() == 1:
+        time.sleep(seconds)
+
+
+def test_a_rank_without_an_answer_is_named(two: ProcessPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(two, "patience_s", 0.5)
+    with pytest.raises(RankFailed, match=r"ranks \[1\] of 2 gave no answer: a hang\?"):
+        two.run(_sleep_on_one, 60.0)
+
+
+def _serve_late(*args: Any) -> None:
+    time.sleep(1.0)
+    serve(*args)
+
+
+def test_patience_starts_once_the_workers_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_serve", _serve_late)
+    late = ProcessPool(1)
+    late.patience_s = 0.8
+    try:
+        assert late.run(_threads_and_sum) == [(1, 1000.0)]
+    finally:
+        late.close()
