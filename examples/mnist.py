@@ -4,7 +4,7 @@
     ray-adascale train examples/mnist.py:workload --recipe recipe.json --num-workers 2 --per-worker-batch-size 32
 
 Group norm rather than batch norm, which sees the batch of a worker; shifted images and weight decay, so that 3,000
-examples are not simply learnt by heart. ``benchmarks/transfer.py`` measures how the schedule carries over.
+examples are not simply learnt by heart. ``benchmarks/studies/transfer.py`` measures how the schedule carries over.
 """
 
 from __future__ import annotations
