@@ -45,7 +45,6 @@ from comparison import (
     Results,
     Rounds,
     best_schedule,
-    plan_of,
     report_seconds,
     results_of,
     seeds_of,
@@ -66,7 +65,7 @@ from study import CASES, Case, transformer
 from ray_adascale import LinearRule, Recipe, UnscaledRule, Workload, forecast_recipe, record_recipe
 
 sys.path.append(str(Path(__file__).parents[1]))
-from bench import ROOT, by_hand, command_line, count, markdown, page_parser_options
+from bench import ROOT, by_hand, command_line, count, markdown
 
 PAGE = ROOT / "docs" / "adam.md"
 DECAY = 0.1  # AdamW's decoupled weight decay
@@ -378,13 +377,7 @@ def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) ->
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
-    parser = study.parser(
-        __doc__, seeds=5, runs="runs/transfer-adamw.jsonl", smoke="S = 1 and 4, one seed, two schedules, 60 steps"
-    )
-    comparison.add_options(parser, ADAMW)
-    page_parser_options(parser, PAGE)
-    args = parser.parse_args(argv)
-    return args, plan_of(parser, args, ADAMW)
+    return comparison.parse(argv, __doc__, ADAMW, "runs/transfer-adamw.jsonl", PAGE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -25,10 +25,14 @@ from typing import Any
 import torch
 from adam_candidates import Changing
 from study import Case, KeptRuns, announce, check_scales, prepare_process, read_runs
+from study import parser as study_parser
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
 from ray_adascale import Run, Workload, seed_everything
+
+sys.path.append(str(Path(__file__).parents[1]))
+from bench import page_parser_options
 
 MOST_PASSES = 8
 
@@ -365,15 +369,24 @@ def run_all(
 # ---- command line ----------------------------------------------------------------------------------------------------
 
 
-def add_options(parser: argparse.ArgumentParser, comparison: Comparison) -> None:
-    """Add the options of a comparison to a study's parser."""
+def parse(
+    argv: Sequence[str] | None, doc: str | None, comparison: Comparison, runs: str, page: Path
+) -> tuple[argparse.Namespace, Plan]:
+    """Read the command line of a comparison, or end with an error.
+
+    Args:
+        argv: Its words; None: those of the process.
+        doc: The script's docstring.
+        comparison: The comparison.
+        runs: Default path of the kept results.
+        page: Path of the page in the repository.
+    """
+    parser = study_parser(doc, seeds=5, runs=runs, smoke="S = 1 and 4, one seed, two schedules, 60 steps")
     parser.add_argument("--workloads", nargs="+", choices=list(comparison.cases), default=list(comparison.cases))
     parser.add_argument("--scales", type=int, nargs="+", default=[1, 4, 16, 64], help="beside 1; 1 to 8 or 8·k")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
-
-
-def plan_of(parser: argparse.ArgumentParser, args: argparse.Namespace, comparison: Comparison) -> Plan:
-    """Return the plan that the command line asks for, or end with an error."""
+    page_parser_options(parser, page)
+    args = parser.parse_args(argv)
     if args.seeds < 1 or args.jobs < 1:
         parser.error("--seeds and --jobs must be at least 1")
     check_scales(parser, args.scales, MOST_PASSES)
@@ -381,9 +394,10 @@ def plan_of(parser: argparse.ArgumentParser, args: argparse.Namespace, compariso
     if args.smoke:
         grid_scale = 4 if comparison.grid_scale > 1 else 1
         shapes = comparison.shapes[:1]
-        return Plan(comparison, workloads, (1, 4), (1,), grid_scale, shapes, grid_seeds=(101,), every=3, total_steps=60)
+        plan = Plan(comparison, workloads, (1, 4), (1,), grid_scale, shapes, grid_seeds=(101,), every=3, total_steps=60)
+        return args, plan
     scales, seeds = tuple(sorted({1, *args.scales})), tuple(range(1, args.seeds + 1))
-    return Plan(comparison, workloads, scales, seeds, comparison.grid_scale, comparison.shapes)
+    return args, Plan(comparison, workloads, scales, seeds, comparison.grid_scale, comparison.shapes)
 
 
 def results_of(

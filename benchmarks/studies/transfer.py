@@ -30,8 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import comparison
-import study
-from comparison import Comparison, Job, Method, Plan, Result, Results, grid_score, plan_of, report_seconds, results_of
+from comparison import Comparison, Job, Method, Plan, Result, Results, grid_score, report_seconds, results_of
 from comparison_page import (
     decimals,
     picture,
@@ -48,7 +47,7 @@ from study import CASES
 from ray_adascale import LinearRule, UnscaledRule
 
 sys.path.append(str(Path(__file__).parents[1]))
-from bench import ROOT, by_hand, command_line, count, markdown, page_parser_options
+from bench import ROOT, by_hand, command_line, count, markdown
 
 PAGE = ROOT / "docs" / "transfer.md"
 SGD = Comparison(
@@ -217,13 +216,7 @@ def write(plan: Plan, results: Results, page: Path, command: str) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
-    parser = study.parser(
-        __doc__, seeds=5, runs="runs/transfer.jsonl", smoke="S = 1 and 4, one seed, two schedules, 60 steps"
-    )
-    comparison.add_options(parser, SGD)
-    page_parser_options(parser, PAGE)
-    args = parser.parse_args(argv)
-    return args, plan_of(parser, args, SGD)
+    return comparison.parse(argv, __doc__, SGD, "runs/transfer.jsonl", PAGE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
