@@ -1,30 +1,26 @@
 """Seconds that training stands still per checkpoint, and bytes written, against ``torch.save`` on rank 0.
 
     python benchmarks/checkpoint.py                 1 M, 25 M and 100 M parameters, two gloo processes
-    python benchmarks/checkpoint.py --smoke         whether it runs
+    python benchmarks/checkpoint.py --smoke         check that it runs
 
-SGD with momentum, so that a checkpoint holds two numbers a parameter; optimizer state sharded over the workers. Three
-kinds, interleaved: a round is one checkpoint of each, in shuffled order, to the same disk.
+SGD with momentum, so a checkpoint holds two numbers a parameter; optimizer state is sharded over the workers. Three kinds,
+interleaved: a round is one checkpoint of each, in shuffled order, to the same disk.
 
     background   ray_adascale, async_checkpoint=True: the time to copy and to agree, plus the time to seal it later
     waiting      ray_adascale, async_checkpoint=False: until it is complete and on disk (fsync), with its digests
-    torch.save   the whole state dict by rank 0, gathered first, the others waiting; no digest, fsync as well
+    torch.save   the whole state dict by rank 0, gathered first, the others waiting; no digest, but fsync
 
-What a background write costs the steps beside it (memory bandwidth, a core) is not in the first line.
+A background write also slows the steps beside it (memory bandwidth, a core). The first line does not contain that.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
-import platform
 import random
 import shutil
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -32,6 +28,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from bench import in_words, join_group, leave, machine, markdown, run_workers, write_json
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -43,7 +40,14 @@ WIDTH = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What to measure: ``layers`` of a million parameters each."""
+    """What to measure.
+
+    Attributes:
+        layers: Numbers of layers, of a million parameters each.
+        width: Width of a layer.
+        rounds: Number of rounds.
+        world_size: Number of workers.
+    """
 
     layers: tuple[int, ...] = (1, 25, 100)
     width: int = WIDTH
@@ -56,11 +60,13 @@ class Result:
     """Medians and quartiles over rounds, of the slowest worker.
 
     Attributes:
-        parameters: Of the model.
-        kind: See the module.
+        parameters: Number of the model's parameters.
+        kind: One of :data:`KINDS`.
         stall_s: Seconds that training stands still.
+        stall_q1: First quartile of these.
+        stall_q3: Third quartile.
         written_s: Seconds until the checkpoint is complete.
-        bytes: On disk, over all files.
+        bytes: Bytes on disk, over all files.
     """
 
     parameters: int
@@ -73,6 +79,7 @@ class Result:
 
 
 def make_run(layers: int, width: int, folder: Path) -> Run:
+    """Return a run after its first step, so that the optimizer has state."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
     data = TensorDataset(torch.randn(64, width))
@@ -88,7 +95,11 @@ def make_run(layers: int, width: int, folder: Path) -> Run:
     return run
 
 
+# The kinds time parts of a checkpoint, for which ``Run`` has no public method: private names stand only here.
+
+
 def background(run: Run, folder: Path) -> tuple[float, float, int]:
+    """Write a checkpoint in the background; return seconds of standstill, seconds until it is written, and bytes."""
     began = time.perf_counter()
     checkpointing = run.parts.checkpointing
     checkpointing.begin(run)
@@ -98,7 +109,7 @@ def background(run: Run, folder: Path) -> tuple[float, float, int]:
     path = saver._in_flight.folder
     while saver.busy:
         time.sleep(0.001)
-    dist.barrier()  # the others' files: at this point a run has gone on for some steps
+    dist.barrier()  # wait for the other workers' files; a real run takes some steps meanwhile
     sealing = time.perf_counter()
     saver.finish()
     ended = time.perf_counter()
@@ -106,6 +117,7 @@ def background(run: Run, folder: Path) -> tuple[float, float, int]:
 
 
 def waiting(run: Run, folder: Path) -> tuple[float, float, int]:
+    """Write a checkpoint and wait for it."""
     began = time.perf_counter()
     path = run.save_checkpoint()
     assert path is not None
@@ -115,6 +127,7 @@ def waiting(run: Run, folder: Path) -> tuple[float, float, int]:
 
 
 def torch_save(run: Run, folder: Path) -> tuple[float, float, int]:
+    """Collect the state on rank 0 and save it there."""
     path = folder / "torch.pt"
     began = time.perf_counter()
     inner = run.optimizer.wrapped
@@ -131,6 +144,7 @@ def torch_save(run: Run, folder: Path) -> tuple[float, float, int]:
 
 
 def size_of(folder: Path) -> int:
+    """Return the bytes of a folder's files."""
     return sum(file.stat().st_size for file in folder.iterdir())
 
 
@@ -142,11 +156,12 @@ MEASURE: dict[str, Callable[[Run, Path], tuple[float, float, int]]] = {
 
 
 def measure(layers: int, settings: Settings, folder: Path) -> list[Result]:
+    """Measure all kinds on one model. Collective."""
     run = make_run(layers, settings.width, folder / "run")
     found: dict[str, list[tuple[float, float, int]]] = {kind: [] for kind in KINDS}
-    for number in range(settings.rounds + 1):  # the first to warm up
+    for number in range(settings.rounds + 1):  # the first round warms up
         for kind in random.Random(number).sample(KINDS, len(KINDS)):
-            run.state.iterations += 1  # a folder of its own
+            run.state.iterations += 1  # names another folder
             dist.barrier()
             stall, written, size = MEASURE[kind](run, folder)
             slowest = torch.tensor([stall, written], dtype=torch.float64)
@@ -170,12 +185,12 @@ def measure(layers: int, settings: Settings, folder: Path) -> list[Result]:
     return results
 
 
-def worker(rank: int, settings: Settings, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=settings.world_size)
+def worker(rank: int, workers: int, scratch: str, settings: Settings) -> None:
+    """Measure everything in one process; rank 0 leaves the results."""
+    join_group(rank, workers, scratch)
     results: list[Result] = []
     for layers in settings.layers:
-        place = Path(folder) / str(layers)
+        place = Path(scratch) / str(layers)
         if rank == 0:
             place.mkdir()
         dist.barrier()
@@ -184,51 +199,47 @@ def worker(rank: int, settings: Settings, folder: str) -> None:
         if rank == 0:
             shutil.rmtree(place)
     if rank == 0:
-        (Path(folder) / "results.json").write_text(json.dumps([asdict(result) for result in results]))
+        leave(scratch, [asdict(result) for result in results])
     dist.barrier()
     dist.destroy_process_group()
 
 
 def table(results: Sequence[Result]) -> str:
-    lines = [
-        "| parameters | kind | stands still, s | quartiles | on disk after, s | MB |",
-        "| --- | --- | --- | --- | --- | --- |",
+    """Return a table with a row for every result."""
+    rows = [
+        [
+            f"{r.parameters / 1e6:g} M",
+            r.kind,
+            f"{r.stall_s:.3f}",
+            f"{r.stall_q1:.3f}–{r.stall_q3:.3f}",
+            f"{r.written_s:.3f}",
+            f"{r.bytes / 1e6:.1f}",
+        ]
+        for r in results
     ]
-    for r in results:
-        lines.append(
-            f"| {r.parameters / 1e6:g} M | {r.kind} | {r.stall_s:.3f} | {r.stall_q1:.3f}–{r.stall_q3:.3f} "
-            f"| {r.written_s:.3f} | {r.bytes / 1e6:.1f} |"
-        )
-    return "\n".join(lines)
+    return markdown(["parameters", "kind", "stands still, s", "quartiles", "on disk after, s", "MB"], rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="tiny models, two rounds: only whether it runs")
+    parser.add_argument("--smoke", action="store_true", help="tiny models, two rounds: only check that it runs")
     parser.add_argument("--layers", type=int, nargs="+", default=[1, 25, 100], help="millions of parameters")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
-    parser.add_argument("--json", type=Path, help="write the results here as well")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args(argv)
     if arguments.rounds < 1 or min(arguments.layers) < 1:
         parser.error("--rounds and --layers must be at least 1")
     settings = Settings(layers=tuple(arguments.layers), rounds=arguments.rounds)
     if arguments.smoke:
         settings = Settings(layers=(1, 2), width=32, rounds=2)
-    about = {
-        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "cores": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 2),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        torch.multiprocessing.spawn(worker, args=(settings, folder), nprocs=settings.world_size)
-        results = [Result(**entry) for entry in json.loads((Path(folder) / "results.json").read_text())]
+    about = machine()
+    rows = run_workers(worker, settings.world_size, settings, folder=arguments.folder)
+    results = [Result(**row) for row in rows]
     if arguments.json is not None:
         document = {"machine": about, "settings": asdict(settings), "results": [asdict(result) for result in results]}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
-    print(", ".join(f"{key} {value}" for key, value in about.items()))
+        write_json(arguments.json, document)
+    print(in_words(about))
     print(f"{settings.world_size} processes with one thread each, median of {settings.rounds} rounds\n")
     print(table(results))
     return 0

@@ -2,24 +2,21 @@
 
     python benchmarks/collectives.py --workers 2
 
-``ray_adascale.sharding.collectives`` takes what is fastest here. Five buffers one after another, as the buckets of a step;
-all ways run interleaved, and the median over rounds is printed: milliseconds, and processor milliseconds of one worker.
+``ray_adascale.sharding.collectives`` uses the fastest ways. Five buffers follow one another, like the buckets of a step. All ways
+run interleaved. Printed are medians over rounds: milliseconds, and processor milliseconds of one worker.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import os
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from overhead import cpu_name
+from bench import in_words, join_group, machine, run_workers
 from torch import Tensor
 
 _BUFFERS = 5
@@ -36,7 +33,7 @@ def _wait(works: list[dist.Work | None]) -> None:
 
 
 def ways(rank: int, n: int, numel: int) -> dict[str, Callable[[], None]]:
-    """Each handles all the buffers; what is reduced ends in ``outs``, divided by n as a mean is."""
+    """Return the ways by name. Each handles all buffers; a reduction ends in the mean."""
     buffers = [torch.randn(numel) for _ in range(_BUFFERS)]
     outs = [torch.empty(numel // n) for _ in range(_BUFFERS)]
     received = torch.empty(n, numel // n)
@@ -103,12 +100,12 @@ def ways(rank: int, n: int, numel: int) -> dict[str, Callable[[], None]]:
     }
 
 
-def worker(rank: int, args: argparse.Namespace, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=args.workers)
+def worker(rank: int, workers: int, scratch: str, args: argparse.Namespace) -> None:
+    """Time all ways in one process; rank 0 prints them."""
+    join_group(rank, workers, scratch)
     for megabytes in args.megabytes:
-        numel = megabytes * (1 << 20) // 4 // args.workers * args.workers
-        kinds = ways(rank, args.workers, numel)
+        numel = megabytes * (1 << 20) // 4 // workers * workers
+        kinds = ways(rank, workers, numel)
         wall: dict[str, list[float]] = {name: [] for name in kinds}
         cpu: dict[str, list[float]] = {name: [] for name in kinds}
         for round_number in range(args.rounds + 1):
@@ -117,7 +114,7 @@ def worker(rank: int, args: argparse.Namespace, folder: str) -> None:
                 start, start_cpu = time.perf_counter(), time.process_time()
                 kinds[name]()
                 dist.barrier()
-                if round_number:  # the first one warms up
+                if round_number:  # the first round warms up
                     wall[name].append(time.perf_counter() - start)
                     cpu[name].append(time.process_time() - start_cpu)
         if rank == 0:
@@ -134,11 +131,12 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 8, 20])
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
-    now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-    print(f"{now}, {cpu_name()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}")
-    print(f"{args.workers} gloo workers, {args.rounds} rounds\n\n| buffers | way | ms | CPU ms |\n|---|---|---|---|")
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(worker, args=(args, folder), nprocs=args.workers)
+    print(in_words(machine()))
+    print(
+        f"{args.workers} gloo workers, {args.rounds} rounds\n\n| buffers | way | ms | CPU ms |\n|---|---|---|---|",
+        flush=True,
+    )
+    run_workers(worker, args.workers, args)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
-"""How a step, a checkpoint and Ray's controller grow with the workers: 2, 4, 8 and 16 processes on this machine.
+"""Growth of a step, a checkpoint and Ray's controller with the workers: 2, 4, 8 and 16 processes on this machine.
 
-    python benchmarks/scale.py --page docs/results/scale.md       all of it: an hour or more on two busy cores
+    python benchmarks/scale.py --page                     all of it: an hour or more on two busy cores
     python benchmarks/scale.py --parts steps --workers 2 4
-    python benchmarks/scale.py --smoke                    whether it runs
+    python benchmarks/scale.py --smoke                    check that it runs
 
-Workers beyond the cores wait for each other's turns, so what is to be read off is not the time of a step but processor time
-over all workers relative to DDP's, and what is *counted*: collectives, messages and bytes a step. Those don't depend on the
-machine, and from them the page says what more workers than this machine has will do.
+With more workers than cores, processes wait for each other, and the time of a step means little. The meaningful figures are
+processor time over all workers relative to DDP's, and *counts*: collectives, messages and bytes a step. Counts do not depend on
+the machine, so the page derives from them the costs of more workers than this machine has.
 
     steps        12 × (Linear 512 + LayerNorm), batch 8, all kinds interleaved as in ``overhead.py``
     checkpoints  8 M parameters, as in ``checkpoint.py``
     controller   a run under Ray that writes a checkpoint every second: processor time of Ray Train's controller
 
-Bytes are those that the kernel counted on the loopback interface while nothing else used it, over all workers; messages
-follow from the collectives that the profiler saw, and what gloo does for each (``MESSAGES``).
+Bytes are those that the kernel counted on the loopback interface, over all workers, while nothing else used it. Messages
+follow from the collectives in torch's profiler and from gloo's algorithm for each (``MESSAGES``).
 """
 
 from __future__ import annotations
@@ -36,10 +36,24 @@ import checkpoint
 import overhead
 import torch
 import torch.distributed as dist
-from overhead import Batch, Place, Spec, Stepper, run_block
-from page import by_hand, command_line, markdown
+from bench import (
+    ROOT,
+    by_hand,
+    command_line,
+    join_group,
+    leave,
+    machine,
+    markdown,
+    page_parser_options,
+    run_workers,
+    write_json,
+)
+from kinds import KINDS as ALL_KINDS
+from kinds import Batch, Place, Spec, Stepper, mlp
+from overhead import run_block
 from torch.profiler import ProfilerActivity, profile
 
+PAGE = ROOT / "docs" / "results" / "scale.md"
 WORKERS = (2, 4, 8, 16)
 PARTS = ("steps", "checkpoints", "controller")
 KINDS = (
@@ -57,18 +71,18 @@ MESSAGES: dict[str, Callable[[int], float]] = {
     "send": lambda n: 1,
     "recv": lambda n: 0,
 }
-"""Messages a worker sends for one gloo collective of n workers, on average over workers; large ones are cut into more."""
+"""Messages that a worker sends for one gloo collective of n workers, averaged over workers; gloo divides large ones further."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """One kind with so many workers.
+    """One kind with one number of workers; times and ratios as in ``overhead.Result``.
 
     Attributes:
         collectives: Calls a step on rank 0, by name.
-        messages: A step and worker, from ``collectives``.
-        bytes: Sent a step and worker, as the kernel counted on loopback; NaN where it doesn't count.
-        all_reduce_bytes: What a ring all-reduce of the gradient sends: 2 (N − 1) / N · 4 bytes · parameters.
+        messages: Messages sent a step and worker, from ``collectives``.
+        bytes: Bytes sent a step and worker, as the kernel counted on loopback; NaN if it doesn't count.
+        all_reduce_bytes: Bytes that a ring all-reduce of the gradient sends: 2 (N − 1) / N · 4 bytes · parameters.
     """
 
     workers: int
@@ -91,10 +105,11 @@ class Controller:
     """A run under Ray Train with a checkpoint every second.
 
     Attributes:
-        start_s: From ``fit()`` to the first report.
-        reports: With a checkpoint, that the controller heard of after the first.
-        seconds: Between the first and the last.
-        cpu_ms: Processor time of the controller's process in that time, a report.
+        workers: Number of workers.
+        start_s: Seconds from ``fit()`` to the first report.
+        reports: Number of reports with a checkpoint after the first one.
+        seconds: Seconds between the first and the last of them.
+        cpu_ms: Processor time of the controller's process per report, in that time.
     """
 
     workers: int
@@ -108,7 +123,7 @@ class Controller:
 
 
 def loopback_bytes() -> int | None:
-    """Bytes that were sent over this machine's loopback interface so far, where the kernel tells."""
+    """Return the bytes sent over this machine's loopback interface so far, or None if the kernel has no such count."""
     try:
         lines = Path("/proc/net/dev").read_text().splitlines()
     except OSError:
@@ -120,7 +135,7 @@ def loopback_bytes() -> int | None:
 
 
 def count_bytes(stepper: Stepper, batches: Sequence[Batch], place: Place) -> float:
-    """Sent a step and worker; the barriers around are far smaller than a gradient."""
+    """Return the bytes sent a step and worker. The barriers around are far smaller than a gradient."""
     dist.barrier()
     before = loopback_bytes()
     dist.barrier()
@@ -134,7 +149,7 @@ def count_bytes(stepper: Stepper, batches: Sequence[Batch], place: Place) -> flo
 
 
 def count_collectives(stepper: Stepper, batches: Sequence[Batch], place: Place) -> dict[str, float]:
-    """Calls a step on rank 0, by the names that torch's gloo backend gives them; empty on the others."""
+    """Return the calls of collectives a step on rank 0, by the names of torch's gloo backend; empty on other ranks."""
     if place.rank != 0:
         run_block(stepper, batches, place.passes, _COUNTED_STEPS)
         return {}
@@ -148,19 +163,18 @@ def count_collectives(stepper: Stepper, batches: Sequence[Batch], place: Place) 
 
 
 def messages(collectives: dict[str, float], workers: int) -> float:
-    """That a worker sends for these.
+    """Return the number of messages that a worker sends for these collectives.
 
     Raises:
-        KeyError: A collective that ``MESSAGES`` doesn't know.
+        KeyError: ``MESSAGES`` lacks a collective.
     """
     return sum(number * MESSAGES[name](workers) for name, number in collectives.items())
 
 
-def steps_worker(rank: int, settings: overhead.Settings, spec: Spec, folder: str) -> None:
+def steps_worker(rank: int, workers: int, scratch: str, settings: overhead.Settings, spec: Spec) -> None:
+    """Measure the steps in one process; rank 0 leaves the results."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    torch.set_num_threads(1)
-    workers = settings.world_size
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=workers)
+    join_group(rank, workers, scratch)
     place = Place(rank=rank, world_size=workers, device=torch.device("cpu"), passes=1)
     counted: dict[str, tuple[dict[str, float], float]] = {}
 
@@ -187,12 +201,13 @@ def steps_worker(rank: int, settings: overhead.Settings, spec: Spec, folder: str
             )
             for r in results
         ]
-        (Path(folder) / "results.json").write_text(json.dumps([asdict(f) for f in found]))
+        leave(scratch, [asdict(f) for f in found])
     dist.barrier()
     dist.destroy_process_group()
 
 
 def measure_steps(workers: int, kinds: Sequence[str], rounds: int, *, smoke: bool) -> list[Steps]:
+    """Measure the steps of all kinds with one number of workers."""
     depth, width, batch = (2, 16, 2) if smoke else (12, 512, 8)
     spec = Spec(build=Mlp(depth, width), input_shape=(width,), classes=width, batch=batch)
     settings = overhead.Settings(
@@ -205,40 +220,36 @@ def measure_steps(workers: int, kinds: Sequence[str], rounds: int, *, smoke: boo
         world_size=workers,
         smoke=smoke,
     )
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(steps_worker, args=(settings, spec, folder), nprocs=workers)
-        return [Steps(**row) for row in json.loads((Path(folder) / "results.json").read_text())]
+    return [Steps(**row) for row in run_workers(steps_worker, workers, settings, spec)]
 
 
 @dataclass(frozen=True)
 class Mlp:
-    """``overhead.mlp`` as something that a process can be handed."""
+    """``kinds.mlp`` with its arguments, as an object that can be pickled."""
 
     depth: int
     width: int
 
     def __call__(self) -> torch.nn.Module:
-        return overhead.mlp(self.depth, self.width)
+        return mlp(self.depth, self.width)
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
 def measure_checkpoints(workers: int, rounds: int, *, smoke: bool) -> list[dict[str, Any]]:
+    """Measure checkpoints with one number of workers."""
     settings = checkpoint.Settings(
         layers=(1,) if smoke else (8,), width=32 if smoke else 1000, rounds=rounds, world_size=workers
     )
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(checkpoint.worker, args=(settings, folder), nprocs=workers)
-        found = json.loads((Path(folder) / "results.json").read_text())
-    return [{"workers": workers, **row} for row in found]
+    return [{"workers": workers, **row} for row in run_workers(checkpoint.worker, workers, settings)]
 
 
 # ---- Ray's controller ------------------------------------------------------------------------------------------------
 
 
 def ten_numbers(config: dict[str, Any]) -> Any:
-    """A workload whose steps cost nothing, so that a controller beside it has its core."""
+    """Return a workload with steps that only sleep, to leave the processor to the controller."""
     from ray_adascale import Workload
 
     model = torch.nn.Linear(10, 1)
@@ -257,14 +268,14 @@ def ten_numbers(config: dict[str, Any]) -> Any:
 
 
 def measure_controller(workers: int, seconds: float) -> Controller:
-    """Its own Ray, with as many CPUs as workers, whatever the machine has."""
+    """Measure the controller on a Ray of its own, with a logical CPU for every worker."""
     import ray
     from ray.train import Checkpoint, CheckpointConfig, RunConfig, ScalingConfig, UserCallback
 
     from ray_adascale import AdaScaleConfig, AdaScaleTrainer
 
     class Clock(UserCallback):
-        """In the controller's process: notes its processor time at each checkpoint, and ends the run when there are enough."""
+        """Logs the processor time of the controller's process, in which it runs, at each checkpoint."""
 
         def __init__(self, file: Path) -> None:
             self.file = file
@@ -316,6 +327,7 @@ def measure_controller(workers: int, seconds: float) -> Controller:
 
 
 def steps_table(found: Sequence[Steps]) -> str:
+    """Return the table of times, messages and bytes."""
     rows = [
         [
             f"{s.workers}",
@@ -335,6 +347,7 @@ def steps_table(found: Sequence[Steps]) -> str:
 
 
 def collectives_table(found: Sequence[Steps]) -> str:
+    """Return the table of collectives."""
     rows = [
         [f"{s.workers}", s.kind, ", ".join(f"{number:g} {name}" for name, number in s.collectives.items())]
         for s in found
@@ -343,6 +356,7 @@ def collectives_table(found: Sequence[Steps]) -> str:
 
 
 def checkpoints_table(found: Sequence[dict[str, Any]]) -> str:
+    """Return the table of checkpoints."""
     rows = [
         [f"{r['workers']}", r["kind"], f"{r['stall_s']:.3f}", f"{r['written_s']:.3f}", f"{r['bytes'] / 1e6:.1f}"]
         for r in found
@@ -351,6 +365,7 @@ def checkpoints_table(found: Sequence[dict[str, Any]]) -> str:
 
 
 def controller_table(found: Sequence[Controller]) -> str:
+    """Return the table of the controller."""
     rows = [
         [f"{c.workers}", f"{c.start_s:.1f}", f"{c.reports}", f"{c.seconds / max(c.reports, 1):.2f}", f"{c.cpu_ms:.0f}"]
         for c in found
@@ -361,20 +376,20 @@ def controller_table(found: Sequence[Controller]) -> str:
 
 MODELS = {"3 M": 3e6, "100 M": 1e8, "1,000 M": 1e9}  # parameters
 FAR = (16, 64, 1024)
-HOP_S, BYTES_PER_S = 30e-6, 10e9 / 8  # assumed: what a message costs beside its bytes, and a link
+HOP_S, BYTES_PER_S = 30e-6, 10e9 / 8  # assumed cost of a message beside its bytes, and speed of a link
 BUCKET = 2**22  # elements in a bucket of OSS
-DDP_BYTES, DDP_FIRST_BYTES = 25 * 2**20, 2**20  # in DDP's buckets, and in the one that is sent first
+DDP_BYTES, DDP_FIRST_BYTES = 25 * 2**20, 2**20  # bytes in DDP's buckets, and in the bucket that is sent first
 
 
 @dataclass(frozen=True, kw_only=True)
 class Far:
-    """A step of ``adascale+sharded`` on gloo with more workers than were run, from the collectives that were counted.
+    """A step of ``adascale+sharded`` on gloo, computed from the counted collectives.
 
     Attributes:
-        messages: A worker sends, for the gradient.
-        small: The same for AdaScale's all-reduce.
-        ddp: The same for DDP's all-reduces.
-        bytes: A worker sends; DDP's all-reduces send as many.
+        messages: Messages that a worker sends for the gradient.
+        small: Messages that it sends for AdaScale's all-reduce.
+        ddp: Messages that it would send for DDP's all-reduces.
+        bytes: Bytes that it sends; DDP's all-reduces send the same number.
         piece: Bytes of a message.
     """
 
@@ -386,12 +401,12 @@ class Far:
 
     @property
     def seconds(self) -> float:
-        """Nothing overlaps: messages one after the other, then their bytes."""
+        """Seconds without any overlap: messages one after the other, then their bytes."""
         return (self.messages + self.small) * HOP_S + self.bytes / BYTES_PER_S
 
 
 def far(parameters: float, workers: int) -> Far:
-    """A bucket is an all-to-all and a shard from each worker to all others; AdaScale adds one all-reduce a step."""
+    """Compute a step: a bucket is an all-to-all and a shard from each worker to all others; AdaScale adds one all-reduce."""
     buckets = math.ceil(parameters / BUCKET)
     ddp_buckets = 1 + math.ceil((4 * parameters - DDP_FIRST_BYTES) / DDP_BYTES)
     return Far(
@@ -404,6 +419,7 @@ def far(parameters: float, workers: int) -> Far:
 
 
 def extrapolation() -> str:
+    """Return the table of steps with more workers."""
     rows = []
     for name, parameters in MODELS.items():
         for workers in FAR:
@@ -427,6 +443,13 @@ def extrapolation() -> str:
 
 
 def page(document: dict[str, Any], kept: str) -> str:
+    """Return the page.
+
+    Args:
+        document: Content of the JSON file.
+        kept: The part by hand.
+    """
+    readme = os.path.relpath(ROOT / "benchmarks" / "README.md", PAGE.parent)
     about = document["machine"]
     where = f"{about['date'][:10]}, {about['cpu']}, {about['cores']} cores, load {about['load']} before, torch {about['torch']}"
     steps = [Steps(**row) for row in document["steps"]]
@@ -435,7 +458,7 @@ def page(document: dict[str, Any], kept: str) -> str:
         "# More workers",
         "What grows with the number of workers, measured where it can be and counted where it can't: 2 to 16 processes on a "
         "machine of two cores, gloo over loopback.",
-        f"`{document['command']}`, {where}. FairScale, no dependency, as [benchmarks](../../benchmarks/README.md) have it.",
+        f"`{document['command']}`, {where}. FairScale, no dependency, as [benchmarks]({readme}) have it.",
         "## What it says",
         kept,
         "## A step",
@@ -469,39 +492,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--workers", type=int, nargs="+", default=list(WORKERS), help="(default: %(default)s)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(default: all)")
-    parser.add_argument("--kinds", nargs="+", choices=list(overhead.KINDS), help="of a step; ddp always runs")
+    parser.add_argument("--kinds", nargs="+", choices=list(ALL_KINDS), help="of a step; ddp always runs")
     parser.add_argument("--rounds", type=int, default=12, help="of steps and checkpoints (default: %(default)s)")
     parser.add_argument(
         "--seconds", type=float, default=20.0, help="of a run for the controller (default: %(default)s)"
     )
     parser.add_argument("--json", type=Path, default=Path("runs/scale.json"), help="parts not run are kept from it")
-    parser.add_argument("--page", type=Path, help="write this Markdown page; its part by hand stays")
-    parser.add_argument("--report-only", action="store_true", help="run nothing; the page of what is in --json")
-    parser.add_argument("--smoke", action="store_true", help="two workers, tiny models, two rounds")
+    page_parser_options(parser, PAGE)
+    parser.add_argument(
+        "--smoke", action="store_true", help="two workers, tiny models, two rounds: only check that it runs"
+    )
     arguments = parser.parse_args(argv)
     if min(arguments.workers) < 2 or arguments.rounds < 1 or arguments.seconds <= 0:
         parser.error("--workers must be 2 or more, --rounds at least 1 and --seconds positive")
     smoke = arguments.smoke
     workers, rounds = ([2], 2) if smoke else (list(dict.fromkeys(arguments.workers)), arguments.rounds)
     wanted = ["ddp", *(arguments.kinds or KINDS)]
-    kinds = [k for k in dict.fromkeys(wanted) if overhead.KINDS[k].unavailable("cpu") is None]
+    kinds = [k for k in dict.fromkeys(wanted) if ALL_KINDS[k].unavailable("cpu") is None]
 
     document: dict[str, Any] = {part: [] for part in PARTS}
     if arguments.json.exists():
         document.update(json.loads(arguments.json.read_text()))
     if not arguments.report_only:
-        settings = overhead.Settings(
-            models=[],
-            kinds=kinds,
-            accumulation=[1],
-            rounds=rounds,
-            steps_per_round=None,
-            device="cpu",
-            world_size=2,
-            smoke=smoke,
-        )
-        document["machine"] = overhead.machine(settings)
-        document["command"] = command_line(sys.argv[1:] if argv is None else argv, "scale.py")
+        document["machine"] = machine()
+        document["command"] = command_line(sys.argv[1:] if argv is None else argv, "benchmarks/scale.py")
         for part in arguments.parts:
             document[part] = []
             for n in workers:
@@ -512,8 +526,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     document[part] += measure_checkpoints(n, min(rounds, 5), smoke=smoke)
                 else:
                     document[part].append(asdict(measure_controller(n, 3.0 if smoke else arguments.seconds)))
-                arguments.json.parent.mkdir(parents=True, exist_ok=True)
-                arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+                write_json(arguments.json, document)
                 print(f"{part}, {n} workers: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
     print(steps_table([Steps(**row) for row in document["steps"]]))
     print(f"\n{checkpoints_table(document['checkpoints'])}")

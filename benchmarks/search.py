@@ -1,24 +1,21 @@
-"""What a search costs beside the same trials as plain functions under Ray Tune, without this library.
+"""Time of a search against the same trials as plain functions under Ray Tune, without this library.
 
     python benchmarks/search.py                     two workloads, about five minutes on two quiet cores
-    python benchmarks/search.py --smoke             whether it runs
+    python benchmarks/search.py --smoke             check that it runs
 
 Both search the same fixed list of learning rates, each trial to its end: the same model, data, batch size, schedule, steps,
 evaluations and reports, one CPU a trial. The plain trial is a hand-written loop in a process that never imports this
-library. Both let Tune reuse processes (Tune's default starts one a trial, which would flatter this library). Searches
-take turns; printed are medians of wall time and of the ratio within a round.
+library. Both let Tune reuse processes (Tune's default starts one per trial, which would favour this library). Searches
+alternate. Printed are medians of wall time and of the ratio within a round.
 
-Then, where extra time goes: seconds of one trial in one process, for the plain loop, for ``Run``'s loop, and for that with
-the noise probed on every 20th step; and of importing what a trial's process imports.
+A second table shows where the extra time goes: seconds of one trial in one process, for the plain loop, for ``Run``'s loop, and
+for ``Run``'s loop with a noise probe on every 20th step. The last line has the seconds of a trial process's imports.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -26,25 +23,26 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from bench import in_words, machine, markdown, write_json
 from ray import tune
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 LRS = (0.01, 0.02, 0.05, 0.1)
-REPORTS = 10  # of a trial
+REPORTS = 10  # per trial
 KINDS = ("plain", "tune_recipe")
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is searched: a net of this many channels on the digits, batches of ``batch`` examples, ``steps`` steps."""
+    """A search: a network with ``channels`` channels on the digits, batches of ``batch`` examples, ``steps`` steps."""
 
     name: str
     channels: int
@@ -58,7 +56,7 @@ TASKS = (Task("digits", 16, 8, 1800, 5), Task("wide", 64, 32, 600, 4))  # the fi
 
 @dataclass(frozen=True)
 class Pieces:
-    """Plain torch, for both kinds of trial."""
+    """Plain torch objects, for both kinds of trial."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -68,6 +66,7 @@ class Pieces:
 
 
 def make(task: Task, lr: float) -> Pieces:
+    """Return model, optimizer, scheduler and data of a trial."""
     model = nn.Sequential(
         nn.Conv2d(1, task.channels, 3, padding=1),
         nn.ReLU(),
@@ -97,7 +96,7 @@ def loss_fn(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
 
 
 def plain_loop(task: Task, lr: float, report: Callable[[dict[str, Any]], object]) -> None:
-    """The base run as anybody would write it."""
+    """Train as a hand-written loop would."""
     torch.manual_seed(0)
     pieces = make(task, lr)
     loader = DataLoader(pieces.train, batch_size=task.batch, shuffle=True, drop_last=True)
@@ -125,11 +124,13 @@ def plain_loop(task: Task, lr: float, report: Callable[[dict[str, Any]], object]
 
 
 def plain_trial(config: dict[str, Any], task: Task) -> None:
+    """Run a trial of the plain search, in its process."""
     torch.set_num_threads(1)
     plain_loop(task, config["lr"], tune.report)
 
 
 def plain_search(task: Task, folder: str) -> int:
+    """Search with plain functions; return the number of complete trials."""
     results = tune.Tuner(
         tune.with_resources(tune.with_parameters(plain_trial, task=task), {"CPU": 1}),
         param_space={"lr": tune.grid_search(list(LRS))},
@@ -143,25 +144,30 @@ def plain_search(task: Task, folder: str) -> int:
     )
 
 
-def our_search(task: Task, folder: str) -> int:
-    from ray_adascale import Workload, tune_recipe
+def workload_of(task: Task, lr: float) -> Any:
+    """Return a trial as a workload of this library."""
+    from ray_adascale import Workload
 
-    def workload(config: dict[str, Any]) -> Workload:
-        pieces = make(task, config["lr"])
-        return Workload(
-            model=pieces.model,
-            optimizer=pieces.optimizer,
-            scheduler=pieces.scheduler,
-            scheduler_unit="step",
-            train_dataset=pieces.train,
-            loss_fn=loss_fn,
-            evaluate=pieces.evaluate,
-            metric="accuracy",
-            mode="max",
-        )
+    pieces = make(task, lr)
+    return Workload(
+        model=pieces.model,
+        optimizer=pieces.optimizer,
+        scheduler=pieces.scheduler,
+        scheduler_unit="step",
+        train_dataset=pieces.train,
+        loss_fn=loss_fn,
+        evaluate=pieces.evaluate,
+        metric="accuracy",
+        mode="max",
+    )
+
+
+def our_search(task: Task, folder: str) -> int:
+    """Search with ``tune_recipe``; return the number of complete trials."""
+    from ray_adascale import tune_recipe
 
     recipe = tune_recipe(
-        workload,
+        lambda config: workload_of(task, config["lr"]),
         {"lr": tune.grid_search(list(LRS))},
         base_batch_size=task.batch,
         total_steps=task.steps,
@@ -179,7 +185,7 @@ SEARCH: Mapping[str, Callable[[Task, str], int]] = {"plain": plain_search, "tune
 
 @dataclass(frozen=True)
 class Result:
-    """One task's searches: seconds and ratios by round, after one of each to warm up."""
+    """Searches of a task: seconds by round, after one round to warm up."""
 
     task: str
     plain_s: list[float]
@@ -187,10 +193,12 @@ class Result:
 
     @property
     def ratios(self) -> list[float]:
+        """Ratios by round."""
         return [ours / plain for ours, plain in zip(self.tune_recipe_s, self.plain_s, strict=True)]
 
 
 def compare(task: Task, folder: str) -> Result:
+    """Run the searches of a task in turn."""
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for number in range(task.rounds + 1):
         for kind in random.Random(number).sample(KINDS, len(KINDS)):
@@ -205,36 +213,19 @@ def compare(task: Task, folder: str) -> Result:
 
 
 def run_loop(task: Task, lr: float, probe_every: int) -> None:
-    """The loop of a trial of ours, in this process."""
-    from ray_adascale import AdaScaleConfig, LocalBackend, Run, Workload
+    """Run the loop of a ``tune_recipe`` trial, in this process."""
+    from ray_adascale import AdaScaleConfig, LocalBackend, Run
     from ray_adascale.run.base_run import base_config, train_base
-    from ray_adascale.workload import with_unit
 
     torch.manual_seed(0)
-    pieces = make(task, lr)
-    built = Workload(
-        model=pieces.model,
-        optimizer=pieces.optimizer,
-        scheduler=pieces.scheduler,
-        scheduler_unit="step",
-        train_dataset=pieces.train,
-        loss_fn=loss_fn,
-        evaluate=pieces.evaluate,
-    )
-    run = Run(
-        built.model,
-        built.optimizer,
-        built.scheduler,
-        built.train_dataset,
-        with_unit(base_config(AdaScaleConfig(), task.batch, task.steps, None, 0), built),
-        evaluate=built.evaluate,
-        backend=LocalBackend(device="cpu"),
-    )
+    built = workload_of(task, lr)
+    config = base_config(AdaScaleConfig(), task.batch, task.steps, None, 0)
+    run = Run.of(built, config, backend=LocalBackend(device="cpu"))
     train_base(run, built, probe_every, [], lambda loss: None)
 
 
 def breakdown(task: Task, rounds: int) -> dict[str, float]:
-    """Median seconds of one trial in this process."""
+    """Return the median seconds of one trial in this process."""
     ways: dict[str, Callable[[], None]] = {
         "plain": lambda: plain_loop(task, LRS[0], lambda metrics: None),
         "run": lambda: run_loop(task, LRS[0], 10**9),
@@ -251,9 +242,9 @@ def breakdown(task: Task, rounds: int) -> dict[str, float]:
 
 
 def import_seconds(rounds: int) -> dict[str, float]:
-    """Median seconds to import what a plain trial needs, and what one of ours does.
+    """Return the median seconds of the imports of a plain trial and of a ``tune_recipe`` trial.
 
-    With an optimizer each, as that loads a part of torch (``torch._dynamo``, and with it DTensors) that we need too.
+    Each makes an optimizer, because that loads a part of torch that both need (``torch._dynamo``, and with it DTensors).
     """
     optimizer = "; torch.optim.SGD([torch.ones(1)], lr=0.1)"
     code = {
@@ -271,66 +262,67 @@ def import_seconds(rounds: int) -> dict[str, float]:
 
 
 def table(results: Sequence[Result]) -> str:
-    lines = ["| workload | plain, s | tune_recipe, s | ratio | range over rounds |", "| --- | --- | --- | --- | --- |"]
-    for r in results:
-        lines.append(
-            f"| {r.task} | {statistics.median(r.plain_s):.2f} | {statistics.median(r.tune_recipe_s):.2f} "
-            f"| {statistics.median(r.ratios):.3f} | {min(r.ratios):.3f}–{max(r.ratios):.3f} |"
-        )
-    return "\n".join(lines)
+    """Return the table of the searches."""
+    rows = [
+        [
+            r.task,
+            f"{statistics.median(r.plain_s):.2f}",
+            f"{statistics.median(r.tune_recipe_s):.2f}",
+            f"{statistics.median(r.ratios):.3f}",
+            f"{min(r.ratios):.3f}–{max(r.ratios):.3f}",
+        ]
+        for r in results
+    ]
+    return markdown(["workload", "plain, s", "tune_recipe, s", "ratio", "range over rounds"], rows)
 
 
 def parts_table(parts: Mapping[str, Mapping[str, float]], imports: Mapping[str, float], tasks: Sequence[Task]) -> str:
-    lines = [
-        "| one trial, in one process | plain loop, s | Run, s | with probes, s | Run adds a step, µs | a probe, ms |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    """Return the table of single trials, and a sentence on imports."""
+    rows = []
     for task in tasks:
         p = parts[task.name]
         step = (p["run"] - p["plain"]) / task.steps
         probe = (p["run_with_probes"] - p["run"]) / -(-task.steps // 20)
-        lines.append(
-            f"| {task.name} | {p['plain']:.3f} | {p['run']:.3f} | {p['run_with_probes']:.3f} | {step * 1e6:.0f} "
-            f"| {probe * 1e3:.2f} |"
-        )
+        seconds = [f"{p[way]:.3f}" for way in ("plain", "run", "run_with_probes")]
+        rows.append([task.name, *seconds, f"{step * 1e6:.0f}", f"{probe * 1e3:.2f}"])
+    head = [
+        "one trial, in one process",
+        "plain loop, s",
+        "Run, s",
+        "with probes, s",
+        "Run adds a step, µs",
+        "a probe, ms",
+    ]
     more = imports["tune_recipe"] - imports["plain"]
-    return "\n".join(
-        [*lines, "", f"Imports of a trial's process: {imports['plain']:.2f} s, {more:+.2f} s with this library"]
-    )
+    imported = f"Imports of a trial's process: {imports['plain']:.2f} s, {more:+.2f} s with this library"
+    return f"{markdown(head, rows)}\n\n{imported}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="short trials, one round: only whether it runs")
+    parser.add_argument("--smoke", action="store_true", help="short trials, one round: only check that it runs")
     parser.add_argument("--tasks", nargs="+", choices=[task.name for task in TASKS], help="default: all")
-    parser.add_argument("--rounds", type=int, help="of searches (default: 5 and 4)")
-    parser.add_argument("--cpus", type=int, default=2, help="of the Ray that is started (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="write the results here as well")
+    parser.add_argument("--rounds", type=int, help="rounds of searches (default: 5 and 4)")
+    parser.add_argument("--cpus", type=int, default=2, help="CPUs of the Ray that is started (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args(argv)
     if arguments.rounds is not None and arguments.rounds < 1:
         parser.error("--rounds must be at least 1")
     tasks = [task for task in TASKS if arguments.tasks is None or task.name in arguments.tasks]
     if arguments.rounds is not None:
-        tasks = [Task(t.name, t.channels, t.batch, t.steps, arguments.rounds) for t in tasks]
+        tasks = [replace(task, rounds=arguments.rounds) for task in tasks]
     if arguments.smoke:
-        tasks = [Task(t.name, 4, t.batch, 40, 1) for t in tasks]
+        tasks = [replace(task, channels=4, steps=40, rounds=1) for task in tasks]
 
     import ray
 
     torch.set_num_threads(1)
-    about = {
-        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "cores": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 2),
-        "torch": torch.__version__,
-        "ray": ray.__version__,
-        "python": platform.python_version(),
-    }
+    about = machine(ray=ray.__version__)
     rounds = 1 if arguments.smoke else 5
     parts = {task.name: breakdown(task, rounds) for task in tasks}
     imports = import_seconds(1 if arguments.smoke else 3)
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # as tune_recipe does, so that neither prints
+        os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # tune_recipe sets it as well: neither prints
         ray.init(num_cpus=arguments.cpus, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
         try:
             results = [compare(task, folder) for task in tasks]
@@ -344,8 +336,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "one_process_s": parts,
             "imports_s": imports,
         }
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
-    print(", ".join(f"{key} {value}" for key, value in about.items()))
+        write_json(arguments.json, document)
+    print(in_words(about))
     print(f"{len(LRS)} trials on {arguments.cpus} CPUs, each to its end; medians\n")
     print(table(results))
     print()

@@ -1,28 +1,26 @@
-"""Seconds from ``fit()`` to the first optimizer step on two workers: ours against a plain ``TorchTrainer``.
+"""Seconds from ``fit()`` to the first optimizer step on two workers: this library against a plain ``TorchTrainer``.
 
     python benchmarks/start.py                      five rounds: six minutes on two quiet cores
     python benchmarks/start.py --rounds 1
 
-The same model, data and optimizer for all kinds; one Ray, started before, bytecode cached. A round is one start of each kind in
-shuffled order, and what is reported are medians over rounds of the seconds to each stage and of the difference to the plain
-trainer in the same round.
+All kinds have the same model, data and optimizer, on one Ray, started before, with cached bytecode. A round is one start of each
+kind in shuffled order. Reported are medians over rounds of the seconds to each stage and of the difference to the plain trainer
+in the same round.
 
     plain      TorchTrainer, ``prepare_model``, ``prepare_data_loader``
-    beside     the same, and an empty actor started just before, as ``AdaScaleTrainer`` starts one to tell the driver by
+    beside     plain, and an empty actor started just before, because ``AdaScaleTrainer`` starts one for messages to the driver
     prepare    TorchTrainer, ``ray_adascale.prepare``
     trainer    ``AdaScaleTrainer`` with a workload
 
-Stages: the worker's function is entered (Ray's part: placement, processes, imports of torch, the process group), the model and
-the loader are ready, the first optimizer step was taken. ``built``: the trainer object, before ``fit()``.
+Stages: the trainer object exists, before ``fit()`` (built); the worker's function was called (entered), after Ray's part:
+placement, processes, imports of torch, the process group; model and loader are ready; the first optimizer step was taken
+(stepped); ``fit()`` returned (ended).
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
-import platform
 import random
 import shutil
 import statistics
@@ -33,6 +31,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import in_words, machine, markdown, write_json
+
 KINDS = ("plain", "beside", "prepare", "trainer")
 STAGES = ("built", "entered", "ready", "stepped", "ended")
 STEPS = 5
@@ -40,7 +40,7 @@ BATCH = 16
 
 
 def stamp(folder: str, stage: str) -> None:
-    """Rank 0 notes when it came so far."""
+    """Log the time at which rank 0 reached a stage."""
     import ray.train
 
     if ray.train.get_context().get_world_rank() == 0:
@@ -48,6 +48,7 @@ def stamp(folder: str, stage: str) -> None:
 
 
 def build() -> tuple[Any, Any, Any]:
+    """Return model, optimizer and data."""
     import torch
     from torch import nn
 
@@ -58,6 +59,7 @@ def build() -> tuple[Any, Any, Any]:
 
 
 def plain(config: dict[str, Any]) -> None:
+    """Train with Ray Train alone, in a worker."""
     stamp(config["folder"], "entered")
     import ray.train.torch
     import torch.nn.functional as F
@@ -79,18 +81,20 @@ def plain(config: dict[str, Any]) -> None:
 
 
 def settings() -> Any:
+    """Return the settings of a run with :data:`STEPS` steps."""
     from ray_adascale import AdaScaleConfig
 
     return AdaScaleConfig(
         base_batch_size=BATCH,
         per_worker_batch_size=BATCH,
         total_steps=2 * STEPS,
-        rule="unscaled",  # so that all kinds take as many steps
+        rule="unscaled",  # all kinds must take the same number of steps
         checkpoint_every_s=1e9,
     )
 
 
 def prepare(config: dict[str, Any]) -> None:
+    """Train with ``ray_adascale.prepare``, in a worker."""
     stamp(config["folder"], "entered")
     import torch.nn.functional as F
 
@@ -109,6 +113,7 @@ def prepare(config: dict[str, Any]) -> None:
 
 
 def workload(config: dict[str, Any]) -> Any:
+    """Return the workload of ``AdaScaleTrainer``, in a worker."""
     stamp(config["folder"], "entered")
     import torch.nn.functional as F
 
@@ -120,7 +125,7 @@ def workload(config: dict[str, Any]) -> Any:
     def loss_fn(model: Any, batch: Any) -> Any:
         nonlocal passes
         passes += 1
-        if passes <= 2:  # the second pass begins when the first step was taken
+        if passes <= 2:  # the second pass begins after the first step
             stamp(config["folder"], "ready" if passes == 1 else "stepped")
         return F.cross_entropy(model(batch[0]), batch[1])
 
@@ -132,7 +137,7 @@ class Empty:
 
 
 def measure(kind: str) -> dict[str, float]:
-    """One run. Seconds since the trainer was asked for, by stage."""
+    """Run a kind; return the seconds from before the trainer is made to each stage."""
     import ray
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
@@ -169,33 +174,32 @@ def measure(kind: str) -> dict[str, float]:
 
 
 def table(rounds: Sequence[dict[str, dict[str, float]]]) -> str:
-    lines = [
-        f"| kind | {' | '.join(f'{stage}, s' for stage in STAGES)} | to the first step, s above plain (range) |",
-        f"|{' --- |' * (len(STAGES) + 2)}",
-    ]
+    """Return a table of medians over the rounds."""
+    rows = []
     for kind in KINDS:
         medians = [f"{statistics.median(r[kind][stage] for r in rounds):.2f}" for stage in STAGES]
         above = [r[kind]["stepped"] - r["plain"]["stepped"] for r in rounds]
         extra = "" if kind == "plain" else f"{statistics.median(above):+.2f} ({min(above):+.2f} to {max(above):+.2f})"
-        lines.append(f"| {kind} | {' | '.join(medians)} | {extra} |")
-    return "\n".join(lines)
+        rows.append([kind, *medians, extra])
+    head = ["kind", *(f"{stage}, s" for stage in STAGES), "to the first step, s above plain (range)"]
+    return markdown(head, rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="write the seconds here as well")
+    parser.add_argument("--json", type=Path, help="also write the seconds to this file")
     arguments = parser.parse_args(argv)
     if arguments.rounds < 1:
         parser.error("--rounds must be at least 1")
-    load = os.getloadavg()[0]
     os.environ.setdefault("PYTHONPYCACHEPREFIX", str(Path(tempfile.gettempdir()) / "ray_adascale-pycache"))
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     import ray
 
+    about = machine(ray=ray.__version__)
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     try:
-        for kind in KINDS:  # bytecode, disk caches, and processes that Ray keeps
+        for kind in KINDS:  # fills bytecode and disk caches, and starts processes that Ray keeps
             measure(kind)
         rounds = []
         for number in range(arguments.rounds):
@@ -205,11 +209,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         ray.shutdown()
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(rounds, indent=1) + "\n")
-    print(
-        f"{datetime.date.today()}, {os.cpu_count()} cores, load {load:.2f} before, Python {platform.python_version()}, "
-        f"Ray {ray.__version__}; median of {arguments.rounds} rounds\n"
-    )
+        write_json(arguments.json, rounds)
+    print(f"{in_words(about)}\nmedian of {arguments.rounds} rounds\n")
     print(table(rounds))
     return 0
 

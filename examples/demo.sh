@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# The main job, with the commands that a user would type: search at batch 8, the found schedule on two workers, and a
-# comparison over three fresh seeds. Needs ray-adascale[examples] installed; `make demo` sees to that.
+# The whole workflow as commands of a user: a search at batch 8, the found schedule on two workers, and a comparison over
+# three fresh seeds. Needs ray-adascale[examples]; `make demo` installs it.
 set -euo pipefail
 folder=$(realpath -m "${1:-runs/demo}")
 cd "$(dirname "$0")/.."
 mkdir -p "$folder"
-# Ray looks after its workers every 2 s; that is long for runs of a few seconds, which start and end by it.
+# Ray polls its workers every 2 s by default. Runs of a few seconds start and end faster with a shorter interval.
 export RAY_TRAIN_HEALTH_CHECK_INTERVAL_S=0.5
 
 echo "== 1. Search for a schedule at batch 8 =="

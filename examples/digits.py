@@ -1,13 +1,12 @@
 """Handwritten digits: a schedule found at batch 8, carried to two workers with batch 64.
 
-``workload`` and ``param_space`` are what the command line and the API are given::
+The command line and the API take ``workload`` and ``param_space``::
 
     ray-adascale tune  examples/digits.py:workload --base-batch-size 8 --total-steps 1800 --num-samples 8 -o recipe.json
     ray-adascale train examples/digits.py:workload --recipe recipe.json --num-workers 2 --per-worker-batch-size 32
 
 ``python examples/digits.py recipe.json`` compares the transferred run with the base run and with two other ways to use
-the same two workers, over three seeds that the search never saw, on a test split that it never saw. ``make demo`` runs
-all three.
+the same two workers. Its three seeds and its test split are not those of the search. ``make demo`` runs all three commands.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ param_space = {"lr": tune.loguniform(0.005, 0.2), "momentum": tune.choice([0.8, 
 
 
 def splits() -> tuple[TensorDataset, TensorDataset, TensorDataset]:
-    """1,797 images of 8×8 pixels: 1,200 to train on, 250 for the search to compare trials, 347 for the final table."""
+    """Split 1,797 images of 8×8 pixels: 1,200 for training, 250 for the search, 347 for the final table."""
     images, labels = load_digits(return_X_y=True)
     x = torch.as_tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16
     y = torch.as_tensor(labels)
@@ -55,7 +54,7 @@ def splits() -> tuple[TensorDataset, TensorDataset, TensorDataset]:
 
 
 def workload(config: dict[str, Any]) -> Workload:
-    """A small convolutional net with momentum SGD and a cosine schedule over the base run's steps."""
+    """Return a small convolutional network with momentum SGD and a cosine schedule over the base run's steps."""
     model = nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.ReLU(),
@@ -67,10 +66,10 @@ def workload(config: dict[str, Any]) -> Workload:
         nn.Linear(128, 10),
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=config["momentum"])
-    # T comes by itself, from --total-steps or the recipe.
+    # The library adds T to the config, from --total-steps or the recipe.
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=config.get("total_steps", 1800))
     train, search, test = splits()
-    # The search scores on a split of its own, so that the final table's is unseen.
+    # The search scores on another split than the final table.
     x, y = (test if config.get("split") == "test" else search).tensors
 
     def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
@@ -95,7 +94,7 @@ def workload(config: dict[str, Any]) -> Workload:
 
 
 def compare(recipe: Recipe, folder: Path, seeds: list[int]) -> list[dict[str, Any]]:
-    """Four ways to train the net, each with every seed: the base run, and three on two workers with batch 64."""
+    """Train the network in four ways with every seed: the base run, and three ways on two workers with batch 64."""
     rows = []
     for seed in seeds:
         base = run_base(recipe, folder, seed)
@@ -109,13 +108,13 @@ def compare(recipe: Recipe, folder: Path, seeds: list[int]) -> list[dict[str, An
 
 
 def run_base(recipe: Recipe, folder: Path, seed: int) -> dict[str, Any]:
-    """The base run, in this process: without Ray the loop is the same, and much of the demo's time is saved."""
+    """Run the base run in this process. The loop is the same without Ray, and the demo takes less time."""
     label = "base batch, 1 worker"
-    torch.set_num_threads(1)  # as Ray gives each of its workers
+    torch.set_num_threads(1)  # the number of threads of a Ray worker
     seed_everything(seed)
     built = workload({**recipe.hyperparameters, "split": "test"})
     target = folder / f"base-batch-{seed}"
-    shutil.rmtree(target, ignore_errors=True)  # of an earlier call, which would be resumed
+    shutil.rmtree(target, ignore_errors=True)  # otherwise an earlier call's run would be resumed
     base = Run(
         built.model,
         built.optimizer,
@@ -133,7 +132,7 @@ def run_base(recipe: Recipe, folder: Path, seed: int) -> dict[str, Any]:
 
 
 def run(recipe: Recipe, folder: Path, seed: int, label: str, config: AdaScaleConfig) -> dict[str, Any]:
-    """One run on two Ray workers with the recipe's hyperparameters, scored on the test split."""
+    """Run on two Ray workers with the recipe's hyperparameters, and score on the test split."""
     trainer = AdaScaleTrainer(
         workload,
         recipe=recipe,
@@ -149,7 +148,7 @@ def run(recipe: Recipe, folder: Path, seed: int, label: str, config: AdaScaleCon
 
 
 def report(summary: dict[str, Any], label: str, seed: int, trace: Path) -> dict[str, Any]:
-    """One row of the comparison, said aloud."""
+    """Print one run and return its row of the comparison."""
     print(
         f"{label}, seed {seed}: accuracy {summary['accuracy']:.3f} in {summary['optimizer_steps']} steps, "
         f"{summary['loop_seconds']:.1f} s"
@@ -158,7 +157,7 @@ def report(summary: dict[str, Any], label: str, seed: int, trace: Path) -> dict[
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """A Markdown table with means over the seeds; ± is half the range of the accuracy; seconds are those in the loop."""
+    """Return a Markdown table of means over the seeds. ± is half the range of the accuracy; seconds are those in the loop."""
     lines = [
         "| run | S | optimizer steps | effective steps | mean gain | seconds | test accuracy | each seed |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -180,7 +179,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Accuracy and gain against effective steps: at equal τ the runs should be equally far."""
+    """Plot accuracy and gain against effective steps: at equal τ the runs should have equal accuracy."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -216,8 +215,12 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare ways to use two workers, with a recipe for one.")
     parser.add_argument("recipe", help="written by `ray-adascale tune examples/digits.py:workload ...`")
-    parser.add_argument("--folder", type=Path, default=Path("runs/digits"), help="for results (default: %(default)s)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="not the search's (default: 1 2 3)")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/digits"), help="folder for results (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[1, 2, 3], help="other seeds than the search's (default: 1 2 3)"
+    )
     args = parser.parse_args()
     folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)

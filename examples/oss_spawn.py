@@ -4,10 +4,10 @@
     python examples/oss_spawn.py --workers 4 --epochs 5
 
 1. OSS under DistributedDataParallel: each worker holds 1/N of the optimizer state.
-2. ShardedDataParallel: and gets the gradient of its 1/N alone.
-3. The same in mixed precision, with ShardedGradScaler.
+2. OSS under ShardedDataParallel: each worker also receives only the gradient of its 1/N.
+3. OSS under ShardedDataParallel in mixed precision, with ShardedGradScaler.
 
-Who has such a loop for FairScale changes these imports and nothing else::
+To migrate this loop from FairScale, change only these imports::
 
     from fairscale.optim.oss import OSS
     from fairscale.optim.grad_scaler import ShardedGradScaler
@@ -37,10 +37,10 @@ BATCH = 32
 
 
 def dist_init(rank: int, world_size: int, port: int) -> torch.device:
-    """One process a worker; NCCL where every worker has a GPU, else gloo."""
+    """Join the process group, NCCL if every worker has a GPU, else gloo; return the worker's device."""
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
     cuda = torch.cuda.device_count() >= world_size
-    # A worker that dies makes the others fail after this time at most.
+    # If a worker dies, the others fail after at most this time.
     dist.init_process_group(
         "nccl" if cuda else "gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=300)
     )
@@ -53,11 +53,12 @@ def dist_init(rank: int, world_size: int, port: int) -> torch.device:
 
 
 def make_model(device: torch.device) -> nn.Module:
+    """Return three linear layers."""
     return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
 
 
 def batches(rank: int, epoch: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """A task that can be learnt: which of ten fixed directions an input lies along, in noise."""
+    """Yield inputs along one of ten fixed directions, with noise, and the direction's number."""
     directions = torch.randn(10, 64, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(1000 * epoch + rank)
     for _ in range(50):
@@ -67,6 +68,7 @@ def batches(rank: int, epoch: int, device: torch.device) -> Iterator[tuple[Tenso
 
 
 def train(rank: int, world_size: int, epochs: int, port: int, how: str, folder: str) -> None:
+    """Train in one process. ``how`` is "oss", "sharded" or "amp"."""
     device = dist_init(rank, world_size, port)
     model = make_model(device)
     loss_fn = nn.CrossEntropyLoss()
@@ -93,7 +95,7 @@ def train(rank: int, world_size: int, epochs: int, port: int, how: str, folder: 
             scaler.update()
 
     held = sum(value.nbytes for entry in optimizer.state.values() for value in entry.values() if value is not None)
-    optimizer.consolidate_state_dict(recipient_rank=0)  # the full state, as the unsharded optimizer would have it
+    optimizer.consolidate_state_dict(recipient_rank=0)  # the full state, equal to the unsharded optimizer's
     if rank == 0:
         full = sum(v.nbytes for entry in optimizer.state_dict()["state"].values() for v in entry.values())
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, Path(folder) / f"{how}.pt")
@@ -105,6 +107,7 @@ def train(rank: int, world_size: int, epochs: int, port: int, how: str, folder: 
 
 
 def free_port() -> int:
+    """Return a free TCP port."""
     with socket.socket() as s:
         s.bind(("localhost", 0))
         return int(s.getsockname()[1])

@@ -1,11 +1,11 @@
-"""An image classifier in a training loop of one's own: one schedule at any number of workers.
+"""An image classifier in a user's own training loop: one schedule at any number of workers.
 
-    python examples/own_loop.py                    # one worker, batch 32, at which the schedule was tuned
+    python examples/own_loop.py                    # one worker with the batch of the schedule, 32
     python examples/own_loop.py --workers 2        # the same schedule, S = 2, in about half of the steps
-    python examples/own_loop.py --smoke            # two workers, a minute's work cut to seconds
+    python examples/own_loop.py --smoke            # two workers, a few seconds
 
-CIFAR-10 where torchvision is installed and ``--data`` has it or may download it; else scikit-learn's digits. The loop is
-that of a plain ``TorchTrainer`` worker function but for ``prepare``, ``run.backward`` and ``run.step``.
+The data are CIFAR-10 if torchvision is installed and ``--data`` contains it or can download it; else scikit-learn's digits. The
+loop is a plain ``TorchTrainer`` worker function, except for ``prepare``, ``run.backward`` and ``run.step``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ray_adascale import AdaScaleConfig
 
 
 def digits() -> tuple[Dataset[Any], Tensor, Tensor]:
-    """1,797 images of 8×8 pixels: 1,450 to train on, the others to test with."""
+    """Split 1,797 images of 8×8 pixels: 1,450 for training, the others for the test."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
@@ -40,7 +40,7 @@ def digits() -> tuple[Dataset[Any], Tensor, Tensor]:
 
 
 def cifar(folder: str) -> tuple[Dataset[Any], Tensor, Tensor]:
-    """CIFAR-10 without augmentation: 50,000 images of 32×32 pixels to train on, 10,000 to test with."""
+    """Load CIFAR-10 without augmentation: 50,000 images of 32×32 pixels for training, 10,000 for the test."""
     from torchvision.datasets import CIFAR10  # type: ignore[import-not-found, unused-ignore]
 
     def tensors(train: bool) -> TensorDataset:
@@ -53,7 +53,7 @@ def cifar(folder: str) -> tuple[Dataset[Any], Tensor, Tensor]:
 
 
 def make_model(channels: int) -> nn.Module:
-    # GroupNorm: batch norm would see the worker's batch, not the base batch.
+    """Return a small convolutional network with group norm: batch norm would depend on the worker's batch."""
     return nn.Sequential(
         nn.Conv2d(channels, 32, 3, padding=1),
         nn.GroupNorm(4, 32),
@@ -69,7 +69,7 @@ def make_model(channels: int) -> nn.Module:
 
 
 def train_loop_per_worker(config: dict[str, Any]) -> dict[str, Any]:
-    # Plain torch, exactly as at the small batch.
+    """Train in one Ray worker; model, optimizer, scheduler and data are those of the small batch."""
     torch.manual_seed(0)
     dataset, x_test, y_test = cifar(config["data"]) if config["data"] else digits()
     model = make_model(1 if config["data"] is None else 3)
@@ -102,8 +102,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--use-gpu", action="store_true")
-    parser.add_argument("--epochs", type=int, default=20, help="of the base run (default: %(default)s)")
-    parser.add_argument("--data", type=Path, help="folder for CIFAR-10 (default: digits, unless torchvision is there)")
+    parser.add_argument("--epochs", type=int, default=20, help="epochs of the base run (default: %(default)s)")
+    parser.add_argument(
+        "--data", type=Path, help="folder for CIFAR-10 (default: data if torchvision is installed, else digits)"
+    )
     parser.add_argument("--storage", type=Path, help="folder for checkpoints; default: a temporary one")
     parser.add_argument("--smoke", action="store_true", help="digits, two workers, three epochs")
     args = parser.parse_args()
@@ -115,7 +117,7 @@ def main() -> None:
         "epochs": 3 if args.smoke else args.epochs,
     }
     if settings["data"] is not None:
-        cifar(settings["data"])  # downloads it once, rather than in every worker
+        cifar(settings["data"])  # downloads it once, before the workers need it
     with tempfile.TemporaryDirectory() as scratch:
         result = TorchTrainer(
             train_loop_per_worker,

@@ -1,10 +1,10 @@
-"""A search with Optuna and ASHA at the base batch, then the schedule that it found on two workers.
+"""A search with Optuna and ASHA at the base batch, then the found schedule on two workers.
 
     python examples/tune_asha_optuna.py            # 16 trials
     python examples/tune_asha_optuna.py --smoke    # the same, short
 
-Optuna proposes hyperparameters from what earlier trials scored; ASHA stops trials that fall behind, compared at equal effective
-steps. Any other searcher and scheduler of Ray Tune's goes into the same two arguments.
+Optuna proposes hyperparameters from the scores of earlier trials. ASHA stops trials that fall behind, compared at equal effective
+steps. The same two arguments accept any other searcher and scheduler of Ray Tune.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ param_space = {
 
 
 def workload(config: dict[str, Any]) -> Workload:
-    """Scikit-learn's digits and a small net; warm-up, then a cosine, counted in steps of the base batch."""
+    """Return a small network for scikit-learn's digits; warm-up, then a cosine, in steps of the base batch."""
     images, labels = load_digits(return_X_y=True)
     x, y = torch.as_tensor(images, dtype=torch.float32) / 16, torch.as_tensor(labels)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
@@ -77,6 +77,7 @@ def workload(config: dict[str, Any]) -> Workload:
 
 
 def search(total_steps: int, num_samples: int, storage: str) -> Recipe:
+    """Search with Optuna and ASHA; return the best trial's recipe."""
     proposals = OptunaSearch(sampler=TPESampler(seed=0, n_startup_trials=4))  # the first few at random
     asha = ASHAScheduler(
         time_attr="effective_steps", grace_period=total_steps // 8, max_t=total_steps, reduction_factor=4
@@ -89,7 +90,7 @@ def search(total_steps: int, num_samples: int, storage: str) -> Recipe:
         num_samples=num_samples,
         search_alg=proposals,  # metric and mode are the workload's
         scheduler=asha,
-        max_concurrent_trials=2,  # the more at a time, the less Optuna knows when it proposes the next
+        max_concurrent_trials=2,  # with fewer at a time, Optuna has more scores for each proposal
         storage_path=storage,
     )
 

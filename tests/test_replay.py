@@ -204,7 +204,7 @@ def test_replay_of_a_runs_own_noise_is_the_run(found: Recipe) -> None:
 @pytest.mark.filterwarnings("ignore:AdaScale is derived for SGD")  # with AdamW
 @pytest.mark.filterwarnings("ignore:The batch of")
 def test_forecast_of_a_short_run(found: Recipe) -> None:
-    """benchmarks/forecast.py in small. 15 %: one base run of 80 probes in place of three."""
+    """benchmarks/studies/forecast.py in small. 15 %: one base run of 80 probes in place of three."""
     for scale in (4, 16):
         predicted = forecast_recipe(
             found, workers=[1], config=AdaScaleConfig(per_worker_batch_size=scale * 4, accumulation=2)

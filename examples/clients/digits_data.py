@@ -1,7 +1,7 @@
-"""What the examples of this folder share: scikit-learn's digits, a small net, and the command line.
+"""Parts that the examples of this folder share: scikit-learn's digits, a small network, and the command line.
 
-Each file is a loop that a library owns, with what AdaScale adds to it. At the base batch of 8, one process tries three learning
-rates and keeps the best one's recipe; two processes then run it at S = 8:
+Each file has the training loop of a library, with the lines that AdaScale adds. At the base batch of 8, one process tries three
+learning rates and saves the best one's recipe; two processes then run it at S = 8:
 
     python examples/clients/with_accelerate.py base recipe.json
     torchrun --nproc-per-node 2 examples/clients/with_accelerate.py scaled recipe.json
@@ -26,19 +26,19 @@ from ray_adascale.integrations.client import RecipeRecorder
 
 BASE_BATCH, TOTAL_STEPS = 8, 1800
 PER_WORKER_BATCH = 32
-"""On two workers, S = 8."""
+"""Batch of each of two workers: S = 8."""
 
 Train = Callable[[float, AdaScaleConfig, "Recipe | None", "RecipeRecorder | None", str], tuple[nn.Module, AdaScale]]
-"""(learning rate, settings, recipe, recorder, folder) to the bare model that was trained, and its optimizer."""
+"""From (learning rate, settings, recipe, recorder, folder) to the trained, unwrapped model and its optimizer."""
 
 
 def batch_size() -> int:
-    """Examples of a pass on one worker: of the base batch where there is one."""
+    """Return the examples of a pass on one worker; with one worker, the base batch."""
     return BASE_BATCH if os.environ.get("WORLD_SIZE", "1") == "1" else PER_WORKER_BATCH
 
 
 def splits() -> tuple[TensorDataset, TensorDataset, TensorDataset]:
-    """1,797 images of 8×8 pixels: 1,200 to train on, 250 to choose the learning rate by, 347 for the comparison."""
+    """Split 1,797 images of 8×8 pixels: 1,200 for training, 250 for the choice of the learning rate, 347 for the comparison."""
     images, labels = load_digits(return_X_y=True)
     x = torch.as_tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16
     y = torch.as_tensor(labels)
@@ -49,7 +49,7 @@ def splits() -> tuple[TensorDataset, TensorDataset, TensorDataset]:
 
 
 def build(lr: float) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """Plain torch, exactly as at the base batch."""
+    """Return model, optimizer and scheduler in plain torch, as at the base batch."""
     model = nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.ReLU(),
@@ -65,6 +65,7 @@ def build(lr: float) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_s
 
 
 def accuracy(model: nn.Module, dataset: TensorDataset) -> float:
+    """Return the share of correct answers."""
     x, y = dataset.tensors
     model.eval()
     with torch.no_grad():
@@ -73,6 +74,7 @@ def accuracy(model: nn.Module, dataset: TensorDataset) -> float:
 
 
 def loss_of(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    """Return the loss of a batch."""
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
@@ -80,9 +82,9 @@ def main(train: Train, loss_fn: Callable[[nn.Module, Any], Tensor] = loss_of) ->
     parser = argparse.ArgumentParser(description="Digits at the base batch, or on two workers at S = 8.")
     parser.add_argument("what", choices=["base", "scaled"])
     parser.add_argument("recipe", help="a file: written by base, read by scaled")
-    parser.add_argument("--lrs", type=float, nargs="+", default=[0.01, 0.03, 0.1], help="to choose from")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of the comparison")
-    parser.add_argument("--folder", default="runs/clients", help="for traces (default: %(default)s)")
+    parser.add_argument("--lrs", type=float, nargs="+", default=[0.01, 0.03, 0.1], help="learning rates to choose from")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="seeds of the comparison")
+    parser.add_argument("--folder", default="runs/clients", help="folder for traces (default: %(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     _, search, test = splits()
@@ -98,13 +100,13 @@ def main(train: Train, loss_fn: Callable[[nn.Module, Any], Tensor] = loss_of) ->
         if int(os.environ.get("RANK", "0")) == 0:
             print(
                 f"{args.what}, seed {seed}: accuracy {scores[-1]:.3f} in {optimizer.steps} optimizer steps for "
-                f"{optimizer.effective_steps:.0f} effective ones; so far {sum(scores) / len(scores):.3f} in the mean",
+                f"{optimizer.effective_steps:.0f} effective ones; so far {sum(scores) / len(scores):.3f} on average",
                 flush=True,
             )
 
 
 def choose(train: Train, loss_fn: Any, lrs: list[float], search: TensorDataset, folder: str) -> Recipe:
-    """The base run with each learning rate; the recipe of the best."""
+    """Run the base run with each learning rate; return the recipe of the best."""
     recipes = []
     for lr in lrs:
         seed_everything(0)

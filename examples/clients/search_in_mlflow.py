@@ -1,9 +1,9 @@
-"""A search that MLflow sees: each trial is a run of an experiment, in a local folder, with the metrics of each evaluation.
+"""A search logged to MLflow: each trial is a run of an experiment, in a local folder, with the metrics of each evaluation.
 
     python examples/clients/search_in_mlflow.py            # needs: pip install mlflow
     mlflow ui --backend-store-uri sqlite:///runs/mlflow.db
 
-Weights & Biases goes the same way: ``ray.air.integrations.wandb.WandbLoggerCallback``. Tried with MLflow 3.17.2.
+For Weights & Biases use ``ray.air.integrations.wandb.WandbLoggerCallback``. Tested with MLflow 3.17.2.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Digits in a loop around an ``Accelerator``. How to call it: ``digits_data.py``."""
+"""Digits in a loop with an ``Accelerator``. Commands: ``digits_data.py``."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ray_adascale.integrations.client import RecipeRecorder, StepLog
 def train(
     lr: float, config: AdaScaleConfig, recipe: Recipe | None, recorder: RecipeRecorder | None, folder: str
 ) -> tuple[nn.Module, AdaScale]:
+    """Train with an ``Accelerator``."""
     accelerator = Accelerator(cpu=True)
     bare, sgd, cosine = build(lr)
     data = DataLoader(splits()[0], batch_size=batch_size(), shuffle=True, drop_last=True)

@@ -1,4 +1,4 @@
-"""Digits with Lightning's ``Trainer``. How to call it: ``digits_data.py``."""
+"""Digits with Lightning's ``Trainer``. Commands: ``digits_data.py``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from ray_adascale.integrations.lightning import AdaScaleCallback
 
 
 class Digits(pl.LightningModule):
+    """The network as a Lightning module."""
+
     def __init__(self, lr: float) -> None:
         super().__init__()
         self.net, self.optimizer, self.scheduler = build(lr)
@@ -30,6 +32,7 @@ class Digits(pl.LightningModule):
 def train(
     lr: float, config: AdaScaleConfig, recipe: Recipe | None, recorder: RecipeRecorder | None, folder: str
 ) -> tuple[nn.Module, AdaScale]:
+    """Train with ``Trainer``."""
     workers = int(os.environ.get("WORLD_SIZE", "1"))
     adascale = AdaScaleCallback(config, recipe, recorder=recorder, trace=f"{folder}/trace.jsonl")
     module = Digits(lr)
@@ -51,6 +54,7 @@ def train(
 
 
 def loss_fn(module: Any, batch: Any) -> Tensor:
+    """Return the loss of a batch, for the recorder."""
     return loss_of(module.net, batch)
 
 

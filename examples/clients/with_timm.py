@@ -1,6 +1,6 @@
-"""Digits in a loop in timm's way: a schedule that is told the number of updates, and an epoch's last step of fewer passes.
+"""Digits in a loop like timm's: the schedule receives the number of updates, and an epoch's last step has fewer passes.
 
-No adapter: ``attach`` takes timm's scheduler, and the loop says how many passes the last step has. How to call it:
+There is no adapter: ``attach`` accepts timm's scheduler, and the loop declares the number of passes of the last step. Commands:
 ``digits_data.py``.
 """
 
@@ -23,6 +23,7 @@ from ray_adascale.integrations.client import RecipeRecorder, StepLog, with_clien
 def train(
     lr: float, config: AdaScaleConfig, recipe: Recipe | None, recorder: RecipeRecorder | None, folder: str
 ) -> tuple[nn.Module, AdaScale]:
+    """Train, as one of the workers that torchrun started."""
     workers = int(os.environ.get("WORLD_SIZE", "1"))
     if workers > 1 and not dist.is_initialized():
         dist.init_process_group("gloo")
@@ -55,7 +56,7 @@ def train(
             need_update = batch_idx == len(loader) - 1 or (batch_idx + 1) % accum_steps == 0
             passes = last_accum_steps if batch_idx >= last_batch_idx_to_accum else accum_steps
             if batch_idx == last_batch_idx_to_accum and last_accum_steps:
-                optimizer.expect_passes(last_accum_steps)  # this line is ours
+                optimizer.expect_passes(last_accum_steps)  # AdaScale needs this line
             if recorder is not None:
                 recorder.before_step(bare, batch)
             if isinstance(model, DistributedDataParallel):

@@ -1,7 +1,7 @@
-"""Digits in a loop in the way of torchvision's ``references/classification``: warm-up and schedule are stepped once an epoch.
+"""Digits in a loop like torchvision's ``references/classification``: warm-up and schedule are stepped once an epoch.
 
-No adapter and no torchvision either: its reference scripts are files to copy, of which this is the loop. How to call it:
-``digits_data.py``. The base run's schedule counts epochs of 150 steps, so that T is twelve of them.
+There is no adapter, and torchvision is not imported: its reference scripts are files to copy, and this file has their loop.
+Commands: ``digits_data.py``. The base run's schedule counts epochs of 150 steps, and T is twelve of them.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ def train_one_epoch(
     steps: StepLog,
     recorder: RecipeRecorder | None,
 ) -> None:
+    """Train one epoch, or to the end of the schedule."""
     model.train()
     for batch in loader:
         if recorder is not None:
@@ -39,13 +40,14 @@ def train_one_epoch(
         loss.backward()
         optimizer.step()
         steps.record(loss=loss.item())
-        if schedule.finished:  # this line is ours
+        if schedule.finished:  # AdaScale needs this line
             break
 
 
 def train(
     lr: float, config: AdaScaleConfig, recipe: Recipe | None, recorder: RecipeRecorder | None, folder: str
 ) -> tuple[nn.Module, AdaScale]:
+    """Train, as one of the workers that torchrun started."""
     workers = int(os.environ.get("WORLD_SIZE", "1"))
     if workers > 1 and not dist.is_initialized():
         dist.init_process_group("gloo")
@@ -72,7 +74,7 @@ def train(
     while not schedule.finished:
         sampler.set_epoch(epoch)
         train_one_epoch(model, optimizer, loader, schedule, steps, recorder)
-        schedule.step()  # as it was; τ has said what there is to say
+        schedule.step()  # unchanged; the schedule itself follows τ
         epoch += 1
     steps.close()
     return bare, optimizer

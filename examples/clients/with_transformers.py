@@ -1,4 +1,4 @@
-"""Digits with Hugging Face's ``Trainer``. How to call it: ``digits_data.py``."""
+"""Digits with Hugging Face's ``Trainer``. Commands: ``digits_data.py``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from ray_adascale.integrations.transformers import AdaScaleTrainer
 
 
 class Digits(nn.Module):
+    """The network with the loss that ``Trainer`` expects."""
+
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
         self.net = net
@@ -26,6 +28,7 @@ class Digits(nn.Module):
 def train(
     lr: float, config: AdaScaleConfig, recipe: Recipe | None, recorder: RecipeRecorder | None, folder: str
 ) -> tuple[nn.Module, AdaScale]:
+    """Train with ``Trainer``."""
     net, optimizer, scheduler = build(lr)
     trainer: Any = AdaScaleTrainer(
         model=Digits(net),
@@ -55,6 +58,7 @@ def train(
 
 
 def loss_fn(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Return the loss of a batch, for the recorder."""
     return model(**batch)["loss"]
 
 

@@ -1,4 +1,4 @@
-"""The scripts of benchmarks/ as modules; they import one another as scripts that lie beside one another."""
+"""The scripts of benchmarks/ as modules; they import one another as scripts in the same folder."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+STUDIES = BENCHMARKS / "studies"
 
 
 def load(name: str) -> Any:
-    """The script of that name, without running it."""
-    if str(BENCHMARKS) not in sys.path:
-        sys.path.append(str(BENCHMARKS))
+    """Import the script of that name without running it."""
+    for folder in (BENCHMARKS, STUDIES):
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
     return importlib.import_module(name)

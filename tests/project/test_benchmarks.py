@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ray_adascale import RuleInput
-from tests.project.benchmarks import BENCHMARKS, load
+from tests.project.benchmarks import BENCHMARKS, STUDIES, load
 
 pytestmark = pytest.mark.docs
 
@@ -109,8 +109,7 @@ def test_a_kind_that_did_other_work_is_named(smoke: tuple[dict[str, Any], str]) 
 
 
 def test_the_resnet_has_the_tensors_of_resnet18() -> None:
-    overhead = load_overhead()
-    model = overhead.resnet18(64, classes=1000)
+    model = load("kinds").resnet18(64, classes=1000)
     assert len(list(model.parameters())) == 62
     # torchvision's resnet18 has 11 689 512, with a first convolution of 7×7 where images of 32×32 take one of 3×3.
     assert sum(p.numel() for p in model.parameters()) == 11_689_512 - 64 * 3 * (49 - 9)
@@ -149,7 +148,7 @@ def test_the_checkpoint_benchmark_measures_every_kind_at_every_size(tmp_path: Pa
 
 def test_the_elastic_experiment_runs_every_plan(tmp_path: Path) -> None:
     path = tmp_path / "elastic.json"
-    command = [sys.executable, str(BENCHMARKS / "elastic.py"), "--smoke", "--json", str(path)]
+    command = [sys.executable, str(STUDIES / "elastic.py"), "--smoke", "--json", str(path)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=90, env={**os.environ, "LC_ALL": "C.UTF-8"})
     assert run.returncode == 0, run.stderr
     results = {tuple(r["scales"]): r for r in json.loads(path.read_text())}
@@ -171,7 +170,7 @@ def autobatch() -> Any:
 
 def test_the_batch_that_follows_is_run_and_goes_on_where_it_was(tmp_path: Path) -> None:
     path, page = tmp_path / "runs.jsonl", tmp_path / "page.md"
-    command = [sys.executable, str(BENCHMARKS / "autobatch.py"), "--smoke", "--workloads", "mnist1d", "tabular"]
+    command = [sys.executable, str(STUDIES / "autobatch.py"), "--smoke", "--workloads", "mnist1d", "tabular"]
     command += ["--json", str(path), "--page", str(page)]
     env = {**os.environ, "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, capture_output=True, text=True, timeout=110, env=env)
@@ -225,7 +224,7 @@ def test_efficiencies_are_compared_at_as_many_steps_seed_by_seed(autobatch: Any)
 
 def test_goodput_and_fixed_plans_train_both_models_on_two_workers(tmp_path: Path) -> None:
     path = tmp_path / "goodput.jsonl"
-    command = [sys.executable, str(BENCHMARKS / "goodput.py"), "--smoke", "--json", str(path)]
+    command = [sys.executable, str(STUDIES / "goodput.py"), "--smoke", "--json", str(path)]
     env = {**os.environ, "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, capture_output=True, text=True, timeout=110, env=env)
     assert run.returncode == 0, run.stderr
@@ -247,7 +246,7 @@ def first_steps() -> Any:
 
 def test_the_first_steps_run_from_every_start(tmp_path: Path) -> None:
     path = tmp_path / "first_steps.jsonl"
-    command = [sys.executable, str(BENCHMARKS / "first_steps.py"), "--smoke", "--json", str(path)]
+    command = [sys.executable, str(STUDIES / "first_steps.py"), "--smoke", "--json", str(path)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=90, env={**os.environ, "LC_ALL": "C.UTF-8"})
     assert run.returncode == 0, run.stderr
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -346,11 +345,7 @@ def test_the_first_steps_refuse_what_they_cannot_run(
 
 @pytest.fixture(scope="module")
 def scale() -> Any:
-    sys.path.insert(0, str(BENCHMARKS))  # it takes from its neighbours
-    try:
-        return load("scale")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+    return load("scale")
 
 
 def test_growth_counts_what_each_kind_sends(tmp_path: Path) -> None:
@@ -389,7 +384,7 @@ def test_growth_counts_what_each_kind_sends(tmp_path: Path) -> None:
 
 
 def scale_by_hand() -> tuple[str, str]:
-    begin, end = load("page").BY_HAND
+    begin, end = load("bench").BY_HAND
     return begin, end
 
 

@@ -31,7 +31,7 @@ PAGES = [
     *sorted((ROOT / "examples").glob("*.py")),
     *sorted((ROOT / "examples" / "clients").glob("*.py")),
     *sorted((ROOT / "examples" / "cluster").glob("*.yaml")),
-    *sorted((ROOT / "benchmarks").glob("*.py")),
+    *sorted((ROOT / "benchmarks").rglob("*.py")),
 ]
 FENCE = re.compile(r"^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PROGRAMS = ("ray-adascale", "ray", "python", "pytest", "make")
@@ -139,10 +139,17 @@ def check_script(arguments: list[str]) -> None:
     if arguments[0] == "-c":
         ast.parse(arguments[1])
         return
-    text = (ROOT / arguments[0]).read_text()
+    text = "\n".join(script.read_text() for script in with_imported(ROOT / arguments[0]))
     for word in arguments[1:]:
         if word.startswith("--"):
             assert f'"{word}"' in text, f"{arguments[0]} {word}"
+
+
+def with_imported(script: Path) -> list[Path]:
+    """The script, and the modules of its folder and of the folder above that it imports: they may define its options."""
+    names = re.findall(r"^(?:from|import) (\w+)", script.read_text(), flags=re.MULTILINE)
+    folders = script.parent, script.parent.parent
+    return [script, *(path for name in names for folder in folders if (path := folder / f"{name}.py").exists())]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -181,6 +188,7 @@ def test_the_commands_are_found() -> None:
         "ray launch cluster.yaml",
         "python benchmarks/none.py",
         "python benchmarks/memory.py --models wide",
+        "python benchmarks/studies/transfer.py --optimizer adamw",
         "pytest tests/test_gain.py -k no_such_thing",
         "make tests",
     ],
@@ -193,9 +201,9 @@ def test_a_wrong_command_is_seen(line: str, capsys: pytest.CaptureFixture[str]) 
 
 def test_every_benchmark_has_its_entry() -> None:
     table = (ROOT / "benchmarks" / "README.md").read_text()
-    texts = {path: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
+    texts = {path: path.read_text() for path in (ROOT / "benchmarks").rglob("*.py")}
     for path, text in texts.items():
         if 'if __name__ == "__main__":' in text:
-            assert f"| `python benchmarks/{path.name}" in table, path.name
+            assert f"| `python {path.relative_to(ROOT).as_posix()}" in table, path.name
         else:  # no benchmark, but a part of one
             assert any(f"from {path.stem} import" in other for other in texts.values()), path.name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -11,9 +10,9 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.docs
+from tests.project.benchmarks import BENCHMARKS, load
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "search.py"
+SCRIPT = BENCHMARKS / "search.py"
 
 
 @pytest.mark.slow  # a Ray and eight trials' processes of its own: one minute, on a busy machine four
@@ -37,13 +36,7 @@ def test_the_benchmark_runs_and_says_where_the_time_goes(tmp_path: Path) -> None
 
 @pytest.fixture(scope="module")
 def search() -> Any:
-    spec = importlib.util.spec_from_file_location("search_benchmark", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["search_benchmark"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load("search")
 
 
 def test_both_loops_take_the_same_steps_and_evaluate_as_often(search: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from ray_adascale import RuleInput
 from ray_adascale.optim.rules import metric_of
 from ray_adascale.workload import build, resolve
-from tests.project.benchmarks import load
+from tests.project.benchmarks import STUDIES, load
 
 pytest.importorskip("mlxtend")
 
@@ -35,8 +36,23 @@ def candidates() -> Any:
 
 
 @pytest.fixture(scope="module")
-def workloads() -> Any:
-    return load("workloads")
+def study() -> Any:
+    return load("study")
+
+
+@pytest.fixture(scope="module")
+def comparison() -> Any:
+    return load("comparison")
+
+
+@pytest.fixture(scope="module")
+def pages() -> Any:
+    return load("comparison_page")
+
+
+@pytest.fixture(scope="module")
+def adam() -> Any:
+    return load("adam")
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +65,7 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that one run, started as a user starts it, left behind."""
     folder = tmp_path_factory.mktemp("transfer")
     done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "transfer.py"), *arguments(folder), "--jobs", "2"],
+        [sys.executable, str(STUDIES / "transfer.py"), *arguments(folder), "--jobs", "2"],
         cwd=folder,
         env={**os.environ, "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -65,11 +81,11 @@ def arguments(folder: Path) -> list[str]:
     return ["--smoke", "--workloads", "tabular", *files]
 
 
-def test_every_method_ran_for_as_long_as_it_should(transfer: Any, smoke: Path) -> None:
-    results = transfer.read(smoke / "runs.jsonl")
+def test_every_method_ran_for_as_long_as_it_should(transfer: Any, comparison: Any, smoke: Path) -> None:
+    results = comparison.read(smoke / "runs.jsonl")
     plan = transfer.parse(arguments(smoke))[1]
     found = {
-        (scale, method): transfer.comparison(plan, results, "tabular", scale, method)[1]
+        (scale, method): comparison.seeds_of(plan, results, "tabular", scale, method)[1]
         for scale in (1, 4)
         for method in transfer.SGD.methods
     }
@@ -99,7 +115,7 @@ def test_the_page_has_every_cell_and_no_path_of_this_machine(smoke: Path) -> Non
     assert all(len(row) == 7 and all(row) for row in table)
     (verdicts,) = (row for row in rows if row[:2] == ["tabular", "4"])
     assert all("one seed only" in cell for cell in verdicts[2:])
-    assert "`python benchmarks/transfer.py --smoke --workloads tabular`" in page
+    assert "`python benchmarks/studies/transfer.py --smoke --workloads tabular`" in page
     assert str(smoke) not in page
     for name in ("scale", "curves", "grid"):
         assert f"(page-{name}.png)" in page
@@ -110,7 +126,7 @@ def test_a_second_call_runs_nothing_and_keeps_what_was_written_by_hand(
     transfer: Any, smoke: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines, page = (smoke / "runs.jsonl").read_bytes(), smoke / "page.md"
-    begin, end = load("page").BY_HAND
+    begin, end = load("bench").BY_HAND
     page.write_text(page.read_text().replace(f"{begin}\n{end}", f"{begin}\nIt holds.\n{end}"))
     written = page.read_text()
     monkeypatch.setattr(transfer, "train", None)
@@ -120,16 +136,18 @@ def test_a_second_call_runs_nothing_and_keeps_what_was_written_by_hand(
     assert page.read_text() == written
 
 
-def test_an_interrupted_benchmark_goes_on_with_what_is_missing(transfer: Any, smoke: Path, tmp_path: Path) -> None:
+def test_an_interrupted_benchmark_goes_on_with_what_is_missing(
+    transfer: Any, comparison: Any, smoke: Path, tmp_path: Path
+) -> None:
     lines = (smoke / "runs.jsonl").read_text().splitlines(keepends=True)
     path = tmp_path / "runs.jsonl"
     path.write_text("".join(lines[:-2]) + lines[-2][:50])
     plan = transfer.parse(arguments(smoke))[1]
-    results = transfer.run_all(plan, path, 1)
+    results = comparison.run_all(path, transfer.train, partial(comparison.rounds, plan))
     assert path.read_text().splitlines(keepends=True)[:-2] == lines[:-2]
     assert len(results) == len(lines)
-    assert transfer.read(path) == results
-    for job, result in transfer.read(smoke / "runs.jsonl").items():
+    assert comparison.read(path) == results
+    for job, result in comparison.read(smoke / "runs.jsonl").items():
         # Another process, and in it the same run to the bit.
         assert replace(results[job], cpu_s=0, date="") == replace(result, cpu_s=0, date="")
 
@@ -143,27 +161,29 @@ def test_at_s_1_all_methods_are_the_same_run(transfer: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:AdaScale is derived for SGD")
-def test_at_s_1_all_candidates_for_adam_are_the_same_run(transfer: Any) -> None:
-    job = transfer.Job("tabular", "AdaScale", 1, 1, 0.004, "warmup", 40, "test", None, "adamw")
-    methods = transfer.ADAMW.methods
-    jobs = [replace(job, method=m, steps=40 if methods[m].told else None) for m in methods]
-    first, *others = (replace(transfer.train(job), cpu_s=0, date="") for job in jobs)
+def test_at_s_1_all_candidates_for_adam_are_the_same_run(transfer: Any, adam: Any) -> None:
+    job = adam.Job("tabular", "AdaScale", 1, 1, 0.004, "warmup", 40, "test", None, "adamw")
+    methods = adam.ADAMW.methods
+    jobs = [replace(job, method=m, steps=40 if methods[m].given_steps else None) for m in methods]
+    first, *others = (replace(adam.train(job), cpu_s=0, date="") for job in jobs)
     assert first.optimizer_steps == 40
     assert others == [first] * (len(methods) - 1)
     # Not the SGD that the workload makes.
     assert transfer.train(replace(job, optimizer="sgd")).score != first.score
-    assert transfer.train(replace(job, beta2=0.95)).score != first.score
+    assert adam.train(replace(job, beta2=0.95)).score != first.score
 
 
-def test_candidates_for_adam_run_and_are_all_on_the_page(transfer: Any, tmp_path: Path) -> None:
+def test_candidates_for_adam_run_and_are_all_on_the_page(
+    transfer: Any, adam: Any, comparison: Any, tmp_path: Path
+) -> None:
     page = tmp_path / "page.md"
-    argv = ["--optimizer", "adamw", "--smoke", "--workloads", "tabular", "--jobs", "1"]
+    argv = ["--smoke", "--workloads", "tabular", "--jobs", "1"]
     argv += ["--json", str(tmp_path / "runs.jsonl"), "--page", str(page)]
-    assert transfer.main(argv) == 0
-    results = transfer.read(tmp_path / "runs.jsonl")
-    plan = transfer.parse(argv)[1]
-    run = list(transfer.ADAMW.methods)
-    found = {m: transfer.comparison(plan, results, "tabular", 4, m)[1] for m in run}
+    assert adam.main(argv) == 0
+    results = comparison.read(tmp_path / "runs.jsonl")
+    plan = adam.parse(argv)[1]
+    run = list(adam.ADAMW.methods)
+    found = {m: comparison.seeds_of(plan, results, "tabular", 4, m)[1] for m in run}
     assert {m for m in found if found[m].optimizer_steps == 60 // 4} == {"sqrt", "SDE, κ = S", "linear"}
     # N steps of T/N may end a rounding before T, and then there is one more.
     assert {found[m].optimizer_steps - found["AdaScale"].optimizer_steps for m in ("sqrt+", "unscaled")} <= {0, 1}
@@ -174,7 +194,7 @@ def test_candidates_for_adam_run_and_are_all_on_the_page(transfer: Any, tmp_path
     text = page.read_text()
     for method in run:
         assert f"| {method} | " in text
-    assert "`python benchmarks/transfer.py --optimizer adamw --smoke --workloads tabular`" in text
+    assert "`python benchmarks/studies/adam.py --smoke --workloads tabular`" in text
     assert re.search(r"^\| tabular \| 4 \| \d+ \(\d+ to \d+\) \| \d+ \| [+-]\d+% \|$", text, re.MULTILINE)  # a forecast
     for name in ("scale", "curves", "steps", "examples"):
         assert f"(page-{name}.png)" in text
@@ -224,7 +244,7 @@ def test_what_a_candidate_changes_is_in_adams_step_and_nowhere_after(candidates:
     assert stepped(candidates.betas_per_effective_step)[1] == pytest.approx((1 - 0.6561) * 3)
 
 
-def test_divergence_is_a_result(transfer: Any) -> None:
+def test_divergence_is_a_result(transfer: Any, comparison: Any, pages: Any) -> None:
     job = transfer.Job("tabular", "AdaScale", 1, 1, 10.0, "cosine", 80, "test")
     lost = transfer.train(job)
     assert lost.failed
@@ -235,32 +255,38 @@ def test_divergence_is_a_result(transfer: Any) -> None:
     assert idle.score is not None
     assert not transfer.train(replace(job, lr=0.02)).failed
 
-    plan = transfer.Plan(("tabular",), (1, 4), (1,), 4, (101,), 3, ("cosine",), 60)
+    plan = comparison.Plan(
+        transfer.SGD, ("tabular",), (1, 4), (1,), 4, ("cosine",), grid_seeds=(101,), every=3, total_steps=60
+    )
     results = {
         one: replace(idle, failed=one.lr > 0.03, score=0.4 if one.lr > 0.03 else 0.5) for one in plan.grid_jobs()
     }
-    assert transfer.best_schedule(plan, results, "tabular") == (0.005, "cosine")
+    assert comparison.best_schedule(plan, results, "tabular") == (0.005, "cosine")
     own = plan.job("tabular", "AdaScale", 4, 1, (0.005, "cosine"))
     assert (
-        len(transfer.stretched(plan, {**results, own: replace(idle, failed=False)}, "tabular", 4, 1, (0.005, "cosine")))
+        len(
+            comparison.stretched(
+                plan, {**results, own: replace(idle, failed=False)}, "tabular", 4, 1, (0.005, "cosine")
+            )
+        )
         == 2
     )
     results[own] = lost
-    assert transfer.stretched(plan, results, "tabular", 4, 1, (0.005, "cosine")) == []
-    table = transfer.workload_table(plan, results, "tabular")
+    assert comparison.stretched(plan, results, "tabular", 4, 1, (0.005, "cosine")) == []
+    table = pages.workload_table(plan, results, "tabular")
     assert "| 4 | AdaScale | **failed** (1 of 1) |" in table
     assert "| 4 | LSW+ | not run |" in table
-    assert "tabular, S = 4: 1 of 1 AdaScale runs failed." in transfer.verdicts(plan, results)
+    assert "tabular, S = 4: 1 of 1 AdaScale runs failed." in pages.verdicts(plan, results)
 
 
 @pytest.mark.filterwarnings("ignore:typing:DeprecationWarning")  # the text is made of all of typing's docstrings
-def test_the_search_split_chooses_and_the_test_split_reports(transfer: Any, workloads: Any) -> None:
-    plan = transfer.Plan(("tabular",), (1, 4), (1,))
+def test_the_search_split_chooses_and_the_test_split_reports(transfer: Any, study: Any) -> None:
+    plan = transfer.parse(["--workloads", "tabular", "--scales", "1", "4", "--seeds", "1"])[1]
     assert {job.split for job in plan.grid_jobs()} == {"search"}
     assert plan.job("tabular", "LSW", 4, 1, (0.01, "step")).split == "test"
     assert not set(plan.grid_seeds) & set(plan.seeds)
     assert len(plan.grid("tabular")) == 15
-    for make in (workloads.text, workloads.tabular, workloads.example("mnist.py:workload")):
+    for make in (study.text, study.tabular, study.example("mnist.py:workload")):
         scores = []
         for split in ("search", "test"):
             torch.manual_seed(0)
@@ -280,27 +306,27 @@ def test_rank_correlation_by_hand(transfer: Any) -> None:
     assert math.isnan(transfer.rank_correlation([1, 1, 1], [1, 2, 3]))
 
 
-def test_differences_are_paired_by_seed(transfer: Any, workloads: Any) -> None:
+def test_differences_are_paired_by_seed(transfer: Any, pages: Any, study: Any) -> None:
     def runs(*scores: float | None) -> dict[int, Any]:
         one = transfer.Result(0.0, 0.0, 1, 1, 1.0, [], [], False, 0.0, "")
         return {seed: replace(one, score=score, failed=score is None) for seed, score in enumerate(scores)}
 
-    more, less = workloads.CASES["vision"], workloads.CASES["text"]
+    more, less = study.CASES["vision"], study.CASES["text"]
     # Differences .1, .1, .2: mean .1333, sd .0577; Student's t with 2 degrees of freedom is 4.303, so ± .1434.
-    near = transfer.difference(more, runs(0.9, 0.8, 0.7), runs(0.8, 0.7, 0.5))
+    near = pages.difference(more, runs(0.9, 0.8, 0.7), runs(0.8, 0.7, 0.5))
     assert (near.mean, near.low, near.high) == pytest.approx((0.13333, -0.01010, 0.27676), abs=1e-4)
     assert near.verdict == "no clear difference"
     # Differences .10, .11, .12, however much the seeds themselves differ: .11 ± .0248.
-    clear = transfer.difference(more, runs(0.3, 0.6, 0.9), runs(0.2, 0.49, 0.78))
+    clear = pages.difference(more, runs(0.3, 0.6, 0.9), runs(0.2, 0.49, 0.78))
     assert (clear.mean, clear.low) == pytest.approx((0.11, 0.0852), abs=1e-4)
     assert clear.verdict == "better"
-    assert transfer.difference(less, runs(0.3, 0.6, 0.9), runs(0.2, 0.49, 0.78)).verdict == "worse"
+    assert pages.difference(less, runs(0.3, 0.6, 0.9), runs(0.2, 0.49, 0.78)).verdict == "worse"
     # The run that failed is counted, and is no part of the mean.
-    lost = transfer.difference(more, runs(0.3, 0.6, 0.9), runs(0.2, 0.49, None))
+    lost = pages.difference(more, runs(0.3, 0.6, 0.9), runs(0.2, 0.49, None))
     assert lost.mean == pytest.approx(0.105)
     assert lost.verdict.endswith("the other failed 1 times")
-    assert transfer.difference(more, runs(0.9), runs(None)).verdict == "the other failed"
-    assert transfer.difference(more, runs(0.9), {}).verdict == "not run"
+    assert pages.difference(more, runs(0.9), runs(None)).verdict == "the other failed"
+    assert pages.difference(more, runs(0.9), {}).verdict == "not run"
 
 
 # ---- examples/mnist.py -----------------------------------------------------------------------------------------------

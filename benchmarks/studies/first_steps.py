@@ -1,51 +1,51 @@
-"""Are the first steps' gains too bold? Runs at the edge of stability, as they are and with a start that is held back.
+"""Gains of the first steps: do they cost runs? Runs at the edge of stability, as they are and from two slower starts.
 
-    python benchmarks/first_steps.py                all of it: 800 runs of some 4 s, about an hour on one quiet core
-    python benchmarks/first_steps.py --edges        the search for the LRs at the edge, at S = 1
-    python benchmarks/first_steps.py --smoke        whether it runs
+    python benchmarks/studies/first_steps.py                all of it: 800 runs of some 4 s, about an hour on one quiet core
+    python benchmarks/studies/first_steps.py --edges        the search for the LRs at the edge, at S = 1
+    python benchmarks/studies/first_steps.py --smoke        check that it runs
 
-The first gains come from averages of one, two, three samples. If they are too large they should cost runs, most of all where
-the schedule begins at its peak LR, and where that peak is the largest that S = 1 survives (``edge``) or half as much again
+The first gains come from averages of one, two, three samples. If they are too large they should cost runs, most of all if the
+schedule begins at its peak LR, and if that peak is the largest that S = 1 survives (``edge``) or half as much again
 (``beyond``). So each schedule runs at S = 1, and at larger S from three starts:
 
-    plain    r as it is
+    plain    r unchanged
     prior    1/r' = p + (1 − p)/r with p = 10/(10 + 1 + τ): r = 1 with the weight of ten effective steps
-    ramp     r' = 1 + (r − 1)·τ/0.05T until τ is 0.05 T, the width of the averages: as timid as can be
+    ramp     r' = 1 + (r − 1)·τ/0.05T until τ is 0.05 T, the width of the averages: the slowest start
 
-Both held-back starts are scaling rules, and leave S = 1 alone. Every run is one single-threaded process and a step has
-n = 2 gradient samples, the fewest, whose averages are the least settled. Every run appends a line to a file; an interrupted
-benchmark goes on from it.
+Both slower starts are scaling rules, and do not change S = 1. Every run is one single-threaded process and a step has n = 2
+gradient samples, the fewest possible, with the noisiest averages. Every result is kept in a file, and an interrupted study
+continues from it.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import functools
-import json
 import math
-import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import study
 import torch
-import torch.nn.functional as F
-from page import markdown
-from torch import Tensor, nn
-from workloads import CASES as TRANSFERRED
-from workloads import Case, Transformer, bits_without_context, example, prepare_process, text_splits
+from study import CASES as TRANSFERRED
+from study import Case, KeptRuns, announce, bits_without_context, check_scales, example, prepare_process
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from ray_adascale import AdaScaleConfig, RuleInput, Run, Workload, seed_everything
+from ray_adascale import RuleInput, Run, Workload, seed_everything
+
+sys.path.append(str(Path(__file__).parents[1]))
+from bench import markdown, spread
 
 PRIOR = 10.0  # effective steps
-WINDOW = 0.05  # of T: the averages' width, and the ramp's
-GOOD = 0.9  # of what the best schedule learns at S = 1
-AT = (0, 5, 10, 20)  # effective steps at which gains are shown
+WINDOW = 0.05  # share of T: width of the averages, and of the ramp
+GOOD = 0.9  # share of what the best schedule learns at S = 1
+AT = (0, 5, 10, 20)  # effective steps at which the tables show gains
 STARTS = ("plain", "prior", "ramp")
 SHAPES = ("warmup", "cosine")
 
@@ -53,53 +53,32 @@ SHAPES = ("warmup", "cosine")
 # ---- workloads -------------------------------------------------------------------------------------------------------
 
 
+def one_cycle(optimizer: Optimizer, shape: str, total_steps: int) -> LRScheduler:
+    """Return torch's OneCycleLR for a schedule with a warm-up."""
+    if shape != "warmup":
+        return study.schedule(optimizer, shape, total_steps)
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, optimizer.param_groups[0]["lr"], total_steps=total_steps)
+
+
 def transformer(config: dict[str, Any]) -> Workload:
-    """The next character of the text of ``workloads.py``; the schedule with a warm-up is torch's OneCycleLR."""
-    model = Transformer(len(example("language_model.py:LETTERS")))
-    optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9)
-    train, _, test = text_splits()
-    x, y = (part[:256] for part in test.tensors)
-    scheduler: Any
-    if config["schedule"] == "warmup":
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, config["lr"], total_steps=config["total_steps"])
-    else:
-        scheduler = example("mnist.py:schedule")(optimizer, config["schedule"], config["total_steps"])
-
-    def loss_fn(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-        return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
-
-    return Workload(
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        scheduler_unit="step",
-        train_dataset=train,
-        loss_fn=loss_fn,
-        evaluate=lambda model: {"bits": loss_fn(model, (x, y)).item() / math.log(2)},
-        metric="bits",
-    )
+    """Predict the next character with a transformer; the warm-up is torch's OneCycleLR."""
+    return study.transformer(config, one_cycle)
 
 
 def digits(config: dict[str, Any]) -> Workload:
-    """``examples/digits.py``, which the demo trains, with another schedule."""
+    """Train the network of ``examples/digits.py`` with another schedule."""
     built: Workload = example("digits.py:workload")({"lr": config["lr"], "momentum": 0.9, "split": "test"})
-    shape, total_steps = config["schedule"], config["total_steps"]
-    return replace(built, scheduler=example("mnist.py:schedule")(built.optimizer, shape, total_steps))
-
-
-def shorter(name: str, total_steps: int) -> Case:
-    """A workload of ``workloads.py`` with another T."""
-    return replace(TRANSFERRED[name], total_steps=total_steps)
+    return replace(built, scheduler=study.schedule(built.optimizer, config["schedule"], config["total_steps"]))
 
 
 CASES = {
-    "tabular": shorter("tabular", 2000),
+    "tabular": replace(TRANSFERRED["tabular"], total_steps=2000),
     "digits": Case("the demo's digits", digits, "accuracy", 1, lambda: 0.1, 8, 900, (0.05,)),
     "transformer": Case("two causal layers", transformer, "bits a character", 0, bits_without_context, 8, 600, (0.1,)),
-    "text": shorter("text", 600),
-    "vision": shorter("vision", 600),
+    "text": replace(TRANSFERRED["text"], total_steps=600),
+    "vision": replace(TRANSFERRED["vision"], total_steps=600),
 }
-EDGES = {  # the largest peak LRs that S = 1 survives, found by --edges
+EDGES = {  # largest peak LRs that S = 1 survives, found by --edges
     ("tabular", "warmup"): 0.045,
     ("tabular", "cosine"): 0.03,
     ("digits", "warmup"): 0.075,
@@ -120,7 +99,7 @@ SEARCH_FROM = {"tabular": 0.02, "digits": 0.05, "transformer": 0.1, "text": 0.2,
 
 @dataclass(frozen=True)
 class Prior:
-    """AdaScale with a prior of r = 1 that has the weight of ``steps`` effective steps."""
+    """AdaScale with a prior of r = 1, which has the weight of ``steps`` effective steps."""
 
     steps: float
 
@@ -132,7 +111,7 @@ class Prior:
 
 @dataclass(frozen=True)
 class Ramp:
-    """AdaScale whose gain grows from 1 to what it is over a share of the run."""
+    """AdaScale with a gain that grows from 1 to its estimate over a share of the run."""
 
     share: float
 
@@ -151,7 +130,7 @@ RULES: dict[str, str | Callable[[RuleInput], tuple[float, float]]] = {
 
 @dataclass(frozen=True)
 class Job:
-    """One run. What makes it another run is a field."""
+    """One run. The fields identify it."""
 
     workload: str
     shape: str
@@ -164,15 +143,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """How it ended.
+    """Outcome of a run.
 
     Attributes:
-        score: The metric; None where it isn't finite.
-        learnt: The way from chance to perfect, as a share; −1 where the metric isn't finite.
-        optimizer_steps: Taken.
-        gains: r as estimated, at :data:`AT` effective steps and, last, at 0.05 T; None where the run ended before.
-        well_until: τ up to which the training loss, a mean over ten steps, was nearer to its lowest than to its beginning.
-        date: Of the run.
+        score: The metric; None if it is not finite.
+        learnt: Share of the way from chance to perfect; −1 if the metric is not finite.
+        optimizer_steps: Number of optimizer steps.
+        gains: The estimates of r at :data:`AT` effective steps and, last, at 0.05 T; None after the run's end.
+        well_until: Last τ at which the training loss, a mean over ten steps, was nearer to its minimum than to its first value.
+        date: Date of the run.
     """
 
     score: float | None
@@ -183,34 +162,13 @@ class Result:
     date: str
 
 
-Results = dict[Job, Result]
-chance = functools.cache(lambda workload: CASES[workload].chance())
-
-
 def train(job: Job) -> Result:
-    """One run in this process. Divergence is a result, not an error."""
+    """Run a job in this process. Divergence is a result, not an error."""
     case = CASES[job.workload]
     seed_everything(job.seed)
-    config = {"lr": job.lr, "schedule": job.shape, "total_steps": job.total_steps, "split": "test"}
-    built = case.workload(config)
-    passes = min(job.scale, 2)
-    run = Run(
-        built.model,
-        built.optimizer,
-        built.scheduler,
-        built.train_dataset,
-        AdaScaleConfig(
-            base_batch_size=case.base_batch_size,
-            total_steps=job.total_steps,
-            scheduler_unit=built.scheduler_unit,
-            per_worker_batch_size=case.base_batch_size * job.scale // passes,
-            accumulation=passes,
-            rule=RULES[job.start],
-            seed=job.seed,
-            evaluate_every=job.total_steps,
-        ),
-        evaluate=built.evaluate,
-    )
+    built = case.workload({"lr": job.lr, "schedule": job.shape, "total_steps": job.total_steps, "split": "test"})
+    rule, until = RULES[job.start], job.total_steps
+    run = Run.of(built, case.config(job.scale, 2, until, rule=rule, seed=job.seed, evaluate_every=until))
     score = math.nan
     taus, gains, losses, parts = [0.0], list[float](), list[float](), list[float]()
     try:
@@ -230,7 +188,7 @@ def train(job: Job) -> Result:
     at = (*AT, WINDOW * job.total_steps)
     return Result(
         score=score if finite else None,
-        learnt=(score - chance(job.workload)) / (case.perfect - chance(job.workload)) if finite else -1.0,
+        learnt=case.learned(score) if finite else -1.0,
         optimizer_steps=run.optimizer.steps,
         gains=[next((r for tau, r in zip(taus, gains, strict=False) if tau >= t), None) for t in at],
         well_until=well_until(taus, losses),
@@ -239,7 +197,13 @@ def train(job: Job) -> Result:
 
 
 def well_until(taus: Sequence[float], losses: Sequence[float], width: int = 10) -> float:
-    """:attr:`Result.well_until`, of τ before each step and the loss of each step; 0 where that never was."""
+    """Return :attr:`Result.well_until`, or 0 if there is no such τ.
+
+    Args:
+        taus: τ before each step.
+        losses: Loss of each step.
+        width: Number of steps in a mean.
+    """
     means = [statistics.fmean(losses[max(0, i + 1 - width) : i + 1]) for i in range(len(losses))]
     finite = [x for x in means if math.isfinite(x)]
     halfway = (finite[0] + min(finite)) / 2 if finite else -math.inf
@@ -251,7 +215,7 @@ def well_until(taus: Sequence[float], losses: Sequence[float], width: int = 10) 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which runs there are. ``total_steps`` replaces each workload's T, for the smoke test."""
+    """The runs of the study. ``total_steps`` replaces each workload's T, for the smoke test."""
 
     workloads: tuple[str, ...]
     scales: tuple[int, ...]
@@ -262,14 +226,14 @@ class Plan:
     total_steps: int | None = None
 
     def jobs(self, workload: str, shape: str, level: str, scale: int, start: str) -> list[Job]:
-        """A run for each seed. At S = 1 all starts are one."""
+        """Return a run for each seed. At S = 1 all starts are one."""
         lr = float(f"{EDGES[workload, shape] * LEVELS[level]:.6g}")
         total_steps = self.total_steps or CASES[workload].total_steps
         start = start if scale > 1 else "plain"
         return [Job(workload, shape, lr, scale, start, seed, total_steps) for seed in self.seeds]
 
     def cells(self) -> Iterable[tuple[str, str, str, int, str]]:
-        """Workload, schedule's shape, its level, S, start."""
+        """Yield workload, the schedule's shape, its level, S and start."""
         for workload in self.workloads:
             for shape in self.shapes:
                 for level in self.levels:
@@ -278,37 +242,20 @@ class Plan:
                             yield workload, shape, level, scale, start
 
 
-class Runs:
-    """Runs, each of which is done once and kept in a file.
+class Runs(KeptRuns[Job, Result]):
+    """The study's runs.
 
     Args:
-        path: The file, of one line of JSON a run.
-        do: What does a run.
+        path: The file of results.
+        do: Runs a job.
     """
 
     def __init__(self, path: Path, do: Callable[[Job], Result] = train) -> None:
-        self._path, self._do = path, do
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        whole = [line for line in lines if line.endswith("\n")]  # a last line that was torn by a crash doesn't count
-        path.write_text("".join(whole))
-        rows = map(json.loads, whole)
-        self.done: Results = {Job(**row["job"]): Result(**row["result"]) for row in rows}
-
-    def of(self, jobs: Iterable[Job]) -> list[Result]:
-        """Results of these runs, done now where the file hasn't got them."""
-        found = []
-        for job in jobs:
-            if job not in self.done:
-                self.done[job] = self._do(job)
-                with self._path.open("a") as file:
-                    file.write(json.dumps({"job": asdict(job), "result": asdict(self.done[job])}) + "\n")
-            found.append(self.done[job])
-        return found
+        super().__init__(path, Job, Result, do)
 
 
 def edge(runs: Runs, workload: str, shape: str, seeds: Sequence[int] = (1, 2, 3, 4)) -> float:
-    """The largest peak LR of a ladder of factors of 1.5 at which every run at S = 1 learns :data:`GOOD` of the best mean."""
+    """Return the largest peak LR, in factors of 1.5, at which every run at S = 1 learns :data:`GOOD` of the best mean."""
     best = 0.0
 
     def good(lr: float, seeds: Sequence[int]) -> bool:
@@ -327,17 +274,17 @@ def edge(runs: Runs, workload: str, shape: str, seeds: Sequence[int] = (1, 2, 3,
     return lr
 
 
-# ---- what came of it -------------------------------------------------------------------------------------------------
+# ---- tables ----------------------------------------------------------------------------------------------------------
 
 
 def reference(plan: Plan, runs: Runs, workload: str) -> float:
-    """What the best of the plan's schedules learns at S = 1, a mean over seeds."""
+    """Return the mean share that the best of the plan's schedules learns at S = 1."""
     schedules = [(shape, level) for shape in plan.shapes for level in plan.levels]
     return max(statistics.fmean(r.learnt for r in runs.of(plan.jobs(workload, *s, 1, "plain"))) for s in schedules)
 
 
 def outcome_table(plan: Plan, runs: Runs) -> str:
-    """A row for every schedule, scale and start."""
+    """Return a table with a row for every schedule, scale and start."""
     rows = []
     for workload, shape, level, scale, start in plan.cells():
         jobs = plan.jobs(workload, shape, level, scale, start)
@@ -371,7 +318,7 @@ def outcome_table(plan: Plan, runs: Runs) -> str:
 
 
 def gain_table(plan: Plan, runs: Runs) -> str:
-    """r/S over the first effective steps, against 0.05 T, of the plain runs on the schedules at the edge."""
+    """Return a table of r/S in the first effective steps and at 0.05 T, for plain runs with the schedules at the edge."""
     rows = []
     for workload in plan.workloads:
         for shape in plan.shapes:
@@ -386,16 +333,8 @@ def gain_table(plan: Plan, runs: Runs) -> str:
     return markdown(head, rows)
 
 
-def spread(values: Sequence[float], form: str) -> str:
-    """Mean ± standard deviation."""
-    if not values:
-        return ""
-    mean = form.format(statistics.fmean(values))
-    return f"{mean} ± {form.format(statistics.stdev(values))}" if len(values) > 1 else mean
-
-
 def extent(values: Sequence[float]) -> str:
-    """Mean (smallest–largest)."""
+    """Return "mean (smallest–largest)"."""
     return f"{statistics.fmean(values):.2f} ({min(values):.2f}–{max(values):.2f})" if values else ""
 
 
@@ -403,22 +342,25 @@ def extent(values: Sequence[float]) -> str:
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser = study.parser(
+        __doc__,
+        seeds=4,
+        runs="runs/first_steps.jsonl",
+        smoke="tabular, S = 1 and 4, one seed, one schedule, 60 steps",
+    )
     parser.add_argument("--workloads", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--scales", type=int, nargs="+", default=[2, 4, 8], help="beside 1; even")
     parser.add_argument("--starts", nargs="+", choices=STARTS, default=list(STARTS))
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--levels", nargs="+", choices=list(LEVELS), default=["edge", "beyond"])
-    parser.add_argument("--seeds", type=int, default=4, help="how many (default: %(default)s)")
-    parser.add_argument("--json", type=Path, default=Path("runs/first_steps.jsonl"), help="(default: %(default)s)")
     parser.add_argument("--edges", action="store_true", help="search for the LRs at the edge, and nothing else")
-    parser.add_argument("--smoke", action="store_true", help="tabular, S = 1 and 4, one seed, one schedule, 60 steps")
     args = parser.parse_args(argv)
-    if args.seeds < 1 or any(s < 2 or s % 2 for s in args.scales):
-        parser.error("--seeds must be at least 1, and --scales even numbers, so that both passes of a step are equal")
+    if args.seeds < 1:
+        parser.error("--seeds must be at least 1")
+    check_scales(parser, args.scales, 2)
     if args.smoke:
         return args, Plan(("tabular",), (1, 4), STARTS, (1,), ("cosine",), ("edge",), 60)
-    seeds, scales = tuple(range(1, args.seeds + 1)), (1, *sorted(set(args.scales)))
+    seeds, scales = tuple(range(1, args.seeds + 1)), tuple(sorted({1, *args.scales}))
     return args, Plan(tuple(args.workloads), scales, tuple(args.starts), seeds, tuple(args.shapes), tuple(args.levels))
 
 
@@ -426,7 +368,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, plan = parse(argv)
     began = time.monotonic()
     prepare_process()
-    print(f"load before: {os.getloadavg()[0]:.2f}; torch {torch.__version__}; results: {args.json}", file=sys.stderr)
+    announce(args.json)
     runs = Runs(args.json)
     if args.edges:
         found = [[w, shape, f"{edge(runs, w, shape):.4g}"] for w in plan.workloads for shape in plan.shapes]

@@ -1,16 +1,16 @@
-"""The batch that follows the noise against fixed batches: steps, examples and metric, on four workloads.
+"""A batch that follows the noise against fixed batches: steps, examples and metric, on four workloads.
 
-    python benchmarks/autobatch.py --page runs/adaptive-batch.md   all of it: about an hour of one thread
-    python benchmarks/autobatch.py --workloads mnist1d --seeds 2      a part; runs that are in the file are not run again
-    python benchmarks/autobatch.py --report-only                      the tables of the runs so far
-    python benchmarks/autobatch.py --smoke                            whether it runs
+    python benchmarks/studies/autobatch.py --page                             all of it: about an hour of one thread
+    python benchmarks/studies/autobatch.py --workloads mnist1d --seeds 2      a part; kept runs are not repeated
+    python benchmarks/studies/autobatch.py --report-only                      the tables of the kept runs
+    python benchmarks/studies/autobatch.py --smoke                            check that it runs
 
-The workloads are those of ``transfer.py``, each with the schedule that was tuned there at S = 1, and one of MNIST-1D's kind.
-Each runs at fixed scales, with ``target_efficiency`` E, and with "goodput" at a price P: a step is said to cost as much as P base
-batches beside its own examples, so what such a run makes least, step by step, is examples + P·B0·steps, at S = √(P·ν).
+The workloads are those of ``transfer.py``, each with the schedule that was tuned there at S = 1, and one like MNIST-1D.
+Each runs at fixed scales, with ``target_efficiency`` E, and with "goodput" at a price P: a step is assumed to cost as much as P
+base batches beside its own examples. Such a run minimizes examples + P·B0·steps, step by step, at S = √(P·ν).
 
-At the steps that a run took, the fixed scales' frontier says how many examples a fixed batch needs for as few steps, and how
-good it is then: both interpolated over the logarithm of the steps, seed by seed. A run is one single-threaded process; gradient
+The frontier of the fixed scales shows how many examples a fixed batch needs for the same number of steps, and which metric it
+reaches. Both are interpolated over the logarithm of the steps, for each seed. A run is one single-threaded process; gradient
 samples are accumulation passes.
 """
 
@@ -20,26 +20,28 @@ import argparse
 import datetime
 import functools
 import itertools
-import json
 import math
-import os
-import shlex
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import study
 import torch
 import torch.nn.functional as F
-from page import markdown
+from study import CASES, Case, KeptRuns, announce, check_scales, prepare_process, read_runs, schedule
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from workloads import CASES, Case, example, prepare_process
 
 from ray_adascale import AdaScaleConfig, Run, Throughput, Workload, seed_everything
+
+sys.path.append(str(Path(__file__).parents[1]))
+from bench import ROOT, command_line, markdown, page_parser_options
+
+PAGE = ROOT / "runs" / "adaptive-batch.md"  # its tables are copied into docs/results/adaptive-batch.md
 
 SCHEDULES = {
     "vision": (0.05, "warmup"),
@@ -47,11 +49,11 @@ SCHEDULES = {
     "tabular": (0.02, "warmup"),
     "mnist1d": (0.05, "cosine"),
 }
-"""Peak LR and shape: the first three as ``transfer.py`` found them, of fifteen each; the last one's was not searched for."""
+"""Peak LR and shape. ``transfer.py`` found the first three, each among fifteen; the last one was not searched for."""
 LARGEST = 64
-"""The largest scale that a run may choose: that of the largest fixed batch."""
+"""Largest scale that a run may choose; also the scale of the largest fixed batch."""
 
-# The ten shapes of Greydanus's MNIST-1D (arXiv 2011.14439): heights of a digit's strokes.
+# Ten shapes of Greydanus's MNIST-1D (arXiv 2011.14439): heights of a digit's strokes.
 DIGITS = (
     (5, 6, 6.5, 6.75, 7, 7, 7, 7, 6.75, 6.5, 6, 5),
     (5, 3, 3, 3.4, 3.8, 4.2, 4.6, 5, 5.4, 5.8, 5, 5),
@@ -68,7 +70,7 @@ DIGITS = (
 
 @functools.cache
 def digit_splits() -> list[TensorDataset]:
-    """4,000 signals of 40 points for training and 2,000 each for search and test: shifted, scaled, sheared, with noise."""
+    """Make 4,000 signals of 40 points for training and 2,000 each for search and test: shifted, scaled, sheared, noisy."""
     generator = torch.Generator().manual_seed(11)
 
     def uniform(low: float, high: float, *shape: int) -> Tensor:
@@ -89,7 +91,7 @@ def digit_splits() -> list[TensorDataset]:
 
 
 def mnist1d(config: dict[str, Any]) -> Workload:
-    """Ten shapes in signals of 40 points, three convolutions."""
+    """Classify ten shapes in signals of 40 points with three convolutions."""
     model = nn.Sequential(
         nn.Unflatten(1, (1, 40)),
         *(nn.Conv1d(1, 16, 5, stride=2, padding=2), nn.ReLU()),
@@ -108,7 +110,7 @@ def mnist1d(config: dict[str, Any]) -> Workload:
     return Workload(
         model=model,
         optimizer=optimizer,
-        scheduler=example("mnist.py:schedule")(optimizer, config["schedule"], config["total_steps"]),
+        scheduler=schedule(optimizer, config["schedule"], config["total_steps"]),
         scheduler_unit="step",
         train_dataset=train,
         loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
@@ -138,7 +140,7 @@ WORKLOADS: dict[str, Case] = {
 
 @dataclass(frozen=True)
 class Job:
-    """One run: ``choice`` is "S=4", "E=0.6" or "P=8"."""
+    """One run. ``choice`` is "S=4", "E=0.6" or "P=8"."""
 
     workload: str
     choice: str
@@ -148,7 +150,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """How it ended; ``tau`` and ``scale`` are S over the run, at some of its steps."""
+    """Outcome of a run. ``scale`` has S at some of its steps, ``tau`` the effective steps there."""
 
     score: float
     steps: int
@@ -159,37 +161,35 @@ class Result:
     date: str
 
 
-def settings(choice: str, base: int) -> dict[str, Any]:
-    """The batch of a fixed scale in up to 8 passes; or the bounds of a run that chooses: passes of up to 8 base batches."""
-    kind, _, value = choice.partition("=")
+def config_of(job: Job) -> AdaScaleConfig:
+    """Return the settings of a run: a fixed scale in up to 8 passes, or the bounds of a run that chooses its scale."""
+    case = WORKLOADS[job.workload]
+    kind, _, value = job.choice.partition("=")
     if kind == "S":
-        passes = min(int(value), 8)
-        return {"per_worker_batch_size": base * int(value) // passes, "accumulation": passes}
+        return case.config(int(value), 8, job.total_steps, seed=job.seed, evaluate_every=math.inf)
     chosen: dict[str, Any] = {"target_efficiency": float(value)}
-    if kind == "P":  # a step costs as much as so many base batches, beside its own examples
-        price = Throughput(example_s=1 / base, step_s=float(value))
+    if kind == "P":  # beside its own examples, a step costs as much as this number of base batches
+        price = Throughput(example_s=1 / case.base_batch_size, step_s=float(value))
         chosen = {"target_efficiency": "goodput", "throughput": price}
-    return chosen | {
-        "per_worker_batch_size": 8 * base,
-        "max_global_batch_size": LARGEST * base,
-    }
+    return AdaScaleConfig(
+        base_batch_size=case.base_batch_size,
+        total_steps=job.total_steps,
+        per_worker_batch_size=8 * case.base_batch_size,
+        max_global_batch_size=LARGEST * case.base_batch_size,
+        seed=job.seed,
+        evaluate_every=math.inf,
+        **chosen,
+    )
 
 
 def train(job: Job) -> Result:
-    """One run in this process."""
+    """Run a job in this process."""
     began = time.process_time()
     case = WORKLOADS[job.workload]
     lr, shape = SCHEDULES[job.workload]
     seed_everything(job.seed)
     built = case.workload({"lr": lr, "schedule": shape, "total_steps": job.total_steps, "split": "test"})
-    config = AdaScaleConfig(
-        base_batch_size=case.base_batch_size,
-        total_steps=job.total_steps,
-        seed=job.seed,
-        evaluate_every=math.inf,
-        **settings(job.choice, case.base_batch_size),
-    )
-    run = Run.of(built, config)
+    run = Run.of(built, config_of(job))
     seen: list[tuple[float, float]] = []
     for batch in run:
         scale = run.scale
@@ -209,39 +209,41 @@ def train(job: Job) -> Result:
     )
 
 
-def read(path: Path) -> dict[Job, Result]:
-    """The runs in a file; a last line that was torn by a crash doesn't count."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]
-    return {Job(**row["job"]): Result(**row["result"]) for row in rows}
-
-
 def run_all(jobs: Sequence[Job], path: Path) -> dict[Job, Result]:
-    """Runs what the file doesn't have yet, one after the other; each is written down as it ends."""
-    results = read(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():  # without a torn last line, which the next one would be glued to
-        path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")))
-    missing = [job for job in jobs if job not in results]
-    with path.open("a") as file:
-        for number, job in enumerate(missing, start=1):
-            results[job] = result = train(job)
-            file.write(json.dumps({"job": asdict(job), "result": asdict(result)}) + "\n")
-            file.flush()
-            print(
-                f"{number}/{len(missing)}: {job.workload}, {job.choice}, seed {job.seed}: {result.score:.4f} in {result.steps} "
-                f"steps, {result.examples} examples, {result.cpu_s:.1f} s",
-                flush=True,
-            )
-    return results
+    """Run every job that the file lacks, one after the other, and return all results."""
+    runs = KeptRuns(path, Job, Result, train)
+    missing = runs.missing(jobs)
+    for number, (job, result) in enumerate(runs.run(missing), start=1):
+        print(
+            f"{number}/{len(missing)}: {job.workload}, {job.choice}, seed {job.seed}: {result.score:.4f} in {result.steps} "
+            f"steps, {result.examples} examples, {result.cpu_s:.1f} s",
+            flush=True,
+        )
+    return runs.results
 
 
-# ---- what it says ----------------------------------------------------------------------------------------------------
+def of_choice(results: dict[Job, Result], workload: str, total_steps: int, choice: str) -> list[Result]:
+    """Return the results of a choice on a workload, for all seeds."""
+    wanted = (workload, choice, total_steps)
+    return [r for job, r in results.items() if (job.workload, job.choice, job.total_steps) == wanted]
+
+
+# ---- tables and the picture ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Against:
-    """A choice of E against the fixed frontier at as many steps: means over seeds, and the standard error of each."""
+    """A choice of E against the fixed frontier at equal steps: means over seeds, each with its standard error.
+
+    Attributes:
+        steps: Optimizer steps.
+        examples: Examples.
+        saved: Share of the examples that a fixed scale needs and this choice saves.
+        saved_error: Its standard error.
+        better: By how much the score is better.
+        better_error: Its standard error.
+        outside: Number of seeds with fewer or more steps than any fixed scale; they are compared with the nearest.
+    """
 
     steps: float
     examples: float
@@ -249,11 +251,11 @@ class Against:
     saved_error: float
     better: float
     better_error: float
-    outside: int  # seeds whose steps no fixed scale reaches, so that they are compared with the nearest
+    outside: int
 
 
 def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Piecewise linear between points (x, y), constant beyond them."""
+    """Interpolate linearly between points (x, y); the function is constant beyond them."""
     points = sorted(points)
     if x <= points[0][0]:
         return points[0][1]
@@ -264,7 +266,7 @@ def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and its standard error; NaN for that of one value."""
+    """Return the mean and its standard error, which is NaN for one value."""
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return statistics.mean(values), error
 
@@ -272,7 +274,7 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 def against(
     case: Case, results: dict[Job, Result], workload: str, total_steps: int, choice: str, scales: Sequence[int]
 ) -> Against | None:
-    """What E = ``choice`` saves, over the seeds that have it and every fixed scale."""
+    """Compare a choice with the fixed scales, over the seeds that have results for all of them; None if there is no such seed."""
     saved, better, steps, examples, outside = [], [], [], [], 0
     for job, own in results.items():
         if (job.workload, job.choice, job.total_steps) != (workload, choice, total_steps):
@@ -281,7 +283,7 @@ def against(
         there = [r for r in fixed if r is not None]
         if len(there) < len(scales):
             continue
-        # A fixed scale that takes more steps and more examples than another is no choice: the noise of two seeds may do that.
+        # Leave out a fixed scale that takes more steps and more examples than another: with few seeds, noise can cause that.
         there = [r for r in there if not any(o.steps <= r.steps and o.examples < r.examples for o in there)]
         at = math.log(own.steps)
         logs = [math.log(r.steps) for r in there]
@@ -300,14 +302,12 @@ def against(
 
 
 def table(results: dict[Job, Result], workload: str, total_steps: int, choices: Sequence[str]) -> str:
-    """A row for every choice: what it took, and for each E how the fixed frontier compares at as many steps."""
+    """Return a table with a row for every choice; for each E it has the comparison with the fixed frontier."""
     case = WORKLOADS[workload]
     scales = [int(c[2:]) for c in choices if c.startswith("S=")]
     rows = []
     for choice in choices:
-        mine = [
-            r for j, r in results.items() if (j.workload, j.choice, j.total_steps) == (workload, choice, total_steps)
-        ]
+        mine = of_choice(results, workload, total_steps, choice)
         if not mine:
             rows.append([choice, "not run", "", "", "", "", ""])
             continue
@@ -336,7 +336,7 @@ def table(results: dict[Job, Result], workload: str, total_steps: int, choices: 
 
 
 def plot(results: dict[Job, Result], plan: dict[str, int], choices: Sequence[str], path: Path) -> None:
-    """Examples and metric against steps, for fixed scales and for efficiencies; and S over τ. A row for each workload."""
+    """Draw a row of panels for each workload: examples against steps, metric against steps, and S over τ."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -352,11 +352,7 @@ def plot(results: dict[Job, Result], plan: dict[str, int], choices: Sequence[str
         ):
             points = []
             for choice in choices:
-                mine = [
-                    r
-                    for j, r in results.items()
-                    if (j.workload, j.choice, j.total_steps) == (workload, choice, total_steps)
-                ]
+                mine = of_choice(results, workload, total_steps, choice)
                 if choice[0] == kind and mine:
                     means = [
                         statistics.mean(v) for v in zip(*((r.steps, r.examples, r.score) for r in mine), strict=True)
@@ -371,15 +367,7 @@ def plot(results: dict[Job, Result], plan: dict[str, int], choices: Sequence[str
             for x, y, name in zip(steps, examples, names, strict=True):
                 row[0].annotate(name, (x, y / base), fontsize=7, textcoords="offset points", xytext=(4, 3))
         for number, choice in enumerate(c for c in choices if c[0] != "S"):
-            first = next(
-                (
-                    r
-                    for j, r in results.items()
-                    if (j.workload, j.choice, j.total_steps) == (workload, choice, total_steps)
-                ),
-                None,
-            )
-            if first is not None:
+            for first in of_choice(results, workload, total_steps, choice)[:1]:
                 row[2].step(first.tau, first.scale, where="post", color=f"C{number}", label=choice, lw=1)
         row[0].set(title=workload, xscale="log", yscale="log", xlabel="optimizer steps", ylabel="examples, × base run")
         row[1].set(xscale="log", xlabel="optimizer steps", ylabel=case.metric)
@@ -394,7 +382,9 @@ def plot(results: dict[Job, Result], plan: dict[str, int], choices: Sequence[str
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser = study.parser(
+        __doc__, seeds=5, runs="runs/autobatch.jsonl", smoke="one seed, S = 1 and 4, E = 0.6, P = 8, 60 base steps"
+    )
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--efficiencies", type=float, nargs="+", default=[0.8, 0.6, 0.4])
     parser.add_argument(
@@ -402,27 +392,22 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         nargs="+",
         default=[4, 16, 64],
-        help="of a step, in base batches; see the top of the file",
+        help="of a step, in base batches; see the script's docstring",
     )
-    parser.add_argument(
-        "--scales", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="1 to 8 or multiples of 8"
-    )
-    parser.add_argument("--seeds", type=int, default=5, help="how many (default: %(default)s)")
-    parser.add_argument("--json", type=Path, default=Path("runs/autobatch.jsonl"), help="(default: %(default)s)")
-    parser.add_argument("--page", type=Path, help="write the tables to this Markdown page, and the plot beside it")
-    parser.add_argument("--report-only", action="store_true", help="run nothing; the tables of the runs in --json")
-    parser.add_argument("--smoke", action="store_true", help="one seed, S = 1 and 4, E = 0.6, P = 8, 60 base steps")
+    scales = [1, 2, 4, 8, 16, 32, 64]
+    parser.add_argument("--scales", type=int, nargs="+", default=scales, help="1 to 8 or multiples of 8")
+    page_parser_options(parser, PAGE)
     args = parser.parse_args(argv)
     if args.seeds < 1:
         parser.error("--seeds must be at least 1")
-    if any(s < 1 or s % min(s, 8) for s in args.scales):
-        parser.error("--scales must be 1 to 8, or multiples of 8, so that all passes of a step are equal")
+    check_scales(parser, args.scales)
     if args.smoke:
         args.seeds, args.scales, args.efficiencies, args.prices = 1, [1, 4], [0.6], [8]
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
     args = parse(argv)
     prepare_process()
     plan = {w: 60 if args.smoke else WORKLOADS[w].total_steps for w in args.workloads}
@@ -437,13 +422,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         for workload, total in plan.items()
         for choice in choices
     ]
-    print(f"load before: {os.getloadavg()[0]:.2f}; torch {torch.__version__}; results: {args.json}", file=sys.stderr)
-    results = read(args.json) if args.report_only else run_all(jobs, args.json)
+    announce(args.json)
+    results = read_runs(args.json, Job, Result) if args.report_only else run_all(jobs, args.json)
     tables = [f"## {w}\n\n{table(results, w, total, choices)}" for w, total in plan.items()]
     if args.page is not None:
         dates = sorted({r.date for r in results.values()})
-        words = [w for w in (sys.argv[1:] if argv is None else argv) if w != "--report-only"]
-        made = f"`{shlex.join(['python', 'benchmarks/autobatch.py', *words])}`, {', '.join(dates)}, torch {torch.__version__}"
+        command = command_line(argv, "benchmarks/studies/autobatch.py")
+        made = f"`{command}`, {', '.join(dates)}, torch {torch.__version__}"
         args.page.parent.mkdir(parents=True, exist_ok=True)
         args.page.write_text("\n\n".join([made, *tables, f"![frontiers]({args.page.stem}.png)"]) + "\n")
         plot(results, plan, choices, args.page.with_suffix(".png"))

@@ -1,7 +1,7 @@
-"""What ``transfer.py --optimizer adamw`` compares: rules for Adam and AdamW as they were proposed, each with what it changes.
+"""Rules that ``adam.py`` compares: published proposals for Adam and AdamW.
 
-A rule of the package moves the learning rate and the clock. Some proposals for Adam change its betas, its ε or its decay as
-well, as they must be with a batch κ times as large: :class:`Changing` sets these for the one step, and puts them back.
+A rule of the package sets the LR factor and the clock. Some proposals for Adam also change its betas, its ε or its decay for a
+batch κ times as large: :class:`Changing` sets these for one step, and restores them after it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from ray_adascale import RuleInput
 from ray_adascale.optim.rules import Metric, ScalingRule, metric_of
 
 Change = Callable[[dict[str, Any], float, float], dict[str, Any]]
-"""From a parameter group, the step's LR factor and its clock increment to the entries that are other than the group's."""
+"""From a parameter group, the step's LR factor and its clock increment to the group's changed entries."""
 
 
 @dataclass(frozen=True)
 class Power:
-    """(r^power, r), with r of statistics in this metric.
+    """(r^power, r), with r from norms in a metric.
 
     Attributes:
-        power: Exponent on r.
-        metric: What norms of gradients are taken in.
+        power: Exponent of r.
+        metric: Metric of the gradients' norms.
     """
 
     power: float
@@ -38,10 +38,10 @@ class Power:
 
 @dataclass(frozen=True)
 class SquareRoot:
-    """(√S, T/N): the square root of the scale, over N optimizer steps.
+    """(√S, T/N): the square root of the scale, in N optimizer steps.
 
     Attributes:
-        steps: N; None for T/S of them.
+        steps: N; None for T/S.
     """
 
     steps: int | None = None
@@ -55,11 +55,11 @@ class SquareRoot:
 
 @dataclass
 class Changing:
-    """A rule, and what it changes of the optimizer's other hyperparameters in the step that it was asked for.
+    """A rule that also changes other hyperparameters of the optimizer, for one step at a time.
 
     Attributes:
-        rule: Gives LR factor and clock.
-        change: Gives the other entries. They are set before the inner optimizer steps, and put back after.
+        rule: Returns LR factor and clock.
+        change: Returns the other entries. They are set before the inner optimizer's step and restored after it.
     """
 
     rule: ScalingRule
@@ -69,6 +69,7 @@ class Changing:
 
     @property
     def metric(self) -> Metric:
+        """Metric of the rule."""
         return metric_of(self.rule)
 
     def __call__(self, now: RuleInput) -> tuple[float, float]:
@@ -76,7 +77,7 @@ class Changing:
         return self._now
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Have the optimizer's steps use what was changed."""
+        """Apply the changes in every step of the optimizer."""
         optimizer.register_step_pre_hook(self._set)
         optimizer.register_step_post_hook(self._restore)
 
@@ -95,19 +96,19 @@ class Changing:
 def sde_square_root(group: dict[str, Any], factor: float, clock: float) -> dict[str, Any]:
     """1 − β′ = κ(1 − β) for both betas and ε′ = ε/√κ, with κ the clock.
 
-    The square root scaling rule of Malladi et al., NeurIPS 2022 (arXiv 2205.10287). With β₁ = 0.9 it has no meaning from κ = 10
-    on, where 1 − β₁′ would be more than 1; there β₁′ is 0.
+    The square root scaling rule of Malladi et al., NeurIPS 2022 (arXiv 2205.10287). With β₁ = 0.9 it is undefined from κ = 10
+    on, because 1 − β₁′ would exceed 1; this function uses β₁′ = 0 there.
     """
     first, second = (max(0.0, 1 - clock * (1 - beta)) for beta in group["betas"])
     return {"betas": (first, second), "eps": group["eps"] / math.sqrt(clock)}
 
 
 def betas_per_effective_step(group: dict[str, Any], factor: float, clock: float) -> dict[str, Any]:
-    """β′ = β^c: the averages forget as much in an effective step as they did in the base run."""
+    """β′ = β^c: in an effective step the averages decay as in the base run."""
     first, second = (beta**clock for beta in group["betas"])
     return {"betas": (first, second)}
 
 
 def decay_per_effective_step(group: dict[str, Any], factor: float, clock: float) -> dict[str, Any]:
-    """λ′ = λ·c/f, so that decoupled decay, lr·f·λ′ in a step of c effective ones, is lr·λ in each of them."""
+    """λ′ = λ·c/f: decoupled decay, lr·f·λ′ in a step of c effective steps, is lr·λ in each of them."""
     return {"weight_decay": group["weight_decay"] * clock / factor}

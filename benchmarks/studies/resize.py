@@ -1,11 +1,11 @@
-"""How long a run stands still when a node goes and when one comes: ours against a plain Ray Train loop.
+"""Seconds that a run stands still when a node goes and when one comes: ``prepare`` and a plain Ray Train loop.
 
-Two workers on a Ray test cluster of this machine; a node is removed, later one is added. Measured is the time from there to
-the first optimizer step on one worker and on two, and, of it, what passes inside the worker's function (imports, building,
-process group, loading the checkpoint): the rest is Ray's and the same for both. Both write a checkpoint every 2 s. Each kind
-has a process and a cluster of its own, in turn.
+    python benchmarks/studies/resize.py --rounds 2
 
-    python benchmarks/resize.py --rounds 2
+Two workers run on a Ray test cluster of this machine. A node is removed; later one is added. Measured is the time from the
+change to the first optimizer step on one worker and on two, and the part of it inside the worker's function (imports, building,
+process group, loading the checkpoint). The rest is Ray's and the same for both kinds. Both write a checkpoint every 2 s. Each
+kind has a process and a cluster of its own, in turn.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))
+from bench import markdown
 
 KINDS = ("ours", "plain")
 STEP_S = 0.05
@@ -30,17 +32,17 @@ WITHIN_S = 200
 
 
 def stamp(folder: str, what: str) -> None:
-    """Notes that a worker has come so far: world size, rank, what, when."""
+    """Log that a worker reached a stage: world size, rank, stage, time."""
     import ray.train
 
     context = ray.train.get_context()
-    with (Path(folder) / "stamps.jsonl").open("a") as file:  # one short line: appended in one piece
+    with (Path(folder) / "stamps.jsonl").open("a") as file:  # one short line is appended atomically
         row = {"world": context.get_world_size(), "rank": context.get_world_rank(), "what": what, "at": time.time()}
         file.write(json.dumps(row) + "\n")
 
 
 def build() -> Any:
-    """4 M parameters with momentum, so that a checkpoint has 34 MB."""
+    """Return a model of 4 M parameters, SGD with momentum and data; a checkpoint has 34 MB."""
     import torch
     from torch import nn
 
@@ -51,6 +53,7 @@ def build() -> Any:
 
 
 def ours(config: dict[str, Any]) -> None:
+    """Train with ``ray_adascale.prepare``, in a worker."""
     stamp(config["folder"], "entered")
     import torch.nn.functional as F
 
@@ -71,6 +74,7 @@ def ours(config: dict[str, Any]) -> None:
 
 
 def plain(config: dict[str, Any]) -> None:
+    """Train with Ray Train alone, in a worker."""
     stamp(config["folder"], "entered")
     import ray.train
     import ray.train.torch
@@ -102,7 +106,7 @@ def plain(config: dict[str, Any]) -> None:
                 first = False
             time.sleep(STEP_S)
             due = torch.tensor(float(time.monotonic() - saved_at > 2.0))
-            if torch.distributed.is_initialized():  # rank 0's clock decides, as in ours
+            if torch.distributed.is_initialized():  # rank 0's clock decides, as with ``prepare``
                 torch.distributed.broadcast(due, 0)
             if due:
                 with tempfile.TemporaryDirectory() as folder:
@@ -116,7 +120,7 @@ def plain(config: dict[str, Any]) -> None:
 
 
 def measure(kind: str, folder: Path) -> dict[str, float]:
-    """One run of a kind. Seconds to the first step after a node went ("down") and came ("up"), and of it inside the worker."""
+    """Run a kind on a cluster of its own; see :func:`resize`."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -130,7 +134,11 @@ def measure(kind: str, folder: Path) -> dict[str, float]:
 
 
 def resize(cluster: Any, kind: str, folder: Path) -> dict[str, float]:
-    """2 → 1 → 2 workers."""
+    """Go from 2 to 1 to 2 workers.
+
+    Returns:
+        Seconds to the first step after a node was removed ("down") and added ("up"), and the parts inside the worker.
+    """
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
@@ -159,12 +167,13 @@ def resize(cluster: Any, kind: str, folder: Path) -> dict[str, float]:
     threading.Thread(target=fit, daemon=True).start()
 
     def stamps(world: int, after: float) -> dict[str, float]:
-        """When rank 0 of the last start on so many workers came how far."""
+        """Return the times at which rank 0 reached each stage, in the last start on ``world`` workers after ``after``."""
         path = folder / "stamps.jsonl"
         rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         return {r["what"]: r["at"] for r in rows if r["world"] == world and r["rank"] == 0 and r["at"] > after}
 
     def wait_for(world: int, after: float) -> dict[str, float]:
+        """Wait for the first step on ``world`` workers, and return the stages."""
         deadline = time.monotonic() + WITHIN_S
         while "stepped" not in (found := stamps(world, after)):
             if failed:
@@ -180,7 +189,7 @@ def resize(cluster: Any, kind: str, folder: Path) -> dict[str, float]:
         ("down", 1, lambda: cluster.remove_node(second, allow_graceful=False)),
         ("up", 2, lambda: cluster.add_node(num_cpus=1)),
     ):
-        time.sleep(8)  # so that there are checkpoints of this start
+        time.sleep(8)  # this start must have written checkpoints
         began = time.time()
         change()
         found = wait_for(world, began)
@@ -191,7 +200,8 @@ def resize(cluster: Any, kind: str, folder: Path) -> dict[str, float]:
 
 
 def in_a_process(kind: str) -> dict[str, float]:
-    scratch = tempfile.mkdtemp(prefix="rz-")  # short: sockets lie in it
+    """Measure a kind in a process of its own."""
+    scratch = tempfile.mkdtemp(prefix="rz-")  # short: paths of sockets have a limit
     env = os.environ | {
         "RAY_TMPDIR": scratch,
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",
@@ -216,19 +226,20 @@ def in_a_process(kind: str) -> dict[str, float]:
 
 
 def table(found: dict[str, list[dict[str, float]]]) -> str:
-    """Medians over the rounds, seconds."""
-    rows: list[tuple[str, str]] = [
-        ("down_s", "node removed → first step on one worker"),
-        ("down_inside_s", "… of it inside the worker's function"),
-        ("down_ready_s", "… … until the loop begins"),
-        ("up_s", "node added → first step on two workers"),
-        ("up_inside_s", "… of it inside the worker's function"),
-        ("up_ready_s", "… … until the loop begins"),
+    """Return a table of medians over the rounds, in seconds."""
+    stages = {
+        "down_s": "node removed → first step on one worker",
+        "down_inside_s": "… of it inside the worker's function",
+        "down_ready_s": "… … until the loop begins",
+        "up_s": "node added → first step on two workers",
+        "up_inside_s": "… of it inside the worker's function",
+        "up_ready_s": "… … until the loop begins",
+    }
+    rows = [
+        [what, *(f"{statistics.median(one[key] for one in rounds):.1f}" for rounds in found.values())]
+        for key, what in stages.items()
     ]
-    lines = ["| seconds | " + " | ".join(found) + " |", "| --- |" + " --- |" * len(found)]
-    middle: Callable[[str, str], float] = lambda kind, key: statistics.median(one[key] for one in found[kind])  # noqa: E731
-    lines += [f"| {what} | " + " | ".join(f"{middle(kind, key):.1f}" for kind in found) + " |" for key, what in rows]
-    return "\n".join(lines)
+    return markdown(["seconds", *found], rows)
 
 
 def main() -> None:
@@ -239,7 +250,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.one:
         print(json.dumps(measure(args.one, args.folder)), flush=True)
-        os._exit(0)  # the trainer's thread waits for a cluster that is gone
+        os._exit(0)  # the trainer's thread still waits for the cluster, which no longer exists
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
     for number in range(args.rounds):
         for kind in KINDS if number % 2 == 0 else reversed(KINDS):

@@ -1,26 +1,24 @@
-"""Wall clock on two real workers: ``target_efficiency="goodput"`` against each fixed plan of a grid, on two models.
+"""Wall clock on two workers: ``target_efficiency="goodput"`` against each fixed plan of a grid, on two models.
 
-    python benchmarks/goodput.py --rounds 3      some minutes on two idle cores
-    python benchmarks/goodput.py --smoke         whether it runs
+    python benchmarks/studies/goodput.py --rounds 3      some minutes on two idle cores
+    python benchmarks/studies/goodput.py --smoke         check that it runs
 
-``sync`` has a million parameters and hardly any arithmetic an example, so a step's time is what the workers send each other;
-``compute`` has few parameters and many operations an example. Both learn the same task with the same schedule of T base steps.
-Two gloo processes of one thread each train with every plan once a round, in shuffled order; a run's time is that of its loop,
-the steps that "goodput" times for itself included. Reported is the median over rounds.
+``sync`` has a million parameters and little arithmetic per example, so communication dominates a step's time;
+``compute`` has few parameters and many operations per example. Both learn the same task with the same schedule of T base steps.
+Two gloo processes of one thread each train with every plan once a round, in shuffled order. A run's time is that of its loop,
+including the steps that "goodput" times for itself. Reported is the median over rounds.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import math
 import multiprocessing
-import os
 import random
-import socket
 import statistics
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,17 +26,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from study import announce, append_line
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, LocalBackend, Run, seed_everything
+
+sys.path.append(str(Path(__file__).parents[1]))
+from bench import join_group, markdown
 
 BASE, WORKERS, LARGEST_PASS = 16, 2, 128
 MODELS = ("sync", "compute")
 
 
 def task() -> TensorDataset:
-    """6,000 rows of 64 columns in 10 classes: the largest of 10 tanh units of them, with noise."""
+    """Make 6,000 rows of 64 columns in 10 classes: the largest of 10 tanh units of the row, with noise."""
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(6000, 64, generator=generator)
     y = torch.tanh(x @ torch.randn(64, 10, generator=generator) / 8) + 0.3 * torch.randn(6000, 10, generator=generator)
@@ -46,6 +48,7 @@ def task() -> TensorDataset:
 
 
 def model_of(name: str) -> nn.Module:
+    """Return one of :data:`MODELS`."""
     if name == "sync":
         return nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
     convolutions = [layer for _ in range(4) for layer in (nn.Conv2d(32, 32, 3, padding=1), nn.ReLU())]
@@ -60,7 +63,7 @@ def model_of(name: str) -> nn.Module:
 
 
 def settings(choice: str) -> dict[str, Any]:
-    """ "S=8", in as few passes as there may be; or "goodput" with the same bounds."""
+    """Return the settings of "S=8", in as few passes as possible, or of "goodput" with the same bounds."""
     if choice == "goodput":
         largest = BASE * 64
         return {"target_efficiency": "goodput", "per_worker_batch_size": LARGEST_PASS, "max_global_batch_size": largest}
@@ -70,7 +73,7 @@ def settings(choice: str) -> dict[str, Any]:
 
 
 def train(name: str, choice: str, total_steps: int, seed: int) -> dict[str, Any]:
-    """One run; every worker's outcome is the same but for the clock."""
+    """Train once. All workers return the same, except for the seconds."""
     seed_everything(seed)
     model = model_of(name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
@@ -103,10 +106,9 @@ def train(name: str, choice: str, total_steps: int, seed: int) -> dict[str, Any]
     }
 
 
-def serve(rank: int, port: int, cells: Sequence[tuple[str, str, int, int]], out: Any) -> None:
-    torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=WORKERS)
+def worker(rank: int, scratch: str, cells: Sequence[tuple[str, str, int, int]], out: Any) -> None:
+    """Train every cell in turn; rank 0 puts the outcomes into a queue."""
+    join_group(rank, WORKERS, scratch)
     for cell in cells:
         found = train(*cell)
         if rank == 0:
@@ -115,29 +117,29 @@ def serve(rank: int, port: int, cells: Sequence[tuple[str, str, int, int]], out:
     dist.destroy_process_group()
 
 
-def table(rows: Sequence[dict[str, Any]], choices: Sequence[str]) -> str:
-    lines = []
+def report(rows: Sequence[dict[str, Any]], choices: Sequence[str]) -> str:
+    """Return a sentence and a table for each model."""
+    parts = []
     for name in MODELS:
         seconds = {c: [r["seconds"] for r in rows if (r["model"], r["choice"]) == (name, c)] for c in choices}
         if not all(seconds.values()):
             continue
         median = {c: statistics.median(values) for c, values in seconds.items()}
         best = min((c for c in choices if c != "goodput"), key=lambda c: median[c])
-        lines += [
-            f"\n{name}: goodput takes {median['goodput'] / median[best]:.2f} times as long as {best}, the best fixed plan\n"
-        ]
-        lines += [
-            "| | seconds | range | steps | examples | last S | loss |",
-            "| --- | --- | --- | --- | --- | --- | --- |",
-        ]
+        ratio = median["goodput"] / median[best]
+        parts.append(f"\n{name}: goodput takes {ratio:.2f} times as long as {best}, the best fixed plan\n")
+        cells = []
         for c in choices:
             one = [r for r in rows if (r["model"], r["choice"]) == (name, c)]
-            lines.append(
-                f"| {c} | {median[c]:.2f} | {min(seconds[c]):.2f}–{max(seconds[c]):.2f} "
-                f"| {statistics.mean(r['steps'] for r in one):,.0f} | {statistics.mean(r['examples'] for r in one):,.0f} "
-                f"| {statistics.mean(r['last_scale'] for r in one):.3g} | {statistics.mean(r['loss'] for r in one):.3f} |"
+            steps, examples, scale, loss = (
+                statistics.mean(r[key] for r in one) for key in ("steps", "examples", "last_scale", "loss")
             )
-    return "\n".join(lines)
+            spread = f"{min(seconds[c]):.2f}–{max(seconds[c]):.2f}"
+            cells.append(
+                [c, f"{median[c]:.2f}", spread, f"{steps:,.0f}", f"{examples:,.0f}", f"{scale:.3g}", f"{loss:.3f}"]
+            )
+        parts.append(markdown(["", "seconds", "range", "steps", "examples", "last S", "loss"], cells))
+    return "\n".join(parts)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -146,37 +148,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--scales", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="powers of 2")
     parser.add_argument("--total-steps", type=int, default=1500, help="T (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="append each run to this file")
-    parser.add_argument("--smoke", action="store_true", help="one round, S = 4, T = 60")
+    parser.add_argument("--smoke", action="store_true", help="one round, S = 4, T = 60: only check that it runs")
     args = parser.parse_args(argv)
     if args.smoke:
         args.rounds, args.scales, args.total_steps = 1, [4], 60
     choices = [*(f"S={s}" for s in args.scales), "goodput"]
-    print(f"load before: {os.getloadavg()[0]:.2f}; torch {torch.__version__}", flush=True)
+    announce(args.json)
     rows: list[dict[str, Any]] = []
     context = multiprocessing.get_context("spawn")
     for number in range(1, args.rounds + 1):
         cells = [(name, choice, args.total_steps, number) for name in MODELS for choice in choices]
         random.Random(number).shuffle(cells)
         out = context.SimpleQueue()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        workers = [context.Process(target=serve, args=(rank, port, cells, out)) for rank in range(WORKERS)]
-        for worker in workers:
-            worker.start()
-        for _ in cells:
-            (name, choice, total, seed), found = out.get()
-            row = {"model": name, "choice": choice, "total_steps": total, "round": seed, **found}
-            row["date"] = datetime.date.today().isoformat()
-            rows.append(row)
-            print(f"{name}, {choice}, round {seed}: {found['seconds']:.2f} s, {found['steps']} steps", flush=True)
-            if args.json is not None:
-                args.json.parent.mkdir(parents=True, exist_ok=True)
-                with args.json.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-        for worker in workers:
-            worker.join()
-    print(table(rows, choices))
+        with tempfile.TemporaryDirectory() as scratch:
+            workers = [context.Process(target=worker, args=(rank, scratch, cells, out)) for rank in range(WORKERS)]
+            for process in workers:
+                process.start()
+            for _ in cells:
+                (name, choice, total, seed), found = out.get()
+                row = {"model": name, "choice": choice, "total_steps": total, "round": seed, **found}
+                row["date"] = datetime.date.today().isoformat()
+                rows.append(row)
+                print(f"{name}, {choice}, round {seed}: {found['seconds']:.2f} s, {found['steps']} steps", flush=True)
+                if args.json is not None:
+                    append_line(args.json, row)
+            for process in workers:
+                process.join()
+    print(report(rows, choices))
     return 0
 
 

@@ -1,0 +1,408 @@
+"""Models and kinds of training that ``overhead.py``, ``memory.py`` and ``scale.py`` measure.
+
+A kind is one way to train: a wrapper of the model with an optimizer. A new kind is a class with ``build``, listed in ``KINDS``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Optimizer
+
+from ray_adascale import OSS, AdaScale, ShardedDataParallel, measure_buckets
+
+Batch = tuple[Tensor, Tensor]
+
+# Small, because a few hundred steps at S times the rate must neither diverge nor fit the few batches exactly: infinities and
+# denormals change the speed of a CPU, and losses near zero hide differences between two kinds.
+LR = 1e-5
+MOMENTUM = 0.9
+
+
+# ---- models -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """A model with its input.
+
+    Attributes:
+        build: Makes the model.
+        input_shape: Shape of one example.
+        classes: Number of classes.
+        batch: Examples in a micro-batch.
+        bf16: Whether forward passes run under autocast.
+        layout: Arguments of ``.to`` for the model and its input.
+    """
+
+    build: Callable[[], nn.Module]
+    input_shape: tuple[int, ...]
+    classes: int
+    batch: int
+    bf16: bool = False
+    layout: dict[str, Any] = field(default_factory=dict)
+
+
+def mlp(depth: int, width: int) -> nn.Module:
+    """Return ``depth`` × (Linear + LayerNorm), with 4 · depth parameter tensors."""
+    return nn.Sequential(*(layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.LayerNorm(width))))
+
+
+class ResidualBlock(nn.Module):
+    """Two 3×3 convolutions beside a shortcut."""
+
+    def __init__(self, channels: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, out, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(out)
+        self.conv2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(out)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or channels != out:
+            self.shortcut = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
+
+
+def resnet18(width: int, stages: int = 4, classes: int = 10) -> nn.Module:
+    """Return ResNet-18 for 32×32 images: 62 parameter tensors, ``width`` channels in the first stage (the original has 64)."""
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    channels = width
+    for stage in range(stages):
+        for stride in (1 if stage == 0 else 2, 1):
+            layers.append(ResidualBlock(channels, width << stage, stride))
+            channels = width << stage
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+
+
+class Bottleneck(nn.Module):
+    """Convolutions of 1×1, 3×3 and 1×1 beside a shortcut; the middle one has the stride."""
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        out = 4 * width
+        self.body = nn.Sequential(
+            *(nn.Conv2d(channels, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)),
+            *(nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)),
+            *(nn.Conv2d(width, out, 1, bias=False), nn.BatchNorm2d(out)),
+        )
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or channels != out:
+            self.shortcut = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.body(x) + self.shortcut(x), inplace=True)
+
+
+def resnet50(width: int = 64, blocks: Sequence[int] = (3, 4, 6, 3), classes: int = 1000) -> nn.Module:
+    """Return ResNet-50 for 224×224 images: 25.6 M parameters in 161 tensors."""
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+    layers.append(nn.MaxPool2d(3, 2, 1))
+    channels = width
+    for stage, count in enumerate(blocks):
+        for block in range(count):
+            layers.append(Bottleneck(channels, width << stage, 2 if stage > 0 and block == 0 else 1))
+            channels = 4 * (width << stage)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+
+
+def specs(*, smoke: bool) -> dict[str, Spec]:
+    """Return the models by name; with ``smoke``, tiny ones of the same architectures."""
+    narrow, wide, channels = (16, 32, 4) if smoke else (256, 1024, 16)
+    deep, shallow = (4, 2) if smoke else (40, 10)
+    small, large = (2, 4) if smoke else (16, 32)
+    side, stages = (8, 2) if smoke else (32, 4)
+    return {
+        # Many small tensors show the cost per parameter and per step.
+        "narrow": Spec(build=lambda: mlp(deep, narrow), input_shape=(narrow,), classes=narrow, batch=small),
+        # Few large tensors show the cost per element and per byte sent.
+        "wide": Spec(build=lambda: mlp(shallow, wide), input_shape=(wide,), classes=wide, batch=large),
+        # Much arithmetic per parameter, as in real training. With a quarter of the original's width a step takes about 0.1 s.
+        "resnet": Spec(build=lambda: resnet18(channels, stages), input_shape=(3, side, side), classes=10, batch=small),
+        "resnet50": Spec(
+            build=(lambda: resnet50(4, (1, 1), 10)) if smoke else resnet50,
+            input_shape=(3, 32, 32) if smoke else (3, 224, 224),
+            classes=10 if smoke else 1000,
+            batch=2 if smoke else 128,
+            bf16=True,
+            layout={"memory_format": torch.channels_last},
+        ),
+    }
+
+
+ON_CPU = ["narrow", "wide", "resnet"]
+
+
+# ---- kinds --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a kind runs, and with which optimizer.
+
+    Attributes:
+        rank: Rank of the worker.
+        world_size: Number of workers.
+        device: Device of the worker.
+        passes: Backward passes per optimizer step.
+        optimizer: Class of the optimizer.
+        settings: Its settings; None: those of ``overhead.py``.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    passes: int
+    optimizer: type[Optimizer] = SGD
+    settings: dict[str, Any] | None = None
+
+    @property
+    def optimizer_settings(self) -> dict[str, Any]:
+        """The optimizer's settings; fused on a GPU, because only there AdaScale promises a step without waiting."""
+        if self.settings is not None:
+            return self.settings
+        return {"lr": LR, "momentum": MOMENTUM, "fused": True if self.device.type == "cuda" else None}
+
+    def plain(self, params: Iterable[nn.Parameter]) -> Optimizer:
+        """Return the plain optimizer."""
+        make: Any = self.optimizer
+        return make(params, **self.optimizer_settings)
+
+    def oss(self, params: Iterable[nn.Parameter]) -> OSS:
+        """Return the optimizer with sharded state."""
+        return OSS(params, self.optimizer, **self.optimizer_settings)
+
+
+class Stepper:
+    """A model with its optimizer, and one optimizer step: zero_grad, forward and backward passes, step.
+
+    Attributes:
+        model: The wrapped model.
+        optimizer: The optimizer.
+        steps: Number of steps so far.
+        bf16: Whether forward passes run under autocast.
+    """
+
+    bf16 = False
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.steps = 0
+
+    def unsynced(self) -> AbstractContextManager[None]:
+        """Return the context of every pass of a step except the last."""
+        return self.model.no_sync()  # type: ignore[operator]  # DDP has it; nn.Module hides its type
+
+    def step(self, batches: Sequence[Batch]) -> None:
+        """Take one optimizer step with a pass for each batch."""
+        self.optimizer.zero_grad()
+        for batch in batches[:-1]:
+            with self.unsynced():
+                self._backward(batch, len(batches))
+        self._backward(batches[-1], len(batches))
+        self.optimizer.step()
+        self.steps += 1
+
+    def _backward(self, batch: Batch, passes: int) -> None:
+        with torch.autocast(batch[0].device.type, dtype=torch.bfloat16, enabled=self.bf16):
+            loss = F.cross_entropy(self.model(batch[0]), batch[1]) / passes
+        loss.backward()
+
+
+class Kind(ABC):
+    """One way to train.
+
+    Attributes:
+        name: Name of the kind.
+        trajectory: Kinds with the same trajectory must end at the same loss; None: not compared.
+    """
+
+    name: ClassVar[str]
+    trajectory: ClassVar[str | None] = "plain"
+
+    def unavailable(self, device: str) -> str | None:
+        """Return why this kind can't run here, or None."""
+        return None
+
+    @abstractmethod
+    def build(self, model: nn.Module, place: Place) -> Stepper:
+        """Wrap the model and make the optimizer; collective."""
+
+
+def ddp(model: nn.Module, place: Place) -> DistributedDataParallel:
+    """Return the model under DDP."""
+    device_ids = [place.device.index] if place.device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=device_ids)
+
+
+def adascale(inner: Optimizer, place: Place, model: nn.Module | None = None) -> AdaScale:
+    """Return AdaScale over an optimizer."""
+    return AdaScale(inner, num_gradients_to_accumulate=place.passes, model=model)
+
+
+class DDP(Kind):
+    """The baseline: DDP with the plain optimizer."""
+
+    name = "ddp"
+
+    def build(self, model: nn.Module, place: Place) -> Stepper:
+        return Stepper(ddp(model, place), place.plain(model.parameters()))
+
+
+class AdaScaleKind(Kind):
+    """AdaScale over the plain optimizer under DDP."""
+
+    name = "adascale"
+    trajectory = "adascale"
+
+    def build(self, model: nn.Module, place: Place) -> Stepper:
+        inner = place.plain(model.parameters())
+        return Stepper(ddp(model, place), adascale(inner, place))
+
+
+class AdaScaleBuckets(Kind):
+    """AdaScale with norms of DDP's buckets in its communication hook, instead of a hook on each parameter."""
+
+    name = "adascale+buckets"
+    trajectory = "adascale"
+
+    def build(self, model: nn.Module, place: Place) -> Stepper:
+        inner = place.plain(model.parameters())
+        wrapped = ddp(model, place)
+        measure_buckets(wrapped)
+        return Stepper(wrapped, adascale(inner, place, wrapped))
+
+
+class AdaScaleOSS(Kind):
+    """AdaScale over OSS under DDP."""
+
+    name = "adascale+oss"
+    trajectory = "adascale"
+
+    def build(self, model: nn.Module, place: Place) -> Stepper:
+        inner = place.oss(model.parameters())
+        return Stepper(ddp(model, place), adascale(inner, place))
+
+
+class OSSKind(Kind):
+    """OSS under DDP."""
+
+    name = "oss"
+
+    def build(self, model: nn.Module, place: Place) -> Stepper:
+        return Stepper(ddp(model, place), place.oss(model.parameters()))
+
+
+class Zero(Kind):
+    """torch's own sharded optimizer under DDP, for comparison with OSS."""
+
+    name = "zero"
+
+    def build(self, model: nn.Module, place: Place) -> Stepper:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), place.optimizer, **place.optimizer_settings)
+        return Stepper(ddp(model, place), optimizer)
+
+
+class Sharded(Kind):
+    """ShardedDataParallel with OSS: sharded gradients and state."""
+
+    name = "sharded"
+
+    def build(self, model: nn.Module, place: Place) -> Stepper:
+        optimizer = place.oss(model.parameters())
+        return Stepper(ShardedDataParallel(model, optimizer), optimizer)
+
+
+class AdaScaleSharded(Kind):
+    """AdaScale over OSS under ShardedDataParallel: the trainer's default on several workers."""
+
+    name = "adascale+sharded"
+    trajectory = "adascale"
+
+    def build(self, model: nn.Module, place: Place) -> Stepper:
+        optimizer = adascale(place.oss(model.parameters()), place)
+        return Stepper(ShardedDataParallel(model, optimizer), optimizer)
+
+
+class FairScaleKind(Kind):
+    """A kind of FairScale's. Its trajectory is its own: the gain has an absolute floor."""
+
+    trajectory = None
+
+    def unavailable(self, device: str) -> str | None:
+        return None if importlib.util.find_spec("fairscale") else "fairscale is not installed"
+
+    def oss(self, model: nn.Module, place: Place) -> Optimizer:
+        """Return FairScale's optimizer with sharded state."""
+        from fairscale.optim import OSS as FairScaleOSS
+
+        return FairScaleOSS(model.parameters(), place.optimizer, **place.optimizer_settings)
+
+    def adascale(self, inner: Optimizer, place: Place) -> Optimizer:
+        """Return FairScale's AdaScale over an optimizer."""
+        from fairscale.optim import AdaScale as FairScaleAdaScale
+
+        return FairScaleAdaScale(inner, world_size=place.world_size, num_gradients_to_accumulate=place.passes)
+
+
+class FairScale(FairScaleKind):
+    """FairScale's AdaScale under DDP."""
+
+    name = "fairscale"
+
+    def build(self, model: nn.Module, place: Place) -> Stepper:
+        return Stepper(ddp(model, place), self.adascale(place.plain(model.parameters()), place))
+
+
+class FairScaleSharded(FairScaleKind):
+    """FairScale's ShardedDataParallel. It stops averaging gradients after zero_grad(set_to_none=True), so its loss differs."""
+
+    name = "fairscale-sharded"
+
+    def build(self, model: nn.Module, place: Place) -> Stepper:
+        from fairscale.nn.data_parallel import ShardedDataParallel as FairScaleShardedDataParallel
+
+        optimizer = self.oss(model, place)
+        return Stepper(FairScaleShardedDataParallel(model, optimizer), optimizer)
+
+
+class FairScaleAdaScaleOSS(FairScaleKind):
+    """FairScale's AdaScale over its OSS, under DDP."""
+
+    name = "fairscale-adascale+oss"
+
+    def build(self, model: nn.Module, place: Place) -> Stepper:
+        return Stepper(ddp(model, place), self.adascale(self.oss(model, place), place))
+
+
+BASELINE = DDP.name
+KINDS: dict[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        DDP(),
+        AdaScaleKind(),
+        AdaScaleBuckets(),
+        AdaScaleSharded(),
+        Sharded(),
+        AdaScaleOSS(),
+        OSSKind(),
+        Zero(),
+        FairScale(),
+        FairScaleSharded(),
+        FairScaleAdaScaleOSS(),
+    )
+}

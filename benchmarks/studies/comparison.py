@@ -1,0 +1,424 @@
+"""The experiment of ``transfer.py`` and ``adam.py``: one schedule, tuned at S = 1, run at larger S by several methods.
+
+First every schedule of a grid runs at S = 1, scored on the search split; the best one is the schedule to transfer. Then that
+schedule runs with other seeds, scored on a test split on which no choice was made. At S = 1 all methods are the plain
+optimizer, so it runs once. A run is one single-threaded process; its n = min(S, 8) gradient samples a step are accumulation
+passes, not workers. Every result is kept in a file, and an interrupted study continues from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import math
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from adam_candidates import Changing
+from study import Case, KeptRuns, announce, check_scales, prepare_process, read_runs
+from study import parser as study_parser
+from torch import nn
+from torch.utils.data import DataLoader, Subset
+
+from ray_adascale import Run, Workload, seed_everything
+
+sys.path.append(str(Path(__file__).parents[1]))
+from bench import page_parser_options
+
+MOST_PASSES = 8
+
+
+# ---- methods and jobs ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to carry a schedule to a larger batch.
+
+    Attributes:
+        rule: Makes the scaling rule, given the number of optimizer steps or None.
+        given_steps: Whether it is given the number of steps of AdaScale's run.
+        about: Its LR factor and clock, for the page.
+    """
+
+    rule: Callable[[int | None], Any]
+    given_steps: bool = False
+    about: str = ""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run. The fields identify it."""
+
+    workload: str
+    method: str
+    scale: int
+    seed: int
+    lr: float
+    shape: str
+    total_steps: int
+    split: str
+    steps: int | None = None  # optimizer steps, for a method that is given AdaScale's
+    optimizer: str = "sgd"
+    beta2: float = 0.999
+
+
+@dataclass(frozen=True)
+class Result:
+    """Outcome of a run. ``score`` and ``train_loss`` are None if they are not finite."""
+
+    score: float | None
+    train_loss: float | None
+    optimizer_steps: int
+    examples: int
+    mean_gain: float
+    curve_tau: list[float]
+    curve_score: list[float]
+    failed: bool
+    cpu_s: float
+    date: str
+    curve_examples: list[int] = field(default_factory=list)
+
+
+Results = dict[Job, Result]
+
+
+def as_built(built: Workload, job: Job) -> Workload:
+    """Return the workload with the SGD that it builds."""
+    return built
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The methods that are compared with one optimizer, and on what.
+
+    Attributes:
+        optimizer: Name of the optimizer in :class:`Job`.
+        cases: Workloads, by name.
+        methods: By name; the first is AdaScale.
+        against: Names of the methods that AdaScale is compared with, beside S = 1.
+        pictured: Names of the methods in the picture of the metric against scale.
+        stages: Scales and numbers of seeds, in the order in which they run.
+        shapes: Shapes of the grid's schedules.
+        grid_scale: The larger scale at which the grid runs; 1 for none.
+        evaluations: Number of evaluations in a run.
+        loss_examples: Number of examples in the final training loss; None for all.
+        with_optimizer: Puts the optimizer into a built workload.
+    """
+
+    optimizer: str
+    cases: dict[str, Case]
+    methods: dict[str, Method]
+    against: tuple[str, ...]
+    pictured: tuple[str, ...]
+    stages: tuple[tuple[int, int], ...]
+    shapes: tuple[str, ...]
+    grid_scale: int
+    evaluations: int
+    loss_examples: int | None = None
+    with_optimizer: Callable[[Workload, Job], Workload] = as_built
+
+
+# ---- one run ---------------------------------------------------------------------------------------------------------
+
+
+def train(comparison: Comparison, job: Job) -> Result:
+    """Run a job in this process. Divergence is a result, not an error."""
+    began = time.process_time()
+    case = comparison.cases[job.workload]
+    seed_everything(job.seed)
+    config = {"lr": job.lr, "schedule": job.shape, "total_steps": job.total_steps, "split": job.split}
+    built = comparison.with_optimizer(case.workload(config), job)
+    rule = comparison.methods[job.method].rule(job.steps)
+    if isinstance(rule, Changing):
+        rule.attach(built.optimizer)
+    curve: list[tuple[float, int, float]] = []
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        assert built.evaluate is not None
+        scores = built.evaluate(model)
+        curve.append((run.effective_steps, run.source.position, scores[built.metric]))
+        return scores
+
+    settings = case.config(
+        job.scale,
+        MOST_PASSES,
+        job.total_steps,
+        rule=rule,
+        seed=job.seed,
+        evaluate_every=job.total_steps / comparison.evaluations,
+    )
+    run = Run.of(replace(built, evaluate=evaluate), settings)
+    score = train_loss = math.nan
+    try:
+        for batch in run:
+            run.backward(built.loss_fn(run.model, batch))
+            run.step()
+        score, train_loss = curve[-1][2], final_loss(built, comparison.loss_examples)
+    except FloatingPointError:  # no finite gradient for 50 steps in a row
+        pass
+    steps = run.summary().get("optimizer_steps", 0)
+    return Result(
+        score=score if math.isfinite(score) else None,
+        train_loss=train_loss if math.isfinite(train_loss) else None,
+        optimizer_steps=steps,
+        examples=run.source.position,
+        mean_gain=run.progress / max(1, steps),
+        curve_tau=[tau for tau, _, _ in curve],
+        curve_score=[value for _, _, value in curve],
+        # Divergence often ends at finite weights that give the same answer to every input.
+        failed=not case.learned(score) > 0.05,
+        cpu_s=time.process_time() - began,
+        date=datetime.date.today().isoformat(),
+        curve_examples=[examples for _, examples, _ in curve],
+    )
+
+
+def final_loss(built: Workload, examples: int | None) -> float:
+    """Return the mean loss over the training split or its first examples, in eval mode and thus without augmentation."""
+    built.model.eval()
+    total = 0.0
+    dataset: Any = built.train_dataset
+    if examples is not None:
+        dataset = Subset(dataset, range(min(examples, len(dataset))))
+    with torch.no_grad():
+        for batch in DataLoader(dataset, batch_size=500):
+            total += built.loss_fn(built.model, batch).item() * len(batch[0])
+    return total / len(dataset)
+
+
+# ---- all runs --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The runs of a comparison. ``total_steps`` replaces each workload's T, for the smoke test."""
+
+    comparison: Comparison
+    workloads: tuple[str, ...]
+    scales: tuple[int, ...]
+    seeds: tuple[int, ...]
+    grid_scale: int
+    shapes: tuple[str, ...]
+    grid_seeds: tuple[int, ...] = (101, 102)
+    every: int = 1  # step through the grid's LRs
+    total_steps: int | None = None
+    beta2: float = 0.999
+
+    def case(self, workload: str) -> Case:
+        """Return the case of a workload."""
+        return self.comparison.cases[workload]
+
+    def steps(self, workload: str) -> int:
+        """Return T."""
+        return self.total_steps or self.case(workload).total_steps
+
+    def stages(self) -> list[tuple[int, int]]:
+        """Return the comparison's stages, limited to this plan's scales and seeds."""
+        stages = [(scale, min(n, len(self.seeds))) for scale, n in self.comparison.stages if scale in self.scales]
+        return stages + [(scale, len(self.seeds)) for scale in self.scales]
+
+    def grid(self, workload: str) -> list[tuple[float, str]]:
+        """Return the schedules: peak LR and shape."""
+        return [(lr, shape) for lr in self.case(workload).lrs[:: self.every] for shape in self.shapes]
+
+    def grid_job(self, workload: str, scale: int, seed: int, lr: float, shape: str) -> Job:
+        """Return AdaScale's run with a schedule of the grid."""
+        optimizer = self.comparison.optimizer
+        return Job(workload, "AdaScale", scale, seed, lr, shape, self.steps(workload), "search", optimizer=optimizer)
+
+    def grid_jobs(self) -> list[Job]:
+        """Return all runs of the grid; those at S = 1, on which the choice of a schedule depends, come first."""
+        return [
+            self.grid_job(workload, scale, seed, lr, shape)
+            for scale in dict.fromkeys((1, self.grid_scale))
+            for workload in self.workloads
+            for seed in self.grid_seeds
+            for lr, shape in self.grid(workload)
+        ]
+
+    def job(self, workload: str, method: str, scale: int, seed: int, best: tuple[float, str]) -> Job:
+        """Return a run of the comparison, for a method that is given no number of steps."""
+        optimizer = self.comparison.optimizer
+        return Job(workload, method, scale, seed, *best, self.steps(workload), "test", None, optimizer, self.beta2)
+
+
+def grid_score(plan: Plan, results: Results, workload: str, scale: int, lr: float, shape: str) -> float:
+    """Return the mean loss over the grid's seeds, of the score; infinite if a run failed."""
+    found = [results[plan.grid_job(workload, scale, seed, lr, shape)] for seed in plan.grid_seeds]
+    if any(r.failed or r.score is None for r in found):
+        return math.inf
+    return statistics.mean(plan.case(workload).loss(r.score) for r in found if r.score is not None)
+
+
+def best_schedule(plan: Plan, results: Results, workload: str) -> tuple[float, str] | None:
+    """Return the grid's best schedule at S = 1, or None while the grid is incomplete."""
+    if any(job not in results for job in plan.grid_jobs() if job.workload == workload and job.scale == 1):
+        return None
+    return min(plan.grid(workload), key=lambda cell: grid_score(plan, results, workload, 1, *cell))
+
+
+def stretched(plan: Plan, results: Results, workload: str, scale: int, seed: int, best: tuple[float, str]) -> list[Job]:
+    """Return the runs of methods that are given the steps of AdaScale's run; none if that run is missing or failed."""
+    own = results.get(plan.job(workload, "AdaScale", scale, seed, best))
+    if own is None or own.failed:
+        return []
+    given = [name for name, method in plan.comparison.methods.items() if method.given_steps]
+    return [replace(plan.job(workload, m, scale, seed, best), steps=own.optimizer_steps) for m in given]
+
+
+def seeds_of(plan: Plan, results: Results, workload: str, scale: int, method: str) -> dict[int, Result]:
+    """Return the results of a method at a scale by seed, as far as they exist. At S = 1 all methods are one."""
+    best = best_schedule(plan, results, workload)
+    if best is None:
+        return {}
+    found: dict[int, Result] = {}
+    for seed in plan.seeds:
+        if scale == 1:
+            jobs = [plan.job(workload, "AdaScale", 1, seed, best)]
+        elif not plan.comparison.methods[method].given_steps:
+            jobs = [plan.job(workload, method, scale, seed, best)]
+        else:
+            jobs = [job for job in stretched(plan, results, workload, scale, seed, best) if job.method == method]
+        found.update((seed, results[job]) for job in jobs if job in results)
+    return found
+
+
+def stage_jobs(
+    plan: Plan, results: Results, scale: int, seeds: int, methods: Iterable[str], *, given_steps: bool
+) -> list[Job]:
+    """Return a stage's jobs, either of the methods that are given their number of steps or of the others."""
+    jobs = []
+    for workload in plan.workloads:
+        best = best_schedule(plan, results, workload)
+        if best is None:
+            continue
+        for seed in plan.seeds[:seeds]:
+            given = {job.method: job for job in stretched(plan, results, workload, scale, seed, best)}
+            for name in methods:
+                if plan.comparison.methods[name].given_steps != given_steps or (scale == 1 and name != "AdaScale"):
+                    continue
+                if not given_steps:
+                    jobs.append(plan.job(workload, name, scale, seed, best))
+                elif name in given:
+                    jobs.append(given[name])
+    return jobs
+
+
+Rounds = Iterator[tuple[str, list[Job]]]
+"""Names and jobs. Each list is made when the jobs before it are done, because it depends on their results."""
+
+
+def stage(plan: Plan, results: Results, scale: int, seeds: int) -> Rounds:
+    """Yield the two rounds of a stage: the methods that are given a number of steps need AdaScale's runs first."""
+    methods = plan.comparison.methods
+    yield f"S = {scale}", stage_jobs(plan, results, scale, seeds, methods, given_steps=False)
+    yield f"S = {scale}, given steps", stage_jobs(plan, results, scale, seeds, methods, given_steps=True)
+
+
+def rounds(plan: Plan, results: Results) -> Rounds:
+    """Yield the grid and then every stage."""
+    yield "grid", plan.grid_jobs()
+    for scale, seeds in plan.stages():
+        yield from stage(plan, results, scale, seeds)
+
+
+def read(path: Path) -> Results:
+    """Return the results in a file of runs."""
+    return read_runs(path, Job, Result)
+
+
+def run_all(
+    path: Path, do: Callable[[Job], Result], rounds_of: Callable[[Results], Rounds], processes: int = 1
+) -> Results:
+    """Run every job that the file lacks, and return all results.
+
+    Args:
+        path: The file of runs.
+        do: Runs a job; a function of a module, so that other processes can import it.
+        rounds_of: Given the results, which grow meanwhile, yields the rounds.
+        processes: Number of jobs at a time.
+    """
+    runs = KeptRuns(path, Job, Result, do)
+    context = multiprocessing.get_context("spawn")  # torch's threads don't survive a fork
+    with ExitStack() as stack:
+        pool = None
+        if processes > 1:
+            pool = stack.enter_context(ProcessPoolExecutor(processes, mp_context=context, initializer=prepare_process))
+        for name, jobs in rounds_of(runs.results):
+            missing = runs.missing(jobs)
+            for number, (job, result) in enumerate(runs.run(missing, pool), start=1):
+                score = "failed" if result.failed else f"{result.score:.4f}"
+                print(
+                    f"{name} {number}/{len(missing)}: {job.workload}, {job.method}, S = {job.scale}, seed {job.seed}, "
+                    f"lr {job.lr:g} {job.shape}: {score} in {result.optimizer_steps} steps, {result.cpu_s:.1f} s",
+                    flush=True,
+                )
+    return runs.results
+
+
+# ---- command line ----------------------------------------------------------------------------------------------------
+
+
+def parse(
+    argv: Sequence[str] | None, doc: str | None, comparison: Comparison, runs: str, page: Path
+) -> tuple[argparse.Namespace, Plan]:
+    """Read the command line of a comparison, or end with an error.
+
+    Args:
+        argv: Its words; None: those of the process.
+        doc: The script's docstring.
+        comparison: The comparison.
+        runs: Default path of the kept results.
+        page: Path of the page in the repository.
+    """
+    parser = study_parser(doc, seeds=5, runs=runs, smoke="S = 1 and 4, one seed, two schedules, 60 steps")
+    parser.add_argument("--workloads", nargs="+", choices=list(comparison.cases), default=list(comparison.cases))
+    parser.add_argument("--scales", type=int, nargs="+", default=[1, 4, 16, 64], help="beside 1; 1 to 8 or 8·k")
+    parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
+    page_parser_options(parser, page)
+    args = parser.parse_args(argv)
+    if args.seeds < 1 or args.jobs < 1:
+        parser.error("--seeds and --jobs must be at least 1")
+    check_scales(parser, args.scales, MOST_PASSES)
+    workloads = tuple(dict.fromkeys(args.workloads))
+    if args.smoke:
+        grid_scale = 4 if comparison.grid_scale > 1 else 1
+        shapes = comparison.shapes[:1]
+        plan = Plan(comparison, workloads, (1, 4), (1,), grid_scale, shapes, grid_seeds=(101,), every=3, total_steps=60)
+        return args, plan
+    scales, seeds = tuple(sorted({1, *args.scales})), tuple(range(1, args.seeds + 1))
+    return args, Plan(comparison, workloads, scales, seeds, comparison.grid_scale, comparison.shapes)
+
+
+def results_of(
+    args: argparse.Namespace, do: Callable[[Job], Result], rounds_of: Callable[[Results], Rounds]
+) -> Results:
+    """Return the kept results; unless ``--report-only`` is given, run what is missing first."""
+    prepare_process()
+    announce(args.json)
+    return read(args.json) if args.report_only else run_all(args.json, do, rounds_of, args.jobs)
+
+
+def report_seconds(began: float) -> None:
+    """Print the seconds since ``began``, a reading of ``time.monotonic``."""
+    print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)
+
+
+def of_plan(plan: Plan, results: Results) -> Sequence[Result]:
+    """Return the results of the plan's workloads, lengths and LRs, for any method, scale and seed."""
+    return [
+        r
+        for job, r in results.items()
+        if (job.workload in plan.workloads and job.optimizer == plan.comparison.optimizer)
+        and (job.total_steps == plan.steps(job.workload) and job.lr in plan.case(job.workload).lrs)
+    ]

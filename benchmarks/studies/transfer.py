@@ -1,0 +1,235 @@
+"""The paper's experiment: one schedule, tuned at S = 1, carried to S = 4, 16 and 64 by several methods and workloads.
+
+    python benchmarks/studies/transfer.py --page                       all of it: a good half hour on two quiet cores
+    python benchmarks/studies/transfer.py --smoke                      check that it runs
+    python benchmarks/studies/transfer.py --report-only --page p.md    write the page of the kept runs
+
+First, on every workload, 15 schedules (five peak LRs, three shapes) run at S = 1 and at S = 16 and are scored on the search
+split. The best at S = 1 is the schedule to transfer; the correlation of both rankings shows how robust the choice is. Then that
+schedule runs with other seeds, scored on a test split:
+
+    AdaScale   LR and clock by the gain r
+    LSW        linear scaling with warm-up (5/90 of the run), T/S steps
+    LSW+       LSW stretched to as many optimizer steps as AdaScale took with this seed
+    unscaled   the base schedule's LR, stretched to as many optimizer steps as AdaScale took with this seed
+
+``comparison.py`` has the runs, ``comparison_page.py`` the tables that ``adam.py`` needs as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import comparison
+from comparison import Comparison, Job, Method, Plan, Result, Results, grid_score, report_seconds, results_of
+from comparison_page import (
+    decimals,
+    picture,
+    picture_by_scale,
+    picture_by_tau,
+    print_tables,
+    provenance,
+    verdicts,
+    workload_sections,
+    write_page,
+)
+from study import CASES
+
+from ray_adascale import LinearRule, UnscaledRule
+
+sys.path.append(str(Path(__file__).parents[1]))
+from bench import ROOT, by_hand, command_line, count, markdown
+
+PAGE = ROOT / "docs" / "results" / "transfer.md"
+SGD = Comparison(
+    optimizer="sgd",
+    cases=CASES,
+    methods={
+        "AdaScale": Method(lambda steps: "adascale"),
+        "LSW": Method(lambda steps: LinearRule()),
+        "LSW+": Method(lambda steps: LinearRule(steps=steps), given_steps=True),
+        "unscaled": Method(lambda steps: UnscaledRule(steps=steps), given_steps=True),
+    },
+    against=("LSW", "LSW+", "unscaled"),
+    pictured=("AdaScale", "LSW", "LSW+", "unscaled"),
+    stages=((64, 5), (16, 5), (4, 5), (1, 5)),
+    shapes=("cosine", "step", "warmup"),
+    grid_scale=16,
+    evaluations=20,
+)
+
+
+def train(job: Job) -> Result:
+    """Run a job."""
+    return comparison.train(SGD, job)
+
+
+# ---- robustness ------------------------------------------------------------------------------------------------------
+
+
+def ranks(values: Sequence[float]) -> list[float]:
+    """Return ranks from 1; equal values share the mean of theirs."""
+    ordered = sorted(values)
+    return [ordered.index(v) + (ordered.count(v) + 1) / 2 for v in values]
+
+
+def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return Spearman's ρ; NaN if all values of a side are equal."""
+    if len(set(one)) < 2 or len(set(other)) < 2:
+        return math.nan
+    return statistics.correlation(ranks(one), ranks(other))
+
+
+def robustness(plan: Plan, results: Results) -> str:
+    """Return a table of rank correlations between the schedules' scores at S = 1 and at the grid's larger scale."""
+    large = plan.grid_scale
+    rows = []
+    for workload in plan.workloads:
+        if any(job not in results for job in plan.grid_jobs() if job.workload == workload):
+            rows.append([workload, "not run"])
+            continue
+        grid = plan.grid(workload)
+
+        def scores(scale: int, seeds: Sequence[int] = plan.grid_seeds, workload: str = workload) -> list[float]:
+            narrow = replace(plan, grid_seeds=tuple(seeds))
+            return [grid_score(narrow, results, workload, scale, *cell) for cell in plan.grid(workload)]
+
+        small, big = scores(1), scores(large)
+        finite = [i for i, score in enumerate(small) if math.isfinite(score)]
+        first, last = plan.grid_seeds[:1], plan.grid_seeds[-1:]
+        crossed = [rank_correlation(scores(1, a), scores(large, b)) for a, b in ((first, last), (last, first))]
+        chosen = min(range(len(grid)), key=lambda i: small[i])
+        lr, shape = grid[chosen]
+        edge = ", at the edge of the grid" if lr in (grid[0][0], grid[-1][0]) and len({c[0] for c in grid}) > 2 else ""
+        rows.append(
+            [
+                workload,
+                f"lr {lr:g}, {shape}{edge}",
+                f"{ranks(big)[chosen]:g} of {len(grid)}",
+                f"{len(grid) - len(finite)}, {sum(map(math.isinf, big))}",
+                f"{rank_correlation(small, big):.2f}",
+                f"{rank_correlation([small[i] for i in finite], [big[i] for i in finite]):.2f}",
+                f"{statistics.mean(crossed):.2f}",
+                f"{rank_correlation(scores(1, first), scores(1, last)):.2f}" if first != last else "",
+            ]
+        )
+    head = [
+        "workload",
+        "best at S = 1",
+        f"its rank at S = {large}",
+        f"failed at S = 1, {large}",
+        f"ρ, S = 1 and {large}",
+        "ρ of those that didn't fail at S = 1",
+        f"ρ, S = 1 and {large}, one seed each",
+        "ρ, S = 1 twice, one seed each",
+    ]
+    return markdown(head, [row + [""] * (len(head) - len(row)) for row in rows])
+
+
+def picture_of_grid(plan: Plan, results: Results, page: Path) -> Path:
+    """Draw the grid's scores at the larger scale against those at S = 1."""
+    import matplotlib.pyplot as plt
+
+    def draw(panel: Any, workload: str) -> None:
+        if any(job not in results for job in plan.grid_jobs() if job.workload == workload):
+            return
+        lrs = list(dict.fromkeys(lr for lr, _ in plan.grid(workload)))
+        for lr, shape in plan.grid(workload):
+            x, y = (grid_score(plan, results, workload, scale, lr, shape) for scale in (1, plan.grid_scale))
+            if math.isfinite(x) and math.isfinite(y):
+                color = plt.colormaps["viridis"](lrs.index(lr) / len(lrs))
+                marker = dict(zip(SGD.shapes, "os^", strict=True))[shape]
+                label = shape if lr == lrs[0] else None
+                panel.plot(x, y, marker, color=color, label=label, alpha=0.9)
+        panel.set(xscale="log", xlabel="the same at S = 1   (dark to light: rising peak LR)")
+        decimals(panel.xaxis)
+        low, high = panel.get_xlim()
+        panel.plot([low, high], [low, high], color="0.6", lw=0.8, ls="--", zorder=0)
+
+    schedules = count(plan.grid(plan.workloads[0]), "schedule")
+    title = f"{schedules} at S = {plan.grid_scale} against S = 1, AdaScale, search split"
+    return picture(plan, page, "grid", title, draw)
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+HOW = """\
+- Every run is one process with one thread. The n = min(S, 8) gradient samples of a step are *simulated by accumulation*, not by
+  workers: the arithmetic is that of n workers, the speed isn't, and nothing is said about it here.
+- Momentum 0.9 throughout. The schedule is the best at S = 1 of a grid of 15, five peak LRs a factor of two apart times three
+  shapes (cosine; steps to a tenth and a hundredth at a half and three quarters; warm-up over a tenth, then linear to zero), on a
+  search split and with seeds of its own, two a schedule. Without that, linear scaling would be flattered: an LR too small at
+  S = 1 leaves room to be multiplied.
+- **AdaScale** runs until τ reaches T, with the defaults of `AdaScaleConfig`.
+- **LSW**: LR × S after a linear warm-up over 5/90 of the run, T/S optimizer steps, as many examples as the base run.
+- **LSW+**: the same, stretched to exactly the number of optimizer steps that AdaScale took with this seed.
+- **unscaled**: the base LR, the schedule stretched to that same number of steps. There are two other readings of "no scaling":
+  T/S steps, which saves examples and is far too short, and T steps, which saves no step and so is no way to scale. With
+  AdaScale's own number everything but the LR is the same.
+- LSW+ and unscaled so are given what no one knows beforehand: how long AdaScale will run.
+- Training loss: the mean over the training split at the end, in eval mode. Mean gain: Σ r / steps, measured under every method,
+  used only by AdaScale.
+- A run has failed when its gradient wasn't finite for 50 steps in a row, or when it ends no more than 5 % of the way from
+  chance to perfect, as after divergence to weights that answer the same to everything. Failed runs are counted, not averaged.
+- Seeds set weights, the order of examples and augmentation; methods are compared seed by seed."""
+
+
+def write(plan: Plan, results: Results, page: Path, command: str) -> None:
+    """Write the page and its pictures; the part by hand stays."""
+    kept = by_hand(page)
+    page.parent.mkdir(parents=True, exist_ok=True)
+    scale, curves, grid = (draw(plan, results, page) for draw in (picture_by_scale, picture_by_tau, picture_of_grid))
+    parts = [
+        "# Does the schedule transfer?",
+        "One schedule, tuned at the base batch, carried to larger batches by four methods, on three workloads of different "
+        "kinds. Validation metric on a test split that no choice was made on, mean ± standard deviation over "
+        f"{count(plan.seeds, 'seed')}.",
+        provenance(plan, results, command),
+        "## What it says",
+        kept,
+        f"![metric against scale]({scale.name})",
+        "## AdaScale against the others",
+        verdicts(plan, results),
+        "## How",
+        HOW,
+        *workload_sections(plan, results),
+        "## The same curve over effective steps",
+        f"![metric against effective steps]({curves.name})",
+        "## Robustness: do schedules keep their order?",
+        f"Every schedule of the grid at S = 1 and, under AdaScale, at S = {plan.grid_scale}, on the search split, mean of "
+        f"{count(plan.grid_seeds, 'seed')}; Spearman's ρ between the two. A schedule that failed ranks last. The last two "
+        "columns are there for comparison: how far two seeds agree about the order at S = 1 is as much as one could hope "
+        "for.",
+        robustness(plan, results),
+        f"![schedules at both scales]({grid.name})",
+    ]
+    write_page(page, parts)
+
+
+def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
+    return comparison.parse(argv, __doc__, SGD, "runs/transfer.jsonl", PAGE)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    args, plan = parse(argv)
+    began = time.monotonic()
+    results = results_of(args, train, partial(comparison.rounds, plan))
+    if args.page is not None:
+        write(plan, results, args.page, command_line(argv, "benchmarks/studies/transfer.py"))
+    print_tables(plan, results, robustness(plan, results))
+    report_seconds(began)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
