@@ -195,7 +195,7 @@ def test_what_is_given_comes_before_what_the_settings_say_and_t_may_be_unknown()
 
     build(function, {}, AdaScaleConfig(base_batch_size=4, total_epochs=2.5))
     build(function, {})
-    # A recipe's schedule was built with what its search has told the function: of an earlier version nothing.
+    # With a recipe, the function gets the settings that the search has given it. A recipe by hand may list none.
     build(function, {}, SETTINGS, recipe([]))
     build(function, {}, SETTINGS, recipe([], search={"handed": ["base_batch_size"]}))
     assert built == [["unknown", 4], ["unknown", "unknown"], ["unknown", "unknown"], ["unknown", 16]]

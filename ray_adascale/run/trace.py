@@ -17,7 +17,6 @@ import json
 import os
 import shutil
 import tempfile
-import warnings
 import weakref
 from array import array
 from collections import Counter
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from .._files import TRACE, write_atomically
+from .._warn import warn_at_user
 
 __all__ = ["StepLog", "StepNote", "Trace", "read_trace"]
 
@@ -353,9 +353,8 @@ class StepLog:
             if self._trace is not None:
                 self._trace.abandon()
             self._trace = None
-            warnings.warn(
+            warn_at_user(
                 f"The run's trace can't be written any more: {e}. Training goes on; the report will lack this start's steps "
                 "from here on.",
                 RuntimeWarning,
-                stacklevel=4,
             )

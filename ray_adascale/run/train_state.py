@@ -7,7 +7,6 @@ is left is a few numbers that the loop itself keeps: its :class:`LoopState`.
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from .. import checkpoint
 from .._version import __version__
+from .._warn import warn_at_user
 from ..batch_policy import BatchPlan
 from ..checkpoint.optimizer import hyperparameters, load_hyperparameters, load_optimizer, optimizer_tensors
 from ..checkpoint.rng import capture_rng, empty_rng, restore_rng
@@ -189,9 +189,8 @@ class TrainState:
         if self.scaler is not None and saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
         for each in fields(LoopState):
-            if each.name in saved:  # the first checkpoints have no "best"
-                setattr(self.loop, each.name, saved[each.name])
-        self._load_extra(folder, saved.get("extra", {}))
+            setattr(self.loop, each.name, saved[each.name])
+        self._load_extra(folder, saved["extra"])
         self.loop.attempt += 1
         if self.optimizer.effective_steps < self.base_schedule.total_steps:
             self.loop.stopped = None  # a run that had ended, and then was given a larger T
@@ -205,9 +204,7 @@ class TrainState:
         for name, state in saved.items():
             if name not in self.extra:
                 if self.rank == 0:
-                    warnings.warn(
-                        f"The checkpoint's extra_state {name!r} is left out: this run has none.", stacklevel=5
-                    )
+                    warn_at_user(f"The checkpoint's extra_state {name!r} is left out: this run has none.")
                 continue
             prefix = f"{_EXTRA}{name}/"
             into = {
@@ -217,9 +214,8 @@ class TrainState:
             self.extra[name].load_state_dict(put_together(state, into))
         missing = sorted(self.extra.keys() - saved.keys())
         if missing and self.rank == 0:
-            warnings.warn(
-                f"The checkpoint {folder.name} has no extra_state {', '.join(map(repr, missing))}: it begins as it was built.",
-                stacklevel=5,
+            warn_at_user(
+                f"The checkpoint {folder.name} has no extra_state {', '.join(map(repr, missing))}: it begins as it was built."
             )
 
     def _changed_on_purpose(
@@ -228,19 +224,18 @@ class TrainState:
         """Whether base batch, T or LR curve were changed since the checkpoint; raises where that was not accepted."""
         curve = torch.empty(index["schedule/lr_curve"].shape, dtype=torch.float64)
         checkpoint.load(folder, {"schedule/lr_curve": curve})
-        changed = changes_since(saved_schedule(saved, curve.tolist(), self.base_schedule), self.base_schedule)
+        changed = changes_since(saved_schedule(saved, curve.tolist()), self.base_schedule)
         if not changed:
             return False
         what = f"The run was changed since its checkpoint {folder.name}: {'; '.join(changed)}."
         if not accept:
             raise ValueError(
                 f"{what} Restore the settings, start a new run under another name, or accept them with "
-                "AdaScaleConfig(accept_changes=True)."
+                "AdaScaleConfig(accept_changes=True), which is --accept-changes on the command line."
             )
         if self.rank == 0:
-            warnings.warn(
-                f"{what} Accepted: it goes on at effective step {saved['effective_steps']:.1f} with the new settings.",
-                stacklevel=4,  # who made the Run
+            warn_at_user(
+                f"{what} Accepted: it goes on at effective step {saved['effective_steps']:.1f} with the new settings."
             )
         return True
 
@@ -298,19 +293,13 @@ def load_rng(folder: Path, rank: int, device: torch.device) -> None:
     restore_rng(rng, device)
 
 
-def saved_schedule(state: Mapping[str, Any], lr_curve: list[list[float]], now: BaseSchedule) -> BaseSchedule:
-    """The base run's schedule as a checkpoint has it.
-
-    Args:
-        state: The checkpoint's.
-        lr_curve: Likewise.
-        now: Says what checkpoints of the first ray_adascale 0.1 don't: unit and steps per epoch.
-    """
+def saved_schedule(state: Mapping[str, Any], lr_curve: list[list[float]]) -> BaseSchedule:
+    """Return the base run's schedule from a checkpoint's state and LR curve."""
     return BaseSchedule(
         base_batch_size=state["plan"]["base_batch_size"],
         total_steps=state["total_steps"],
-        scheduler_unit=state.get("scheduler_unit", now.scheduler_unit),
-        base_steps_per_epoch=state.get("base_steps_per_epoch", now.base_steps_per_epoch),
+        scheduler_unit=state["scheduler_unit"],
+        base_steps_per_epoch=state["base_steps_per_epoch"],
         lr_curve=lr_curve,
     )
 

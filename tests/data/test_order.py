@@ -153,6 +153,6 @@ def test_impossible_samplers_are_refused(arguments: dict[str, Any], match: str) 
     arguments = {"length": 10, "global_batch_size": 8, **arguments}
     with pytest.raises(ValueError, match=match):
         cut, order = settings_of(arguments)
-        StepSampler(cut=cut, order=order, **arguments)
+        StepSampler(split=cut, order=order, **arguments)
     with pytest.raises(ValueError, match="Invalid parts=0"):
         split_evenly(3, 0)
