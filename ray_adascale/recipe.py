@@ -1,7 +1,7 @@
 """The recipe: the frozen outcome of a search at the base batch, and its file.
 
-A JSON file that people can read, review and keep under version control, and that notices when it was damaged or edited:
-the run at scale has to be the run that the search found.
+The file is JSON that people can read, review and keep under version control. A digest shows damage and edits: the run at scale
+must be the run that the search found.
 """
 
 from __future__ import annotations
@@ -27,27 +27,24 @@ from .gain import plain_noise_scale
 __all__ = ["NoiseProbe", "Recipe", "RecipeError", "Repeat", "curve_length", "json_value"]
 
 FORMAT = "ray_adascale/recipe"
-VERSION = 4
-"""2 added ``repeats``, 3 ``settings`` and 4 ``momentum``; a file of an earlier version loads as one without."""
+VERSION = 1
 
 SETTINGS = ("precision", "grad_clip", "shuffle", "drop_last")
-"""The fields of ``AdaScaleConfig`` that a recipe keeps: those that change what the base run trains."""
-
-_SINCE = {"repeats": 2, "settings": 3, "momentum": 4}  # field -> the version that brought it
+"""The fields of ``AdaScaleConfig`` that a recipe keeps, because they change what the base run trains."""
 
 
 class RecipeError(ValueError):
-    """A recipe that can't be used or can't be written; the message names the field."""
+    """A recipe can't be used or can't be written. The message names the field."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseProbe:
-    """The noise seen at one step of the search's best trial, from a single probe: neither smoothed nor clipped.
+    """The noise at one step of the search's best trial, from a single probe, neither smoothed nor clipped.
 
     Attributes:
         effective_steps: τ at the probe, optimizer steps at the base batch.
         sigma2: σ², gradient variance of one base batch (squared units of the gradient).
-        mu2: μ², squared norm of the true gradient (same units); a single probe may be negative.
+        mu2: μ², squared norm of the true gradient (squared units of the gradient); a single probe may be negative.
     """
 
     effective_steps: float
@@ -57,12 +54,12 @@ class NoiseProbe:
 
 @dataclass(frozen=True, kw_only=True)
 class Repeat:
-    """The winner's base run once more, with another seed.
+    """The winner's base run, repeated with another seed.
 
     Attributes:
         seed: Of weights and of the order of examples, ≥ 0.
         score: The metric's value at the end.
-        noise: The probes of this run.
+        noise: The probes of the repeat.
     """
 
     seed: int
@@ -72,10 +69,10 @@ class Repeat:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What to run at scale: the winning hyperparameters, the schedule they make, and the noise seen on the way.
+    """The winning hyperparameters of a search, their schedule, and the noise of their base run.
 
-    Every field is checked on construction. Values are copied and brought to plain Python: NumPy scalars become numbers
-    and tuples lists, so a recipe equals the one read back from its file.
+    Every field is checked on construction. Values are copied and converted to plain Python: NumPy scalars become numbers
+    and tuples become lists, so a recipe equals the one read back from its file.
 
     Attributes:
         hyperparameters: The winning config, JSON values.
@@ -83,24 +80,24 @@ class Recipe:
         total_steps: T, effective steps of the whole run.
         base_steps_per_epoch: Optimizer steps per epoch at the base batch, len(dataset) / B0; None if unknown.
         scheduler_unit: What one ``scheduler.step()`` meant; None without a scheduler.
-        metric: What the search optimised.
-        mode: Whether the metric was to be small (``"min"``) or large (``"max"``).
+        metric: Name of the metric that the search optimised.
+        mode: Whether a small (``"min"``) or a large (``"max"``) metric is better.
         score: The metric's value for these hyperparameters.
         lr_curve: ``lr_curve[group][k]`` is the parameter group's learning rate after k scheduler calls. One value per
-            group without a scheduler; as many as a run has calls with one (:func:`curve_length`).
-        noise: Single probes, in no promised order.
+            group without a scheduler; with one, a value for each call in a run (:func:`curve_length`).
+        noise: Single probes, in any order.
         seed: The base seed of the search, ≥ 0.
-        search: How it was found, JSON values: trials, searcher, scheduler, failed trials, best trial, wall seconds ...
-        workload: Where the workload came from, ``"file.py:workload"`` or a qualified name. For people only.
-        versions: Versions of ray_adascale, torch, ray, python at the search.
+        search: Facts about the search, JSON values: trials, searcher, scheduler, failed trials, best trial, wall seconds ...
+        workload: The workload's name, ``"file.py:workload"`` or a qualified name. For people only.
+        versions: Versions of ray_adascale, torch, ray and python during the search.
         created: Date and time in ISO 8601.
-        repeats: The same hyperparameters with further seeds, where the search was asked for them: what the score owes to
-            luck, and the spread of the noise.
-        settings: The fields of ``AdaScaleConfig`` that change what is trained, as the search had them: ``precision``,
-            ``grad_clip``, ``shuffle``, ``drop_last``. A run that has them otherwise warns. One that is left out is
-            unknown; None: all are.
-        momentum: The optimizer's when the base run began, of its first parameter group, 0 ≤ m < 1: Adam's is β1. 0 for an
-            optimizer without one; None: unknown. The forecast needs it.
+        repeats: The same hyperparameters with further seeds, if the search had repeats. They show the random part of the
+            score and the spread of the noise.
+        settings: The fields of ``AdaScaleConfig`` that change what is trained, with the search's values: ``precision``,
+            ``grad_clip``, ``shuffle``, ``drop_last``. A run with other values warns. A missing field is unknown; with None,
+            all are.
+        momentum: The momentum of the optimizer's first parameter group at the start of the base run, 0 ≤ m < 1. For Adam it
+            is β1, and 0 for an optimizer without momentum; None: unknown. The forecast uses it.
 
     Raises:
         RecipeError: A field of the wrong type or out of range, naming it.
@@ -164,9 +161,9 @@ class Recipe:
 
     @property
     def fingerprint(self) -> str:
-        """16 hexadecimal digits that stand for the schedule: B0, T, the LR curve and what its index counts.
+        """16 hexadecimal digits that identify the schedule: B0, T, the LR curve and the unit of its index.
 
-        A checkpoint stores it to recognise its recipe. Scores, notes and hyperparameters don't enter.
+        A checkpoint stores the fingerprint to recognise its recipe. It does not depend on scores and hyperparameters.
         """
         epoch = self.base_steps_per_epoch if self.scheduler_unit == "epoch" else None
         schedule = [self.base_batch_size, self.total_steps, self.scheduler_unit, epoch, self.lr_curve]
@@ -174,23 +171,15 @@ class Recipe:
 
     @property
     def repeat_scores(self) -> tuple[float, float] | None:
-        """Mean and sample standard deviation of the repeats' scores; None with fewer than two.
+        """Mean and sample standard deviation of the repeats' scores; None with fewer than two repeats.
 
-        The search's own score is left out: it was picked for being the best.
+        The search's own score is left out, because it was selected as the best.
         """
         scores = [repeat.score for repeat in self.repeats]
         return (statistics.mean(scores), statistics.stdev(scores)) if len(scores) > 1 else None
 
-    @property
-    def known_momentum(self) -> float | None:
-        """``momentum``; in a recipe without it what the hyperparameters call so, and else None."""
-        named = self.hyperparameters.get("momentum") if self.momentum is None else self.momentum
-        if isinstance(named, bool) or not isinstance(named, int | float) or not 0 <= named < 1:
-            return None
-        return float(named)
-
     def describe(self) -> str:
-        """A few lines for people."""
+        """Return a few lines for people."""
         unit = f"one value per {self.scheduler_unit}" if self.scheduler_unit else "no scheduler"
         curves = [_describe_curve(curve) for curve in self.lr_curve]
         epochs = f", {self.total_steps / self.base_steps_per_epoch:.4g} epochs" if self.base_steps_per_epoch else ""
@@ -212,10 +201,10 @@ class Recipe:
         return "\n".join(lines)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the recipe, all of it or nothing; makes the folder if it is missing.
+        """Write the recipe, all of it or nothing. A missing folder is made.
 
         Raises:
-            RecipeError: A field was changed in place to something that can't be written.
+            RecipeError: A field was changed in place to a value that can't be written.
         """
         path = Path(path)
         fields = _fields(dataclasses.replace(self))  # checks again: the dicts and lists inside are not frozen
@@ -234,15 +223,15 @@ class Recipe:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, accept_edits: bool = False) -> Recipe:
-        """Reads a recipe and checks every field.
+        """Read a recipe and check every field.
 
         Args:
             path: A file that :meth:`save` wrote.
-            accept_edits: Take a recipe that was edited after the search, as long as its fields are valid.
+            accept_edits: Accept a recipe that was edited after the search, if its fields are valid.
 
         Raises:
-            RecipeError: Not a recipe, of a newer version, a field that is missing, unknown or invalid (naming it), or
-                edited after the search.
+            RecipeError: The file is no recipe, has another version, has a missing, unknown or invalid field (the message
+                names it), or was edited after the search.
             OSError: The file can't be read.
         """
         path = Path(path)
@@ -253,24 +242,24 @@ class Recipe:
         try:
             fields, digest = _open_document(document, digest_required=not accept_edits)
             fields["noise"] = _noise_from_json("noise", fields["noise"])
-            fields["repeats"] = _repeats_from_json(fields.get("repeats", []))
+            fields["repeats"] = _repeats_from_json(fields["repeats"])
             recipe = cls(**fields)
         except RecipeError as error:
             raise RecipeError(f"{path}: {error}") from error
-        if digest != _digest(_fields(recipe), document["version"]) and not accept_edits:
+        if digest != _digest(_fields(recipe)) and not accept_edits:
             raise RecipeError(
-                f"{path}: the digest does not match. The file was edited after the search, so it no longer is what the "
-                "search found. Recipe.load(path, accept_edits=True) loads it all the same."
+                f"{path}: the digest does not match. The file was edited after the search, so it is no longer the result "
+                "of the search. Recipe.load(path, accept_edits=True) loads it anyway."
             )
         return recipe
 
 
 def curve_length(total_steps: int, scheduler_unit: str | None, base_steps_per_epoch: float | None) -> int:
-    """Values per group in a recipe's LR curve: how many different learning rates a run of T steps can see.
+    """Return the values per group in a recipe's LR curve: the number of different learning rates in a run of T steps.
 
-    1 without a scheduler; T for a scheduler called every step (a recipe may stop earlier, where the curve is constant
-    from there on); ⌊(T − 1) / base_steps_per_epoch⌋ + 1 for one called every epoch, with the schedule's tolerance for
-    rounding: 1000 / (1000 / 3) is 3 epochs.
+    The number is 1 without a scheduler. It is T for a scheduler that is called every step (a recipe may stop earlier, where
+    the rest of the curve is constant). It is ⌊(T − 1) / base_steps_per_epoch⌋ + 1 for a scheduler that is called every epoch,
+    with the schedule's tolerance for rounding: 1000 / (1000 / 3) is 3 epochs.
     """
     if scheduler_unit is None:
         return 1
@@ -291,17 +280,16 @@ def curve_length(total_steps: int, scheduler_unit: str | None, base_steps_per_ep
 
 
 def _fields(recipe: Recipe) -> dict[str, Any]:
-    """Name -> JSON value. Not ``dataclasses.asdict``, which would copy everything once more."""
+    """Return name -> JSON value. ``dataclasses.asdict`` would copy everything once more."""
     fields = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)}
     fields["noise"] = [dataclasses.asdict(probe) for probe in recipe.noise]
     fields["repeats"] = [dataclasses.asdict(repeat) for repeat in recipe.repeats]
     return fields
 
 
-def _digest(fields: Mapping[str, Any], version: int = VERSION) -> str:
-    """Of the values, not of the text: another indentation, order or way to write 1e-05 is no edit."""
-    fields = {name: value for name, value in fields.items() if version >= _SINCE.get(name, 1)}
-    return _sha256({"format": FORMAT, "version": version, **fields})
+def _digest(fields: Mapping[str, Any]) -> str:
+    """Return a digest of the values, not of the text: another indentation, order or spelling of 1e-05 is no edit."""
+    return _sha256({"format": FORMAT, "version": VERSION, **fields})
 
 
 def _sha256(value: Any) -> str:
@@ -312,25 +300,25 @@ def _sha256(value: Any) -> str:
 def _open_document(document: Any, *, digest_required: bool) -> tuple[dict[str, Any], Any]:
     if not isinstance(document, dict):
         raise RecipeError(f"not a recipe: a JSON {type(document).__name__} instead of an object.")
-    # Format and version first: fields of a newer version are no reason to complain about unknown fields.
+    # Format and version first: the fields of another version would be unknown.
     for name in ("format", "version"):
         if name not in document:
             raise RecipeError(f"Missing field {name!r}. Is this a recipe that Recipe.save wrote?")
     if document["format"] != FORMAT:
         raise RecipeError(f"Invalid format={document['format']!r}. Must be {FORMAT!r}.")
     version = _integer("version", document["version"], minimum=1)
-    if version > VERSION:
+    if version != VERSION:
         raise RecipeError(
             f"Invalid version={version}: written by a newer library. ray_adascale {__version__} reads version "
             f"{VERSION}; upgrade ray_adascale."
         )
-    names = [f.name for f in dataclasses.fields(Recipe) if version >= _SINCE.get(f.name, 1)]
+    names = [f.name for f in dataclasses.fields(Recipe)]
     for name in [*names, "digest"]:
         if name not in document and (name != "digest" or digest_required):
             raise RecipeError(f"Missing field {name!r}. Restore the file, or run the search again.")
     unknown = sorted(set(document) - {*names, "format", "version", "digest"})
     if unknown:
-        raise RecipeError(f"Unknown fields {', '.join(map(repr, unknown))}. Remove them; notes belong into 'search'.")
+        raise RecipeError(f"Unknown fields {', '.join(map(repr, unknown))}. Remove them; put notes into 'search'.")
     digest = document.get("digest")
     if digest_required and not isinstance(digest, str):
         raise RecipeError(f"Invalid digest={digest!r}. Must be a string of hexadecimal digits.")
@@ -364,7 +352,7 @@ def _repeats_from_json(repeats: Any) -> list[Repeat]:
     ]
 
 
-# --- Checks: each returns the value as plain Python, or names the field -----------------------------------------------
+# --- Checks: each returns the value as plain Python, or raises an error that names the field -----------------------------
 
 
 def _checked_curve(recipe: Recipe) -> list[list[float]]:
@@ -419,7 +407,9 @@ def _checked_repeats(recipe: Recipe) -> list[Repeat]:
             raise RecipeError(f"Invalid repeats[{i}]: {_short(repeat)}. Must be a Repeat.")
         seed = _integer(f"repeats[{i}].seed", repeat.seed, minimum=0)
         if seed in (recipe.seed, *(earlier.seed for earlier in checked)):
-            raise RecipeError(f"Invalid repeats[{i}].seed={seed}. Must be a seed of its own, nor the search's.")
+            raise RecipeError(
+                f"Invalid repeats[{i}].seed={seed}. Must differ from the seeds of the search and of other repeats."
+            )
         score = _number(f"repeats[{i}].score", repeat.score)
         noise = _checked_noise(f"repeats[{i}].noise", repeat.noise, recipe.total_steps)
         checked.append(Repeat(seed=seed, score=score, noise=noise))
@@ -444,20 +434,20 @@ def _checked_settings(settings: Any) -> dict[str, Any]:
 
 
 def json_value(where: str, value: Any) -> Any:
-    """A copy of ``value`` in JSON's types.
+    """Return a copy of ``value`` in JSON's types.
 
     Args:
-        where: What the value is, for the error.
-        value: Numbers, text, truth values, None; lists and dicts of them; NumPy's scalars, too.
+        where: The value's name in the error.
+        value: Numbers, strings, booleans, None, NumPy scalars, and lists and dicts of them.
 
     Raises:
-        RecipeError: It holds something else, which a recipe can't keep.
+        RecipeError: The value has another type, which a recipe can't keep.
     """
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool):
         return value
-    # Subclasses (enums, numpy.float64) lose their class, as they would in the file.
+    # Subclasses (enums, numpy.float64) lose their class, as in the file.
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, int):
@@ -469,13 +459,13 @@ def json_value(where: str, value: Any) -> Any:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise RecipeError(f"Invalid {where}: the key {key!r} is not a string, as JSON wants it.")
+                raise RecipeError(f"Invalid {where}: the key {key!r} is not a string, as JSON requires.")
         return {str.__str__(key): json_value(f"{where}.{key}", item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [json_value(f"{where}[{i}]", item) for i, item in enumerate(value)]
     raise RecipeError(
         f"Invalid {where}={_short(value)}: {type(value).__name__} is no JSON value. Search over numbers and "
-        "strings: name it by a string, and look it up in the workload."
+        "strings: use a string as its name, and look the object up in the workload."
     )
 
 
@@ -510,7 +500,7 @@ def _text(where: str, value: Any, *, empty: bool = False) -> str:
 
 
 def _one_of(where: str, value: Any, allowed: tuple[str | None, ...]) -> str | None:
-    # Not `in`, to which an unhashable or array-like value could give any answer.
+    # `in` could raise or mislead with an unhashable or array-like value.
     if value is None or isinstance(value, str):
         for choice in allowed:
             if value == choice:
@@ -541,7 +531,7 @@ def _describe_noise(recipe: Recipe) -> str:
         return "not probed"
     sigma2 = sum(probe.sigma2 for probe in recipe.noise)
     mu2 = sum(probe.mu2 for probe in recipe.noise)
-    # Means over the run, as a ratio of single probes has no mean.
+    # A ratio of means over the run: the ratio of single probes has no mean.
     scale = f"about {plain_noise_scale(sigma2, mu2, recipe.base_batch_size):.3g} examples"
     if not (mu2 > 0 and sigma2 >= 0):
         scale = "unknown"

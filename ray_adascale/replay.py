@@ -158,8 +158,7 @@ def noise_curves(recipe: Recipe) -> list[NoiseCurve]:
 
 def momenta_of(recipe: Recipe) -> tuple[float, ...]:
     """Return the momentum of the recipe's base run; several plausible ones where the recipe has none."""
-    known = recipe.known_momentum
-    return PLAUSIBLE_MOMENTA if known is None else (known,)
+    return PLAUSIBLE_MOMENTA if recipe.momentum is None else (recipe.momentum,)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """A workload: one function from a config to everything that training needs.
 
-Search, training, forecast and command line call the same function, at the base batch and at scale, so the model, the
-data and the schedule cannot drift apart between them.
+Search, training, forecast and command line call the same function, at the base batch and at scale. So they all have the same
+model, data and schedule.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from ._errors import SettingError
 from .config import AdaScaleConfig
 from .recipe import Recipe
 
@@ -37,162 +38,104 @@ __all__ = [
     "with_unit",
 ]
 
-HANDED = ("base_batch_size", "total_steps")
-"""The fields of ``AdaScaleConfig`` that a workload's function may ask its config for."""
+INJECTED = ("base_batch_size", "total_steps")
+"""The fields of ``AdaScaleConfig`` that a workload's function may read from its config."""
 
 
 class ConfigAccessLog:
-    """What a workload's function has read of its config, up to now: it may keep the config, and read later.
+    """The keys that a workload's function reads of its config, while it builds the workload and later.
 
     Args:
-        given: The keys that it was given.
+        given: The config's keys.
+
+    Attributes:
+        read: The keys that were read, whether the config has them or not, in the order of the first reads.
     """
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
+    def __init__(self, given: Iterable[str]) -> None:
         self._given = tuple(given)
-        self._asked: dict[
-            Any, None
-        ] = {}  # in the order in which they were first asked for, whether they were there or not
-        self._all = False
-
-    def key(self, key: Any) -> None:
-        """It has asked for this key."""
-        self._asked[key] = None
-
-    def everything(self) -> None:
-        """It has taken all there is, as ``Settings(**config)`` does, and nobody can tell what for."""
-        self._all = True
+        self.read: dict[Any, None] = {}
 
     @property
     def unread(self) -> dict[str, str | None]:
-        """The keys that it was given and has not asked for; each with the nearest name that it has asked for, if one is near."""
-        if self._all:
-            return {}
-        asked = [key for key in self._asked if isinstance(key, str)]
-        near = {key: difflib.get_close_matches(str(key), asked, n=1) for key in self._given if key not in self._asked}
-        return {key: found[0] if found else None for key, found in near.items()}
+        """The given keys that were not read, each with a similar key that was read, if there is one."""
+        read = [key for key in self.read if isinstance(key, str)]
+        similar = {key: difflib.get_close_matches(str(key), read, n=1) for key in self._given if key not in self.read}
+        return {key: found[0] if found else None for key, found in similar.items()}
 
 
 def unread_warning(unread: Mapping[str, str | None]) -> str:
-    """A sentence about hyperparameters that nobody reads, see :attr:`ConfigAccessLog.unread`."""
+    """Return a warning about hyperparameters that are never read, see :attr:`ConfigAccessLog.unread`."""
     names = ", ".join(repr(key) + (f" (is {near!r} meant?)" if near else "") for key, near in unread.items())
     them = "it" if len(unread) == 1 else "them"
     return f"The workload has not read {names} of its config, so that changes nothing. Correct the name, or leave {them} out."
 
 
 class _Config(dict[str, Any]):
-    """The config that a workload's function gets: a dict that notes what is read of it, and knows T and B0 if asked for them.
+    """The config of a workload's function: a dict that logs the keys that are read, and answers for T and B0 as well.
 
-    These two are not among its keys, so that ``Settings(**config)`` gets what was given and no more.
+    T and B0 are not among the keys, so ``Settings(**config)`` gets the given hyperparameters alone.
     """
 
-    def __init__(self, given: Mapping[str, Any], known: Mapping[str, Any], reads: ConfigAccessLog) -> None:
+    def __init__(self, given: Mapping[str, Any], injected: Mapping[str, Any], log: ConfigAccessLog) -> None:
         super().__init__(given)
-        self._known = {key: value for key, value in known.items() if key not in given}
-        self._reads = reads
+        self._injected = {key: value for key, value in injected.items() if key not in given}
+        self._log = log
 
     def __getitem__(self, key: str) -> Any:
-        self._reads.key(key)
+        self._log.read[key] = None
         return super().__getitem__(key)
 
     def __missing__(self, key: str) -> Any:
-        return self._known[key]
+        return self._injected[key]
 
-    def __contains__(self, key: object) -> bool:
-        self._reads.key(key)
-        return super().__contains__(key) or key in self._known
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self._reads.key(key)
-        return super().get(key, self._known.get(key, default))
-
-    def pop(self, key: str, *default: Any) -> Any:
-        self._reads.key(key)
-        if not super().__contains__(key) and key in self._known:
-            return self._known.pop(key)
-        return super().pop(key, *default)
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        self._reads.key(key)
-        return super().setdefault(key, self._known.get(key, default))
-
-    def __delitem__(self, key: str) -> None:
-        self._reads.key(key)
-        super().__delitem__(key)
-
-    # Whatever goes through all of it ends in one of these: ** and dict() in keys(), json in items().
+    # dict's own methods read the values without __getitem__, and so do ** and dict() with dict's own iterator.
+    __contains__, get, items, values = Mapping.__contains__, Mapping.get, Mapping.items, Mapping.values  # type: ignore[assignment]
+    setdefault = MutableMapping.setdefault
 
     def __iter__(self) -> Iterator[str]:
-        self._reads.everything()
         return super().__iter__()
 
-    def keys(self) -> KeysView[str]:  # type: ignore[override]
-        self._reads.everything()
-        return super().keys()
-
-    def values(self) -> ValuesView[Any]:  # type: ignore[override]
-        self._reads.everything()
-        return super().values()
-
-    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        self._reads.everything()
-        return super().items()
-
-    def popitem(self) -> tuple[str, Any]:
-        self._reads.everything()
-        return super().popitem()
-
-    def __or__(self, other: Any) -> Any:
-        self._reads.everything()
-        return super().__or__(other)
-
-    def __ror__(self, other: Any) -> Any:
-        self._reads.everything()
-        return super().__ror__(other)
-
-    # A copy of it is read as it is.
+    def pop(self, key: str, *default: Any) -> Any:
+        if key not in self and default:
+            return default[0]
+        value = self[key]
+        (self if super().__contains__(key) else self._injected).__delitem__(key)
+        return value
 
     def copy(self) -> _Config:
-        return self._like(dict.items(self))
+        return _Config(dict(super().items()), self._injected, self._log)
 
-    def __copy__(self) -> _Config:
-        return self.copy()
+    __copy__ = copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Config:
-        return self._like((key, copy.deepcopy(value, memo)) for key, value in dict.items(self))
-
-    def _like(self, pairs: Any) -> _Config:
-        return _Config(dict(pairs), self._known, self._reads)
-
-    def __reduce__(self) -> Any:  # in another process nobody looks: there it is a plain dict, with T and B0
-        self._reads.everything()
-        return dict, ({**self._known, **dict(dict.items(self))},)
+        return _Config(copy.deepcopy(dict(super().items()), memo), self._injected, self._log)
 
 
 @dataclass(kw_only=True, eq=False)
 class Workload:
-    """What to train, in plain torch, exactly as at the base batch. Not wrapped, not moved to a device.
+    """The pieces of a training run, in plain torch, exactly as at the base batch. Not wrapped, not moved to a device.
 
     Attributes:
         model: The bare model.
-        optimizer: One optimizer over (some of) the model's parameters, its learning rates those of the base batch.
+        optimizer: One optimizer over (some of) the model's parameters, with the learning rates of the base batch.
         scheduler: The learning-rate schedule, bound to ``optimizer``, or None for constant rates. Never step it.
         scheduler_unit: What one ``scheduler.step()`` meant in the base run: an optimizer ``"step"`` or an ``"epoch"``.
             Required with a scheduler.
-        train_dataset: Examples, map-style (``__len__`` and ``__getitem__``) where a resume has to be exact.
+        train_dataset: Examples, map-style (``__len__`` and ``__getitem__``) for exact resumes.
         loss_fn: ``loss_fn(model, batch)`` is the mean loss over the batch's examples, a scalar tensor.
         evaluate: ``evaluate(model)`` returns metrics by name; called without gradients, in eval mode.
-        metric: What a search optimises: ``"loss"`` (the training loss) or a key of what ``evaluate`` returns.
-        mode: Whether ``metric`` is to be small (``"min"``) or large (``"max"``).
+        metric: The metric that a search optimises: ``"loss"`` (the training loss) or a key of the dict from ``evaluate``.
+        mode: Whether a small (``"min"``) or a large (``"max"``) metric is better.
         collate_fn: Makes a batch of a list of examples, as in ``torch.utils.data.DataLoader``; torch's by default.
-        extra_state: What else belongs into checkpoints, by name, such as an average of the weights; see
+        extra_state: Further objects for the checkpoints, by name, such as an average of the weights; see
             :class:`ray_adascale.Run`.
         after_step: ``after_step(model)``, called after each optimizer step; see :class:`ray_adascale.Run`.
-        config_reads: What the function has read of its config; whoever calls the function sets it, so that a run can warn of
-            hyperparameters that nobody reads.
+        config_reads: The keys of the config that the function has read. :func:`build` sets it, so that a run can warn about
+            hyperparameters that are never read.
 
     Raises:
-        ValueError: A field that can't work, naming it and what to do.
+        ValueError: A field can't work. The message names it, with what to do.
     """
 
     model: nn.Module
@@ -221,7 +164,9 @@ class Workload:
             if not callable(value) and (value is not None or name == "loss_fn"):
                 raise ValueError(f"Invalid {name}: {_kind(value)}. Must be a function.")
         if not isinstance(self.metric, str) or not self.metric:
-            raise ValueError(f"Invalid metric={self.metric!r}. Must be 'loss' or a key of what evaluate returns.")
+            raise ValueError(
+                f"Invalid metric={self.metric!r}. Must be 'loss' or a key of the dict that evaluate returns."
+            )
         if self.metric != "loss" and self.evaluate is None:
             raise ValueError(
                 f"Invalid metric={self.metric!r} without evaluate. Pass evaluate=, a function from the model to a dict "
@@ -245,8 +190,8 @@ class Workload:
                 if id(p) not in known:
                     raise ValueError(
                         f"Invalid optimizer: parameter {i} of group {g}, of shape {tuple(p.shape)}, is not one of the "
-                        "model's. Build the optimizer from model.parameters() of this very model, after any change to "
-                        "its layers; a loss with weights of its own belongs into the model."
+                        "model's. Build the optimizer from model.parameters() of this model, after any change to its "
+                        "layers; a loss with weights of its own belongs into the model."
                     )
 
     def _check_scheduler(self) -> None:
@@ -270,18 +215,18 @@ class Workload:
             )
         if self.scheduler_unit is None:
             raise ValueError(
-                "Missing scheduler_unit. Say what one scheduler.step() meant in the base run: 'step' if it was called "
-                "after every optimizer step, 'epoch' if once an epoch. The scheduler doesn't tell, and a wrong guess "
-                "is silently wrong: the learning rate would fall hundreds of times too fast or too slowly."
+                "Missing scheduler_unit. It is what one scheduler.step() meant in the base run: 'step' if it was called after "
+                "every optimizer step, 'epoch' if once an epoch. A wrong guess would be silently wrong: the learning rate "
+                "would fall hundreds of times too fast or too slowly."
             )
 
 
 def torchs_own_hint(scheduler: object) -> str:
-    """What to do about a scheduler that is none of torch's kind, as a further sentence; empty where nothing is known of it."""
+    """Return advice about a scheduler that is not one of torch's, as a further sentence; empty for unknown libraries."""
     if type(scheduler).__module__.partition(".")[0] != "timm":
         return ""
     return (
-        " timm's schedulers are stepped with a number that the loop counts, so τ can't drive them. Use torch's own: a warm-up "
+        " timm's schedulers are stepped with the loop's own counter, so τ can't drive them. Use torch's own: a warm-up "
         "and a cosine are SequentialLR(optimizer, [LinearLR(optimizer, start_factor, total_iters=w), "
         "CosineAnnealingLR(optimizer, T_max=T - w)], milestones=[w])."
     )
@@ -291,13 +236,14 @@ WorkloadFn: TypeAlias = Callable[[dict[str, Any]], Workload]
 
 
 def with_unit(config: AdaScaleConfig, workload: Workload) -> AdaScaleConfig:
-    """The settings with the workload's scheduler unit (None without a scheduler, where there is nothing to count), and its
-    metric for an early stop that names none.
+    """Return the settings with the workload's scheduler unit, None without a scheduler.
+
+    An early stop without a metric gets the workload's metric.
     """
     unit = workload.scheduler_unit if workload.scheduler is not None else None
     if config.scheduler_unit is not None and config.scheduler_unit != unit:
-        raise ValueError(
-            f"Invalid AdaScaleConfig(scheduler_unit={config.scheduler_unit!r}): the workload says {unit!r}. Leave it out."
+        raise SettingError(
+            f"Invalid {{}}: the workload says {unit!r}. Leave it out.", scheduler_unit=config.scheduler_unit
         )
     stop = config.early_stop
     if stop is not None and stop.metric is None:
@@ -306,12 +252,12 @@ def with_unit(config: AdaScaleConfig, workload: Workload) -> AdaScaleConfig:
 
 
 def injected_settings(settings: AdaScaleConfig | None, recipe: Recipe | None = None) -> dict[str, int]:
-    """What a workload's function is told beside its hyperparameters: T (``total_steps``) and B0 (``base_batch_size``).
+    """Return the settings that a workload's function may read: T (``total_steps``) and B0 (``base_batch_size``).
 
-    As far as they are known: with ``total_epochs`` T is not. With a recipe, what its search has told the function, so that
-    the function builds the same schedule again.
+    Unknown ones are missing: T is unknown with ``total_epochs``. With a recipe, the function gets the same settings as in the
+    search, so that it builds the same schedule again.
     """
-    names = HANDED if recipe is None else [name for name in HANDED if name in recipe.search.get("handed", [])]
+    names = INJECTED if recipe is None else [name for name in INJECTED if name in recipe.search.get("handed", [])]
     return {name: value for name in names if (value := getattr(settings, name, None)) is not None}
 
 
@@ -321,20 +267,20 @@ def build(
     settings: AdaScaleConfig | None = None,
     recipe: Recipe | None = None,
 ) -> Workload:
-    """``workload_fn(config)``, checked. The function gets a copy of the hyperparameters as its config, and may change it.
+    """Return ``workload_fn(config)``, checked. The config is a copy of the hyperparameters, and the function may change it.
 
-    Where the hyperparameters don't say otherwise, ``config["total_steps"]`` and ``config["base_batch_size"]`` are T and B0, see
-    :func:`injected_settings`: a schedule need not be told its length a second time. They are no hyperparameters: they are not
-    among the config's keys, and nobody has to read them.
+    ``config["total_steps"]`` and ``config["base_batch_size"]`` are T and B0, unless the hyperparameters have these keys, see
+    :func:`injected_settings`. So the length of a schedule is given once. T and B0 are not among the config's keys, and the
+    function need not read them.
 
     Args:
-        workload_fn: What builds the workload.
-        hyperparameters: What it is given.
-        settings: Of the run that the workload is for.
-        recipe: Of that run, if there is one.
+        workload_fn: The workload's function.
+        hyperparameters: Its config.
+        settings: The run's settings.
+        recipe: The run's recipe, if there is one.
 
     Raises:
-        TypeError: It returned something other than a :class:`Workload`.
+        TypeError: The function returned no :class:`Workload`.
     """
     reads = ConfigAccessLog(hyperparameters)
     known = injected_settings(settings, recipe)
@@ -348,20 +294,20 @@ def build(
 
 
 def resolve(spec: str, what: str = "workload") -> Any:
-    """The object that a command line names.
+    """Return the object with a name from the command line.
 
-    A file is imported as ``python file.py`` would find it: its folder goes to the front of ``sys.path``, so that it can
-    import its neighbours, and its module has the file's name. Functions then pickle by reference, and other processes
-    with that folder on their path find them. Where the name is taken by another module (``json.py``), the file is
-    loaded under a name of its own that is not left in ``sys.modules``: cloudpickle then sends functions by value.
+    A file is imported as by ``python file.py``: its folder goes to the front of ``sys.path``, so that the file can import its
+    neighbours, and its module has the file's name. Functions then pickle by reference, and other processes with that folder
+    on their path find them. If another module has the name already (``json.py``), the file is loaded under a name of its own
+    that is not left in ``sys.modules``: cloudpickle then sends functions by value.
 
     Args:
         spec: ``"path/to/file.py:name"`` or ``"package.module:name"``; the name may have dots.
-        what: What errors call it.
+        what: The object's name in errors.
 
     Raises:
-        ValueError: The spec is malformed, there is no such file, module or name, or its import failed (the cause is
-            attached, with its traceback).
+        ValueError: The spec is malformed, the file, module or name does not exist, or the import failed (with the cause and
+            its traceback).
     """
     where, colon, name = spec.rpartition(":")
     if not colon or not where or not name:
@@ -381,7 +327,7 @@ def resolve(spec: str, what: str = "workload") -> Any:
     return found
 
 
-_loaded: dict[Path, ModuleType] = {}  # files whose name is taken, so that resolving twice gives the same objects
+_loaded: dict[Path, ModuleType] = {}  # files under a name of their own, so that resolving twice gives the same objects
 
 
 def _load_file(path: Path, spec: str, what: str) -> ModuleType:
@@ -403,10 +349,10 @@ def _load_file(path: Path, spec: str, what: str) -> ModuleType:
     assert module_spec is not None
     assert module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module  # dataclasses look their module up while it is being executed
+    sys.modules[name] = module  # dataclasses look up their module during its execution
     try:
         module_spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # a script's argument parser exits, for one
+    except (Exception, SystemExit) as error:  # such as a script's argument parser
         raise _import_failed(spec, what, error) from error
     finally:
         del sys.modules[name]
@@ -415,7 +361,7 @@ def _load_file(path: Path, spec: str, what: str) -> ModuleType:
 
 
 def _would_find(stem: str, path: Path, *, folder_on_path: bool = False) -> bool:
-    """Whether ``import stem`` means this file; without its folder on the path, whether nothing else is meant."""
+    """Return whether ``import stem`` finds this file; without its folder on the path, whether it finds no other module."""
     if stem in sys.modules:
         origin = getattr(sys.modules[stem], "__file__", None)
         return origin is not None and Path(origin).resolve() == path
@@ -429,7 +375,7 @@ def _import(name: str, spec: str, what: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        # "No module named 'a'" when importing a.b means that the user's own name is wrong; any other name is an import
+        # "No module named 'a'" for an import of a.b means that the user's spec is wrong. Any other name is of an import
         # inside the user's code.
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
             raise ValueError(
@@ -440,8 +386,8 @@ def _import(name: str, spec: str, what: str) -> ModuleType:
 
 def _import_failed(spec: str, what: str, error: BaseException) -> ValueError:
     hint = " Does it run as a script without `if __name__ == '__main__'`?" if isinstance(error, SystemExit) else ""
-    told = f"{type(error).__name__}: {error}".removesuffix(".")
-    return ValueError(f"Invalid {what} {spec!r}: importing it failed with {told}.{hint}")
+    cause = f"{type(error).__name__}: {error}".removesuffix(".")
+    return ValueError(f"Invalid {what} {spec!r}: importing it failed with {cause}.{hint}")
 
 
 def _contents(module: ModuleType) -> str:
@@ -455,7 +401,7 @@ def _contents(module: ModuleType) -> str:
 def _length(dataset: Any) -> int | None:
     try:
         return len(dataset)
-    except (TypeError, NotImplementedError, AttributeError):  # iterable-style, or Ray Data's, which refuses
+    except (TypeError, NotImplementedError, AttributeError):  # an iterable, or Ray Data's, which raises
         return None
 
 

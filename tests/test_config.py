@@ -139,4 +139,4 @@ def test_settings_that_differ_from_the_searchs_are_told() -> None:
     assert told(AdaScaleConfig(grad_clip=1.0, drop_last=True, rule="linear"), grad_clip=1.0) == []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        AdaScaleConfig(grad_clip=1.0).with_recipe(recipe([]))  # an older file: nothing is known
+        AdaScaleConfig(grad_clip=1.0).with_recipe(recipe([]))  # nothing is known of the settings

@@ -156,10 +156,15 @@ def given(read: Callable[[dict[str, Any]], object], **hyperparameters: Any) -> t
         (lambda c: (c.pop("total_steps", 600), c.pop("total_steps", 600)), (3000, 600)),
         (lambda c: (c.setdefault("total_steps", 600), c["total_steps"]), (3000, 3000)),
         (lambda c: "total_steps" in c, True),
-        (lambda c: (c.copy()["total_steps"], copy.deepcopy(c)["total_steps"], pickle.loads(pickle.dumps(c))), (3000, 3000, {
-            "lr": 0.1, "base_batch_size": 16, "total_steps": 3000})),
+        (
+            lambda c: [
+                a["total_steps"] for a in (c.copy(), copy.copy(c), copy.deepcopy(c), pickle.loads(pickle.dumps(c)))
+            ],
+            [3000] * 4,
+        ),
+        (lambda c: pickle.loads(pickle.dumps(c)), {"lr": 0.1}),
     ],
-)  # fmt: skip
+)
 def test_a_function_may_ask_for_t_and_the_base_batch(read: Callable[[Any], Any], found: Any) -> None:
     assert given(read, lr=0.1)[0] == found
 
@@ -174,6 +179,8 @@ def test_a_function_may_ask_for_t_and_the_base_batch(read: Callable[[Any], Any],
         lambda c: dict(c.items()),
         lambda c: {key: c[key] for key in c},
         lambda c: {} | c,
+        lambda c: c | {},
+        lambda c: dict(zip(c.keys(), c.values(), strict=True)),
     ],
 )
 def test_whoever_takes_all_of_the_config_gets_what_was_given_and_has_read_it(read: Callable[[Any], Any]) -> None:
@@ -195,7 +202,7 @@ def test_what_is_given_comes_before_what_the_settings_say_and_t_may_be_unknown()
 
     build(function, {}, AdaScaleConfig(base_batch_size=4, total_epochs=2.5))
     build(function, {})
-    # A recipe's schedule was built with what its search has told the function: of an earlier version nothing.
+    # With a recipe, the function gets the settings that the search has given it. A recipe by hand may list none.
     build(function, {}, SETTINGS, recipe([]))
     build(function, {}, SETTINGS, recipe([], search={"handed": ["base_batch_size"]}))
     assert built == [["unknown", 4], ["unknown", "unknown"], ["unknown", "unknown"], ["unknown", 16]]
@@ -217,7 +224,9 @@ def test_the_config_is_a_dict() -> None:
 
 def test_keys_that_nobody_reads_are_named_with_the_nearest_that_somebody_asked_for() -> None:
     def read(config: dict[str, Any]) -> Callable[[], Any]:
+        config = config.copy()
         config["learning"] = 1  # its own
+        list(config), len(config), repr(config)  # no values are read
         config.get("split", "train"), config.pop("momentum"), "total_steps" in config
         return lambda: config["late"]
 

@@ -345,7 +345,7 @@ def _notes(
         )
     if len(forecaster.momenta) > 1:
         notes.append(
-            "The recipe does not tell the momentum (recipes of earlier versions do not), so the interval is wider: it holds "
+            "The recipe has no momentum, since its optimizer's is unknown, so the interval is wider: it holds "
             f"{' and '.join(f'{m:g}' for m in forecaster.momenta)}, and the steps are those without momentum. Make it anew for a "
             "closer one."
         )

@@ -1,15 +1,15 @@
-"""The checkpoint on disk: written, verified and loaded. It is complete or absent, and nothing in it is ever unpickled.
+"""The checkpoint on disk: saved, verified and loaded. It is complete or absent, and nothing in it is ever unpickled.
 
 ``save`` is collective: every worker writes its share of the tensors, to a folder of its own (Ray merges the folders;
-file names never collide) or to one that all share. ``load`` is not: each worker reads what it asks for, so the number
-of workers and the kind of sharding may differ from those that saved. ``files`` says what lies in the folder, ``dcp`` how
-tensors get there.
+file names never collide) or to a shared one. ``load`` is not collective: each worker reads the tensors that it needs, so the
+number of workers and the kind of sharding may differ from those of the save. ``files`` defines the files of the folder,
+``dcp`` the format of the tensors.
 
-What is read from a file is never unpickled, since files come from elsewhere. The ranks of a process group run one program and
-trust each other, so what they exchange while they save is pickled by torch's object collectives.
+Data from a file is never unpickled, since files come from elsewhere. The ranks of a process group run one program and trust
+each other, so torch's object collectives pickle the data that they exchange during a save.
 
-A checkpoint exists once its manifest does and every file in it has the size and digest listed there: that is what
-``verify`` checks. Ray uploads files in no promised order, so a manifest alone proves nothing.
+A checkpoint exists once it has a manifest, and every file has the size and digest in the manifest. ``verify`` checks both. Ray
+uploads files in any order, so a manifest alone proves nothing.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ __all__ = [
 ]
 
 WEIGHTS_PREFIX = "model/"
-"""Keys of the model's own state dict start with this, so that ``load_weights`` can tell them from the rest."""
+"""Prefix of the keys of the model's own state dict. ``load_weights`` finds the model by it."""
 
 StrPath = str | os.PathLike[str]
 _Candidate = TypeVar("_Candidate")
@@ -81,7 +81,7 @@ _Answer = TypeVar("_Answer")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What is stored under a key: ``dtype``, and the ``shape`` of the whole tensor over all shards."""
+    """A stored tensor: its ``dtype``, and the ``shape`` of the whole tensor over all shards."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -95,26 +95,26 @@ def save(
     files: Mapping[str, tuple[Path, int]] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Writes a checkpoint. Collective: every rank of the group calls it, or (no group, or one rank) one process.
+    """Write a checkpoint. Collective: every rank of the group calls this, or one process without a group.
 
     Either all ranks return, and the checkpoint is complete and on disk, or all ranks raise, and no manifest exists.
 
     Args:
-        directory: A folder for this rank's files, made if missing. The same for all ranks or one for each; rank 0's
+        directory: A folder for this rank's files, made if missing: one for all ranks, or one for each. Rank 0's folder
             gets the JSON files.
-        tensors: By key. A plain tensor is written by one of the ranks that have the key: it is taken to be equal on
-            all of them. Of a ``TensorShard`` and of a ``DTensor`` each rank writes its own part; together they must be
-            the whole. A rank may leave out any key.
-        state: JSON values, from rank 0; those of other ranks are ignored. Floats come back to the last bit, NaN and
-            ±inf included; tuples come back as lists.
-        files: Further files to copy into the checkpoint, by the name they get there: (path, how many bytes of it, from
-            its start), so that a file that grows is cut at a known place. From rank 0, like ``state``.
-        process_group: Default: all ranks. "Rank 0" is that of the group.
+        tensors: By key. One of the ranks with the key writes a plain tensor, which must be equal on all of them. Of a
+            ``TensorShard`` and of a ``DTensor`` each rank writes its own part. The parts together must be the whole. A rank
+            may leave out any key.
+        state: JSON values from rank 0; those of other ranks are ignored. Floats are restored to the last bit, NaN and
+            ±inf included. Tuples come back as lists.
+        files: Further files from rank 0, by their name in the checkpoint: (path, number of bytes from the start). The number
+            of bytes cuts a growing file at a known place.
+        process_group: Default: all ranks. "Rank 0" is rank 0 of the group.
 
     Raises:
-        TypeError: A value is not a dense tensor, or something in ``state`` is not JSON's. Names it, on every rank.
-        CheckpointError: The folder holds a checkpoint already, the ranks disagree about a key, shards are missing or
-            overlap, or a rank could not write. Names every rank that failed, and the cause, on every rank.
+        TypeError: A value is not a dense tensor, or a value in ``state`` is not a JSON value. Every rank names it.
+        CheckpointError: The folder already holds a checkpoint, the ranks disagree about a key, shards are missing or
+            overlap, or a rank could not write. Every rank names all ranks that failed, with the causes.
     """
     saving = _plan(directory, tensors, state, files, process_group)
     saving.write()
@@ -129,13 +129,13 @@ def begin_save(
     files: Mapping[str, tuple[Path, int]] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Save:
-    """Does what :func:`save` does, but only copies what this rank will write (to the CPU) and starts a thread that writes it.
+    """Start to write a checkpoint as :func:`save` does. Copies this rank's share to the CPU; a thread writes the copy.
 
-    Collective. Once it has returned the tensors may change. There is no checkpoint before all ranks have called
-    :meth:`Save.finish`, which raises what went wrong in any rank's thread.
+    Collective. The tensors may change after the call. The checkpoint is complete once all ranks have called
+    :meth:`Save.finish`, which raises the errors of all ranks' threads.
 
     Raises:
-        TypeError, CheckpointError: As :func:`save`, except for what only writing can tell.
+        TypeError, CheckpointError: As :func:`save`, except for errors of the writing itself.
     """
     saving = _plan(directory, tensors, state, files, process_group)
     saving.start()
@@ -149,7 +149,7 @@ def _plan(
     files: Mapping[str, tuple[Path, int]] | None,
     process_group: dist.ProcessGroup | None,
 ) -> Save:
-    """Agrees with the other ranks on who writes what. Collective."""
+    """Agree with the other ranks on the share of each. Collective."""
     from . import dcp
 
     path = Path(directory)
@@ -173,7 +173,7 @@ def _plan(
 
 
 class Save:
-    """A checkpoint on its way to disk; :func:`begin_save` returns it. No part but :meth:`finish` is collective."""
+    """A checkpoint that is being written; returned by :func:`begin_save`. Only :meth:`finish` is collective."""
 
     def __init__(
         self,
@@ -192,20 +192,20 @@ class Save:
         """Copy this rank's share and write the copy in a thread."""
         try:
             self._planner.freeze(self._plan)
-        except Exception as e:  # out of memory: the others learn of it in finish, and need not wait until then
+        except Exception as e:  # out of memory: finish reports it to the other ranks
             self._error = e
             return
-        # A daemon: a process that ends for another reason does not wait for its disk.
+        # A daemon thread, so that a process that ends for another reason does not wait for its disk.
         self._thread = threading.Thread(target=self.write, name="ray_adascale-checkpoint", daemon=True)
         self._thread.start()
 
     def write(self) -> None:
-        """Write this rank's share. Keeps an error for :meth:`finish`, where all ranks raise it."""
+        """Write this rank's share. :meth:`finish` raises an error of it on all ranks."""
         try:
             self._results = self._writer.write_data(self._plan, self._planner).wait()
         except BaseException as e:
             self._error = e
-        self._planner.thaw()  # the copy's memory is free again
+        self._planner.thaw()  # frees the copy's memory
 
     @property
     def running(self) -> bool:
@@ -213,10 +213,10 @@ class Save:
         return self._thread is not None and self._thread.is_alive()
 
     def finish(self) -> None:
-        """Wait for this rank's files, and seal the checkpoint with a manifest. Collective.
+        """Wait for this rank's files, and complete the checkpoint with a manifest. Collective.
 
         Raises:
-            CheckpointError: A rank could not write. No manifest exists then. The same on every rank.
+            CheckpointError: A rank could not write, so no manifest exists. Every rank raises it.
         """
         if self._thread is not None:
             self._thread.join()
@@ -236,13 +236,13 @@ class Save:
 
 @dataclass(frozen=True)
 class _Failure:
-    """What one rank tells the others of an exception. It is text alone, since not every exception can be pickled.
+    """An exception on one rank, as text for the other ranks, since some exceptions can't be pickled.
 
     Attributes:
         rank: The rank that raised.
-        mistake: Whether the exception is a TypeError: the user's mistake.
-        message: What the exception says.
-        traceback: Where it was raised.
+        mistake: Whether the exception is a TypeError, which means a mistake of the user.
+        message: The exception's message.
+        traceback: The exception's traceback.
     """
 
     rank: int
@@ -259,10 +259,10 @@ class _Failure:
 
 
 class _Ranks:
-    """The ranks that save together; a single one without torch.distributed.
+    """The ranks that save together; one rank without torch.distributed.
 
-    DCP's own ``save`` has such a class too. It pickles exceptions with their frames, which fails, and leaves the other ranks
-    waiting, for exceptions of some kinds, and for all of them under Python 3.13 with torch 2.11.
+    DCP's own class for this pickles exceptions with their frames. For some exceptions, and for all of them under Python 3.13
+    with torch 2.11, that fails and leaves the other ranks waiting.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, path: Path) -> None:
@@ -273,23 +273,22 @@ class _Ranks:
             self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
 
     def exchange(self, local: Callable[[], _Local], central: Callable[[list[_Local]], list[_Answer]]) -> _Answer:
-        """Calls ``local`` on every rank, and then ``central`` on rank 0, which makes an answer for each rank of all results.
+        """Call ``local`` on every rank, then ``central`` on rank 0 with all results. It returns an answer for each rank.
 
-        Where any of these raises, every rank raises. Collective.
+        If any of the calls raises, every rank raises. Collective.
 
         Returns:
             This rank's answer.
 
         Raises:
-            TypeError: All that went wrong on any rank were TypeErrors: the user's mistakes.
-            CheckpointError: Something else went wrong. Either names the ranks and the causes. (What is no Exception, an
-                interrupt, stays what it is on the rank where it came.)
+            TypeError: All errors on all ranks were TypeErrors, which are mistakes of the user. Names ranks and causes.
+            CheckpointError: There were other errors. Names ranks and causes. An interrupt remains itself on its own rank.
         """
         caught: BaseException | None = None
         mine: _Local | _Failure
         try:
             mine = local()
-        except BaseException as e:  # an interrupt too: the others must not wait for this rank
+        except BaseException as e:  # an interrupt too, so that the other ranks do not wait
             caught, mine = e, _Failure.of(self.rank, e, self._path)
         results = self._gather(mine)
         answers: Sequence[_Answer | list[_Failure]] = []
@@ -331,21 +330,21 @@ class _Ranks:
 
 
 def verify(directory: StrPath) -> None:
-    """Raises CheckpointError unless the checkpoint is complete and undamaged. Reads and hashes every file of it.
+    """Raise CheckpointError unless the checkpoint is complete and undamaged. Reads and hashes every file of it.
 
-    Other files in the folder (of a save that was cut short, on more workers) are ignored.
+    Other files in the folder, left by an interrupted save on more workers, are ignored.
     """
     path = Path(directory)
     files = read_manifest(path)
     for file in files.values():
         check_size(path, file)  # all sizes first: a file cut short is found without reading the others
-    with ThreadPoolExecutor(max_workers=4) as threads:  # hashing lets go of the GIL
+    with ThreadPoolExecutor(max_workers=4) as threads:  # hashing releases the GIL
         for _ in threads.map(lambda file: check_file(path, file), files.values()):
             pass
 
 
 def is_complete(directory: StrPath) -> bool:
-    """Whether ``verify`` would pass, at the same cost."""
+    """Return whether ``verify`` passes, at the same cost."""
     try:
         verify(directory)
     except CheckpointError:
@@ -354,20 +353,20 @@ def is_complete(directory: StrPath) -> bool:
 
 
 def is_sealed(directory: StrPath) -> bool:
-    """Whether the checkpoint was completed once, damaged since or not: it has a manifest."""
+    """Return whether the checkpoint has a manifest, so that it was complete once. It may be damaged since."""
     return (Path(directory) / MANIFEST).exists()
 
 
 def delete(directory: StrPath) -> None:
-    """Removes a checkpoint's folder, the manifest first: at any moment the checkpoint is complete or absent."""
+    """Remove a checkpoint's folder, the manifest first: at any moment the checkpoint is complete or absent."""
     (Path(directory) / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(directory)
 
 
 def in_run(directory: StrPath) -> list[Path]:
-    """The checkpoints in a run's folder, a LocalBackend's or Ray Train's, oldest first: by the optimizer step that each holds.
+    """Return the checkpoints in a run's folder, a LocalBackend's or Ray Train's, oldest first by optimizer step.
 
-    Of one that can't say its step, the place is that of its name. Files are none, whatever they are called.
+    A checkpoint without a readable step is placed by its name. Only folders count.
     """
     found: list[tuple[int, Path]] = []
     for path in sorted(Path(directory).glob("checkpoint_*")):
@@ -386,14 +385,12 @@ def latest_valid(
     fetch: Callable[[_Candidate], StrPath] | None = None,
     called: Callable[[_Candidate], str] = str,
 ) -> _Candidate | None:
-    """Finds the last of the checkpoints, given oldest first, that verifies; None if none does.
-
-    A later one that does not verify is skipped with a RuntimeWarning that says why.
+    """Return the last of the checkpoints that verifies; None without any. A RuntimeWarning names each skipped one.
 
     Args:
-        candidates: Folders, or whatever ``fetch`` makes folders of.
-        fetch: Where a candidate's files lie; is called when its turn comes. Default: it is the folder itself.
-        called: What the warning calls it.
+        candidates: Oldest first. Folders, or arguments of ``fetch``.
+        fetch: Returns the folder of a candidate. Called only for candidates that are tried.
+        called: Returns the candidate's name for the warning.
     """
     for candidate in reversed(candidates):
         try:
@@ -406,7 +403,7 @@ def latest_valid(
 
 
 def _chosen(directory: StrPath) -> Path:
-    """The folder itself; of a run's folder, its newest checkpoint that verifies."""
+    """Return a checkpoint's folder itself, and for a run's folder its newest checkpoint that verifies."""
     path = Path(directory)
     inside = [] if is_sealed(path) else in_run(path)
     if not inside:
@@ -419,7 +416,7 @@ def _chosen(directory: StrPath) -> Path:
 
 
 def load_state(directory: StrPath) -> dict[str, Any]:
-    """Reads the ``state`` of ``save``; it is empty where that was None. Compares the digest of its file, not of others.
+    """Read the ``state`` of ``save``; empty where it was None. Compares the digest of its file only.
 
     Raises:
         CheckpointError: The manifest or state.json is missing, damaged or malformed.
@@ -429,7 +426,7 @@ def load_state(directory: StrPath) -> dict[str, Any]:
 
 
 def tensor_index(directory: StrPath) -> dict[str, TensorInfo]:
-    """Tells what tensors the checkpoint has, by key. Reads no tensor.
+    """Return dtype and shape of each tensor by key. Reads no tensor.
 
     Raises:
         CheckpointError: The manifest or tensors.json is missing, damaged or malformed.
@@ -442,20 +439,20 @@ def tensor_index(directory: StrPath) -> dict[str, TensorInfo]:
 
 
 def load(directory: StrPath, into: Mapping[str, Tensor | TensorShard]) -> None:
-    """Fills tensors in place. Not collective: each rank by itself, for the keys and shards that it wants.
+    """Fill tensors in place. Not collective: each rank loads the keys and shards that it needs.
 
-    Reads the chunks that overlap with what is asked for, and compares the sizes of their files but not the digests:
-    call ``verify`` once before, on one rank rather than on all.
+    Reads the chunks that overlap with the tensors, and compares the sizes of their files, not the digests. Call ``verify``
+    before, on one rank.
 
     Args:
-        directory: A folder with all the files of the checkpoint.
-        into: Tensors to fill, on any device, by key. A DTensor gets this rank's part. A TensorShard, or a plain
-            one-dimensional tensor, takes what was saved as shards (or as one plain one-dimensional tensor).
+        directory: A folder with all files of the checkpoint.
+        into: Tensors to fill, on any device, by key. A DTensor gets this rank's part. A TensorShard or a plain
+            one-dimensional tensor loads from shards and from a plain one-dimensional tensor.
 
     Raises:
         TypeError: A value is not a dense tensor.
-        CheckpointError: The checkpoint does not have the key, or has it with another dtype or shape; nothing has been
-            filled then. Or a file is missing or malformed; some tensors may have been filled.
+        CheckpointError: The key is missing or has another dtype or shape, and no tensor is filled. Or a file is missing or
+            malformed, and some tensors may be filled.
     """
     from . import dcp
 
@@ -478,8 +475,8 @@ def load(directory: StrPath, into: Mapping[str, Tensor | TensorShard]) -> None:
                 f"{path}, key {key!r}: holds {stored.properties.dtype} of shape {tuple(stored.size)}, "
                 f"to be loaded into {tensor.dtype} of shape {tuple(shape)}."
             )
-    # What DCP's own ``load`` does on a single process, less its fallbacks (after an error it looks for DCP's own metadata), its
-    # warning and its BaseException.
+    # The steps of DCP's own ``load`` in a single process, without its fallback to DCP's metadata after an error, its warning and
+    # its BaseException.
     planner = dcp.ShardLoadPlanner(into)
     planner.set_up_planner({}, metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
@@ -488,11 +485,13 @@ def load(directory: StrPath, into: Mapping[str, Tensor | TensorShard]) -> None:
 
 
 def load_weights(directory: StrPath) -> dict[str, Tensor]:
-    """Reads the model's plain state dict, on the CPU, for ``model.load_state_dict``. Needs no process group; verifies first.
+    """Verify a checkpoint and read the model's plain state dict, on the CPU, for ``model.load_state_dict``.
+
+    No process group is needed.
 
     Args:
-        directory: A checkpoint's folder; or a run's, whose newest usable checkpoint it is then (with a RuntimeWarning for
-            each newer one that is incomplete or damaged).
+        directory: A checkpoint's folder, or a run's folder for its newest usable checkpoint. A RuntimeWarning names each newer
+            one that is incomplete or damaged.
 
     Raises:
         CheckpointError: The checkpoint is incomplete or damaged, or holds no model.

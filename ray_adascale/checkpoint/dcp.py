@@ -1,15 +1,14 @@
-"""How tensors reach a checkpoint's files and come back, through ``torch.distributed.checkpoint`` (DCP).
+"""The tensors of a checkpoint, written and read through ``torch.distributed.checkpoint`` (DCP).
 
-``__{rank}_{i}.distcp`` are as DCP's FileSystemWriter writes them, one ``torch.save`` archive after the other; the folder's
-other files are :mod:`ray_adascale.checkpoint.files`'s.
+DCP's FileSystemWriter writes ``__{rank}_{i}.distcp``, one ``torch.save`` archive after the other.
+:mod:`ray_adascale.checkpoint.files` defines the other files of the folder.
 
-DCP plans who writes what, splits and joins chunks for any number of workers, and copies between devices. Two things are
-replaced. Its ``.metadata`` is a pickle, which runs code on reading; ours is JSON. And it has no notion of a complete
-checkpoint; our manifest is one. What remains is read by ``torch.load(weights_only=True)``, which builds tensors only.
+DCP plans the share of each worker, splits and joins chunks for any number of workers, and copies between devices. Two parts are
+replaced. DCP's ``.metadata`` is a pickle, which runs code on reading; ours is JSON. DCP has no notion of a complete checkpoint;
+ours is the manifest. The rest is read by ``torch.load(weights_only=True)``, which builds tensors only.
 
-No private name of torch is imported here. What is relied on beyond DCP's documented interface is that a write result
-carries ``relative_path``, ``offset`` and ``length``, and that a reader asks no more of what it is given; the tests fail
-when that changes.
+No private name of torch is imported here. Beyond DCP's documented interface, the code relies on two facts: a write result has
+``relative_path``, ``offset`` and ``length``, and a reader needs no further fields. The tests fail when that changes.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ from .files import (
 class ShardSavePlanner(DefaultSavePlanner):
     """Plans plain tensors (replicated, each written once) and DTensors as DCP does, and TensorShards.
 
-    The tensors come in here: DCP's own ``state_dict`` argument holds no TensorShards.
+    The constructor receives the tensors, because DCP's own ``state_dict`` argument can't hold TensorShards.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor | TensorShard]) -> None:
@@ -110,8 +109,8 @@ class ShardSavePlanner(DefaultSavePlanner):
             for key, value in self._tensors.items()
             if isinstance(value, TensorShard)
         ]
-        # DCP knows a chunk by its offset alone, so an empty one would be taken for its neighbour. An empty tensor
-        # keeps one, to have a place in the index.
+        # DCP identifies a chunk by its offset alone, so an empty chunk would be mistaken for its neighbour. An empty tensor
+        # keeps one chunk, to have a place in the index.
         items = [
             item
             for item in (*plan.items, *shards)
@@ -122,7 +121,7 @@ class ShardSavePlanner(DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Also refuses ranks that disagree; DCP would keep one rank's version and drop the others' without a word."""
+        """Make the global plan. Ranks that disagree are refused; DCP would silently keep one rank's version."""
         first: dict[str, WriteItem] = {}
         chunks: dict[MetadataIndex, torch.Size] = {}
         for item in (item for plan in all_plans for item in plan.items):
@@ -137,7 +136,7 @@ class ShardSavePlanner(DefaultSavePlanner):
                 if here != there:
                     raise CheckpointError(f"key {key!r}: the ranks disagree on its {what}: {there} and {here}.")
             chunks[item.index] = data.chunk.sizes
-        # DCP checks this only where there are several ranks, and up to torch 2.11 doesn't say which key.
+        # DCP checks this with several ranks only, and up to torch 2.11 without the key's name.
         covered: Counter[str] = Counter()
         for index, sizes in chunks.items():
             covered[index.fqn] += math.prod(sizes)
@@ -158,18 +157,18 @@ class ShardSavePlanner(DefaultSavePlanner):
         return super().resolve_data(write_item) if copied is None else copied
 
     def freeze(self, plan: SavePlan) -> None:
-        """Copies what the plan writes to the CPU, and lets go of the live tensors: they may change from now on."""
+        """Copy the plan's tensors to the CPU and release the live tensors, which may change from now on."""
         for item in plan.items:
             self._copies[item.index] = cast(Tensor, super().resolve_data(item)).to("cpu", copy=True)
         self._tensors, self.state_dict = {}, {}
 
     def thaw(self) -> None:
-        """Lets go of the copies, once they are written."""
+        """Release the copies, once they are written."""
         self._copies = {}
 
 
 def _chunk(shard: TensorShard) -> ChunkStorageMetadata:
-    """The shard as DCP sees it: a chunk of a one-dimensional tensor."""
+    """Return the shard as a chunk of a one-dimensional tensor."""
     return ChunkStorageMetadata(torch.Size([shard.offset]), torch.Size([len(shard.tensor)]))
 
 
@@ -179,7 +178,7 @@ def _data(item: WriteItem) -> TensorWriteData:
 
 
 class _HashingStream:
-    """A file to append to, hashed and counted on the way. It cannot seek, so the digest is that of the file."""
+    """A file to append to, with the digest and size of its content. It cannot seek, so the digest covers the whole file."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -217,19 +216,19 @@ class _HashingFileSystem(FileSystem):
 
 
 class Writer(FileSystemWriter):
-    """DCP's writer of one file a rank. It leaves a JSON index and a manifest where DCP leaves a pickle.
+    """DCP's writer of one file a rank. It writes a JSON index and a manifest instead of DCP's pickle.
 
     Args:
         path: This rank's folder.
         state: JSON values, written by rank 0.
-        files: Further files to copy, by rank 0: by the name they get, (path, how many bytes from its start).
+        files: Further files that rank 0 copies, by their new name: (path, number of bytes from the start).
     """
 
     def __init__(
         self, path: Path, state: Mapping[str, Any] | None, files: Mapping[str, tuple[Path, int]] | None = None
     ) -> None:
         # More than one thread would be faster on some disks, but DCP loses the exceptions of its threads.
-        # And up to torch 2.13 it calls fsync before Python has written its buffer out, so the stream does that here.
+        # Up to torch 2.13 DCP calls fsync before Python has written its buffer, so the stream does that here.
         super().__init__(path, single_file_per_rank=True, sync_files=False, thread_count=1, overwrite=False)
         self.fs = self._files = _HashingFileSystem()
         self._directory = path
@@ -254,14 +253,14 @@ class Writer(FileSystemWriter):
             files.append(write_text(self._directory, STATE, self._state_json))
             files += [copy_start(source, size, self._directory / name) for name, (source, size) in self._extra.items()]
         sync_directory(self._directory)
-        # The digests travel to rank 0 with the results, in the collective that there is anyway.
+        # The digests reach rank 0 with the results, without a further collective.
         results += [WriteResult(MetadataIndex(""), file.size, file) for file in files]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, once every rank has written: the index, and last the manifest."""
+        """Write the index and then the manifest. Called on rank 0, once every rank has written."""
         stored, files = {}, []
         for result in (result for rank in results for result in rank):
             if isinstance(result.storage_data, FileDigest):
@@ -283,7 +282,7 @@ class Writer(FileSystemWriter):
 
 @dataclass(frozen=True)
 class _StoredChunk:
-    """Tells where a chunk's bytes lie, in the fields that FileSystemReader looks at."""
+    """The place of a chunk's bytes, in the fields that FileSystemReader reads."""
 
     relative_path: str
     offset: int
@@ -315,13 +314,13 @@ def _encode_index(metadata: Metadata, stored: Mapping[MetadataIndex, Any]) -> di
 def read_index(
     directory: Path, manifest: Mapping[str, FileDigest]
 ) -> tuple[dict[str, TensorStorageMetadata], dict[MetadataIndex, _StoredChunk]]:
-    """Reads tensors.json: per key its dtype, shape and chunks; per chunk where its bytes lie.
+    """Read tensors.json: for each key dtype, shape and chunks; for each chunk the place of its bytes.
 
-    Every field is checked. The reader may rely on it: files are listed in the manifest, bytes lie within them, and
-    the chunks of a tensor lie within it and have as many elements.
+    Every field is checked: files are in the manifest, bytes lie within the files, and the chunks of a tensor lie within it and
+    have as many elements as it has.
 
     Raises:
-        CheckpointError: Names the file, the key, and what is wrong.
+        CheckpointError: A field is missing or wrong. Names the file, the key and the cause.
     """
     tensors: dict[str, TensorStorageMetadata] = {}
     stored: dict[MetadataIndex, _StoredChunk] = {}
@@ -349,7 +348,7 @@ def _decode_tensor(
             offset + size > whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)
         ):
             raise ValueError(f"the chunk at {offsets} of size {sizes} does not lie within the shape {shape}")
-        # A listed file is a plain name in this folder; tensors are nowhere else.
+        # A file in the manifest has a plain name in this folder. Tensors are nowhere else.
         if name not in manifest or not name.endswith(".distcp"):
             raise ValueError(f"{name!r} is not a file of tensors that the manifest lists")
         start, length = item["byte_offset"], item["byte_length"]
@@ -406,7 +405,7 @@ class ShardLoadPlanner(DefaultLoadPlanner):
 
 
 class Reader(FileSystemReader):
-    """DCP's reader. It takes the metadata from tensors.json, where only tensors exist, so nothing can ask for bytes."""
+    """DCP's reader, with metadata from tensors.json. The file lists tensors only, so no plan can ask for pickled bytes."""
 
     def __init__(self, path: Path, manifest: Mapping[str, FileDigest]) -> None:
         super().__init__(path)

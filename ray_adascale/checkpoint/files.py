@@ -1,4 +1,4 @@
-"""The files of a checkpoint but for the tensors in them: names, sizes, digests, JSON; and what may go into one.
+"""The files of a checkpoint: names, sizes, digests and JSON, and checks of what goes in. ``dcp`` handles the tensor files.
 
 A checkpoint is a folder::
 
@@ -7,7 +7,7 @@ A checkpoint is a folder::
     tensors.json         per key: dtype, shape, and the chunks: where each lies in the tensor, and in which file
     __{rank}_{i}.distcp  tensors, see :mod:`ray_adascale.checkpoint.dcp`
 
-That module imports ``torch.distributed.checkpoint``, which takes most of a second; this one doesn't.
+``dcp`` imports ``torch.distributed.checkpoint``, which takes most of a second; this module doesn't.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ TENSORS = "tensors.json"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint is incomplete, damaged, or does not fit; or it could not be written. Says which file, and why."""
+    """A checkpoint is incomplete, damaged or does not fit, or it could not be written. Names the file and the cause."""
 
 
 @dataclass(frozen=True)
 class TensorShard:
     """Elements ``[offset, offset + len(tensor))`` of a logical one-dimensional tensor of ``numel`` elements.
 
-    Optimizer state is stored flattened, so that a split by element and a split by whole parameters are both chunks of
-    one logical tensor, and either can be loaded from the other.
+    Optimizer state is stored flattened. So a split by element and a split by whole parameters are both chunks of one logical
+    tensor, and each can be loaded from the other.
 
     Attributes:
         tensor: This worker's elements, shape ``(n,)``, ``n`` ≥ 0, on any device.
-        offset: Elements of the whole before the first of these.
+        offset: Index of the first element in the whole.
         numel: Elements of the whole.
     """
 
@@ -69,13 +69,13 @@ class TensorShard:
 
 
 def check_tensor(key: object, value: object) -> None:
-    """Raises TypeError unless ``value`` can be stored without pickling anything: a tensor with data of its own."""
+    """Raise TypeError unless ``value`` is a tensor with data of its own, which can be stored without pickling."""
     if not isinstance(key, str):
         raise TypeError(f"key {key!r}: keys are strings, not {type(key).__name__}.")
     if is_dtensor(value):
         return
     tensor = value.tensor if isinstance(value, TensorShard) else value
-    # `detach` turns a Parameter into a plain tensor. What is still a subclass then would be pickled as an object.
+    # `detach` turns a Parameter into a plain tensor. Any other subclass would be pickled as an object.
     if not isinstance(tensor, Tensor) or type(tensor.detach()) is not Tensor:
         raise TypeError(f"key {key!r}: only tensors go into a checkpoint, not a {type(tensor).__name__}.")
     if tensor.layout is not torch.strided or tensor.is_meta:
@@ -97,14 +97,14 @@ class FileDigest:
 
 
 def digest(directory: Path, name: str) -> FileDigest:
-    """Reads a file and hashes it."""
+    """Read a file and hash it."""
     with (directory / name).open("rb") as file:
         return FileDigest(name, os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def sync_directory(directory: Path) -> None:
-    """Makes the names of new files survive a power cut, as fsync does for what is in them."""
-    with contextlib.suppress(OSError):  # not every file system can; then it has no need to or offers no help
+    """Make the names of new files survive a power cut, as fsync does for their content."""
+    with contextlib.suppress(OSError):  # some file systems do not support it
         descriptor = os.open(directory, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -113,14 +113,14 @@ def sync_directory(directory: Path) -> None:
 
 
 def write_text(directory: Path, name: str, text: str) -> FileDigest:
-    """Writes a file that is either absent or whole."""
+    """Write a file that is either absent or whole."""
     data = text.encode()
     write_atomically(directory / name, [data])
     return FileDigest(name, len(data), hashlib.sha256(data).hexdigest())
 
 
 def copy_start(source: Path, size: int, target: Path) -> FileDigest:
-    """Copies the first ``size`` bytes of a file that may be growing meanwhile."""
+    """Copy the first ``size`` bytes of a file, which may grow meanwhile."""
     sha256, left = hashlib.sha256(), size
     with source.open("rb") as reading, target.open("wb") as writing:
         while left > 0:
@@ -136,11 +136,10 @@ def copy_start(source: Path, size: int, target: Path) -> FileDigest:
 
 
 def encode_state(state: Mapping[str, Any] | None) -> str:
-    """``state`` as JSON. Floats come back to the last bit (``repr``); NaN and ±inf as Python's json spells them.
+    """Return ``state`` as JSON. Floats are restored to the last bit (``repr``), NaN and ±inf included.
 
     Raises:
-        TypeError: Something would not come back as it was: a dict key that is no string, or a value that is not
-            JSON's. (A tuple does become a list.)
+        TypeError: A dict key is no string, or a value is not a JSON value and would change. (A tuple becomes a list.)
     """
 
     def check(value: object, where: str) -> None:
@@ -160,7 +159,7 @@ def encode_state(state: Mapping[str, Any] | None) -> str:
 
 
 def is_count(value: object) -> bool:
-    """Whether a value from a JSON file can be a size or an offset: a plain int, not negative, of at most 63 bits."""
+    """Return whether a value from a JSON file can be a size or an offset: a non-negative int of at most 63 bits."""
     return type(value) is int and 0 <= value < 2**63
 
 
@@ -175,7 +174,7 @@ def _parse_json(path: Path, data: bytes) -> dict[str, Any]:
 
 
 def read_manifest(directory: Path) -> dict[str, FileDigest]:
-    """The files that make up the checkpoint, by name.
+    """Return the files of the checkpoint by name.
 
     Raises:
         CheckpointError: The manifest is missing or malformed, or its version is unknown.
@@ -191,14 +190,15 @@ def read_manifest(directory: Path) -> dict[str, FileDigest]:
         raise CheckpointError(f"{path} says format {content.get('format')!r}, not {FORMAT!r}.")
     if type(content.get("version")) is not int or content["version"] != VERSION:
         raise CheckpointError(
-            f"{path} says version {content.get('version')!r}; this ray_adascale reads version {VERSION}."
+            f"{path} says version {content.get('version')!r}; this ray_adascale reads version {VERSION}. Use the version of "
+            "ray_adascale that wrote it."
         )
     files = content.get("files")
     if not isinstance(files, dict):
         raise CheckpointError(f"{path} has no object 'files'.")
     manifest = {}
     for name, entry in files.items():
-        # A plain name: it is joined to the folder, and must not lead out of it.
+        # The name is joined to the folder, and must not lead out of it.
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
             raise CheckpointError(f"{path} lists {name!r}, which is not a plain file name.")
         size, sha256 = (entry.get("size"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
@@ -212,7 +212,7 @@ def read_manifest(directory: Path) -> dict[str, FileDigest]:
 
 
 def check_size(directory: Path, expected: FileDigest) -> None:
-    """Raises CheckpointError unless the file is there and has the size of the manifest. Does not read it."""
+    """Raise CheckpointError unless the file exists with the size in the manifest. Does not read it."""
     path = directory / expected.name
     try:
         size = path.stat().st_size
@@ -223,7 +223,7 @@ def check_size(directory: Path, expected: FileDigest) -> None:
 
 
 def check_file(directory: Path, expected: FileDigest) -> None:
-    """Raises CheckpointError unless the file has the size and the digest of the manifest. Reads it all."""
+    """Raise CheckpointError unless the file has the size and the digest in the manifest. Reads all of it."""
     check_size(directory, expected)
     try:
         found = digest(directory, expected.name)
@@ -237,6 +237,6 @@ def check_file(directory: Path, expected: FileDigest) -> None:
 
 
 def read_json(directory: Path, expected: FileDigest) -> dict[str, Any]:
-    """Reads the object in a JSON file, after comparing its size and digest with the manifest's."""
+    """Read the object in a JSON file, after a comparison of size and digest with the manifest."""
     check_file(directory, expected)
     return _parse_json(directory / expected.name, (directory / expected.name).read_bytes())

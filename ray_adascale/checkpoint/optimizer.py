@@ -1,15 +1,14 @@
-"""An optimizer's state as named tensors for a checkpoint, whatever the sharding, and back.
+"""An optimizer's state as named tensors for a checkpoint, for any kind of sharding.
 
-State of a parameter's shape is stored flattened under ``optim/<parameter>/<name>``, so that any later split, by element
-or by parameter, is a run of the same logical tensor. Where a parameter that lies in memory in another order of dimensions
-(channels-last) is split by element, it is ``optim@0-2-3-1/``, flattened in that order. Other tensors, numbers and None
-keep their shape and kind, under ``optim.tensor/``, ``optim.int/``, ``optim.float/``, ``optim.bool/`` and ``optim.none/``.
-Hyperparameters are JSON and travel apart.
+State with the shape of its parameter is stored flattened under ``optim/<parameter>/<name>``. So any later split, by element or
+by parameter, is a range of the same logical tensor. A parameter with another order of dimensions in memory (channels-last) that
+is split by element is stored under ``optim@0-2-3-1/``, flattened in that order. Other tensors, numbers and None keep their shape
+and kind, under ``optim.tensor/``, ``optim.int/``, ``optim.float/``, ``optim.bool/`` and ``optim.none/``. Hyperparameters are
+stored as JSON, apart from the tensors.
 """
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch.optim import Optimizer
 
 from .. import checkpoint
 from .._torch import is_dtensor
+from .._warn import warn_at_user
 from ..optim.adascale import AdaScale
 from ..sharding.buckets import Fragment, memory_order
 from ..sharding.oss import OSS
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["hyperparameters", "load_hyperparameters", "load_optimizer", "optimizer_tensors", "parameter_names"]
 
-# In this order, since a bool is an int.
+# The order matters, since a bool is an int.
 _NUMBERS: dict[str, tuple[type, torch.dtype]] = {
     "optim.bool": (bool, torch.bool),
     "optim.int": (int, torch.int64),
@@ -40,16 +40,16 @@ _NUMBERS: dict[str, tuple[type, torch.dtype]] = {
 }
 _KINDS = frozenset({"optim", "optim.tensor", "optim.none", *_NUMBERS})
 _ORDERED = "optim@"
-# How a step is computed, not what: these follow the machine at hand.
+# The implementation of a step, which depends on the machine.
 _IMPLEMENTATION = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
-_WARNED: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # of entries that hyperparameters() leaves out
+_WARNED: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers with entries that hyperparameters() leaves out
 
 
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
-    """Names each of the optimizer's parameters: as the model does, or by a number where it is not the model's."""
+    """Return the name of each of the optimizer's parameters: the model's name, or a number for other parameters."""
     names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    # No module can have a parameter with an empty part in its name.
+    # A number starts with a dot, which no parameter of a module can.
     return {p: names.get(p, f".{i}") for i, p in enumerate(params)}
 
 
@@ -58,7 +58,7 @@ def _inner(optimizer: Optimizer) -> Optimizer:
 
 
 def _held(optimizer: Optimizer) -> tuple[Optimizer, list[Fragment]]:
-    """The plain optimizer that holds the state on this worker, and its parameters or parts of them, as it numbers them."""
+    """Return the plain optimizer that holds the state on this worker, and its parameters or parts of them in its order."""
     optimizer = _inner(optimizer)
     fragments: dict[Tensor, Fragment] = {}
     if isinstance(optimizer, OSS):
@@ -69,15 +69,15 @@ def _held(optimizer: Optimizer) -> tuple[Optimizer, list[Fragment]]:
 
 
 def _held_of(param: Tensor) -> tuple[int, int]:
-    """(first element, elements) that this worker holds of a parameter; of FSDP2's, a run of rows."""
+    """Return (first element, elements) of this worker's part of a parameter; under FSDP2 the part is a range of rows."""
     if not is_dtensor(param):
         return 0, param.numel()
     from torch.distributed.tensor import Shard
 
     if list(param.placements) != [Shard(0)]:
         raise TypeError(
-            f"Can't checkpoint optimizer state placed as {list(param.placements)}: only fully_shard's own placement, rows over "
-            "a mesh of one dimension."
+            f"Can't checkpoint optimizer state placed as {list(param.placements)}: only fully_shard's own "
+            "placement is supported, rows over a mesh of one dimension."
         )
     rows = -(-param.shape[0] // param.device_mesh.size())
     first = min(param.device_mesh.get_local_rank() * rows, param.shape[0])
@@ -85,7 +85,7 @@ def _held_of(param: Tensor) -> tuple[int, int]:
 
 
 def _as_dtensor(part: Tensor, param: DTensor) -> DTensor:
-    """Makes of this worker's rows of a state entry what the optimizer has: a DTensor like its parameter."""
+    """Return this worker's rows of a state entry as a DTensor like its parameter."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
@@ -99,16 +99,15 @@ def _as_dtensor(part: Tensor, param: DTensor) -> DTensor:
 
 
 def _order(param: Tensor) -> tuple[int, ...] | None:
-    """The order of a parameter's dimensions in memory, None for the usual one."""
+    """Return the order of a parameter's dimensions in memory; None for the usual one."""
     return None if param.is_contiguous() else memory_order(param)
 
 
 def optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Tensor | TensorShard]:
-    """This worker's part of the optimizer state, by key. The tensors are the live ones.
+    """Return this worker's part of the optimizer state by key. The tensors are the live ones.
 
     Raises:
-        TypeError: The state holds something that is neither a tensor nor a number nor None, or that is not of a
-            parameter.
+        TypeError: The state holds a value that is not a tensor, a number or None, or that belongs to no parameter.
     """
     sharded = isinstance(_inner(optimizer), OSS)
     holder, held = _held(optimizer)
@@ -154,10 +153,10 @@ def _unsupported(optimizer: Optimizer, what: str, why: str) -> TypeError:
 
 
 def load_optimizer(directory: str | Path, optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
-    """Reads this worker's part of the state, for whatever split the optimizer has now. Not collective.
+    """Load this worker's part of the state, for the optimizer's present split. Not collective.
 
     Raises:
-        CheckpointError: A parameter has another number of elements there.
+        CheckpointError: A parameter has another number of elements in the checkpoint.
     """
     holder, held = _held(optimizer)
     by_name = {names[f.param]: (i, f) for i, f in enumerate(held)}
@@ -199,9 +198,9 @@ def load_optimizer(directory: str | Path, optimizer: Optimizer, names: Mapping[T
             value = _as_dtensor(value, f.param)
         elif kind != "optim.tensor" and not isinstance(got, TensorShard):
             value = f.of(_as_laid_out(value, _saved_order(kind), f.param))
-            value = value if f.whole else value.clone()  # not the whole for the sake of a part
+            value = value if f.whole else value.clone()  # a copy, so that the whole can be freed
         state.setdefault(i, {})[entry] = value
-    # The optimizer's own loader puts each entry where it wants it (Adam's step, for one).
+    # The optimizer's own loader puts each entry on the right device (such as Adam's step).
     holder.load_state_dict({"state": state, "param_groups": holder.state_dict()["param_groups"]})
     _restore_dtypes(holder, [f.tensor for f in held], state)
     inner = _inner(optimizer)
@@ -210,12 +209,12 @@ def load_optimizer(directory: str | Path, optimizer: Optimizer, names: Mapping[T
 
 
 def _saved_order(kind: str) -> tuple[int, ...] | None:
-    """The order of dimensions in which a key of this kind was flattened; None for the usual one."""
+    """Return the order of dimensions in which a key of this kind was flattened; None for the usual one."""
     return tuple(map(int, kind.removeprefix(_ORDERED).split("-"))) if kind.startswith(_ORDERED) else None
 
 
 def _as_laid_out(flat: Tensor, order: tuple[int, ...] | None, param: Tensor) -> Tensor:
-    """A flattened entry in the parameter's shape, with strides as the optimizer made them, which fused kernels insist on."""
+    """Return a flattened entry in the parameter's shape, with the optimizer's strides, which fused kernels require."""
     if order is None:
         value = flat.view(param.shape)
     else:
@@ -226,9 +225,9 @@ def _as_laid_out(flat: Tensor, order: tuple[int, ...] | None, param: Tensor) -> 
 
 
 def _restore_dtypes(optimizer: Optimizer, params: list[Tensor], saved: dict[int, dict[str, Any]]) -> None:
-    """torch's loader casts state to the parameter's dtype, which loses float32 averages of bfloat16 weights, and counts.
+    """Restore the saved dtypes. torch's loader casts state to the parameter's dtype, except "step".
 
-    An optimizer with a loader of its own knows better what it wants, and "step" is the one entry that torch leaves alone.
+    The cast would lose float32 averages of bfloat16 weights, and counts. An optimizer with a loader of its own is left alone.
     """
     if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
         return
@@ -240,9 +239,9 @@ def _restore_dtypes(optimizer: Optimizer, params: list[Tensor], saved: dict[int,
 
 
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Each group's JSON-able entries, a tensor LR as a number.
+    """Return each group's entries with JSON values; a tensor LR becomes a number.
 
-    Warns, once for an optimizer, of entries that are not: after a resume these are what the program makes them.
+    A warning names other entries, once for an optimizer. After a resume they have the values of the program.
     """
     out = []
     left_out: set[str] = set()
@@ -260,19 +259,18 @@ def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
         out.append(entry)
     if left_out and optimizer not in _WARNED:
         _WARNED.add(optimizer)
-        warnings.warn(
+        warn_at_user(
             f"Not in the checkpoint: {', '.join(sorted(left_out))} of the optimizer's parameter groups. Only numbers, strings, "
-            "None and lists of them are; after a resume the rest is as the program builds it.",
-            stacklevel=2,
+            "None and lists of them are; after a resume the rest is as the program builds it."
         )
     return out
 
 
 def load_hyperparameters(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Puts back what :func:`hyperparameters` returned.
+    """Restore the entries from :func:`hyperparameters`.
 
     Raises:
-        ValueError: Another number of groups.
+        ValueError: The optimizer has another number of groups.
     """
     if len(groups) != len(optimizer.param_groups):
         raise ValueError(
@@ -284,7 +282,7 @@ def load_hyperparameters(optimizer: Optimizer, groups: list[dict[str, Any]]) -> 
             if isinstance(live, Tensor):
                 live.fill_(value)
             elif isinstance(value, list) and not isinstance(live, list):
-                group[key] = tuple(value)  # JSON knows lists only
+                group[key] = tuple(value)  # JSON has lists only
             else:
                 group[key] = value
 

@@ -1,4 +1,4 @@
-"""The random number generators of one worker: seeded, and as tensors, which fit into a checkpoint that is never unpickled."""
+"""The random number generators of one worker: their seeds, and their states as tensors for a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["capture_rng", "empty_rng", "restore_rng", "seed_everything"]
 
 
 def capture_rng(device: torch.device) -> dict[str, Tensor]:
-    """Copies the state of Python's, NumPy's global, torch's CPU and, on a GPU, torch's device generator."""
+    """Copy the state of Python's, NumPy's global, torch's CPU and, on a GPU, torch's device generator."""
     _, words, gauss = random.getstate()
-    state = np.random.get_state(legacy=True)  # noqa: NPY002 (the global generator is the one that users' code draws from)
+    state = np.random.get_state(legacy=True)  # noqa: NPY002 (users' code draws from the global generator)
     _, keys, position, has_gauss, cached = tuple[Any, ...](state)
     out = {
         "python": torch.tensor(words, dtype=torch.int64),
@@ -32,12 +32,12 @@ def capture_rng(device: torch.device) -> dict[str, Tensor]:
 
 
 def empty_rng(device: torch.device) -> dict[str, Tensor]:
-    """Makes tensors of the shapes and dtypes that :func:`capture_rng` returns here, to load a state into."""
+    """Return tensors of the shapes and dtypes of :func:`capture_rng`, to load a state into."""
     return {key: torch.empty_like(value) for key, value in capture_rng(device).items()}
 
 
 def restore_rng(state: Mapping[str, Tensor], device: torch.device) -> None:
-    """Puts back what :func:`capture_rng` returned."""
+    """Restore the state from :func:`capture_rng`."""
     gauss = float(state["python_gauss"])
     random.setstate((3, tuple(state["python"].tolist()), None if math.isnan(gauss) else gauss))
     *keys, position, has_gauss = state["numpy"].tolist()
@@ -50,7 +50,7 @@ def restore_rng(state: Mapping[str, Tensor], device: torch.device) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds Python's, NumPy's global and torch's generators (the CPU's and every device's): all that a checkpoint holds."""
+    """Seed Python's, NumPy's global and torch's generators (the CPU's and every device's), as held by a checkpoint."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002

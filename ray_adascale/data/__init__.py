@@ -1,14 +1,12 @@
-"""Which kind of source a dataset needs. Positions are counted in examples, never in steps, batches or workers.
+"""The choice of a source for a dataset. Positions are counted in examples, never in steps, batches or workers.
 
-The loop reads micro-batches from a ``BatchSource``. ``MapSource`` goes through a map-style dataset in an order that is a
-function of (seed, epoch) alone, so that over the committed steps no example is repeated or left out within an epoch,
-whatever the workers; ``IterableSource``, for data that only comes in its own order, begins its pass anew after a restart.
-``make_source`` chooses.
+The loop reads micro-batches from a ``BatchSource``. ``MapSource`` reads a map-style dataset in an order that is a function of
+(seed, epoch) alone. So over the committed steps no example is repeated or left out within an epoch, on any number of workers.
+``IterableSource`` reads data that has an order of its own, and restarts its pass after a resume. ``make_source`` chooses.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from .._warn import warn_at_user
 from .iterables import IterableSource, RayDataBatches, even_size, fixed_batches, unshared
 from .order import BatchSplit, ExampleOrder
 from .source import BatchSource, MapSource, loader_generator
@@ -34,27 +33,27 @@ def make_source(
     length: int | None = None,
     splits_change: bool = False,
 ) -> BatchSource:
-    """Chooses the source for what a user calls a dataset.
+    """Return the source for a dataset.
 
     ===============================================  ===========================================================
     has ``iter_torch_batches`` (a Ray Data shard)    passes over this worker's shard
     has ``__getitem__`` and ``__len__``              ``MapSource``; so a list is a list of *examples*
-    bare ``IterableDataset``                         passes over it, batched by a ``DataLoader``
+    bare ``IterableDataset``                         passes over its examples, batched by a ``DataLoader``
     any other iterable, e.g. a ``DataLoader``        passes over its *batches* of B / (workers × passes) examples
     ===============================================  ===========================================================
 
     Args:
-        dataset: As above. All but a map-style dataset must be this worker's own share.
-        split: How a step is split, and which part of it is this worker's.
-        order: The order of a map-style dataset's examples; those of other data come in an order of their own.
+        dataset: As above. Data other than a map-style dataset must be this worker's own share.
+        split: The split of a step, with this worker's part.
+        order: The order of a map-style dataset's examples. Other data have an order of their own.
         collate_fn: Makes a batch of a list of examples; for a Ray Data shard as in ``iter_torch_batches``.
         num_workers: Loader processes, for datasets that are batched here.
-        pin_memory: The same.
-        length: Examples per epoch over all workers, for all but map-style datasets.
-        splits_change: Whether steps will be cut otherwise as the run goes on, which only a map-style dataset can follow.
+        pin_memory: Copy batches to page-locked memory, for datasets that are batched here.
+        length: Examples per epoch over all workers, for data other than map-style datasets.
+        splits_change: Whether the split will change as the run goes on. Only a map-style dataset supports that.
 
     Raises:
-        ValueError: For an argument out of range, or one that this kind of dataset cannot follow.
+        ValueError: An argument is out of range, or this kind of dataset does not support it.
     """
     ray_data = hasattr(dataset, "iter_torch_batches")
     loader = isinstance(dataset, DataLoader)
@@ -91,20 +90,18 @@ def make_source(
             " collate_fn to the data loader, or give the dataset itself."
         )
     elif isinstance(dataset, DataLoader) and split.world_size > 1 and unshared(dataset):
-        warnings.warn(
+        warn_at_user(
             f"{split.world_size} workers were given a DataLoader without a DistributedSampler: unless each worker's dataset"
             " is its own share, all go through the same examples. Give the dataset itself (loader.dataset), which also"
-            " resumes exactly.",
-            UserWarning,
-            stacklevel=2,
+            " resumes exactly."
         )
-    # What is batched here leaves smaller batches out, so the size is known whatever collate_fn makes of a batch.
+    # Data that is batched here has no smaller batches, so the size is known for any collate_fn.
     known_size = (lambda _: batch_size) if ray_data or bare_iterable else None
     return IterableSource(batches, split, length=length, examples_of=known_size)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """A batch with its tensors on the device, through nested mappings, tuples and lists."""
+    """Return a batch with its tensors on the device, through nested mappings, tuples and lists."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):

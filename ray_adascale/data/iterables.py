@@ -1,14 +1,14 @@
-"""Data that only comes in its own order: iterables of batches, and Ray Data shards. Resumed at the start of an epoch."""
+"""Data with an order of its own: iterables of batches, and Ray Data shards. They resume at the start of an epoch."""
 
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from .._warn import warn_at_user
 from .order import BatchSplit, checked_int
 from .source import BatchSource, MicroBatch, as_micro_batches, base_steps, check_state
 
@@ -16,15 +16,15 @@ __all__ = ["IterableSource", "RayDataBatches", "even_size", "fixed_batches", "un
 
 
 def even_size(split: BatchSplit) -> int:
-    """Examples in each micro-batch of a step, where all are to be of one size.
+    """Return the examples in each micro-batch of a step, if all have one size.
 
     Raises:
-        ValueError: They can't be, since B is not a multiple of their number.
+        ValueError: B is not a multiple of the number of micro-batches.
     """
     size, rest = divmod(split.global_batch_size, split.num_samples)
     if rest:
         raise ValueError(
-            f"Invalid global_batch_size={split.global_batch_size}: batches from an iterable are all of one size, so it"
+            f"Invalid global_batch_size={split.global_batch_size}: batches from an iterable have one size, so it"
             f" must be a multiple of {split.num_samples} (world_size={split.world_size} times"
             f" accumulation={split.accumulation})."
         )
@@ -32,32 +32,31 @@ def even_size(split: BatchSplit) -> int:
 
 
 def fixed_batches(dataset: Any) -> str:
-    """Says that batches of this data can't change, and what to do."""
+    """Return the error text for data with batches of a fixed size."""
     return (
-        f"A {type(dataset).__name__} brings batches of its own size, which can't change while the run goes on. Leave "
-        "AdaScaleConfig(target_efficiency=...) out and choose per_worker_batch_size and accumulation; or give a "
-        "map-style dataset, with "
+        f"A {type(dataset).__name__} has batches of a fixed size, which can't change while the run goes on. Leave "
+        "target_efficiency out and choose per_worker_batch_size and accumulation; or give a map-style dataset, with "
         "__getitem__ and __len__ (of a DataLoader: loader.dataset)."
     )
 
 
 class IterableSource(BatchSource):
-    """The user's own iterable of batches, restarted whenever it ends.
+    """Reads the user's own iterable of batches, and restarts it at its end.
 
-    Every worker goes through its own iterable, for ever, so workers with unequal numbers of batches stay in step. A
-    sampler or dataset that has ``set_epoch`` (``DistributedSampler``) gets the number of the pass before each one.
-    Batches of another size are skipped with one warning, since B must stay constant.
+    Every worker repeats its own iterable without end, so workers with unequal numbers of batches stay in step. A sampler or
+    dataset with ``set_epoch`` (``DistributedSampler``) gets the number of the pass before each pass. Batches of another size
+    are skipped with one warning, since B must stay constant.
 
-    A resumed run begins at the start of an epoch, with a warning: what was seen of it is seen again.
+    A resumed run starts at the beginning of an epoch, with a warning: the epoch's first examples are repeated.
 
     Args:
         batches: Each ``iter()`` makes a pass over this worker's share.
-        split: How a step is cut: into micro-batches of one size, and each batch is one.
+        split: The split of a step into micro-batches of one size. Each batch is one micro-batch.
         length: Examples per epoch over all workers; the epoch stays 0 if None.
-        examples_of: Number of examples in a batch, for batches whose leading dimension does not tell.
+        examples_of: Returns the number of examples in a batch. Default: its leading dimension.
 
     Raises:
-        ValueError: An argument is out of range, or the micro-batches would not be of one size.
+        ValueError: An argument is out of range, or the micro-batches would differ in size.
     """
 
     def __init__(
@@ -111,14 +110,12 @@ class IterableSource(BatchSource):
         check_state(state_dict, {"kind": "iterable", "length": self.length})
         position = state_dict["position"]
         if position > 0:
-            warnings.warn(
+            warn_at_user(
                 f"The run resumes after {position} examples, but an iterable cannot be resumed in mid-epoch: it"
                 " restarts at its epoch's start, so some examples are seen again and others not. Only map-style"
-                " datasets resume exactly.",
-                UserWarning,
-                stacklevel=2,
+                " datasets resume exactly."
             )
-        # Back to the epoch's start, so that the epoch goes on counting whole passes.
+        # Back to the epoch's start, so that epochs count whole passes.
         self._position = position if self.length is None else position - position % self.length
 
     def close(self) -> None:
@@ -157,11 +154,9 @@ class IterableSource(BatchSource):
             )
         if examples != self.batch_size and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn_at_user(
                 f"Skipping batches that do not have {self.batch_size} examples (the first has {examples}): the global"
-                " batch size must stay constant. drop_last=True in the data loader avoids this warning.",
-                UserWarning,
-                stacklevel=2,
+                " batch size must stay constant. drop_last=True in the data loader avoids this warning."
             )
         return examples == self.batch_size
 
@@ -169,7 +164,7 @@ class IterableSource(BatchSource):
 class RayDataBatches:
     """A Ray Data shard (``ray.data.DataIterator``) as an iterable: each ``iter()`` is a pass over the shard.
 
-    The shards that Ray Train hands out are equal in length, which matters here: a pass begins on all of them together.
+    Ray Train's shards have equal lengths, so all workers start a pass together.
     """
 
     def __init__(self, shard: Any, batch_size: int, collate_fn: Callable[..., Any] | None) -> None:
@@ -183,7 +178,7 @@ class RayDataBatches:
 
 
 def _leading_dimension(batch: Any) -> int | None:
-    """Examples in a batch by its first tensor, array or plain sequence, depth first; None where there is none."""
+    """Return the examples in a batch by its first tensor, array or plain sequence, depth first; None without any."""
     shape = getattr(batch, "shape", None)
     if shape is not None:
         return int(shape[0]) if len(shape) else None
@@ -196,9 +191,9 @@ def _leading_dimension(batch: Any) -> int | None:
 
 
 def unshared(loader: DataLoader[Any]) -> bool:
-    """Whether the loader goes through the whole of a map-style dataset, by torch's own samplers.
+    """Return whether the loader reads all of a map-style dataset, by torch's own samplers.
 
-    Several workers with such loaders may all see the same examples.
+    Several workers with such loaders may all read the same examples.
     """
     return (
         not isinstance(loader.dataset, IterableDataset)
@@ -208,7 +203,7 @@ def unshared(loader: DataLoader[Any]) -> bool:
 
 
 def _set_epoch(batches: Any, epoch: int) -> None:
-    """Tells a DistributedSampler (or whoever else has ``set_epoch``) which epoch's order to use."""
+    """Set the epoch of a DistributedSampler, or of any other object with ``set_epoch``."""
     for owner in (batches, *(getattr(batches, name, None) for name in ("sampler", "batch_sampler", "dataset"))):
         set_epoch = getattr(owner, "set_epoch", None)
         if callable(set_epoch):

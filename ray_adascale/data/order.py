@@ -1,11 +1,12 @@
-"""The order of examples, a function of (seed, epoch) alone, and how it is cut into steps, passes and workers.
+"""The order of examples, a function of (seed, epoch) alone, and its split into steps, passes and workers.
 
-From 2²⁰ examples on an epoch's permutation is a keyed one that needs no list of all (:func:`keyed_order`), below them torch's.
+Below 2²⁰ examples an epoch's permutation is torch's. From there on it is a keyed one, which needs no list of all examples
+(:func:`keyed_order`).
 
-The permutations of consecutive epochs are concatenated to one endless *stream* of examples; a *position* is a number of
-examples of it. Every optimizer step takes the next B examples, cut into n = workers × accumulation passes micro-batches. So
-a run can stop at any step boundary and go on with another B, another number of workers or another accumulation: over the
-committed steps no example is repeated or left out within an epoch.
+The permutations of consecutive epochs are concatenated to one endless *stream* of examples. A *position* is a number of
+examples of the stream. Every optimizer step uses the next B examples, split into n = workers × accumulation passes
+micro-batches. So a run can stop at any step boundary and continue with another B, another number of workers or another
+accumulation: over the committed steps no example is repeated or left out within an epoch.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleOrder:
-    """What the order of a dataset's examples depends on beside its length: a position means nothing under another order.
+    """The fields that determine the order of a dataset's examples, beside its length.
 
     Attributes:
         seed: Seed of the permutations.
         shuffle: False keeps the dataset's order in every epoch.
-        drop_last: True leaves the rest of an epoch out (and counts it as consumed) where it is fewer than B examples.
+        drop_last: Leave out the last examples of an epoch where they are fewer than B. They count as consumed.
 
     Raises:
         ValueError: The seed is not an integer.
@@ -61,10 +62,10 @@ class ExampleOrder:
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """How the B examples of one optimizer step are cut into micro-batches, and which of these are this worker's.
+    """The split of one optimizer step's B examples into micro-batches, with this worker's part.
 
-    They are cut into n contiguous parts whose sizes differ by at most 1. Part ``pass · world_size + rank`` goes to that
-    rank and pass.
+    The examples are split into n contiguous parts. The sizes of the parts differ by at most 1. Part
+    ``pass · world_size + rank`` goes to that rank and pass.
 
     Attributes:
         global_batch_size: B, examples per optimizer step.
@@ -121,11 +122,11 @@ class Part:
     """One worker's micro-batch of one pass, as a piece of the stream.
 
     Attributes:
-        position: Examples of the stream before it.
-        size: Examples in it.
-        weight: ``w_i``, its share of the step's examples.
+        position: Examples of the stream before the piece.
+        size: Examples in the piece.
+        weight: ``w_i``, the piece's share of the step's examples.
         pass_index: Accumulation pass within the step, from 0.
-        is_last: Whether that is the step's last.
+        is_last: Whether this is the step's last pass.
     """
 
     position: int
@@ -135,12 +136,12 @@ class Part:
     is_last: bool
 
     def same_examples(self, other: Part) -> bool:
-        """Whether both are the same piece of the stream, however their steps are cut."""
+        """Return whether both are the same piece of the stream, whatever the split of their steps."""
         return (self.position, self.size) == (other.position, other.size)
 
 
 def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool = True) -> Tensor:
-    """The order of examples in one epoch, a function of its arguments alone.
+    """Return the order of examples in one epoch, a function of the arguments alone.
 
     Args:
         length: Examples in the dataset.
@@ -157,17 +158,17 @@ def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool = True) -> 
 
 
 KEYED_FROM = 2**20
-"""Examples from which on an epoch's order is that of :func:`keyed_order`; below them a list of all costs nothing."""
+"""Examples from which on an epoch's order is that of :func:`keyed_order`. A shorter list of all examples is cheap."""
 
-_ROUNDS = 6  # of the Feistel network; three make a permutation that no statistics tells from random, the rest is margin
+_ROUNDS = 6  # of the Feistel network; three make a permutation that looks random to any statistics, the rest is margin
 
 
 def keyed_order(positions: np.ndarray, length: int, *, seed: int, epoch: int) -> np.ndarray:
-    """The examples at some positions of an epoch's order, without the rest of it: no memory, and O(1) each.
+    """Return the examples at some positions of an epoch's order, in O(1) each and without a list of all examples.
 
-    A keyed permutation: a Feistel network (L, R) → (R, (L + F(R)) mod a) over pairs of numbers below a = ⌈√length⌉, with F a hash
-    of R and of a key that depends on (seed, epoch, round). Where it leads beyond the dataset it is walked on from there, which
-    leaves a permutation of 0 … length − 1 (Black and Rogaway, *Ciphers with Arbitrary Finite Domains*, 2002).
+    The order is a keyed permutation: a Feistel network (L, R) → (R, (L + F(R)) mod a) over pairs of numbers below a = ⌈√length⌉,
+    with F a hash of R and of a key that depends on (seed, epoch, round). Where the result lies beyond the dataset the network is
+    applied again, which gives a permutation of 0 … length − 1 (Black and Rogaway, *Ciphers with Arbitrary Finite Domains*, 2002).
 
     Args:
         positions: Integers from 0 to length − 1, any shape.
@@ -192,14 +193,14 @@ def keyed_order(positions: np.ndarray, length: int, *, seed: int, epoch: int) ->
 
 
 def _hash(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's finalizer: 64 bits, each of which depends on all of the input."""
+    """Return SplitMix64's finalizer of x: each of the 64 bits depends on all of x."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def split_evenly(total: int, parts: int) -> list[int]:
-    """``parts`` sizes that sum to ``total`` and differ by at most 1, the larger ones first."""
+    """Return ``parts`` sizes that sum to ``total`` and differ by at most 1, the larger ones first."""
     checked_int("total", total, 0)
     checked_int("parts", parts, 1)
     size, larger = divmod(total, parts)
@@ -209,14 +210,14 @@ def split_evenly(total: int, parts: int) -> list[int]:
 class StepSampler(Sampler[list[int]]):
     """A batch sampler that yields one worker's micro-batches without end: step by step, within a step pass by pass.
 
-    Step by step the stream is cut into B examples, across the borders of epochs, and these as ``split`` says.
+    Each step uses B examples of the stream, across the borders of epochs, split as ``split`` says.
 
     Args:
         length: Examples in the dataset.
-        split: How a step is cut. B may exceed ``length`` unless ``order.drop_last``.
+        split: The split of a step. B may exceed ``length`` unless ``order.drop_last``.
         order: The order of the stream.
-        position: Examples of the stream consumed so far, over all workers. May be set between iterations; a running
-            iterator is not affected.
+        position: Examples of the stream consumed so far, over all workers. It may be set between iterations, without effect
+            on a running iterator.
 
     Raises:
         ValueError: An argument is out of range; the message says what to change.
@@ -229,14 +230,13 @@ class StepSampler(Sampler[list[int]]):
         self.order = order
         self.split = split
         self.position = checked_int("position", position, 0)
-        self.keyed = order.shuffle and length >= KEYED_FROM
-        """Whether an epoch's order is that of :func:`keyed_order`; may be set between iterations, as ``position``."""
+        self._keyed = length >= KEYED_FROM
         self._permutation: tuple[int, Tensor] = (-1, torch.empty(0, dtype=torch.int64))
-        """An epoch, and the order of its examples, where that is a list of all."""
+        """An epoch and the order of its examples, unless the order is keyed."""
 
     @property
     def split(self) -> BatchSplit:
-        """How a step is cut; may be set between iterations, as ``position``."""
+        """The split of a step. It may be set between iterations."""
         return self._split
 
     @split.setter
@@ -250,16 +250,16 @@ class StepSampler(Sampler[list[int]]):
         self._split = split
 
     def next_position(self, position: int) -> int:
-        """The position after one step that begins at ``position``."""
+        """Return the position after a step that starts at ``position``."""
         batch = self.split.global_batch_size
         return self._step_start(self._step_start(position, batch) + batch, batch)
 
     def __iter__(self) -> Iterator[list[int]]:
-        # Not itself a generator: the position counts from now, not from the first next().
+        # This method is no generator, so that the position is read now and not at the first next().
         return (self.indices(part) for part in self.parts(self.position))
 
     def parts(self, position: int) -> Iterator[Part]:
-        """This worker's micro-batches from ``position`` on, without end, by the split that holds when the first is asked for."""
+        """Yield this worker's micro-batches from ``position`` on, without end, by the split at the first request."""
         split, batch = self.split, self.split.global_batch_size
         pieces = list(zip(split.micro_batch_starts, split.micro_batch_sizes, strict=True))
         last = len(pieces) - 1
@@ -270,12 +270,12 @@ class StepSampler(Sampler[list[int]]):
             position = self._step_start(position + batch, batch)
 
     def _step_start(self, position: int, batch: int) -> int:
-        """Where the next step really begins: with ``drop_last``, beyond an epoch's rest that is smaller than B."""
+        """Return the start of the next step: with ``drop_last``, after the last examples of an epoch that are fewer than B."""
         rest = self.length - position % self.length
         return position + rest if self.order.drop_last and rest < batch else position
 
     def indices(self, part: Part) -> list[int]:
-        """The dataset's indices of a part's examples."""
+        """Return the dataset's indices of a part's examples."""
         position, size = part.position, part.size
         indices: list[int] = []
         while size > 0:
@@ -286,33 +286,33 @@ class StepSampler(Sampler[list[int]]):
         return indices
 
     def _in_epoch(self, epoch: int, start: int, end: int) -> list[int]:
-        """The examples of an epoch's order from place ``start`` up to ``end``."""
+        """Return the examples of an epoch's order from place ``start`` up to ``end``."""
         if not self.order.shuffle:
             return list(range(start, end))
-        if self.keyed:
+        if self._keyed:
             return keyed_order(np.arange(start, end), self.length, seed=self.order.seed, epoch=epoch).tolist()
         if self._permutation[0] != epoch:
-            # One is enough: micro-batches are looked up in the stream's order, and another worker's not at all.
+            # One epoch is enough: a worker looks up its own micro-batches only, in the stream's order.
             self._permutation = epoch, epoch_order(self.length, seed=self.order.seed, epoch=epoch)
         return self._permutation[1][start:end].tolist()
 
 
 def stable_seed(*parts: int | str) -> int:
-    """63 bits that depend on the parts alone: they are the same in every process and version of Python, unlike hash()."""
+    """Return 63 bits that depend on the parts alone. Unlike hash(), they are the same in every process and Python version."""
     digest = hashlib.sha256(":".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 def checked_int(name: str, value: Any, minimum: int | None = None) -> int:
-    """A user's ``value`` as an int; NumPy's integers are welcome, a bool is not.
+    """Return a user's value as an int. NumPy's integers are accepted, bools are not.
 
     Args:
-        name: What the error calls it.
-        value: What was given.
+        name: The value's name in the error.
+        value: The value.
         minimum: The smallest value allowed, None for any.
 
     Raises:
-        ValueError: It is no integer, or too small.
+        ValueError: The value is no integer, or too small.
     """
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or (minimum is not None and value < minimum):
         must = "an integer" if minimum is None else f"an integer ≥ {minimum}"

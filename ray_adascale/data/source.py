@@ -1,4 +1,4 @@
-"""Where micro-batches come from: :class:`BatchSource`, and the one for map-style datasets, which resumes exactly."""
+"""The source of micro-batches: :class:`BatchSource`, and the source for map-style datasets, which resumes exactly."""
 
 from __future__ import annotations
 
@@ -28,20 +28,16 @@ __all__ = [
 ]
 
 
-_KEYED = "keyed"
-"""What a data state says of an order that is :func:`.order.keyed_order`'s; of torch's it says nothing."""
-
-
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one worker computes one gradient sample from.
+    """The examples of one gradient sample.
 
     Attributes:
-        batch: Whatever the dataset and ``collate_fn`` make of the examples.
-        examples: ``m_i``, the examples in it.
+        batch: The result of the dataset and of ``collate_fn``.
+        examples: ``m_i``, the number of examples.
         weight: ``w_i = m_i / B``; the weights sum to 1 over the workers and passes of a step.
         pass_index: Accumulation pass within the step, from 0.
-        is_last: True on the step's last pass, where the optimizer steps.
+        is_last: Whether this is the step's last pass, after which the optimizer steps.
     """
 
     batch: Any
@@ -52,7 +48,7 @@ class MicroBatch:
 
 
 class BatchSource(abc.ABC):
-    """Micro-batches without end, and a position that moves only when a step is committed."""
+    """An endless stream of micro-batches, and a position that advances only when a step is committed."""
 
     @property
     @abc.abstractmethod
@@ -66,56 +62,56 @@ class BatchSource(abc.ABC):
 
     @abc.abstractmethod
     def __iter__(self) -> Iterator[MicroBatch]:
-        """Endless micro-batches from ``position`` on. One iterator at a time: another ends the one before."""
+        """Return an endless iterator from ``position`` on. It ends the previous iterator."""
 
     @abc.abstractmethod
     def commit(self) -> None:
-        """Advances ``position`` by one step. Called once after each optimizer step; prefetching never moves it."""
+        """Advance ``position`` by one step. Called once after each optimizer step. Prefetching does not advance it."""
 
     @abc.abstractmethod
     def set_split(self, split: BatchSplit) -> None:
-        """From the next step on, cut the examples after ``position`` so. At a step boundary; a running iterator goes on.
+        """Set the split of the next steps. Called at a step boundary. A running iterator continues with the new split.
 
         Raises:
-            ValueError: The data comes in batches of a size that can't change, or there are too few examples for B.
+            ValueError: The data comes in batches of a fixed size, or there are too few examples for B.
         """
 
     @abc.abstractmethod
     def base_steps_per_epoch(self, base_batch_size: int) -> float | None:
-        """Optimizer steps per epoch of a run at batch size B0; need not be whole. None where the length is unknown."""
+        """Return the optimizer steps per epoch at batch size B0, not rounded; None where the length is unknown."""
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """The position and what the order depends on, ready for JSON; the same on every worker."""
+        """Return the position and the fields that determine the order, as JSON values, the same on every worker."""
 
     @abc.abstractmethod
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes to a saved position, for the next ``iter()``. The state may be that of another B or number of workers.
+        """Set the position of the next ``iter()``. The state may come from another B or another number of workers.
 
         Raises:
-            ValueError: A field on which the order depends differs; the message names it.
+            ValueError: A field that determines the order differs; the message names it.
         """
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Ends the iterator and shuts its loader processes down. The source can be iterated again."""
+        """End the iterator and its loader processes. The source can be iterated again."""
 
 
 class MapSource(BatchSource):
-    """A map-style dataset (``__getitem__`` and ``__len__``), exactly resumable at any number of workers.
+    """Reads a map-style dataset (``__getitem__`` and ``__len__``), and resumes exactly on any number of workers.
 
-    With loader processes, torch's, Python's and NumPy's global generators are seeded before each micro-batch with a
-    function of (seed, position), so random augmentation depends neither on which process fetches nor on
-    restarts; across a change of the micro-batches' sizes it differs. Without loader processes examples are fetched in the
-    training process, whose generators are left alone: they belong to the user and to the checkpoint.
+    Loader processes seed torch's, Python's and NumPy's global generators before each micro-batch with a function of
+    (seed, position). So random augmentation depends neither on the process that fetches nor on restarts. It changes with the
+    sizes of the micro-batches. Without loader processes the training process fetches the examples, and its generators are not
+    seeded: they belong to the user and to the checkpoint.
 
     Args:
-        dataset: ``__getitems__`` is used where it has one.
-        split: How a step is split, and which part of it is this worker's.
+        dataset: The dataset. Its ``__getitems__`` is used if there is one.
+        split: The split of a step, with this worker's part.
         order: The order of the examples.
         collate_fn: Makes a batch of a list of examples; torch's default if None.
-        num_workers: Loader processes; they live as long as the iterator, over all epochs.
-        pin_memory: Copies batches to page-locked memory, for a faster way to a GPU.
+        num_workers: Loader processes. They live as long as the iterator, over all epochs.
+        pin_memory: Copy batches to page-locked memory, for a faster transfer to a GPU.
     """
 
     def __init__(
@@ -131,7 +127,7 @@ class MapSource(BatchSource):
         checked_int("num_workers", num_workers, 0)
         self.sampler = StepSampler(len(dataset), split, order)
         if collate_fn is None and _has_plain_rows(dataset):
-            dataset, collate_fn = _Rows(dataset.tensors), _as_it_is
+            dataset, collate_fn = _Rows(dataset.tensors), _identity
         self._requests = _Requests(self.sampler, seeded=num_workers > 0)
         self._loader: DataLoader[Any] = DataLoader(
             _Seeded(dataset) if num_workers else dataset,
@@ -167,21 +163,14 @@ class MapSource(BatchSource):
         return base_steps(self.sampler.length, base_batch_size, drop_last=self.sampler.order.drop_last)
 
     def state_dict(self) -> dict[str, Any]:
-        keyed = {"permutation": _KEYED} if self.sampler.keyed else {}
-        return {"kind": "map", "position": self.position, **self._order_fields(), **keyed}
+        return {"kind": "map", "position": self.position, **self._order_fields()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         check_state(state_dict, {"kind": "map", **self._order_fields()})
-        permutation = state_dict.get("permutation")
-        if permutation not in (None, _KEYED):
-            raise ValueError(
-                f"The checkpoint's data state has permutation={permutation!r}: written by a newer ray_adascale."
-            )
         self.sampler.position = state_dict["position"]
-        self.sampler.keyed = permutation == _KEYED  # a run that began before there was this order keeps its own
 
     def close(self) -> None:
-        # A closed generator lets go of the loader's iterator, which stops its processes as it goes.
+        # A closed generator releases the loader's iterator, which stops its processes.
         if self._iterator is not None:
             self._iterator.close()
             self._iterator = None
@@ -191,7 +180,7 @@ class MapSource(BatchSource):
 
 
 class _Rows(Dataset[Any]):
-    """Gives the rows of a ``TensorDataset`` a micro-batch at a time: the same as fetching and stacking them one by one."""
+    """Fetches the rows of a ``TensorDataset`` a micro-batch at a time, with the result of fetching and stacking single rows."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
@@ -202,16 +191,16 @@ class _Rows(Dataset[Any]):
 
 
 def _has_plain_rows(dataset: Any) -> bool:
-    """Whether selecting rows of the tensors is sure to give what torch's collation gives, strides included."""
+    """Return whether selecting rows gives the same as torch's collation, strides included."""
     return type(dataset) is TensorDataset and all(type(t) is Tensor and t.is_contiguous() for t in dataset.tensors)
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 
 class _Request(list[int]):
-    """The indices of one micro-batch, and the seed of whatever is random in fetching them."""
+    """The indices of one micro-batch, and the seed for fetching them."""
 
     def __init__(self, indices: list[int], seed: int) -> None:
         super().__init__(indices)
@@ -219,14 +208,14 @@ class _Request(list[int]):
 
 
 class _Requests(Sampler[list[int]]):
-    """Asks a loader for the sampler's micro-batches, and knows what was asked for and not yet received.
+    """Requests the sampler's micro-batches from a loader, and keeps a list of the pending requests.
 
-    A loader with processes asks ahead. Where steps are cut otherwise meanwhile, what is on its way is kept if it is what
-    comes next under the new cut too, as where only the number of passes changes; else it is thrown away as it comes, and
-    asked for anew. So its processes live on, whatever changes.
+    A loader with processes prefetches. When the split changes, pending micro-batches that also come next under the new split
+    are kept, as where only the number of passes changes. Others are discarded on arrival and requested again. So the loader's
+    processes survive a change of split.
 
     Args:
-        sampler: Its position and split hold for what is asked for next.
+        sampler: Its position and split hold for the next request.
         seeded: Give each request a seed, which depends on the run's seed and the position alone.
     """
 
@@ -234,18 +223,18 @@ class _Requests(Sampler[list[int]]):
         self._sampler = sampler
         self._seeded = seeded
         self._parts: Iterator[Part] = iter(())
-        self._on_their_way: deque[Part | None] = deque()  # None for what nobody wants any more
+        self._pending: deque[Part | None] = deque()  # None: discard on arrival
 
     def __iter__(self) -> Iterator[list[int]]:
-        # Not itself a generator: the position counts from now, not from the first next().
-        self._on_their_way.clear()
+        # This method is no generator, so that the position is read now and not at the first next().
+        self._pending.clear()
         self._parts = self._sampler.parts(self._sampler.position)
-        return self._asked()
+        return self._requests()
 
-    def _asked(self) -> Iterator[list[int]]:
+    def _requests(self) -> Iterator[list[int]]:
         while True:
             part = next(self._parts)
-            self._on_their_way.append(part)
+            self._pending.append(part)
             indices = self._sampler.indices(part)
             if self._seeded:
                 yield _Request(indices, stable_seed("fetch", self._sampler.order.seed, part.position))
@@ -253,21 +242,21 @@ class _Requests(Sampler[list[int]]):
                 yield indices
 
     def restart(self) -> None:
-        """Go on from the sampler's position and split, which are others now."""
+        """Continue from the sampler's position and split after they have changed."""
         self._parts = self._sampler.parts(self._sampler.position)
         kept = True
-        for i, asked in enumerate(self._on_their_way):
+        for i, pending in enumerate(self._pending):
             if kept:
                 wanted = next(self._parts)
-                kept = asked is not None and asked.same_examples(wanted)
+                kept = pending is not None and pending.same_examples(wanted)
                 if not kept:
                     self._parts = itertools.chain([wanted], self._parts)
-            self._on_their_way[i] = wanted if kept else None
+            self._pending[i] = wanted if kept else None
 
     def answered(self, batches: Iterator[Any]) -> Generator[MicroBatch, None, None]:
-        """What the loader brings, in the order in which it was asked for."""
+        """Yield the micro-batches that the loader returns, in the order of the requests."""
         for batch in batches:
-            part = self._on_their_way.popleft()
+            part = self._pending.popleft()
             if part is not None:
                 yield MicroBatch(batch, part.size, part.weight, part.pass_index, part.is_last)
 
@@ -279,20 +268,20 @@ class _Seeded(Dataset[Any]):
         self._dataset = dataset
 
     def __getitems__(self, request: _Request) -> list[Any]:
-        # The generator itself, not torch.manual_seed: that would queue a call for CUDA at every micro-batch.
+        # torch.manual_seed would queue a call for CUDA at every micro-batch.
         torch.default_generator.manual_seed(request.seed)
         random.seed(request.seed)
-        np.random.seed(request.seed % 2**32)  # noqa: NPY002 (the global one is what augmentations use)
+        np.random.seed(request.seed % 2**32)  # noqa: NPY002 (augmentations use the global generator)
         fetch = getattr(self._dataset, "__getitems__", None)
         return fetch(list(request)) if fetch else [self._dataset[index] for index in request]
 
 
 def as_micro_batches(batches: Iterator[Any], split: BatchSplit) -> Generator[MicroBatch, None, None]:
-    """This worker's batches, each with its weight and its pass of the step. Ends where ``batches`` do.
+    """Yield this worker's batches with their weight and their pass of the step, to the end of ``batches``.
 
     Args:
-        batches: Step by step, within a step pass by pass; of the sizes that ``split`` gives this worker.
-        split: How a step is cut.
+        batches: Step by step and pass by pass, in the sizes that ``split`` gives this worker.
+        split: The split of a step.
     """
     sizes = split.micro_batch_sizes
     last = len(sizes) - 1
@@ -301,9 +290,9 @@ def as_micro_batches(batches: Iterator[Any], split: BatchSplit) -> Generator[Mic
 
 
 def base_steps(length: int, base_batch_size: int, *, drop_last: bool) -> float:
-    """Optimizer steps per epoch of a run at batch size B0, of a dataset of ``length`` examples.
+    """Return the optimizer steps per epoch at batch size B0, for a dataset of ``length`` examples.
 
-    Where the rest of an epoch is not dropped, a step runs on into the next one, so the steps need not be whole.
+    Without ``drop_last`` a step runs on into the next epoch, so the number is not rounded.
     """
     checked_int("base_batch_size", base_batch_size, 1)
     if not drop_last:
@@ -314,18 +303,18 @@ def base_steps(length: int, base_batch_size: int, *, drop_last: bool) -> float:
 
 
 def check_state(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Refuses a saved state whose position would mean other examples here.
+    """Refuse a saved state if its position would mean other examples here.
 
     Args:
-        state: What a source's ``state_dict`` returned.
-        expected: This source's fields beside the position; the state must have the same.
+        state: The result of a source's ``state_dict``.
+        expected: This source's fields beside the position. The state must have the same ones.
 
     Raises:
-        ValueError: The position is no number of examples, or a field differs; names the field.
+        ValueError: The position is no number of examples, or a field differs. The message names the field.
     """
     position = state.get("position")
     if not isinstance(position, int) or isinstance(position, bool) or position < 0:
-        raise ValueError(f"Invalid data state: position={position!r}. Must be the examples consumed so far.")
+        raise ValueError(f"Invalid data state: position={position!r}. Must be the number of examples consumed so far.")
     for name, value in expected.items():
         if name not in state or state[name] != value:
             raise ValueError(
@@ -336,9 +325,9 @@ def check_state(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
 
 
 def loader_generator(seed: int) -> torch.Generator:
-    """A generator for a ``DataLoader``, which else draws its base seed from the *global* one at each iter().
+    """Return a generator for a ``DataLoader``, which otherwise draws its base seed from the *global* one at each iter().
 
-    A resumed run makes one iterator more than one that was never stopped; drawing from the global generator, it would
+    A resumed run makes one iterator more than a run that was never stopped. If it drew from the global generator, it would
     differ from there on.
     """
     return torch.Generator().manual_seed(stable_seed("loader", seed))

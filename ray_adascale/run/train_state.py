@@ -168,7 +168,7 @@ class TrainState:
             setattr(self.loop, each.name, saved[each.name])
         for stage in self.stages:
             stage.load_state_dict(saved)
-        self._load_extra(folder, saved.get("extra", {}))
+        self._load_extra(folder, saved["extra"])
         self.loop.attempt += 1
         if self.optimizer.effective_steps < self.base_schedule.total_steps:
             self.loop.stopped = None  # the run had ended, and T is larger now
@@ -208,14 +208,14 @@ class TrainState:
         """
         curve = torch.empty(index["schedule/lr_curve"].shape, dtype=torch.float64)
         checkpoint.load(folder, {"schedule/lr_curve": curve})
-        changed = changes_since(saved_schedule(saved, curve.tolist(), self.base_schedule), self.base_schedule)
+        changed = changes_since(saved_schedule(saved, curve.tolist()), self.base_schedule)
         if not changed:
             return False
         what = f"The run was changed since its checkpoint {folder.name}: {'; '.join(changed)}."
         if not accept:
             raise ValueError(
                 f"{what} Restore the settings, start a new run under another name, or accept them with "
-                "AdaScaleConfig(accept_changes=True)."
+                "AdaScaleConfig(accept_changes=True), which is --accept-changes on the command line."
             )
         if self.rank == 0:
             warn_at_user(
@@ -275,19 +275,13 @@ def load_rng(folder: Path, rank: int, device: torch.device) -> None:
     restore_rng(rng, device)
 
 
-def saved_schedule(state: Mapping[str, Any], lr_curve: list[list[float]], now: BaseSchedule) -> BaseSchedule:
-    """Return the base run's schedule of a checkpoint.
-
-    Args:
-        state: The state of the checkpoint.
-        lr_curve: The LR curve of the checkpoint.
-        now: The schedule of this run. The first checkpoints of ray_adascale 0.1 lack unit and steps per epoch, and get its.
-    """
+def saved_schedule(state: Mapping[str, Any], lr_curve: list[list[float]]) -> BaseSchedule:
+    """Return the base run's schedule from a checkpoint's state and LR curve."""
     return BaseSchedule(
         base_batch_size=state["plan"]["base_batch_size"],
         total_steps=state["total_steps"],
-        scheduler_unit=state.get("scheduler_unit", now.scheduler_unit),
-        base_steps_per_epoch=state.get("base_steps_per_epoch", now.base_steps_per_epoch),
+        scheduler_unit=state["scheduler_unit"],
+        base_steps_per_epoch=state["base_steps_per_epoch"],
         lr_curve=lr_curve,
     )
 

@@ -12,7 +12,7 @@ from ray_adascale.run.base_run import record_recipe
 
 from ..samples_of import recipe, regression, row, write_rows
 
-SAMPLE = Path(__file__).parents[1] / "samples" / "recipe_v2.json"
+SAMPLE = Path(__file__).parents[1] / "samples" / "recipe_v1.json"
 
 
 def test_a_recipe_and_one_that_was_edited(tmp_path: Path) -> None:
@@ -21,7 +21,7 @@ def test_a_recipe_and_one_that_was_edited(tmp_path: Path) -> None:
     assert "accuracy = 0.97 (max)" in text
     assert "EDITED" not in text
     edited = tmp_path / "edited.json"
-    edited.write_text(SAMPLE.read_text().replace('"momentum": 0.9', '"momentum": 0.8'))
+    edited.write_text(SAMPLE.read_text().replace('"momentum": 0.9,', '"momentum": 0.8,'))
     text, whole = describe(edited)
     assert not whole
     assert "momentum=0.8" in text

@@ -36,7 +36,7 @@ from ray_adascale.train import cluster, trainer
 from .. import samples_of
 from ..samples_of import recipe, row, write_rows
 
-RECIPE_2 = Path(__file__).parents[1] / "samples" / "recipe_v2.json"
+RECIPE = Path(__file__).parents[1] / "samples" / "recipe_v1.json"
 SAMPLES = samples_of.__file__  # a file with a workload, and without a search space
 WORKLOAD = f"{SAMPLES}:regression"
 FOUND = recipe([(0, 3, 1)])
@@ -122,7 +122,7 @@ def test_an_efficiency_that_there_is_not_is_told_in_flags(
 
 
 def test_forecast_replays_a_run_that_chooses_its_scale(capsys: pytest.CaptureFixture[str]) -> None:
-    common = ["forecast", str(RECIPE_2), "--workers=2", "--json"]
+    common = ["forecast", str(RECIPE), "--workers=2", "--json"]
     rows = []
     for said in (
         ["--target-efficiency=0.9"],
@@ -318,7 +318,7 @@ def test_ray_that_does_not_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest
             ["tune", f"{SAMPLES}:row", "--base-batch-size=4", "--total-steps=4", "--param-space=no.py:x"],
             "Invalid --param-space 'no.py:x': there is no file",
         ),
-        (["forecast", str(RECIPE_2), "--measure=no.py:x"], "Invalid --measure 'no.py:x': there is no file"),
+        (["forecast", str(RECIPE), "--measure=no.py:x"], "Invalid --measure 'no.py:x': there is no file"),
         (
             ["tune", f"{SAMPLES}:row", "--base-batch-size=4", "--total-steps=4"],
             "No search space beside the workload",
@@ -342,7 +342,7 @@ def test_ray_that_does_not_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         (["report", "/nowhere/x"], "Invalid run '/nowhere/x': no such file or folder"),
         (["describe", "/nowhere/x"], "Invalid path '/nowhere/x'"),
         (["forecast", "/nowhere/recipe.json"], "ray-adascale: No such file or directory: /nowhere/recipe.json\n"),
-        (["forecast", f"{RECIPE_2}/x"], f"ray-adascale: Not a directory: {RECIPE_2}/x\n"),
+        (["forecast", f"{RECIPE}/x"], f"ray-adascale: Not a directory: {RECIPE}/x\n"),
     ],
 )
 def test_mistakes_exit_with_2_and_name_the_value(
@@ -356,7 +356,7 @@ def test_a_recipe_edited_by_hand_is_not_run(
     called: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     edited = tmp_path / "edited.json"
-    edited.write_text(RECIPE_2.read_text().replace('"momentum": 0.9', '"momentum": 0.8'))
+    edited.write_text(RECIPE.read_text().replace('"momentum": 0.9,', '"momentum": 0.8,'))
     assert main.main(["train", WORKLOAD, f"--recipe={edited}"]) == 2
     assert "edited" in capsys.readouterr().err
     assert not called
@@ -633,7 +633,7 @@ def test_resume_is_the_same_command_again(
 
 
 def test_forecast_prints_a_table_or_json_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    common = ["forecast", str(RECIPE_2), "--workers=1,4"]
+    common = ["forecast", str(RECIPE), "--workers=1,4"]
     assert main.main([*common, f"--plot={tmp_path / 'f.png'}"]) == 0
     out = capsys.readouterr().out
     assert "Recipe d7fc38d57e4afeae: 100 base steps of 32 examples" in out
@@ -659,13 +659,13 @@ def test_forecast_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
 
     monkeypatch.setattr(throughput, "measure_throughput", measure)
     write_rows(tmp_path / "run" / "trace.jsonl", [row(1)])
-    common = ["forecast", str(RECIPE_2), "--workers=1", "--rule=linear", "--json"]
+    common = ["forecast", str(RECIPE), "--workers=1", "--rule=linear", "--json"]
     more = [f"--measure={WORKLOAD}", f"--run={tmp_path / 'run'}", "--cost-per-worker-hour=2"]
     assert main.main([*common, *more]) == 0
     (found,) = json.loads(capsys.readouterr().out)["rows"]
     assert (found["seconds"], found["cost"]) == (3600, 2)  # 100 steps of 36 s
     assert seen["workload"].__name__ == "regression"
-    assert seen["hyperparameters"] == Recipe.load(RECIPE_2).hyperparameters
+    assert seen["hyperparameters"] == Recipe.load(RECIPE).hyperparameters
     assert (seen["per_worker_batch_size"], seen["base_batch_size"]) == (32, 32)
     assert seen["runs"] == [tmp_path / "run" / "trace.jsonl"]
 
@@ -689,18 +689,16 @@ def test_report_and_describe(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     write_rows(tmp_path / "run" / "trace.jsonl", [row(1), row(2)])
     page = tmp_path / "page.html"
     assert (
-        main.main(
-            ["report", str(tmp_path / "run"), f"--recipe={RECIPE_2}", "-o", str(page), f"--tensorboard={tmp_path}"]
-        )
+        main.main(["report", str(tmp_path / "run"), f"--recipe={RECIPE}", "-o", str(page), f"--tensorboard={tmp_path}"])
         == 0
     )
     assert len(list((tmp_path / "run").glob("events*"))) == 1
     assert capsys.readouterr().out == f"Written to {page}\n"
     assert "d7fc38d57e4afeae" in page.read_text()
-    assert main.main(["describe", str(RECIPE_2)]) == 0
+    assert main.main(["describe", str(RECIPE)]) == 0
     assert "accuracy = 0.97 (max)" in capsys.readouterr().out
     edited = tmp_path / "edited.json"
-    edited.write_text(RECIPE_2.read_text().replace('"momentum": 0.9', '"momentum": 0.8'))
+    edited.write_text(RECIPE.read_text().replace('"momentum": 0.9,', '"momentum": 0.8,'))
     assert main.main(["describe", str(edited)]) == 1
     assert "EDITED" in capsys.readouterr().out
     assert main.main(["describe", str(tmp_path / "run")]) == 0
@@ -851,7 +849,7 @@ def test_a_run_that_an_older_version_started_is_resumed(
 def test_a_workload_that_fails_as_it_is_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "mine_cli_fails.py").write_text("def workload(config):\n    return config['depth']\n")
     spec = f"{tmp_path / 'mine_cli_fails.py'}:workload"
-    assert main.main(["forecast", str(RECIPE_2), f"--measure={spec}"]) == 1
+    assert main.main(["forecast", str(RECIPE), f"--measure={spec}"]) == 1
     assert capsys.readouterr().err == f"ray-adascale: Measuring {spec} failed. KeyError: 'depth'\n"
 
 

@@ -93,7 +93,7 @@ def test_a_search_goes_on_only_as_what_it_was_started_as(tmp_path: Path) -> None
     folder = str(tmp_path / "mine")
     space = {"lr": tune.loguniform(0.1, 1), "depth": 2}
     assert not spec(param_space=space).started_before(folder)
-    # A search that an earlier version has started goes on, so neither key nor value changes.
+    # The file identifies the search where it goes on.
     assert json.loads((tmp_path / "mine" / "search.json").read_text()) == {
         "workload": "tests.samples_of:regression",
         "param_space": {
