@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import io
 import re
+import tokenize
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -261,3 +263,55 @@ def test_what_every_worker_loads_is_light(start: str) -> None:
                         ways.append(name)
     slow = [each for each in IMPORTS if each.source in loaded and each.place == "top" and heavy(each)]
     assert not slow, listed(slow)
+
+
+# ---- sizes -----------------------------------------------------------------------------------------------------------
+
+LONGEST_FILE, LONGEST_CLASS = 600, 400
+"""Lines of a file, and lines of code of a class: without docstrings, comments and blank lines."""
+
+
+def sizes(source: str) -> Iterator[tuple[str, int]]:
+    """Each class at the top level of a module with its lines of code."""
+    tree = ast.parse(source)
+    docstrings: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            docstrings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    code: set[int] = set()
+    blank = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in blank:
+            code.update(range(token.start[0], token.end[0] + 1))
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            yield node.name, len({line for line in code - docstrings if node.lineno <= line <= (node.end_lineno or 0)})
+
+
+def test_lines_of_code_are_without_docstrings_comments_and_blank_lines() -> None:
+    source = '''class One:
+    """Two
+    lines."""
+
+    # a comment
+    x = 1  # and another
+    y = (
+        2
+    )
+
+    def f(self):
+        "Docstring."
+        return """text
+        in two lines"""
+
+
+z = 3
+'''
+    assert list(sizes(source)) == [("One", 8)]
+
+
+@pytest.mark.parametrize("path", modules(ROOT / PACKAGE).values(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_file_and_no_class_is_long(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    assert len(source.splitlines()) <= LONGEST_FILE
+    assert {name: size for name, size in sizes(source) if size > LONGEST_CLASS} == {}
