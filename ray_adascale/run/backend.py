@@ -98,7 +98,7 @@ class Backend(ABC):
 
     @property
     def stop_requested(self) -> bool:
-        """Whether this start of the run must end at the next step boundary, with a checkpoint. Read on rank 0."""
+        """Whether this start of the run must end at the next step boundary, with a checkpoint. Only rank 0's value counts."""
         return False
 
     def listeners(self, tracker: EtaTracker) -> Sequence[Listener]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,27 @@ def test_a_step_that_torch_takes_to_make_a_state_has_no_row(tmp_path: Path, mome
         rows.append([[row[key] for key in kept] for row in read_trace(loop.trace)])
     assert len(rows[0]) == 4
     assert rows[0] == rows[1]
+
+
+def test_a_row_is_written_before_the_next_step_and_a_skipped_step_leaves_it_alone(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "trace.jsonl")
+    watch = loop.watch()
+    loop.take(2)
+    watch.record(loss=0.25)
+    rows: list[Any] = []
+    loop.optimizer.wrapped.register_step_pre_hook(lambda *_: rows.append(read_trace(tmp_path / "trace.jsonl")))
+    loop.take(1)
+    assert [row["step"] for row in rows[0]] == [1, 2]  # a kill within a step does not lose the row before
+    assert rows[0][1]["loss"] == 0.25
+    watch.record(loss=0.5)
+    x, y = loop.data
+    for _ in range(2):
+        (loss_of(loop.model, (x[:BATCH], y[:BATCH])) * math.nan).backward()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    watch.record(loss=math.nan)  # of the skipped step, which has no row
+    watch.close()
+    assert [row["loss"] for row in read_trace(tmp_path / "trace.jsonl")][1:] == [0.25, 0.5]
 
 
 class Offset(nn.Module):

@@ -479,7 +479,7 @@ def _to_zero(optimizer: Optimizer, end: int, power: float = 1.0) -> L.LambdaLR:
             lambda o: L.CosineAnnealingLR(o, 600),
             3000,
             "step",
-            "CosineAnnealingLR's T_max ends at 600 steps.*3000 steps.*up",
+            "CosineAnnealingLR's T_max ends at 600 steps.*3000 steps.*rises again",
         ),
         (lambda o: L.CosineAnnealingLR(o, 4000), 3000, "step", "4000 steps.*3000 steps.*ends before it"),
         (lambda o: L.CosineAnnealingLR(o, 3000), 3000, "epoch", r"3000 epochs.*300 epochs \(3000 steps\)"),

@@ -1,4 +1,4 @@
-"""The flags, intervals and stages of a step boundary."""
+"""The stages of a step boundary: when each is due, and what each does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ray_adascale import EarlyStop, LocalBackend
 from ray_adascale.run import step
 from ray_adascale.run.backend import ReportPolicy
 from ray_adascale.run.stages import Checkpointing, Evaluation, Interrupt, Preemption, Reporting
-from ray_adascale.run.step import BoundaryFlags, IntervalTimer
+from ray_adascale.run.step import BoundaryFlags
 from ray_adascale.run.train_state import INTERRUPTED
 
 NOTHING = BoundaryFlags(0)
@@ -82,23 +82,6 @@ def checkpointing(backend: LocalBackend, *, in_background: bool = True) -> Check
 def evaluating(metric: dict[str, float] | None = None, **settings: Any) -> Evaluation:
     evaluate = None if metric is None else lambda _: metric
     return Evaluation(evaluate, nn.Linear(1, 1), **{"every": 4.0, "early_stop": None, **settings})
-
-
-def test_the_sum_over_workers_has_rank_0s_flags_and_whether_any_worker_is_busy() -> None:
-    for mine in (NOTHING, REPORT, REPORT | CHECKPOINT | POLL | STOP | STALLED):
-        assert BoundaryFlags.from_sum(float(mine)) == mine
-        assert BoundaryFlags.from_sum(float(mine + 3 * BUSY)) == mine | BUSY
-        assert BoundaryFlags.from_sum(float((mine | BUSY) + 16383 * BUSY)) == mine | BUSY
-    assert max(flag for flag in BoundaryFlags if flag != BUSY) * 2 == BUSY
-
-
-def test_an_interval_begins_anew_when_it_is_restarted(clock: list[float]) -> None:
-    timer = IntervalTimer(5.0)
-    assert not timer.due
-    clock[0] += 5
-    assert (timer.due, timer.elapsed) == (True, 5)
-    timer.restart()
-    assert (timer.due, timer.elapsed) == (False, 0)
 
 
 def test_each_stage_is_due_after_its_own_interval(clock: list[float]) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import math
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -296,64 +294,7 @@ def test_nothing_is_pickled() -> None:
             taken_apart(wrong, "extra/me", {})
 
 
-# ---- how far it is ---------------------------------------------------------------------------------------------------
-
-
-class Terminal(io.StringIO):
-    def __init__(self, terminal: bool) -> None:
-        super().__init__()
-        self._terminal = terminal
-
-    def isatty(self) -> bool:
-        return self._terminal
-
-
-@pytest.mark.parametrize(
-    ("terminal", "show", "shown"),
-    [(True, None, True), (False, None, False), (True, False, False), (False, True, True), (True, True, True)],
-)
-def test_a_terminal_shows_how_far_the_run_is(
-    monkeypatch: pytest.MonkeyPatch, terminal: bool, show: bool | None, shown: bool, tmp_path: Path
-) -> None:
-    out = Terminal(terminal)
-    monkeypatch.setattr(sys, "stderr", out)
-    run = make_run(model(), show_progress=show, backend=LocalBackend(tmp_path))
-    drive(run)
-    said = out.getvalue()
-    assert bool(said) == shown
-    if shown:
-        assert said.startswith("\r" if terminal else "")
-        assert "τ 1/40   2%  step 1  gain 1.00 of 1" in said
-        assert said.rstrip().endswith("1 worker: total_steps reached")
-        assert (said.count("\n") == 1) == terminal  # one live line; elsewhere lines
-    out.truncate(0)
-    again = make_run(model(), show_progress=show, backend=LocalBackend(tmp_path))
-    assert drive(again) == []
-    assert ("ended before, total_steps reached" in out.getvalue()) == shown
-
-
-def test_a_line_is_not_wider_than_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    out = Terminal(True)
-    monkeypatch.setattr(sys, "stderr", out)
-    monkeypatch.setenv("COLUMNS", "62")
-    run = make_run(model())
-    drive(run)
-    written = [part for part in out.getvalue().split("\r") if part]
-    assert written
-    assert max(len(part) for part in written[:-1]) == 61  # and what is left when it ends may take two
-
-
-def test_standard_error_that_is_gone_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Closed(Terminal):
-        def write(self, text: str) -> int:
-            raise OSError("gone")
-
-    monkeypatch.setattr(sys, "stderr", Closed(True))
-    run = make_run(model())
-    drive(run)
-    assert run.stopped == "total_steps reached"
-    monkeypatch.setattr(sys, "stderr", None)
-    drive(make_run(model()))
+# ---- logs and clips -----------------------------------------------------------------------------------------------
 
 
 def test_start_and_end_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -344,6 +344,18 @@ def test_no_room_for_a_trace_from_the_start(tmp_path: Path, monkeypatch: pytest.
         assert TraceFile.scratch(keep=None, store=lambda path: None) is None
 
 
+def test_a_trace_that_was_never_written_is_not_stored(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    stored: list[Path] = []
+    with pytest.warns(RuntimeWarning, match="trace can't be written any more") as told:
+        trace = TraceFile(tmp_path / "file" / TRACE, keep=None, store=stored.append)
+    assert len(told) == 1
+    take_steps(trace, 2)
+    assert trace.files() == {}
+    trace.ended("done", {})  # without a second warning, which would be an error here
+    assert stored == []
+
+
 def scratch_while_running(scratch: str, backend: LocalBackend) -> list[str]:
     """What a run of three steps writes to the machine's scratch folder."""
     tempfile.tempdir = scratch

@@ -1,0 +1,129 @@
+"""Advice on rank 0: when a warning of the noise comes, how often useful workers are computed, which keys count as read."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ray_adascale import AdaScaleConfig
+from ray_adascale.run.advice import NoiseWarning, UnreadHyperparameters, UsefulWorkers, log_useful_workers
+from ray_adascale.run.metrics import USEFUL_WORKERS
+from ray_adascale.workload import ConfigAccessLog
+
+from ..samples_of import recipe, step_of
+
+SMALL, LARGE = 1.0, 100.0
+"""Noise scales, in examples. The batch of 16 is larger than the first and smaller than the second."""
+
+
+def warned_at(
+    listener: NoiseWarning, noise_scale: Callable[[int], float], *, scale: int = 4, total_steps: int = 10
+) -> list[int]:
+    """Steps, of 80, after which the listener warns; τ is the number of the step."""
+    at: list[int] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(1, 81):
+            step = step_of(number, scale=scale, noise_scale=noise_scale(number))
+            listener.after_step(replace(step, total_steps=total_steps))
+            at += [number] * (len(caught) - len(at))
+    assert all("exceeds the gradient noise scale" in str(w.message) for w in caught)
+    return at
+
+
+@pytest.mark.parametrize(("window", "at"), [(2.0, 20), (6.5, 20), (7.0, 21), (10.0, 30)])
+def test_a_warning_waits_for_three_windows_and_for_20_steps(window: float, at: int) -> None:
+    assert warned_at(NoiseWarning(window, None), lambda _: SMALL) == [at]
+
+
+def test_a_warning_needs_one_whole_window_with_a_too_large_batch() -> None:
+    assert warned_at(NoiseWarning(5.0, None), lambda n: LARGE if n < 40 else SMALL) == [45]
+    assert warned_at(NoiseWarning(5.0, None), lambda n: math.nan if n < 40 else SMALL) == [45]
+
+
+@pytest.mark.parametrize("between", [LARGE, math.nan])
+def test_a_batch_that_is_small_enough_again_resets_the_window(between: float) -> None:
+    assert warned_at(NoiseWarning(5.0, None), lambda n: between if n == 18 else SMALL) == [24]
+    assert warned_at(NoiseWarning(5.0, None), lambda n: between if n % 5 == 0 else SMALL) == []
+
+
+def test_the_base_batch_is_never_too_large() -> None:
+    assert warned_at(NoiseWarning(2.0, None), lambda _: SMALL, scale=1) == []
+
+
+@pytest.mark.parametrize(("whole", "at"), [(50, []), (51, [20])])
+def test_a_forecast_that_is_efficient_as_a_whole_silences_the_warning(whole: int, at: list[int]) -> None:
+    # T = 100 at S = 4: with 50 steps the run's mean efficiency is one half.
+    remaining: Any = SimpleNamespace(at=lambda tau: whole - tau)
+    assert warned_at(NoiseWarning(2.0, remaining), lambda _: SMALL, total_steps=100) == at
+
+
+ELASTIC = AdaScaleConfig(base_batch_size=8, elastic=True)
+TWO, ONE, UNKNOWN = {"sigma2": 3.0, "mu2": 1.0}, {"sigma2": 0.0, "mu2": 1.0}, {"sigma2": math.nan, "mu2": math.nan}
+"""Moments with which two workers, or one worker, are useful at this base batch."""
+
+
+def useful(listener: UsefulWorkers, number: int, moments: dict[str, float]) -> int | None:
+    step = step_of(number, **moments)
+    listener.after_step(step)
+    assert step.metrics.get(USEFUL_WORKERS) == step.row.get(USEFUL_WORKERS)
+    return step.metrics.get(USEFUL_WORKERS)
+
+
+def test_useful_workers_are_computed_once_a_quarter_of_a_window() -> None:
+    listener = UsefulWorkers(ELASTIC, window=8.0, effective_steps=0.0, before=None)
+    found = [useful(listener, n, m) for n, m in enumerate((TWO, ONE, TWO, TWO, ONE, ONE, TWO, TWO), start=1)]
+    # New quarters begin at τ = 2, 4, 6 and 8.
+    assert found == [2, 1, 1, 2, 2, 1, 1, 2]
+
+
+def test_nothing_is_added_while_the_noise_is_unknown() -> None:
+    listener = UsefulWorkers(ELASTIC, window=8.0, effective_steps=0.0, before=None)
+    moments = (UNKNOWN, UNKNOWN, UNKNOWN, TWO, UNKNOWN, UNKNOWN, ONE)
+    assert [useful(listener, n, m) for n, m in enumerate(moments, start=1)] == [None, None, None, 2, 2, None, 1]
+
+
+def test_a_resumed_run_keeps_the_number_of_its_checkpoint_until_the_quarter_ends() -> None:
+    resumed = UsefulWorkers(ELASTIC, window=8.0, effective_steps=6.5, before=7)
+    assert [useful(resumed, n, ONE) for n in (7, 8)] == [7, 1]
+    on_other_workers = UsefulWorkers(ELASTIC, window=8.0, effective_steps=6.5, before=None)
+    assert useful(on_other_workers, 7, ONE) == 1
+
+
+def test_useful_workers_are_looked_for_among_twice_the_present_number() -> None:
+    listener = UsefulWorkers(ELASTIC, window=8.0, effective_steps=0.0, before=None)
+    assert useful(listener, 1, {"sigma2": 1.0, "mu2": 0.0}) == 2  # noise alone: any number of workers is useful
+
+
+def test_a_key_that_is_read_before_the_end_of_the_first_step_counts_as_read() -> None:
+    reads = ConfigAccessLog({"lr": 0.1, "lazy": 1, "unused": 2})
+    reads.key("lr")
+    listener = UnreadHyperparameters(reads)
+    reads.key("lazy")
+    with pytest.warns(UserWarning, match="has not read 'unused' of its config") as caught:
+        listener.after_step(step_of(1))
+    assert len(caught) == 1
+    listener.after_step(step_of(2))  # once: a warning is an error here
+
+
+def test_no_warning_comes_after_the_first_step_or_without_unread_keys() -> None:
+    reads = ConfigAccessLog({"lr": 0.1})
+    reads.key("lr")
+    UnreadHyperparameters(reads).after_step(step_of(1))
+
+
+def test_useful_workers_are_logged_for_a_recipe_with_noise_only(caplog: pytest.LogCaptureFixture) -> None:
+    plan, noisy = ELASTIC.plan(1), recipe([(0.0, 3.0, 1.0), (50.0, 3.0, 1.0)])
+    with caplog.at_level(logging.INFO, "ray_adascale"):
+        log_useful_workers(ELASTIC, recipe([]), plan, 100)
+        log_useful_workers(replace(ELASTIC, rule="adamscale"), noisy, plan, 100)
+        assert caplog.messages == []
+        log_useful_workers(ELASTIC, noisy, plan, 100)
+    assert caplog.messages == ["By the recipe's noise 2 workers pay at first; there is 1."]

@@ -1,0 +1,192 @@
+"""What assemble() builds: stages and listeners in their order, fresh and from a checkpoint."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ray_adascale import AdaScaleConfig, EarlyStop, LocalBackend
+from ray_adascale.run.advice import NoiseWarning, UsefulWorkers
+from ray_adascale.run.assemble import Parts, assemble
+from ray_adascale.run.eta import EtaTracker
+from ray_adascale.run.progress import ProgressLine
+from ray_adascale.run.stages import AdaptiveBatch, Checkpointing, Evaluation, Interrupt, Preemption, Reporting
+from ray_adascale.run.step import Listener
+from ray_adascale.run.trace import TraceFile, read_trace
+
+from ..samples_of import step_of
+from .test_loop import dataset, drive, make_run, model
+
+pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
+
+STAGES = [Interrupt, Evaluation, Preemption, Checkpointing, Reporting]
+
+
+class Watched(LocalBackend):
+    """A backend with a listener."""
+
+    class Mine(Listener):
+        def __init__(self, tracker: EtaTracker) -> None:
+            self.tracker = tracker
+
+    def listeners(self, tracker: EtaTracker) -> Sequence[Listener]:
+        return [self.Mine(tracker)]
+
+
+def built(backend: LocalBackend | None = None, *, evaluate: Any = None, **settings: Any) -> Parts:
+    net = model()
+    defaults: dict[str, Any] = {"base_batch_size": 4, "total_steps": 40}
+    return assemble(
+        net,
+        torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
+        None,
+        dataset(),
+        AdaScaleConfig(**(defaults | settings)),
+        collate_fn=None,
+        evaluate=evaluate,
+        recipe=None,
+        extra_state=None,
+        backend=LocalBackend(device="cpu") if backend is None else backend,
+    )
+
+
+def kinds(objects: Sequence[object]) -> list[type]:
+    return [type(each) for each in objects]
+
+
+ADAPTIVE: dict[str, Any] = {"target_efficiency": 0.5, "max_global_batch_size": 32}
+
+
+def test_stages_are_in_their_order_and_an_adaptive_batch_is_chosen_first() -> None:
+    parts = built()
+    assert kinds(parts.stages) == STAGES
+    assert parts.stages[1] is parts.evaluation
+    assert parts.stages[3:] == (parts.checkpointing, parts.reporting)
+    assert kinds(built(**ADAPTIVE).stages) == [AdaptiveBatch, *STAGES]
+
+
+def test_listeners_that_add_to_a_step_come_before_those_that_write_it(tmp_path: Path) -> None:
+    assert kinds(built().listeners) == [NoiseWarning, EtaTracker, ProgressLine]  # no folder, no trace
+    with_trace = [NoiseWarning, EtaTracker, TraceFile, Watched.Mine, ProgressLine]
+    fixed = built(Watched(tmp_path, device="cpu")).listeners
+    assert kinds(fixed) == with_trace
+    assert fixed[3].tracker is fixed[1]  # type: ignore[attr-defined]
+    elastic = built(Watched(tmp_path, device="cpu"), elastic=True).listeners
+    assert kinds(elastic) == [NoiseWarning, UsefulWorkers, *with_trace[1:]]
+    adaptive = built(Watched(tmp_path, device="cpu"), **ADAPTIVE).listeners
+    assert kinds(adaptive) == [UsefulWorkers, *with_trace[1:]]  # its batch is never larger than wanted
+
+
+def test_a_fresh_run_begins_at_zero() -> None:
+    parts = built(per_worker_batch_size=8, accumulation=2)
+    assert (parts.plan.global_batch_size, parts.plan.scale) == (16, 4.0)
+    assert (parts.state.iterations, parts.state.attempt, parts.state.stopped) == (0, 0, None)
+    assert (parts.optimizer.effective_steps, parts.optimizer.scale, parts.source.position) == (0.0, 4.0, 0)
+    assert parts.base_schedule.total_steps == 40
+    assert parts.model is parts.module
+
+
+def _beside_rank_0(folder: str) -> tuple[list[str], list[str], int]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parts = built(Watched(folder, device="cpu"), base_batch_size=64, per_worker_batch_size=64, elastic=True)
+    doubts = sum("larger than the dataset" in str(w.message) for w in caught)
+    return [kind.__name__ for kind in kinds(parts.listeners)], [kind.__name__ for kind in kinds(parts.stages)], doubts
+
+
+def test_workers_beside_rank_0_have_the_stages_and_no_listeners(pool: Any, tmp_path: Path) -> None:
+    first, second = pool(2).run(_beside_rank_0, str(tmp_path))
+    assert len(first[0]) == 6
+    assert second[0] == []
+    assert first[1] == second[1] == [stage.__name__ for stage in STAGES]
+    assert (first[2], second[2]) == (1, 0)  # rank 0 warns of doubts
+
+
+def test_a_resume_loads_every_part_of_a_checkpoint(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"per_worker_batch_size": 4, "accumulation": 2, "elastic": True}
+    settings |= {"checkpoint_every_s": 1e-9, "async_checkpoint": False, "evaluate_every": 4}
+    run = make_run(
+        model(), backend=LocalBackend(tmp_path), scheduler=False, evaluate=lambda _: {"accuracy": 0.5}, **settings
+    )
+    rows = drive(run, stop_after=7)
+    stop = EarlyStop(patience=30, metric="accuracy", mode="max")
+    parts = built(Watched(tmp_path, device="cpu"), evaluate=lambda _: {}, early_stop=stop, **settings)
+    assert (parts.state.iterations, parts.state.attempt, parts.state.stopped) == (7, 1, None)
+    assert parts.state.metrics["loss"] == rows[-1]["loss"]
+    assert parts.optimizer.effective_steps == run.effective_steps
+    assert parts.source.position == 7 * 8
+    assert parts.evaluation.evaluated_at == run.parts.evaluation.evaluated_at > 0
+    assert kinds(parts.stages) == STAGES
+    assert kinds(parts.listeners) == [NoiseWarning, UsefulWorkers, EtaTracker, TraceFile, Watched.Mine, ProgressLine]
+    trace = next(each for each in parts.listeners if isinstance(each, TraceFile))
+    ((path, _),) = trace.files().values()
+    assert [row["step"] for row in read_trace(path)] == [1, 2, 3, 4, 5, 6, 7]
+    # Within its quarter of a window the number of useful workers is the checkpoint's, here while the noise is unknown.
+    useful = next(each for each in parts.listeners if isinstance(each, UsefulWorkers))
+    step = replace(step_of(8, sigma2=math.nan, mu2=math.nan), tau=run.effective_steps)
+    useful.after_step(step)
+    assert step.metrics["useful_workers"] == rows[-1]["useful_workers"]
+
+
+def test_a_resumed_adaptive_run_begins_with_the_batch_of_its_checkpoint(tmp_path: Path) -> None:
+    run = make_run(
+        model(),
+        backend=LocalBackend(tmp_path),
+        scheduler=False,
+        total_steps=400,
+        checkpoint_every_s=1e-9,
+        async_checkpoint=False,
+        target_efficiency=0.9,
+        max_global_batch_size=32,
+    )
+    drive(run, stop_after=25)
+    assert (
+        run.plan.global_batch_size
+        != built(total_steps=400, **(ADAPTIVE | {"target_efficiency": 0.9})).plan.global_batch_size
+    )
+    parts = built(LocalBackend(tmp_path), total_steps=400, target_efficiency=0.9, max_global_batch_size=32)
+    assert parts.plan == run.plan
+    assert parts.optimizer.scale == run.plan.scale
+    first = next(iter(parts.source))
+    assert first.examples == run.plan.global_batch_size // run.plan.accumulation
+    parts.source.close()
+
+
+@pytest.mark.parametrize("ends", ["at T", "early"])
+def test_a_run_that_has_ended_is_not_begun_again(tmp_path: Path, ends: str, capsys: pytest.CaptureFixture[str]) -> None:
+    stop = None if ends == "at T" else EarlyStop(patience=8, metric="accuracy", mode="max")
+    settings: dict[str, Any] = {"early_stop": stop, "evaluate_every": 4}
+    run = make_run(
+        model(), backend=LocalBackend(tmp_path), scheduler=False, evaluate=lambda _: {"accuracy": 0.5}, **settings
+    )
+    drive(run)
+    capsys.readouterr()
+    parts = built(LocalBackend(tmp_path), evaluate=lambda _: {}, show_progress=True, **settings)
+    assert parts.state.stopped == run.stopped
+    assert (run.stopped == "total_steps reached") == (stop is None)
+    assert f"ended before, {run.stopped}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("stop", "evaluates", "message"),
+    [
+        (EarlyStop(patience=3), True, "EarlyStop needs metric and mode"),
+        (EarlyStop(patience=3, metric="loss", mode="min"), False, r"EarlyStop.metric='loss'.: the loss of one step"),
+        (EarlyStop(patience=3, metric="loss", mode="min"), True, None),
+        (EarlyStop(patience=3, metric="accuracy", mode="max"), False, None),
+    ],
+)
+def test_an_early_stop_needs_a_metric_of_evaluations(stop: EarlyStop, evaluates: bool, message: str | None) -> None:
+    evaluate = (lambda _: {"loss": 1.0}) if evaluates else None
+    if message is None:
+        assert built(early_stop=stop, evaluate=evaluate).evaluation.stalled is None
+        return
+    with pytest.raises(ValueError, match=message):
+        built(early_stop=stop, evaluate=evaluate)

@@ -1,0 +1,253 @@
+"""The passes of a step: their order, the guard of the user's optimizer, changed gradients, clipping, weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ray_adascale import AdaScale
+from ray_adascale.config import BatchPlan
+from ray_adascale.data.source import MicroBatch
+from ray_adascale.run.passes import Passes
+
+PLAN = BatchPlan(base_batch_size=4, global_batch_size=8, world_size=1, accumulation=2)
+
+
+class Setup:
+    """A model of one weight, which begins at 3, with two passes a step."""
+
+    def __init__(self, plan: BatchPlan = PLAN, *, scaler: Any = None, precision: str = "fp32") -> None:
+        self.model = nn.Linear(1, 1, bias=False).double()
+        nn.init.constant_(self.model.weight, 3.0)
+        self.plan = plan
+        self.users = torch.optim.SGD(self.model.parameters(), lr=0.5)
+        self.optimizer = AdaScale(
+            self.users,
+            num_gradients_to_accumulate=plan.accumulation,
+            base_batch_size=plan.base_batch_size,
+            batch_size=plan.global_batch_size,
+        )
+        self.passes = Passes(
+            self.model,
+            self.model,
+            self.optimizer,
+            scaler,
+            guarded=self.users,
+            precision=precision,
+            device=torch.device("cpu"),
+            fully_sharded=False,
+        )
+
+    @property
+    def grad(self) -> Tensor:
+        assert self.model.weight.grad is not None
+        return self.model.weight.grad
+
+    def batch(self, index: int, examples: int = 4, *, last: int = 1) -> MicroBatch:
+        """A micro-batch of ones and, after the first, of twos."""
+        x = torch.full((examples, 1), 1.0 + min(index, 1), dtype=torch.float64)
+        return MicroBatch(x, examples, examples / self.plan.global_batch_size, index, index == last)
+
+    def backward(self, index: int, examples: int = 4, *, last: int = 1) -> None:
+        batch = self.batch(index, examples, last=last)
+        self.passes.begin(batch)
+        loss = self.model(batch.batch).mean()
+        self.passes.begin_backward(loss)
+        self.passes.backward(loss, self.plan)
+
+    def take_step(self) -> None:
+        self.backward(0)
+        assert not self.passes.ends_step()
+        self.backward(1)
+        assert self.passes.ends_step()
+        self.passes.step()
+        self.passes.end_step()
+
+
+def test_calls_in_another_order_are_refused() -> None:
+    setup = Setup()
+    passes, loss = setup.passes, torch.zeros(())
+    with pytest.raises(RuntimeError, match=r"Call run\.backward\(\) once for each micro-batch of the loop"):
+        passes.begin_backward(loss)
+    with pytest.raises(RuntimeError, match="step comes later"):
+        passes.check_backward("step comes later")
+    passes.check_ended()  # no pass has begun
+
+    passes.begin(setup.batch(0))
+    with pytest.raises(RuntimeError, match=r"went by without run\.step\(\)"):
+        passes.check_ended()
+    with pytest.raises(RuntimeError, match="step comes later"):
+        passes.check_backward("step comes later")
+    with pytest.raises(ValueError, match=r"loss of shape \(2,\)\. Must be a scalar"):
+        passes.begin_backward(torch.zeros(2))
+
+    setup.backward(0)
+    with pytest.raises(RuntimeError, match="once for each micro-batch"):
+        passes.begin_backward(loss)
+    with pytest.raises(RuntimeError, match="went by without"):
+        passes.check_ended()
+    passes.check_backward("not raised")
+    assert not passes.ends_step()
+    passes.check_ended()
+    with pytest.raises(RuntimeError, match="step comes later"):
+        passes.check_backward("step comes later")  # of the next micro-batch
+
+
+def test_a_step_is_between_passes_at_its_end_and_knows_its_last_pass() -> None:
+    setup = Setup()
+    passes = setup.passes
+    seen = []
+    for index in range(2):
+        seen.append((passes.between, passes.is_last))
+        setup.backward(index)
+        seen.append((passes.between, passes.is_last))
+        passes.ends_step()
+    passes.step()
+    assert not passes.between
+    passes.end_step()
+    assert seen == [(True, False), (False, False), (True, False), (False, True)]
+    assert passes.between
+    assert setup.model.weight.grad is None  # cleared
+
+
+def test_the_users_optimizer_steps_by_itself_outside_the_loop_only() -> None:
+    setup = Setup()
+    with setup.passes.guard():
+        before = setup.model.weight.detach().clone()
+        setup.backward(0)
+        with pytest.raises(RuntimeError, match=r"optimizer\.step\(\) was called in the loop beside run\.step\(\)"):
+            setup.users.step()
+        assert torch.equal(setup.model.weight, before)
+        setup.passes.ends_step()
+        setup.backward(1)
+        setup.passes.step()
+        assert not torch.equal(setup.model.weight, before)
+        with pytest.raises(RuntimeError, match="in the loop beside"):
+            setup.users.step()  # again, after the run's own step
+    setup.users.step()
+
+
+def test_the_users_optimizer_is_guarded_after_a_step_that_failed() -> None:
+    setup = Setup()
+    with setup.passes.guard():
+        setup.backward(0)
+        with pytest.raises(RuntimeError):
+            setup.passes.step()  # AdaScale refuses a step after one of two passes
+        with pytest.raises(RuntimeError, match="in the loop beside"):
+            setup.users.step()
+
+
+def test_no_pass_stays_open_after_the_loop() -> None:
+    setup = Setup(precision="bf16")
+    with setup.passes.guard():
+        setup.passes.begin(setup.batch(0))
+        assert torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled("cpu")
+    setup.passes.begin(setup.batch(0))
+    setup.passes.begin_backward(torch.zeros(()))
+    assert not torch.is_autocast_enabled("cpu")  # forward passes alone
+
+
+def change(setup: Setup) -> None:
+    with torch.no_grad():
+        setup.grad.mul_(0.5)
+
+
+def test_gradients_that_change_between_passes_are_refused() -> None:
+    setup = Setup()
+    setup.backward(0)
+    change(setup)
+    with pytest.raises(RuntimeError, match="changed between the passes of an optimizer step"):
+        setup.passes.ends_step()
+
+
+def test_gradients_may_change_after_the_last_pass() -> None:
+    setup = Setup()
+    setup.backward(0)
+    setup.passes.ends_step()
+    setup.backward(1)
+    change(setup)
+    assert setup.passes.ends_step()
+
+
+@pytest.mark.parametrize(("steps", "refused"), [(2, True), (3, False)])
+def test_gradients_are_compared_in_the_first_three_steps(steps: int, refused: bool) -> None:
+    setup = Setup()
+    for _ in range(steps):
+        setup.take_step()
+    setup.backward(0)
+    change(setup)
+    if refused:
+        with pytest.raises(RuntimeError, match="changed between"):
+            setup.passes.ends_step()
+    else:
+        assert not setup.passes.ends_step()
+
+
+class CountingScaler:
+    """A loss scaler of 8 that counts how often it unscales."""
+
+    def __init__(self) -> None:
+        self.unscaled = self.updates = 0
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss * 8
+
+    def unscale_(self, optimizer: AdaScale) -> None:
+        self.unscaled += 1
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad.div_(8)
+
+    def step(self, optimizer: AdaScale) -> None:
+        optimizer.wrapped.step()
+
+    def update(self) -> None:
+        self.updates += 1
+
+
+def test_a_clip_unscales_once_a_step_and_returns_the_norm_before() -> None:
+    scaler = CountingScaler()
+    setup = Setup(scaler=scaler)
+    for step in (1, 2):
+        setup.backward(0)
+        setup.passes.ends_step()
+        setup.backward(1)
+        assert setup.grad.item() == pytest.approx(8 * 1.5)  # the mean of 1 and 2, times 8
+        assert float(setup.passes.clip(0.25)) == pytest.approx(1.5)
+        # torch divides by the norm + 1e-6.
+        assert float(setup.passes.clip(0.25)) == pytest.approx(0.25, rel=1e-5)
+        assert setup.grad.item() == pytest.approx(0.25, rel=1e-5)
+        setup.passes.step()
+        setup.passes.end_step()
+        assert (scaler.unscaled, scaler.updates) == (step, step)
+
+
+def test_unequal_micro_batches_have_the_weights_of_their_examples() -> None:
+    # Seven examples, x = 1 in the first four and x = 2 in the last three; the loss is w·x with w = 3, and S = 7/4.
+    setup = Setup(BatchPlan(base_batch_size=4, global_batch_size=7, world_size=1, accumulation=2))
+    setup.backward(0, 4)
+    assert setup.passes.loss.item() == pytest.approx(4 / 7 * 3)
+    assert not setup.passes.ends_step()
+    setup.backward(1, 3)
+    # ḡ = (4·1 + 3·2)/7, and the loss is 3 times that.
+    assert setup.grad.item() == pytest.approx(10 / 7, rel=1e-12)
+    assert setup.passes.loss.item() == pytest.approx(30 / 7, rel=1e-12)
+    assert setup.passes.ends_step()
+    setup.passes.step()
+    # A = (4·1 + 3·4)/7 = 16/7 and C = (10/7)²: σ² = S·(A − C) = 7/4 · 12/49 and μ² = C − σ²/S = 88/49.
+    last = setup.optimizer.last_step
+    assert (last.sigma2, last.mu2) == (pytest.approx(3 / 7, rel=1e-12), pytest.approx(88 / 49, rel=1e-12))
+    setup.passes.end_step()
+    setup.backward(0, 3)  # the next step begins with a loss of its own
+    assert setup.passes.loss.item() == pytest.approx(3 / 7 * setup.model.weight.item(), rel=1e-12)
+
+
+def test_gradients_are_those_of_the_plain_loop_at_the_base_batch() -> None:
+    setup = Setup(BatchPlan(base_batch_size=4, global_batch_size=4, world_size=1, accumulation=1))
+    setup.backward(0, last=0)
+    assert setup.grad.item() == 1.0
+    assert setup.passes.is_last
