@@ -1,4 +1,4 @@
-"""The benchmarks run, measure what they say and compare like with like. How fast anything is, is not tested."""
+"""The benchmarks run, measure what they describe and compare equal work. Speed is not tested."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS = ["ddp", "adascale", "adascale+oss", "oss", "zero"]
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
-    """What one run, started as a user starts it, wrote and printed."""
+    """Return what a smoke run, started from the command line, wrote and printed."""
     path = tmp_path_factory.mktemp("benchmarks") / "overhead.json"
     command = [sys.executable, str(BENCHMARKS / "overhead.py"), "--smoke", "--json", str(path)]
     command += ["--models", *MODELS, "--accumulation", *map(str, PASSES), "--kinds", *KINDS]
@@ -53,16 +53,16 @@ def test_every_kind_did_the_same_work(smoke: tuple[dict[str, Any], str]) -> None
     document, _ = smoke
     losses: dict[tuple[str, int, str], list[float]] = {}
     for r in document["results"]:
-        # 3 steps to warm up, 2 rounds of 2, 2 under the profiler.
+        # 3 warm-up steps, 2 rounds of 2, 2 steps under the profiler.
         assert r["optimizer_steps"] == 9, r
         losses.setdefault((r["model"], r["passes"], r["trajectory"]), []).append(r["loss"])
     for (model, passes, trajectory), found in losses.items():
         assert len(found) == (3 if trajectory == "plain" else 2)
-        # Sums over two workers have one order only: nothing but the order of operations within an update can differ.
+        # Sums over two workers have only one order: only the order of operations within an update can differ.
         assert all(math.isclose(loss, found[0], rel_tol=1e-5) for loss in found), (model, passes, trajectory, found)
     for model in MODELS:
         for passes in PASSES:
-            # AdaScale was at work: with S = n > 1 its rate is larger, and so is the way it has come.
+            # With S = n > 1 AdaScale's LR is larger, and so its loss differs.
             assert losses[model, passes, "adascale"][0] != losses[model, passes, "plain"][0]
 
 
@@ -111,7 +111,7 @@ def test_a_kind_that_did_other_work_is_named(smoke: tuple[dict[str, Any], str]) 
 def test_the_resnet_has_the_tensors_of_resnet18() -> None:
     model = load("kinds").resnet18(64, classes=1000)
     assert len(list(model.parameters())) == 62
-    # torchvision's resnet18 has 11 689 512, with a first convolution of 7×7 where images of 32×32 take one of 3×3.
+    # torchvision's resnet18 has 11 689 512 parameters with a first convolution of 7×7; here it has 3×3, for images of 32×32.
     assert sum(p.numel() for p in model.parameters()) == 11_689_512 - 64 * 3 * (49 - 9)
 
 
@@ -155,9 +155,36 @@ def test_the_elastic_experiment_runs_every_plan(tmp_path: Path) -> None:
     assert set(results) == {(1,), (4,), (8,), (16,), (4, 8, 16), (16, 8, 4)}
     assert results[1,]["steps"] == 60
     assert results[1,]["examples"] == 480
-    for changing in ((4, 8, 16), (16, 8, 4)):  # at S = 4 for a while, at 16 for a while
+    for changing in ((4, 8, 16), (16, 8, 4)):  # part of the run at S = 4, part at 16
         assert results[16,]["steps"] < results[changing]["steps"] < results[4,]["steps"]
     assert "| 4 → 8 → 16 |" in run.stdout
+
+
+def test_a_pages_command_names_no_file_of_this_machine() -> None:
+    bench = load("bench")
+    words = [
+        "--seeds",
+        "2",
+        "--page",
+        "--json",
+        "/here/r.jsonl",
+        "--smoke",
+        "--page",
+        "p.md",
+        "--jobs",
+        "1",
+        "--report-only",
+    ]
+    command = bench.command_line([*words, "--workloads", "a", "b c"], "benchmarks/studies/x.py")
+    assert command == "python benchmarks/studies/x.py --seeds 2 --smoke --workloads a 'b c'"
+
+
+def test_page_without_a_path_is_the_page_in_the_repository() -> None:
+    transfer = load("transfer")
+    assert transfer.parse(["--page"])[0].page == transfer.PAGE
+    assert transfer.PAGE.exists()
+    assert transfer.parse(["--page", "p.md"])[0].page == Path("p.md")
+    assert transfer.parse([])[0].page is None
 
 
 # ---- autobatch.py ----------------------------------------------------------------------------------------------------
@@ -168,7 +195,7 @@ def autobatch() -> Any:
     return load("autobatch")
 
 
-def test_the_batch_that_follows_is_run_and_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_the_adaptive_batch_runs_and_kept_runs_are_not_repeated(tmp_path: Path) -> None:
     path, page = tmp_path / "runs.jsonl", tmp_path / "page.md"
     command = [sys.executable, str(STUDIES / "autobatch.py"), "--smoke", "--workloads", "mnist1d", "tabular"]
     command += ["--json", str(path), "--page", str(page)]
@@ -203,7 +230,7 @@ def test_efficiencies_are_compared_at_as_many_steps_seed_by_seed(autobatch: Any)
         job = autobatch.Job("mnist1d", "E=0.6", seed, 100)
         results[job] = autobatch.Result(score, 50, examples, [], [], 0.0, "")
     case = autobatch.WORKLOADS["mnist1d"]
-    for seed in (1, 2):  # S = 8 takes more steps than S = 4, for more examples, which nobody would choose
+    for seed in (1, 2):  # S = 8 takes more steps and more examples than S = 4: it is left out of the frontier
         wasted = autobatch.Result(0.1, 40, 9000, [], [], 0.0, "")
         results[autobatch.Job("mnist1d", "S=8", seed, 100)] = wasted
     assert autobatch.against(case, results, "mnist1d", 100, "E=0.6", [1, 4, 8]) == autobatch.against(
@@ -253,7 +280,7 @@ def test_the_first_steps_run_from_every_start(tmp_path: Path) -> None:
     steps = {(row["job"]["scale"], row["job"]["start"]): row["result"]["optimizer_steps"] for row in rows}
     assert list(steps) == [(1, "plain"), (4, "plain"), (4, "prior"), (4, "ramp")]
     assert steps[1, "plain"] == 60
-    # Held back by less and by more: 0.05 T is 3 effective steps here, and the prior's 10 reach further.
+    # The prior slows the start more than the ramp: 0.05 T is 3 effective steps here, and the prior has 10.
     assert 60 / 4 < steps[4, "plain"] < steps[4, "ramp"] < steps[4, "prior"] < 60
     assert [len(row["result"]["gains"]) for row in rows] == [5] * 4
     assert all(row["result"]["gains"][:1] == [1.0] for row in rows if row["job"]["scale"] == 1)
@@ -266,7 +293,7 @@ def test_a_start_is_held_back_as_it_says(first_steps: Any) -> None:
         return RuleInput(gain=gain, scale=scale, effective_steps=tau, total_steps=2000)
 
     ramp, prior = first_steps.Ramp(0.05), first_steps.Prior(10.0)
-    # 0.05 · 2000 = 100 effective steps: nothing of r − 1 = 3 at first, a quarter at 25, all from 100 on.
+    # 0.05 · 2000 = 100 effective steps: a share of 0 of r − 1 = 3 at first, a quarter at 25, all from 100 on.
     assert [ramp(now(tau)) for tau in (0, 25, 100, 900)] == [(1, 1), (1.75, 1.75), (4, 4), (4, 4)]
     # p = 10/11 at first: 1/r = 10/11 + 1/11 · 1/4 = 41/44. At τ = 9 p is a half: 1/r = 5/8.
     assert prior(now(0)) == pytest.approx((44 / 41, 44 / 41))
@@ -290,11 +317,11 @@ def test_the_edge_is_the_largest_rate_that_all_seeds_survive(first_steps: Any, t
 
         return do
 
-    # From 0.02 by 1.5² with two seeds: 0.045 is well, 0.10125 isn't. Between them, 0.0675 with all four.
+    # From 0.02 by 1.5² with two seeds: 0.045 is good, 0.10125 is not. Between them, 0.0675 with all four.
     runs = first_steps.Runs(tmp_path / "a.jsonl", stable_below(0.07, 0.07))
     assert first_steps.edge(runs, "tabular", "cosine") == pytest.approx(0.0675)
     assert [seed for lr, seed in seen if lr == pytest.approx(0.0675)] == [1, 2, 3, 4]
-    # One seed out of four fails there, and at 0.045 too.
+    # One seed out of four fails there and at 0.045.
     runs = first_steps.Runs(tmp_path / "b.jsonl", stable_below(0.07, 0.04))
     assert first_steps.edge(runs, "tabular", "cosine") == pytest.approx(0.03)
 
@@ -312,7 +339,7 @@ def test_a_run_is_lost_where_its_loss_last_was_nearer_to_its_lowest(first_steps:
 
 def test_bad_runs_are_counted_against_the_best_schedule_of_s_1(first_steps: Any, tmp_path: Path) -> None:
     def do(job: Any) -> Any:
-        # The best at S = 1 learns 0.8, so that 0.72 is the least that is well.
+        # The best at S = 1 learns 0.8, so the limit of a good run is 0.72.
         learnt = {1: 0.8, 2: 0.73 if job.seed == 1 else 0.71}[job.scale] if job.lr == 0.03 else 0.4
         return outcome(first_steps, learnt)
 
@@ -357,7 +384,7 @@ def test_growth_counts_what_each_kind_sends(tmp_path: Path) -> None:
     document = json.loads(path.read_text())
     steps = {row["kind"]: row for row in document["steps"]}
     assert list(steps) == ["ddp", "adascale", "sharded", "adascale+sharded"]
-    # AdaScale adds one small all-reduce to what there is, whatever the gradients are reduced by.
+    # AdaScale adds one small all-reduce to any way to reduce the gradients.
     for plain, ours in (("ddp", "adascale"), ("sharded", "adascale+sharded")):
         more = dict(steps[plain]["collectives"])
         more["all_reduce"] = more.get("all_reduce", 0) + 1
@@ -373,7 +400,7 @@ def test_growth_counts_what_each_kind_sends(tmp_path: Path) -> None:
     assert [row["kind"] for row in document["checkpoints"]] == ["background", "waiting", "torch.save"]
     written = page.read_text()
     assert "| 2 | adascale+sharded |" in written
-    # What stands there by hand stays when the page is made anew.
+    # The part by hand stays when the page is written again.
     begin, end = scale_by_hand()
     page.write_text(written.replace(f"{begin}\n{end}", f"{begin}\nMine.\n{end}"))
     again = [*command, "--report-only"]

@@ -1,4 +1,4 @@
-"""The benchmark of a search's cost runs, and both kinds of trial do the same work. How fast anything is, is not tested."""
+"""The benchmark of a search's cost runs, and both kinds of trial do the same work. Speed is not tested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The transfer benchmark compares what it says it compares, and goes on where it was; its vision workload is sound."""
+"""The transfer and Adam studies run every method as described and continue after interruption; examples/mnist.py is correct."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def transfer() -> Any:
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that one run, started as a user starts it, left behind."""
+    """Return the folder of a smoke run, started from the command line."""
     folder = tmp_path_factory.mktemp("transfer")
     done = subprocess.run(
         [sys.executable, str(STUDIES / "transfer.py"), *arguments(folder), "--jobs", "2"],
@@ -81,7 +81,7 @@ def arguments(folder: Path) -> list[str]:
     return ["--smoke", "--workloads", "tabular", *files]
 
 
-def test_every_method_ran_for_as_long_as_it_should(transfer: Any, comparison: Any, smoke: Path) -> None:
+def test_every_method_took_its_number_of_steps(transfer: Any, comparison: Any, smoke: Path) -> None:
     results = comparison.read(smoke / "runs.jsonl")
     plan = transfer.parse(arguments(smoke))[1]
     found = {
@@ -99,7 +99,7 @@ def test_every_method_ran_for_as_long_as_it_should(transfer: Any, comparison: An
     assert found[4, "LSW"].optimizer_steps == 60 // 4
     assert found[4, "LSW+"].optimizer_steps == found[4, "unscaled"].optimizer_steps == own.optimizer_steps
     assert found[1, "LSW"].optimizer_steps == 60
-    # The three with the same number of steps differ in nothing but the LR; that they differ shows that it was applied.
+    # The three methods with equal steps differ only in the LR: other scores show that it was applied.
     assert len({found[4, m].score for m in transfer.SGD.methods}) == 4
 
 
@@ -148,7 +148,7 @@ def test_an_interrupted_benchmark_goes_on_with_what_is_missing(
     assert len(results) == len(lines)
     assert comparison.read(path) == results
     for job, result in comparison.read(smoke / "runs.jsonl").items():
-        # Another process, and in it the same run to the bit.
+        # A run in another process is bit-identical.
         assert replace(results[job], cpu_s=0, date="") == replace(result, cpu_s=0, date="")
 
 
@@ -168,7 +168,7 @@ def test_at_s_1_all_candidates_for_adam_are_the_same_run(transfer: Any, adam: An
     first, *others = (replace(adam.train(job), cpu_s=0, date="") for job in jobs)
     assert first.optimizer_steps == 40
     assert others == [first] * (len(methods) - 1)
-    # Not the SGD that the workload makes.
+    # The workload's SGD gives another score.
     assert transfer.train(replace(job, optimizer="sgd")).score != first.score
     assert adam.train(replace(job, beta2=0.95)).score != first.score
 
@@ -187,7 +187,7 @@ def test_candidates_for_adam_run_and_are_all_on_the_page(
     assert {m for m in found if found[m].optimizer_steps == 60 // 4} == {"sqrt", "SDE, κ = S", "linear"}
     # N steps of T/N may end a rounding before T, and then there is one more.
     assert {found[m].optimizer_steps - found["AdaScale"].optimizer_steps for m in ("sqrt+", "unscaled")} <= {0, 1}
-    assert len({r.score for r in found.values()}) == len(found)  # so each did something of its own
+    assert len({r.score for r in found.values()}) == len(found)  # each method differs from all others
     for result in found.values():
         assert result.curve_examples[-1] == result.examples == result.optimizer_steps * 64
         assert len(result.curve_examples) == len(result.curve_tau) > 5
@@ -200,7 +200,7 @@ def test_candidates_for_adam_run_and_are_all_on_the_page(
         assert f"(page-{name}.png)" in text
         assert (tmp_path / f"page-{name}.png").stat().st_size > 1000
     with pytest.raises(SystemExit):
-        transfer.parse(["--workloads", "transformer"])  # which has no schedule for SGD
+        transfer.parse(["--workloads", "transformer"])  # SGD has no schedule for it
 
 
 def test_each_candidate_for_adam_by_hand(candidates: Any) -> None:
@@ -250,7 +250,7 @@ def test_divergence_is_a_result(transfer: Any, comparison: Any, pages: Any) -> N
     assert lost.failed
     assert lost.score is None
     assert json.loads(json.dumps(vars(lost)))["score"] is None
-    idle = transfer.train(replace(job, lr=1e-9, total_steps=5))  # finite weights that know nothing
+    idle = transfer.train(replace(job, lr=1e-9, total_steps=5))  # finite weights without anything learned
     assert idle.failed
     assert idle.score is not None
     assert not transfer.train(replace(job, lr=0.02)).failed
@@ -321,7 +321,7 @@ def test_differences_are_paired_by_seed(transfer: Any, pages: Any, study: Any) -
     assert (clear.mean, clear.low) == pytest.approx((0.11, 0.0852), abs=1e-4)
     assert clear.verdict == "better"
     assert pages.difference(less, runs(0.3, 0.6, 0.9), runs(0.2, 0.49, 0.78)).verdict == "worse"
-    # The run that failed is counted, and is no part of the mean.
+    # The failed run is counted, but not part of the mean.
     lost = pages.difference(more, runs(0.3, 0.6, 0.9), runs(0.2, 0.49, None))
     assert lost.mean == pytest.approx(0.105)
     assert lost.verdict.endswith("the other failed 1 times")
@@ -343,7 +343,7 @@ def test_mnist_splits_share_no_image(mnist: Any) -> None:
     assert train[0].shape[1:] == (1, 28, 28)
     assert (train[0].min(), train[0].max()) == (0, 1)
     for _, y in (train, search, test):
-        assert torch.bincount(y).min() > 0.08 * len(y)  # sorted by digit in the file; a split of it must not be
+        assert torch.bincount(y).min() > 0.08 * len(y)  # the file is sorted by digit; a split must not be
     assert len(torch.unique(torch.cat([train[0], search[0], test[0]]).flatten(1), dim=0)) == 5000
 
 
