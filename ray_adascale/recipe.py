@@ -87,7 +87,7 @@ class Recipe:
         mode: Whether the metric was to be small (``"min"``) or large (``"max"``).
         score: The metric's value for these hyperparameters.
         lr_curve: ``lr_curve[group][k]`` is the parameter group's learning rate after k scheduler calls. One value per
-            group without a scheduler; as many as a run has calls with one (:func:`curve_length`).
+            group without a scheduler; as many as a run has calls with one (``curve_length``).
         noise: Single probes, in no promised order.
         seed: The base seed of the search, ≥ 0.
         search: How it was found, JSON values: trials, searcher, scheduler, failed trials, best trial, wall seconds ...
