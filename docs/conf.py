@@ -49,6 +49,9 @@ nitpick_ignore_regex = [
 python_use_unqualified_type_names = True
 
 html_theme = "furo"
+highlight_language = "none"  # a block without a language is plain text
+pygments_style = "default"
+pygments_dark_style = "monokai"
 html_title = f"ray_adascale {release}"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
@@ -73,9 +76,9 @@ def add_navigation(app: Any, docname: str, source: list[str]) -> None:
 
 
 def keep_colons(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Start a property's docstring with an empty line: napoleon would read text before a colon in its first line as a type."""
+    """Start a property's docstring with an empty comment: napoleon would read text before a colon in its first line as a type."""
     if what in ("property", "attribute", "data"):
-        lines.insert(0, "")
+        lines[:0] = ["..", ""]
 
 
 def copy_front_page(app: Any, exception: Exception | None) -> None:

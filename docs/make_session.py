@@ -1,12 +1,12 @@
-"""Runs the commands of docs/start/session.md and writes what they say, or, with ``--check``, whether they still say it.
+"""Run the commands of docs/start/session.md and write their output to the page, or compare it with the page (``--check``).
 
-A worker is killed and Ctrl-C is pressed on the way, as the page shows. It takes minutes: each command starts a Ray of its own::
+During one run a worker is killed and Ctrl-C is pressed, as the page shows. Each command starts a Ray, which takes minutes::
 
     python docs/make_session.py
     python docs/make_session.py --check
 
-Numbers differ from run to run, so ``--check`` compares the lines without them, and lines that come now and then (progress,
-checkpoints) by whether there are any.
+Numbers differ from run to run, so ``--check`` compares the lines without numbers. It ignores lines that depend on the time
+(progress, checkpoints).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RUN = (
 
 
 def _kill_a_worker(process: subprocess.Popen[str]) -> str:
-    """SIGKILL to one of the workers of the command."""
+    """Send SIGKILL to one of the workers of the command."""
     listed = subprocess.run(["ps", "-o", "pid=,args=", "-s", str(process.pid)], capture_output=True, text=True).stdout
     workers = [line.split()[0] for line in listed.splitlines() if "RayTrainWorker" in line]
     os.kill(int(workers[-1]), signal.SIGKILL)
@@ -48,16 +48,16 @@ def _press_ctrl_c(process: subprocess.Popen[str]) -> str:
 
 Act = tuple[re.Pattern[str], Callable[[subprocess.Popen[str]], str]]
 STEPS: list[tuple[str, str, list[Act], int]] = [
-    # What the page says before it, the command, what is done once a line says so, and the exit code.
+    # The sentence before the command, the command, the actions with the lines that start them, and the exit code.
     (
-        "Search at the base batch. Four trials, and the best again with another seed.",
+        "A search at the base batch: four trials, and the best one again with another seed.",
         f"tune {WORKLOAD} --base-batch-size 8 --total-steps 3000 --num-samples 4 --repeats 1",
         [],
         0,
     ),
-    ("What would more workers cost?", "forecast recipe.json --workers 1,2,4,8", [], 0),
+    ("The forecast for more workers:", "forecast recipe.json --workers 1,2,4,8", [], 0),
     (
-        "The run at scale. A worker is killed on the way, and then somebody presses Ctrl-C.",
+        "The run at scale. A worker is killed during the run. Then Ctrl-C is pressed.",
         f"{RUN} --max-failures 1",
         [
             (re.compile("Checkpoint of"), _kill_a_worker),
@@ -66,16 +66,16 @@ STEPS: list[tuple[str, str, list[Act], int]] = [
         ],
         130,
     ),
-    ("It goes on from there.", "resume runs/big", [], 0),
-    ("What is it?", "describe runs/big", [], 0),
-    ("And did the schedule hold?", "report runs/big --recipe recipe.json", [], 0),
-    ("A command that can't work says so, and what to do.", f"{RUN} --base-batch-size 4", [], 2),
-    ("More workers than there are CPUs here.", f"train {WORKLOAD} --recipe recipe.json --num-workers 500", [], 2),
+    ("The run continues from its checkpoint:", "resume runs/big", [], 0),
+    ("A description of the run:", "describe runs/big", [], 0),
+    ("The report on the schedule:", "report runs/big --recipe recipe.json", [], 0),
+    ("A wrong command ends with an error and the remedy:", f"{RUN} --base-batch-size 4", [], 2),
+    ("More workers than CPUs:", f"train {WORKLOAD} --recipe recipe.json --num-workers 500", [], 2),
 ]
 
 
 def run(command: str, acts: list[Act], folder: Path) -> tuple[list[str], int]:
-    """The lines that the command writes, in the order in which they come, and its exit code."""
+    """Return the lines that the command prints, in their order, and its exit code."""
     words = [sys.executable, "-u", "-m", "ray_adascale.cli", *shlex.split(command)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"}
     process = subprocess.Popen(
@@ -85,7 +85,7 @@ def run(command: str, acts: list[Act], folder: Path) -> tuple[list[str], int]:
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        start_new_session=True,  # so that signals reach nobody else
+        start_new_session=True,  # signals must reach this command alone
     )
     timer = threading.Timer(300, process.kill)
     timer.start()
@@ -102,18 +102,17 @@ def run(command: str, acts: list[Act], folder: Path) -> tuple[list[str], int]:
 
 
 def _rays(line: str) -> bool:
-    """Whether a line is of Ray's own processes and not of ours."""
+    """Return whether one of Ray's own processes printed the line."""
     return "(raylet)" in line or line.startswith(("[20", "***", "    @", "PC:"))
 
 
 def page(folder: Path) -> str:
-    """The whole page, from commands that are run in that folder."""
+    """Return the whole page, from commands that run in this folder."""
     (folder / "digits.py").write_text((ROOT / "examples" / "digits.py").read_text())
     parts = [
-        "# A session, from the first command to the last\n",
-        "What a terminal shows (here as it is written to a file: on a terminal one live line at the bottom takes the place "
-        "of the lines with τ), made by `python docs/make_session.py` on "
-        f"{time.strftime('%Y-%m-%d')}, on two shared cores. "
+        "# A whole session in a terminal\n",
+        f"`python docs/make_session.py` made this page on {time.strftime('%Y-%m-%d')}, on two shared cores. "
+        "The output was written to a file; on a terminal one live line at the bottom replaces the lines with τ. "
         "The workload is [examples/digits.py](../../examples/digits.py).\n",
     ]
     for before, command, acts, code in STEPS:
@@ -126,7 +125,7 @@ def page(folder: Path) -> str:
 
 
 def kinds(text: str) -> list[str]:
-    """The lines of a page without their numbers; those that come more or less often, once."""
+    """Return the lines of a page without numbers, and without lines that come more or less often."""
     out: list[str] = []
     for line in text.splitlines():
         kind = re.sub(r"Recipe [0-9a-f]{16}", "Recipe 0", line)
@@ -143,7 +142,7 @@ def kinds(text: str) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="compare with the page that is there")
+    parser.add_argument("--check", action="store_true", help="compare with the present page")
     check = parser.parse_args().check
     with tempfile.TemporaryDirectory() as folder:
         made = page(Path(folder).resolve())
@@ -152,7 +151,7 @@ def main() -> int:
         return 0
     there, now = kinds(PAGE.read_text()), kinds(made)
     different = [line for line in now if line not in there] + [line for line in there if line not in now]
-    print("\n".join(different) or "The page says what the commands say.")
+    print("\n".join(different) or "The page agrees with the commands.")
     return 1 if different else 0
 
 

@@ -1,4 +1,4 @@
-"""Files that several rooms read and write: names and paths, one atomic write, and small JSON files on any storage."""
+"""Files that several packages read and write: names and paths, an atomic write, and small JSON files on any storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several rooms need of torch's corners.
+"""Helpers for torch that several packages use.
 
 DTensors are told apart without their import, functions are kept from Dynamo, and collectives get what they want: global ranks
 and bytes.

@@ -298,7 +298,7 @@ class LEGWScale(ScalingRuleBase):
         return super().step(*args, **kwargs)
 
     def check_curve(self, curve: Sequence[Sequence[float]]) -> None:
-        """Warn when the schedule has a warm-up of its own; see :meth:`LEGWRule.check_curve`."""
+        """Warn when the schedule has a warm-up of its own; see :meth:`ray_adascale.LEGWRule.check_curve`."""
         self._rule.check_curve(curve)
 
     def _watch_lrs(self) -> None:

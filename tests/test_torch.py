@@ -1,4 +1,4 @@
-"""What several rooms need of torch's corners: each as the room above would find it wrong."""
+"""The helpers for torch, each with the error that a wrong helper would cause in the packages above."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a whole session: made by running its commands, and told from one that says something else."""
+"""docs/start/session.md: made from the output of its commands; a page with other output is recognized."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import make_session  # noqa: E402  (a script beside the docs)
 sys.path.pop(0)
 
 
-def test_numbers_and_what_comes_now_and_then_make_no_difference() -> None:
+def test_numbers_and_lines_that_depend_on_time_make_no_difference() -> None:
     there = make_session.PAGE.read_text()
     other = there.replace("0.972", "0.981").replace("step 361", "step 355").replace("τ = 109", "τ = 88")
     other = other.replace("loss 0.04422; 1,634", "loss 9.8e-05; 1,601").replace("56f1581b3c122a3f", "0d12aa0bf1577b0e")
@@ -29,7 +29,7 @@ def test_numbers_and_what_comes_now_and_then_make_no_difference() -> None:
 @pytest.mark.parametrize(
     "gone", ["Restart 1 of 1", "interrupted. The run has written", "(exit code 130)", "Written to report.html"]
 )
-def test_a_line_that_is_gone_is_seen(gone: str) -> None:
+def test_a_missing_line_is_recognized(gone: str) -> None:
     there = make_session.PAGE.read_text()
     assert gone in there
     other = "\n".join(line for line in there.splitlines() if gone not in line)
@@ -38,6 +38,6 @@ def test_a_line_that_is_gone_is_seen(gone: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_the_page_says_what_the_commands_say() -> None:
+def test_the_page_agrees_with_the_commands() -> None:
     done = subprocess.run([sys.executable, make_session.__file__, "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
