@@ -1,4 +1,4 @@
-"""What can be said on the command line, and how it is read. What each command does is in :mod:`ray_adascale.cli.main`."""
+"""The options of the command line, and the values that are read from them. :mod:`ray_adascale.cli.main` has the commands."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import re
 import shlex
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .._errors import SettingError
 from .._version import __version__
 
 if TYPE_CHECKING:
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 __all__ = [
     "BATCH_OPTIONS",
     "ELASTIC_FAILURES",
-    "in_flags",
+    "error_text",
+    "key_and_value",
     "make_parser",
     "read_best",
     "read_config",
@@ -33,10 +34,10 @@ __all__ = [
 Command = Callable[[argparse.Namespace], int]
 
 BATCH_OPTIONS = ("per_worker_batch_size", "accumulation", "target_efficiency", "rule")
-"""The fields of ``AdaScaleConfig`` that decide what a step's batch is, and have options of their own."""
+"""The fields of ``AdaScaleConfig`` that decide about a step's batch and have options of their own."""
 
 ELASTIC_FAILURES = 20
-"""How often an elastic run restarts: who gives a range expects nodes to go; who does not wants to hear of the first failure."""
+"""Restarts of an elastic run: with a range of workers, lost nodes are expected. Otherwise the first failure ends the run."""
 
 
 # ---- the options -----------------------------------------------------------------------------------------------------
@@ -46,7 +47,7 @@ def make_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     """Make the parser.
 
     Args:
-        commands: What each command does, by its name; its help begins with the function's docstring.
+        commands: The functions of the commands by name. A function's docstring begins the help of its command.
     """
     parser = _Parser(
         prog="ray-adascale",
@@ -89,10 +90,13 @@ Exit codes: 0 done; 1 the run or search failed, or what was described is damaged
 
 
 class _Parser(argparse.ArgumentParser):
-    """Files of options are read as a shell would: several on a line, quotes, comments."""
+    """Reads files of options like a shell: several options on a line, quotes, comments."""
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
-        return shlex.split(arg_line, comments=True)
+        try:
+            return shlex.split(arg_line, comments=True)
+        except ValueError as e:
+            self.error(f"invalid line in a file of options: {arg_line!r} ({e})")
 
 
 def _unindented(docstring: str) -> str:
@@ -212,6 +216,11 @@ def _add_train(train: argparse.ArgumentParser) -> None:
     _add_accepting(how)
     _add_keeping(how, default="all")
     where = train.add_argument_group("where it runs")
+    where.add_argument(
+        "--working-dir",
+        metavar="PATH",
+        help="folder of the workload's and the recipe's files, where they are not in the current one; a run's options.txt has it",
+    )
     _add_workers(where, default="1")
     _add_ray(where, "of the run; the same name and storage path go on with it")
 
@@ -291,7 +300,7 @@ def _add_batch(parser: argparse._ActionsContainer) -> None:
 
 
 def _efficiency(text: str) -> float | str:
-    """A number, or a word that ``AdaScaleConfig`` takes or refuses."""
+    """Return a number, or a word, which ``AdaScaleConfig`` checks."""
     try:
         return float(text)
     except ValueError:
@@ -310,12 +319,12 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_workers(parser: argparse._ActionsContainer, *, default: str | None) -> None:
-    said = "as before" if default is None else default
+    shown = "as before" if default is None else default
     parser.add_argument(
         "--num-workers",
         default=default,
         metavar="N|MIN..MAX",
-        help=f"Ray workers: 8, or 2..8 for as many of them as the cluster has at the time (default: {said})",
+        help=f"Ray workers: 8, or 2..8 for as many of them as the cluster has at the time (default: {shown})",
     )
     parser.add_argument(
         "--use-gpu",
@@ -374,78 +383,69 @@ def _add_ray(parser: argparse._ActionsContainer, name: str) -> None:
 
 
 def read_config(args: argparse.Namespace, options: Sequence[str], **more: Any) -> AdaScaleConfig:
-    """The configuration that options of their own and ``--config`` give; what is not given has its default.
+    """Return the configuration from the options and from ``--config``. Other fields have their defaults.
 
     Args:
-        args: What was parsed.
-        options: The fields of ``AdaScaleConfig`` whose options have their names.
-        **more: Further fields with their values; None counts as not given.
+        args: The parsed arguments.
+        options: The fields of ``AdaScaleConfig`` with an option of their name.
+        **more: Further fields with their values; None means not given.
 
     Raises:
-        ValueError: There is no such field, it can't have the value, or it is given twice.
+        ValueError: A field does not exist, can't have the value, or is given twice.
     """
     from ..config import AdaScaleConfig
 
     given = {name: getattr(args, name) for name in options} | more
     given = {name: value for name, value in given.items() if value is not None}
     for text in args.config:
-        name, value = _key_and_value(text)
+        name, value = key_and_value(text)
         value = _checked_field(name, value)
         if given.setdefault(name, value) != value or args.config.count(text) > 1:
             raise ValueError(f"Invalid --config {text}: {name} is given twice.")
     return AdaScaleConfig(**given)
 
 
-def in_flags(text: str, args: argparse.Namespace, *, names: bool = True) -> str:
-    """What the API says, in the command line's words: ``--accumulation 2`` for ``AdaScaleConfig(accumulation=2)``.
+_OPTION_OF = {"checkpoint_every_s": "checkpoint_every", "report_every_s": "report_every", "patience": "early_stop"}
+"""The option of a setting, where it has another name than the setting."""
+
+
+def error_text(error: Exception, args: argparse.Namespace) -> str:
+    """Return an error's message for the command line: ``--accumulation 0`` for ``AdaScaleConfig(accumulation=0)``.
 
     Args:
-        text: An error or a warning.
-        args: What was parsed: it has the options that there are.
-        names: Whether names that stand alone are the API's, too; in a text that may be the user's they need not be.
+        error: The error.
+        args: The parsed arguments, which have the command's options.
     """
+    if isinstance(error, SettingError):
+        options = [_option(name, value, args) for name, value in error.settings.items()]
+        return str(error) if None in options else error.with_settings_as(" ".join(filter(None, options)))
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.strerror}: {error.filename}"  # without Python's brackets and numbers
+    return str(error)
+
+
+def _option(name: str, value: Any, args: argparse.Namespace) -> str | None:
+    """Return how a setting is given on the command line: by an option of its own, else by ``-c``; None if it can't be."""
     from ..config import AdaScaleConfig
 
-    fields = {field.name for field in dataclasses.fields(AdaScaleConfig)}
-
-    def flag(name: str, value: str | None) -> str | None:
-        option = name if name in args else name.removesuffix("_s")
-        given = None if value in (None, "...", "True") else value.strip("'\"")
-        if option in args:
-            return f"--{option.replace('_', '-')}" + ("" if given is None else f" {given}")
-        if name in fields and "config" in args:
-            written = {"True": "true", "False": "false", "None": "null"}.get(str(value), given)
-            return f"-c {name}={'...' if written is None else written}"
-        return None
-
-    def settings(match: re.Match[str]) -> str:
-        each = re.findall(r"(\w+)(?:=((?:'[^']*'|\([^()]*\)|[^,()])+))?", match[2])
-        said = [flag(name, value or None) for name, value in each]
-        return match[0] if None in said else " ".join(filter(None, said))
-
-    def word(match: re.Match[str]) -> str:
-        said = flag(match[1], match[2])
-        return said if said is not None and said.startswith("--") else match[0]
-
-    text = re.sub(r"\b(AdaScaleConfig|ScalingConfig|tune_recipe)\(((?:[^()]|\([^()]*\))*)\)", settings, text)
-    text = text.replace("AdaScaleConfig takes", "Give")
-    # Names of several words alone, as one word may be any word; not what is quoted, nor a workload's own hyperparameters.
-    if names and "--config" not in text:  # where the fields are called by their names
-        text = re.sub(
-            r"(?<![\w'\"./=-])((?:[a-z]+_)+[a-z]+)(?:=(\.\.\.|[^\s,;:()]*[^\s,;:().]))?(?![\w'\"(/])", word, text
-        )
-    return re.sub(r"(?<!\.)\.\.(?!\.)", ".", text)
+    option = _OPTION_OF.get(name, name)
+    if option in args:
+        return f"--{option.replace('_', '-')}" + ("" if value is ... else f" {value}")
+    if "config" in args and name in {field.name for field in dataclasses.fields(AdaScaleConfig)}:
+        written = "..." if value is ... else value if isinstance(value, str) else json.dumps(value, default=repr)
+        return f"-c {name}={written}"
+    return None
 
 
 def read_overrides(args: argparse.Namespace) -> dict[str, Any]:
-    """The hyperparameters given as ``key=value``.
+    """Return the hyperparameters given as ``key=value``.
 
     Raises:
-        ValueError: One is given twice, or is not of that form.
+        ValueError: A hyperparameter is given twice, or does not have that form.
     """
     given: dict[str, Any] = {}
     for text in args.overrides:
-        key, value = _key_and_value(text)
+        key, value = key_and_value(text)
         if key in given:
             raise ValueError(f"Invalid override {text!r}: {key} is given twice.")
         given[key] = value
@@ -453,7 +453,7 @@ def read_overrides(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_numbers(text: str) -> list[int]:
-    """The numbers that ``--workers`` gives."""
+    """Return the numbers of ``--workers``."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
@@ -461,7 +461,7 @@ def read_numbers(text: str) -> list[int]:
 
 
 def read_workers(text: str) -> int | tuple[int, int]:
-    """The number that ``--num-workers`` gives, or the range."""
+    """Return the number or the range of ``--num-workers``."""
     low, dots, high = text.partition("..")
     try:
         return (int(low), int(high)) if dots else int(low)
@@ -470,29 +470,34 @@ def read_workers(text: str) -> int | tuple[int, int]:
 
 
 def read_best(text: str) -> tuple[str, str]:
-    """The metric that ``--keep-best`` gives, and "max" or "min"."""
+    """Return the metric of ``--keep-best``, and "max" or "min"."""
     metric, _, order = text.rpartition(":")
     if not metric or order not in ("max", "min"):
         raise ValueError(f"Invalid --keep-best {text!r}. Must be METRIC:max or METRIC:min, as accuracy:max.")
     return metric, order
 
 
-def _key_and_value(text: str) -> tuple[str, Any]:
+def key_and_value(text: str) -> tuple[str, Any]:
+    """Return key and value of ``key=value``: a JSON value, or a string if the text is no JSON.
+
+    Raises:
+        ValueError: The text does not have that form.
+    """
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ValueError(f"Invalid override {text!r}. Must be key=value.")
     try:
         return key, json.loads(value)
     except json.JSONDecodeError:
-        return key, value  # a bare word is a string
+        return key, value
 
 
 _IN_WORDS = {type(None): "null", bool: "true or false", int: "a whole number", float: "a number", str: "a name"}
-"""What the command line can say for fields of these types."""
+"""The values of a field on the command line, by the field's type."""
 
 
 def _checked_field(name: str, value: Any) -> Any:
-    """The value of a field of ``AdaScaleConfig``, as the field's type has it."""
+    """Return a value for a field of ``AdaScaleConfig``, converted to the field's type."""
     from ..config import AdaScaleConfig
 
     fields = sorted(field.name for field in dataclasses.fields(AdaScaleConfig))

@@ -34,10 +34,10 @@ _log = logging.getLogger(__name__)
 
 _GAUGES = ("gain", "scale", "effective_steps", "efficiency", "lr", "loss", "steps_left", "seconds_left")
 _MOST_GAUGES = 50
-"""Gauges of one run, the user's metrics among them: each is a time series for whoever collects them."""
+"""Largest number of gauges of one run, with the user's metrics. Each gauge is a time series in a metrics store."""
 _GAUGE_INTERVAL_S = 1.0
-_EVENTS = "tensorboard"  # the folder of event files in a run's
-_UPLOAD_PAUSES_S = (1.0, 2.0)  # between tries, as Ray's own
+_EVENTS = "tensorboard"  # folder of the event files in the run's folder
+_UPLOAD_PAUSES_S = (1.0, 2.0)  # between tries, as Ray's own uploads have
 _PREEMPTION_POLL_S = 5.0
 """A poll is a barrier of 3 to 4 ms: below a thousandth of the time. Notices come 30 s or more ahead."""
 
@@ -45,15 +45,15 @@ _PREEMPTION_POLL_S = 5.0
 class RayTrainBackend(Backend):
     """A worker of a Ray Train run. Every worker's share of a checkpoint is uploaded by Ray and merged on storage."""
 
-    # Every report is a barrier, which Ray lets pass once in 2 s; an evaluation's metrics go along with the next one.
+    # Every report is a barrier, and Ray passes one in 2 s. So the metrics of an evaluation wait for the next report.
     reports_evaluations = False
     preemption_poll_s = _PREEMPTION_POLL_S
     writes_events = True
     kept_by: str | None = None
-    """The metric by which Ray decides which checkpoints stay, or None."""
+    """The metric by which Ray selects the checkpoints to keep, or None."""
 
     teller = DriverClient(None)
-    """Tells the driver, where one listens; rank 0's."""
+    """The connection to the driver, on rank 0."""
     _stop = False
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class RayTrainBackend(Backend):
         self._gauges: dict[str, Gauge] = {}
         self._observed = -math.inf
         self.events: LiveEvents | None = None
-        """TensorBoard's, on rank 0 of a run that writes them."""
+        """TensorBoard's event files, on rank 0 of a run that writes them."""
         if self.rank == 0 and self.writes_events:
             here = isinstance(self._storage.storage_filesystem, pyarrow.fs.LocalFileSystem)
             target = self._storage.experiment_fs_path if here else tempfile.mkdtemp(prefix="ray_adascale-events-")
@@ -81,7 +81,7 @@ class RayTrainBackend(Backend):
         if newest is None:
             yield None
             return
-        with ExitStack() as held:  # a folder downloaded for the check stays until it has been loaded
+        with ExitStack() as held:  # a folder downloaded for the check is kept until it has been loaded
             found: list[str | None] = [None, None]
             if self.rank == 0:
                 try:
@@ -96,7 +96,7 @@ class RayTrainBackend(Backend):
             yield Path(held.enter_context(ray.train.Checkpoint(path, newest.filesystem).as_directory()))
 
     def _newest_usable(self, newest: ray.train.Checkpoint, held: ExitStack) -> ray.train.Checkpoint:
-        """The first that verifies, of the newest and then the others, later ones first. On rank 0: it reads all of it."""
+        """Return the newest checkpoint that verifies. Called on rank 0, since it reads the whole checkpoint."""
         mode = ray.train.CheckpointConsistencyMode.COMMITTED
         reported = ray.train.get_all_reported_checkpoints(consistency_mode=mode, timeout_s=60)
         steps = {r.checkpoint.path: int(r.metrics.get("optimizer_steps", 0)) for r in reported}
@@ -134,9 +134,9 @@ class RayTrainBackend(Backend):
             shutil.rmtree(folder, ignore_errors=True)
 
     def _compared(self, outcome: StepReport) -> dict[str, Any]:
-        """The metrics of a checkpoint, with the one by which it is compared with others."""
-        # Before the first evaluation there is none. Ray takes a checkpoint without one for the best where small is good, and
-        # one with NaN for the worst, always.
+        """Return the metrics of a checkpoint, with the metric by which Ray compares checkpoints."""
+        # Before the first evaluation the metric is missing. If small is better, Ray ranks a checkpoint without the metric as the
+        # best one. A checkpoint with NaN is always the worst.
         return {**({} if self.kept_by is None else {self.kept_by: math.nan}), **outcome.metrics}
 
     def report_in_background(self, outcome: StepReport, folder: Path) -> None:
@@ -147,13 +147,13 @@ class RayTrainBackend(Backend):
             self._uploading.clear()
 
         def upload(local: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
-            # Ray calls this again after some of AWS's errors, without a word when it gives up, and then kills the process:
-            # nobody would remove the folder. So the tries are ours, and Ray's later ones only hear the cause again.
+            # Ray repeats this call after some of AWS's errors. When it gives up, it kills the process without a message, and the
+            # folder would remain. So this code repeats the upload itself, and a later call by Ray raises the cause again.
             if failed:
                 raise failed[0]
             try:
                 return self._persist(local, name)
-            except Exception as e:  # reaches Ray from its thread, and fails the worker with its cause
+            except Exception as e:  # Ray fails the worker with this cause
                 failed.append(e)
                 raise
             finally:
@@ -168,7 +168,7 @@ class RayTrainBackend(Backend):
                 delete_local_checkpoint_after_upload=False,
                 checkpoint_upload_fn=upload,
             )
-        except BaseException:  # before there was a thread to upload it
+        except BaseException:  # no thread was started to upload it
             done()
             raise
 
@@ -176,7 +176,7 @@ class RayTrainBackend(Backend):
         for pause in _UPLOAD_PAUSES_S:
             try:
                 return self._storage.persist_current_checkpoint(local, name)
-            except OSError as e:  # pyarrow's, of every kind of storage
+            except OSError as e:  # pyarrow raises it for any kind of storage
                 _log.warning("The upload of %s failed; again in %g s. %s: %s", name, pause, type(e).__name__, e)
                 time.sleep(pause)
         try:
