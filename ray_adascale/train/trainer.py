@@ -279,6 +279,11 @@ class AdaScaleTrainer(TorchTrainer):
     def _display(self) -> contextlib.AbstractContextManager[Any] | None:
         if not self._progress:
             return None
+        from ..analysis.display import RunDisplay  # workers load this module too, and need no rich
+
+        return RunDisplay(
+            lambda: self._monitor.metrics, label=str(self.run_config.name), log=logging.getLogger(_PACKAGE)
+        )
 
     def _fit(self) -> ray.train.Result:
         in_main_thread = threading.current_thread() is threading.main_thread()
