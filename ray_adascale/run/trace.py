@@ -1,12 +1,11 @@
-"""What is written down of each optimizer step: the trace, JSON lines that survive being killed, and a note of the last step.
+"""The record of each optimizer step: the trace, as JSON lines that survive a crash, and the number of the last step.
 
-While training runs the file is appended to, so a crash costs at most the last line. After a crash the trainer resumes from
-a checkpoint and cuts the trace back to it: steps taken since are taken again.
+Rows are appended while training runs, so a crash costs at most the last line. After a crash the run resumes from a checkpoint
+with the checkpoint's copy of the trace, and repeats the steps since then.
 
-Every checkpoint carries a copy, so a trace must not grow with the run for ever. Beyond ``keep`` rows older ones are thinned
-out: of what is older than the newest ``keep / 2`` steps every 2nd stays, then every 4th, 8th, ..., so that these fit into
-the other half. Strides are powers of two and depend on the newest step alone, so it makes no difference to the final trace
-how often it was thinned, and where.
+Every checkpoint holds a copy, so the size of a trace is limited. Beyond ``keep`` rows older rows are thinned out: of the rows
+before the newest ``keep / 2`` steps every 2nd stays, then every 4th, 8th, ..., so that they fit into the other half. The strides
+are powers of two and depend on the newest step alone, so the final trace does not depend on when it was thinned.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from typing import Any, BinaryIO
 from .._files import TRACE, write_atomically
 from .._warn import warn_at_user
 
-__all__ = ["StepLog", "StepNote", "Trace", "read_trace"]
+__all__ = ["StepLog", "Trace", "read_trace"]
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 _SCALARS = frozenset({bool, int, float, str, type(None)})
@@ -247,61 +246,40 @@ def _check(key: object, value: Any) -> None:
         )
 
 
-class StepNote:
-    """A file of one number, the optimizer steps taken, rewritten after each; it outlives a process that is killed.
-
-    A few microseconds a step: the number goes to the page cache, in place.
-
-    Attributes:
-        last: What the file said when it was opened: the steps that the start before this one took. None if new.
-    """
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            self.last: int | None = int(os.read(self._descriptor, 32))
-        except ValueError:
-            self.last = None
-
-    def write(self, step: int) -> None:
-        with contextlib.suppress(OSError):  # a convenience; a full disk is reported where it matters
-            os.pwrite(self._descriptor, b"%020d\n" % step, 0)
-
-    def __del__(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):
-            os.close(self._descriptor)
-
-
 class StepLog:
-    """What one worker writes down of each step while the run goes on: its trace, in a scratch folder, and its note.
+    """One worker's record of a running run: its trace, in a scratch folder, and the number of the last step.
 
-    Nothing of it ends a run: what can't be written, as on a full disk, is left out, with one warning.
+    Write errors, such as a full disk, do not end the run: the trace is left out, with one warning.
 
     Args:
         trace: Whether to keep a trace.
-        rows: How many of its rows to keep, see :class:`Trace`.
-        note: The file of the note; None for none.
+        rows: Rows of the trace to keep, see :class:`Trace`.
+        note: A file for the number of the last optimizer step; None for no file. The number survives a killed process, which the
+            trace in the scratch folder does not, so the next start knows how many steps were lost.
 
     Attributes:
-        last: Optimizer steps that the start before this one took; None if not known.
+        last: Number of the last optimizer step of the previous start; None if it is unknown.
     """
 
     def __init__(self, *, trace: bool, rows: int | None, note: Path | None) -> None:
         self._trace: Trace | None = None  # while it can be written
         self._path: Path | None = None
-        self._note: StepNote | None = None
         self._row: dict[str, Any] | None = None  # of the last step, while metrics may still be recorded for it
+        self._note: int | None = None  # a file descriptor
+        self.last: int | None = None
         if note is not None:
-            with contextlib.suppress(OSError):  # how much was lost is then said with "at most"
-                self._note = StepNote(note)
+            with contextlib.suppress(OSError):  # the number of lost steps is then unknown
+                note.parent.mkdir(parents=True, exist_ok=True)
+                self._note = os.open(note, os.O_RDWR | os.O_CREAT, 0o644)
+                weakref.finalize(self, os.close, self._note)
+                with contextlib.suppress(ValueError):  # a new file
+                    self.last = int(os.read(self._note, 32))
         if trace:
             with self._left_out_on_error():
                 scratch = tempfile.mkdtemp(prefix="ray_adascale-")
                 weakref.finalize(self, shutil.rmtree, scratch, ignore_errors=True)
                 self._trace = Trace(Path(scratch) / TRACE, keep=rows)
                 self._path = self._trace.path
-        self.last = None if self._note is None else self._note.last
 
     def resume(self, folder: Path) -> None:
         """Go on with the trace in a checkpoint."""
@@ -315,7 +293,8 @@ class StepLog:
             self._write_row()
             self._row = row
         if self._note is not None:
-            self._note.write(row["step"])
+            with contextlib.suppress(OSError):  # a full disk is reported with the next checkpoint
+                os.pwrite(self._note, b"%020d\n" % row["step"], 0)  # in place, to the page cache: microseconds
 
     def add(self, metrics: Mapping[str, Any]) -> None:
         """Add metrics of the last step, if its row is not written yet."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ray_adascale import AdaScaleConfig, LocalBackend, Run
 from ray_adascale._files import TRACE
 from ray_adascale.run.metrics import METRICS
-from ray_adascale.run.trace import StepLog, StepNote, Trace, read_trace
+from ray_adascale.run.trace import StepLog, Trace, read_trace
 
 
 def rows(*steps: int) -> list[dict[str, Any]]:
@@ -378,12 +378,16 @@ def test_the_number_of_a_step_is_noted_without_a_trace(tmp_path: Path) -> None:
 
 def test_a_note_outlives_its_writer_and_shows_the_last_step(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "progress"
-    note = StepNote(path)
-    assert note.last is None
+
+    def noted() -> StepLog:
+        return StepLog(trace=False, rows=None, note=path)
+
+    log = noted()
+    assert log.last is None
     for step in (9, 10, 11):
-        note.write(step)
-    assert StepNote(path).last == 11
-    note.write(5)  # taken up again from an older checkpoint
-    assert StepNote(path).last == 5
+        log.step({"step": step})
+    assert noted().last == 11
+    log.step({"step": 5})  # resumed from an older checkpoint
+    assert noted().last == 5
     path.write_text("torn")
-    assert StepNote(path).last is None
+    assert noted().last is None
