@@ -125,8 +125,8 @@ def _with_ray_data(
     if workload.train_dataset is None:
         if "train" not in lengths:
             raise ValueError(
-                f"The workload's train_dataset is None, and datasets= has no 'train' but {', '.join(map(repr, lengths))}. Use "
-                "that name, or call ray.train.get_dataset_shard(name) in the workload."
+                f"The workload's train_dataset is None, and datasets= has no 'train' but {', '.join(map(repr, lengths))}. Name "
+                "one of them so, or call ray.train.get_dataset_shard(name) in the workload."
             )
         workload = replace(workload, train_dataset=ray.train.get_dataset_shard("train"))
     known = lengths.get("train")
