@@ -32,7 +32,7 @@ class Room(NamedTuple):
 
 # A room imports from the floors below its own only: not from above, and not from beside it.
 RAYS_FLOORS: list[list[Room]] = [
-    [Room("cli", "what a command is given, and what it prints", "main arguments")],
+    [Room("cli", "what a command is given, and what it prints", "main run_folder arguments")],
     [Room("search", "which settings win: the trials of a search, on Ray Tune", "tune spec watch trial trial_workers")],
     [
         Room(

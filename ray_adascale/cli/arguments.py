@@ -85,7 +85,7 @@ Exit codes: 0 done; 1 the run or search failed, or what was described is damaged
     with contextlib.suppress(ImportError):  # an extra
         import argcomplete
 
-        argcomplete.autocomplete(parser)  # where the shell asks for it, which it says in the environment
+        argcomplete.autocomplete(parser)  # does nothing unless the shell asks for completion
     return parser
 
 
@@ -104,7 +104,7 @@ def _unindented(docstring: str) -> str:
 
 
 def _add_tune(tune: argparse.ArgumentParser) -> None:
-    _add_workload(tune, "that every trial gets; one that is searched over is fixed to this value")
+    _add_workload(tune, "for every trial; a searched one is fixed to this value")
     what = tune.add_argument_group("the search")
     what.add_argument(
         "--base-batch-size",
@@ -122,7 +122,7 @@ def _add_tune(tune: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="run the best three again with N other seeds each, and take the best mean; makes the forecast's interval closer "
+        help="run the best three again with N other seeds each, and select the best mean; narrows the forecast's interval "
         "(default: %(default)s)",
     )
     what.add_argument(
@@ -141,7 +141,7 @@ def _add_tune(tune: argparse.ArgumentParser) -> None:
         "--scheduler",
         choices=("asha", "none"),
         default="asha",
-        help="asha stops trials that lag behind (default); none lets each one end",
+        help="asha stops trials that are behind others (default); none lets each one end",
     )
     _add_training(what)
     where = tune.add_argument_group("where it runs")
@@ -158,9 +158,9 @@ def _add_tune(tune: argparse.ArgumentParser) -> None:
     )
     where.add_argument("--use-gpu", action="store_true", help="with --num-workers: one GPU a worker")
     where.add_argument("--max-concurrent-trials", type=int, metavar="N", help="default: as many as fit")
-    _add_ray(where, "of the search; the same name and storage path go on with one that was interrupted")
+    _add_ray(where, "of the search; the same name and storage path continue an interrupted one")
     tune.add_argument(
-        "-o", "--output", default="recipe.json", metavar="FILE", help="where the recipe goes (default: %(default)s)"
+        "-o", "--output", default="recipe.json", metavar="FILE", help="file of the recipe (default: %(default)s)"
     )
 
 
@@ -178,21 +178,21 @@ def _add_forecast(predict: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="RUN",
-        help="folder of a run on several workers, with the same --per-worker-batch-size: its trace tells what "
-        "synchronisation costs; needs --measure; may be given again",
+        help="folder of a run on several workers, with the same --per-worker-batch-size, for the time of "
+        "synchronisation in its trace; needs --measure; may be given again",
     )
     predict.add_argument("--cost-per-worker-hour", type=float, metavar="PRICE", help="in any currency; needs --measure")
     predict.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    predict.add_argument("--plot", metavar="FILE", help="draw it as well: .png, .svg or .pdf (needs matplotlib)")
+    predict.add_argument("--plot", metavar="FILE", help="write a plot as well: .png, .svg or .pdf (needs matplotlib)")
     _add_config(predict)
 
 
 def _add_train(train: argparse.ArgumentParser) -> None:
-    _add_workload(train, "to add to the recipe's, or to put in their place")
+    _add_workload(train, "added to the recipe's, or replacing them")
     what = train.add_argument_group("what to run: a recipe, or its base batch size and length")
     what.add_argument("--recipe", metavar="FILE", help="the file that `ray-adascale tune` wrote")
     what.add_argument(
-        "--base-batch-size", type=int, metavar="B0", help="examples per optimizer step that the schedule was made for"
+        "--base-batch-size", type=int, metavar="B0", help="examples per optimizer step at which the schedule was tuned"
     )
     length = what.add_mutually_exclusive_group()
     length.add_argument("--total-steps", type=int, metavar="T", help="optimizer steps of a run at that batch")
@@ -202,14 +202,14 @@ def _add_train(train: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--sharding",
         metavar="KIND",
-        help="where gradients and optimizer state live: auto, none, oss, zero2, fsdp2 (default: auto)",
+        help="sharding of gradients and optimizer state: auto, none, oss, zero2, fsdp2 (default: auto)",
     )
     _add_training(how)
     how.add_argument(
         "--early-stop",
         type=float,
         metavar="STEPS",
-        help="end when the workload's metric has not got better for so many effective steps (default: go on to T)",
+        help="end when the workload's metric has not improved for this many effective steps (default: run to T)",
     )
     how.add_argument("--checkpoint-every", type=float, metavar="SECONDS", help="default: 300")
     how.add_argument("--report-every", type=float, metavar="SECONDS", help="to Ray Train (default: 10)")
@@ -219,10 +219,10 @@ def _add_train(train: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--working-dir",
         metavar="PATH",
-        help="folder of the workload's and the recipe's files, where they are not in the current one; a run's options.txt has it",
+        help="folder of the workload's and the recipe's files, if they are not in the current one; for a run's options.txt",
     )
     _add_workers(where, default="1")
-    _add_ray(where, "of the run; the same name and storage path go on with it")
+    _add_ray(where, "of the run; the same name and storage path continue it")
 
 
 def _add_resume(resume: argparse.ArgumentParser) -> None:
@@ -238,14 +238,14 @@ def _add_report(page: argparse.ArgumentParser) -> None:
     page.add_argument(
         "runs", nargs="+", metavar="RUN", help="a run's folder, or its trace.jsonl; the base run first, if there is one"
     )
-    page.add_argument("--recipe", metavar="FILE", help="show it, and compare the steps it forecasts with those taken")
+    page.add_argument("--recipe", metavar="FILE", help="show it, and compare its forecast with the steps taken")
     page.add_argument(
         "--tensorboard",
         metavar="FOLDER",
         help="write TensorBoard event files there too, against steps and against effective steps",
     )
     page.add_argument(
-        "-o", "--output", default="report.html", metavar="FILE", help="where the page goes (default: %(default)s)"
+        "-o", "--output", default="report.html", metavar="FILE", help="file of the page (default: %(default)s)"
     )
 
 
@@ -257,9 +257,9 @@ _COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "tune": ("search at the base batch, write a recipe", _add_tune),
     "forecast": ("steps, time and cost of a recipe on any number of workers", _add_forecast),
     "train": ("run a recipe on any number of workers", _add_train),
-    "resume": ("go on with a run that stopped", _add_resume),
+    "resume": ("continue a run that stopped", _add_resume),
     "report": ("one HTML page about runs, to see whether the schedule held", _add_report),
-    "describe": ("say what a recipe, a checkpoint or a run is", _add_describe),
+    "describe": ("describe a recipe, a checkpoint or a run", _add_describe),
 }
 
 
@@ -289,9 +289,9 @@ def _add_batch(parser: argparse._ActionsContainer) -> None:
         "--target-efficiency",
         type=_efficiency,
         metavar="E",
-        help="let the run choose its scale: the largest at which a step buys this share of what its examples cost, as 0.6; or "
-        "goodput: the most progress a second. --per-worker-batch-size is the most of one pass then, --accumulation the fewest "
-        "passes; -c max_global_batch_size=... bounds it (default: the scale follows from those and the workers)",
+        help="let the run choose its scale: the largest one with at least this efficiency r/S, such as 0.6; or goodput: the most "
+        "progress a second. --per-worker-batch-size is then the most examples of one pass, --accumulation the fewest passes, "
+        "and -c max_global_batch_size=... a bound (default: the scale follows from those two and the workers)",
     )
     parser.add_argument(
         "--rule",
@@ -324,7 +324,7 @@ def _add_workers(parser: argparse._ActionsContainer, *, default: str | None) -> 
         "--num-workers",
         default=default,
         metavar="N|MIN..MAX",
-        help=f"Ray workers: 8, or 2..8 for as many of them as the cluster has at the time (default: {shown})",
+        help=f"Ray workers: 8, or 2..8 for as many as the cluster has at a time (default: {shown})",
     )
     parser.add_argument(
         "--use-gpu",

@@ -248,10 +248,10 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _resume(args: argparse.Namespace) -> int:
-    """Go on with a run that `ray-adascale train` started, from its newest checkpoint, on any number of workers.
+    """Continue a run of `ray-adascale train` from its newest checkpoint, on any number of workers.
 
-    It is `ray-adascale train @RUN/options.txt` with the options below. A search goes on with the command that started it,
-    and its --name.
+    The command is `ray-adascale train @RUN/options.txt` with the options below. To continue a search, repeat its `tune`
+    command with its --name.
     """
     words = run_folder.read_options(run_folder.folder_of(args.run, args.storage_path))
     again = run_folder.with_files_found(_parse(["train", *words, *run_folder.options_of(args, _OF_RESUME)]))
@@ -279,7 +279,7 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _describe(args: argparse.Namespace) -> int:
-    """Say what a recipe, a checkpoint or a run is, and whether it is whole."""
+    """Describe a recipe, a checkpoint or a run, and check that it is whole."""
     from ..analysis.describe import describe
 
     text, whole = describe(args.path)
