@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
-    "RUN",
     "SEARCH",
     "TRACE",
     "absolute",
@@ -20,6 +19,7 @@ __all__ = [
     "list_names",
     "move_if_there",
     "read_json",
+    "read_text",
     "room_in_words",
     "write_atomically",
     "write_json",
@@ -30,26 +30,23 @@ TRACE = "trace.jsonl"
 """The trace of a run, in its folder and in each of its checkpoints."""
 
 SEARCH = "search.json"
-"""What a search is, in its folder."""
-
-RUN = "ray_adascale.json"
-"""The arguments of the ``ray-adascale train`` that started a run, in its folder."""
+"""The description of a search, in its folder."""
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """A path that holds from any folder, as workers have another working directory; a URI stays as it is."""
+    """Return a path that holds in any folder, since workers have another working directory. A URI is not changed."""
     path = os.fspath(path)
     return path if "://" in path else os.path.abspath(os.path.expanduser(path))
 
 
 def write_atomically(path: str | os.PathLike[str], parts: Iterable[bytes], *, sync: bool = True) -> None:
-    """Write a file that a reader finds whole, or as it was before. Where writing fails, nothing is left of the attempt.
+    """Write a file atomically: a reader finds the whole new file, or the old one. A failed write leaves nothing behind.
 
     Args:
         path: A file on this machine; its folder must exist.
-        parts: The content, piece by piece. They may be made as they are written, from the old file too.
-        sync: Whether the content must be on the disk before it takes the file's name, to survive a power cut. What can be
-            made again need not be.
+        parts: The content, piece by piece. The pieces may be computed during the write, also from the old file.
+        sync: Whether the content must be on the disk before the file gets its name, to survive a power cut. It is not
+            necessary for content that can be made again.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -65,11 +62,11 @@ def write_atomically(path: str | os.PathLike[str], parts: Iterable[bytes], *, sy
 
 
 def room_in_words(error: BaseException, path: str | os.PathLike[str]) -> str:
-    """What to add to the words of a failed write where a disk is full: which, and how much of it is free. Else nothing.
+    """Return an addition to the error of a failed write if a disk is full: the disk, and its free space. Otherwise "".
 
     Args:
-        error: What the write raised. Libraries may wrap the number of the cause in their own text.
-        path: What was to be written, on this machine; it need not exist.
+        error: The error of the write. Libraries may put the cause's number into their own text.
+        path: The file to be written, on this machine; it need not exist.
     """
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     if not full and not any(text in str(error) for text in ("No space left", "errno 28", "quota exceeded")):
@@ -83,10 +80,10 @@ def room_in_words(error: BaseException, path: str | os.PathLike[str]) -> str:
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Find out whether :func:`write_atomically` could write a file of some size there; makes its folder.
+    """Check that :func:`write_atomically` can write a file of a recipe's size there. Makes its folder.
 
     Raises:
-        OSError: It could not: the path is a folder's, or may not be written, or the disk is full.
+        OSError: The path is a folder's or may not be written, or the disk is full.
     """
     path = Path(path)
     if path.is_dir():
@@ -94,13 +91,13 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     tried = path.with_name(f".{path.name}.tried")
     try:
-        write_atomically(tried, [bytes(1 << 18)])  # as large as recipes are
+        write_atomically(tried, [bytes(1 << 18)])  # a recipe's size
     finally:
         tried.unlink(missing_ok=True)
 
 
 def write_json(path: str, value: Any) -> None:
-    """Write a JSON file on any storage; makes its folder.
+    """Write a JSON file on any storage. Makes its folder.
 
     Args:
         path: Absolute, or a URI such as ``s3://bucket/run/file.json``.
@@ -110,8 +107,8 @@ def write_json(path: str, value: Any) -> None:
 
 
 def write_text(path: str, text: str) -> None:
-    """Write a text file on any storage; makes its folder. The path as for :func:`write_json`."""
-    import pyarrow.fs  # comes with Ray, and only what needs Ray writes there
+    """Write a text file on any storage. Makes its folder. The path is as for :func:`write_json`."""
+    import pyarrow.fs  # comes with Ray; the callers need Ray as well
 
     system, inside = pyarrow.fs.FileSystem.from_uri(path)
     system.create_dir(inside.rpartition("/")[0], recursive=True)
@@ -120,11 +117,11 @@ def write_text(path: str, text: str) -> None:
 
 
 def move_if_there(path: str, to: str) -> None:
-    """Rename a file on any storage, over another one if there is one. Without a file of that name nothing happens.
+    """Rename a file on any storage, over another one if there is one. Does nothing without a file of that name.
 
     Args:
         path: Absolute, or a URI.
-        to: Of the same storage.
+        to: The new path, on the same storage.
     """
     import pyarrow.fs
 
@@ -134,18 +131,24 @@ def move_if_there(path: str, to: str) -> None:
 
 
 def read_json(path: str) -> Any:
-    """The value of a JSON file on any storage; None where there is no such file."""
+    """Return the value of a JSON file on any storage; None if there is no such file."""
+    text = read_text(path)
+    return None if text is None else json.loads(text)
+
+
+def read_text(path: str) -> str | None:
+    """Return the content of a text file on any storage; None if there is no such file."""
     import pyarrow.fs
 
     system, inside = pyarrow.fs.FileSystem.from_uri(path)
     if system.get_file_info(inside).type != pyarrow.fs.FileType.File:
         return None
     with system.open_input_stream(inside) as file:
-        return json.loads(file.read())
+        return str(file.read(), "utf-8")
 
 
 def list_names(path: str) -> list[str]:
-    """The names of what a folder on any storage holds; none where there is no such folder.
+    """Return the names in a folder on any storage; none if there is no such folder.
 
     Args:
         path: Absolute, or a URI.

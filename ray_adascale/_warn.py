@@ -1,4 +1,4 @@
-"""Warnings that point at the user's own line, however deep in the package the cause is found."""
+"""Warnings that point at the user's own line."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 __all__ = ["warn_at_user"]
 
-# torch calls back into us: its decorators, hooks and schedulers stand between the user's line and ours.
+# torch's decorators, hooks and schedulers call this package, so their frames lie between the user's line and ours.
 _NOT_THE_USERS = tuple(os.path.dirname(os.path.abspath(file)) + os.sep for file in (__file__, torch.__file__))
 
 
 def warn_at_user(message: str, category: type[Warning] = UserWarning) -> None:
-    """``warnings.warn`` at the innermost line that is neither the package's nor torch's; at the outermost if there is none."""
+    """Warn at the innermost line that is neither the package's nor torch's; at the outermost line if there is none."""
     level = 1
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_back is not None:

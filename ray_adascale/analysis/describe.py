@@ -1,4 +1,4 @@
-"""Says in words what a recipe, a checkpoint or a run is, and whether it is whole."""
+"""A description of a recipe, a checkpoint or a run in words, with a check that it is whole."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["describe"]
 
 
 def describe(path: str | os.PathLike[str]) -> tuple[str, bool]:
-    """Return a few lines for people, and whether what they describe is whole: no edited recipe, no damaged checkpoint.
+    """Return a few lines for people, and whether the object is whole: no edited recipe, no damaged checkpoint.
 
     Args:
         path: A recipe's file, a checkpoint's folder, a run's folder or its trace.
 
     Raises:
-        ValueError: It is none of these.
+        ValueError: The path is none of these.
     """
     path = Path(path).expanduser()
     if (path / checkpoint.MANIFEST).is_file():
@@ -39,8 +39,8 @@ def _describe_recipe(path: Path) -> tuple[str, bool]:
     try:
         return _recipe_text(Recipe.load(path)), True
     except RecipeError:
-        recipe = Recipe.load(path, accept_edits=True)  # what is wrong beside an edit is still an error
-    return f"{_recipe_text(recipe)}\n  EDITED       after the search: it no longer is what the search found", False
+        recipe = Recipe.load(path, accept_edits=True)  # other faults than an edit still raise
+    return f"{_recipe_text(recipe)}\n  EDITED       after the search: it is no longer the result of the search", False
 
 
 def _recipe_text(recipe: Recipe) -> str:
@@ -107,7 +107,7 @@ def _describe_run(path: Path) -> str:
 
 
 def _left_in_words(run: RunTrace) -> str | None:
-    """Steps and time to the end of a run that its forecast knows, as of the newest row; None where it does not, or at the end."""
+    """Return the forecast's steps and time to the end, as of the newest row; None without a forecast, or at the end."""
     steps, positions = run.last.get("steps_left"), run.column("position")
     if not is_number(steps) or steps <= 0:
         return None

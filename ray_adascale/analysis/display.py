@@ -1,7 +1,7 @@
-"""One live display for long work, a run or a search: on a terminal it stays at the bottom; elsewhere it is plain lines.
+"""A live display for a run or a search: on a terminal at the bottom, elsewhere as plain lines.
 
-It goes to standard error, so that a command's own output stays clean. What is printed meanwhile (by the program, or by Ray
-for its workers) scrolls past above it.
+It goes to standard error, so that a command's own output stays clean. Other output, of the program or of Ray's workers, scrolls
+past above it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _bar(label: str, share: float, *texts: str) -> Table:
 
 
 def _live(shown: RenderableType, console: Console, **options: Any) -> Live:
-    # What is printed to a file stays in it.
+    # Output to a file is not redirected.
     return Live(shown, console=console, refresh_per_second=4, redirect_stdout=sys.stdout.isatty(), **options)
 
 
@@ -46,15 +46,14 @@ def _line(text: str) -> Text:
 
 
 class RunDisplay:
-    """Shows the newest metrics that ``poll`` returns until the ``with`` block ends; then a terminal's display goes.
+    """Shows the newest metrics from ``poll`` until the ``with`` block ends. Then a terminal's display is removed.
 
     Args:
-        poll: Returns the newest metrics, with ``total_steps``, or None while there are none. It is called in a thread of its
-            own.
-        label: The run's name, which stands before the line.
+        poll: Returns the newest metrics, with ``total_steps``, or None before the first. Called in a thread of its own.
+        label: The run's name, at the beginning of each line.
         interval_s: Seconds between lines where the output is not a terminal.
-        log: Show what this logger is told, from INFO on, a line each; on a terminal above the display.
-        console: Where the display goes; default: standard error.
+        log: Show this logger's messages from INFO on, a line each; on a terminal above the display.
+        console: The output; default: standard error.
     """
 
     def __init__(
@@ -77,12 +76,12 @@ class RunDisplay:
         self._thread: threading.Thread | None = None
 
     def line(self, metrics: Mapping[str, Any]) -> str:
-        """The plain line for these metrics."""
+        """Return the plain line for these metrics."""
         label = f"{self._label}: " if self._label else ""
         return f"{label}{format_metrics(metrics, metrics['total_steps'], Eta.from_metrics(metrics))}"
 
     def render(self, metrics: Mapping[str, Any]) -> RenderableType:
-        """What a terminal shows for these metrics: a bar over τ, the run's state, and the user's own metrics."""
+        """Return the display of these metrics: a bar over τ, the run's state, and the user's own metrics."""
         total = metrics["total_steps"]
         rows: list[RenderableType] = [
             _bar(
@@ -102,7 +101,7 @@ class RunDisplay:
     def __enter__(self) -> RunDisplay:
         live = None
         if self._console.is_terminal:
-            # Here and not in the thread: from now on what the program prints goes above the display.
+            # Start here and not in the thread, so that the program's output goes above the display from now on.
             live = _live(_line(f"{self._label}  starting"), self._console, transient=True)
             live.start()
         if self._log is not None:
@@ -124,7 +123,7 @@ class RunDisplay:
             self._log.setLevel(self._level)
 
     def say(self, text: str) -> None:
-        """Show a line that stays."""
+        """Show a permanent line."""
         line = f"{self._label}: {text}" if self._label else text
         if self._console.is_terminal:
             self._console.print(Text(line))
@@ -146,16 +145,16 @@ class RunDisplay:
             done = self._done.wait(self._interval_s)
             metrics = self._newest()
             if metrics is None or metrics["effective_steps"] >= metrics["total_steps"] or "stopped" in metrics:
-                continue  # of a run that has reached its end the result is told
+                continue  # the caller prints the result of a finished run
             shown = self.line(metrics)
-            if shown != last:  # also when it stops short, so that one knows where
+            if shown != last:  # also for a run that stops early, to show where
                 print(shown, file=self._console.file, flush=True)
                 last = shown
 
     def _newest(self) -> Mapping[str, Any] | None:
         try:
             return self._poll()
-        except Exception:  # a display never ends the run it shows; the run reports its own errors
+        except Exception:  # a display never ends its run; the run reports its own errors
             return None
 
 
@@ -172,12 +171,12 @@ class _Lines(logging.Handler):
 
 
 class SearchDisplay:
-    """Shows how many trials have ended and how many run, and the best so far; and says a line of each that ends.
+    """Shows the number of finished and running trials and the best one so far, and prints a line for each finished one.
 
     Args:
-        what: What is counted, "trial" or "repeat".
-        total: How many there will be.
-        console: Where the display goes; default: standard error.
+        what: Their name, "trial" or "repeat".
+        total: Their number.
+        console: The output; default: standard error.
     """
 
     def __init__(self, what: str, total: int, *, console: Console | None = None) -> None:
@@ -191,29 +190,29 @@ class SearchDisplay:
         self._best = ""
 
     def advance(self, trial_id: str, share: float) -> None:
-        """A trial has reached this share of its run."""
+        """Set the share of its run that a trial has reached."""
         self._running[trial_id] = share
         self._show()
 
     def finish(self, trial_id: str, line: str, best: str) -> None:
-        """A trial has ended: ``line`` is said of it, and ``best`` is what leads so far, '' if nothing does."""
+        """Count a trial as finished, and print ``line``. ``best`` describes the best trial so far, or is empty."""
         self._running.pop(trial_id, None)
         self._done += 1
         self._best = best
-        said = f"{self._what} {self._done} of {self._total}: {line}"
+        text = f"{self._what} {self._done} of {self._total}: {line}"
         if self._live is None:
-            print(said, file=self._console.file, flush=True)
+            print(text, file=self._console.file, flush=True)
         else:
-            self._console.print(Text(said))
+            self._console.print(Text(text))
             self._show()
 
     def skip(self, trial_id: str) -> None:
-        """A trial had ended before this start: it counts, and tells nothing of the pace."""
+        """Count a trial that had ended before this start, without an effect on the pace."""
         self._done += 1
         self._earlier += 1
 
     def render(self) -> RenderableType:
-        """What a terminal shows."""
+        """Return the display."""
         now, total = self._done + sum(self._running.values()), max(self._total, 1)
         mine = now - self._earlier
         left = (total - now) * (time.monotonic() - self._began) / mine if mine > 0 else math.inf

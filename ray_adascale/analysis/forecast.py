@@ -1,6 +1,6 @@
-"""The forecast: what a recipe takes on each number of workers, in steps, time and money, before anything is paid for.
+"""The forecast: the steps, time and money of a recipe on each number of workers, before anything is paid for.
 
-The steps are those of a :mod:`~ray_adascale.replay`; the time of a step is :mod:`~ray_adascale.analysis.throughput`'s.
+The steps are those of a :mod:`~ray_adascale.replay`. The time of a step is that of :mod:`~ray_adascale.throughput`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from .plots import pyplot
 
 __all__ = ["Forecast", "ForecastRow", "forecast_recipe"]
 
-_FAR = 16  # S above which a forecast is to be looked at again during the run
-_ROUGH_STEPS = 2000  # in the replays for some hundred numbers of workers, of which nobody sees one alone
-_MOST = 4096  # workers, among which the number is looked for up to which adding them pays
+_FAR = 16  # S above which a note advises to check the forecast during the run
+_ROUGH_STEPS = 2000  # in the replays for the useful number of workers, some hundred of them
+_MOST = 4096  # largest number of workers that is tried for the useful number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,22 +41,22 @@ class ForecastRow:
         workers: k.
         accumulation: Passes a step on each worker.
         global_batch_size: B, examples a step.
-        scale: S = B / B0; of a run that chooses its scale the mean over its steps. Its ``accumulation``, ``global_batch_size``
-            and ``num_samples`` are the last step's.
+        scale: S = B / B0; the mean over the steps for a run that follows the noise. ``accumulation``, ``global_batch_size``
+            and ``num_samples`` of such a run are the last step's.
         last_scale: S of the last step.
         num_samples: n = k · accumulation.
-        examples: That all steps take together.
-        steps: Optimizer steps, as the noise of all seeds together has them.
+        examples: Examples of all steps together.
+        steps: Optimizer steps, by the noise of all seeds together.
         low: Fewest steps of the interval, see :class:`ray_adascale.replay.Forecaster`.
-        high: Most steps of it.
+        high: Most steps of the interval.
         mean_gain: r̄, over optimizer steps.
-        efficiency: r̄ / S, the share of the examples that turns into effective steps.
+        efficiency: r̄ / S, the share of the examples that results in effective steps.
         seconds: Wall time; None without a throughput model.
-        seconds_low: The wall time of ``low`` steps, each as long as the faster ones that were measured (their lower quartile).
-        seconds_high: And of ``high`` steps as long as the slower ones (their upper quartile).
-        speedup: Over the base run: in time, or without a throughput model in passes one after the other.
-        cost: Money for ``seconds``; None without a price or without seconds. It is in proportion to them.
-        marginal: Speed-up that the last of these workers adds. Not rounded to whole steps, as ``speedup`` is.
+        seconds_low: The wall time of ``low`` steps at the lower quartile of the measured times of a step.
+        seconds_high: The wall time of ``high`` steps at the upper quartile.
+        speedup: Relative to the base run: in time, or without a throughput model in consecutive passes.
+        cost: Price of ``seconds``; None without a price or without seconds.
+        marginal: Speed-up that the last of these workers adds. Unlike ``speedup``, it is not rounded to whole steps.
         pays: Whether there are no more workers than ``Forecast.max_useful_workers``.
     """
 
@@ -83,7 +83,7 @@ class ForecastRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """A forecast for a recipe: a row for each number of workers, and what to know about them.
+    """A forecast for a recipe: a row for each number of workers, and notes about the uncertainty.
 
     Attributes:
         recipe: The recipe's fingerprint.
@@ -91,12 +91,12 @@ class Forecast:
         total_steps: T.
         base_batch_size: B0.
         rows: A row for each number of workers, in increasing order.
-        notes: What the forecast could not know.
-        max_useful_workers: The number of workers up to which adding workers pays: further ones, up to twice as many, add
-            less than half of the first one's speed-up each. It comes from the model, whatever rows were asked for; above 64 it is
-            right to a sixteenth. None where 4,096 workers still pay.
-        pays_until_low: The same where the run takes as many steps as the interval allows, so that a worker adds less.
-        pays_until_high: And where it takes as few.
+        notes: Sources of uncertainty, a sentence each.
+        max_useful_workers: The largest useful number of workers: further ones, up to twice as many, each add less than half of
+            the first one's speed-up. It does not depend on the rows. Above 64 it is exact to a sixteenth. None: 4,096 workers
+            are still useful.
+        pays_until_low: ``max_useful_workers`` at the end of the interval with the smaller number of workers.
+        pays_until_high: ``max_useful_workers`` at the other end of the interval.
     """
 
     recipe: str
@@ -110,11 +110,11 @@ class Forecast:
     pays_until_high: int | None
 
     def to_json(self) -> str:
-        """The whole forecast as JSON."""
+        """Return the whole forecast as JSON."""
         return json.dumps(asdict(self), indent=2)
 
     def table(self) -> Table:
-        """The rows as a table for a terminal: ``rich.print(forecast.table())``."""
+        """Return the rows as a table for a terminal: ``rich.print(forecast.table())``."""
         table = Table(
             title=f"Recipe {self.recipe}: {self.total_steps:,} base steps of {self.base_batch_size} examples, "
             f"rule {self.rule}",
@@ -134,7 +134,7 @@ class Forecast:
         return table
 
     def lines(self) -> list[str]:
-        """What stands below the table."""
+        """Return the lines below the table."""
         if self.max_useful_workers is None:
             verdict = f"Adding workers still pays at {_MOST:,}: each adds at least half as much as the first"
         else:
@@ -147,7 +147,7 @@ class Forecast:
         return [verdict, *self.notes]
 
     def _columns(self) -> dict[str, list[str]]:
-        """The cells of each column by its heading; a column that no row fills is left out."""
+        """Return the cells of each column by its heading, without empty columns."""
         rows = self.rows
         columns: dict[str, list[str]] = {
             "workers": [f"{row.workers}" for row in rows],
@@ -157,7 +157,7 @@ class Forecast:
                 columns["passes"] = [f"{row.accumulation}" for row in rows]
             columns["batch"] = [f"{row.global_batch_size:,}" for row in rows]
             columns["S"] = [f"{row.scale:g}" for row in rows]
-        else:  # of runs that choose their scale
+        else:  # the runs follow the noise
             base = self.total_steps * self.base_batch_size
             columns["mean\nS"] = [f"{row.scale:.3g}" for row in rows]
             columns["last\nS"] = [f"{row.last_scale:.3g}" for row in rows]
@@ -176,7 +176,7 @@ class Forecast:
         return columns
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw steps and speed-up against workers, to a file of any kind that matplotlib writes.
+        """Plot steps and speed-up against workers, to a file in any of matplotlib's formats.
 
         Raises:
             ValueError: matplotlib is missing.
@@ -210,15 +210,15 @@ def forecast_recipe(
     throughput: Throughput | None = None,
     cost_per_worker_hour: float | None = None,
 ) -> Forecast:
-    """Forecast what a recipe takes on each number of workers, before anything is paid for.
+    """Forecast a recipe's steps, time and cost on each number of workers, before anything is paid for.
 
     Args:
-        recipe: It has the noise of its search. Repeat seeds, where it has them, sharpen the estimate and the interval.
+        recipe: A recipe with noise. Repeats make the estimate and the interval more precise.
         workers: Numbers of workers.
-        config: As for :class:`ray_adascale.AdaScaleTrainer`: batch of a worker, accumulation, rule, averaging window; with
-            ``target_efficiency`` the scale is chosen step by step, as by the run. Passes are added where few workers would
-            make less than a base batch. Not the rule "adamscale", whose statistics a search does not take.
-        throughput: Time of a step; see :func:`ray_adascale.measure_throughput`. Without one, time is counted in passes.
+        config: As for :class:`ray_adascale.AdaScaleTrainer`: batch of a worker, accumulation, rule, averaging window. With
+            ``target_efficiency`` the scale is chosen step by step, as in the run. Passes are added where few workers would
+            make less than a base batch. The rule "adamscale" is refused, because a search does not measure its statistics.
+        throughput: Time of a step; see :func:`ray_adascale.measure_throughput`. Without it, time is counted in passes.
         cost_per_worker_hour: Price, in any currency; needs ``throughput``.
 
     Raises:
@@ -234,7 +234,7 @@ def forecast_recipe(
             f"Invalid {cost_per_worker_hour=} without throughput. Cost follows from time: give throughput= as well, from "
             "measure_throughput() or Throughput.fit() (on the command line --measure WORKLOAD or --run RUN)."
         )
-    # Precision and the like make no difference to it: nothing to warn of.
+    # Precision, clipping and the order of examples do not change the forecast, so there is no warning about them.
     config = replace(AdaScaleConfig() if config is None else config, elastic=True).with_recipe(
         replace(recipe, settings=None)
     )
@@ -255,7 +255,7 @@ def forecast_recipe(
         return run_on(k, most_steps=_ROUGH_STEPS)
 
     def run_on(k: int, most_steps: int = MOST_STEPS) -> tuple[Steps, float]:
-        """The steps on k workers, and the mean time of one."""
+        """Return the steps on k workers, and the mean time of one step."""
         if policy.follows_noise:
             found = forecaster.following(policy, k, most_steps=most_steps)
             return found, statistics.fmean(_step_time(throughput, plan) for plan in found.expected.plans)
@@ -317,7 +317,7 @@ def forecast_recipe(
 
 
 def _step_time(throughput: Throughput | None, plan: BatchPlan) -> float:
-    """Seconds of a step; without a throughput model the number of its passes, as if each took as long and nothing else did."""
+    """Return the seconds of a step; without a throughput model the number of its passes, as if nothing else took time."""
     if throughput is None:
         return plan.accumulation
     return throughput.step_seconds(plan.world_size, plan.accumulation, plan.global_batch_size // plan.num_samples)
@@ -358,7 +358,7 @@ def _notes(
 
 
 def _in_units(seconds: float | None) -> str:
-    """Seconds, minutes or hours, whichever keeps the number short."""
+    """Return a time in seconds, minutes or hours, whichever is shorter."""
     if seconds is None:
         return ""
     if seconds < 60:

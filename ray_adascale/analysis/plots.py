@@ -1,4 +1,4 @@
-"""Plots with matplotlib, which is asked for here alone: the curves of runs over effective steps."""
+"""Plots of the curves of runs over effective steps, with matplotlib. No other module imports it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from .runs import RunTrace
 
 __all__ = ["Panel", "color_of", "draw_png", "draw_svg", "make_panels", "pyplot"]
 
-_INK = "#123457"  # it stands for the reader's text colour until the SVG is put into the page
-_POINTS = 1200  # a line has no more of them: they could not be seen, and would make the page slow
-_STRETCHES = 60  # into so many a run is cut for the means of its loss
+_INK = "#123457"  # replaced by the reader's text colour in the page
+_POINTS = 1200  # most points of a line: more would be invisible, and make the page slow
+_STRETCHES = 60  # equal parts of a run for the means of its loss
 _COLORS = ("#3b7dd8", "#e0702a", "#2f9e5b", "#c2417f", "#8a63d2", "#9a7b1f", "#1a9ba8", "#b5493d", "#6f7f8f")
 
 
 def pyplot(what: str) -> Any:
-    """``matplotlib.pyplot``, drawing to files.
+    """Return ``matplotlib.pyplot``, for plots to files.
 
     Args:
-        what: What needs it, in the error's words.
+        what: The plot that needs it, for the error.
 
     Raises:
-        ValueError: matplotlib is missing; says how to get it.
+        ValueError: matplotlib is missing.
     """
     try:
         import matplotlib
@@ -46,12 +46,12 @@ class Panel:
     """A plot over effective steps.
 
     Attributes:
-        title: What stands above it.
-        slug: What it is called in the PNG's name.
+        title: The title.
+        slug: The plot's name in the name of the PNG.
         keys: The columns, drawn in different dashes.
-        log: Whether the values' axis is logarithmic; only positive values are drawn then.
-        ceiling: A column that is drawn thin and dashed beside the first.
-        dots: Whether the values are so few that each is marked.
+        log: Whether the values' axis is logarithmic. Only positive values are drawn then.
+        ceiling: A column that is drawn thin and dashed beside the first one.
+        dots: Whether each value is marked, for few values.
         noisy: Whether the values are drawn faint, and their means over equal stretches of τ on top.
     """
 
@@ -65,7 +65,7 @@ class Panel:
 
 
 def make_panels(runs: list[RunTrace]) -> list[Panel]:
-    """The plots that these runs give: those of which at least one run has numbers."""
+    """Return the plots for which at least one run has numbers."""
     metrics = dict.fromkeys(key for run in runs for key in run.metrics)
     chosen = any(run.chose_its_scale for run in runs)
     panels = [
@@ -86,7 +86,7 @@ def make_panels(runs: list[RunTrace]) -> list[Panel]:
 
 
 def color_of(i: int) -> str:
-    """The colour of the run in this place, in the plots and beside its label."""
+    """Return the colour of run i in the plots and beside its label."""
     return _COLORS[i % len(_COLORS)]
 
 
@@ -100,7 +100,7 @@ def _slug(text: str) -> str:
 
 
 def _line(run: RunTrace, key: str, *, dots: bool) -> tuple[np.ndarray, np.ndarray]:
-    """τ and values where there are both; where they are many, the means of equal numbers of them."""
+    """Return τ and values of the rows that have both. Many rows are reduced to means of equal numbers of them."""
     tau, values = run.column("effective_steps"), run.column(key)
     kept = np.isfinite(tau) & np.isfinite(values)
     tau, values = tau[kept], values[kept]
@@ -112,7 +112,7 @@ def _line(run: RunTrace, key: str, *, dots: bool) -> tuple[np.ndarray, np.ndarra
 
 
 def _stretches(tau: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Means over equal stretches of τ: at every scale they hold equally much of the schedule."""
+    """Return means over equal parts of τ, which are equal parts of the schedule at every scale."""
     stretch = np.minimum((tau / max(tau[-1], 1e-9) * _STRETCHES).astype(int), _STRETCHES - 1)
     count = np.bincount(stretch)
     kept = count > 0
@@ -120,7 +120,7 @@ def _stretches(tau: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def draw_svg(panel: Panel, runs: list[RunTrace]) -> str:
-    """The plot as SVG text, in the reader's colours and without a legend: a page has one for all its plots."""
+    """Return the plot as SVG text, in the reader's colours and without a legend: the page has one for all plots."""
     text = io.StringIO()
     with _drawn(panel, runs, ink=_INK) as (figure, _):
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
@@ -129,7 +129,7 @@ def draw_svg(panel: Panel, runs: list[RunTrace]) -> str:
 
 
 def draw_png(panel: Panel, runs: list[RunTrace], path: Path) -> None:
-    """The plot as a PNG file, with title and legend."""
+    """Write the plot as a PNG file, with title and legend."""
     with _drawn(panel, runs, ink="black") as (figure, axes):
         axes.set_title(_literal(panel.title))
         axes.legend(frameon=False, fontsize="small")
@@ -138,7 +138,7 @@ def draw_png(panel: Panel, runs: list[RunTrace], path: Path) -> None:
 
 @contextmanager
 def _drawn(panel: Panel, runs: list[RunTrace], *, ink: str) -> Iterator[tuple[Any, Any]]:
-    """Figure and axes with the runs' curves in them."""
+    """Yield figure and axes with the curves of the runs."""
     plt = pyplot("a report")
     style = {
         "text.color": ink,
@@ -158,7 +158,9 @@ def _drawn(panel: Panel, runs: list[RunTrace], *, ink: str) -> Iterator[tuple[An
             _draw_run(axes, panel, run, color_of(i))
         if panel.noisy:
             axes.margins(y=0.2)
-            axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())  # by the means: the steps' range would press them flat
+            axes.set(
+                xlim=axes.get_xlim(), ylim=axes.get_ylim()
+            )  # by the means: the range of single steps would make them flat
             for i, run in enumerate(runs):
                 axes.plot(*_points(panel, run, panel.keys[0]), lw=0.6, alpha=0.18, zorder=1, color=color_of(i))
         axes.set_xlabel("effective steps τ")
@@ -188,6 +190,6 @@ def _draw_run(axes: Any, panel: Panel, run: RunTrace, color: str) -> None:
 
 
 def _literal(text: str) -> str:
-    """The text so that matplotlib shows it unchanged: without formulas, and not hidden from the legend."""
+    """Return the text in a form that matplotlib shows unchanged: without formulas, and not hidden from the legend."""
     text = text.replace("$", r"\$")
     return f"\u200b{text}" if text.startswith("_") else text

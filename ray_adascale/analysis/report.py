@@ -1,6 +1,6 @@
-"""The report: one HTML file that shows whether the schedule held, from the traces of the runs.
+"""The report: one HTML file about the traces of runs, which shows whether the schedule held.
 
-Everything is in the file: plots as SVG, no scripts, nothing from a network; dark where the reader's system is.
+The file contains everything: plots as SVG, no scripts, nothing from a network. It follows the reader's dark or light mode.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["write_report"]
 
 _LARGEST = 4096
-"""Of the fixed scales that a run which chose its own is compared with."""
+"""Largest fixed scale for the comparison with a run that followed the noise."""
 
 
 def write_report(
@@ -43,11 +43,10 @@ def write_report(
     """Write the page, and each of its plots as a PNG beside it (``report-loss.png`` ...).
 
     Args:
-        runs: Traces, or folders that hold one: one of them, or several, the base run first, if there is one. A mapping has them
-            by label.
+        runs: One trace or several, or folders with a trace; the base run first, if there is one. A mapping gives them labels.
         output: The HTML file; its folder is made if missing.
-        recipe: It is shown, and its noise gives the forecast that the runs are compared with.
-        forecast: A forecast made beforehand, whose rows are compared with the runs of the same scale and workers.
+        recipe: Shown in the page. The runs are compared with a forecast from its noise.
+        forecast: A forecast from before. Its rows are compared with the runs of the same scale and workers.
 
     Returns:
         The HTML file's path.
@@ -75,7 +74,7 @@ def write_report(
 
 
 def _with_distinct_labels(runs: list[RunTrace]) -> list[RunTrace]:
-    """The runs, numbered where two have the same label."""
+    """Return the runs, with numbers added to equal labels."""
     labels = [run.label for run in runs]
     return [
         RunTrace(f"{run.label} ({labels[: i + 1].count(run.label)})", run.rows) if labels.count(run.label) > 1 else run
@@ -86,7 +85,7 @@ def _with_distinct_labels(runs: list[RunTrace]) -> list[RunTrace]:
 def _render(
     runs: list[RunTrace], figures: list[tuple[str, str]], recipe: Recipe | None, forecast: Forecast | None
 ) -> str:
-    """The HTML, by report.html.j2."""
+    """Return the HTML, from report.html.j2."""
     metrics = list(dict.fromkeys(key for run in runs for key in run.metrics))
     keys = [_Key(run.label, color_of(i)) for i, run in enumerate(runs)]
     templates = Environment(
@@ -112,14 +111,14 @@ def _render(
 
 
 class _Key(NamedTuple):
-    """How the page and its plots tell a run from others."""
+    """Label and colour of a run in the page and its plots."""
 
     label: str
     color: str
 
 
 def _outcome(run: RunTrace, metrics: Iterable[str]) -> list[str]:
-    """A run's row: what it is in figures, and the newest value of each metric."""
+    """Return a run's row: its figures, and the newest value of each metric."""
     last = run.last
     losses = run.column("loss")[-max(1, len(run.rows) // 20) :]
     losses = losses[np.isfinite(losses)]
@@ -138,7 +137,7 @@ def _outcome(run: RunTrace, metrics: Iterable[str]) -> list[str]:
 
 
 def _scales_in_words(run: RunTrace) -> str:
-    """S, or all that it was; of a run that chose it from where to where, and the mean."""
+    """Return S, or all its values; for a run that followed the noise the first and last one, and the mean."""
     scales = run.column("scale")
     if not run.chose_its_scale:
         return _changes(scales.tolist())
@@ -146,19 +145,19 @@ def _scales_in_words(run: RunTrace) -> str:
 
 
 def _examples_in_words(run: RunTrace) -> str:
-    """The examples that a run has taken, where its trace tells."""
+    """Return the examples that a run has used; empty if its trace does not have them."""
     position = run.last.get("position")
     return f"{position:,}" if isinstance(position, int) else ""
 
 
 def _changes(values: list[Any]) -> str:
-    """The value, or where it changed, all that it was, one after the other."""
+    """Return the value, or all values in order if it changed."""
     found = [value for i, value in enumerate(values) if i == 0 or value != values[i - 1]]
     return " → ".join("?" if value is None else f"{value:g}" for value in found)
 
 
 def _four_digits(value: float) -> str:
-    """The value with four digits, zeros at the end as well, so that a column lines up."""
+    """Return the value with four digits, with trailing zeros, so that a column lines up."""
     return f"{value:#.4g}".removesuffix(".")
 
 
@@ -170,10 +169,9 @@ def _newest(values: np.ndarray) -> str:
 def _comparisons(
     runs: list[RunTrace], recipe: Recipe | None, forecast: Forecast | None
 ) -> Iterator[tuple[int, list[str]]]:
-    """(index of a run, [S, steps forecast, their interval, steps taken, how far off]) for each run above the base batch.
+    """Yield (index of a run, [S, forecast steps, their interval, steps taken, difference]) for each run above the base batch.
 
-    The forecast's rows say the steps where one is given; else they are replayed from the recipe's noise. With neither there
-    is nothing to compare.
+    The steps are those of the forecast's rows, or of a replay of the recipe's noise. Without both there is no comparison.
     """
     predict: Callable[[dict[str, Any]], tuple[int, int, int] | str]
     if forecast is not None:
@@ -210,7 +208,7 @@ def _comparisons(
 
 
 def _forecast_steps(forecast: Forecast, last: dict[str, Any]) -> tuple[int, int, int] | str:
-    """Steps, and the fewest and most of the interval, for a run with this last row; or why there are none."""
+    """Return the steps and their interval for a run with this last row, or why there are none."""
     for row in forecast.rows:
         if (row.scale, row.workers) == (last["scale"], last["world_size"]):
             return row.steps, row.low, row.high
@@ -218,7 +216,7 @@ def _forecast_steps(forecast: Forecast, last: dict[str, Any]) -> tuple[int, int,
 
 
 def _following_steps(forecast: Forecast, last: dict[str, Any]) -> tuple[int, int, int] | str:
-    """The same for a run that chose its scale."""
+    """Return the steps and their interval for a run that followed the noise, or why there are none."""
     for row in forecast.rows:
         if row.scale != row.last_scale and row.workers == last["world_size"]:
             return row.steps, row.low, row.high
@@ -226,8 +224,9 @@ def _following_steps(forecast: Forecast, last: dict[str, Any]) -> tuple[int, int
 
 
 def _saved(runs: list[RunTrace], recipe: Recipe | None) -> Iterator[tuple[int, list[str]]]:
-    """(index of a run, [steps, examples, in base runs, the fixed S of as many steps, its examples, saved]) of runs that are done
-    and chose their scale. The fixed batch is the forecast's, from the recipe's noise.
+    """Yield the savings of finished runs that followed the noise, compared with a fixed batch by the recipe's forecast.
+
+    Each item is (index of a run, [steps, examples, in base runs, the fixed S with as many steps, its examples, saved]).
     """
     if recipe is None or not recipe.noise:
         return
@@ -247,7 +246,7 @@ def _saved(runs: list[RunTrace], recipe: Recipe | None) -> Iterator[tuple[int, l
 
 
 def _fixed_scale(forecaster: Forecaster, steps: int) -> float | None:
-    """The scale at which a fixed batch is forecast to take as many steps; None where none does."""
+    """Return the scale at which a fixed batch takes as many steps by the forecast; None if no scale does."""
     low, high = 1.0, float(_LARGEST)
     if forecaster.at(high).expected.exact_steps > steps:
         return None
@@ -261,7 +260,7 @@ def _fixed_scale(forecaster: Forecaster, steps: int) -> float | None:
 
 
 def _replayed_steps(forecaster: Forecaster, last: dict[str, Any]) -> tuple[int, int, int] | str:
-    """The same by a replay of the recipe's noise."""
+    """Return the steps and their interval by a replay of the recipe's noise, or why there are none."""
     if not math.isclose(last["progress"], last["effective_steps"], rel_tol=1e-6):
         return "another rule than AdaScale's"
     found = forecaster.at(last["scale"])
@@ -269,7 +268,7 @@ def _replayed_steps(forecaster: Forecaster, last: dict[str, Any]) -> tuple[int, 
 
 
 def _follows(run: RunTrace, recipe: Recipe) -> bool:
-    """Whether the run began at the recipe's learning rate; True, too, where its trace doesn't tell."""
+    """Return whether the run began at the recipe's learning rate; also True if its trace does not show it."""
     rate = run.column("lr")[0]
     began_earlier = run.rows[0]["optimizer_steps"] != 1
     return began_earlier or math.isnan(rate) or math.isclose(rate, recipe.lr_curve[0][0], rel_tol=1e-6)

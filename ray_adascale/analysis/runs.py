@@ -1,4 +1,4 @@
-"""Runs as their traces tell them: where a run's trace lies, and what is in it."""
+"""Runs and their traces: the place of a run's trace, and its content."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ..run.trace import read_trace
 __all__ = ["COUNTERS", "RunTrace", "is_number", "load_run", "trace_path", "workers_in_words"]
 
 COUNTERS = ("step", "attempt", "position", "total_steps", "steps_left", USEFUL_WORKERS)
-"""The keys of a row, beside ``METRICS``, that the run itself writes: they tell where the run was, and measure nothing."""
+"""The keys of a row, beside ``METRICS``, that the run writes itself. They give its position and measure nothing."""
 
 
 @dataclass(frozen=True)
 class RunTrace:
-    """A run, as its trace tells it.
+    """A run, from its trace.
 
     Attributes:
         label: The run's name, for people.
@@ -34,9 +34,9 @@ class RunTrace:
     rows: list[dict[str, Any]]
 
     def column(self, key: str) -> np.ndarray:
-        """The values of a key as floats, shape (rows,); NaN where a row lacks the key or holds no number.
+        """Return the values of a key as floats, shape (rows,); NaN where a row lacks the key or has no number.
 
-        ``steps_expected`` is what each row has expected of the whole run: the steps taken and those left.
+        ``steps_expected`` are the expected steps of the whole run, by each row: the steps taken and those left.
         """
         if key == "steps_expected":
             return self.column("optimizer_steps") + self.column("steps_left")
@@ -45,17 +45,18 @@ class RunTrace:
 
     @property
     def last(self) -> dict[str, Any]:
+        """The last row."""
         return self.rows[-1]
 
     @property
     def mean_gain(self) -> float:
-        """r̄ over the optimizer steps."""
+        """r̄, the mean over the optimizer steps."""
         steps = self.last["optimizer_steps"]
         return self.last["progress"] / steps if steps else 1.0
 
     @property
     def metrics(self) -> list[str]:
-        """The keys that the user added: those with numbers that the run does not write itself."""
+        """The keys of the user's metrics: keys with numbers that the run does not write itself."""
         found = dict.fromkeys(
             key for row in self.rows for key, value in row.items() if is_number(value) and not math.isnan(value)
         )
@@ -63,7 +64,7 @@ class RunTrace:
 
     @property
     def chose_its_scale(self) -> bool:
-        """Whether the scale has changed between two steps of one start, on as many workers: so it followed the noise."""
+        """Whether the run followed the noise: its scale has changed within a start, on a fixed number of workers."""
         return any(
             now.get("scale") != before.get("scale")
             and all(now.get(key) == before.get(key) for key in ("attempt", "world_size"))
@@ -72,7 +73,7 @@ class RunTrace:
 
     @property
     def events(self) -> list[tuple[float, str]]:
-        """(τ, what happened): restarts, and changes of the number of workers, or of a scale that the run did not choose."""
+        """(τ, event): restarts, and changes of the number of workers, or of a scale that did not follow the noise."""
         found = []
         sizes = ("world_size",) if self.chose_its_scale else ("world_size", "scale")
         for before, now in itertools.pairwise(self.rows):
@@ -92,21 +93,21 @@ def _size_in_words(row: dict[str, Any]) -> str:
 
 
 def workers_in_words(count: object) -> str:
-    """``count`` and the noun: "1 worker", "2 workers"."""
+    """Return ``count`` and the noun: "1 worker", "2 workers"."""
     return f"{count} worker{'' if count == 1 else 's'}"
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether a value of a row is a number; True and False are none."""
+    """Return whether a value of a row is a number, which True and False are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def trace_path(run: str | os.PathLike[str]) -> Path:
-    """The trace of a run.
+    """Return the path of a run's trace.
 
     Args:
-        run: The trace's file itself; or the folder of a run on a LocalBackend or on Ray, whose trace counts if the run has
-            ended, and else that of its newest checkpoint.
+        run: The trace's file itself; or the folder of a run on a LocalBackend or on Ray, for its trace if the run has ended,
+            else for the trace of its newest checkpoint.
 
     Raises:
         ValueError: There is no trace.
@@ -115,7 +116,7 @@ def trace_path(run: str | os.PathLike[str]) -> Path:
     if path.is_file():
         return path
     own = path / TRACE
-    if own.is_file():  # the run wrote it at its end
+    if own.is_file():  # written at the end of the run
         return own
     kept = sorted(path.glob(f"checkpoint_*/{TRACE}"))
     if kept:
@@ -123,7 +124,7 @@ def trace_path(run: str | os.PathLike[str]) -> Path:
     if (path / SEARCH).is_file():
         raise ValueError(
             f"Invalid run {str(run)!r}: a search, whose trials keep no trace. Give the folder of a run, as `ray-adascale train` "
-            "makes; the base run, too, can be one, with --num-workers 1."
+            "makes; the base run can also be one, with --num-workers 1."
         )
     what = f"no {TRACE} in it or in its checkpoints" if path.is_dir() else "no such file or folder"
     raise ValueError(

@@ -1,7 +1,7 @@
 """TensorBoard event files: of a run on Ray workers while it goes on, and of any run from its trace.
 
-Every number is a scalar, against optimizer steps, and with the prefix ``tau/`` against ⌊τ⌋: there, runs at different scales
-lie on each other. Ray Tune writes such files for trials by itself.
+Every number is a scalar against optimizer steps, and with the prefix ``tau/`` a scalar against ⌊τ⌋, where runs at different
+scales coincide. Ray Tune writes event files for trials itself.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import queue
 import socket
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from .._warn import warn_at_user
 from ..run.step import Listener, Step
 from .runs import COUNTERS, RunTrace, is_number, load_run
 
 __all__ = ["LiveEvents", "write_events"]
 
 _NO_CURVES = (*COUNTERS, "optimizer_steps")
-"""The keys whose numbers are no curves: where the run was. Optimizer steps are an axis."""
+"""Keys without a curve: the position of the run, and optimizer steps, which are an axis."""
 
 _MOST_WAITING = 256
-"""Points that wait for a disk, at most."""
+"""Largest number of points that wait for a disk."""
 
 _PATIENCE_S = 5.0
-"""How long the end of a run waits for its event files."""
+"""Time limit for the event files at the end of a run."""
 
 
 def write_events(run: str | os.PathLike[str] | RunTrace, folder: str | os.PathLike[str]) -> Path:
@@ -38,7 +38,7 @@ def write_events(run: str | os.PathLike[str] | RunTrace, folder: str | os.PathLi
 
     Args:
         run: See :func:`ray_adascale.analysis.runs.trace_path`.
-        folder: A folder for all runs; this one gets a folder of its own in it, named by its label.
+        folder: A folder for all runs. The run gets a folder in it, named by its label.
 
     Returns:
         The run's folder.
@@ -62,14 +62,14 @@ def write_events(run: str | os.PathLike[str] | RunTrace, folder: str | os.PathLi
 class LiveEvents(Listener):
     """The event files of a run that goes on; it does nothing where tensorboardX is missing.
 
-    It writes about 500 points at first, one a second at most, and then so many for each time that the run gets e times as
-    long. A run that resumes tells TensorBoard to forget what had been written after its checkpoint.
+    It writes about 500 points at first, at most one a second, and then 500 further ones each time that the run gets e times as
+    long. A resumed run makes TensorBoard discard the points after its checkpoint.
 
-    A thread of its own writes, and no caller ever waits for it: what a disk does not take is left out, with one warning.
+    A thread of its own writes, and no caller waits for it. Points that a disk does not accept are left out, with one warning.
 
     Args:
-        folder: Gets a folder for the files against steps and one for those against τ: what is to be forgotten is told by
-            where it lies on the axis, and a folder has one axis.
+        folder: Gets a folder for the files against steps and one for the files against τ. TensorBoard discards points by their
+            place on the axis, and a folder has one axis.
     """
 
     def __init__(self, folder: str | os.PathLike[str], store: Callable[[Path], object] | None = None) -> None:
@@ -89,7 +89,7 @@ class LiveEvents(Listener):
         now = time.monotonic()
         if now - self._written >= max(1.0, (now - self._began) / 500):
             self._written = now
-            self._hand_over()
+            self._enqueue()
 
     def ended(self, why: str, metrics: Mapping[str, Any]) -> None:
         """Write the last step's metrics, end the files within seconds, and store them."""
@@ -101,7 +101,7 @@ class LiveEvents(Listener):
                 self._leave_out(f"{type(e).__name__}: {e}")
 
     def _close(self) -> None:
-        self._hand_over()
+        self._enqueue()
         if self._thread is None:
             return
         with contextlib.suppress(queue.Full):
@@ -110,7 +110,7 @@ class LiveEvents(Listener):
         if self._thread.is_alive():
             self._leave_out("the disk does not answer")
 
-    def _hand_over(self) -> None:
+    def _enqueue(self) -> None:
         metrics, self._pending = self._pending, None
         if metrics is None or self._over:
             return
@@ -125,15 +125,14 @@ class LiveEvents(Listener):
     def _leave_out(self, why: str) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            warn_at_user(
                 f"The run's TensorBoard event files in {self.folder} are incomplete: {why}. Training goes on; "
-                "`ray-adascale report --tensorboard` makes them anew from the trace.",
+                "`ray-adascale report --tensorboard` makes them again from the trace.",
                 RuntimeWarning,
-                stacklevel=2,
             )
 
     def _write_all(self) -> None:
-        """Write what is handed over until the end is; the thread's."""
+        """Write the queue until its end. Runs in the thread."""
         files: dict[str, _EventFile] = {}
         try:
             while (metrics := self._queue.get()) is not None:
@@ -145,22 +144,23 @@ class LiveEvents(Listener):
                     if axis not in files:
                         files[axis] = _EventFile(self.folder / axis, at)
                     files[axis].add({f"{prefix}{key}": value for key, value in _scalars(metrics)}, at)
-        except Exception as e:  # of whatever kind: a display never ends a run
+        except Exception as e:  # event files never end a run
             self._over = True
             self._leave_out(f"{type(e).__name__}: {e}")
         finally:
             for file in files.values():
-                with contextlib.suppress(OSError):  # what it could not flush is what was warned of
+                with contextlib.suppress(OSError):  # the warning covers points that could not be flushed
                     file.close()
 
 
 class _EventFile:
-    """One event file, written as one asks. tensorboardX's own writer does so in a thread that dies of a full disk, and then
-    blocks whoever adds to it or ends the process.
+    """One event file, written in the caller's thread.
+
+    tensorboardX's own writer has a thread, which dies of a full disk. Then its callers and the end of the process block.
 
     Args:
         folder: Made if missing.
-        first: Where on the axis it begins; what earlier files of the folder have from there on is forgotten.
+        first: The file's beginning on the axis. TensorBoard discards the points of earlier files from there on.
     """
 
     def __init__(self, folder: Path, first: int) -> None:
@@ -168,7 +168,7 @@ class _EventFile:
         from tensorboardX.proto.event_pb2 import SessionLog
 
         folder.mkdir(parents=True, exist_ok=True)
-        starts = len(list(folder.glob("events*")))  # how often the run has started before
+        starts = len(list(folder.glob("events*")))  # number of earlier starts of the run
         self._file = RecordWriter(
             str(folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{starts}")
         )
@@ -177,7 +177,7 @@ class _EventFile:
             self._write(step=first, session_log=SessionLog(status=SessionLog.START))
 
     def add(self, scalars: Mapping[str, float], at: int) -> None:
-        """Write these numbers at one place of the axis, to the disk: a worker that is killed takes along what is not there."""
+        """Write these numbers at one place of the axis, and flush them, so that they survive a killed worker."""
         from tensorboardX.summary import scalar
 
         for tag, value in scalars.items():
@@ -200,7 +200,7 @@ def _scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _writer_class() -> Any:
-    """tensorboardX's class, or None where it is missing."""
+    """Return tensorboardX's class, or None if it is missing."""
     try:
         from tensorboardX import SummaryWriter
     except ImportError:

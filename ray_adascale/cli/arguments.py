@@ -1,4 +1,4 @@
-"""What can be said on the command line, and how it is read. What each command does is in :mod:`ray_adascale.cli.main`."""
+"""The options of the command line, and the values that are read from them. :mod:`ray_adascale.cli.main` has the commands."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import re
 import shlex
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .._errors import SettingError
 from .._version import __version__
 
 if TYPE_CHECKING:
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 __all__ = [
     "BATCH_OPTIONS",
     "ELASTIC_FAILURES",
-    "in_flags",
+    "error_text",
+    "key_and_value",
     "make_parser",
     "read_best",
     "read_config",
@@ -33,10 +34,10 @@ __all__ = [
 Command = Callable[[argparse.Namespace], int]
 
 BATCH_OPTIONS = ("per_worker_batch_size", "accumulation", "target_efficiency", "rule")
-"""The fields of ``AdaScaleConfig`` that decide what a step's batch is, and have options of their own."""
+"""The fields of ``AdaScaleConfig`` that decide about a step's batch and have options of their own."""
 
 ELASTIC_FAILURES = 20
-"""How often an elastic run restarts: who gives a range expects nodes to go; who does not wants to hear of the first failure."""
+"""Restarts of an elastic run: with a range of workers, lost nodes are expected. Otherwise the first failure ends the run."""
 
 
 # ---- the options -----------------------------------------------------------------------------------------------------
@@ -46,7 +47,7 @@ def make_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     """Make the parser.
 
     Args:
-        commands: What each command does, by its name; its help begins with the function's docstring.
+        commands: The functions of the commands by name. A function's docstring begins the help of its command.
     """
     parser = _Parser(
         prog="ray-adascale",
@@ -84,15 +85,18 @@ Exit codes: 0 done; 1 the run or search failed, or what was described is damaged
     with contextlib.suppress(ImportError):  # an extra
         import argcomplete
 
-        argcomplete.autocomplete(parser)  # where the shell asks for it, which it says in the environment
+        argcomplete.autocomplete(parser)  # does nothing unless the shell asks for completion
     return parser
 
 
 class _Parser(argparse.ArgumentParser):
-    """Files of options are read as a shell would: several on a line, quotes, comments."""
+    """Reads files of options like a shell: several options on a line, quotes, comments."""
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
-        return shlex.split(arg_line, comments=True)
+        try:
+            return shlex.split(arg_line, comments=True)
+        except ValueError as e:
+            self.error(f"invalid line in a file of options: {arg_line!r} ({e})")
 
 
 def _unindented(docstring: str) -> str:
@@ -100,7 +104,7 @@ def _unindented(docstring: str) -> str:
 
 
 def _add_tune(tune: argparse.ArgumentParser) -> None:
-    _add_workload(tune, "that every trial gets; one that is searched over is fixed to this value")
+    _add_workload(tune, "for every trial; a searched one is fixed to this value")
     what = tune.add_argument_group("the search")
     what.add_argument(
         "--base-batch-size",
@@ -118,7 +122,7 @@ def _add_tune(tune: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="run the best three again with N other seeds each, and take the best mean; makes the forecast's interval closer "
+        help="run the best three again with N other seeds each, and select the best mean; narrows the forecast's interval "
         "(default: %(default)s)",
     )
     what.add_argument(
@@ -137,7 +141,7 @@ def _add_tune(tune: argparse.ArgumentParser) -> None:
         "--scheduler",
         choices=("asha", "none"),
         default="asha",
-        help="asha stops trials that lag behind (default); none lets each one end",
+        help="asha stops trials that are behind others (default); none lets each one end",
     )
     _add_training(what)
     where = tune.add_argument_group("where it runs")
@@ -154,9 +158,9 @@ def _add_tune(tune: argparse.ArgumentParser) -> None:
     )
     where.add_argument("--use-gpu", action="store_true", help="with --num-workers: one GPU a worker")
     where.add_argument("--max-concurrent-trials", type=int, metavar="N", help="default: as many as fit")
-    _add_ray(where, "of the search; the same name and storage path go on with one that was interrupted")
+    _add_ray(where, "of the search; the same name and storage path continue an interrupted one")
     tune.add_argument(
-        "-o", "--output", default="recipe.json", metavar="FILE", help="where the recipe goes (default: %(default)s)"
+        "-o", "--output", default="recipe.json", metavar="FILE", help="file of the recipe (default: %(default)s)"
     )
 
 
@@ -174,21 +178,21 @@ def _add_forecast(predict: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="RUN",
-        help="folder of a run on several workers, with the same --per-worker-batch-size: its trace tells what "
-        "synchronisation costs; needs --measure; may be given again",
+        help="folder of a run on several workers, with the same --per-worker-batch-size, for the time of "
+        "synchronisation in its trace; needs --measure; may be given again",
     )
     predict.add_argument("--cost-per-worker-hour", type=float, metavar="PRICE", help="in any currency; needs --measure")
     predict.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    predict.add_argument("--plot", metavar="FILE", help="draw it as well: .png, .svg or .pdf (needs matplotlib)")
+    predict.add_argument("--plot", metavar="FILE", help="write a plot as well: .png, .svg or .pdf (needs matplotlib)")
     _add_config(predict)
 
 
 def _add_train(train: argparse.ArgumentParser) -> None:
-    _add_workload(train, "to add to the recipe's, or to put in their place")
+    _add_workload(train, "added to the recipe's, or replacing them")
     what = train.add_argument_group("what to run: a recipe, or its base batch size and length")
     what.add_argument("--recipe", metavar="FILE", help="the file that `ray-adascale tune` wrote")
     what.add_argument(
-        "--base-batch-size", type=int, metavar="B0", help="examples per optimizer step that the schedule was made for"
+        "--base-batch-size", type=int, metavar="B0", help="examples per optimizer step at which the schedule was tuned"
     )
     length = what.add_mutually_exclusive_group()
     length.add_argument("--total-steps", type=int, metavar="T", help="optimizer steps of a run at that batch")
@@ -198,22 +202,27 @@ def _add_train(train: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--sharding",
         metavar="KIND",
-        help="where gradients and optimizer state live: auto, none, oss, zero2, fsdp2 (default: auto)",
+        help="sharding of gradients and optimizer state: auto, none, oss, zero2, fsdp2 (default: auto)",
     )
     _add_training(how)
     how.add_argument(
         "--early-stop",
         type=float,
         metavar="STEPS",
-        help="end when the workload's metric has not got better for so many effective steps (default: go on to T)",
+        help="end when the workload's metric has not improved for this many effective steps (default: run to T)",
     )
     how.add_argument("--checkpoint-every", type=float, metavar="SECONDS", help="default: 300")
     how.add_argument("--report-every", type=float, metavar="SECONDS", help="to Ray Train (default: 10)")
     _add_accepting(how)
     _add_keeping(how, default="all")
     where = train.add_argument_group("where it runs")
+    where.add_argument(
+        "--working-dir",
+        metavar="PATH",
+        help="folder of the workload's and the recipe's files, if they are not in the current one; for a run's options.txt",
+    )
     _add_workers(where, default="1")
-    _add_ray(where, "of the run; the same name and storage path go on with it")
+    _add_ray(where, "of the run; the same name and storage path continue it")
 
 
 def _add_resume(resume: argparse.ArgumentParser) -> None:
@@ -229,14 +238,14 @@ def _add_report(page: argparse.ArgumentParser) -> None:
     page.add_argument(
         "runs", nargs="+", metavar="RUN", help="a run's folder, or its trace.jsonl; the base run first, if there is one"
     )
-    page.add_argument("--recipe", metavar="FILE", help="show it, and compare the steps it forecasts with those taken")
+    page.add_argument("--recipe", metavar="FILE", help="show it, and compare its forecast with the steps taken")
     page.add_argument(
         "--tensorboard",
         metavar="FOLDER",
         help="write TensorBoard event files there too, against steps and against effective steps",
     )
     page.add_argument(
-        "-o", "--output", default="report.html", metavar="FILE", help="where the page goes (default: %(default)s)"
+        "-o", "--output", default="report.html", metavar="FILE", help="file of the page (default: %(default)s)"
     )
 
 
@@ -248,9 +257,9 @@ _COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "tune": ("search at the base batch, write a recipe", _add_tune),
     "forecast": ("steps, time and cost of a recipe on any number of workers", _add_forecast),
     "train": ("run a recipe on any number of workers", _add_train),
-    "resume": ("go on with a run that stopped", _add_resume),
+    "resume": ("continue a run that stopped", _add_resume),
     "report": ("one HTML page about runs, to see whether the schedule held", _add_report),
-    "describe": ("say what a recipe, a checkpoint or a run is", _add_describe),
+    "describe": ("describe a recipe, a checkpoint or a run", _add_describe),
 }
 
 
@@ -280,9 +289,9 @@ def _add_batch(parser: argparse._ActionsContainer) -> None:
         "--target-efficiency",
         type=_efficiency,
         metavar="E",
-        help="let the run choose its scale: the largest at which a step buys this share of what its examples cost, as 0.6; or "
-        "goodput: the most progress a second. --per-worker-batch-size is the most of one pass then, --accumulation the fewest "
-        "passes; -c max_global_batch_size=... bounds it (default: the scale follows from those and the workers)",
+        help="let the run choose its scale: the largest one with at least this efficiency r/S, such as 0.6; or goodput: the most "
+        "progress a second. --per-worker-batch-size is then the most examples of one pass, --accumulation the fewest passes, "
+        "and -c max_global_batch_size=... a bound (default: the scale follows from those two and the workers)",
     )
     parser.add_argument(
         "--rule",
@@ -291,7 +300,7 @@ def _add_batch(parser: argparse._ActionsContainer) -> None:
 
 
 def _efficiency(text: str) -> float | str:
-    """A number, or a word that ``AdaScaleConfig`` takes or refuses."""
+    """Return a number, or a word, which ``AdaScaleConfig`` checks."""
     try:
         return float(text)
     except ValueError:
@@ -310,12 +319,12 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_workers(parser: argparse._ActionsContainer, *, default: str | None) -> None:
-    said = "as before" if default is None else default
+    shown = "as before" if default is None else default
     parser.add_argument(
         "--num-workers",
         default=default,
         metavar="N|MIN..MAX",
-        help=f"Ray workers: 8, or 2..8 for as many of them as the cluster has at the time (default: {said})",
+        help=f"Ray workers: 8, or 2..8 for as many as the cluster has at a time (default: {shown})",
     )
     parser.add_argument(
         "--use-gpu",
@@ -374,78 +383,69 @@ def _add_ray(parser: argparse._ActionsContainer, name: str) -> None:
 
 
 def read_config(args: argparse.Namespace, options: Sequence[str], **more: Any) -> AdaScaleConfig:
-    """The configuration that options of their own and ``--config`` give; what is not given has its default.
+    """Return the configuration from the options and from ``--config``. Other fields have their defaults.
 
     Args:
-        args: What was parsed.
-        options: The fields of ``AdaScaleConfig`` whose options have their names.
-        **more: Further fields with their values; None counts as not given.
+        args: The parsed arguments.
+        options: The fields of ``AdaScaleConfig`` with an option of their name.
+        **more: Further fields with their values; None means not given.
 
     Raises:
-        ValueError: There is no such field, it can't have the value, or it is given twice.
+        ValueError: A field does not exist, can't have the value, or is given twice.
     """
     from ..config import AdaScaleConfig
 
     given = {name: getattr(args, name) for name in options} | more
     given = {name: value for name, value in given.items() if value is not None}
     for text in args.config:
-        name, value = _key_and_value(text)
+        name, value = key_and_value(text)
         value = _checked_field(name, value)
         if given.setdefault(name, value) != value or args.config.count(text) > 1:
             raise ValueError(f"Invalid --config {text}: {name} is given twice.")
     return AdaScaleConfig(**given)
 
 
-def in_flags(text: str, args: argparse.Namespace, *, names: bool = True) -> str:
-    """What the API says, in the command line's words: ``--accumulation 2`` for ``AdaScaleConfig(accumulation=2)``.
+_OPTION_OF = {"checkpoint_every_s": "checkpoint_every", "report_every_s": "report_every", "patience": "early_stop"}
+"""The option of a setting, where it has another name than the setting."""
+
+
+def error_text(error: Exception, args: argparse.Namespace) -> str:
+    """Return an error's message for the command line: ``--accumulation 0`` for ``AdaScaleConfig(accumulation=0)``.
 
     Args:
-        text: An error or a warning.
-        args: What was parsed: it has the options that there are.
-        names: Whether names that stand alone are the API's, too; in a text that may be the user's they need not be.
+        error: The error.
+        args: The parsed arguments, which have the command's options.
     """
+    if isinstance(error, SettingError):
+        options = [_option(name, value, args) for name, value in error.settings.items()]
+        return str(error) if None in options else error.with_settings_as(" ".join(filter(None, options)))
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.strerror}: {error.filename}"  # without Python's brackets and numbers
+    return str(error)
+
+
+def _option(name: str, value: Any, args: argparse.Namespace) -> str | None:
+    """Return how a setting is given on the command line: by an option of its own, else by ``-c``; None if it can't be."""
     from ..config import AdaScaleConfig
 
-    fields = {field.name for field in dataclasses.fields(AdaScaleConfig)}
-
-    def flag(name: str, value: str | None) -> str | None:
-        option = name if name in args else name.removesuffix("_s")
-        given = None if value in (None, "...", "True") else value.strip("'\"")
-        if option in args:
-            return f"--{option.replace('_', '-')}" + ("" if given is None else f" {given}")
-        if name in fields and "config" in args:
-            written = {"True": "true", "False": "false", "None": "null"}.get(str(value), given)
-            return f"-c {name}={'...' if written is None else written}"
-        return None
-
-    def settings(match: re.Match[str]) -> str:
-        each = re.findall(r"(\w+)(?:=((?:'[^']*'|\([^()]*\)|[^,()])+))?", match[2])
-        said = [flag(name, value or None) for name, value in each]
-        return match[0] if None in said else " ".join(filter(None, said))
-
-    def word(match: re.Match[str]) -> str:
-        said = flag(match[1], match[2])
-        return said if said is not None and said.startswith("--") else match[0]
-
-    text = re.sub(r"\b(AdaScaleConfig|ScalingConfig|tune_recipe)\(((?:[^()]|\([^()]*\))*)\)", settings, text)
-    text = text.replace("AdaScaleConfig takes", "Give")
-    # Names of several words alone, as one word may be any word; not what is quoted, nor a workload's own hyperparameters.
-    if names and "--config" not in text:  # where the fields are called by their names
-        text = re.sub(
-            r"(?<![\w'\"./=-])((?:[a-z]+_)+[a-z]+)(?:=(\.\.\.|[^\s,;:()]*[^\s,;:().]))?(?![\w'\"(/])", word, text
-        )
-    return re.sub(r"(?<!\.)\.\.(?!\.)", ".", text)
+    option = _OPTION_OF.get(name, name)
+    if option in args:
+        return f"--{option.replace('_', '-')}" + ("" if value is ... else f" {value}")
+    if "config" in args and name in {field.name for field in dataclasses.fields(AdaScaleConfig)}:
+        written = "..." if value is ... else value if isinstance(value, str) else json.dumps(value, default=repr)
+        return f"-c {name}={written}"
+    return None
 
 
 def read_overrides(args: argparse.Namespace) -> dict[str, Any]:
-    """The hyperparameters given as ``key=value``.
+    """Return the hyperparameters given as ``key=value``.
 
     Raises:
-        ValueError: One is given twice, or is not of that form.
+        ValueError: A hyperparameter is given twice, or does not have that form.
     """
     given: dict[str, Any] = {}
     for text in args.overrides:
-        key, value = _key_and_value(text)
+        key, value = key_and_value(text)
         if key in given:
             raise ValueError(f"Invalid override {text!r}: {key} is given twice.")
         given[key] = value
@@ -453,7 +453,7 @@ def read_overrides(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_numbers(text: str) -> list[int]:
-    """The numbers that ``--workers`` gives."""
+    """Return the numbers of ``--workers``."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
@@ -461,7 +461,7 @@ def read_numbers(text: str) -> list[int]:
 
 
 def read_workers(text: str) -> int | tuple[int, int]:
-    """The number that ``--num-workers`` gives, or the range."""
+    """Return the number or the range of ``--num-workers``."""
     low, dots, high = text.partition("..")
     try:
         return (int(low), int(high)) if dots else int(low)
@@ -470,29 +470,34 @@ def read_workers(text: str) -> int | tuple[int, int]:
 
 
 def read_best(text: str) -> tuple[str, str]:
-    """The metric that ``--keep-best`` gives, and "max" or "min"."""
+    """Return the metric of ``--keep-best``, and "max" or "min"."""
     metric, _, order = text.rpartition(":")
     if not metric or order not in ("max", "min"):
         raise ValueError(f"Invalid --keep-best {text!r}. Must be METRIC:max or METRIC:min, as accuracy:max.")
     return metric, order
 
 
-def _key_and_value(text: str) -> tuple[str, Any]:
+def key_and_value(text: str) -> tuple[str, Any]:
+    """Return key and value of ``key=value``: a JSON value, or a string if the text is no JSON.
+
+    Raises:
+        ValueError: The text does not have that form.
+    """
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ValueError(f"Invalid override {text!r}. Must be key=value.")
     try:
         return key, json.loads(value)
     except json.JSONDecodeError:
-        return key, value  # a bare word is a string
+        return key, value
 
 
 _IN_WORDS = {type(None): "null", bool: "true or false", int: "a whole number", float: "a number", str: "a name"}
-"""What the command line can say for fields of these types."""
+"""The values of a field on the command line, by the field's type."""
 
 
 def _checked_field(name: str, value: Any) -> Any:
-    """The value of a field of ``AdaScaleConfig``, as the field's type has it."""
+    """Return a value for a field of ``AdaScaleConfig``, converted to the field's type."""
     from ..config import AdaScaleConfig
 
     fields = sorted(field.name for field in dataclasses.fields(AdaScaleConfig))

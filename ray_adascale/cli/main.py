@@ -1,4 +1,4 @@
-"""The command line: what ``ray-adascale tune``, ``train`` and the rest do, a few lines each over the public API."""
+"""The command line: a function for each of ``ray-adascale tune``, ``train`` and the rest, over the public API."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import math
 import os
 import socket
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Sequence
@@ -16,21 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._files import (
-    RUN,
-    SEARCH,
-    absolute,
-    check_writable,
-    list_names,
-    move_if_there,
-    read_json,
-    write_json,
-    write_text,
-)
+from .._files import absolute, check_writable
+from . import run_folder
 from .arguments import (
     BATCH_OPTIONS,
     ELASTIC_FAILURES,
-    in_flags,
+    error_text,
     make_parser,
     read_best,
     read_config,
@@ -42,9 +32,9 @@ from .arguments import (
 if TYPE_CHECKING:
     from ray.train import CheckpointConfig
 
-    from ..analysis.throughput import Throughput
     from ..config import AdaScaleConfig
     from ..recipe import Recipe
+    from ..throughput import Throughput
 
 __all__ = ["main"]
 
@@ -53,17 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        The exit code: 0 when it did what was asked, 1 when the run or search failed, 2 for a mistake in the call, 130
-        when it was interrupted.
+        The exit code: 0 for success, 1 for a failed run or search, 2 for a mistake in the command, 130 for an interrupt.
     """
     _cache_bytecode()
-    parser = _parser()
-    args, rest = parser.parse_known_args(argv)
-    # argparse takes positional arguments in one run only; key=value may stand after options, too.
-    if rest and not ("overrides" in args and all("=" in item and not item.startswith("-") for item in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        args.overrides += rest
+    args = _parse(argv)
     try:
         Path.cwd()
     except FileNotFoundError:
@@ -71,22 +54,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_, **__: _say(f"warning: {message}", args)
+            warnings.showwarning = lambda message, *_, **__: _print_error(f"warning: {message}")
             return args.command(args)
     except (ValueError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as e:
-        _say(_error_in_words(e), args)
+        _print_error(error_text(e, args))
         return 2
     except KeyboardInterrupt:
         print("ray-adascale: interrupted", file=sys.stderr)
         return 130
     except (RuntimeError, OSError) as e:
-        _say(_error_in_words(e), args)
+        _print_error(error_text(e, args))
         return 1
 
 
 # ---- the commands ----------------------------------------------------------------------------------------------------
 #
-# Each imports what it needs itself: help, completion and mistakes in an option need neither torch nor Ray nor a plot.
+# Each command imports its modules itself, so that help, completion and mistakes in an option load neither torch nor Ray.
 
 
 def _tune(args: argparse.Namespace) -> int:
@@ -118,7 +101,7 @@ def _tune(args: argparse.Namespace) -> int:
     config = read_config(args, ("precision", "evaluate_every", "seed"))
     name = args.name or _name_by_time("recipe")
     try:
-        check_writable(args.output)  # a search is long, and what it found goes there at its end
+        check_writable(args.output)  # a search is long, and its result goes there at the end
     except OSError as e:
         raise ValueError(f"Invalid --output {args.output}: {e.strerror or e}. Name a file that can be written.") from e
     _connect(args.address, verbose=args.verbose)
@@ -148,8 +131,8 @@ def _tune(args: argparse.Namespace) -> int:
     try:
         recipe.save(args.output)
     except OSError as e:
-        told = f"{args.output} could not be written: {e.strerror or e}"
-        print(f"ray-adascale: {told}; the same command with --name {name} writes it anew", file=sys.stderr)
+        cause = f"{args.output} could not be written: {e.strerror or e}"
+        print(f"ray-adascale: {cause}; the same command with --name {name} writes it anew", file=sys.stderr)
         return 1
     print(f"Written to {args.output}")
     return 0
@@ -203,6 +186,7 @@ def _train(args: argparse.Namespace) -> int:
     from ..train.trainer import AdaScaleTrainer
     from ..workload import resolve
 
+    args = run_folder.with_files_found(args)
     recipe = None if args.recipe is None else Recipe.load(args.recipe)
     config = _train_config(args)
     hyperparameters = read_overrides(args)
@@ -216,13 +200,19 @@ def _train(args: argparse.Namespace) -> int:
         name=name,
         storage_path=None if args.storage_path is None else absolute(args.storage_path),
         failure_config=ray.train.FailureConfig(max_failures=failures),
-        checkpoint_config=_keeping(args),
+        checkpoint_config=_checkpoint_config(args),
     )
     folder = f"{run_config.storage_path}/{name}"
+    options = run_folder.options_text(args, name, run_config.storage_path)
 
-    def note_start() -> None:
-        write_json(f"{folder}/{RUN}", _arguments_to_keep(args, name, run_config.storage_path))
-        _set_failure_aside(folder)
+    def on_start() -> None:
+        run_folder.write_options(folder, options)
+        run_folder.set_failure_aside(folder)
+
+    def print_resume_command() -> None:
+        command = run_folder.resume_command(folder, config, args.recipe)
+        if command is not None:
+            print(f"`{command}` goes on from the last checkpoint.", file=sys.stderr)
 
     _connect(args.address, verbose=args.verbose)
     trainer = AdaScaleTrainer(
@@ -232,50 +222,44 @@ def _train(args: argparse.Namespace) -> int:
         config=config,
         scaling_config=ray.train.ScalingConfig(num_workers=num_workers, use_gpu=args.use_gpu),
         run_config=run_config,
-        # Not before: a command that is refused leaves an earlier one's run as it was.
-        on_start=note_start,
+        on_start=on_start,  # not earlier: a refused command must leave the options of an earlier one
     )
     started = time.monotonic()
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # Ray prints of dead workers, and standard output is for results
+        with contextlib.redirect_stdout(
+            sys.stderr
+        ):  # Ray prints about dead workers, and standard output is for results
             result = trainer.fit()
     except (ray.train.TrainingFailedError, ray.exceptions.RayError) as e:
-        _say(f"run {name!r} failed. {failure_in_words(e)}", args, names=False)
-        print(f"The whole traceback: {_keep_failure(folder, whole_failure(e))}", file=sys.stderr)
-        _say_how_to_go_on(folder, args)
+        _print_error(f"run {name!r} failed. {failure_in_words(e)}")
+        print(f"The whole traceback: {run_folder.keep_failure(folder, whole_failure(e))}", file=sys.stderr)
+        print_resume_command()
         return 1
     except KeyboardInterrupt as e:
         print(f"ray-adascale: interrupted. {e}".rstrip(), file=sys.stderr)
-        _say_how_to_go_on(folder, args)
+        print_resume_command()
         return 130
-    _set_failure_aside(folder)  # a short run may end before its start is heard of
+    run_folder.set_failure_aside(folder)  # a short run may end before its start is reported
     if args.keep_best is not None and math.isnan(result.metrics.get(read_best(args.keep_best)[0], math.nan)):
-        _say(f"warning: --keep-best {args.keep_best}: the last checkpoint has no such metric to be compared by", args)
+        _print_error(f"warning: --keep-best {args.keep_best}: the last checkpoint has no such metric to be compared by")
     print(_summary(result.metrics, time.monotonic() - started, str(result.return_value["stopped"])))
     print(f"Checkpoint: {result.checkpoint.path}")
     return 0
 
 
 def _resume(args: argparse.Namespace) -> int:
-    """Go on with a run that `ray-adascale train` started, from its newest checkpoint, on as many workers as you like.
+    """Continue a run of `ray-adascale train` from its newest checkpoint, on any number of workers.
 
-    A search goes on with the command that started it, and its --name.
+    The command is `ray-adascale train @RUN/options.txt` with the options below. To continue a search, repeat its `tune`
+    command with its --name.
     """
-    saved = _saved_run(args.run, args.storage_path)
-    given = {key: getattr(args, key) for key in _OF_RESUME}
-    # What this version can be told and the one that wrote the file could not is as it is by default.
-    default = vars(_parser().parse_args(["train", saved["workload"]]))
-    again = {**default, **saved, **{key: value for key, value in given.items() if value is not None}}
-    where, _, function = saved["workload"].rpartition(":")
-    if where.endswith(".py"):
-        again["workload"] = f"{_find_file(where, saved)}:{function}"
-    if saved["recipe"] is not None:
-        again["recipe"] = _find_file(saved["recipe"], saved)
-    ended = _ended(argparse.Namespace(**again))
+    words = run_folder.read_options(run_folder.folder_of(args.run, args.storage_path))
+    again = run_folder.with_files_found(_parse(["train", *words, *run_folder.options_of(args, _OF_RESUME)]))
+    ended = run_folder.ended(f"{again.storage_path}/{again.name}", _train_config(again), again.recipe)
     if ended is not None:
         print(ended)
         return 0
-    return _train(argparse.Namespace(**again))
+    return _train(again)
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -295,7 +279,7 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _describe(args: argparse.Namespace) -> int:
-    """Say what a recipe, a checkpoint or a run is, and whether it is whole."""
+    """Describe a recipe, a checkpoint or a run, and check that it is whole."""
     from ..analysis.describe import describe
 
     text, whole = describe(args.path)
@@ -313,13 +297,7 @@ _OF_RESUME = (
     "keep_checkpoints",
     "keep_best",
 )
-"""The arguments of `train` that `resume` has as well."""
-
-_ERROR = "error.txt"
-"""The traceback of the last start of a run, in its folder, where that start has failed."""
-
-_EARLIER_ERROR = "error-earlier.txt"
-"""The traceback of an earlier start."""
+"""The options of `train` that `resume` has as well."""
 
 _COMMANDS = {
     "tune": _tune,
@@ -338,8 +316,19 @@ def _parser() -> argparse.ArgumentParser:
     return make_parser(_COMMANDS)
 
 
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    # argparse accepts positional arguments in one sequence only; key=value may also stand after options.
+    if rest and not ("overrides" in args and all("=" in item and not item.startswith("-") for item in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides += rest
+    return args
+
+
 def _train_config(args: argparse.Namespace) -> AdaScaleConfig:
-    """The settings that the arguments of `train` give."""
+    """Return the settings from the arguments of `train`."""
     names = (
         "base_batch_size",
         "total_steps",
@@ -359,8 +348,8 @@ def _train_config(args: argparse.Namespace) -> AdaScaleConfig:
     )
 
 
-def _keeping(args: argparse.Namespace) -> CheckpointConfig:
-    """Which checkpoints Ray Train is to keep."""
+def _checkpoint_config(args: argparse.Namespace) -> CheckpointConfig:
+    """Return Ray Train's settings for the checkpoints to keep."""
     from ray.train import CheckpointConfig
 
     if args.keep_checkpoints is None:
@@ -396,24 +385,24 @@ def _connect(address: str | None, *, verbose: bool = False) -> None:
         _knock(address)
         quiet_init(address, log_to_driver=verbose)
     except Exception as e:
-        said = str(e).strip().partition("\n")[0]
+        cause = str(e).strip().partition("\n")[0].removesuffix(".")
         if address is None:
-            raise RuntimeError(f"Ray could not be started here. {type(e).__name__}: {said}") from e
+            raise RuntimeError(f"Ray could not be started here. {type(e).__name__}: {cause}") from e
         raise ValueError(
-            f"Invalid address {address!r}: no Ray cluster answers there ({said}). Start one with `ray start --head`, or leave "
+            f"Invalid address {address!r}: no Ray cluster answers there ({cause}). Start one with `ray start --head`, or leave "
             "--address out (and RAY_ADDRESS unset) for a local one."
         ) from e
 
 
 def _knock(address: str | None) -> None:
-    """Raise OSError where nobody listens: Ray would try for minutes, and log each try."""
+    """Raise OSError if no process listens at the address: Ray would try for minutes, and log each try."""
     host, colon, port = (address or "").rpartition("://")[2].rpartition(":")
     if colon and port.isdecimal():
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
 
 
 def _param_space(args: argparse.Namespace) -> Any:
-    """The search space, with what was fixed on the command line."""
+    """Return the search space, with the hyperparameters that the command line fixes."""
     from ..workload import resolve
 
     spec = args.param_space or f"{args.workload.rpartition(':')[0]}:param_space"
@@ -449,178 +438,31 @@ def _measure(args: argparse.Namespace, recipe: Recipe, config: AdaScaleConfig) -
         )
     except ValueError:
         raise
-    except Exception as e:  # of the workload's own code
+    except Exception as e:  # in the workload's own code
         raise RuntimeError(f"Measuring {args.measure} failed. {type(e).__name__}: {e}") from e
-
-
-def _keep_failure(folder: str, text: str) -> str:
-    """Write down why a run failed, in its folder or, where that fails, in a scratch file; returns where."""
-    path = f"{folder}/{_ERROR}"
-    try:
-        write_text(path, text)
-    except OSError:
-        with tempfile.NamedTemporaryFile("w", prefix="ray_adascale-error-", suffix=".txt", delete=False) as file:
-            file.write(text)
-        return file.name
-    return path
-
-
-def _set_failure_aside(folder: str) -> None:
-    """Rename the traceback of an earlier start of a run, once a later start has succeeded."""
-    with contextlib.suppress(OSError):  # an old traceback is no reason to end a run
-        move_if_there(f"{folder}/{_ERROR}", f"{folder}/{_EARLIER_ERROR}")
-
-
-def _say_how_to_go_on(folder: str, args: argparse.Namespace) -> None:
-    """Name the command that goes on with a run, where there is something to go on with."""
-    from ..checkpoint import MANIFEST
-
-    where, _, name = folder.rpartition("/")
-    try:
-        names = list_names(folder)
-        checkpoints = [found for found in names if found.startswith("checkpoint_")]
-        whole = any(MANIFEST in list_names(f"{folder}/{found}") for found in checkpoints)
-        more = _ended(argparse.Namespace(**{**vars(args), "name": name, "storage_path": where}), verify=False) is None
-    except (OSError, ValueError):
-        return
-    if RUN in names and whole and more:
-        print(f"`ray-adascale resume {folder}` goes on from the last checkpoint.", file=sys.stderr)
-
-
-def _saved_run(run: str, storage_path: str | None) -> dict[str, Any]:
-    """The arguments of the `train` that started a run.
-
-    Args:
-        run: Its folder, or its name.
-        storage_path: Where a name's folder is.
-
-    Raises:
-        ValueError: There are none.
-    """
-    is_path = "://" in run or os.sep in run or Path(run).is_dir()
-    folder = absolute(run if is_path else f"{storage_path or '~/ray_results'}/{run}")
-    try:
-        saved = read_json(f"{folder}/{RUN}")
-    except ValueError as e:
-        raise ValueError(f"Invalid run {run!r}: {folder}/{RUN} is damaged ({e}).") from e
-    if isinstance(saved, dict) and {"workload", "recipe", "name"} <= saved.keys():
-        return saved
-    if read_json(f"{folder}/{SEARCH}") is not None:
-        raise ValueError(
-            f"Invalid run {run!r}: a search. It goes on with the `ray-adascale tune` that started it, with --name "
-            f"{folder.rpartition('/')[2]} and the same --storage-path."
-        )
-    raise ValueError(
-        f"Invalid run {run!r}: no {RUN} in {folder}. `ray-adascale train` writes it; a run that was started "
-        "otherwise goes on when it is started again with the same name and storage path."
-    )
-
-
-def _ended(args: argparse.Namespace, *, verify: bool = True) -> str | None:
-    """What there is to say of a run that is at its end, as its newest checkpoint has it; None where there is more to do.
-
-    Args:
-        args: Of the `train` that would go on with it.
-        verify: Read all of the checkpoint to see that it is whole, which takes its time.
-    """
-    from .. import checkpoint
-    from ..checkpoint.files import STATE
-    from ..recipe import Recipe
-
-    config = _train_config(args)
-    folder = f"{args.storage_path}/{args.name}"
-    for name in sorted((name for name in list_names(folder) if name.startswith("checkpoint_")), reverse=True):
-        found = f"{folder}/{name}"
-        try:
-            if read_json(f"{found}/{checkpoint.MANIFEST}") is None:
-                continue  # never completed
-            if verify and "://" not in found:
-                checkpoint.verify(found)
-            state = read_json(f"{found}/{STATE}")
-        except (checkpoint.CheckpointError, ValueError):
-            return None  # damaged: the run goes on from the one before
-        if args.recipe is not None:
-            total_steps = Recipe.load(args.recipe).total_steps
-        else:
-            total_steps = config.resolve_total_steps(state.get("base_steps_per_epoch"))
-        if not state.get("stopped") or state["total_steps"] != total_steps:
-            return None
-        return (
-            f"Run {args.name!r} has ended: {state['stopped']}, {state['iterations']:,} optimizer steps for "
-            f"{state['effective_steps']:,.0f} effective ones of {total_steps:,}. Another run needs another --name.\n"
-            f"Checkpoint: {found}"
-        )
-    return None
-
-
-def _arguments_to_keep(args: argparse.Namespace, name: str, storage: str | None) -> dict[str, Any]:
-    """What `resume` is to hand to `_train`: the arguments, with paths that hold from other folders and, in a job, other nodes."""
-    # What was accepted was accepted once.
-    kept = {key: value for key, value in vars(args).items() if key not in ("command", "accept_changes")}
-    where, _, function = args.workload.rpartition(":")
-    # A job's working directory has another name in the next job, so files in it go by their place within it.
-    folder = Path.cwd()
-    earlier = getattr(args, "working_dir", None)
-    if earlier is not None and where.endswith(".py") and not _resolved(where).is_relative_to(folder):
-        folder = Path(earlier)  # resumed from elsewhere
-
-    def within(path: str) -> str:
-        full = _resolved(path)
-        return str(full.relative_to(folder) if full.is_relative_to(folder) else full)
-
-    if where.endswith(".py"):
-        kept["workload"] = f"{within(where)}:{function}"
-    if args.recipe is not None:
-        kept["recipe"] = within(args.recipe)
-    return {**kept, "name": name, "storage_path": storage, "working_dir": str(folder)}
-
-
-def _resolved(path: str) -> Path:
-    """The path without symbolic links, as that of the current directory is."""
-    return Path(path).expanduser().resolve()
-
-
-def _find_file(path: str, saved: dict[str, Any]) -> str:
-    """A file of a run that is to be resumed: in this folder, or in the one where the run was started."""
-    folders = dict.fromkeys([str(Path.cwd()), saved.get("working_dir", ".")])
-    for folder in folders:
-        if Path(folder, path).is_file():
-            return str(Path(folder, path))
-    raise ValueError(
-        f"Invalid run {saved['name']!r}: {path!r}, which it was started with, is not in {' or '.join(folders)}. Resume in the "
-        "folder that has it."
-    )
 
 
 def _name_by_time(what: str) -> str:
     return f"{what}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def _error_in_words(error: Exception) -> str:
-    """What the error says; of a file's trouble without Python's brackets and numbers."""
-    if isinstance(error, OSError) and error.strerror and error.filename:
-        return f"{error.strerror}: {error.filename}"
-    return str(error)
-
-
 def _cache_bytecode() -> None:
-    """Have this process, and those that it starts, keep what they compile, where Python was told to write no bytecode.
+    """Keep compiled bytecode in the user's cache where ``PYTHONDONTWRITEBYTECODE`` is set, in child processes too.
 
-    Each of Ray's processes would compile torch and Ray anew: minutes, in which a Ray may give up to start. Written to the user's
-    own cache, the bytecode doesn't lie where it was not wanted, beside the code.
+    Without bytecode each of Ray's processes would compile torch and Ray again. That takes minutes, and Ray's start may time
+    out. The cache keeps the bytecode away from the code.
     """
     if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
         folder = os.environ.setdefault("PYTHONPYCACHEPREFIX", str(Path.home() / ".cache" / "ray_adascale" / "bytecode"))
         sys.dont_write_bytecode, sys.pycache_prefix = False, folder
 
 
-def _say(text: str, args: argparse.Namespace, *, names: bool = True) -> None:
-    """An error or a warning of the API, as a line in the command line's words; see :func:`in_flags`."""
-    print(f"ray-adascale: {in_flags(text, args, names=names)}", file=sys.stderr)
+def _print_error(text: str) -> None:
+    print(f"ray-adascale: {text}", file=sys.stderr)
 
 
 def _summary(metrics: dict[str, Any], seconds: float, stopped: str) -> str:
-    """How a run went: the user's metrics, steps and gain, and why it stopped."""
+    """Return the result of a run in a line: the user's metrics, steps and gain, and why it stopped."""
     from ..run.metrics import METRICS
 
     own = ", ".join(

@@ -7,10 +7,11 @@ ends the run when τ reaches T, so the increment decides how many optimizer step
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
+
+from .._warn import warn_at_user
 
 __all__ = [
     "RULES",
@@ -186,11 +187,10 @@ class LEGWRule:
         warmup = now.scale * self.base_warmup_epochs * per_epoch
         if now.total_steps is not None and warmup > now.total_steps and not self._warned_length:
             self._warned_length = True
-            warnings.warn(
+            warn_at_user(
                 f"LEGW's warm-up of {warmup:g} effective steps (scale {now.scale:g} × {self.base_warmup_epochs:g} epochs × "
                 f"{per_epoch:g} base steps) is longer than the whole run of {now.total_steps:g}: the LR never gets to √S. "
                 "Lower base_warmup_epochs or the scale.",
-                stacklevel=2,
             )
         return legw_factor(now.scale, now.effective_steps, self.base_warmup_epochs, per_epoch), now.scale
 
@@ -216,21 +216,19 @@ class LEGWRule:
         for g, rates in enumerate(curve):
             changed = next((rate for rate in rates if rate != rates[0]), rates[0])
             if self.base_warmup_epochs > 0 and changed > rates[0]:
-                warnings.warn(
+                warn_at_user(
                     f"The schedule begins by raising the LR (group {g}: from {rates[0]:g} to {changed:g}), and LEGW has a "
                     f"warm-up of {self.base_warmup_epochs:g} epochs: both apply. Take the schedule's warm-up out, or set "
                     "base_warmup_epochs=0.",
-                    stacklevel=3,
                 )
                 return
 
     def watch(self, scale: float) -> None:
         """Warn when S is another than at the last step."""
         if self._scale is not None and scale != self._scale:
-            warnings.warn(
+            warn_at_user(
                 f"The scale changed from {self._scale:g} to {scale:g} under LEGW, whose warm-up is S times as long: the LR "
                 "may jump. Its authors define it for a constant batch size only.",
-                stacklevel=3,
             )
         self._scale = scale
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
+from .._errors import SettingError
 from .._torch import is_dtensor
 from .._warn import warn_at_user
 from ..config import AdaScaleConfig
@@ -65,9 +66,10 @@ def attach(
     _check_model(bare)
     check_built(bare, optimizer, config)
     if config.sharding not in ("auto", "none"):
-        raise ValueError(
-            f"Invalid AdaScaleConfig(sharding={config.sharding!r}): the loop that owns the model decides how it is sharded. "
-            "Leave it out. Sharding by this package needs ray_adascale.Run."
+        raise SettingError(
+            "Invalid {}: the loop that owns the model decides how it is sharded. Leave it out; sharding by this package needs "
+            "ray_adascale.Run.",
+            sharding=config.sharding,
         )
     if config.global_batch_size is not None or config.elastic:
         raise ValueError(

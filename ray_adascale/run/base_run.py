@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .._errors import SettingError
 from .._version import __version__
 from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig
@@ -215,7 +216,7 @@ def base_config(
     for name, mine in given.items():
         theirs = getattr(config, name)
         if theirs is not None and theirs != mine:
-            raise ValueError(f"Invalid AdaScaleConfig({name}={theirs!r}): the search is given {mine!r}. Leave it out.")
+            raise SettingError(f"Invalid {{}}: the search is given {mine!r}. Leave it out.", **{name: theirs})
     base = replace(
         config,
         base_batch_size=base_batch_size,

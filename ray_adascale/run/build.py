@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from .._errors import SettingError
 from .._warn import warn_at_user
 from ..batch_policy import BatchPlan
 from ..checkpoint.optimizer import parameter_names
@@ -154,8 +155,8 @@ def wrap(
     model = module
     if sharding == "fsdp2":
         if config.precision == "fp16":
-            raise ValueError("AdaScaleConfig(sharding='fsdp2', precision='fp16') is not supported. Use 'bf16'.")
-        from ..sharding.fsdp2 import shard_model  # imported here, because DTensor takes most of a second
+            raise SettingError("{} is not supported. Use precision='bf16'.", sharding="fsdp2", precision="fp16")
+        from ..sharding.fsdp2 import shard_model  # here, since DTensor takes most of a second to import
 
         shard_model(module, optimizer, device)
         names = parameter_names(module, optimizer)
@@ -218,9 +219,10 @@ def adascale_of(
 
 def _choose_sharding(config: AdaScaleConfig, workers: int, optimizer: Optimizer, *, adam: bool) -> str:
     if adam and config.sharding not in ("auto", "none"):
-        raise ValueError(
-            f"Invalid AdaScaleConfig(sharding={config.sharding!r}) with the rule AdamScale: its statistics need Adam's "
-            "state of every parameter on every worker. Use sharding='none', or 'auto', which chooses 'none'."
+        raise SettingError(
+            "Invalid {} with the rule AdamScale: its statistics need Adam's state of every parameter on every worker. Use "
+            "sharding='none', or 'auto', which chooses it.",
+            sharding=config.sharding,
         )
     if adam or workers == 1:
         return "none"

@@ -1,4 +1,4 @@
-"""What a search is: the arguments of ``tune_recipe``, checked, and all that follows from them before Ray runs."""
+"""The specification of a search: the checked arguments of ``tune_recipe``, and all that follows from them before Ray runs."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from ray.tune.search.sample import Categorical, Domain
 from ray.util.state import list_nodes
 from ray.util.state.exception import RayStateApiException
 
+from .._errors import SettingError
 from .._files import SEARCH, read_json, write_json
 from ..config import AdaScaleConfig
 from ..recipe import json_value
@@ -37,11 +38,11 @@ _REPEATS_DENSER = 4
 
 @dataclass(kw_only=True, eq=False)
 class SearchSpec:
-    """A search as it was asked for: the arguments of :func:`ray_adascale.tune_recipe`, which explains them.
+    """The arguments of a search; :func:`ray_adascale.tune_recipe` explains them.
 
     Attributes:
-        trial_config: The settings of each trial's run, made of ``config``.
-        tune_scheduler: Tune's, made of ``scheduler``.
+        trial_config: The settings of each trial's run, from ``config``.
+        tune_scheduler: Tune's scheduler, from ``scheduler``.
 
     Raises:
         ValueError: An argument can't work, or would have no effect.
@@ -80,67 +81,67 @@ class SearchSpec:
 
     @property
     def num_trials(self) -> int:
-        """How many trials there will be, with the points of the grid."""
+        """Number of trials, with the points of the grid."""
         return self.num_samples * _grid_size(self.param_space)
 
     @property
     def resources(self) -> Mapping[str, float]:
-        """What a trial needs of the cluster, its workers included."""
+        """Resources of a trial, its workers included."""
         if self.scaling_config is not None:
             return self.scaling_config.total_resources
         return {"CPU": 1} if self.resources_per_trial is None else self.resources_per_trial
 
     @property
     def reserved(self) -> dict[str, float]:
-        """What Ray reserves for the process of a trial."""
-        # Workers ask for themselves. What only waits for them must take no CPU that they need: Tune refuses to reserve
-        # nothing, so it reserves a byte.
+        """Resources that Ray reserves for the process of a trial."""
+        # Workers reserve their own resources. The process that waits for them must not use a CPU that they need. Tune refuses
+        # to reserve nothing, so it reserves a byte.
         return dict(self.resources) if self.scaling_config is None else {"CPU": 0, "memory": 1}
 
     @property
     def may_pause(self) -> bool:
         """Whether the scheduler may pause a trial, which then resumes from a checkpoint."""
-        # ASHA and FIFO only go on or stop; of others, subclasses included, one doesn't know.
+        # ASHA and FIFO never pause a trial. Other schedulers, subclasses included, may.
         return type(self.tune_scheduler) not in (AsyncHyperBandScheduler, FIFOScheduler)
 
     @property
     def repeats_probe_every(self) -> int:
-        """Optimizer steps between two probes in a repeat: it is run for them, while of the trials all but one are thrown away."""
+        """Optimizer steps between two probes in a repeat. The forecast uses all repeats' probes, and those of one trial only."""
         return max(self.probe_every // _REPEATS_DENSER, 1)
 
     @property
     def searcher_name(self) -> str:
-        """The searcher, as the recipe and :meth:`description` name it."""
+        """The searcher's name in the recipe and in :meth:`description`."""
         if self.search_alg is None:
             return "random"
         return self.search_alg if isinstance(self.search_alg, str) else type(self.search_alg).__name__
 
     @property
     def scheduler_name(self) -> str | None:
-        """The scheduler, as the recipe and :meth:`description` name it."""
+        """The scheduler's name in the recipe and in :meth:`description`."""
         if self.scheduler is None or isinstance(self.scheduler, str):
             return self.scheduler
         return type(self.scheduler).__name__
 
     def searcher(self, at_once: int | None) -> dict[str, Any]:
-        """Who suggests configs, and how many of them are tried at once: arguments of ``tune.TuneConfig``."""
+        """Return the searcher and the number of trials at a time, as arguments of ``tune.TuneConfig``."""
         if self.search_alg is None:
             # TuneConfig's default would draw from NumPy's global generator.
             return {"search_alg": BasicVariantGenerator(random_state=self.seed, max_concurrent=at_once or 0)}
         return {"search_alg": self.search_alg, "max_concurrent_trials": at_once}
 
     def trials_at_once(self) -> int | None:
-        """How many trials may run at once; None: as many as fit. Asks the cluster, so Ray has to run.
+        """Return the largest number of trials at a time; None: as many as fit. Ray must be running.
 
         Raises:
-            ValueError: The scheduler stops trials, and nobody would clean up after those.
+            ValueError: The scheduler stops trials, and their resources would never be freed.
         """
         if self.scaling_config is None:
             return self.max_concurrent_trials
         if type(self.tune_scheduler) is not FIFOScheduler and not _dashboard_answers():
             raise ValueError(
                 "A scheduler that stops trials needs Ray's dashboard when trials have workers of their own (scaling_config): "
-                "without it what a stopped trial has reserved is never freed, and the search hangs. Start Ray with it (pip "
+                "without it the resources of a stopped trial are never freed, and the search hangs. Start Ray with it (pip "
                 "install 'ray[default]'; ray.init(include_dashboard=True)), or use scheduler=None."
             )
         have, most = ray.cluster_resources(), self.max_concurrent_trials
@@ -150,7 +151,7 @@ class SearchSpec:
     # ---- whether it is the same search -----------------------------------------------------------------------------
 
     def description(self) -> dict[str, Any]:
-        """What has to be the same where a search goes on, as JSON values."""
+        """Return the part of the specification that identifies a search, as JSON values."""
         return {
             "workload": workload_name(self.workload),
             "param_space": _describe_space(self.param_space),
@@ -167,7 +168,7 @@ class SearchSpec:
         }
 
     def started_before(self, folder: str) -> bool:
-        """Whether this search was started in that folder before. If not, the folder now holds what it is.
+        """Return whether this search was started in that folder before. If not, write its description to the folder.
 
         Raises:
             ValueError: Another search was started there.
@@ -180,8 +181,8 @@ class SearchSpec:
         for key, now in description.items():
             if before.get(key) != now:
                 raise ValueError(
-                    f"Invalid {key}={now!r}: the search in {folder} was started with {before.get(key)!r}. Restore it to go "
-                    "on, or choose another name."
+                    f"Invalid {key}={now!r}: the search in {folder} was started with {before.get(key)!r}. Restore it to "
+                    "continue, or choose another name."
                 )
         return True
 
@@ -214,7 +215,7 @@ class SearchSpec:
             if value is None and name == "max_concurrent_trials":
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"Invalid {name}={value!r}. Must be an integer of at least {least}.")
+                raise SettingError(f"Invalid {{}}. Must be an integer of at least {least}.", "", **{name: value})
         resources = self.resources
         if (
             not isinstance(resources, Mapping)
@@ -232,23 +233,24 @@ class SearchSpec:
             )
         workers = self.scaling_config.num_workers
         if isinstance(workers, tuple) or workers < 2:
-            raise ValueError(
-                f"Invalid ScalingConfig(num_workers={workers}) for a trial. Must be a fixed number of at least 2; a trial in "
-                "one process needs no scaling_config."
+            raise SettingError(
+                "Invalid {} for a trial. Must be a fixed number of at least 2; a trial in one process needs no scaling_config.",
+                "ScalingConfig",
+                num_workers=workers,
             )
         if self.resources_per_trial is not None:
             raise ValueError(
-                f"Invalid resources_per_trial={self.resources_per_trial!r} with scaling_config. Say what a worker needs, in "
+                f"Invalid resources_per_trial={self.resources_per_trial!r} with scaling_config. Give a worker's resources in "
                 "ScalingConfig(resources_per_worker=...)."
             )
         if self.search_alg is not None and not isinstance(self.search_alg, Searcher | str):
             raise ValueError(
-                f"Invalid search_alg: a {type(self.search_alg).__name__} with scaling_config. How many trials run at once "
-                "has to be limited from outside: give a Searcher, or None."
+                f"Invalid search_alg: a {type(self.search_alg).__name__} with scaling_config. The number of trials at a "
+                "time must be limited from outside: give a Searcher, or None."
             )
 
     def _check_that_config_is_used(self) -> None:
-        """Refuse what was set and would have no effect."""
+        """Refuse settings that would have no effect."""
         if self.config is None:
             return
         for setting in fields(AdaScaleConfig):
@@ -259,17 +261,17 @@ class SearchSpec:
                     if setting.name == "seed"
                     else "Leave it out; it is for runs at scale."
                 )
-                raise ValueError(
-                    f"Invalid AdaScaleConfig({setting.name}={given!r}) for a search: its trials have "
-                    f"{setting.name}={used!r}. {instead}"
+                raise SettingError(
+                    f"Invalid {{}} for a search: its trials have {setting.name}={used!r}. {instead}",
+                    **{setting.name: given},
                 )
 
     def _check_that_trials_can_be_limited(self) -> None:
         kind = type(self.tune_scheduler)
         if self.scaling_config is not None and kind not in (FIFOScheduler, AsyncHyperBandScheduler, MedianStoppingRule):
             raise ValueError(
-                f"Invalid scheduler: {kind.__name__} with scaling_config. It may pause trials, which those with workers of "
-                "their own can't do. Use 'asha', MedianStoppingRule or None."
+                f"Invalid scheduler: {kind.__name__} with scaling_config. It may pause trials, which is impossible for "
+                "trials with workers of their own. Use 'asha', MedianStoppingRule or None."
             )
         most, name = self.max_concurrent_trials, self.searcher_name
         if most is not None and not (self.search_alg is None or isinstance(self.search_alg, Searcher | str)):
@@ -278,7 +280,7 @@ class SearchSpec:
     # ---- what the trials are made of -------------------------------------------------------------------------------
 
     def _spread(self, base: AdaScaleConfig) -> AdaScaleConfig:
-        """The base run's settings on several workers: the same batch, in parts."""
+        """Return the base run's settings on several workers: the same batch, in parts."""
         given = AdaScaleConfig() if self.config is None else self.config
         assert self.scaling_config is not None
         num_workers = int(self.scaling_config.num_workers)
@@ -289,13 +291,15 @@ class SearchSpec:
             accumulation=given.accumulation,
             sharding=given.sharding,
             checkpoint_every_s=given.checkpoint_every_s,
-            async_checkpoint=False,  # what a trial has collected so far goes with it, and has to be of the same step
+            async_checkpoint=False,  # the trial's own data is saved with it, and must be of the same step
         )
         plan = spread.batch_policy.plan(num_workers)
         if plan.scale != 1:
-            raise ValueError(
-                f"Invalid ScalingConfig({num_workers=}) for a base batch of {base.base_batch_size}: in {plan.accumulation} "
-                f"passes each worker needs at least {spread.min_examples_per_worker} examples. Use fewer workers or passes."
+            raise SettingError(
+                f"Invalid {{}} for a base batch of {base.base_batch_size}: in {plan.accumulation} passes each worker needs at "
+                f"least {spread.min_examples_per_worker} examples. Use fewer workers or passes.",
+                "ScalingConfig",
+                num_workers=num_workers,
             )
         return spread
 
@@ -313,8 +317,8 @@ class SearchSpec:
         kind = type(scheduler).__name__
         if isinstance(scheduler, PopulationBasedTraining | PopulationBasedTrainingReplay):
             raise ValueError(
-                f"Invalid scheduler: {kind}. It changes the config of trials as they run, so no single config makes the "
-                "winner's schedule and there is nothing for a recipe to repeat. Use 'asha', or any scheduler that only stops "
+                f"Invalid scheduler: {kind}. It changes the config of running trials, so no single config gives the "
+                "winner's schedule and a recipe could not repeat it. Use 'asha', or any scheduler that only stops "
                 "or pauses trials."
             )
         if scheduler.metric is not None:
@@ -326,10 +330,10 @@ class SearchSpec:
 
 
 def _dashboard_answers() -> bool:
-    """Whether the state API does, by which Ray Train finds out that a run is over whose driver is gone."""
+    """Return whether Ray's state API answers. Ray Train uses it to detect that the driver of a run has ended."""
     here = ray.get_runtime_context()
     try:
-        # Another Ray's dashboard, on the port that this one would have had, does not count.
+        # The node's id excludes another Ray's dashboard on the same port.
         found = list_nodes(here.gcs_address, filters=[("node_id", "=", here.get_node_id())], timeout=10)
     except RayStateApiException:
         return False
@@ -337,7 +341,7 @@ def _dashboard_answers() -> bool:
 
 
 def _describe_space(space: Any) -> Any:
-    """The search space as JSON, to tell whether it is the same."""
+    """Return the search space as JSON, for a comparison."""
     if isinstance(space, Mapping):
         return {str(key): _describe_space(value) for key, value in space.items()}
     if isinstance(space, list | tuple):
@@ -345,16 +349,16 @@ def _describe_space(space: Any) -> Any:
     if space is None or isinstance(space, bool | int | float | str):
         return space
     if callable(space) or not hasattr(space, "__dict__"):
-        return type(space).__qualname__  # two functions can't be told apart
+        return type(space).__qualname__  # functions can't be compared
     inside = {key: _describe_space(value) for key, value in vars(space).items()}  # Tune's distributions and samplers
     return {"type": type(space).__qualname__, **inside}
 
 
 def _check_values(where: str, space: Any) -> None:
-    """Refuse what a recipe could not keep, of the values that a space is known to give before anything is drawn from it.
+    """Refuse values that a recipe can't keep, as far as they are known before values are drawn from the space.
 
     Raises:
-        RecipeError: There is such a value.
+        RecipeError: The space has such a value.
     """
     if isinstance(space, Mapping) and set(space) == {"grid_search"} and isinstance(space["grid_search"], list | tuple):
         space = space["grid_search"]
@@ -366,12 +370,12 @@ def _check_values(where: str, space: Any) -> None:
     elif isinstance(space, list | tuple):
         for value in space:
             _check_values(where, value)
-    elif not isinstance(space, Domain):  # which draws numbers, or calls a function of the user's
+    elif not isinstance(space, Domain):  # a Domain draws numbers, or calls a function of the user's
         json_value(where, space)
 
 
 def _grid_size(space: Any) -> int:
-    """How many points the grid has that a space's ``grid_search`` entries span; 1 without any."""
+    """Return the number of points in the grid of a space's ``grid_search`` entries; 1 without any."""
     if isinstance(space, list | tuple):
         return math.prod(map(_grid_size, space))
     if not isinstance(space, Mapping):

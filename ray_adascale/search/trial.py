@@ -1,6 +1,6 @@
-"""One trial of a search: what every trial is given, gathers and reports, and a trial in the process that Tune gives it.
+"""One trial of a search: its setup, its data, its reports, and a trial in a single process of Tune's.
 
-A trial that is spread over workers is in trial_workers, which a search loads only where it has such trials.
+``trial_workers`` has the trial on several workers. A search loads that module only if it needs it.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ __all__ = [
     "run_trial",
 ]
 
-OBJECTIVE = "objective"  # the workload's metric, negated where small is better: what Tune maximises
+OBJECTIVE = "objective"  # the workload's metric, negated where small is better; Tune maximises it
 OUTCOME = "outcome"  # in a trial's last report only: its BaseResult, as JSON
 EPOCHS = "epochs"  # τ in passes over the dataset: ASHA's clock where T is given in epochs
-_FILE = "trial.json"  # what a trial has collected so far, beside the run's own files in a checkpoint
+_FILE = "trial.json"  # a trial's data so far, beside the run's own files in a checkpoint
 
 
 class MissingMetric(ValueError):
-    """The workload's metric is not among what was measured: a mistake in the workload, not a trial that went badly."""
+    """The workload's metric is not measured. This is a mistake in the workload, so every trial would repeat it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialSetup(ABC):
-    """What the trials of a search have in common; they differ in their hyperparameters.
+    """The common setup of a search's trials, which differ in their hyperparameters only.
 
     Attributes:
         workload: A function from hyperparameters to a Workload.
         config: The settings of the base run.
-        probe_every: Optimizer steps between two samples of the noise.
+        probe_every: Optimizer steps between two probes of the noise.
     """
 
     workload: WorkloadFn
@@ -73,7 +73,7 @@ class TrialSetup(ABC):
 
     @abstractmethod
     def train(self, hyperparameters: dict[str, Any]) -> None:
-        """Train the base run with these hyperparameters, and report to Tune how it goes."""
+        """Train the base run with these hyperparameters, and report to Tune."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +81,9 @@ class PlannedRepeat:
     """One repeat before it runs.
 
     Attributes:
-        candidate: Which of the search's best it repeats; 0 is the search's winner.
-        hyperparameters: That candidate's.
-        seed: The seed to repeat it with.
+        candidate: The rank of the repeated trial in the search; 0 is the winner.
+        hyperparameters: The candidate's hyperparameters.
+        seed: The seed of the repeat.
     """
 
     candidate: int
@@ -95,14 +95,14 @@ class PlannedRepeat:
 
 
 class Collected:
-    """What a trial gathers as it runs, and the reports to Tune that come of it.
+    """The data of a trial, and its reports to Tune.
 
     Attributes:
-        noise: The samples of the noise.
-        evaluated: The keys that the workload's ``evaluate`` has returned.
-        advice: What the run had to warn of when it was built.
-        reads: What the workload's function has read of its config.
-        momentum: Of the optimizer that the workload's function has built.
+        noise: The probes of the noise.
+        evaluated: The keys of the dict that the workload's ``evaluate`` has returned.
+        advice: The run's warnings about the schedule.
+        reads: The keys of the config that the workload's function has read.
+        momentum: The optimizer's momentum.
     """
 
     def __init__(self, metric: str, mode: Literal["min", "max"]) -> None:
@@ -117,12 +117,12 @@ class Collected:
         self._losses = 0
 
     def add_loss(self, loss: Tensor | float) -> None:
-        """Count a step's training loss into the mean of the next report; this waits for nothing on a GPU."""
+        """Add a step's training loss to the mean of the next report, without waiting for a GPU."""
         self._loss = self._loss + (loss.double() if isinstance(loss, Tensor) else loss)
         self._losses += 1
 
     def evaluator(self, workload: Workload) -> Any:
-        """The workload's ``evaluate``, or one that finds nothing: Run reports when it has evaluated."""
+        """Return the workload's ``evaluate``, or one without metrics, since a run reports after each evaluation."""
 
         def evaluate(model: nn.Module) -> Mapping[str, float]:
             found = {} if workload.evaluate is None else workload.evaluate(model)
@@ -132,15 +132,15 @@ class Collected:
         return evaluate
 
     def report(self, outcome: StepReport) -> dict[str, Any]:
-        """The run's metrics, with what Tune and the search need of them.
+        """Return the run's metrics with the additional keys for Tune and the search.
 
         Raises:
-            MissingMetric: The workload's metric was not measured.
-            FloatingPointError: It is not finite.
+            MissingMetric: The workload's metric is not measured.
+            FloatingPointError: The metric is not finite.
         """
         report, schedule = dict(outcome.metrics), outcome.schedule
         if self._losses and "loss" not in self.evaluated:
-            # A single batch's loss is mostly noise, and a search that compares those picks the luckiest trial.
+            # A single batch's loss is mostly noise: a search that compared them would pick the luckiest trial.
             report["loss"] = float(self._loss) / self._losses
         self._loss, self._losses = 0.0, 0
         if self._metric not in report:
@@ -173,23 +173,23 @@ class Collected:
         return report
 
     def save(self, folder: Path) -> None:
-        """Write what was gathered so far into a checkpoint's folder."""
+        """Write the data so far into a checkpoint's folder."""
         own = {"noise": [asdict(probe) for probe in self.noise], "loss": float(self._loss), "losses": self._losses}
         (folder / _FILE).write_text(json.dumps(own), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
-        """Go on from what was gathered when that checkpoint was written."""
+        """Load the data from a checkpoint's folder."""
         own = json.loads((folder / _FILE).read_text(encoding="utf-8"))
         self.noise = [NoiseProbe(**probe) for probe in own["noise"]]
         self._loss, self._losses = own["loss"], own["losses"]
 
 
 class _TuneBackend(Backend):
-    """One trial, in one process. Reports to Tune whenever the run has evaluated, and at its end."""
+    """One trial in one process. Reports to Tune after each evaluation and at the end."""
 
     def __init__(self, collected: Collected, *, checkpoints: bool) -> None:
         self.rank, self.world_size = 0, 1
-        cuda = torch.cuda.is_available()  # Ray shows a trial only the GPUs that it was given
+        cuda = torch.cuda.is_available()  # Ray makes only the trial's own GPUs visible
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         # A trial may be paused at its last report, too.
         self.report_policy = ReportPolicy(save_evaluations=checkpoints, save_end=checkpoints)
@@ -222,7 +222,7 @@ class _TuneBackend(Backend):
 
 
 def make_run(workload: Workload, config: AdaScaleConfig, collected: Collected, backend: Backend) -> Run:
-    """The base run of what was built, evaluated for the reports to Tune, which bring home what nobody would see it warn of."""
+    """Return the base run of a workload. Its warnings go into the reports, because the warnings of a trial are not shown."""
     collected.reads = workload.config_reads
     run = Run.of(replace(workload, evaluate=collected.evaluator(workload), config_reads=None), config, backend=backend)
     collected.advice, collected.momentum = run.advice, momentum_of(workload.optimizer)
@@ -231,10 +231,10 @@ def make_run(workload: Workload, config: AdaScaleConfig, collected: Collected, b
 
 @dataclass(frozen=True, kw_only=True)
 class InOneProcess(TrialSetup):
-    """Trials that are one process each, which Tune starts, and which may have run other trials before.
+    """Trials of one process each. Tune starts the processes and may use one for several trials.
 
     Attributes:
-        threads: How many torch uses.
+        threads: torch's CPU threads.
         checkpoints: Whether a trial saves a checkpoint with each report.
     """
 
@@ -242,7 +242,7 @@ class InOneProcess(TrialSetup):
     checkpoints: bool
 
     def train(self, hyperparameters: dict[str, Any]) -> None:
-        gc.collect()  # a trial that was stopped leaves reference cycles behind, and its model may hang on them
+        gc.collect()  # a stopped trial leaves reference cycles behind, which may hold its model
         torch.set_num_threads(self.threads)
         seed_everything(self.config.seed)
         with annotate_exceptions():
@@ -255,18 +255,18 @@ class InOneProcess(TrialSetup):
 
 
 def run_trial(hyperparameters: dict[str, Any], setup: TrialSetup) -> None:
-    """One trial: what Tune calls."""
+    """Run one trial. Tune calls this."""
     setup.train(hyperparameters)
 
 
 def run_repeat(config: dict[str, Any], setup: TrialSetup, planned: list[PlannedRepeat]) -> None:
-    """One repeat, a trial with another seed: what Tune calls, with a config that says which repeat."""
+    """Run one repeat, a trial with another seed. Tune calls this with the index of the repeat in the config."""
     repeat = planned[config["repeat"]]
     replace(setup, config=replace(setup.config, seed=repeat.seed)).train(repeat.hyperparameters)
 
 
 def describe_config(config: Mapping[str, Any]) -> str:
-    """Hyperparameters on one line, for people to read."""
+    """Return hyperparameters on one line, for people."""
     parts = []
     for key, value in config.items():
         text = f"{value:.4g}" if isinstance(value, float) else repr(value)

@@ -28,33 +28,33 @@ from .trial import Collected, TrialSetup, make_run
 
 __all__ = ["OnWorkers"]
 
-_POLL_S = 0.2  # how late a trial may notice that its workers are done
+_POLL_S = 0.2  # between looks for the end of the workers
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnWorkers(TrialSetup):
-    """Trials that are spread over Ray Train workers of their own.
+    """Trials on several Ray Train workers each.
 
     Attributes:
-        scaling_config: Of the workers of one trial.
-        folder: Where the trials keep their checkpoints and traces.
+        scaling_config: Ray Train's, for the workers of one trial.
+        folder: Folder of the trials' checkpoints and traces.
     """
 
     scaling_config: ray.train.ScalingConfig
     folder: str
 
     def train(self, hyperparameters: dict[str, Any]) -> None:
-        """Start the workers, hand on what they report, and report last how it ended.
+        """Start the workers, forward their reports to Tune, and report the result at the end.
 
-        This does not go through Ray's ``TuneReportCallback``: each report is a barrier for the workers then, of up to two
-        seconds, and the last one gets lost where the trial's function returns before Tune has fetched it.
+        Ray's ``TuneReportCallback`` is not used: with it each report is a barrier of up to two seconds for the workers, and the
+        last report is lost if the trial's function returns before Tune has fetched it.
         """
         reports = Queue(actor_options={"num_cpus": 0})
         trainer = TorchTrainer(
             _train,
             train_loop_config={"hyperparameters": hyperparameters, "setup": self, "reports": reports},
             scaling_config=self.scaling_config,
-            # A trial that Tune starts again has the same id, so it resumes by itself.
+            # A trial that Tune restarts has the same id, so it resumes.
             run_config=ray.train.RunConfig(
                 name=tune.get_context().get_trial_id(),
                 storage_path=self.folder,
@@ -67,10 +67,10 @@ class OnWorkers(TrialSetup):
         def fit() -> None:
             try:
                 ended.append(trainer.fit())
-            except BaseException as e:  # the loop below waits for it
+            except BaseException as e:  # the loop below raises it
                 ended.append(e)
 
-        # A daemon: where Tune stops the trial, nobody waits for its workers to reach T.
+        # A daemon thread, so that a trial that Tune stops does not wait until its workers reach T.
         threading.Thread(target=fit, name="ray_adascale-trial", daemon=True).start()
         while not (ended and reports.empty()):
             try:
@@ -80,8 +80,8 @@ class OnWorkers(TrialSetup):
         (result,) = ended
         if isinstance(result, BaseException):
             failed = worker_failure(result)
-            raise result if failed is None else failed[1]  # as in a trial that is one process
-        # Only now, as a scheduler may end the trial at its last report: the workers are gone by themselves.
+            raise result if failed is None else failed[1]  # as in a trial of one process
+        # After the workers have ended, since a scheduler may end the trial at its last report.
         tune.report(result.return_value)
 
 
@@ -107,7 +107,7 @@ class StepNoise(Listener):
 
 
 class _TrialBackend(RayTrainBackend):
-    """A worker of a trial. Rank 0 collects what goes to Tune; to Ray Train go checkpoints only."""
+    """A worker of a trial. Rank 0 collects the reports for Tune. Ray Train receives checkpoints only."""
 
     report_policy = ReportPolicy(save_end=False)  # a trial that has ended is not resumed
     writes_events = False  # Tune does
@@ -134,7 +134,7 @@ class _TrialBackend(RayTrainBackend):
         collected = self.collected
         try:
             if collected is not None:
-                # A checkpoint may come between two evaluations, also before the first: Tune is told nothing then.
+                # A checkpoint between two evaluations, or before the first, is no report to Tune.
                 if outcome.stopped is not None:
                     self.last = collected.report(outcome)
                 elif outcome.evaluated:
@@ -150,7 +150,7 @@ class _TrialBackend(RayTrainBackend):
 
 
 def _train(given: dict[str, Any]) -> dict[str, Any]:
-    """Train the base run together with the other workers; rank 0 returns the last report."""
+    """Train the base run together with the other workers. Rank 0 returns the last report."""
     setup: OnWorkers = given["setup"]
     backend = _TrialBackend(setup.probe_every, given["reports"])
     with annotate_exceptions():

@@ -7,7 +7,6 @@ import logging
 import os
 import time
 import uuid
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -36,7 +35,7 @@ from .watch import BestMean, Finished, StopOnMistake, Watch, best_mean, watching
 __all__ = ["tune_recipe"]
 
 _QUIET = {"RAY_AIR_NEW_OUTPUT": "0", "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
-"""Tune's newer output prints its banner at verbose=0 too, the older one obeys; Ray prints the errors that nobody asks for."""
+"""Tune's new output prints a banner even at verbose=0; the old output does not. Ray prints errors that are never fetched."""
 
 
 @PublicAPI(stability="alpha")
@@ -63,77 +62,75 @@ def tune_recipe(
     verbose: int = 1,
     callbacks: Sequence[tune.Callback] = (),
 ) -> Recipe:
-    """Search for hyperparameters at the base batch with Ray Tune; the best trial becomes the recipe.
+    """Search for hyperparameters at the base batch with Ray Tune. The best trial becomes the recipe.
 
-    Each trial is the plain base run in one process (S = 1, so bit-identical to a loop without this library) and reports
-    to Tune whenever it evaluates: every ``config.evaluate_every`` effective steps, a tenth of the run by default, and
-    at its end. The noise of its gradients is probed on every ``probe_every``-th step.
+    Each trial is the plain base run in one process. S = 1, so it is bit-identical to a loop without this library. It reports to
+    Tune after each evaluation: every ``config.evaluate_every`` effective steps, a tenth of the run by default, and at the end.
+    The noise of the gradients is probed on every ``probe_every``-th step.
 
-    The winner is the best of the trials that reached T, by the workload's metric at their end. With the metric
-    ``"loss"``, a report holds the mean training loss over the steps since the report before (the last tenth of the run
-    at its end), as one batch's is mostly noise; unless ``evaluate`` returns a ``"loss"`` of its own, which then is the
-    one that counts.
+    The winner is the best of the trials that reached T, by the workload's metric at the end. With the metric ``"loss"``, a
+    report holds the mean training loss since the previous report (at the end, of the last tenth of the run), because the loss
+    of one batch is mostly noise. If ``evaluate`` returns a ``"loss"``, that one counts instead.
 
-    With ``repeats``, the best few run again with so many seeds that the search has not seen, and the best *mean* over those
-    wins: a single seed's winner owes some of its score to luck. The recipe keeps the winner's repeats, their scores and
-    their noise, from which a forecast has its interval.
+    With ``repeats``, the best few trials run again with further seeds, and the best *mean* wins, because the best score of
+    single seeds is partly luck. The recipe keeps the winner's repeats with their scores and their noise. The forecast's
+    interval is made from them.
 
-    The same ``name`` and ``storage_path`` go on with a search that was interrupted: trials that have ended are kept, the
-    others start over (or from their checkpoints, where there are any).
+    The same ``name`` and ``storage_path`` continue an interrupted search. Finished trials are kept. The others start again, or
+    resume if they have checkpoints.
 
-    A trial whose metric is NaN or infinite, or that raises, fails alone; but the search ends where its first trials all fail
-    alike while they are built, at configs that have no searched value in common (a workload that returns nothing, a wrong
-    name). Trials that a scheduler pauses (HyperBand)
-    resume from a checkpoint, saved at each of their reports; no checkpoints are written under ASHA and ``None``, which
-    never pause a trial.
+    If a trial raises, or its metric is NaN or infinite, that trial fails and the search goes on. The search ends if its first
+    trials all fail alike during the build, at configs without a common searched value (such as a workload that returns nothing,
+    or a wrong name). Trials that a scheduler pauses (HyperBand) resume from a checkpoint, saved with each report. Under ASHA
+    and ``None``, which never pause a trial, no checkpoints are written.
 
-    Where one process can't hold the base batch, or would take too long, give ``scaling_config``: each trial is then spread
-    over so many Ray Train workers, still at the base batch (S = 1). Its noise comes from the steps themselves, as there are
-    n ≥ 2 gradient samples in each. It costs some seconds to start each trial, and each report a moment of waiting.
+    If one process can't hold the base batch, or is too slow, give ``scaling_config``: each trial then runs on several Ray Train
+    workers, still at the base batch (S = 1). Its noise is measured by the steps themselves, since each has n ≥ 2 gradient
+    samples. The start of a trial takes some seconds more.
 
     Args:
         workload: A function from a config to a :class:`ray_adascale.Workload`.
-        param_space: Tune's search space. Its values must be JSON's: search over numbers and strings, of which
-            the workload makes what it needs. Another value is refused before the first trial; one that a function of yours
-            draws, as its trial starts.
+        param_space: Tune's search space. Its values must be JSON values: search over numbers and strings, and build other
+            objects from them in the workload. Other values are refused before the first trial, and values drawn by a function
+            of yours at the start of their trial.
         base_batch_size: B0, examples per optimizer step.
         total_steps: T, optimizer steps of each trial; this or ``total_epochs``.
         total_epochs: Length of each trial in passes over the dataset.
         num_samples: Trials; with a ``grid_search`` in the space, times the size of the grid.
-        repeats: Seeds to run the best few again with, each a whole base run; 0 for none.
-        repeat_best: How many are the best few.
-        search_alg: Any searcher of Tune's. Default: random search, seeded by ``seed``.
-        scheduler: "asha" stops trials that are not in the best quarter at T/8 and at T/2, compared at equal
-            effective steps; None lets each one end; or a scheduler of Tune's, built without ``metric`` and ``mode``
-            (reports have ``effective_steps`` for its ``time_attr``).
-        seed: Of the random search, and the same in each trial: of its weights and of the order of its examples.
-        config: Further settings of the loop: precision, grad_clip, evaluate_every ... What belongs to scale
-            (per_worker_batch_size, accumulation, global_batch_size, elastic, sharding, rule) or to Ray Train
-            (report_every_s, checkpoint_every_s) is refused, and so is another ``seed``. With ``scaling_config`` these are
+        repeats: Further seeds for each of the best few trials, each a whole base run; 0 for none.
+        repeat_best: Number of the best few trials.
+        search_alg: A searcher of Tune's. Default: random search, seeded by ``seed``.
+        scheduler: "asha" stops trials that are not in the best quarter at T/8 and at T/2, compared at equal effective steps.
+            None lets each trial end. Or a scheduler of Tune's, built without ``metric`` and ``mode`` (reports have
+            ``effective_steps`` for its ``time_attr``).
+        seed: Seed of the random search. In each trial it is also the seed of the weights and of the order of examples.
+        config: Further settings of the loop, such as precision, grad_clip and evaluate_every. Settings for runs at scale
+            (per_worker_batch_size, accumulation, global_batch_size, elastic, sharding, rule) and for Ray Train
+            (report_every_s, checkpoint_every_s) are refused, and so is another ``seed``. With ``scaling_config`` these are
             used: sharding, checkpoint_every_s, and as in a run with a ``global_batch_size`` accumulation (the fewest passes)
             and per_worker_batch_size (the most examples of one).
-        resources_per_trial: What Ray reserves for a trial, ``{"CPU": 1}`` by default. With a "GPU" the trial trains on
-            it. torch uses as many threads as there are CPUs.
-        scaling_config: Ray Train's, of the workers of one trial: ``ScalingConfig(num_workers=4, use_gpu=True)``. Default: a
-            trial is one process. Schedulers that stop trials then need Ray's dashboard, which cleans up after them.
-        max_concurrent_trials: Default: as many as fit on the cluster. With ``scaling_config`` never more than fit on the
-            cluster as it is at the start.
-        probe_every: Optimizer steps between two probes of the noise; one costs as much as a step, two for tiny models, and
-            with ``scaling_config`` nothing. Repeats are probed four times as often: the forecast is made of them.
-        storage_path: Where Tune keeps results; default ``~/ray_results``.
-        name: Of the search, its folder under ``storage_path``; the same name goes on with it.
+        resources_per_trial: Resources that Ray reserves for a trial, ``{"CPU": 1}`` by default. With a "GPU" the trial trains
+            on it. torch uses one thread for each CPU.
+        scaling_config: Ray Train's, for the workers of one trial: ``ScalingConfig(num_workers=4, use_gpu=True)``. Default: a
+            trial is one process. Schedulers that stop trials then need Ray's dashboard, which frees the trials' resources.
+        max_concurrent_trials: Default: as many as fit on the cluster. With ``scaling_config`` the limit is at most the number
+            that fits on the cluster at the start.
+        probe_every: Optimizer steps between two probes of the noise. A probe costs as much as a step, twice as much for tiny
+            models, and nothing with ``scaling_config``. Repeats are probed four times as often, for the forecast.
+        storage_path: Folder or URI for Tune's results; default ``~/ray_results``.
+        name: Name of the search and of its folder under ``storage_path``. The same name continues a search.
         verbose: 0 is silent; 1 prints a line about each finished trial to standard error.
-        callbacks: Tune's, which see each trial and its reports, repeats among them: ``ray.air.integrations.mlflow``'s
-            ``MLflowLoggerCallback``, or that of Weights & Biases. A search that goes on has those that it began with.
+        callbacks: Tune's callbacks, for all trials, repeats and their reports: ``ray.air.integrations.mlflow``'s
+            ``MLflowLoggerCallback``, or that of Weights & Biases. A continued search keeps its first callbacks.
 
     Returns:
         The recipe, with ``hyperparameters`` the winning config.
 
     Raises:
-        ValueError: A setting can't work (raised before anything starts), the search to go on with was another, or the
-            workload's metric is not measured (raised at the first report), or no trial can be built.
+        ValueError: A setting can't work (raised before the first trial), the name belongs to another search, the workload's
+            metric is not measured (raised at the first report), or no trial can be built.
         RuntimeError: No trial reached T.
-        KeyboardInterrupt: The search was interrupted (Tune itself would go on with the trials that it has).
+        KeyboardInterrupt: The search was interrupted. (Tune itself would return the trials so far.)
     """
     spec = SearchSpec(
         workload=workload,
@@ -156,8 +153,8 @@ def tune_recipe(
     for callback in callbacks:
         if not isinstance(callback, tune.Callback):
             raise ValueError(
-                f"Invalid callback of type {type(callback).__name__}. Must be a ray.tune.Callback, as those of "
-                "ray.air.integrations are; Ray Train's are for RunConfig(callbacks=...) of an AdaScaleTrainer."
+                f"Invalid callback of type {type(callback).__name__}. Must be a ray.tune.Callback, such as those "
+                "of ray.air.integrations; Ray Train's are for RunConfig(callbacks=...) of an AdaScaleTrainer."
             )
     if name is None:
         name = f"recipe-{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
@@ -211,14 +208,14 @@ def tune_recipe(
 
 @dataclass(frozen=True, kw_only=True)
 class _Search:
-    """A search as it runs under Tune: its trials, and then its repeats.
+    """A running search under Tune: its trials, and then its repeats.
 
     Attributes:
-        spec: What the search is.
-        run_config: Tune's, for the trials; the repeats have a folder of their own beside it.
-        at_once: How many trials may run at once; None: as many as fit.
-        verbose: Whether a line is printed about each trial that ends.
-        callbacks: The user's own, of Tune.
+        spec: The arguments of the search.
+        run_config: Tune's, for the trials. The repeats have a folder of their own beside it.
+        at_once: Largest number of trials at a time; None: as many as fit.
+        verbose: Whether to print a line about each finished trial.
+        callbacks: The user's callbacks for Tune.
         earlier: Whether the search was started before.
     """
 
@@ -230,7 +227,7 @@ class _Search:
     earlier: bool
 
     def run_trials(self) -> list[Finished]:
-        """Run all trials, and return them as they ended."""
+        """Run all trials and return their results."""
         spec = self.spec
         watch = Watch(spec.num_trials, verbose=self.verbose, earlier=self.earlier, space=spec.param_space)
         self._fit(
@@ -248,7 +245,7 @@ class _Search:
         """Repeat the best few trials with further seeds.
 
         Returns:
-            The candidate with the best mean, its repeats, and those of any candidate that failed, for the recipe.
+            The candidate with the best mean, its repeats, and the failed repeats of all candidates, for the recipe.
         """
         planned = [
             PlannedRepeat(candidate=candidate, hyperparameters=trial.config, seed=self.spec.seed + 1 + i)
@@ -281,7 +278,7 @@ class _Search:
         return *best_mean(planned, trials), failed
 
     def _setup(self, name: str, probe_every: int) -> TrialSetup:
-        """What each of the trials, or of the repeats, is given; Tune's folder for them has this name."""
+        """Return the setup of the trials or of the repeats. Tune's folder for them has this name."""
         spec, workload = self.spec, portable(self.spec.workload)
         if spec.scaling_config is None:
             return InOneProcess(
@@ -291,7 +288,7 @@ class _Search:
                 threads=max(1, int(spec.resources.get("CPU", 1))),
                 checkpoints=spec.may_pause,
             )
-        from .trial_workers import OnWorkers  # here, as only these trials need Ray Train's part for torch
+        from .trial_workers import OnWorkers  # imported here, because only these trials need Ray Train's part for torch
 
         return OnWorkers(
             workload=workload,
@@ -302,10 +299,10 @@ class _Search:
         )
 
     def _fit(self, function: Any, space: Any, run_config: Any, watch: Watch, **choices: Any) -> None:
-        """Run trials, or go on with those of this name, while the watch looks on; ``choices`` are of ``tune.TuneConfig``.
+        """Run trials under a watch, or continue those of this name. ``choices`` are arguments of ``tune.TuneConfig``.
 
         Raises:
-            ValueError: Every trial would make the same mistake.
+            ValueError: Every trial would repeat the same mistake.
             KeyboardInterrupt: The search was interrupted.
         """
         trainable = tune.with_resources(function, self.spec.reserved)
@@ -317,7 +314,7 @@ class _Search:
                 tune_config = tune.TuneConfig(
                     metric=OBJECTIVE,
                     mode="max",
-                    # A process for each trial would import torch each time. But one that waits for workers must end with it.
+                    # A new process for each trial would import torch again. One that waits for workers must end with its trial.
                     reuse_actors=self.spec.scaling_config is None,
                     **choices,
                 )
@@ -325,8 +322,8 @@ class _Search:
                 tuner = tune.Tuner(trainable, param_space=space, tune_config=tune_config, run_config=run_config)
             with _quiet_tune(), watch.noticing_ctrl_c(), watch.display or nullcontext():
                 tuner.fit()
-                # Where a mistake ends the search, other trials may have failed of whose errors nobody has asked. Ray prints
-                # a traceback of each as it forgets them, which it is to do now.
+                # If a mistake ends the search, other trials may have failed with errors that were never fetched. Ray prints
+                # their tracebacks when it frees them, so free them here, under _quiet_tune.
                 del tuner
                 gc.collect()
         if watch.fatal is not None:
@@ -338,7 +335,7 @@ class _Search:
 
 
 def _ranking(trials: list[Finished]) -> list[tuple[Finished, BaseResult]]:
-    """The trials that reached T, best first by their metric at the end; of equals the first to finish."""
+    """Return the trials that reached T, best first by their metric at the end; of equals the first to finish."""
     ended = [(trial, outcome) for trial in trials if (outcome := trial.outcome) is not None]
     what = {
         "metric": lambda outcome: outcome.metric,
@@ -351,7 +348,7 @@ def _ranking(trials: list[Finished]) -> list[tuple[Finished, BaseResult]]:
             if other != first:
                 raise ValueError(
                     f"Trials differ in {name}: {first!r} at {describe_config(ended[0][0].config)}, "
-                    f"{other!r} at {describe_config(trial.config)}. They can't be compared: keep it out of the search space."
+                    f"{other!r} at {describe_config(trial.config)}. They can't be compared: take it out of the search space."
                 )
     if ended:
         return sorted(ended, key=lambda pair: -pair[1].objective)
@@ -360,40 +357,39 @@ def _ranking(trials: list[Finished]) -> list[tuple[Finished, BaseResult]]:
         raise RuntimeError(f"No trial reached the end: the scheduler stopped all {len(trials)}.")
     line, alike = Counter(trial.error_line for trial in failed).most_common(1)[0]
     example = next(trial for trial in failed if trial.error_line == line)
-    told = "The first" if alike == len(failed) else f"{alike} of them alike; the first"
+    which = "The first" if alike == len(failed) else f"{alike} of them alike; the first"
     others = "" if len(failed) == len(trials) else ", the scheduler stopped the others"
     raise RuntimeError(
-        f"No trial reached the end: {len(failed)} of {len(trials)} failed{others}. {told}, {example.trial_id} at "
+        f"No trial reached the end: {len(failed)} of {len(trials)} failed{others}. {which}, {example.trial_id} at "
         f"{describe_config(example.config)}: {example.error_text}"
     ) from example.error
 
 
 def _warn_of(winner: BaseResult, ended: list[BaseResult]) -> None:
-    """Say once what the trials had to warn of, where nobody saw it."""
+    """Repeat the warnings of the trials once, because the warnings of a trial are not shown."""
     for advice in winner.advice:
         warn_at_user(advice)
-    # A hyperparameter that some configs don't need (of the one optimizer among two) is read by others.
+    # A hyperparameter that some configs don't need, such as one of two optimizers', is read by others.
     unread = {key: near for key, near in winner.unread.items() if all(key in other.unread for other in ended)}
     if unread:
         warn_at_user(unread_warning(unread))
 
 
 def _warn_where_nothing_fits(resources: Mapping[str, float]) -> None:
-    """Warn where the cluster, as it is, has no room for a single trial."""
+    """Warn if the present cluster has no room for a single trial."""
     have = ray.cluster_resources()
     short = {key: value for key, value in resources.items() if value > have.get(key, 0)}
     if short:
-        warnings.warn(
+        warn_at_user(
             f"A trial needs {short}, and the cluster has { ({key: have.get(key, 0) for key in short}) }: the search waits "
-            "until nodes are added. Lower what a trial needs if none will be.",
-            stacklevel=3,
+            "until nodes are added. If none will be added, lower the resources of a trial."
         )
 
 
 @contextmanager
 def _quiet_tune() -> Iterator[None]:
-    """Keep Tune as silent as it can be: Watch says a line about each trial, and the recipe names those that failed."""
-    # They print the traceback of each failed trial; and a line for each NaN or ∞, as a noise scale may be.
+    """Silence Tune: Watch prints a line about each trial, and the recipe names the failed ones."""
+    # These loggers print the traceback of each failed trial, and a line for each NaN or ∞, such as a noise scale.
     levels = {logger: logger.level for logger in map(logging.getLogger, ("ray.tune", "tensorboardX"))}
     before = {name: os.environ.get(name) for name in _QUIET}
     os.environ.update(_QUIET)

@@ -1,4 +1,4 @@
-"""What looks on while a search runs: which trials have ended and how, which is the best, and when the search is to end."""
+"""The watch of a running search: the trials that have ended, the best one so far, and mistakes that end the search."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["BestMean", "BestTrial", "Finished", "StopOnMistake", "Watch", "best_
 
 @dataclass(frozen=True)
 class Finished:
-    """A trial that has ended, one way or another."""
+    """A trial that has ended, by success or failure."""
 
     trial_id: str
     config: dict[str, Any]
@@ -36,7 +36,7 @@ class Finished:
 
     @property
     def outcome(self) -> BaseResult | None:
-        """What a trial that reached T has left; None for any other trial."""
+        """The result of a trial that reached T; None for any other trial."""
         text = self.metrics.get(OUTCOME)
         return None if self.error is not None or text is None else BaseResult.from_json(text)
 
@@ -48,16 +48,16 @@ class Finished:
 
     @property
     def error_text(self) -> str:
-        """The same with the user's lines in which it was raised, and the file that has the whole traceback."""
+        """The error's first line, the user's lines in which it was raised, and the file with the whole traceback."""
         whole = "" if self.error_file is None else f"The whole traceback: {self.error_file}"
         return "\n".join(filter(None, [self.error_line, lines_of(self.error), whole]))
 
 
 class BestTrial:
-    """Knows the best trial so far, by its score.
+    """The best trial so far, by its score.
 
-    It is called with each trial that has ended, and returns what there is to say of the best: its score, and a description;
-    both are empty while no trial has reached T.
+    Call it with each trial that has ended. It returns the score and a description of the best one, both empty until a trial
+    has reached T.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class BestTrial:
 
 
 class BestMean:
-    """Knows the best candidate so far, by its mean over all its repeats. It is called and answers as :class:`BestTrial`."""
+    """The best candidate so far, by its mean over all its repeats. Called like :class:`BestTrial`."""
 
     def __init__(self, planned: list[PlannedRepeat]) -> None:
         self._planned = planned
@@ -91,7 +91,7 @@ class BestMean:
             return "", ""
         try:
             candidate, repeats = best_mean(self._planned, whole)
-        except RuntimeError:  # each of them has a repeat that failed
+        except RuntimeError:  # each candidate has a failed repeat
             return "", ""
         config = next(repeat.hyperparameters for repeat in self._planned if repeat.candidate == candidate)
         mean = f"{statistics.mean(repeat.score for repeat in repeats):.4g}"
@@ -103,23 +103,22 @@ class BestMean:
 
 
 class Watch(tune.Callback):
-    """Collects the trials as they end, prints a line about each, and finds out what has to end the search.
+    """Collects the trials that have ended, prints a line about each, and detects mistakes that end the search.
 
     Args:
-        total: How many there will be.
-        verbose: Whether anything is printed.
-        what: What they are called, "trial" or "repeat".
-        earlier: Whether the search was started before: those that end without a word may have been told then.
-        describe: Describes a trial's config to people.
-        best: Knows the best so far; see :class:`BestTrial`.
-        space: The search space. With one, the search ends where its first trials all make the same mistake while they are
-            built.
+        total: Number of trials.
+        verbose: Whether to print.
+        what: Their name, "trial" or "repeat".
+        earlier: Whether the search was started before. The earlier start has printed the trials that ended in it.
+        describe: Describes a trial's config for people.
+        best: The best so far; see :class:`BestTrial`.
+        space: The search space. With one, the search ends if its first trials all make the same mistake during the build.
 
     Attributes:
-        finished: Those that have ended, by their trial's id.
-        fatal: A mistake that every trial would repeat; the search is to end with it.
+        finished: The trials that have ended, by id.
+        fatal: A mistake that every trial would repeat, and that ends the search.
         interrupted: Whether Ctrl-C has ended the search.
-        progress: The display, None where nothing is printed.
+        display: The display; None without output.
     """
 
     def __init__(
@@ -142,17 +141,17 @@ class Watch(tune.Callback):
         self._describe_config = describe
         self._best = BestTrial() if best is None else best
         self._shared = None if space is None else _SharedMistake(space)
-        self._own_handler: Any = None  # the program's for Ctrl-C, while Tune has its own in place
+        self._own_handler: Any = None  # the program's handler of Ctrl-C, while Tune's is in place
 
     def __reduce__(self) -> Any:
-        # Tune pickles its callbacks for a search to be restored with; what comes back is the watch of that restart.
+        # Tune pickles its callbacks to restore a search with them. Unpickling gives the watch of the restart.
         return _live_watch, (self.what,)
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         if self.fatal is not None:
             return
         for key, value in trial.config.items():
-            # What a function of the space draws is known only now, and it would be refused after the whole search.
+            # The values that a function of the space draws are known only now. The recipe would refuse them after the search.
             try:
                 json_value(key, value)
             except ValueError as error:
@@ -175,7 +174,7 @@ class Watch(tune.Callback):
         error = _cause(trial)
         if isinstance(error, MissingMetric) and self.fatal is None:
             self.fatal = error
-            return  # every trial would say the same: the search ends with this very error
+            return  # every trial would raise it, so the search ends with this error
         metrics = dict(trial.last_result or {})
         self._add(Finished(trial.trial_id, dict(trial.config), metrics, error, trial.error_file))
         if self._shared is not None and self.fatal is None and was_building(error):
@@ -184,13 +183,13 @@ class Watch(tune.Callback):
     def on_experiment_end(self, trials: list[Any], **info: Any) -> None:
         self._notice_ctrl_c()
         if self.interrupted:
-            # Tune has just ended those that ran, as if they were done; in what it saved before, they go on.
+            # Tune has just marked the running trials as terminated. In its saved state they are still running.
             return
         for trial in trials:
             if trial.status not in ("TERMINATED", "ERROR"):
                 self.interrupted = True
                 continue
-            # A scheduler that stops a paused trial does so without a word; and so end those of an earlier start.
+            # A scheduler stops a paused trial without a callback, and trials of an earlier start have no callback either.
             error = _cause(trial) if trial.status == "ERROR" else None
             found = Finished(trial.trial_id, dict(trial.config), dict(trial.last_result or {}), error)
             self._add(found, quiet=self._earlier)
@@ -219,10 +218,10 @@ class Watch(tune.Callback):
 
     @contextmanager
     def noticing_ctrl_c(self) -> Iterator[None]:
-        """Notice Ctrl-C, after which Tune saves the search and returns as if it were done.
+        """Detect Ctrl-C, after which Tune saves the search and returns as if it had finished.
 
-        A hack, as Tune doesn't say so: it installs a handler that puts the one before back when the signal comes, and
-        otherwise leaves its own behind, which would swallow the next Ctrl-C of the program.
+        Tune has no interface for it. Its handler restores the previous handler when the signal comes. Without a signal it
+        leaves its own handler behind, which would swallow the program's next Ctrl-C.
         """
         before = signal.getsignal(signal.SIGINT)
         installs = threading.current_thread() is threading.main_thread() and not int(
@@ -242,10 +241,10 @@ class Watch(tune.Callback):
 
 
 class _SharedMistake:
-    """Finds the mistake that the first trials have all made while they were built, and that every trial would repeat.
+    """Detects a mistake that the first trials have all made during the build, and that every trial would repeat.
 
     Args:
-        space: The search space: where all that failed share a value that was searched for, it may be to blame.
+        space: The search space. If all failed trials share a searched value, that value may be the cause.
 
     Attributes:
         excluded: Whether a trial has reported, so that some config can be built.
@@ -254,14 +253,14 @@ class _SharedMistake:
     def __init__(self, space: Mapping[str, Any]) -> None:
         self.excluded = False
         self._space = space
-        self._began = 0  # trials that had begun when the first mistake was seen
+        self._began = 0  # trials that had started at the first mistake
 
     def find(self, trials: list[Any], finished: Mapping[str, Finished]) -> ValueError | None:
-        """The mistake, where no searched value can be to blame for it; None where there is no such mistake, or not yet.
+        """Return the mistake if no searched value can be its cause; None if there is no such mistake, or not yet.
 
         Args:
-            trials: All that there are, in the order in which they begin; the newest mistake is one of theirs.
-            finished: Those that have ended, by their trial's id.
+            trials: All trials, in the order of their start. One of them has made the newest mistake.
+            finished: The trials that have ended, by id.
         """
         self._began = self._began or sum(trial.status != "PENDING" for trial in trials)
         if self.excluded:
@@ -276,15 +275,15 @@ class _SharedMistake:
             return None
         first, *others = (self._searched(found.config) for found in alike)
         if first and all(first & other for other in others):
-            return None  # it may be one of the values that they share
+            return None  # a value that they share may be the cause
         last = alike[-1]
-        told = f"The first {len(alike)} failed alike, the last" if others else "The first failed"
-        mistake = ValueError(f"No trial can be built. {told} at {describe_config(last.config)}: {last.error_text}")
+        which = f"The first {len(alike)} failed alike, the last" if others else "The first failed"
+        mistake = ValueError(f"No trial can be built. {which} at {describe_config(last.config)}: {last.error_text}")
         mistake.__cause__ = last.error
         return mistake
 
     def _searched(self, config: Mapping[str, Any]) -> set[tuple[str, str]]:
-        """(name, value) of what is not the same in every trial; values in words, as they may be of any type."""
+        """Return (name, value) of the hyperparameters that differ between trials; values as text, since they have any type."""
         values = {(name, repr(value)) for name, value in config.items()}
         return values - {(name, repr(value)) for name, value in self._space.items()}
 
@@ -298,7 +297,7 @@ def _live_watch(what: str) -> Watch:
 
 @contextmanager
 def watching(watch: Watch) -> Iterator[None]:
-    """Have Tune's callbacks, restored ones too, come to this watch."""
+    """Direct Tune's callbacks, restored ones included, to this watch."""
     _watching[watch.what] = watch
     try:
         yield
@@ -307,7 +306,7 @@ def watching(watch: Watch) -> Iterator[None]:
 
 
 class StopOnMistake(tune.Stopper):
-    """Ends the whole search at a mistake that every trial would repeat."""
+    """Ends the search at a mistake that every trial would repeat."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -320,7 +319,7 @@ class StopOnMistake(tune.Stopper):
 
 
 def best_mean(planned: list[PlannedRepeat], trials: list[Finished]) -> tuple[int, list[Repeat]]:
-    """The candidate with the best mean over its repeats, and these repeats; one that failed puts its candidate out."""
+    """Return the candidate with the best mean over its repeats, and the repeats. A failed repeat excludes its candidate."""
     repeats: dict[int, list[Repeat]] = {}
     objectives: dict[int, list[float]] = {}
     out: dict[int, str] = {}
@@ -335,17 +334,17 @@ def best_mean(planned: list[PlannedRepeat], trials: list[Finished]) -> tuple[int
     means = {candidate: statistics.mean(found) for candidate, found in objectives.items() if candidate not in out}
     if not means:
         raise RuntimeError(f"Each of the best trials failed with another seed. The first: {out[min(out)]}")
-    best = max(sorted(means), key=means.__getitem__)  # of equals the one that the search found better
+    best = max(sorted(means), key=means.__getitem__)  # of equals the one with the better rank in the search
     return best, sorted(repeats[best], key=lambda repeat: repeat.seed)
 
 
 def _cause(trial: Any) -> Exception:
-    """Why the trial failed: the exception itself where it could be pickled, else one with its last words."""
-    # As it fails the driver has its files, and storage not yet; Trial's own methods look at storage.
+    """Return the trial's exception if it could be pickled, else a RuntimeError with the last line of its traceback."""
+    # At this time the driver has the files, and storage has not; Trial's own methods read storage.
     pickled, text = trial.pickled_error_file, trial.error_file
     if pickled is not None and Path(pickled).is_file():
-        error = cloudpickle.loads(Path(pickled).read_bytes())  # written a moment ago, by this very process
-        cause = getattr(error, "cause", None)  # what the trial raised, without Ray's account of the way it came
+        error = cloudpickle.loads(Path(pickled).read_bytes())  # written by this process
+        cause = getattr(error, "cause", None)  # the trial's own exception, without Ray's wrapper
         return cause if isinstance(cause, Exception) else error
     lines = Path(text).read_text(encoding="utf-8").strip().splitlines() if text and Path(text).is_file() else []
     return RuntimeError(lines[-1] if lines else "unknown error")

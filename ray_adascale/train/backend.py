@@ -67,7 +67,7 @@ class RayTrainBackend(Backend):
         if newest is None:
             yield None
             return
-        with ExitStack() as held:  # a folder downloaded for the check stays until it has been loaded
+        with ExitStack() as held:  # a folder downloaded for the check is kept until it has been loaded
             found: list[str | None] = [None, None]
             if self.rank == 0:
                 try:
@@ -82,7 +82,7 @@ class RayTrainBackend(Backend):
             yield Path(held.enter_context(ray.train.Checkpoint(path, newest.filesystem).as_directory()))
 
     def _newest_usable(self, newest: ray.train.Checkpoint, held: ExitStack) -> ray.train.Checkpoint:
-        """The first that verifies, of the newest and then the others, later ones first. On rank 0: it reads all of it."""
+        """Return the newest checkpoint that verifies. Called on rank 0, since it reads the whole checkpoint."""
         mode = ray.train.CheckpointConsistencyMode.COMMITTED
         reported = ray.train.get_all_reported_checkpoints(consistency_mode=mode, timeout_s=60)
         steps = {r.checkpoint.path: int(r.metrics.get("optimizer_steps", 0)) for r in reported}
@@ -131,13 +131,13 @@ class RayTrainBackend(Backend):
             self._uploading.clear()
 
         def upload(local: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
-            # Ray calls this again after some of AWS's errors, without a word when it gives up, and then kills the process:
-            # nobody would remove the folder. So the tries are ours, and Ray's later ones only hear the cause again.
+            # Ray repeats this call after some of AWS's errors. When it gives up, it kills the process without a message, and the
+            # folder would remain. So this code repeats the upload itself, and a later call by Ray raises the cause again.
             if failed:
                 raise failed[0]
             try:
                 return self._persist(local, name)
-            except Exception as e:  # reaches Ray from its thread, and fails the worker with its cause
+            except Exception as e:  # Ray fails the worker with this cause
                 failed.append(e)
                 raise
             finally:
@@ -152,7 +152,7 @@ class RayTrainBackend(Backend):
                 delete_local_checkpoint_after_upload=False,
                 checkpoint_upload_fn=upload,
             )
-        except BaseException:  # before there was a thread to upload it
+        except BaseException:  # no thread was started to upload it
             done()
             raise
 
@@ -160,7 +160,7 @@ class RayTrainBackend(Backend):
         for pause in _UPLOAD_PAUSES_S:
             try:
                 return self._storage.persist_current_checkpoint(local, name)
-            except OSError as e:  # pyarrow's, of every kind of storage
+            except OSError as e:  # pyarrow raises it for any kind of storage
                 _log.warning("The upload of %s failed; again in %g s. %s: %s", name, pause, type(e).__name__, e)
                 time.sleep(pause)
         try:

@@ -1,4 +1,4 @@
-"""What runs and searches both need of Ray: to connect, to see what fits, to send functions, to build on a worker."""
+"""Ray's part in runs and searches: the connection, the cluster's resources, functions for workers, the build on a worker."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from ..workload import Workload, WorkloadFn, build
 __all__ = ["WORKER_TIMEOUT_S", "build_on_worker", "is_local", "lacking", "pickle_by_value", "portable", "quiet_init"]
 
 WORKER_TIMEOUT_S = 300
-"""How long workers wait for one that hangs. Ray's own default would let them wait half an hour for one that died."""
+"""Time limit for workers that wait for a hanging one. Ray's default is half an hour, even for a worker that has died."""
 
 _F = TypeVar("_F", bound=Callable[..., object])
 
 
 def quiet_init(address: str | None = None, *, log_to_driver: bool = False) -> None:
-    """Connect to Ray unless that was done, with little output.
+    """Connect to Ray with little output, unless this process is connected already.
 
     Args:
-        address: Of a running cluster. Default: the one that this runs in, else a new local one.
-        log_to_driver: Show what workers print.
+        address: Address of a running cluster. Default: the cluster of this process, else a new local one.
+        log_to_driver: Show the workers' output.
     """
     if not ray.is_initialized():
         ray.init(address=address, log_to_driver=log_to_driver, logging_level="ERROR")
 
 
 def is_local() -> bool:
-    """Whether this process started its Ray itself, so that no node can come. False where that can't be told.
+    """Return whether this process started Ray itself, so that no node can be added. False if it is unknown.
 
-    Ray's public functions don't say it, so this looks at the node that a driver keeps; a test fails where that moves.
+    Ray has no public function for it, so this reads a private attribute of the driver's node. A test fails if it moves.
     """
     from ray._private import worker
 
@@ -54,11 +54,11 @@ def is_local() -> bool:
 
 
 def lacking(bundle: Mapping[str, float], count: int) -> str | None:
-    """What the cluster lacks, as it is, for so many workers, in words; None where they fit into an empty one.
+    """Return the resources that the present cluster lacks for the workers, in words; None if they fit when it is empty.
 
     Args:
-        bundle: What one worker needs, on one node.
-        count: Workers.
+        bundle: Resources of one worker, on one node.
+        count: Number of workers.
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     needed = {key: value for key, value in bundle.items() if value > 0}
@@ -88,7 +88,7 @@ def build_on_worker(
     rank: int,
     recipe: Recipe | None = None,
 ) -> Workload:
-    """The workload with the same weights on every worker, and random numbers of its own (dropout) from there on."""
+    """Build the workload with the same weights on every worker. Later random numbers (dropout) differ between workers."""
     seed_everything(config.seed)
     workload = build(function, hyperparameters, config, recipe)
     if rank > 0:
@@ -105,13 +105,13 @@ def _installed(path: str) -> bool:
 
 
 def pickle_by_value(function: _F) -> _F:
-    """Have Ray carry the function's code along if its module is a plain file that workers may not be able to import.
+    """Have Ray send the function's code if its module is a plain file, which workers may be unable to import.
 
-    An installed package is imported on the workers as usual.
+    Workers import an installed package as usual.
     """
     module = sys.modules.get(function.__module__)
     path = getattr(module, "__file__", None)
-    if module is None or path is None or module.__name__ == "__main__":  # __main__ travels by value anyway
+    if module is None or path is None or module.__name__ == "__main__":  # __main__ is pickled by value anyway
         return function
     in_package = "." in module.__name__ or hasattr(module, "__path__")
     if not _installed(path) and not in_package:
@@ -121,12 +121,12 @@ def pickle_by_value(function: _F) -> _F:
 
 
 class _Portable:
-    """A function on its way to the workers: called as the function is, and pickled with what its file needs to be imported.
+    """A function for the workers, pickled with the modules that its file imports from its own folder.
 
     Args:
         function: The function.
-        folder: Of its file.
-        neighbours: What it has imported from there: the files' names within the folder, with their contents.
+        folder: Folder of the function's file.
+        neighbours: The imported files of that folder: names within the folder, and contents.
     """
 
     def __init__(self, function: Callable[..., Any], folder: str, neighbours: tuple[tuple[str, bytes], ...]) -> None:
@@ -141,10 +141,10 @@ class _Portable:
 
 
 def portable(function: _F) -> _F:
-    """The function as workers can be sent it: with its code, as :func:`pickle_by_value` has it, and with its neighbours.
+    """Return the function in a form for workers: with its code, see :func:`pickle_by_value`, and with its neighbours.
 
-    Its file may import modules beside it, as it may in ``python path/to/file.py``. On a worker that finds these very files in
-    the same folder, the folder goes to the front of ``sys.path``; on any other, a folder that has those which are loaded here.
+    The function's file may import modules beside it, as with ``python path/to/file.py``. If a worker has the same files in the
+    same folder, that folder goes to the front of its ``sys.path``. Otherwise a new folder with the files does.
     """
     inner: Any = inspect.unwrap(function)
     path = getattr(inner, "__globals__", {}).get("__file__")
@@ -156,7 +156,7 @@ def portable(function: _F) -> _F:
     for name, module in list(sys.modules.items()):
         found, stem = getattr(module, "__file__", None), name.replace(".", "/")
         if found is None or found == path or name.partition(".")[0] == __name__.partition(".")[0]:
-            continue  # the package itself is wherever this is unpickled
+            continue  # the worker has the package itself
         for inside in (f"{stem}.py", f"{stem}/__init__.py"):
             if found.endswith(f"/{inside}") and resolved(found.removesuffix(inside)) == folder:
                 neighbours[inside] = Path(found).read_bytes()
@@ -164,7 +164,7 @@ def portable(function: _F) -> _F:
 
 
 def _arrive(folder: str, neighbours: tuple[tuple[str, bytes], ...], pickled: bytes) -> _Portable:
-    """The function on a worker, where its neighbours can be imported from now on."""
+    """Return the function on a worker, and make its neighbours importable."""
     here = Path(folder)
     if not all((here / name).is_file() and (here / name).read_bytes() == content for name, content in neighbours):
         here = _written(neighbours)
@@ -176,7 +176,7 @@ def _arrive(folder: str, neighbours: tuple[tuple[str, bytes], ...], pickled: byt
 
 @functools.cache
 def _written(neighbours: tuple[tuple[str, bytes], ...]) -> Path:
-    """A folder with these files, which goes with the process."""
+    """Return a folder with these files. It is removed with the process."""
     folder = Path(tempfile.mkdtemp(prefix="ray_adascale-neighbours-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for name, content in neighbours:
@@ -193,9 +193,9 @@ def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
 
 
 def _reduce_cached(cached: Any) -> Any:
-    """How to pickle what ``functools.cache`` made: by name, as ever, only where it can be imported under that name.
+    """Pickle a function made by ``functools.cache``: by name only if it can be imported under that name.
 
-    cloudpickle takes it for importable even in a module whose functions it carries along.
+    cloudpickle pickles such functions by name even in modules that are pickled by value.
     """
     try:
         found = operator.attrgetter(cached.__qualname__)(sys.modules[cached.__module__])

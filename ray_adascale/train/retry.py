@@ -1,7 +1,7 @@
-"""Why a run failed: which worker's failure tells it, and whether a restart can mend it.
+"""The cause of a failed run, and whether a restart can help.
 
-Ray Train restarts the workers whatever the cause; :class:`RetryPolicy` looks on in its controller, and ends the run at once where
-each restart would meet the same exception again.
+Ray Train restarts the workers after any failure. :class:`RetryPolicy` runs in Ray Train's controller, and ends the run at once if
+each restart would raise the same exception.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ _STORAGE_TRIES = 3
 
 
 def is_rays(error: Exception) -> bool:
-    """Whether it is an exception of Ray's own, around what happened elsewhere."""
+    """Return whether an exception is Ray's own, around a cause elsewhere."""
     return type(error).__module__.partition(".")[0] == "ray"
 
 
 def _is_between_workers(error: Exception) -> bool:
-    """Whether it says that another worker is gone, and not what happened to it."""
+    """Return whether an exception only shows that another worker is gone."""
     return isinstance(error, RuntimeError | ConnectionError) and _BETWEEN_WORKERS.search(str(error)) is not None
 
 
 def worker_failure(error: BaseException) -> tuple[int, Exception] | None:
-    """The worker's rank and its failure that say best why a run failed; None where no worker did."""
+    """Return rank and failure of the worker that best explains why a run failed; None if no worker failed."""
     failures: Mapping[int, Exception] = getattr(error, "worker_failures", {})
 
     def order(item: tuple[int, Exception]) -> tuple[bool, bool, int]:
-        # One that died, of which Ray tells, is the cause; and not those that then found its connection closed.
+        # A worker that died is the cause, not the workers that then lost the connection to it.
         return not is_rays(item[1]), _is_between_workers(item[1]), item[0]
 
     return min(failures.items(), key=order, default=None)
 
 
 def failure_in_words(error: BaseException, *, lines: bool = True) -> str:
-    """What the worker said whose failure tells best why a run failed; what Ray says where no worker failed.
+    """Return the message of the worker's failure that best explains why a run failed; Ray's message if no worker failed.
 
     Args:
-        error: What ``fit()`` raised.
+        error: The exception from ``fit()``.
         lines: Add the user's lines in which it was raised.
     """
     found = worker_failure(error)
@@ -61,17 +61,17 @@ def failure_in_words(error: BaseException, *, lines: bool = True) -> str:
     rank, failure = found
     text = _RAYS_ADVICE.sub("", str(failure).strip())
     if is_rays(failure) and text:
-        # A remote traceback, or a long description of the worker, lies between what happened and what a user can act on.
-        told = text.splitlines()
-        short = f"{told[0]} {told[-1]}" if len(told) > 1 and told[0].endswith(".") else told[-1]
+        # The first and last lines are useful; between them is a remote traceback or a description of the worker.
+        first, *rest = text.splitlines()
+        short = (f"{first} {rest[-1]}" if first.endswith(".") else rest[-1]) if rest else first
         return f"Worker {rank}: {short}"
-    kind = type(failure).__name__  # without which a KeyError's text says nothing
-    said = f"Worker {rank}: {kind}: {text}" if text else f"Worker {rank}: {kind}"
-    return "\n".join([said, lines_of(failure)] if lines and lines_of(failure) else [said])
+    kind = type(failure).__name__  # a KeyError's text alone means little
+    message = f"Worker {rank}: {kind}: {text}" if text else f"Worker {rank}: {kind}"
+    return "\n".join([message, lines_of(failure)] if lines and lines_of(failure) else [message])
 
 
 def whole_failure(error: BaseException) -> str:
-    """All that is known of why a run failed: the tracebacks of all workers that did."""
+    """Return the tracebacks of all workers that failed."""
     failures: Mapping[int, Exception] = getattr(error, "worker_failures", {})
     parts = [f"Worker {rank}:\n{traceback_of(failure)}" for rank, failure in sorted(failures.items())]
     return "\n\n".join(map(str, [error, *parts])) + "\n"
@@ -81,11 +81,11 @@ def whole_failure(error: BaseException) -> str:
 
 
 class RepeatedMistake(Exception):
-    """A run ends since each restart would fail as this one did.
+    """A run ends because each restart would fail in the same way.
 
     Args:
-        failures: Of the workers, by rank.
-        why: How one knows.
+        failures: The workers' failures by rank.
+        why: The reason to expect the same failure.
     """
 
     def __init__(self, failures: dict[int, Exception], why: str) -> None:
@@ -98,31 +98,31 @@ class RepeatedMistake(Exception):
 
 
 class RetryPolicy(UserCallback):
-    """Says a line about each failure, and ends the run at one that every restart would repeat.
+    """Logs a line about each failure, and ends the run at a failure that every restart would repeat.
 
-    That is an exception of the user's own, or of ours, while the workload is built or before a start's first optimizer step,
-    and one that came after the same step before. What goes on is for Ray's ``FailureConfig`` to count: lost workers, lost
-    nodes, and storage that fails (which three starts that stop at the same step settle, too).
+    These failures are: an exception of the user's code or of this package during the build or before a start's first optimizer
+    step, and an exception that was raised at the same step before. Ray's ``FailureConfig`` counts the others: lost workers, lost
+    nodes, and storage errors. A storage error ends the run at the third start that stops at the same step.
 
     Args:
-        max_failures: Ray Train's, to be named.
+        max_failures: Ray Train's, for the log.
     """
 
     def __init__(self, max_failures: int) -> None:
-        self.board: Any = None
-        """Where it is told; see ``board``."""
+        self.channel: Any = None
+        """The driver's channel, see :mod:`ray_adascale.train.driver_channel`."""
         self._max_failures = max_failures
         self._restarts = 0
         self._seen: Counter[str] = Counter()
 
     def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
-        """Ray Train's: all workers have reported, and stored what belongs to it."""
+        """Ray Train's callback: all workers have reported, and their checkpoint is stored."""
         if checkpoint is not None:
             steps, effective = metrics[0].get("optimizer_steps", 0), metrics[0].get("effective_steps", 0.0)
-            DriverClient(self.board).say(logging.INFO, CHECKPOINT % (steps, effective))
+            DriverClient(self.channel).say(logging.INFO, CHECKPOINT % (steps, effective))
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        """Ray Train's: one or more workers have failed."""
+        """Ray Train's callback: one or more workers have failed."""
         failed = ray.train.WorkerGroupError("", dict(worker_exceptions))
         found = worker_failure(failed)
         assert found is not None
@@ -133,13 +133,13 @@ class RetryPolicy(UserCallback):
         if self._max_failures < 0 or self._restarts <= self._max_failures:
             of = "" if self._max_failures < 0 else f" of {self._max_failures}"
             text = failure_in_words(failed, lines=False).rstrip(".")
-            DriverClient(self.board).restarting(f"{text}. Restart {self._restarts}{of}, from the last checkpoint.")
+            DriverClient(self.channel).restarting(f"{text}. Restart {self._restarts}{of}, from the last checkpoint.")
 
     def _repeats(self, error: Exception) -> str | None:
-        """Why each restart would meet this error again; None where that is not known."""
+        """Return why each restart would raise this error again; None if that is unknown."""
         if is_rays(error) or _is_between_workers(error):
             return None
-        # Without a note it did not come from the loop: nothing is known of its place.
+        # An exception without a note is not from the loop, so its place is unknown.
         place = place_of(error)
         of_storage = isinstance(error, CheckpointError) or (
             isinstance(error, OSError)

@@ -1,4 +1,4 @@
-"""Ray Train: ``prepare`` for a loop of one's own, ``AdaScaleTrainer`` for a workload without a loop."""
+"""Ray Train: ``prepare`` for the user's own loop, ``AdaScaleTrainer`` for a workload without a loop."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from .._errors import SettingError
 from ..config import AdaScaleConfig
 from ..recipe import Recipe
 from ..run.backend import ReportPolicy
@@ -40,11 +41,11 @@ _PACKAGE = __name__.partition(".")[0]
 
 _POLL_S = 0.5
 _ANSWER_S = 5.0
-"""How long the driver waits for the board's answer; it tries again."""
+"""Time limit of the driver for an answer of the channel. It tries again."""
 _ROOM_S = 5.0, 30.0
-"""How long workers may be starting before the driver says what the cluster lacks, and then how often."""
+"""Seconds of the workers' start before the driver logs the resources that the cluster lacks, and between repetitions."""
 _STOP_S = 60.0
-"""How long Ctrl-C waits for the workers to write a checkpoint."""
+"""Time limit for the workers' checkpoint after Ctrl-C."""
 
 
 @PublicAPI(stability="alpha")
@@ -61,11 +62,11 @@ def prepare(
     extra_state: Mapping[str, Any] | None = None,
     after_step: Callable[[nn.Module], object] | None = None,
 ) -> Run:
-    """The object of a training loop of one's own, inside a ``TorchTrainer`` worker function.
+    """Return the run for your own training loop inside a ``TorchTrainer`` worker function.
 
-    Builds nothing anew: pass model, optimizer and scheduler exactly as they were at the base batch. The arguments and
-    the loop are those of :class:`ray_adascale.Run`; reports and checkpoints go to Ray Train, and a restarted worker
-    resumes from the newest checkpoint. Outside Ray (one process, torchrun) use ``Run`` itself.
+    Pass model, optimizer and scheduler exactly as at the base batch. The arguments and the loop are those of
+    :class:`ray_adascale.Run`. Reports and checkpoints go to Ray Train, and a restarted worker resumes from the newest
+    checkpoint. Outside Ray (one process, torchrun) use ``Run`` itself.
 
     Raises:
         RuntimeError: Called outside a Ray Train worker.
@@ -94,14 +95,14 @@ def prepare(
 
 
 def _train_workload(job: dict[str, Any]) -> dict[str, Any]:
-    """What each worker of an :class:`AdaScaleTrainer` runs; rank 0's return value is the result's."""
+    """Run the workload on one worker of an :class:`AdaScaleTrainer`. The result has rank 0's return value."""
     config: AdaScaleConfig = job["config"]
     backend = RayTrainBackend()
     backend.kept_by = job["kept_by"]
     backend.report_policy = ReportPolicy(evaluations=job["reports_evaluations"])
     with contextlib.ExitStack() as stack:
         if backend.rank == 0:
-            backend.teller = DriverClient(job["board"])
+            backend.teller = DriverClient(job["channel"])
             stack.enter_context(forward_warnings(backend.teller))
         run: Run | None = None
         began = 0
@@ -121,12 +122,12 @@ def _train_workload(job: dict[str, Any]) -> dict[str, Any]:
 def _with_ray_data(
     workload: Workload, config: AdaScaleConfig, lengths: Mapping[str, int | None]
 ) -> tuple[Workload, AdaScaleConfig]:
-    """The workload with this worker's shard, unless it has a dataset of its own; and the length of an epoch, where known."""
+    """Return the workload with this worker's shard, unless it has a dataset, and the settings with the length of an epoch."""
     if workload.train_dataset is None:
         if "train" not in lengths:
             raise ValueError(
                 f"The workload's train_dataset is None, and datasets= has no 'train' but {', '.join(map(repr, lengths))}. Name "
-                "it so, or have the workload take ray.train.get_dataset_shard(name) itself."
+                "one of them so, or call ray.train.get_dataset_shard(name) in the workload."
             )
         workload = replace(workload, train_dataset=ray.train.get_dataset_shard("train"))
     known = lengths.get("train")
@@ -136,41 +137,41 @@ def _with_ray_data(
 
 
 def _known_length(dataset: Any) -> int | None:
-    """Rows of a Ray Data dataset that is computed already; counting another would compute it."""
-    from ray.data.dataset import MaterializedDataset  # slow to load; whoever has a dataset has loaded it
+    """Return the rows of a materialized Ray Data dataset; None for others, since counting would compute them."""
+    from ray.data.dataset import MaterializedDataset  # slow to load, and loaded already where there is a dataset
 
     return int(dataset.count()) if isinstance(dataset, MaterializedDataset) else None
 
 
 @PublicAPI(stability="alpha")
 class AdaScaleTrainer(TorchTrainer):
-    """Runs a workload on any number of Ray workers with the schedule of its base batch; no loop to write.
+    """Runs a workload on any number of Ray workers with the schedule of its base batch. There is no loop to write.
 
-    ``fit()`` returns Ray Train's ``Result``: ``metrics`` are those of the last report, at τ ≥ T, and ``return_value`` adds
-    ``"stopped"``, why the run ended, and ``"loop_seconds"``, without the start of Ray's workers.
+    ``fit()`` returns Ray Train's ``Result``. Its ``metrics`` are those of the last report, at τ ≥ T. Its ``return_value`` adds
+    ``"stopped"``, the reason of the end, and ``"loop_seconds"``, the time without the start of Ray's workers.
 
     Args:
         workload: A function from the hyperparameters to a :class:`ray_adascale.Workload`; called on every worker.
-        recipe: The outcome of a search: hyperparameters, base batch size, total steps and the LR curve, which the
-            workload's own must equal.
-        hyperparameters: What ``workload`` is called with, where there is no recipe; with one, changes to the recipe's
-            (such as a path), which must leave the LR curve as it is.
-        config: How to run it. Default: ``AdaScaleConfig()`` with the recipe's numbers.
+        recipe: The outcome of a search: hyperparameters, base batch size, total steps, and the LR curve, which must equal the
+            workload's.
+        hyperparameters: The argument of ``workload``. With a recipe, changes to its hyperparameters (such as a path) that do
+            not change the LR curve.
+        config: The settings. Default: ``AdaScaleConfig()`` with the recipe's numbers.
         scaling_config: Ray Train's. ``num_workers=(min, max)`` makes the run elastic.
         run_config: Ray Train's. The same name and storage path resume a run. With ``callbacks`` (Ray Train's ``UserCallback``,
-            Tune's ``TuneReportCallback``) every evaluation is a report of its own, which they hear; Ray lets one pass in about
-            2 s. Without, an evaluation's metrics go along with the next report.
-        datasets: Ray Data's, by name, as for ``TorchTrainer``. The shard of "train" is the workload's ``train_dataset`` where
-            that is None; others are had by ``ray.train.get_dataset_shard(name)``. The length of an epoch is known where the
-            dataset is materialized; else give ``AdaScaleConfig(dataset_length=...)`` for ``total_epochs``.
-        dataset_config: Ray Train's, how datasets are split.
+            Tune's ``TuneReportCallback``) every evaluation is a report of its own for the callbacks. Ray passes one report in
+            about 2 s. Without callbacks, the metrics of an evaluation are part of the next report.
+        datasets: Ray Data's, by name, as for ``TorchTrainer``. If the workload's ``train_dataset`` is None, it is the shard of
+            "train". ``ray.train.get_dataset_shard(name)`` returns the other shards. The length of an epoch is known for a
+            materialized dataset. For others give ``AdaScaleConfig(dataset_length=...)`` if you use ``total_epochs``.
+        dataset_config: Ray Train's, for the split of datasets.
         torch_config: Ray Train's. Default: a worker that hangs fails the others after 300 s.
-        progress: Show how far the run is while ``fit()`` waits: live on a terminal, else a line every few seconds.
-        on_start: Called on the driver, in another thread, when the workers first enter their loop: all that could be
-            refused was accepted, and a checkpoint that there was is loaded.
+        progress: Show the progress while ``fit()`` waits: live on a terminal, else a line every few seconds.
+        on_start: Called on the driver, in another thread, when the workers first enter their loop. All checks have passed
+            then, and the checkpoint is loaded, if there is one.
 
     Raises:
-        ValueError: A setting can't work; raised here, on the driver, before any worker starts.
+        ValueError: A setting can't work. Raised on the driver, before any worker starts.
     """
 
     def __init__(
@@ -203,15 +204,15 @@ class AdaScaleTrainer(TorchTrainer):
                 config.batch_policy.plan(workers[1])  # refuses bounds that leave no batch for this number
             workers = workers[0]
         if workers < 1:
-            raise ValueError(
-                f"Invalid ScalingConfig(num_workers={workers}). Must be ≥ 1; without Ray use ray_adascale.Run."
+            raise SettingError(
+                "Invalid {}. Must be ≥ 1; without Ray use ray_adascale.Run.", "ScalingConfig", num_workers=workers
             )
         config.batch_policy.plan(workers)
         if config.total_epochs is None:
             config.resolve_total_steps(None)
         run_config = ray.train.RunConfig() if run_config is None else run_config
         failure_config = run_config.failure_config or ray.train.FailureConfig()
-        self._restarts = RetryPolicy(failure_config.max_failures)
+        self._retry_policy = RetryPolicy(failure_config.max_failures)
         self._progress = progress
         self._on_start = on_start
         self._job: dict[str, Any] = {
@@ -219,7 +220,7 @@ class AdaScaleTrainer(TorchTrainer):
             "hyperparameters": {**(recipe.hyperparameters if recipe is not None else {}), **(hyperparameters or {})},
             "config": config,
             "recipe": recipe,
-            "board": None,
+            "channel": None,
             "reports_evaluations": bool(run_config.callbacks),
             "lengths": None if datasets is None else {name: _known_length(data) for name, data in datasets.items()},
             "kept_by": getattr(getattr(run_config, "checkpoint_config", None), "checkpoint_score_attribute", None),
@@ -228,26 +229,26 @@ class AdaScaleTrainer(TorchTrainer):
             _train_workload,
             train_loop_config=self._job,
             scaling_config=scaling_config,
-            run_config=replace(run_config, callbacks=[*(run_config.callbacks or []), self._restarts]),
+            run_config=replace(run_config, callbacks=[*(run_config.callbacks or []), self._retry_policy]),
             torch_config=torch_config or ray.train.torch.TorchConfig(timeout_s=WORKER_TIMEOUT_S),
             datasets=None if datasets is None else dict(datasets),
             dataset_config=dataset_config,
         )
 
     def fit(self) -> ray.train.Result:
-        """Run to the end, or to the point where it can't go on.
+        """Run to the end, or to a failure.
 
-        What happens meanwhile (start, resume, checkpoint, lost worker, restart, preemption notice, and the warnings of the
-        worker of rank 0) is logged on the driver by ``ray_adascale``'s logger, and shown above the progress. Where the cluster
-        lacks room for the workers, that is said after some seconds, and every half minute; Ray waits, as nodes may come.
+        ``ray_adascale``'s logger logs events on the driver, and the display shows them: start, resume, checkpoint, lost worker,
+        restart, preemption notice, and the warnings of the worker of rank 0. If the cluster lacks room for the workers, that is
+        logged after some seconds and every half minute. Ray waits, since nodes may be added.
 
         Raises:
-            ValueError: The workers don't fit, and no node can come, since this process has started Ray for itself.
+            ValueError: The workers don't fit, and no node can be added, since this process has started Ray for itself.
             ray.train.TrainingFailedError: A worker failed more often than ``FailureConfig`` allows, or with an exception that
-                every restart would repeat: raised while the workload was built, before a start's first optimizer step, or
-                twice after the same step. The last checkpoint stays usable: the same call resumes from it.
-            KeyboardInterrupt: Ctrl-C. The workers have written a checkpoint at the next step boundary, unless there was none
-                within a minute, or a second Ctrl-C; the same call resumes.
+                every restart would repeat: one during the build, one before a start's first optimizer step, or two after
+                the same step. The last checkpoint can be used: the same call resumes from it.
+            KeyboardInterrupt: Ctrl-C. The workers have written a checkpoint at the next step boundary, unless that took more
+                than a minute or Ctrl-C came twice. The same call resumes.
         """
         quiet_init()
         bundle = {
@@ -256,19 +257,21 @@ class AdaScaleTrainer(TorchTrainer):
         needs = bundle, self.scaling_config.min_workers
         short = lacking(*needs)
         if short is not None and is_local():
-            raise ValueError(
-                f"Invalid ScalingConfig(num_workers={self.scaling_config.num_workers}): {short}. No node can come: this "
-                f"process has started Ray for itself. {self._what_to_ask_for()}, or give the address of a cluster."
+            raise SettingError(
+                f"Invalid {{}}: {short}. No node can come: this process has started Ray for itself. {self._what_to_ask_for()}, "
+                "or give the address of a cluster.",
+                "ScalingConfig",
+                num_workers=self.scaling_config.num_workers,
             )
-        board = make_channel()
-        self._job["board"] = self._restarts.board = board
-        self._listener = DriverMonitor(board, needs, self._on_start)
+        channel = make_channel()
+        self._job["channel"] = self._retry_policy.channel = channel
+        self._monitor = DriverMonitor(channel, needs, self._on_start)
         try:
-            with self._display() or contextlib.nullcontext(), self._listener:
+            with self._display() or contextlib.nullcontext(), self._monitor:
                 return self._fit()
         finally:
-            self._job["board"] = self._restarts.board = None
-            ray.kill(board)
+            self._job["channel"] = self._retry_policy.channel = None
+            ray.kill(channel)
 
     def _what_to_ask_for(self) -> str:
         without = self.scaling_config.use_gpu and not ray.cluster_resources().get("GPU")
@@ -277,10 +280,10 @@ class AdaScaleTrainer(TorchTrainer):
     def _display(self) -> contextlib.AbstractContextManager[Any] | None:
         if not self._progress:
             return None
-        from ..analysis.display import RunDisplay  # here, as workers load this module too, and need no rich
+        from ..analysis.display import RunDisplay  # workers load this module too, and need no rich
 
         return RunDisplay(
-            lambda: self._listener.metrics, label=str(self.run_config.name), log=logging.getLogger(_PACKAGE)
+            lambda: self._monitor.metrics, label=str(self.run_config.name), log=logging.getLogger(_PACKAGE)
         )
 
     def _fit(self) -> ray.train.Result:
@@ -296,13 +299,13 @@ class AdaScaleTrainer(TorchTrainer):
             text = f"{failure_in_words(failed)}\n{mistake.why} Each restart would repeat it."
             raise ray.train.WorkerGroupError(text, mistake.failures) from None
         except (ray.exceptions.RayActorError, SystemExit) as e:
-            # We have ended it ourselves; and Ray's own handler of Ctrl-C exits with 0, as if the run had ended well.
-            if self._listener.interrupts or isinstance(e, SystemExit):
+            # DriverMonitor has killed the controller, or Ray's own handler of Ctrl-C has exited with code 0.
+            if self._monitor.interrupts or isinstance(e, SystemExit):
                 raise KeyboardInterrupt("The run ended at once; what came after its last checkpoint is lost.") from None
             raise
         finally:
             if handler is not None:
-                signal.signal(signal.SIGINT, handler)  # Ray leaves its own behind
+                signal.signal(signal.SIGINT, handler)  # Ray leaves its own handler behind
         if result.return_value["stopped"] == INTERRUPTED:
             raise KeyboardInterrupt(
                 f"The run has written a checkpoint of optimizer step {result.metrics['optimizer_steps']:,}."
@@ -310,46 +313,46 @@ class AdaScaleTrainer(TorchTrainer):
         return result
 
     def _register_sigint_handler(self, controller: Any) -> None:
-        """Ray Train's own hook, a private one: its handler waits for the controller, which may be waiting for nodes.
+        """Replace a private hook of Ray Train, with a handler that waits for the controller, which may wait for nodes.
 
-        A test fails where it moves. Ctrl-C then ends a run without a checkpoint, as Ray does.
+        A test fails if the hook moves. Ctrl-C would then end a run without a checkpoint, as in Ray.
         """
-        self._listener.controller = controller
-        signal.signal(signal.SIGINT, lambda *_: self._listener.interrupt())
+        self._monitor.controller = controller
+        signal.signal(signal.SIGINT, lambda *_: self._monitor.interrupt())
 
 
 class DriverMonitor:
-    """The driver's ear, in a thread: keeps the newest metrics, logs what happens, says what is waited for, and ends the run.
+    """The driver's thread beside a run: keeps the newest metrics, logs events and missing resources, and handles Ctrl-C.
 
     Args:
-        board: Where the workers tell.
-        needs: What one worker needs, and the fewest workers.
+        channel: The channel of the workers' messages.
+        needs: Resources of one worker, and the fewest workers.
         on_start: Called once, when the workers are in their loop.
     """
 
     def __init__(
-        self, board: Any, needs: tuple[dict[str, float], int], on_start: Callable[[], None] | None = None
+        self, channel: Any, needs: tuple[dict[str, float], int], on_start: Callable[[], None] | None = None
     ) -> None:
         self._on_start = on_start
         self.metrics: dict[str, Any] | None = None
         self.interrupts = 0
-        """Times that Ctrl-C came."""
+        """Number of Ctrl-C so far."""
         self.controller: Any = None
-        """Ray Train's, to be ended."""
-        self._board = board
+        """Ray Train's controller, to be killed after Ctrl-C."""
+        self._channel = channel
         self._needs = needs
         self._running = False
         self._seen = 0
         self._answered = 0
         self._ends_at: float | None = None
         self._waiting_since = time.monotonic()
-        self._said_at: float | None = None
+        self._logged_at: float | None = None
         self._wake = threading.Event()
         self._done = False
         self._thread = threading.Thread(target=self._run, name="ray_adascale-listener", daemon=True)
 
     def interrupt(self) -> None:
-        """Ctrl-C, in the main thread: the listener's own answers it."""
+        """Register a Ctrl-C in the main thread. The monitor's thread handles it."""
         self.interrupts += 1
         self._wake.set()
 
@@ -368,18 +371,18 @@ class DriverMonitor:
             self._wake.wait(_POLL_S)
             self._wake.clear()
             last = self._done
-            # Whatever fails here, the run does not: it is Ray's to tell of it.
+            # A failure here must not fail the run, and Ray reports its own failures.
             with contextlib.suppress(Exception):
                 self._answer_interrupts()
             with contextlib.suppress(Exception):
-                self._take(ray.get(self._board.news.remote(self._seen), timeout=_ANSWER_S))
+                self._apply(ray.get(self._channel.news.remote(self._seen), timeout=_ANSWER_S))
             with contextlib.suppress(Exception):
-                self._say_what_is_waited_for()
+                self._log_missing_resources()
 
-    def _take(self, news: News) -> None:
-        self.metrics, self._seen = news.metrics, news.told
+    def _apply(self, news: News) -> None:
+        self.metrics, self._seen = news.metrics, news.sent
         if self._running and not news.running:
-            self._waiting_since, self._said_at = time.monotonic(), None
+            self._waiting_since, self._logged_at = time.monotonic(), None
         self._running = news.running
         for level, text in news.events:
             _log.log(level, "%s", text)
@@ -390,12 +393,12 @@ class DriverMonitor:
             except Exception as e:
                 _log.warning("After the run's start: %s: %s", type(e).__name__, e)
 
-    def _say_what_is_waited_for(self) -> None:
+    def _log_missing_resources(self) -> None:
         now = time.monotonic()
         patience, every = _ROOM_S
         if self._running or self._done or now - self._waiting_since < patience:
             return
-        if self._said_at is not None and now - self._said_at < every:
+        if self._logged_at is not None and now - self._logged_at < every:
             return
         short = lacking(*self._needs)
         if short is None:
@@ -407,7 +410,7 @@ class DriverMonitor:
             )
         else:
             _log.warning("Waiting for nodes: the run needs %s. It begins when there is room; Ctrl-C ends it.", short)
-        self._said_at = now
+        self._logged_at = now
 
     def _answer_interrupts(self) -> None:
         now = time.monotonic()
@@ -415,7 +418,7 @@ class DriverMonitor:
             first, self._answered = self._answered == 0, self.interrupts
             if first and self._running:
                 self._ends_at = now + _STOP_S
-                self._board.ask_to_stop.remote()
+                self._channel.ask_to_stop.remote()
                 _log.warning(
                     "Interrupted: a checkpoint is written at the next step boundary. Ctrl-C again ends at once."
                 )

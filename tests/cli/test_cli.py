@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import os
+import pickle
 import re
 import socket
 import subprocess
@@ -23,11 +24,11 @@ import torch
 from ray.exceptions import RayActorError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
 
-from ray_adascale import AdaScaleConfig, Recipe, Throughput, checkpoint
-from ray_adascale._files import write_json
+from ray_adascale import AdaScaleConfig, Recipe, Throughput, _files, checkpoint
+from ray_adascale._errors import SettingError
 from ray_adascale.analysis import throughput
-from ray_adascale.cli import main
-from ray_adascale.cli.arguments import in_flags
+from ray_adascale.cli import main, run_folder
+from ray_adascale.cli.arguments import error_text
 from ray_adascale.run.failure import annotate_exceptions
 from ray_adascale.run.metrics import METRICS
 from ray_adascale.search import tune
@@ -92,8 +93,21 @@ def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(trainer, "AdaScaleTrainer", Trainer)
     monkeypatch.setattr(tune, "tune_recipe", search)
     # Into the storage, which by default is the user's.
-    monkeypatch.setattr(main, "write_json", lambda path, value: seen.update(path=path, saved=value))
+    monkeypatch.setattr(run_folder, "write_options", lambda folder, text: None)
     return seen
+
+
+@pytest.fixture
+def stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The options file of a run is written for real."""
+    monkeypatch.setattr(
+        run_folder, "write_options", lambda folder, text: _files.write_text(f"{folder}/options.txt", text)
+    )
+
+
+def kept_options(folder: Path) -> list[str]:
+    """The lines of a run's options file without its comment."""
+    return (folder / "options.txt").read_text().splitlines()[1:]
 
 
 @pytest.mark.parametrize(
@@ -338,7 +352,7 @@ def test_ray_that_does_not_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest
             [*TRAIN, "--keep-checkpoints=2", "--keep-best=accuracy"],
             "Invalid --keep-best 'accuracy'. Must be METRIC:max",
         ),
-        (["resume", "/nowhere/x"], "no ray_adascale.json in /nowhere/x."),
+        (["resume", "/nowhere/x"], "no options.txt in /nowhere/x."),
         (["report", "/nowhere/x"], "Invalid run '/nowhere/x': no such file or folder"),
         (["describe", "/nowhere/x"], "Invalid path '/nowhere/x'"),
         (["forecast", "/nowhere/recipe.json"], "ray-adascale: No such file or directory: /nowhere/recipe.json\n"),
@@ -389,9 +403,8 @@ def test_a_failed_run_exits_with_1_and_the_workers_own_words(
 
 
 def test_every_end_that_leaves_a_checkpoint_says_how_to_go_on(
-    called: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    called: dict[str, Any], stored: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(main, "write_json", write_json)
     for error, code in (
         (KeyboardInterrupt("The run was interrupted."), 130),
         (ray.train.WorkerGroupError("all of it", {1: OSError("no disk")}), 1),
@@ -402,7 +415,11 @@ def test_every_end_that_leaves_a_checkpoint_says_how_to_go_on(
                 (folder / "checkpoint_1").mkdir()  # and no whole one yet: nothing to go on from
                 assert main.main([*TRAIN, "--name=x", f"--storage-path={folder.parent}"]) == code
                 assert "goes on" not in capsys.readouterr().err
-                checkpoint.save(folder / "checkpoint_2", {"x": torch.ones(1)}, {"total_steps": 4, "stopped": None})
+                checkpoint.save(
+                    folder / "checkpoint_2",
+                    {"x": torch.ones(1)},
+                    {"total_steps": 4, "stopped": None, "base_steps_per_epoch": None},
+                )
             called["error"] = error
             assert main.main([*TRAIN, "--name=x", f"--storage-path={folder.parent}"]) == code
             said = capsys.readouterr().err
@@ -453,21 +470,18 @@ def test_the_whole_traceback_is_in_a_file_that_is_named(
     Path(where).unlink()
 
 
-def test_a_refused_command_leaves_the_run_as_it_was(
-    called: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(main, "write_json", write_json)
+def test_a_refused_command_leaves_the_run_as_it_was(called: dict[str, Any], stored: None, tmp_path: Path) -> None:
     common = [*TRAIN, "--name=x", f"--storage-path={tmp_path}"]
     assert main.main([*common, "n=200"]) == 0
-    kept = (tmp_path / "x" / "ray_adascale.json").read_bytes()
-    assert json.loads(kept)["overrides"] == ["n=200"]
+    kept = kept_options(tmp_path / "x")
+    assert kept[1] == "n=200"
     called["error"] = ray.train.WorkerGroupError("all", {0: ValueError("the dataset has 400 examples, and had 200")})
     called["refused"] = True
     assert main.main([*common, "n=400"]) == 1
-    assert (tmp_path / "x" / "ray_adascale.json").read_bytes() == kept
+    assert kept_options(tmp_path / "x") == kept
     del called["refused"], called["error"]
     assert main.main([*common, "n=400"]) == 0
-    assert json.loads((tmp_path / "x" / "ray_adascale.json").read_text())["overrides"] == ["n=400"]
+    assert kept_options(tmp_path / "x")[1] == "n=400"
 
 
 @pytest.mark.parametrize(
@@ -706,54 +720,56 @@ def test_report_and_describe(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("error", "api", "command_line"),
     [
-        ("Invalid AdaScaleConfig(base_batch_size=9): too large", "Invalid --base-batch-size 9: too large"),
-        ("AdaScaleConfig(base_batch_size=...) is needed: it", "--base-batch-size is needed: it"),
-        ("accept them with AdaScaleConfig(accept_changes=True).", "accept them with --accept-changes."),
         (
-            "AdaScaleConfig(total_steps=...) or (total_epochs=...) is needed",
-            "--total-steps or (--total-epochs) is needed",
-        ),
-        ("Leave AdaScaleConfig(total_epochs) out", "Leave --total-epochs out"),
-        (
-            "AdaScaleConfig takes total_steps or total_epochs, not both.",
-            "Give --total-steps or --total-epochs, not both.",
-        ),
-        ("AdaScaleConfig(sharding='fsdp2', precision='fp16')", "--sharding fsdp2 --precision fp16"),
-        ("AdaScaleConfig(grad_clip=None), or", "-c grad_clip=null, or"),
-        ("AdaScaleConfig(checkpoint_every_s=-1)", "--checkpoint-every -1"),
-        ("Invalid ScalingConfig(num_workers=0). Must", "Invalid --num-workers 0. Must"),
-        ("ScalingConfig(resources_per_worker=...)", "ScalingConfig(resources_per_worker=...)"),  # which has no option
-        (
-            "Raise per_worker_batch_size, accumulation or num_workers, so",
-            "Raise --per-worker-batch-size, accumulation or --num-workers, so",
-        ),
-        ("more than per_worker_batch_size=64.", "more than --per-worker-batch-size 64."),
-        (
-            "KeyError: 'total_steps'; base_batch_sizes, my.num_workers",
-            "KeyError: 'total_steps'; base_batch_sizes, my.num_workers",
+            SettingError("Invalid {}: too large", base_batch_size=9),
+            "Invalid AdaScaleConfig(base_batch_size=9): too large",
+            "Invalid --base-batch-size 9: too large",
         ),
         (
-            "Invalid --config seed=2: evaluate_every is given twice.",
-            "Invalid --config seed=2: evaluate_every is given twice.",
+            SettingError("{} is needed", total_steps=..., total_epochs=...),
+            "AdaScaleConfig(total_steps=..., total_epochs=...) is needed",
+            "--total-steps --total-epochs is needed",
         ),
-        ("It failed: no such thing.. Look... at it..", "It failed: no such thing. Look... at it."),
+        (
+            SettingError("{} is not supported", sharding="fsdp2", precision="fp16"),
+            "AdaScaleConfig(sharding='fsdp2', precision='fp16') is not supported",
+            "--sharding fsdp2 --precision fp16 is not supported",
+        ),
+        (
+            SettingError("Invalid {}", grad_clip=-1.0),
+            "Invalid AdaScaleConfig(grad_clip=-1.0)",
+            "Invalid -c grad_clip=-1.0",
+        ),
+        (SettingError("{}", shuffle=None), "AdaScaleConfig(shuffle=None)", "-c shuffle=null"),
+        (SettingError("{}", pin_memory=...), "AdaScaleConfig(pin_memory=...)", "-c pin_memory=..."),
+        (SettingError("{}", checkpoint_every_s=-1), "AdaScaleConfig(checkpoint_every_s=-1)", "--checkpoint-every -1"),
+        (SettingError("{}", report_every_s=0), "AdaScaleConfig(report_every_s=0)", "--report-every 0"),
+        (SettingError("{}", "EarlyStop", patience=0.0), "EarlyStop(patience=0.0)", "--early-stop 0.0"),
+        (SettingError("{}", "ScalingConfig", num_workers=0), "ScalingConfig(num_workers=0)", "--num-workers 0"),
+        (SettingError("{}", "", seed=-1), "seed=-1", "--seed -1"),
+        # There is no option for it: in the API's words.
+        (SettingError("{}", "", repeat_best=0), "repeat_best=0", "repeat_best=0"),
+        (ValueError("Invalid {} seed=2"), "Invalid {} seed=2", "Invalid {} seed=2"),
+        (FileNotFoundError(2, "No such file", "/x"), "[Errno 2] No such file: '/x'", "No such file: /x"),
     ],
 )
-def test_errors_are_said_in_the_words_of_the_command_line(text: str, said: str) -> None:
-    assert in_flags(text, main._parser().parse_args(TRAIN)) == said
+def test_an_error_names_the_setting_or_its_option(error: Exception, api: str, command_line: str) -> None:
+    assert str(error) == str(pickle.loads(pickle.dumps(error))) == api
+    args = main._parse(TRAIN)
+    assert error_text(error, args) == error_text(pickle.loads(pickle.dumps(error)), args) == command_line
 
 
-def test_what_a_workload_says_keeps_its_names() -> None:
-    args, text = main._parser().parse_args(TRAIN), "num_workers=3 in AdaScaleConfig(accept_changes=True)"
-    assert in_flags(text, args, names=False) == "num_workers=3 in --accept-changes"
+def test_a_command_without_the_option_names_the_setting() -> None:
+    args = main._parse(["describe", "x"])
+    assert error_text(SettingError("Invalid {}", seed=-1), args) == "Invalid AdaScaleConfig(seed=-1)"
+    assert (
+        error_text(SettingError("Invalid {}", sharding="x"), main._parse(["forecast", "x"])) == "Invalid -c sharding=x"
+    )
 
 
-def test_changes_are_accepted_once(called: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    stored: dict[str, Any] = {}
-    monkeypatch.setattr(main, "write_json", lambda path, value: stored.update(value))
-    monkeypatch.setattr(main, "read_json", lambda path: dict(stored) if path.endswith("ray_adascale.json") else None)
+def test_changes_are_accepted_once(called: dict[str, Any], stored: None, tmp_path: Path) -> None:
     assert main.main([*TRAIN, "--name=x", f"--storage-path={tmp_path}"]) == 0
     for again, accepted in (
         ([*TRAIN, "--name=x", "--accept-changes"], True),
@@ -769,19 +785,9 @@ def test_changes_are_accepted_once(called: dict[str, Any], monkeypatch: pytest.M
 
 @pytest.mark.parametrize("length", ["--total-steps=20", "--total-epochs=2"])
 def test_a_run_at_its_end_is_not_resumed(
-    called: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    length: str,
+    called: dict[str, Any], stored: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], length: str
 ) -> None:
     """T is 20: two epochs of 10 steps at the base batch."""
-    stored: dict[str, Any] = {}
-    monkeypatch.setattr(main, "write_json", lambda path, value: stored.update(value))
-    read = main.read_json
-    monkeypatch.setattr(
-        main, "read_json", lambda path: dict(stored) if path.endswith("ray_adascale.json") else read(path)
-    )
     train = ["train", WORKLOAD, "--base-batch-size=4", "--name=x", f"--storage-path={tmp_path}"]
     assert main.main([*train, length]) == 0
 
@@ -821,8 +827,8 @@ def test_a_run_at_its_end_is_not_resumed(
 def test_what_cannot_be_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, text, message in (
         ("search.json", "{}", "a search. It goes on with the `ray-adascale tune` that started it, with --name mine"),
-        ("ray_adascale.json", "{", "ray_adascale.json is damaged"),
-        ("ray_adascale.json", "[]", "no ray_adascale.json in"),
+        ("options.txt", "'", "options.txt is damaged (No closing quotation)"),
+        ("options.txt", "# nothing\n", "options.txt is damaged (it is empty)"),
     ):
         folder = tmp_path / name / "mine"
         folder.mkdir(parents=True, exist_ok=True)
@@ -831,19 +837,56 @@ def test_what_cannot_be_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert message in capsys.readouterr().err
 
 
-def test_a_run_that_an_older_version_started_is_resumed(
-    called: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_the_options_file_is_for_train_as_well(
+    called: dict[str, Any], stored: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stored: dict[str, Any] = {}
-    monkeypatch.setattr(main, "write_json", lambda path, value: stored.update(value))
-    monkeypatch.setattr(main, "read_json", lambda path: dict(stored))
-    assert main.main([*TRAIN, "--name=x", f"--storage-path={tmp_path}", "--rule=sqrt"]) == 0
-    before = called["config"]
-    for option in ("evaluate_every", "max_failures"):  # of which it knew nothing
-        del stored[option]
-    called.clear()
-    assert main.main(["resume", "x", f"--storage-path={tmp_path}"]) == 0
-    assert called["config"] == before
+    """By hand, with all that a shell or a line could break; and a file with fewer options has the others' defaults."""
+    monkeypatch.chdir(tmp_path)
+    FOUND.save(tmp_path / "my recipe #1.json")
+    words = ["path=my data", "text=a\nb", "quote='\"", "list=[1,\n2]", "none=", "name=#x", "mail=@home", "é=ü\u2028"]
+    options = [
+        "--recipe=my recipe #1.json",
+        "--rule=sqrt",
+        "-c",
+        "grad_clip=1",
+        "-c",
+        "shuffle=false",
+        "--use-gpu",
+        "--verbose",
+    ]
+    storage = f"--storage-path={tmp_path / 'my runs'}"
+    assert main.main(["train", WORKLOAD, *words, *options, "--name=x", storage]) == 0
+    assert called["hyperparameters"] == {
+        "path": "my data", "text": "a\nb", "quote": "'\"", "list": [1, 2], "none": "", "name": "#x", "mail": "@home",
+        "é": "ü\u2028",
+    }  # fmt: skip
+    before = dict(called)
+    folder = tmp_path / "my runs" / "x"
+    for again in (["train", f"@{folder / 'options.txt'}"], ["resume", str(folder)], ["resume", "x", storage]):
+        called.clear()
+        assert main.main(again) == 0
+        same = ("hyperparameters", "config", "scaling_config", "recipe", "workload")
+        assert {key: called[key] for key in same} == {key: before[key] for key in same}
+        assert called["run_config"].storage_path == str(tmp_path / "my runs")
+    assert not any(line.startswith(("--verbose", "--accept")) for line in kept_options(folder))
+    assert main.main(["train", f"@{folder / 'options.txt'}", "--rule=linear", "--no-use-gpu"]) == 0
+    assert (called["config"].rule, called["scaling_config"].use_gpu) == ("linear", False)
+
+    lines = [line for line in kept_options(folder) if not line.startswith(("--rule", "--use-gpu", "--no-use-gpu"))]
+    (folder / "options.txt").write_text("\n".join(lines))
+    assert main.main(["resume", str(folder)]) == 0
+    assert (called["config"].rule, called["scaling_config"].use_gpu) == ("adascale", False)
+
+
+def test_lines_that_are_no_options_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "options.txt"
+    file.write_text("--seed 3\n--name 'x\n")
+    with pytest.raises(SystemExit) as stopped:
+        main.main([*TRAIN, f"@{file}"])
+    assert stopped.value.code == 2
+    assert 'invalid line in a file of options: "--name \'x" (No closing quotation)' in capsys.readouterr().err
+    assert main.main([*TRAIN, "--name=a\nb"]) == 2
+    assert "Invalid argument '--name=a\\nb': a run's options can't have line breaks." in capsys.readouterr().err
 
 
 def test_a_workload_that_fails_as_it_is_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -854,11 +897,12 @@ def test_a_workload_that_fails_as_it_is_measured(capsys: pytest.CaptureFixture[s
 
 
 def test_which_checkpoints_stay(
-    called: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    called: dict[str, Any],
+    stored: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    stored: dict[str, Any] = {}
-    monkeypatch.setattr(main, "write_json", lambda path, value: stored.update(value))
-    monkeypatch.setattr(main, "read_json", lambda path: dict(stored))
     where = f"--storage-path={tmp_path}"
     for given, kept in (
         ([], ray.train.CheckpointConfig()),  # all
@@ -899,11 +943,12 @@ WORKLOAD_FILE = "param_space = {'lr': 0.1}\ndef workload(config): ...\n"
 
 
 def test_resume_finds_the_workload_where_a_jobs_working_directory_has_moved(
-    called: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    called: dict[str, Any],
+    stored: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    stored: dict[str, Any] = {}
-    monkeypatch.setattr(main, "write_json", lambda path, value: stored.update(value))
-    monkeypatch.setattr(main, "read_json", lambda path: dict(stored))
     for job in ("first", "second"):
         (tmp_path / job / "mine").mkdir(parents=True)
         (tmp_path / job / "mine" / "moved_workload.py").write_text(WORKLOAD_FILE)
@@ -911,7 +956,9 @@ def test_resume_finds_the_workload_where_a_jobs_working_directory_has_moved(
     monkeypatch.chdir(tmp_path / "first")
     spec = "mine/moved_workload.py:workload"
     assert main.main(["train", spec, "--recipe=recipe.json", "--name=x", f"--storage-path={tmp_path}"]) == 0
-    assert (stored["workload"], stored["recipe"]) == (spec, "recipe.json")
+    kept = kept_options(tmp_path / "x")
+    assert kept[0] == spec
+    assert {"--recipe=recipe.json", f"--working-dir={tmp_path / 'first'}"} <= set(kept)
 
     (tmp_path / "first").rename(tmp_path / "gone")  # as the next job finds it: the same files in another folder
     monkeypatch.chdir(tmp_path / "second")
@@ -923,7 +970,9 @@ def test_resume_finds_the_workload_where_a_jobs_working_directory_has_moved(
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert main.main(["resume", "x", f"--storage-path={tmp_path}"]) == 0
-    assert (stored["workload"], stored["working_dir"]) == (spec, str(tmp_path / "second"))
+    kept = kept_options(tmp_path / "x")
+    assert kept[0] == spec
+    assert f"--working-dir={tmp_path / 'second'}" in kept
     (tmp_path / "second" / "mine" / "moved_workload.py").unlink()
     assert main.main(["resume", "x", f"--storage-path={tmp_path}"]) == 2
     said = capsys.readouterr().err

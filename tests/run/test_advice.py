@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ray_adascale import AdaScaleConfig
+from ray_adascale.batch_policy import BatchPolicy
 from ray_adascale.run.advice import NoiseWarning, UnreadHyperparameters, UsefulWorkers, log_useful_workers
 from ray_adascale.run.metrics import USEFUL_WORKERS
 from ray_adascale.workload import ConfigAccessLog
@@ -65,7 +65,7 @@ def test_a_forecast_that_is_efficient_as_a_whole_silences_the_warning(whole: int
     assert warned_at(NoiseWarning(2.0, remaining), lambda _: SMALL, total_steps=100) == at
 
 
-ELASTIC = AdaScaleConfig(base_batch_size=8, elastic=True)
+ELASTIC = BatchPolicy(base_batch_size=8, elastic=True)
 TWO, ONE, UNKNOWN = {"sigma2": 3.0, "mu2": 1.0}, {"sigma2": 0.0, "mu2": 1.0}, {"sigma2": math.nan, "mu2": math.nan}
 """Moments with which two workers, or one worker, are useful at this base batch."""
 
@@ -104,9 +104,9 @@ def test_useful_workers_are_looked_for_among_twice_the_present_number() -> None:
 
 def test_a_key_that_is_read_before_the_end_of_the_first_step_counts_as_read() -> None:
     reads = ConfigAccessLog({"lr": 0.1, "lazy": 1, "unused": 2})
-    reads.key("lr")
+    reads.read["lr"] = None
     listener = UnreadHyperparameters(reads)
-    reads.key("lazy")
+    reads.read["lazy"] = None
     with pytest.warns(UserWarning, match="has not read 'unused' of its config") as caught:
         listener.after_step(step_of(1))
     assert len(caught) == 1
@@ -115,15 +115,15 @@ def test_a_key_that_is_read_before_the_end_of_the_first_step_counts_as_read() ->
 
 def test_no_warning_comes_after_the_first_step_or_without_unread_keys() -> None:
     reads = ConfigAccessLog({"lr": 0.1})
-    reads.key("lr")
+    reads.read["lr"] = None
     UnreadHyperparameters(reads).after_step(step_of(1))
 
 
 def test_useful_workers_are_logged_for_a_recipe_with_noise_only(caplog: pytest.LogCaptureFixture) -> None:
     plan, noisy = ELASTIC.plan(1), recipe([(0.0, 3.0, 1.0), (50.0, 3.0, 1.0)])
     with caplog.at_level(logging.INFO, "ray_adascale"):
-        log_useful_workers(ELASTIC, recipe([]), plan, 100)
-        log_useful_workers(replace(ELASTIC, rule="adamscale"), noisy, plan, 100)
+        log_useful_workers(ELASTIC, "adascale", recipe([]), plan, 100)
+        log_useful_workers(ELASTIC, "adamscale", noisy, plan, 100)
         assert caplog.messages == []
-        log_useful_workers(ELASTIC, noisy, plan, 100)
+        log_useful_workers(ELASTIC, "adascale", noisy, plan, 100)
     assert caplog.messages == ["By the recipe's noise 2 workers pay at first; there is 1."]

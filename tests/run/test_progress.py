@@ -81,6 +81,7 @@ def test_a_step_is_shown_once_the_last_line_is_old_enough(
     out, now = Terminal(terminal), [100.0]
     monkeypatch.setattr(sys, "stderr", out)
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setenv("COLUMNS", "200")
     tracker = EtaTracker(None)
     tracker.eta = Eta(9.0, 65.0, False)
     line = ProgressLine(True, 10, tracker)

@@ -61,7 +61,7 @@ def test_trials_are_counted_with_the_grid() -> None:
     [
         ({"act": tune.choice(["a", nn.ReLU])}, r"param_space\['act'\]=<class '\S+ReLU'>: type is no JSON value"),
         ({"act": tune.grid_search([nn.GELU()])}, r"param_space\['act'\]=GELU.*: GELU is no JSON value"),
-        ({"net": {"act": nn.ReLU}}, r"param_space\['net'\]\['act'\]=.*name it by a string, and look it up"),
+        ({"net": {"act": nn.ReLU}}, r"param_space\['net'\]\['act'\]=.*use a string as its name, and look"),
         ({"net": [tune.choice([{"at": Path("x")}])]}, r"param_space\['net'\]\['at'\]=PosixPath"),
         ({"clip": tune.choice([1.0, float("inf")])}, r"param_space\['clip'\]=inf"),
     ],

@@ -38,11 +38,11 @@ def test_events_come_once_and_in_order() -> None:
     assert DriverClient(here).say(logging.INFO, "one", once=True)  # by the next start
     news = here.board.news(0)
     assert news.events == [(logging.INFO, "one"), (logging.WARNING, "two lines")]
-    assert here.board.news(news.told).events == []
+    assert here.board.news(news.sent).events == []
     for i in range(1500):
         teller.say(logging.INFO, str(i))
-    news = here.board.news(news.told)
-    assert news.told == 1502
+    news = here.board.news(news.sent)
+    assert news.sent == 1502
     assert [text for _, text in news.events] == [str(i) for i in range(500, 1500)]  # bounded: the newest stay
 
 

@@ -1,0 +1,270 @@
+"""The command line's files in a run's folder: the options of `train`, which `resume` reads, and the traceback of a failure."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .._files import SEARCH, absolute, list_names, move_if_there, read_json, read_text, write_text
+from .arguments import key_and_value
+
+if TYPE_CHECKING:
+    from ..config import AdaScaleConfig
+
+__all__ = [
+    "OPTIONS",
+    "ended",
+    "folder_of",
+    "keep_failure",
+    "options_of",
+    "options_text",
+    "read_options",
+    "resume_command",
+    "set_failure_aside",
+    "with_files_found",
+    "write_options",
+]
+
+OPTIONS = "options.txt"
+"""The options of the ``ray-adascale train`` that started a run."""
+
+_ERROR = "error.txt"
+"""The traceback of the last start, if that start has failed."""
+
+_EARLIER_ERROR = "error-earlier.txt"
+"""The traceback of an earlier start."""
+
+_NOT_KEPT = ("command", "workload", "overrides", "accept_changes", "verbose")
+"""Arguments of `train` that are no options, or that hold for one start only: changes are accepted once."""
+
+_FIRST_LINE = (
+    f"# `ray-adascale train @{OPTIONS}` goes on with this run, and so does `ray-adascale resume` with its folder.\n"
+)
+
+
+# ---- the options -----------------------------------------------------------------------------------------------------
+
+
+def options_of(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
+    """Return options as they are typed, ``--name=value``. Options without a value are left out.
+
+    Args:
+        args: Parsed arguments.
+        names: The options.
+    """
+    found: list[str] = []
+    for name in names:
+        option, value = f"--{name.replace('_', '-')}", getattr(args, name)
+        if isinstance(value, bool):
+            found += [option] if value else [f"--no-{name.replace('_', '-')}"] if name == "use_gpu" else []
+        elif value is not None:
+            found += [f"{option}={each}" for each in (value if isinstance(value, list) else [value])]
+    return found
+
+
+def options_text(args: argparse.Namespace, name: str, storage_path: str | None) -> str:
+    """Return the content of a run's options file: the arguments of `train`, one a line.
+
+    Its paths hold in other folders and, in a job, on other nodes. The job's working directory has another name in the next
+    job, so files in it are kept by their path within it.
+
+    Args:
+        args: The arguments of `train`.
+        name: The run's name.
+        storage_path: Where its folder is.
+
+    Raises:
+        ValueError: An argument has a line break.
+    """
+    where, _, function = args.workload.rpartition(":")
+    folder = Path.cwd()
+    if args.working_dir is not None and where.endswith(".py") and not _resolved(where).is_relative_to(folder):
+        folder = Path(args.working_dir)  # resumed from elsewhere
+
+    def within(path: str) -> str:
+        full = _resolved(path)
+        return str(full.relative_to(folder) if full.is_relative_to(folder) else full)
+
+    kept = argparse.Namespace(**vars(args))
+    kept.name, kept.storage_path, kept.working_dir = name, storage_path, str(folder)
+    kept.config = [_on_one_line(text) for text in args.config]
+    if args.recipe is not None:
+        kept.recipe = within(args.recipe)
+    workload = f"{within(where)}:{function}" if where.endswith(".py") else args.workload
+    overrides = [_on_one_line(text) for text in args.overrides]
+    words = [workload, *overrides, *options_of(kept, [option for option in vars(kept) if option not in _NOT_KEPT])]
+    for word in words:
+        if word.splitlines() != [word]:
+            raise ValueError(f"Invalid argument {word!r}: a run's options can't have line breaks.")
+    return _FIRST_LINE + "".join(f"{shlex.quote(word)}\n" for word in words)
+
+
+def _on_one_line(text: str) -> str:
+    """Return ``key=value`` with its value as JSON if it has line breaks, which JSON escapes."""
+    if text.splitlines() == [text]:
+        return text
+    key, value = key_and_value(text)
+    return f"{key}={json.dumps(value)}"
+
+
+def _resolved(path: str) -> Path:
+    """Return the path without symbolic links, like the current directory's."""
+    return Path(path).expanduser().resolve()
+
+
+def write_options(folder: str, text: str) -> None:
+    """Write a run's options file, on any storage."""
+    write_text(f"{folder}/{OPTIONS}", text)
+
+
+def folder_of(run: str, storage_path: str | None) -> str:
+    """Return a run's folder.
+
+    Args:
+        run: The folder, or the run's name.
+        storage_path: Where the folder of a name is.
+    """
+    is_path = "://" in run or os.sep in run or Path(run).is_dir()
+    return absolute(run if is_path else f"{storage_path or '~/ray_results'}/{run}")
+
+
+def read_options(folder: str) -> list[str]:
+    """Return the arguments of the `train` that started a run.
+
+    Raises:
+        ValueError: There is no such file, or it is damaged.
+    """
+    path = f"{folder}/{OPTIONS}"
+    text = read_text(path)
+    if text is None:
+        if read_json(f"{folder}/{SEARCH}") is not None:
+            raise ValueError(
+                f"Invalid run {folder!r}: a search. It goes on with the `ray-adascale tune` that started it, with --name "
+                f"{folder.rpartition('/')[2]} and the same --storage-path."
+            )
+        raise ValueError(
+            f"Invalid run {folder!r}: no {OPTIONS} in {folder}. `ray-adascale train` writes it; a run that was started "
+            "otherwise goes on when it is started again with the same name and storage path."
+        )
+    try:
+        words = shlex.split(text, comments=True)
+    except ValueError as e:
+        raise ValueError(f"Invalid run {folder!r}: {path} is damaged ({e}).") from e
+    if not words:
+        raise ValueError(f"Invalid run {folder!r}: {path} is damaged (it is empty).")
+    return words
+
+
+def with_files_found(args: argparse.Namespace) -> argparse.Namespace:
+    """Return the arguments of `train` with the files of the workload and the recipe found, if there is a ``--working-dir``.
+
+    Raises:
+        ValueError: A file is neither in the current folder nor in ``--working-dir``.
+    """
+    if args.working_dir is None:
+        return args
+    found = argparse.Namespace(**vars(args))
+    where, _, function = args.workload.rpartition(":")
+    if where.endswith(".py"):
+        found.workload = f"{_find_file(where, args)}:{function}"
+    if args.recipe is not None:
+        found.recipe = _find_file(args.recipe, args)
+    return found
+
+
+def _find_file(path: str, args: argparse.Namespace) -> str:
+    folders = dict.fromkeys([str(Path.cwd()), args.working_dir])
+    for folder in folders:
+        if Path(folder, path).expanduser().is_file():
+            return str(Path(folder, path).expanduser())
+    raise ValueError(
+        f"Invalid run {args.name!r}: {path!r}, which it was started with, is not in {' or '.join(folders)}. Resume in the "
+        "folder that has it."
+    )
+
+
+# ---- its end ---------------------------------------------------------------------------------------------------------
+
+
+def ended(folder: str, config: AdaScaleConfig, recipe: str | None, *, verify: bool = True) -> str | None:
+    """Return a description of a run whose newest checkpoint is at the end; None if the run can go on.
+
+    Args:
+        folder: The run's.
+        config: The settings of the `train` that would go on with it.
+        recipe: The recipe's file, if there is one.
+        verify: Read all of the checkpoint to see that it is whole, which takes a while.
+    """
+    from .. import checkpoint
+    from ..checkpoint.files import STATE
+    from ..recipe import Recipe
+
+    for name in sorted((name for name in list_names(folder) if name.startswith("checkpoint_")), reverse=True):
+        found = f"{folder}/{name}"
+        try:
+            if read_json(f"{found}/{checkpoint.MANIFEST}") is None:
+                continue  # never completed
+            if verify and "://" not in found:
+                checkpoint.verify(found)
+            state = read_json(f"{found}/{STATE}")
+        except (checkpoint.CheckpointError, ValueError):
+            return None  # damaged: the run goes on from the one before
+        if recipe is not None:
+            total_steps = Recipe.load(recipe).total_steps
+        else:
+            total_steps = config.resolve_total_steps(state["base_steps_per_epoch"])
+        if not state["stopped"] or state["total_steps"] != total_steps:
+            return None
+        return (
+            f"Run {folder.rpartition('/')[2]!r} has ended: {state['stopped']}, {state['iterations']:,} optimizer steps for "
+            f"{state['effective_steps']:,.0f} effective ones of {total_steps:,}. Another run needs another --name.\n"
+            f"Checkpoint: {found}"
+        )
+    return None
+
+
+def resume_command(folder: str, config: AdaScaleConfig, recipe: str | None) -> str | None:
+    """Return the command that goes on with a run; None if there is no checkpoint to go on from, or no step to take.
+
+    Args:
+        folder, config, recipe: As for :func:`ended`.
+    """
+    from ..checkpoint import MANIFEST
+
+    try:
+        names = list_names(folder)
+        checkpoints = [found for found in names if found.startswith("checkpoint_")]
+        whole = any(MANIFEST in list_names(f"{folder}/{found}") for found in checkpoints)
+        if OPTIONS in names and whole and ended(folder, config, recipe, verify=False) is None:
+            return f"ray-adascale resume {folder}"
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+# ---- its failures ----------------------------------------------------------------------------------------------------
+
+
+def keep_failure(folder: str, text: str) -> str:
+    """Write the traceback of a failure to the run's folder, or to a scratch file if that fails. Returns the path."""
+    path = f"{folder}/{_ERROR}"
+    try:
+        write_text(path, text)
+    except OSError:
+        with tempfile.NamedTemporaryFile("w", prefix="ray_adascale-error-", suffix=".txt", delete=False) as file:
+            file.write(text)
+        return file.name
+    return path
+
+
+def set_failure_aside(folder: str) -> None:
+    """Rename the traceback of an earlier start, once a later start has succeeded."""
+    with contextlib.suppress(OSError):  # an old traceback is no reason to end a run
+        move_if_there(f"{folder}/{_ERROR}", f"{folder}/{_EARLIER_ERROR}")
