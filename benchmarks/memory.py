@@ -10,6 +10,7 @@ three steps, beyond model and data. It contains gradients, state, buffers and ac
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from pathlib import Path
 from typing import Any, ClassVar
@@ -119,27 +120,34 @@ def resident(what: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def worker(rank: int, workers: int, scratch: str, kind: str, optimizer: str, args: argparse.Namespace) -> None:
-    """Measure a kind in one process; rank 0 leaves the rows of all."""
-    join_group(rank, workers, scratch, args.device)
-    cuda = args.device == "cuda"
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+def measure(kind: str, place: Place, args: argparse.Namespace) -> dict[str, int]:
+    """Return the bytes of a kind on this worker. Collective."""
     torch.manual_seed(0)
-    model = mlp(args.depth, args.width).to(device)
-    cls, settings = _OPTIMIZERS[optimizer]
-    x, y = torch.randn(8, args.width, device=device), torch.randint(10, (8,), device=device)
-    place = Place(rank=rank, world_size=workers, device=device, passes=1, optimizer=cls, settings=settings)
+    model = mlp(args.depth, args.width).to(place.device)
+    x = torch.randn(8, args.width, device=place.device)
+    y = torch.randint(10, (8,), device=place.device)
     stepper = _MEASURED[kind].build(model, place)
     parameters = sum(_local(p.detach()).nbytes for p in model.parameters())
-    before = reset_peak(device)
+    before = reset_peak(place.device)
     gradients = 0
     for _ in range(_STEPS):
         stepper.optimizer.zero_grad()
         F.cross_entropy(stepper.model(x), y).backward()
         gradients = gradient_bytes(model, stepper.optimizer)
         stepper.optimizer.step()
-    peak = (torch.cuda.max_memory_allocated() if cuda else resident("VmHWM")) - before
-    row = {"parameters": parameters, "gradients": gradients, "state": state_bytes(stepper.optimizer), "peak": peak}
+    peak = torch.cuda.max_memory_allocated() if place.device.type == "cuda" else resident("VmHWM")
+    state = state_bytes(stepper.optimizer)
+    return {"parameters": parameters, "gradients": gradients, "state": state, "peak": peak - before}
+
+
+def worker(rank: int, workers: int, scratch: str, kind: str, optimizer: str, args: argparse.Namespace) -> None:
+    """Measure a kind in one process; rank 0 leaves the rows of all."""
+    join_group(rank, workers, scratch, args.device)
+    device = torch.device("cuda", rank) if args.device == "cuda" else torch.device("cpu")
+    cls, settings = _OPTIMIZERS[optimizer]
+    place = Place(rank=rank, world_size=workers, device=device, passes=1, optimizer=cls, settings=settings)
+    row = measure(kind, place, args)
+    gc.collect()  # with torch 2.13 and gloo, a DDP model that outlives its process group sometimes hangs in its destructor
     rows: list[Any] = [None] * workers
     dist.all_gather_object(rows, row)
     if rank == 0:
