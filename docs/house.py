@@ -79,12 +79,20 @@ TORCHS_FLOORS: list[list[Room]] = [
         Room("checkpoint", "what reaches a disk, and what of it is believed", "files dcp optimizer rng"),
         Room("data", "which examples a worker sees next", "order source iterables"),
     ],
-    [Room("optim", "how weights move", "adascale averages gradient_statistics rules deferred grad_scaler adam_metric")],
+    [
+        Room(
+            "optim",
+            "how weights move",
+            "adascale algorithm step gradient_statistics previous_gradient observing workers averages rules deferred wrapper "
+            "grad_scaler adam_metric",
+        )
+    ],
     [
         Room(
             "sharding",
             "where a tensor lives and how it travels",
-            "oss sharded_ddp gradient_bucket share_state buckets collectives fsdp2",
+            "oss partition share_state collect_state clipping sharded_ddp reduction gradient_bucket observers buckets "
+            "collectives fsdp2",
         )
     ],
     [Room("measure", "where squared norms are taken", "observers ddp fsdp2 probe")],

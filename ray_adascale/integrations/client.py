@@ -17,13 +17,14 @@ from .._warn import warn_at_user
 from ..config import AdaScaleConfig, BatchPlan
 from ..measure.probe import probe_noise
 from ..optim.adascale import AdaScale
+from ..optim.step import StepEnd, StepShape
 from ..recipe import NoiseProbe, Recipe
 from ..run.base_run import BaseResult, freeze, momentum_of
 from ..run.metrics import step_metrics
 from ..run.tau_schedule import TauSchedule
 from ..run.trace import Trace, read_trace
 
-__all__ = ["RecipeRecorder", "StepWatch", "follow_batch", "with_clients_batch"]
+__all__ = ["RecipeRecorder", "StepWatch", "early_step_end", "follow_batch", "with_clients_batch"]
 
 LOGGED = ("gain", "scale", "effective_steps", "noise_scale", "efficiency")
 """What goes into a client's own log of a step."""
@@ -93,11 +94,26 @@ def follow_batch(schedule: TauSchedule, *, passes: int, per_worker_batch_size: i
             f"passes), fewer than the base batch size of {plan.base_batch_size}, so the scale would be below 1. Raise the "
             "passes of a step, or take more workers."
         )
-    if passes != plan.accumulation:
-        adascale.set_num_gradients_to_accumulate(passes)
     schedule.plan = plan = replace(plan, accumulation=passes, global_batch_size=batch)
-    adascale.set_scale(plan.scale)
+    adascale.set_batch(scale=plan.scale, passes=passes)
     return True
+
+
+def early_step_end(adascale: AdaScale, ends: Callable[[], bool]) -> StepEnd:
+    """Return a :data:`StepEnd` for a client that may step before the declared passes are complete, as at the end of an epoch.
+
+    The client divides the loss by the declared number of passes in every step.
+
+    Args:
+        adascale: The optimizer.
+        ends: Whether the client steps after the pass that begins.
+    """
+
+    def step_end(number: int) -> StepShape | None:
+        shape = adascale.shape
+        return shape.shortened(number, loss_divisor=shape.loss_divisor) if ends() else None
+
+    return step_end
 
 
 class StepWatch:
@@ -172,11 +188,11 @@ class StepWatch:
         if not self._counts:
             return
         self._examples += self._plan.global_batch_size
-        if self._path is None or self._adascale.last_step_skipped:
+        if self._path is None or self._adascale.last_step.skipped:
             return
         step = self._adascale.steps
         self._open(step)
-        self._progress += self._adascale.last_gain
+        self._progress += self._adascale.last_step.gain
         row = {"step": step, "attempt": self._attempt, "position": self._position + self._examples}
         self._row = {**row, **self._metrics()}
 
@@ -195,7 +211,7 @@ class StepWatch:
         if kept:
             self._progress, self._position = kept[-1]["progress"], kept[-1]["position"]
         elif step > 1:  # resumed without a trace: as if all steps had been like this one, and under AdaScale's rule
-            self._progress = self._adascale.effective_steps - self._adascale.last_gain
+            self._progress = self._adascale.effective_steps - self._adascale.last_step.gain
             self._position = (step - 1) * self._plan.global_batch_size
 
     def _write(self) -> None:

@@ -20,7 +20,7 @@ from ..optim.adascale import AdaScale
 from ..recipe import Recipe
 from ..run.attach import attach
 from ..run.tau_schedule import TauSchedule
-from .client import RecipeRecorder, StepWatch, follow_batch, with_clients_batch
+from .client import RecipeRecorder, StepWatch, early_step_end, follow_batch, with_clients_batch
 
 __all__ = ["AdaScaleCallback"]
 
@@ -113,7 +113,7 @@ class AdaScaleCallback(Callback):
         )
         _check_minimum(trainer, schedule)
         self._steps_at_end = 0  # 1 once τ ≥ T; more where Lightning goes on all the same
-        adascale.ends_early = lambda: self._ends_epoch(trainer, pl_module)
+        adascale.step_end = early_step_end(adascale, lambda: self._ends_epoch(trainer, pl_module))
         trainer.optimizers = [adascale]
         if configs:
             configs[0].scheduler = schedule

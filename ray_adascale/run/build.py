@@ -18,7 +18,8 @@ from ..optim.adam_metric import adam_preconditioner
 from ..optim.adascale import AdaScale
 from ..optim.rules import AdamScaleRule, AdaScaleRule, ScalingRule, make_rule, metric_of
 from ..recipe import Recipe
-from ..sharding.oss import OSS, has_state
+from ..sharding.oss import OSS
+from ..sharding.partition import has_state
 from ..sharding.sharded_ddp import ShardedDataParallel
 from .schedule import BaseSchedule, curve_difference, other_length
 

@@ -191,8 +191,6 @@ class Run:
         self._fully_sharded = wrapped.sharding == "fsdp2"
         watch = weakref.WeakMethod(self._before_inner_step)
         optimizer.register_step_pre_hook(lambda *_: (hook := watch()) and hook())
-        payload = weakref.WeakMethod(self._rider)  # or a run that nobody needs would wait for the garbage collector
-        self.optimizer.payload = lambda: payload()()  # type: ignore[misc]
 
         self.state = LoopState()
         """Step counts and metrics so far, as they go into a checkpoint."""
@@ -335,8 +333,8 @@ class Run:
     @property
     def progress(self) -> float:
         """Σ r over the optimizer steps: τ under AdaScale's own rule; AdaptDL's ``progress`` under every rule."""
-        unread = self._unread is not None and not self.optimizer.last_step_skipped
-        return self.state.progress + (self.optimizer.last_gain if unread else 0.0)
+        unread = self._unread is not None and not self.optimizer.last_step.skipped
+        return self.state.progress + (self.optimizer.last_step.gain if unread else 0.0)
 
     @property
     def stopped(self) -> str | None:
@@ -500,6 +498,8 @@ class Run:
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         self.optimizer.sample_weights = self._weights
+        if batch.is_last:
+            self.optimizer.payload = self._payload()
         loss.backward()
         self._backward_done = True
         if not batch.is_last and self.state.iterations - self._began < _WATCHED_STEPS:
@@ -610,8 +610,7 @@ class Run:
     def _change_to(self, plan: BatchPlan) -> None:
         """From the next step on the batch is made up so. At a step boundary whose step has been read."""
         self.plan = plan
-        self.optimizer.set_num_gradients_to_accumulate(plan.accumulation, update_smoothing=False)
-        self.optimizer.set_scale(plan.scale)
+        self.optimizer.set_batch(scale=plan.scale, passes=plan.accumulation)
         self.source.set_split(plan.split(self.backend.rank))
         self._train_state = replace(self._train_state, plan=plan)
 
@@ -647,12 +646,13 @@ class Run:
         step, self._unread = self._unread, None
         if step is None:
             return
-        loss, *shared = self.optimizer.payload_sum
+        last = self.optimizer.last_step
+        loss, *shared = last.payload
         due = step.due or Due(*shared)
         self._due = due if self._due is None else due.together_with(self._due)
-        if not self.optimizer.last_step_skipped:
+        if not last.skipped:
             self.state.nonfinite = 0
-            self.state.progress += self.optimizer.last_gain
+            self.state.progress += last.gain
             self.schedule.advance_to(self.effective_steps)
         else:
             self._count_nonfinite(loss, step.row["step"])
@@ -663,7 +663,7 @@ class Run:
         self.state.metrics = {**metrics, **step.recorded}
         row = {**step.row, **metrics, **step.own}
         if self._steps_left is not None:
-            self._steps_left.saw(step.tau, self.effective_steps, self.optimizer.last_gain)
+            self._steps_left.saw(step.tau, self.effective_steps, last.gain)
             row["steps_left"] = round(self._steps_left.at(self.effective_steps), 1)
         self._log.step(row)
         if self.backend.rank == 0:
@@ -715,7 +715,7 @@ class Run:
             schedule=self.base_schedule,
             stopped=self.stopped,
             evaluated=self.state.evaluated_at == self.effective_steps,
-            sample=(self.optimizer.last_sigma2, self.optimizer.last_mu2),
+            sample=(self.optimizer.last_step.sigma2, self.optimizer.last_step.mu2),
             left=self._left(),
         )
 
@@ -758,8 +758,8 @@ class Run:
         due = self._clocks.due(in_flight=self._saver.in_flight, busy=self._saver.busy)
         return due._replace(stop=_STALLED) if self.backend.rank == 0 and self._stalled else due
 
-    def _rider(self) -> Tensor:
-        """What travels with a step's statistics, to be summed over workers: the loss, and what is due by this worker."""
+    def _payload(self) -> Tensor:
+        """Return the payload of the step's all-reduce: this worker's loss and its boundary flags."""
         if self.plan.world_size == 1:
             return self._loss.reshape(1)
         # Filled in place on the device: a copy from the host would wait for it.

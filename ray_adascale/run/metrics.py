@@ -74,7 +74,7 @@ def step_metrics(
     sigma2, mu2 = optimizer.average_moments()
     if math.isnan(sigma2) and probed is not None:
         sigma2, mu2 = probed
-    gain, scale = optimizer.last_gain, plan.scale
+    gain, scale = optimizer.last_step.gain, plan.scale
     return {
         "gain": gain,
         "scale": scale,

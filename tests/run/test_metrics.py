@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ray_adascale.config import AdaScaleConfig
+from ray_adascale.optim.step import StepResult
 from ray_adascale.run.metrics import METRICS, plain_numbers, step_metrics, too_large_for_the_noise
 
 
@@ -51,7 +52,10 @@ def test_a_batch_beyond_the_noise_scale_is_too_large_but_not_at_the_base_batch()
     ],
 )
 def test_a_steps_metrics(averaged: Any, probed: Any, sigma2: float, mu2: float, noise: float) -> None:
-    optimizer: Any = SimpleNamespace(average_moments=lambda: averaged, last_gain=3.0, effective_steps=7.5, steps=3)
+    last = StepResult(gain=3.0, effective_steps=7.5, steps=3)
+    optimizer: Any = SimpleNamespace(
+        average_moments=lambda: averaged, last_step=last, effective_steps=last.effective_steps, steps=last.steps
+    )
     plan = AdaScaleConfig(base_batch_size=8, total_steps=10, per_worker_batch_size=16).plan(2)
     found = step_metrics(optimizer, plan, loss=0.5, lr=0.1, progress=7.0, examples_per_s=90.0, probed=probed)
     assert tuple(found) == METRICS

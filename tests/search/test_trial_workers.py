@@ -111,7 +111,7 @@ class Trial:
             run.backward(workload.loss_fn(run.model, batch))
             if run.step():
                 self.losses.append(run.state.metrics["loss"])
-                self.moments.append((run.optimizer.last_sigma2, run.optimizer.last_mu2))
+                self.moments.append((run.optimizer.last_step.sigma2, run.optimizer.last_step.mu2))
         self.last = backend.last
 
 
