@@ -85,14 +85,18 @@ TORCH_LAYERS: list[list[Package]] = [
     ],
     [
         Package(
-            "optim", "how weights move", "adascale averages gradient_statistics rules deferred grad_scaler adam_metric"
+            "optim",
+            "how weights move",
+            "adascale algorithm step gradient_statistics previous_gradient observing workers averages rules deferred wrapper "
+            "grad_scaler adam_metric",
         )
     ],
     [
         Package(
             "sharding",
             "where a tensor lives and how it travels",
-            "oss sharded_ddp gradient_bucket share_state buckets collectives fsdp2",
+            "oss partition share_state collect_state clipping sharded_ddp reduction gradient_bucket observers buckets "
+            "collectives fsdp2",
         )
     ],
     [Package("", "how long a step takes", "throughput")],

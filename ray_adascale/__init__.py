@@ -34,6 +34,8 @@ if TYPE_CHECKING:  # the same again, as type checkers read no tables
     from .optim.rules import RuleInput as RuleInput
     from .optim.rules import SquareRootRule as SquareRootRule
     from .optim.rules import UnscaledRule as UnscaledRule
+    from .optim.step import StepResult as StepResult
+    from .optim.step import StepShape as StepShape
     from .recipe import Recipe as Recipe
     from .recipe import RecipeError as RecipeError
     from .run.attach import attach as attach
@@ -44,7 +46,7 @@ if TYPE_CHECKING:  # the same again, as type checkers read no tables
     from .run.trace import read_trace as read_trace
     from .search.tune import tune_recipe as tune_recipe
     from .sharding.oss import OSS as OSS
-    from .sharding.oss import register_elementwise as register_elementwise
+    from .sharding.partition import register_elementwise as register_elementwise
     from .sharding.sharded_ddp import ShardedDataParallel as ShardedDataParallel
     from .sharding.sharded_ddp import ShardedDDP as ShardedDDP
     from .throughput import Throughput as Throughput
@@ -74,6 +76,7 @@ _NAMES = {
         "SquareRootRule",
         "UnscaledRule",
     ],
+    "optim.step": ["StepResult", "StepShape"],
     "recipe": ["Recipe", "RecipeError"],
     "run.attach": ["attach"],
     "run.backend": ["LocalBackend"],
@@ -82,7 +85,8 @@ _NAMES = {
     "run.tau_schedule": ["TauSchedule"],
     "run.trace": ["read_trace"],
     "search.tune": ["tune_recipe"],
-    "sharding.oss": ["OSS", "register_elementwise"],
+    "sharding.oss": ["OSS"],
+    "sharding.partition": ["register_elementwise"],
     "sharding.sharded_ddp": ["ShardedDDP", "ShardedDataParallel"],
     "throughput": ["Throughput"],
     "train.trainer": ["AdaScaleTrainer", "prepare"],

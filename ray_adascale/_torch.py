@@ -1,7 +1,6 @@
-"""Helpers for torch that several packages use.
+"""Helpers around torch that several packages use.
 
-DTensors are told apart without their import, functions are kept from Dynamo, and collectives get what they want: global ranks
-and bytes.
+They recognize DTensors without importing them, keep functions from Dynamo, and convert ranks and tensors for collectives.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Whether it is a ``torch.distributed.tensor.DTensor``.
+    """Whether a value is a ``torch.distributed.tensor.DTensor``.
 
-    Whoever has one has imported its module; importing it here would take most of a second, and few runs have any.
+    A program with a DTensor has imported its module. Importing it here would take most of a second, and few runs need it.
     """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def global_rank(group: dist.ProcessGroup | None, rank: int) -> int:
-    """The rank among all workers of a group's ``rank``; the default group, if None, numbers them alike."""
+    """Return the rank among all workers of a group's ``rank``. For the default group (None) the two are equal."""
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's memory as uint8, to send it: no backend knows every dtype. Its last dimension grows."""
+    """Return a contiguous tensor's memory as uint8, to send it: no backend supports every dtype. Its last dimension grows."""
     return tensor.view(torch.uint8)
 
 
@@ -62,7 +61,7 @@ def called_to_make_state(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def uncompiled(function: _Function) -> _Function:
-    """Have a compiled training step call the function as it is written, as it does torch's own optimizers.
+    """Let a compiled training step call the function uncompiled, as it calls torch's own optimizers.
 
     ``torch.compiler.disable`` does the same, but imports Dynamo when it decorates, which takes a second.
     """

@@ -11,9 +11,9 @@ gradient samples ``g_i`` and ``ḡ = Σ w_i g_i``::
     S                       scale: global batch size / base batch size
     r                       gain, between 1 and S
 
-Statistics are float64 tensors of any common shape (in practice one entry per parameter group); scalars broadcast. Where the
-numbers are on the host already, one tensor would cost more than the formula: :func:`plain_gain` and :func:`plain_noise_scale` are
-of plain numbers, and equal the functions of tensors to the bit.
+Statistics are float64 tensors of any common shape (in practice one entry per parameter group); scalars broadcast. For numbers
+on the host, making one tensor would cost more than the formula: :func:`plain_gain` and :func:`plain_noise_scale` take plain
+numbers, and are bit-identical to the functions of tensors.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 def gradient_moments(
     mean_sq_norm: Tensor, reduced_sq_norm: Tensor, *, scale: float, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Unbiased estimates of σ² and μ² from one optimizer step with ``count`` ≥ 2 gradient samples.
+    """Return unbiased estimates of σ² and μ² from one optimizer step with ``count`` ≥ 2 gradient samples.
 
     Unbiased for every scale and count, also for micro-batches of unequal size, provided that ``w_i = m_i / Σm``:
     the covariance of ``g_i`` is ``(B0/m_i)·Σ``, so ``E[A − C] = (n − 1)·σ²/S``.
@@ -64,7 +64,7 @@ def gradient_moments(
 
 
 def differenced_moments(difference_sq_norm: Tensor, inner_product: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
-    """Estimates of σ² and μ² for one gradient sample a step, from two consecutive reduced gradients.
+    """Return estimates of σ² and μ² for one gradient sample a step, from two consecutive reduced gradients.
 
     ``σ² = (S/2)·‖g_t − g_{t−1}‖²`` and ``μ² = ⟨g_t, g_{t−1}⟩``. Biased the dangerous way: the drift of the true
     gradient between the two steps lowers μ² and so raises the gain. Prefer two accumulation passes.
@@ -78,7 +78,7 @@ def differenced_moments(difference_sq_norm: Tensor, inner_product: Tensor, *, sc
 
 
 def gain(sigma2: Tensor, mu2: Tensor, scale: float, *, variance_floor: float = 0.0) -> Tensor:
-    """``r = (σ² + μ²) / (σ²/S + μ²)``, from averaged statistics, clipped to non-negative here.
+    """Return ``r = (σ² + μ²) / (σ²/S + μ²)`` from averaged statistics, which are clipped to non-negative here.
 
     1 where both are zero, and where either is NaN (no sample yet).
 
@@ -102,7 +102,7 @@ def gain(sigma2: Tensor, mu2: Tensor, scale: float, *, variance_floor: float = 0
 
 
 def plain_gain(sigma2: float, mu2: float, scale: float, *, variance_floor: float = 0.0) -> float:
-    """:func:`gain` of plain numbers."""
+    """Return :func:`gain` of plain numbers."""
     if scale == 1:
         return 1.0
     # In this order NaN stays NaN: max() keeps its first argument unless the second is larger.
@@ -114,7 +114,7 @@ def plain_gain(sigma2: float, mu2: float, scale: float, *, variance_floor: float
 
 
 def noise_scale(sigma2: Tensor, mu2: Tensor, base_batch_size: float) -> Tensor:
-    """``B_noise = B0·σ²/μ²`` in examples: where a larger batch starts to buy less than half.
+    """Return ``B_noise = B0·σ²/μ²`` in examples: the batch size above which a larger batch buys less than half.
 
     Infinite where μ² ≤ 0 < σ², zero where there is no noise either, NaN where either is NaN (no sample yet). At the batch
     size B the efficiency ``r/S`` is ``(B_noise + B0) / (B_noise + B)``.
@@ -128,7 +128,7 @@ def noise_scale(sigma2: Tensor, mu2: Tensor, base_batch_size: float) -> Tensor:
 
 
 def plain_noise_scale(sigma2: float, mu2: float, base_batch_size: float) -> float:
-    """:func:`noise_scale` of plain numbers."""
+    """Return :func:`noise_scale` of plain numbers."""
     if math.isnan(sigma2) or math.isnan(mu2):
         return math.nan
     if mu2 > 0:
@@ -137,9 +137,9 @@ def plain_noise_scale(sigma2: float, mu2: float, base_batch_size: float) -> floa
 
 
 def scale_at_efficiency(sigma2: float, mu2: float, efficiency: float) -> float:
-    """The scale at which a step buys ``efficiency`` of what its batch costs: ``r/S = E`` at ``S = (ν + 1)/E − ν``, ν = σ²/μ².
+    """Return the scale with the efficiency ``r/S = E``: ``S = (ν + 1)/E − ν``, ν = σ²/μ².
 
-    Never below 1/E: even without any noise S = 1/E is as efficient as that, since r ≥ 1.
+    It is at least 1/E: even without any noise S = 1/E has this efficiency, since r ≥ 1.
 
     Args:
         sigma2: Averaged gradient variance of one base batch.
@@ -158,12 +158,12 @@ def scale_at_efficiency(sigma2: float, mu2: float, efficiency: float) -> float:
 
 
 def count_decay(count: int) -> float:
-    """FairScale's θ = max(1 − n/1000, 0): the weight of the past in a moving average over optimizer steps."""
+    """Return FairScale's θ = max(1 − n/1000, 0): the weight of the past in a moving average over optimizer steps."""
     return max(1.0 - count / 1000.0, 0.0)
 
 
 def effective_decay(previous_gain: Tensor | float, *, window: float, total_steps: float) -> Tensor:
-    """θ_t = exp(−r_{t−1} / (window·T)): a moving average over *effective* time.
+    """Return θ_t = exp(−r_{t−1} / (window·T)) of a moving average over *effective* time.
 
     Memory reaches back over the same share of the run at every scale and every n, so the outcome does not depend on how
     many workers share one batch.
@@ -179,7 +179,7 @@ def effective_decay(previous_gain: Tensor | float, *, window: float, total_steps
 
 
 def plain_effective_decay(previous_gain: float, *, window: float, total_steps: float) -> float:
-    """:func:`effective_decay` of plain numbers."""
+    """Return :func:`effective_decay` of plain numbers."""
     return math.exp(-previous_gain / (window * total_steps))
 
 
@@ -193,7 +193,7 @@ class Average:
 
     Attributes:
         total: float64, the shape of a sample.
-        weight: float64, between 0 and 1; a scalar, or one for each column where columns are averaged from different steps on.
+        weight: float64, between 0 and 1; a scalar, or one for each column if columns are averaged from different steps on.
         count: int64, samples seen; shaped as ``weight``.
     """
 
@@ -203,7 +203,7 @@ class Average:
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], device: torch.device | str = "cpu") -> Average:
-        """The average of no sample, with one weight for each column of samples of this shape."""
+        """Return the average of no sample, with one weight for each column of samples of this shape."""
         return cls(
             torch.zeros(shape, dtype=torch.float64, device=device),
             torch.zeros(shape[1:], dtype=torch.float64, device=device),
@@ -214,17 +214,23 @@ class Average:
     def value(self) -> Tensor:
         return self.total / self.weight
 
+    def to(self, device: torch.device) -> Average:
+        """Return the average on a device: this object, if it is there."""
+        if self.total.device == device:
+            return self
+        return Average(self.total.to(device), self.weight.to(device), self.count.to(device))
+
     def update(
         self, sample: Tensor, decay: Tensor | float, *, debias: bool = True, use: Tensor | None = None
     ) -> Average:
-        """The average after one more sample; this needs no host synchronisation.
+        """Return the average after one more sample; no host synchronization.
 
         Args:
             sample: Same shape as ``total``.
             decay: θ, the weight of the past, in [0, 1).
             debias: True: ``total ← θ·total + (1−θ)·x``, ``weight ← θ·weight + (1−θ)``. False (the paper's Appendix
                 B.3): plain mean of all samples while t < 1/(1−θ), then ``θ·old + (1−θ)·x``.
-            use: Bool, 0-dim: where false the average stays as it is, whatever the sample.
+            use: Bool, 0-dim: if false, the average stays unchanged.
         """
         theta = decay
         count = self.count + 1

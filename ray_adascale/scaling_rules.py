@@ -5,10 +5,10 @@ A rule is used in one of two ways:
 * With :class:`ray_adascale.compat.adaptdl.AdaptiveDataParallel`, as in AdaptDL: ``rule.step()``, or the optimizer's own
   ``step()``, which is patched.
 * As the trainer's: ``AdaScaleConfig(rule=scaling_rules.LEGWScale(5, 50_000))``. A rule is callable as
-  ``(RuleInput) -> (LR factor, clock increment)``; see :mod:`ray_adascale.optim.rules`, where the formulas are.
+  ``(RuleInput) -> (LR factor, clock increment)``. The formulas are in :mod:`ray_adascale.optim.rules`.
 
-A rule of one's own overrides :meth:`ScalingRuleBase.scale_lr`, and :meth:`ScalingRuleBase.clock` where the schedule should
-not advance by the gain.
+A user's own rule overrides :meth:`ScalingRuleBase.scale_lr`, and :meth:`ScalingRuleBase.clock` if the schedule should not
+advance by the gain.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ VARIANCE_FLOOR = 1e-6
 
 
 def pick_factor(factor: Any, group: int | None) -> float:
-    """One group's LR factor from what ``scale_lr`` returned: a number for all groups, or one a group.
+    """Return one group's LR factor from the result of ``scale_lr``: a number for all groups, or one a group.
 
     Args:
-        factor: Of ``scale_lr``.
+        factor: Result of ``scale_lr``.
         group: Index of the parameter group; None for the mean over groups.
 
     Raises:
@@ -63,7 +63,7 @@ def pick_factor(factor: Any, group: int | None) -> float:
 
 
 class ScalingRuleBase:
-    """Base of the scaling rules. A rule of one's own overrides :meth:`scale_lr`.
+    """Base of the scaling rules. A user's own rule overrides :meth:`scale_lr`.
 
     ::
 
@@ -76,13 +76,13 @@ class ScalingRuleBase:
             rule.step()                # or optimizer.step(), which is the same
 
     Attributes:
-        adp: The ``AdaptiveDataParallel`` it belongs to. What a rule may read of ``adp.gns``, also as the trainer's, are
+        adp: The ``AdaptiveDataParallel`` that the rule belongs to. Of ``adp.gns`` a rule may read, also as the trainer's,
             ``raw_var_avg`` and ``raw_sqr_avg``, ``var_avg()`` and ``sqr_avg()``, ``gain(scale)`` and ``get_progress()``; see
             :class:`ray_adascale.compat.adaptdl.GradientNoiseScale`.
     """
 
     metric: ClassVar[Metric] = "euclidean"
-    """What noise and signal are measured in; "adam" divides gradients as Adam's step does (:func:`adam_preconditioner`)."""
+    """Metric of noise and signal; "adam" divides gradients as Adam's step does (:func:`adam_preconditioner`)."""
 
     # On the class, so that a subclass whose constructor forgets super().__init__() works too.
     adp: Any = None
@@ -97,12 +97,12 @@ class ScalingRuleBase:
         Args:
             adp: The model's wrapper.
             optimizer: The plain optimizer.
-            patch_optimizer: Replace the optimizer's ``step`` and ``zero_grad`` by the rule's, and have groups that are added
-                later (``add_param_group``) measured too.
+            patch_optimizer: Replace the optimizer's ``step`` and ``zero_grad`` by the rule's, and measure groups that are added
+                later (``add_param_group``) too.
 
         Raises:
             ValueError: The optimizer is patched already: its LR would be scaled twice. Or the rule belongs to another
-                ``AdaptiveDataParallel``, whose optimizer it would step no more.
+                ``AdaptiveDataParallel``, and would no longer step that one's optimizer.
         """
         if self.adp is not None and self.adp is not adp:
             raise ValueError(f"This {type(self).__name__} has a model already. Make one rule for each model.")
@@ -117,10 +117,10 @@ class ScalingRuleBase:
     def _patch_optimizer(self, optimizer: Optimizer) -> None:
         original, original_add = optimizer.step, optimizer.add_param_group
 
-        # `wraps` also hands on the mark by which a scheduler that was built before knows its own wrapper of `step`.
+        # `wraps` also copies the mark by which a scheduler that was built before recognizes its own wrapper of `step`.
         @functools.wraps(original)
         def step(_optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            # The rule's step ends in the optimizer's, which is this very function: then it is the original's turn.
+            # The rule's step calls the optimizer's, which is this function: then the original is due.
             return original(*args, **kwargs) if self._stepping else self.step(*args, **kwargs)
 
         @functools.wraps(optimizer.zero_grad)
@@ -129,7 +129,7 @@ class ScalingRuleBase:
 
         @functools.wraps(original_add)
         def add_param_group(_optimizer: Optimizer, param_group: dict[str, Any]) -> None:
-            if self._adding:  # the statistics' own ends here too
+            if self._adding:  # called by the statistics' own add_param_group
                 original_add(param_group)
                 return
             self._adding = True
@@ -152,18 +152,18 @@ class ScalingRuleBase:
         return self.adp
 
     def scale_lr(self, scale: float) -> Any:
-        """The factor on the LR at ``scale``: a number, or an array of one number a parameter group."""
+        """Return the factor on the LR at ``scale``: a number, or an array with one number for each parameter group."""
         raise NotImplementedError(f"{type(self).__name__} does not override scale_lr(scale).")
 
     def clock(self, now: RuleInput) -> float:
-        """How far one optimizer step of the trainer advances τ; the gain, as AdaptDL's progress does, unless overridden."""
+        """Return the clock increment of one optimizer step of the trainer. Default: the gain, as in AdaptDL's progress."""
         return now.gain
 
     def __call__(self, now: RuleInput) -> tuple[float, float]:
-        """(LR factor, clock increment): the rule as the trainer's.
+        """Return (LR factor, clock increment), as the trainer's rule.
 
-        Here is no ``AdaptiveDataParallel``: ``scale_lr`` is shown a stand-in whose ``gns`` has the statistics of this step up
-        to a common factor, which cancels in every gain.
+        The trainer has no ``AdaptiveDataParallel``. ``scale_lr`` sees a stand-in with a ``gns`` that has the statistics of this
+        step up to a common factor, which cancels in every gain.
         """
         before, self.adp = self.adp, _StandIn(now)
         try:
@@ -173,11 +173,11 @@ class ScalingRuleBase:
         return pick_factor(factor, now.group), self.clock(now)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Takes an optimizer step with the LR scaled for this step only, and does nothing while gradients are being accumulated.
+        """Take an optimizer step with the LR scaled for this step only; do nothing while gradients are being accumulated.
 
         Args:
-            *args: Go to the optimizer's ``step``.
-            **kwargs: They do, too.
+            *args: Passed to the optimizer's ``step``.
+            **kwargs: Passed to the optimizer's ``step``.
 
         Raises:
             ValueError: The rule belongs to no ``AdaptiveDataParallel``.
@@ -193,11 +193,11 @@ class ScalingRuleBase:
             self._stepping = False
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clears gradients, and does nothing while they are being accumulated.
+        """Clear gradients; do nothing while they are being accumulated.
 
         Args:
-            *args: Go to the optimizer's ``zero_grad``.
-            **kwargs: They do, too.
+            *args: Passed to the optimizer's ``zero_grad``.
+            **kwargs: Passed to the optimizer's ``zero_grad``.
 
         Raises:
             ValueError: The rule belongs to no ``AdaptiveDataParallel``.
@@ -213,7 +213,7 @@ class AdaScale(ScalingRuleBase):
     def scale_lr(self, scale: float) -> Any:
         gns = self._initialized().gns
         floor = getattr(gns, "variance_floor", None)
-        floor = floor if isinstance(floor, float) else VARIANCE_FLOOR  # an `adp` of somebody's test has no such thing
+        floor = floor if isinstance(floor, float) else VARIANCE_FLOOR  # the `adp` of a user's test may lack it
         groups = zip(np.ravel(gns.raw_var_avg).tolist(), np.ravel(gns.raw_sqr_avg).tolist(), strict=True)
         return np.array([plain_gain(var, sqr, scale, variance_floor=floor) for var, sqr in groups])
 
@@ -225,16 +225,16 @@ class AdaScale(ScalingRuleBase):
 class AdamScale(AdaScale):
     """Factor √r, with statistics in Adam's metric; clock: r. For Adam and AdamW, as AdaptDL has it.
 
-    AdaptDL's rule. Adam's step is ḡ/√v, so noise and signal are measured on gradients divided by √v
-    (:func:`adam_preconditioner`), and the LR follows the square root of that gain.
+    Adam's step is ḡ/√v, so noise and signal are measured on gradients divided by √v (:func:`adam_preconditioner`), and the LR
+    follows the square root of that gain.
 
-    Known: at S = 1 it is plain Adam, bit for bit; with gradients that are all noise the factor is √S, with no noise it
+    Known: at S = 1 it is plain Adam, bit-identically; with gradients that are all noise the factor is √S, with no noise it
     is 1. √S is what the invariance of Adam's noise under the batch size gives (Malladi et al., arXiv 2205.10287), together
     with changes of β₁, β₂ and ε that this rule does *not* make.
 
-    Measured: schedules don't transfer with it (docs/results/adam.md), where they do with :class:`AdaScale` and the same AdamW.
-    The clock r is AdaScale's own, carried over, and in this metric it is far too fast on some workloads and too slow on
-    others. √v of a larger batch is smaller by itself, since it contains the noise, which scales the step once more.
+    Measured: schedules don't transfer with it (docs/results/adam.md), while they do with :class:`AdaScale` and the same AdamW.
+    The clock r is AdaScale's own, and in this metric it is far too fast on some workloads and too slow on others. √v of a larger
+    batch is smaller, since it contains the noise; this scales the step once more.
     """
 
     metric = "adam"
@@ -302,12 +302,12 @@ class LEGWScale(ScalingRuleBase):
         self._rule.check_curve(curve)
 
     def _watch_lrs(self) -> None:
-        """Check the curve where nobody knows it: the loop's scheduler shows it as it goes, from its beginning on."""
+        """Check the curve of a scheduler that the loop steps: its first change is seen as the run goes on."""
         assert self._optimizer is not None
         lrs = [float(group["lr"]) for group in self._optimizer.param_groups]
         if self._first_lrs is None:
             self._first_lrs = lrs
-            self._lrs_changed = self.adp.gns.get_progress() > 0  # nobody knows what a resumed run's first change was
+            self._lrs_changed = self.adp.gns.get_progress() > 0  # the first change of a resumed run is not known
         elif not self._lrs_changed and lrs != self._first_lrs:
             self._lrs_changed = True
             self._rule.check_curve(list(zip(self._first_lrs, lrs, strict=False)))
@@ -324,7 +324,7 @@ class _StandIn:
     should_zero_grad = True
     variance_floor = 0.0
     accum_count = 1
-    # Of σ² and μ² only the ratio follows from r. Far above AdaptDL's floor, so that a rule that applies it itself gets r.
+    # Only the ratio of σ² and μ² follows from r. This is far above AdaptDL's floor, so that a rule that applies it gets r.
     _SIZE = 1e12
 
     def __init__(self, now: RuleInput) -> None:

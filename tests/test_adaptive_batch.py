@@ -371,8 +371,8 @@ def test_the_variance_of_a_base_batch_is_measured_alike_at_every_scale() -> None
         run.backward(F.cross_entropy(run.model(x), y))
         if run.step():
             sigma2, mu2 = moments(samples, [1 / len(samples)] * len(samples), scale)
-            assert run.optimizer.last_sigma2 == pytest.approx(sigma2, rel=1e-9)
-            assert run.optimizer.last_mu2 == pytest.approx(mu2, rel=1e-6, abs=1e-9)
+            assert run.optimizer.last_step.sigma2 == pytest.approx(sigma2, rel=1e-9)
+            assert run.optimizer.last_step.mu2 == pytest.approx(mu2, rel=1e-6, abs=1e-9)
             scales.add(scale)
             samples = []
     assert len(scales) > 3

@@ -182,7 +182,7 @@ def run_scaled(found: Recipe, scale: int, seed: int = 5) -> Scaled:
         before = int(run.effective_steps)
         run.backward(built.loss_fn(run.model, batch))
         if run.step():
-            seen.append((before, run.optimizer.last_sigma2, run.optimizer.last_mu2))
+            seen.append((before, run.optimizer.last_step.sigma2, run.optimizer.last_step.mu2))
             gains.append(run.gain)
     return Scaled(seen, gains, run.summary()["error"])
 

@@ -178,7 +178,7 @@ def train(job: Job) -> Result:
             run.backward(loss)
             if run.step():
                 losses.append(statistics.fmean(parts))
-                gains.append(run.optimizer.last_gain)
+                gains.append(run.optimizer.last_step.gain)
                 taus.append(run.effective_steps)
                 parts.clear()
         score = run.summary()[built.metric]

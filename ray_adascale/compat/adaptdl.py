@@ -1,16 +1,15 @@
 """AdaptiveDataParallel: AdaptDL's model wrapper over our statistics, for loops that were written for AdaptDL.
 
 AdaptDL's data loader and job machinery (``AdaptiveDataLoader``, ``remaining_epochs_until``, ``init_process_group``,
-checkpoints on a signal) have no counterpart here: the loop brings its own loader and process group, says where gradients
-are accumulated with ``no_sync()``, and saves :meth:`AdaptiveDataParallel.training_state`. For elastic runs use
-``ray_adascale.prepare``.
+checkpoints on a signal) have no counterpart here: the loop brings its own loader and process group, accumulates gradients
+under ``no_sync()``, and saves :meth:`AdaptiveDataParallel.training_state`. For elastic runs use ``ray_adascale.prepare``.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,22 +25,60 @@ from .._torch import uncompiled
 from ..gain import plain_gain
 from ..optim.adam_metric import adam_preconditioner
 from ..optim.adascale import AdaScale
-from ..optim.gradient_statistics import OpenEnded
 from ..optim.rules import RuleInput, metric_of
+from ..optim.step import StepShape
 from ..scaling_rules import VARIANCE_FLOOR, ScalingRuleBase, pick_factor
 
 __all__ = ["AdaptiveDataParallel", "GradientNoiseScale"]
 
 
-def _smoothing(scale: float, num_samples: int) -> float:
-    """AdaptDL's θ, 0.999 per base batch. It counts a differenced sample, which comes of two gradients, as twice the batch."""
-    return 0.999 ** (2 * scale if num_samples == 1 else scale)
+def _smoothing(shape: StepShape) -> float:
+    """Return AdaptDL's θ, 0.999 per base batch. A differenced sample, of two gradients, counts as twice the batch."""
+    return 0.999 ** (2 * shape.scale if shape.num_samples == 1 else shape.scale)
 
 
-def _held_weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls a method of an object without keeping that alive."""
-    ref = weakref.WeakMethod(method)
-    return lambda *args: cast(Callable[..., Any], ref())(*args)
+class _Accumulation:
+    """The end of a step as AdaptDL has it: the first backward pass that reduces gradients. A :data:`StepEnd`.
+
+    Args:
+        adp: The model's wrapper, held weakly: it owns this object.
+        workers: Workers that share the batch.
+
+    Attributes:
+        accum_scale: S of one pass of all workers.
+    """
+
+    def __init__(self, adp: Any, workers: int) -> None:
+        self._adp = weakref.ref(adp)
+        self._workers = workers
+        self.accum_scale = float(workers)
+
+    def __call__(self, number: int) -> StepShape | None:
+        adp = self._adp()
+        if isinstance(adp, AdaptiveDataParallel):
+            reduces = adp.pass_reduces
+        else:
+            reduces = adp is None or bool(adp.require_backward_grad_sync)
+        return StepShape(number, self._workers, self.accum_scale * number) if reduces else None
+
+
+class _StepRule:
+    """A scaling rule of AdaptDL for one step of the statistics.
+
+    Args:
+        gns: The statistics.
+        scale_lr: Maps S to LR factors.
+    """
+
+    def __init__(self, gns: GradientNoiseScale, scale_lr: Callable[[float], Any]) -> None:
+        self._gns = gns
+        self._scale_lr = scale_lr
+        self._factors: Any = None
+
+    def __call__(self, now: RuleInput) -> tuple[float, float]:
+        if self._factors is None:  # AdaptDL calls its rule once a step, and this is called once for each group
+            self._factors = self._scale_lr(now.scale)
+        return pick_factor(self._factors, now.group), self._gns.gain(now.scale) if now.group is None else 0.0
 
 
 class GradientNoiseScale:
@@ -51,7 +88,7 @@ class GradientNoiseScale:
     reading. Values at the start are σ² = 0, μ² = 1, a gain of 1.
 
     Args:
-        adp: The model's wrapper; its ``require_backward_grad_sync`` says whether a backward pass completes a step.
+        adp: The model's wrapper; a backward pass completes a step if its ``require_backward_grad_sync`` is true.
         optimizer: The plain optimizer, not yet patched.
         mp_scaler: The ``GradScaler`` that scales the loss.
         num_replicas: Workers. Default: the size of ``process_group``, else 1.
@@ -59,10 +96,9 @@ class GradientNoiseScale:
         process_group: Workers that reduce gradients together.
         variance_floor: Lower bound on each group's σ². 0 makes gains independent of the gradients' size.
         precondition: See :class:`ray_adascale.AdaScale`.
-        reduces: Whether the running backward pass completes a step. Default: asks ``adp``.
 
     Attributes:
-        should_zero_grad: Whether the last backward pass completed a step.
+        statistics: The :class:`ray_adascale.AdaScale` that takes the steps.
     """
 
     def __init__(
@@ -76,35 +112,26 @@ class GradientNoiseScale:
         process_group: dist.ProcessGroup | None = None,
         variance_floor: float = VARIANCE_FLOOR,
         precondition: Callable[[Tensor, Tensor], Tensor] | None = None,
-        reduces: Callable[[], bool] | None = None,
     ) -> None:
         if num_replicas is None:
             num_replicas = dist.get_world_size(process_group) if dist.is_available() and dist.is_initialized() else 1
-        adp_ref = weakref.ref(adp)
-        self._reduces = reduces or (lambda: bool(adp_ref().require_backward_grad_sync))  # type: ignore[union-attr]
         self._orig_optimizer_zero_grad = optimizer.zero_grad
-        self._accum_scale = float(num_replicas)
+        self._accumulation = _Accumulation(adp, num_replicas)
         if accum_scale is not None:
             self.set_accum_scale(accum_scale)
         self.variance_floor = float(variance_floor)
-        self.should_zero_grad = True
-        self._scale_lr: Callable[[float], Any] | None = None
-        self._factors: Any = None
-        # The statistics hold this object weakly, so that their hooks go when it does.
         self.statistics = AdaScale(
             optimizer,
             num_replicas,
+            smoothing=_smoothing,
             is_scaled_loss=False,
             process_group=process_group,
             grad_scaler=mp_scaler,
             variance_floor=variance_floor,
             clip="averages",
-            rule=_held_weakly(self._apply),
             precondition=precondition,
         )
-        self.statistics.set_open_ended_accumulation(
-            OpenEnded(_held_weakly(self._completes_step), _held_weakly(self._scale_of), _smoothing)
-        )
+        self.statistics.set_open_ended_accumulation(self._accumulation, scale=self.accum_scale)
 
     # ---- one step ------------------------------------------------------------------------------------------------
 
@@ -114,45 +141,36 @@ class GradientNoiseScale:
 
         A non-finite gradient changes nothing at all.
         """
-        self._scale_lr, self._factors = scale_lr, None
+        before, self.statistics.rule = self.statistics.rule, _StepRule(self, scale_lr)
         try:
             return self.statistics.step(*args, **kwargs)
         finally:
-            self._scale_lr = self._factors = None
+            self.statistics.rule = before
 
-    def _completes_step(self) -> bool:
-        self.should_zero_grad = self._reduces()
-        return self.should_zero_grad
-
-    def _scale_of(self, passes: int) -> float:
-        return self._accum_scale * passes
-
-    def _apply(self, now: RuleInput) -> tuple[float, float]:
-        assert self._scale_lr is not None
-        if self._factors is None:  # a rule is asked once a step, and we are asked once for each group
-            self._factors = self._scale_lr(now.scale)
-        return pick_factor(self._factors, now.group), self.gain(now.scale) if now.group is None else 0.0
+    @property
+    def should_zero_grad(self) -> bool:
+        """Whether the last backward pass completed a step, so that no gradients are being accumulated."""
+        return not self.statistics.accumulating
 
     def reset_accumulation(self, *args: Any, **kwargs: Any) -> None:
-        """Clear gradients, and what was collected of an unfinished step."""
+        """Clear gradients, and forget the passes of an unfinished step."""
         self._orig_optimizer_zero_grad(*args, **kwargs)
         self.statistics.discard_samples()
-        self.should_zero_grad = True
 
     @property
     def accum_scale(self) -> float:
         """S of one pass of all workers."""
-        return self._accum_scale
+        return self._accumulation.accum_scale
 
     def set_accum_scale(self, accum_scale: float) -> None:
-        """Change :attr:`accum_scale`, where the micro-batch changed size; from the next backward pass on.
+        """Change :attr:`accum_scale` after a change of the micro-batch; from the next backward pass on.
 
         Raises:
             ValueError: It is not positive.
         """
         if not 0 < accum_scale < float("inf"):
             raise ValueError(f"Invalid {accum_scale=}. Must be positive: workers × micro-batch / base batch size.")
-        self._accum_scale = float(accum_scale)
+        self._accumulation.accum_scale = float(accum_scale)
 
     @property
     def accum_count(self) -> int:
@@ -161,7 +179,7 @@ class GradientNoiseScale:
 
     @property
     def scale(self) -> float:
-        """S of the step under way once its gradients are reduced, else of the last."""
+        """S of the step under way once its last pass has ended, else of the step before."""
         return self.statistics.scale
 
     # ---- the statistics, with the gradients in place -------------------------------------------------------------
@@ -204,13 +222,13 @@ class GradientNoiseScale:
         self.statistics.effective_steps = progress
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Averages and progress, as tensors on the CPU that alias nothing; it can be had at a step boundary alone."""
+        """Return averages and progress, as copies on the CPU. At a step boundary only."""
         return self.statistics.statistics_state()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Loads a :meth:`state_dict`. σ² is per base batch, so workers and passes may differ from then."""
+        """Load a :meth:`state_dict`. σ² is per base batch, so workers and passes may differ from those of the state."""
+        self.statistics.discard_samples()
         self.statistics.load_statistics_state(state)
-        self.should_zero_grad = True
 
 
 class AdaptiveDataParallel(DistributedDataParallel):
@@ -227,10 +245,10 @@ class AdaptiveDataParallel(DistributedDataParallel):
         mp_scaler: The ``torch.amp.GradScaler`` that scales the loss, if one does.
         scaling_rule: One of :mod:`ray_adascale.scaling_rules`. Default: ``AdaScale()``; ``AdamScale()`` for Adam and AdamW, as in
             AdaptDL; with ``AdaScale()`` schedules carry over better (docs/results/adam.md).
-        name: It tells one instance's :meth:`training_state` from another's.
+        name: Name of this instance, which is checked when a :meth:`training_state` is loaded.
         base_batch_size: B0, examples per optimizer step at which the schedule was tuned. Without it the scale is the number of
             workers times passes: each worker's micro-batch is one base batch.
-        batch_size: Examples of one worker in one backward pass. Default: ``base_batch_size``. If it changes, say so with
+        batch_size: Examples of one worker in one backward pass. Default: ``base_batch_size``. If it changes, call
             ``gns.set_accum_scale``.
         variance_floor: Lower bound on σ² under the AdaScale rules. AdaptDL's by default; 0 makes gains independent of the
             gradients' size.
@@ -287,8 +305,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self.scaling_rule = rule
         self.name = name
         self._optimizer, self._lr_scheduler, self._mp_scaler = optimizer, lr_scheduler, mp_scaler
-        self._pass_reduces = True
-        ref = weakref.ref(self)
+        self.pass_reduces = True
+        """Whether the backward pass of the last forward pass reduces gradients, and so completes a step."""
         self.gns = GradientNoiseScale(
             self,
             optimizer,
@@ -298,18 +316,17 @@ class AdaptiveDataParallel(DistributedDataParallel):
             process_group=group,
             variance_floor=variance_floor,
             precondition=precondition,
-            reduces=lambda: ref()._pass_reduces,  # type: ignore[union-attr]
         )
         rule.initialize(self, optimizer, patch_optimizer=True)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The model's forward pass; DDP decides here, not in the backward pass, whether this pass reduces gradients."""
+        """Run the model's forward pass. DDP decides here, not in the backward pass, whether this pass reduces gradients."""
         if torch.is_grad_enabled():
-            self._pass_reduces = self.require_backward_grad_sync
+            self.pass_reduces = self.require_backward_grad_sync
         return super().forward(*inputs, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears gradients, and does nothing while they are being accumulated."""
+        """Clear gradients; do nothing while they are being accumulated."""
         self.scaling_rule.zero_grad(set_to_none=set_to_none)
 
     @property
@@ -330,15 +347,15 @@ class AdaptiveDataParallel(DistributedDataParallel):
             ("Gradient_Norm_Sqr", self.gns.sqr_avg()),
             ("Gradient_Variance", self.gns.var_avg()),
             ("Gain", self.gain),
-            ("Learning_Rate_Factor", self.gns.statistics.lr_factor),
+            ("Learning_Rate_Factor", self.gns.statistics.last_step.lr_factor),
         ):
             writer.add_scalar(prefix + tag, value, global_step)
 
     def training_state(self) -> dict[str, Any]:
-        """Everything to resume from, at a step boundary: model, optimizer, scheduler, scaler, statistics.
+        """Return the state to resume from: model, optimizer, scheduler, scaler, statistics. At a step boundary.
 
-        What AdaptDL saves by itself on a signal; here ``torch.save`` it. It loads with ``torch.load(weights_only=True)`` if the
-        scheduler's own state does. The same on all workers.
+        AdaptDL saves it by itself on a signal; here ``torch.save`` it. It loads with ``torch.load(weights_only=True)`` if the
+        scheduler's own state does. It is the same on all workers.
 
         Raises:
             RuntimeError: Called between a backward pass and the step that it leads to.
@@ -353,10 +370,10 @@ class AdaptiveDataParallel(DistributedDataParallel):
         }
 
     def load_training_state(self, state: dict[str, Any]) -> None:
-        """Loads a :meth:`training_state`, also of another number of workers.
+        """Load a :meth:`training_state`, also of another number of workers.
 
         Raises:
-            ValueError: It is another instance's.
+            ValueError: The state has another instance's name.
         """
         if state["name"] != self.name:
             raise ValueError(f"The training state is of name={state['name']!r}, this model's is {self.name!r}.")

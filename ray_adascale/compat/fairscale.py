@@ -15,12 +15,12 @@ __all__ = ["AdaScaleWrapper"]
 class AdaScaleWrapper(AdaScale):
     """``AdaScale(optim_cls(params, ...))`` for code that makes an optimizer from a class and parameters.
 
-    FairScale's names and positions. What else :class:`AdaScale` takes (``process_group``, ``averaging_window``, ...) is not
-    taken here, since every further keyword is the wrapped optimizer's: make that one and wrap it.
+    FairScale's names and positions. The other arguments of :class:`AdaScale` (``process_group``, ``averaging_window``, ...) are
+    not accepted, since every further keyword is the wrapped optimizer's: for those, make the optimizer and wrap it.
 
     Args:
         params: Parameters or groups, as for any optimizer.
-        world_size: See :class:`AdaScale`, as the four that follow.
+        world_size: Workers that share the batch; see :class:`AdaScale`, also for the next four arguments.
         scale: S.
         smoothing: θ.
         num_gradients_to_accumulate: Backward passes per optimizer step.

@@ -14,7 +14,7 @@ from ..config import AdaScaleConfig
 from ..recipe import Recipe
 from ..run.attach import attach
 from ..run.tau_schedule import TauSchedule
-from .client import with_clients_batch
+from .client import early_step_end, with_clients_batch
 
 __all__ = ["prepare"]
 
@@ -82,7 +82,7 @@ def prepare(
     if accelerator.mixed_precision in ("bf16", "fp16"):
         config = replace(config, precision=accelerator.mixed_precision)
     adascale, schedule = attach(model, optimizer, scheduler, config, recipe, grad_scaler=accelerator.scaler)
-    adascale.ends_early = lambda: accelerator.sync_gradients
+    adascale.step_end = early_step_end(adascale, lambda: accelerator.sync_gradients)
     model, optimizer, dataloader = accelerator.prepare(model, adascale, dataloader)
     accelerator.prepare_scheduler(schedule)  # so that its state is saved and loaded
     return model, optimizer, dataloader, schedule

@@ -18,6 +18,7 @@ from ..batch_policy import BatchPlan
 from ..config import AdaScaleConfig
 from ..measure.probe import probe_noise
 from ..optim.adascale import AdaScale
+from ..optim.step import StepEnd, StepShape
 from ..recipe import NoiseProbe, Recipe
 from ..run.base_run import BaseResult, freeze, momentum_of
 from ..run.metrics import step_metrics
@@ -25,7 +26,7 @@ from ..run.step import Step
 from ..run.tau_schedule import TauSchedule
 from ..run.trace import TraceFile, read_trace
 
-__all__ = ["RecipeRecorder", "StepLog", "follow_batch", "with_clients_batch"]
+__all__ = ["RecipeRecorder", "StepLog", "early_step_end", "follow_batch", "with_clients_batch"]
 
 LOGGED = ("gain", "scale", "effective_steps", "noise_scale", "efficiency")
 """The metrics of a step for the client's log."""
@@ -94,11 +95,26 @@ def follow_batch(schedule: TauSchedule, *, passes: int, per_worker_batch_size: i
             f"passes), fewer than the base batch size of {plan.base_batch_size}, so the scale would be below 1. Use more passes "
             "or more workers."
         )
-    if passes != plan.accumulation:
-        adascale.set_num_gradients_to_accumulate(passes)
     schedule.plan = plan = replace(plan, accumulation=passes, global_batch_size=batch)
-    adascale.set_scale(plan.scale)
+    adascale.set_batch(scale=plan.scale, passes=passes)
     return True
+
+
+def early_step_end(adascale: AdaScale, ends: Callable[[], bool]) -> StepEnd:
+    """Return a :data:`StepEnd` for a client that may step before the declared passes are complete, as at the end of an epoch.
+
+    The client divides the loss by the declared number of passes in every step.
+
+    Args:
+        adascale: The optimizer.
+        ends: Whether the client steps after the pass that begins.
+    """
+
+    def step_end(number: int) -> StepShape | None:
+        shape = adascale.shape
+        return shape.shortened(number, loss_divisor=shape.loss_divisor) if ends() else None
+
+    return step_end
 
 
 class StepLog:

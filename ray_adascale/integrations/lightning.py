@@ -20,7 +20,7 @@ from ..optim.adascale import AdaScale
 from ..recipe import Recipe
 from ..run.attach import attach
 from ..run.tau_schedule import TauSchedule
-from .client import RecipeRecorder, StepLog, follow_batch, with_clients_batch
+from .client import RecipeRecorder, StepLog, early_step_end, follow_batch, with_clients_batch
 
 __all__ = ["AdaScaleCallback"]
 
@@ -111,7 +111,7 @@ class AdaScaleCallback(Callback):
         )
         _check_minimum(trainer, schedule)
         self._steps_at_end = 0  # steps that ended at τ ≥ T; more than 1 if Lightning does not stop
-        adascale.ends_early = lambda: self._ends_epoch(trainer, pl_module)
+        adascale.step_end = early_step_end(adascale, lambda: self._ends_epoch(trainer, pl_module))
         trainer.optimizers = [adascale]
         if configs:
             configs[0].scheduler = schedule

@@ -1,12 +1,12 @@
 """Squared norms from the buckets of torch's ``DistributedDataParallel``, in its communication hook.
 
-DDP copies gradients into flat buckets and hands each to the hook when it is full, while the backward pass goes on. There
-the gradient sample's norm is one call for a bucket instead of one for a parameter, and so is the reduced gradient's once
-it is back. DDP takes one hook, for good; so a hook of the user's own is called from within this one.
+DDP copies gradients into flat buckets and passes each full bucket to the hook, while the backward pass goes on. There the
+norm of the gradient sample takes one call for a bucket instead of one for a parameter, and so does the norm of the reduced
+bucket. DDP accepts one hook, for good; so a hook of the user's own is called from within this one.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,11 +30,11 @@ from .observers import (
 __all__ = ["CommHook", "DDPBucketObserver", "bucket_observer", "measure_buckets", "reduces_in_one_round"]
 
 CommHook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
-"""What ``DistributedDataParallel.register_comm_hook`` takes: (state, bucket) to the future of the reduced bucket."""
+"""Hook of ``DistributedDataParallel.register_comm_hook``: maps (state, bucket) to the future of the reduced bucket."""
 
 
 class _Registered:
-    """What DDP holds for good. Observers come and go with the number of passes; each optimizer of the model's has one."""
+    """State of the hook that DDP holds for good. Observers change with the number of passes; each optimizer has one."""
 
     def __init__(self, hook: CommHook, state: Any, *, one_round: bool) -> None:
         self.hook, self.state, self.one_round = hook, state, one_round
@@ -45,24 +45,24 @@ _REGISTERED: weakref.WeakKeyDictionary[DistributedDataParallel, _Registered] = w
 
 
 def measure_buckets(model: DistributedDataParallel, hook: CommHook | None = None, state: Any = None) -> None:
-    """Have ``AdaScale(..., model=model)`` take squared norms from DDP's buckets, where each backward pass is a step.
+    """Let ``AdaScale(..., model=model)`` take squared norms from DDP's buckets, if each backward pass is a step.
 
-    Call it before the first backward pass, and instead of ``model.register_comm_hook``: a hook of your own goes in here. ::
+    Call it before the first backward pass, and instead of ``model.register_comm_hook``: pass a hook of your own here. ::
 
         model = DistributedDataParallel(model)
         measure_buckets(model, fp16_compress_hook)      # of torch.distributed.algorithms.ddp_comm_hooks
         optimizer = AdaScale(optimizer, model=model)
 
-    With several passes to a step, or statistics in another metric, norms are taken by a hook on each parameter all the
-    same, and ``hook`` is all that is called here.
+    With several passes to a step, or statistics in another metric, norms are taken by a hook on each parameter, and only
+    ``hook`` is called here.
 
     Args:
-        model: On the workers that share the batch.
-        hook: Reduces a bucket to its mean over workers, as ``register_comm_hook`` wants it. Default: an all-reduce.
-        state: Passed to ``hook``. None is torch's own hooks' default process group.
+        model: The model, on the workers that share the batch.
+        hook: Reduces a bucket to its mean over workers, as for ``register_comm_hook``. Default: an all-reduce.
+        state: Passed to ``hook``. For torch's own hooks, None stands for the default process group.
 
     Raises:
-        ValueError: ``model`` is none, or has a communication hook.
+        ValueError: ``model`` is no ``DistributedDataParallel``, or has a communication hook.
     """
     if not isinstance(model, DistributedDataParallel):
         raise ValueError(
@@ -86,21 +86,21 @@ def measure_buckets(model: DistributedDataParallel, hook: CommHook | None = None
 def bucket_observer(
     model: DistributedDataParallel, groups: Sequence[Sequence[Tensor]], listener: PassListener
 ) -> "DDPBucketObserver | None":
-    """The observer of a model that was given to :func:`measure_buckets`; None for any other."""
+    """Return an observer of a model that was passed to :func:`measure_buckets`; None for any other model."""
     registered = _REGISTERED.get(model)
     return None if registered is None else DDPBucketObserver(groups, listener, model, registered)
 
 
 def reduces_in_one_round(model: object) -> bool:
-    """Whether all of a backward pass's collectives have been started when its last gradient is there, as far as is known.
+    """Whether all collectives of a backward pass have been started when its last gradient is there, as far as is known.
 
-    A hook of the user's may start more when the first ones come back (PowerSGD does), whenever that is on each worker. A
-    collective of ours must then wait for DDP's own wait, or it might meet one of those.
+    A user's hook may start further collectives when the first ones have ended (PowerSGD does), at a time that differs between
+    workers. AdaScale's collective must then come after DDP's wait, or the order of collectives may differ between workers.
     """
     if not isinstance(model, DistributedDataParallel):
         return True
     registered = _REGISTERED.get(model)
-    # torch has no public name for the hooks that were given to register_comm_hook.
+    # torch has no public name for the hooks that were passed to register_comm_hook.
     return not model._comm_hooks if registered is None else registered.one_round
 
 
@@ -116,14 +116,14 @@ def _hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
 
 
 class DDPBucketObserver(GradientObserver):
-    """One norm for each bucket and parameter group, or for each run of a group's parameters that lie side by side.
+    """One norm for each bucket and parameter group, or for each run of adjacent parameters of a group.
 
-    A parameter without a gradient in this pass is zeros in the bucket (``find_unused_parameters``), and counts as that. Passes
+    A parameter without a gradient in this pass is zeros in the bucket (``find_unused_parameters``), and counts as zero. Passes
     under ``no_sync()`` are not seen: the next bucket holds their sum.
 
     Args:
         groups: Parameters of each parameter group.
-        listener: Is told when a pass has ended.
+        listener: Called as passes begin and end.
         model: The model; all trainable parameters must be its own.
         registered: Its communication hook.
 
@@ -165,7 +165,7 @@ class DDPBucketObserver(GradientObserver):
         self._sums = GroupSums(self._groups, self._device)
 
     def _segments_of(self, bucket: dist.GradBucket) -> list[tuple[int, int, int]]:
-        """(parameter group, start, end) in the buffer. DDP lays its buckets out anew after the first pass."""
+        """Return (parameter group, start, end) in the buffer. DDP changes the layout of its buckets after the first pass."""
         params = bucket.parameters()
         key = tuple(map(id, params))
         if key not in self._segments:
@@ -184,6 +184,11 @@ class DDPBucketObserver(GradientObserver):
 
     @torch.no_grad()
     def _take(self, bucket: dist.GradBucket) -> None:
+        if bucket.index() == 0:
+            self._local, self._reductions = [], []  # of a pass that an exception ended
+            listener = self._listener()
+            if listener is not None:
+                listener.on_begin(self)
         self._local += _norms(bucket.buffer(), self._segments_of(bucket))
 
     def _sent(self, bucket: dist.GradBucket, reduced: torch.futures.Future[Tensor]) -> None:
@@ -207,8 +212,11 @@ class DDPBucketObserver(GradientObserver):
                     listener.on_local(observer)
                 listener.on_reduced(observer)
 
-        # DDP queues its wait when this hook has returned; what is queued when `before_wait` runs comes after that.
+        # DDP queues its wait when this hook has returned; a callback that is queued when `before_wait` runs comes after that.
         queue_end_of_backward(before_wait)
+
+    def gradients_left(self, params: Sequence[Tensor]) -> Iterator[Tensor]:
+        return iter(())  # when a bucket is full, this pass's gradients are in .grad already
 
     def local_sq_norms(self) -> Tensor:
         norms, self._local = self._local, []
@@ -230,7 +238,7 @@ class DDPBucketObserver(GradientObserver):
 def _norms(
     flat: Tensor, segments: Sequence[tuple[int, int, int]], rank: int = 0, world_size: int = 1
 ) -> list[tuple[int, Tensor]]:
-    """(parameter group, norm) of this worker's share of each segment."""
+    """Return (parameter group, norm) of this worker's share of each segment."""
     if flat.is_sparse:  # a bucket of its own
         return [(g, take_norm(flat)) for g, _, _ in segments] if rank == 0 else []
     return [

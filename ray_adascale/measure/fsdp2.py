@@ -1,7 +1,7 @@
 """Squared norms of a model that is sharded with FSDP2 (``torch.distributed.fsdp.fully_shard``).
 
-FSDP2 keeps two tensors for each parameter: the shard, a ``DTensor`` that the optimizer steps, and the whole parameter, that
-the module computes with while it is unsharded. Autograd accumulates into the whole one; FSDP2 then copies the gradients of
+FSDP2 keeps two tensors for each parameter: the shard, a ``DTensor`` that the optimizer steps, and the whole parameter, which
+the module uses while it is unsharded. Autograd accumulates into the whole one; FSDP2 then copies the gradients of
 a module into one buffer, reduces and scatters it, and writes the shard's ``.grad``. So
 
 - a gradient sample's norm ``‖g_i‖²`` is taken by a hook on each *whole* parameter, as under DDP;
@@ -41,14 +41,14 @@ class FSDP2Observer(HookObserver):
 
     Args:
         groups: Parameters of each parameter group.
-        listener: Is told when a pass has ended.
+        listener: Called as passes begin and end.
         model: The model, or a module that contains it; its ``fully_shard``-ed modules hold the parameters.
-        world_size: Workers that share the batch: those of the mesh, no more and no less.
+        world_size: Workers that share the batch: exactly those of the mesh.
         local: Take the norm of each gradient sample. False where only the end of the pass matters.
 
     Raises:
-        ValueError: A parameter is of no FSDP2 module of ``model``, or placed in a way that is not FSDP2's alone (tensor
-            parallelism), or nobody would reduce its gradient (``ignored_params``), or the mesh has another size.
+        ValueError: A parameter is in no FSDP2 module of ``model``, or its placement is not FSDP2's alone (tensor
+            parallelism), or its gradient would not be reduced (``ignored_params``), or the mesh has another size.
     """
 
     reduced_everywhere = False
@@ -108,7 +108,7 @@ class FSDP2Observer(HookObserver):
     # ---- hooks -------------------------------------------------------------------------------------------------------
 
     def hook_all(self) -> None:
-        """Have each module's forward pass hook what it unshards. Hooks of ours run after FSDP2's, which come first."""
+        """Let each module's forward pass hook the parameters that it unshards. These hooks run after FSDP2's."""
         if self._pre_forward:
             return
         ref = weakref.ref(self)
@@ -124,7 +124,7 @@ class FSDP2Observer(HookObserver):
                 self._pre_forward.append(module.register_forward_pre_hook(pre_forward))
 
     def _hook_module(self, module: nn.Module) -> None:
-        """Hook the parameters of an unsharded module that are not hooked yet."""
+        """Hook the parameters of an unsharded module that have no hook yet."""
         for owner, name, shard in self._sites[module]:
             whole = getattr(owner, name)
             if whole is self._whole.get(shard) or whole is shard or not whole.requires_grad:
@@ -214,7 +214,7 @@ _NOT_REDUCED = (
 
 
 def _sites(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """(owner, name, shard) of each parameter below ``module``, leaving out FSDP2 modules inside of it."""
+    """Yield (owner, name, shard) of each parameter below ``module``, without those of FSDP2 modules inside it."""
     cast(FSDPModule, module).reshard()  # an evaluation leaves the root unsharded; the optimizer's are the shards
     stack = [module]
     while stack:
@@ -225,13 +225,13 @@ def _sites(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 
 
 def _divide_factor(module: nn.Module) -> float | None:
-    """What ``set_gradient_divide_factor`` was last given; None for the mean. torch has the setter only."""
+    """Return the factor that ``set_gradient_divide_factor`` set last; None for the mean. torch has the setter only."""
     factors = {group.gradient_divide_factor for group in _param_groups(module)}
     return factors.pop() if factors else None
 
 
 def _param_groups(module: nn.Module) -> list[Any]:
-    """What FSDP2 keeps of the parameters that it gathers together at this module; private to torch."""
+    """Return FSDP2's records of the parameters that it gathers together at this module; private to torch."""
     state = cast(Any, module)._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -239,12 +239,12 @@ def _param_groups(module: nn.Module) -> list[Any]:
 
 
 def _counts(param: DTensor) -> bool:
-    """Whether this worker's shard is the one that is counted: the replicas of HSDP hold the same."""
+    """Whether this worker's shard is counted: of the equal replicas of HSDP only the first is."""
     return param.device_mesh.ndim == 1 or param.device_mesh.get_local_rank(0) == 0
 
 
 def _norm_into(slot: Tensor, grad: Tensor) -> None:
-    """Put a gradient's norm into its slot, which has the shard's dtype and device; that of a whole parameter may have others."""
+    """Write a gradient's norm into its slot. The slot has the shard's dtype and device; the whole parameter may have others."""
     if grad.device == slot.device and (grad.dtype is torch.float64) == (slot.dtype is torch.float64):
         take_norm(grad, slot)
     else:

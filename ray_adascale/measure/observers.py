@@ -1,9 +1,8 @@
 """Where squared norms are taken: of each gradient sample before reduction, and of the reduced gradient.
 
-An observer watches the parameters of an optimizer, group by group. The statistics only need two things of it: the squared
-norms of the gradient sample that the last backward pass produced on this worker, and this worker's share of the squared
-norms of the gradient that will be stepped with (the shares of all workers add up). Everything else, weights, loss scale,
-the sum over workers, is the caller's.
+An observer watches the parameters of an optimizer, group by group. It measures two things: the squared norms of the gradient
+sample that the last backward pass produced on this worker, and this worker's share of the squared norms of the reduced
+gradient (the shares of all workers add up). Weights, loss scale and the sum over workers are the caller's part.
 
 Norms are taken in parameter order and summed in float64, whatever buckets gradients are reduced in.
 """
@@ -42,7 +41,7 @@ _BLOCK = 16384
 
 
 def queue_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the running backward pass has ended, after whatever was queued before (DDP's wait).
+    """Call ``callback`` when the running backward pass has ended, after the callbacks that were queued before (DDP's wait).
 
     torch has no public name for this; DDP, FSDP2 and FairScale use the same one. Only to be called inside a hook.
     """
@@ -50,19 +49,22 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def in_compiled_autograd() -> bool:
-    """Whether the hook that asks is part of a backward pass that compiled autograd has taken over.
+    """Whether the calling hook is part of a backward pass that compiled autograd has taken over.
 
-    torch has no public name for this; ``torch.compiler.is_compiling()`` is also true of hooks that ``torch.compile`` comes upon
-    in a compiled training step, and those are fine.
+    torch has no public name for this. ``torch.compiler.is_compiling()`` is also true in hooks that ``torch.compile`` traces as
+    part of a compiled training step, and those hooks work.
     """
-    module = sys.modules.get("torch._dynamo.compiled_autograd")  # imported by those who use it
+    module = sys.modules.get("torch._dynamo.compiled_autograd")  # compiled autograd imports it
     return module is not None and module.in_compiled_autograd_region
 
 
 def refuse_compiled() -> None:
     """Raise under compiled autograd. The hook that begins a pass calls it.
 
-    What the hook does would become a part of the compiled graph, but not what is queued for the end: gains came out as 1.
+    The compiled graph would contain the hook, but not the callbacks that the hook queues for the end: gains came out as 1.
+
+    Raises:
+        RuntimeError: Compiled autograd runs this backward pass.
     """
     if in_compiled_autograd():
         raise RuntimeError(
@@ -74,10 +76,13 @@ def refuse_compiled() -> None:
 def _refuse_nested() -> None:
     """Raise within reentrant activation checkpointing. The hook that begins a pass calls it.
 
-    Such checkpointing runs a backward pass of its own for each part, with an end of its own, and nothing tells when the outer
-    one ends. Where a gradient outside of the checkpointed parts came first, the pass is the outer one, and all is well.
+    Reentrant checkpointing runs a backward pass for each part, with an end of its own, and the end of the outer pass can't be
+    seen from inside. If a gradient outside the checkpointed parts comes first, the pass that begins is the outer one.
+
+    Raises:
+        RuntimeError: The pass that begins is a nested one.
     """
-    # torch.compile, if it traces this hook, doesn't know frames; nor does it trace backward passes that are nested.
+    # If torch.compile traces this hook, it supports no frames; it traces no nested backward passes either.
     frame = None if torch.compiler.is_compiling() else inspect.currentframe()
     while frame is not None:
         if frame.f_code is CheckpointFunction.backward.__code__:
@@ -92,18 +97,18 @@ _REENTRANT = (
 
 
 def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What the norm of a tensor of this dtype is taken in."""
+    """Return the dtype of a norm of a tensor of this dtype."""
     return torch.float64 if dtype in _DOUBLE else torch.float32
 
 
 _DOUBLE = frozenset({torch.float64, torch.complex128})
 _AT_ONCE = 4 * _BLOCK  # elements up to which a norm on a CPU is one call
-_SHARED = 1 << 20  # elements from which on a CPU reading the reduced gradient costs more than a wait for the others
+_SHARED = 1 << 20  # elements above which, on a CPU, reading the reduced gradient costs more than waiting for the others
 _vector_norm = torch.linalg.vector_norm
 
 
 def take_norm(tensor: Tensor, out: Tensor | None = None) -> Tensor:
-    """Euclidean norm as a 0-dim tensor, float32 at least, on the tensor's device; no host synchronisation."""
+    """Return the Euclidean norm as a 0-dim tensor, float32 at least, on the tensor's device; no host synchronization."""
     if _is_plain(tensor) and (out is None or out.dtype is tensor.dtype):
         return _vector_norm(tensor, out=out)
     if tensor.is_sparse:
@@ -126,7 +131,7 @@ def take_norm(tensor: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether the norm is one call: so are nearly all, and most of the time of a small one's went into looking."""
+    """Whether the norm is one call. For nearly all tensors it is, and for a small one the checks take longer than the norm."""
     return (
         (tensor.dtype is torch.float32 or tensor.dtype is torch.float64)
         and tensor.layout is torch.strided
@@ -135,7 +140,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def take_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """:func:`take_norm` of each, those that are one call in one call together: to the bit the same on a CPU."""
+    """Return :func:`take_norm` of each tensor, with one call for all the plain ones. On a CPU the results are bit-identical."""
     plain = [tensor for tensor in tensors if _is_plain(tensor)]
     together = list(torch._foreach_norm(plain)) if plain else []
     if len(plain) == len(tensors):
@@ -145,13 +150,13 @@ def take_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def worth_sharing(groups: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether workers that all hold the reduced gradient should each take the norm of a share of it; the same on all of them."""
+    """Whether workers that all hold the reduced gradient should each take the norm of a share of it; equal on all workers."""
     params = [p for group in groups for p in group]
     return all(p.is_cpu for p in params) and sum(p.numel() for p in params) >= _SHARED
 
 
 class _Slots:
-    """A place for the norm of each parameter's gradient, so that a hook writes a number and nothing is collected later.
+    """A slot for the norm of each parameter's gradient. A hook writes one number, and nothing has to be collected later.
 
     Norms of one device and dtype lie side by side, group after group in parameter order.
     """
@@ -179,7 +184,7 @@ class _Slots:
             buffer.zero_()
 
     def fill(self, params: Sequence[Tensor], norms: Sequence[Tensor]) -> _Slots:
-        """Put in the norms of some parameters' gradients, zeros for all others."""
+        """Write the norms of some parameters' gradients, and zeros for all others."""
         if len(self._buffers) == 1 and len(params) == len(self.of):  # all, in their own order
             (buffer,) = self._buffers.values()
             torch.stack([*norms], out=buffer)
@@ -190,7 +195,7 @@ class _Slots:
         return self
 
     def sum_of_squares(self, device: torch.device) -> Tensor:
-        """Per group, float64 ``[groups]`` on ``device``."""
+        """Return the sum of squared norms per group, float64 ``[groups]`` on ``device``."""
         out: Tensor | None = None
         for key, buffer in self._buffers.items():
             squares = buffer.double().square_()
@@ -201,11 +206,11 @@ class _Slots:
 
 
 class GroupSums:
-    """Sums of squared norms, each of which belongs to a parameter group.
+    """Sums of squared norms by parameter group.
 
     Args:
         groups: Number of parameter groups.
-        device: Where the sums are wanted.
+        device: Device of the sums.
     """
 
     def __init__(self, groups: int, device: torch.device) -> None:
@@ -213,7 +218,7 @@ class GroupSums:
         self._indices: dict[tuple[int, ...], Tensor] = {}
 
     def __call__(self, norms: Sequence[tuple[int, Tensor]]) -> Tensor:
-        """Float64 ``[groups]`` from pairs (parameter group, norm); no host synchronisation."""
+        """Return float64 ``[groups]`` from pairs (parameter group, norm); no host synchronization."""
         if not norms:
             return torch.zeros(self._groups, dtype=torch.float64, device=self._device)
         squares = torch.stack([norm.to(self._device, torch.float64) for _, norm in norms]).square_()
@@ -227,13 +232,13 @@ class GroupSums:
 
 
 class _Pass:
-    """The backward pass that runs, as each parameter's hook looks at it; it holds nothing alive."""
+    """The running backward pass, as each parameter's hook sees it; it holds nothing alive."""
 
     __slots__ = ("end", "number")
 
     def __init__(self) -> None:
         self.number = 0
-        # Autograd holds what is to be called at the end of the pass that runs, and lets go of it where an exception ends it.
+        # Autograd holds the callback of the end while the pass runs, and drops it where an exception ends the pass.
         self.end: weakref.ref[Callable[[], None]] | None = None
 
     @property
@@ -242,53 +247,56 @@ class _Pass:
 
 
 class PassListener(Protocol):
-    """Whoever uses the norms. The observer holds it weakly."""
+    """Receiver of the norms. The observer holds it weakly."""
 
-    def on_begin(self, observer: GradientObserver) -> None:
-        """A backward pass has come to its first watched parameter. DDP's buckets don't tell."""
+    def keeps_measuring(self) -> bool:
+        """Return whether there is anything to measure. An observer that may end calls it once, as the first pass begins."""
+
+    def on_begin(self, observer: GradientObserver) -> bool:
+        """Begin a backward pass, at its first gradient; return whether it is the last pass of an optimizer step."""
 
     def on_local(self, observer: GradientObserver) -> None:
-        """A backward pass that reached a watched parameter has ended on this worker."""
+        """End the pass on this worker. Reduced gradients may still be on their way."""
 
     def on_reduced(self, observer: GradientObserver) -> None:
-        """The same pass, when reduced gradients are in place, if it reduced them."""
+        """End the pass on all workers: reduced gradients are in place, if the pass reduced them."""
 
     def complete(self, caller: str) -> None:
-        """Take part in the sums over workers that end a step, since no further pass comes in it.
+        """Take part in the sums over workers that end a step, when this worker makes no further pass in it.
+
+        Args:
+            caller: Method that an error names.
 
         Raises:
-            RuntimeError: Passes are missing, or there were too many; says that ``caller`` was called too early.
+            RuntimeError: Passes are missing, or there were too many.
         """
 
 
 class GradientObserver(ABC):
-    """Watches the gradients of groups of parameters, and tells its listener when a backward pass has ended."""
+    """Watches the gradients of groups of parameters, and calls its listener as backward passes begin and end."""
 
     reduced_everywhere: bool = True
     """Whether each worker takes the reduced gradient's norm by itself: it holds all of it, equal to the last bit, as under DDP,
     and that costs less than to wait for the others' shares. A may then travel while the last gradients do.
     """
 
-    last_pass: bool = False
-    """Whether the pass that runs or comes next is the last of an optimizer step, as far as the listener knows; it says so."""
-
     complete: bool = True
     """Whether every gradient of the step was watched; False for the one step in which a parameter was first unfrozen."""
 
     def gradients_left(self, params: Sequence[Tensor]) -> Iterator[Tensor]:
-        """What passes before have left for the optimizer, if it was neither used nor cleared."""
+        """Return the gradients of earlier passes that the optimizer has neither used nor cleared. Called as a pass begins."""
         return (p.grad for p in params if p.grad is not None)
 
     @abstractmethod
     def local_sq_norms(self) -> Tensor:
-        """``‖g_i‖²`` per group of the gradient sample of the last backward pass, float64 ``[groups]``. It is forgotten then.
+        """Return ``‖g_i‖²`` per group of the gradient sample of the last backward pass, float64 ``[groups]``, and forget it.
 
-        As measured: with whatever loss scale and weight the loss carried.
+        The norms are as measured: with the loss scale and the weight that the loss carried.
         """
 
     @abstractmethod
     def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
-        """This worker's share of ``‖ḡ‖²`` per group, float64 ``[groups]``; the sum over workers is the whole."""
+        """Return this worker's share of ``‖ḡ‖²`` per group, float64 ``[groups]``; the shares of all workers add up to it."""
 
     @abstractmethod
     def add_group(self, params: Sequence[Tensor]) -> None:
@@ -296,7 +304,7 @@ class GradientObserver(ABC):
 
     @abstractmethod
     def detach(self) -> None:
-        """Stop watching; release every hook."""
+        """Stop watching; remove every hook."""
 
 
 class HookObserver(GradientObserver):
@@ -306,16 +314,18 @@ class HookObserver(GradientObserver):
     takes its norm while it is in the cache. The hooks hold no reference to the observer, so dropping the optimizer frees
     everything without :meth:`detach`.
 
-    A subclass says what is hooked (:meth:`hook_all`, which calls :meth:`hook`) and where the reduced gradient is.
+    A subclass defines which tensors are hooked (:meth:`hook_all`, which calls :meth:`hook`) and where the reduced gradient is.
 
     Args:
         groups: Parameters of each parameter group.
-        listener: Is told when a pass has ended.
-        local: Take the norm of each gradient sample. False where only the end of the pass matters.
-        precondition: Maps (parameter, gradient) to what the norm is taken of.
-        early: Tell the listener of the sample before the reduction has come to its end, which hides what it sends.
-        wanted: Is asked once, when the first pass begins, whether there is anything to watch; where not, the hooks go before
-            they have done anything. Default: there is.
+        listener: Called as passes begin and end.
+        local: Take the norm of each gradient sample. False if only the end of the pass matters.
+        precondition: Maps (parameter, gradient) to the tensor that the norm is taken of.
+        early: Call ``on_local`` before the reduction has come to its end, which hides the time of what the listener sends.
+        may_end: As the first pass begins, ask the listener whether there is anything to measure, and remove the hooks if not.
+
+    Attributes:
+        last_pass: Whether the running pass is the last of an optimizer step.
     """
 
     def __init__(
@@ -326,9 +336,10 @@ class HookObserver(GradientObserver):
         local: bool = True,
         precondition: Callable[[Tensor, Tensor], Tensor] | None = None,
         early: bool = True,
-        wanted: Callable[[], bool] | None = None,
+        may_end: bool = False,
     ) -> None:
-        self._wanted = wanted
+        self._may_end = may_end
+        self.last_pass = True
         self._listener = weakref.ref(listener)
         self._local = local
         self._early = early
@@ -352,14 +363,14 @@ class HookObserver(GradientObserver):
         self.hook_all()
 
     def hook_all(self) -> None:
-        """Hook parameters that were unfrozen since; a parameter that needs no gradient can't carry a hook."""
+        """Hook the parameters that need a gradient and have no hook yet. A frozen parameter can't carry a hook."""
         for params in self.groups:
             for param in params:
                 if param.requires_grad and param not in self.hooked:
                     self.hook(param, param)
 
     def taker(self, param: Tensor) -> Callable[[Tensor], object]:
-        """A function that is called with each gradient of a parameter and puts its norm in its slot."""
+        """Return a function that takes a gradient of a parameter and writes its norm into the slot."""
         slot, precondition = self.samples.of[param], self._precondition
         if not self._local:
             return lambda grad: None
@@ -371,7 +382,7 @@ class HookObserver(GradientObserver):
         dtype = param.dtype
 
         def take(grad: Tensor) -> None:
-            # As take_norm() would, which has more to look at: this is called for every parameter in every pass.
+            # The common case of take_norm() without its checks: this runs for every parameter in every pass.
             if grad.dtype is dtype and grad.layout is torch.strided:
                 _vector_norm(grad, out=slot)
             else:
@@ -388,7 +399,7 @@ class HookObserver(GradientObserver):
             end = current.end
             if end is None or end() is None:
                 observer = ref()
-                if observer is None or not observer._start_pass():
+                if observer is None or not observer.start_pass():
                     return
             if seen == current.number:
                 raise RuntimeError(_REENTRANT)  # of a parameter in two checkpointed parts
@@ -397,16 +408,24 @@ class HookObserver(GradientObserver):
 
         self.hooked[param] = leaf.register_hook(hook)
 
-    def _start_pass(self) -> bool:
-        """Begin a pass; False where nobody wants to know of it."""
-        if self._wanted is not None:
+    @property
+    def listener(self) -> PassListener | None:
+        """The listener, while it is alive."""
+        return self._listener()
+
+    def start_pass(self) -> bool:
+        """Begin a pass, unless it has begun; return whether the pass is measured. Only to be called inside a hook."""
+        if self._may_end:
             if in_compiled_autograd():
-                return False  # which is refused only where something is measured
+                return False  # refused only where something is measured
             with self._starting:
-                if self._wanted is not None and not self._wanted():
+                listener = self._listener()
+                if self._may_end and (listener is None or not listener.keeps_measuring()):
                     self.detach()
                     return False
-                self._wanted = None
+                self._may_end = False
+        if self._pass.runs:
+            return True
         refuse_compiled()
         _refuse_nested()
         with self._starting:
@@ -418,7 +437,7 @@ class HookObserver(GradientObserver):
         self._pass.number += 1
         listener = self._listener()
         if listener is not None:
-            listener.on_begin(self)
+            self.last_pass = listener.on_begin(self)
         self.samples.clear()  # a parameter that gets no gradient in this pass counts as zero
         ref = weakref.ref(self)
 
@@ -440,8 +459,8 @@ class HookObserver(GradientObserver):
                         listener.on_local(observer)
                     listener.on_reduced(observer)
 
-        # The hook of a parameter runs before DDP hears of its gradient, so this is queued before DDP's own wait for the
-        # reduction; what is queued when it runs comes after that.
+        # The hook of a parameter runs before DDP gets the gradient, so this callback is queued before DDP's own wait for the
+        # reduction. A callback that is queued when it runs comes after that wait.
         queue_end_of_backward(before_reduction)
         self._pass.end = weakref.ref(before_reduction)
 
@@ -471,7 +490,7 @@ class HookObserver(GradientObserver):
         return self.reduced.fill(params, norms).sum_of_squares(self.device)
 
     def _share(self, rank: int, world_size: int) -> list[Tensor]:
-        """The parameters whose reduced norm this worker takes: a run of about 1/N of all elements."""
+        """Return the parameters for which this worker takes the reduced norm: a run of about 1/N of all elements."""
         params = [p for group in self.groups for p in group]
         total = max(sum(p.numel() for p in params), 1)
         share = []

@@ -1,7 +1,7 @@
-"""How noisy is the gradient of one batch? Two half batches tell, and training doesn't notice that it was asked.
+"""The noise of one batch's gradient, measured on its two halves without an effect on training.
 
 A search runs at the base batch on one worker: one gradient sample per step, so the variance cannot be read off the step
-itself. The probe spends one extra pass over the batch, cut in two: with ``w_i = m_i/m`` and the halves' mean gradients
+itself. The probe makes one extra pass over the batch, cut in two: with ``w_i = m_i/m`` and the halves' mean gradients
 ``g_1, g_2``, :func:`ray_adascale.gain.gradient_moments` gives unbiased σ² and μ² (n = 2).
 """
 
@@ -34,25 +34,24 @@ def probe_noise(
     scale: float = 1.0,
     parameters: Sequence[nn.Parameter] | None = None,
 ) -> tuple[float, float] | None:
-    """Unbiased σ² and μ² at the model's present weights, from one batch cut into two halves.
+    """Return unbiased σ² and μ² at the model's present weights, from one batch cut into two halves.
 
-    Leaves gradients, buffers (batch-norm statistics), train/eval mode and the random number generators (torch on the
-    CPU and on the model's and batch's CUDA devices, Python, NumPy's global one) as they were, also when ``loss_fn``
-    raises; hooks on the parameters don't fire. Module hooks do, as ``loss_fn`` calls the very model. Attributes of modules
-    are put back too. What it cannot put back: weights that ``loss_fn`` itself writes to, and what an attribute refers to (the
-    items of a list).
+    Gradients, buffers (batch-norm statistics), module attributes, train/eval mode and the random number generators (torch on
+    the CPU and on the model's and batch's CUDA devices, Python, NumPy's global one) are restored, also if ``loss_fn`` raises.
+    Hooks on the parameters don't fire; module hooks do, since ``loss_fn`` calls the model itself. Two things can't be restored:
+    weights that ``loss_fn`` writes to, and objects that an attribute refers to (the items of a list).
 
     Memory: one set of gradients beside the training's own. Time: one forward and backward pass over the batch, and one
-    host synchronisation.
+    host synchronization.
 
     Args:
         model: The bare model: not wrapped by DDP, not compiled.
         loss_fn: ``loss_fn(model, batch)`` is the *mean* loss over the batch's examples, a scalar. Called twice, with
-            about half of the examples each time; what needs two examples (BatchNorm1d) needs a batch of four.
+            about half of the examples each time. A module that needs two examples (BatchNorm1d) needs a batch of four.
         batch: Tensors and NumPy arrays with the same leading dimension m, in nested lists, tuples, named tuples and
             mappings. They are cut, as are lists of m strings; any other leaf goes to both halves.
         scale: S, the batch's size over the base batch's. σ² is that of one *base* batch, whatever was probed.
-        parameters: Whose gradient to measure; all trainable ones of the model by default.
+        parameters: Parameters to measure the gradient of. Default: all trainable ones of the model.
 
     Returns:
         ``(σ², μ²)``, of the loss as ``loss_fn`` returns it (not multiplied by a loss scale), unclipped and unsmoothed:
@@ -76,7 +75,7 @@ def probe_noise(
     w1, w2 = cut / m, (m - cut) / m
 
     tensors = [*model.parameters(), *model.buffers(), *(x for x in _leaves(batch) if isinstance(x, Tensor))]
-    gradients: dict[Tensor, Tensor] = {}  # of the first half, until the second half's comes by
+    gradients: dict[Tensor, Tensor] = {}  # of the first half, until the second half's comes
     norms: dict[Tensor, list[Tensor]] = {}  # parameter -> ‖g1‖², ‖g2‖², ‖g1 − g2‖²
 
     def compare(parameter: Tensor, g2: Tensor) -> None:
@@ -92,7 +91,7 @@ def probe_noise(
     for parameter, g1 in gradients.items():  # parameters that only the first half used
         norms[parameter] = [_sq_norm(g1), torch.zeros_like(_sq_norm(g1)), _sq_norm(g1)]
 
-    # In parameter order, not in the order in which the gradients happened to come.
+    # In parameter order, not in the order in which the gradients came.
     rows = [norms[parameter] for parameter in measured if parameter in norms]
     home = rows[0][0].device
     n1, n2, difference = torch.stack([torch.stack(row).to(home) for row in rows]).cpu().sum(0)
@@ -134,7 +133,7 @@ def _held(module: nn.Module, members: Callable[..., Iterator[tuple[str, Tensor]]
 
 
 class _Pass(nn.Module):
-    """One forward and backward pass as a module, so that ``functional_call`` can lend it other parameters.
+    """One forward and backward pass as a module, so that ``functional_call`` can give it other parameters.
 
     The backward pass is inside as well: activation checkpointing runs the model again there.
     """
@@ -167,12 +166,12 @@ def _gradients(
     """Call ``receive(parameter, gradient)`` for every measured parameter that the loss depends on.
 
     ``autograd.grad`` on the parameters would fire the hooks registered on them, AdaScale's among them. So the pass runs
-    on aliases of the parameters: the same storage, other autograd leaves. Each alias hands on its gradient as soon as
-    that is complete and forgets it, which ``autograd.grad`` could not do. Buffers are lent as copies: what the pass
-    writes is lost, and the originals aren't written to (their version counters don't move either, which a graph that
-    is still to be differentiated would notice).
+    on aliases of the parameters: the same storage, other autograd leaves. Each alias passes on its gradient as soon as
+    that is complete and drops it, which ``autograd.grad`` could not do. Buffers are replaced by copies: values that the pass
+    writes are lost, and the originals aren't written to. Their version counters don't move, so a graph that is still to be
+    differentiated stays valid.
 
-    ``functional_call`` swaps by name, and restores in the order in which it swapped. Where one attribute is swapped under
+    ``functional_call`` swaps by name, and restores in the order in which it swapped. If one attribute is swapped under
     two names, the second swap finds the alias, and the restore ends with it. So each attribute is swapped under one name,
     and ``tie_weights=False`` keeps torch from adding the others. A loss that is a module may hold the model, or parameters of
     the model, as well.
@@ -213,10 +212,10 @@ def _gradients(
 
 @contextmanager
 def _attributes_kept(module: nn.Module) -> Iterator[None]:
-    """Put back the attributes and the buffers of a module and its parts, whatever happens inside.
+    """Restore the attributes and the buffers of a module and its parts on exit.
 
-    A forward pass may switch modes, count its calls, or fill and register buffers when it first runs. Training must not find
-    the numbers of half a batch there.
+    A forward pass may switch modes, count its calls, or fill and register buffers when it first runs. Training must not see
+    values from half a batch.
     """
     # nn.Module has no public list of its buffers that names those that are None.
     before = [(part, dict(vars(part)), dict(part._buffers)) for part in module.modules()]
@@ -232,7 +231,7 @@ def _attributes_kept(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _generators_kept(tensors: list[Tensor]) -> Iterator[None]:
-    """Put back the random number generators, whatever happens inside."""
+    """Restore the random number generators on exit."""
     python_state = random.getstate()
     numpy_state = np.random.get_state()  # noqa: NPY002 - the user's augmentation may well use the global generator
     cuda = sorted({t.device.index for t in tensors if t.device.type == "cuda"})
@@ -245,12 +244,12 @@ def _generators_kept(tensors: list[Tensor]) -> Iterator[None]:
 
 
 def _sq_norm(x: Tensor) -> Tensor:
-    """‖x‖² as a float64 scalar."""
+    """Return ‖x‖² as a float64 scalar."""
     return take_norm(x).double().square()
 
 
 def _sq_distance(x: Tensor, y: Tensor) -> Tensor:
-    """‖x − y‖²; overwrites x. Half-precision gradients are subtracted in float32."""
+    """Return ‖x − y‖², and overwrite x. Half-precision gradients are subtracted in float32."""
     if x.dtype in (torch.float16, torch.bfloat16):
         x = x.float()
     if x.layout != y.layout:
@@ -274,7 +273,7 @@ def _leaves(batch: Any) -> Iterator[Any]:
 
 
 def _leading_dimensions(batch: Any) -> Iterator[int]:
-    """m of every array; 0, which can't be cut, for what has examples elsewhere than along its first dimension."""
+    """Yield m of every array; 0, which can't be cut, if its examples lie along another dimension than the first."""
     for x in _leaves(batch):
         if isinstance(x, PackedSequence) or (isinstance(x, Tensor) and x.is_nested):
             yield 0
@@ -283,7 +282,7 @@ def _leading_dimensions(batch: Any) -> Iterator[int]:
 
 
 def _part(batch: Any, m: int, rows: slice) -> Any:
-    """The same structure with only some of the m examples. Arrays are views."""
+    """Return the same structure with only some of the m examples. Arrays are views."""
     if _is_array(batch):
         return batch[rows] if batch.ndim > 0 else batch
     if isinstance(batch, Mapping):

@@ -12,10 +12,10 @@ __all__ = ["adam_preconditioner"]
 
 
 def adam_preconditioner(optimizer: Optimizer) -> Callable[[Tensor, Tensor], Tensor]:
-    """For ``AdaScale(..., precondition=...)``: gradients as Adam divides them, so that norms are taken in its metric.
+    """Return a function for ``AdaScale(..., precondition=...)`` that divides gradients as Adam does, for norms in its metric.
 
-    ``g / (√(v / (1 − β₂^t)) + ε)`` with v and t as the last step left them; ``g`` before the first step (Kingma & Ba, arXiv
-    1412.6980, algorithm 1, with the present step's own gradient left out of v: it is not known yet).
+    It computes ``g / (√(v / (1 − β₂^t)) + ε)`` with v and t of the last step, and ``g`` before the first step (Kingma & Ba,
+    arXiv 1412.6980, algorithm 1, without the present step's gradient in v: it is not known yet).
 
     The state of every parameter must be here: not with OSS or other sharded state.
 
@@ -23,10 +23,10 @@ def adam_preconditioner(optimizer: Optimizer) -> Callable[[Tensor, Tensor], Tens
         optimizer: ``Adam`` or ``AdamW``, the one that steps.
 
     Returns:
-        Maps (parameter, gradient) to a float32 (or float64) tensor; no host synchronisation.
+        Maps (parameter, gradient) to a float32 (or float64) tensor; no host synchronization.
 
     Raises:
-        ValueError: Another optimizer.
+        ValueError: The optimizer is of another class.
     """
     if not isinstance(optimizer, Adam | AdamW):
         raise ValueError(

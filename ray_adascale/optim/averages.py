@@ -1,8 +1,9 @@
-"""The averages of σ² and μ² that AdaScale keeps: how they move with each step, and what they say of the gain."""
+"""The averages of σ² and μ² over steps: how each step moves them, and the gain that follows from them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,20 +11,38 @@ from torch import Tensor
 
 from .. import gain as gain_math
 from ..gain import Average
-from .gradient_statistics import GradientStatistics, Sample
+from .gradient_statistics import Sample
+from .step import StepShape
 
-__all__ = ["Averages", "Known"]
+__all__ = ["Averages", "CountDecay", "NoiseReadout", "Smoothing"]
+
+Smoothing = float | Callable[[StepShape], float]
+"""θ of a moving average over steps: a constant, or a function of the step's shape."""
 
 
 @dataclass(frozen=True)
-class Known:
-    """What some averages say at a scale.
+class CountDecay:
+    """FairScale's θ = max(1 − n/1000, 0), with n = workers × ``passes``. A shortened step has the θ of a full one.
+
+    Attributes:
+        passes: Backward passes of a full step.
+    """
+
+    passes: int
+
+    def __call__(self, shape: StepShape) -> float:
+        return gain_math.count_decay(shape.workers * self.passes)
+
+
+@dataclass(frozen=True)
+class NoiseReadout:
+    """The numbers of some averages at a scale, on the host.
 
     Attributes:
         gains: r of each group.
-        gain: r of the whole.
+        gain: r of the whole optimizer.
         sigma2: Averaged σ² of each group, unclipped; NaN before the first sample.
-        mu2: Averaged μ², likewise.
+        mu2: Averaged μ² of each group, unclipped; NaN before the first sample.
     """
 
     gains: list[float]
@@ -32,125 +51,132 @@ class Known:
     mu2: list[float]
 
     def total_moments(self) -> tuple[float, float]:
-        """Averaged (σ², μ²), each group's clipped to non-negative, summed; NaN before the first sample."""
+        """Return the averaged (σ², μ²), each group's clipped to non-negative, summed; NaN before the first sample."""
         if all(math.isnan(x) for x in self.sigma2):
             return math.nan, math.nan
         return sum(0.0 if x < 0 else x for x in self.sigma2), sum(0.0 if x < 0 else x for x in self.mu2)
 
 
 class Averages:
-    """The averages over the steps of a sampler, and the gains that follow at its scale.
+    """Moving averages of σ² and μ² over steps, and the gains that follow from them.
 
     Args:
-        sampler: Gives the samples, S, n, and the number of gains.
+        num_gains: Gains that are kept: one for each parameter group, or one for all.
+        device: Device of the statistics.
+        smoothing: θ of the moving average over steps.
         variance_floor: Lower bound on σ².
-        clip_samples: Enforce σ², μ² ≥ 0 on each sample, and not only where the averages are read.
-        debias: Debiased moving average, or else the paper's.
+        clip_samples: Enforce σ², μ² ≥ 0 on each sample, and not only on the averages when they are evaluated.
+        debias: Debiased moving average, else the paper's.
         window: Average over effective time, with this share of the run as the width; None: over steps, with θ.
         total_steps: T, for ``window``.
 
     Attributes:
-        smoothing: θ of the moving average over steps.
         now: The averages. They are replaced and never changed in place.
-        num_samples: n of the steps in them but for shorter ones. One gradient sample a step has another estimator than several.
+        num_samples: n of a full step. One gradient sample a step has another estimator than several.
     """
 
     def __init__(
         self,
-        sampler: GradientStatistics,
+        num_gains: int,
+        device: torch.device | str = "cpu",
         *,
+        smoothing: Smoothing,
         variance_floor: float,
         clip_samples: bool,
         debias: bool,
         window: float | None,
         total_steps: float | None,
     ) -> None:
-        self._sampler = sampler
+        self.smoothing = smoothing
         self._variance_floor = variance_floor
         self._clip_samples = clip_samples
         self._debias = debias
         self._window = window
         self._total_steps = total_steps
-        self.smoothing = 0.0
-        self.now = self._empty()
-        self.num_samples = sampler.num_samples
-        self._known: tuple[Average, float, Known] | None = None  # kept, since a step asks for it several times
-
-    def _empty(self) -> Average:
         # One weight for each gain, since a group may be added later.
-        return Average.empty((2, self._sampler.num_gains), self._sampler.device)
+        self.now = Average.empty((2, num_gains), device)
+        self.num_samples = 1
+        self._cached: tuple[Average, float, NoiseReadout] | None = (
+            None  # a step evaluates the same averages several times
+        )
+
+    def _empty(self, num_gains: int | None = None) -> Average:
+        groups = self.now.total.shape[1] if num_gains is None else num_gains
+        return Average.empty((2, groups), self.now.total.device)
 
     # ---- how they move -------------------------------------------------------------------------------------------
 
-    def theta(self) -> float:
-        """θ of the moving average over steps, for the step under way."""
-        open_ended = self._sampler.open_ended
-        if open_ended is None:
-            return self.smoothing
-        return open_ended.smoothing(self._sampler.scale, self._sampler.num_samples)
+    def theta(self, shape: StepShape) -> float:
+        """Return θ of the moving average over steps, for a step of this shape."""
+        return self.smoothing(shape) if callable(self.smoothing) else self.smoothing
 
     def with_sample(self, sample: Sample, previous_gain: float) -> Average:
-        """The averages with one more sample in them. Computed once for each sample; :meth:`keep` commits them.
+        """Return the averages with one more sample in them. Computed once for each sample; :meth:`keep` commits them.
 
         Args:
             sample: A complete step's.
             previous_gain: r of the step before.
         """
         if sample.averages is None:
-            sample.averages = self._for_step()
+            sample.averages = self._for_estimator(sample.usual_samples).to(sample.finite.device)
             if sample.moments is not None:
                 moments = sample.moments
                 if self._clip_samples:
                     moments = torch.stack([moments[0].clamp(min=self._variance_floor), moments[1].clamp(min=0.0)])
-                use = sample.finite & sample.usable
                 sample.averages = sample.averages.update(
-                    moments, self._decay(previous_gain), debias=self._debias, use=use
+                    moments,
+                    self._decay(sample.shape, previous_gain),
+                    debias=self._debias,
+                    use=sample.finite & sample.usable,
                 )
         return sample.averages
 
-    def _decay(self, previous_gain: float) -> float | Tensor:
+    def _decay(self, shape: StepShape, previous_gain: float) -> float | Tensor:
         if self._window is None or self._total_steps is None:
-            return self.theta()
+            return self.theta(shape)
         gain = torch.full((), previous_gain, dtype=torch.float64)
         return gain_math.effective_decay(gain, window=self._window, total_steps=self._total_steps)
 
-    def _for_step(self) -> Average:
-        """What a step's sample goes into: empty averages if those so far are of the other estimator, n = 1 or more."""
-        same_estimator = (self.num_samples == 1) == (self._sampler.usual_samples == 1)
-        return self.now if same_estimator else self._empty()
+    def _for_estimator(self, num_samples: int) -> Average:
+        """Return the averages for steps of n samples: empty ones if those so far are of the other estimator, n = 1 or n > 1."""
+        return self.now if (self.num_samples == 1) == (num_samples == 1) else self._empty()
 
-    def keep(self, averages: Average) -> None:
-        """These are the averages from now on."""
-        self.now, self.num_samples = averages, self._sampler.usual_samples
+    def keep(self, averages: Average, num_samples: int) -> None:
+        """Replace the averages by these, of steps of n samples."""
+        self.now, self.num_samples = averages, num_samples
 
-    def follow_sampler(self) -> None:
-        """The sampler has another n now: start afresh where that is another estimator."""
-        self.keep(self._for_step())
+    def follow(self, num_samples: int) -> None:
+        """Prepare for steps of n samples: start afresh if that is another estimator."""
+        self.keep(self._for_estimator(num_samples), num_samples)
 
     def restart(self) -> None:
         """Forget all samples."""
-        self.keep(self._empty())
+        self.now = self._empty()
 
-    def add_gain(self) -> None:
-        """The sampler has one more group with a gain of its own, which starts without a sample.
+    def add_gain(self, shape: StepShape) -> None:
+        """Add a gain, of a new parameter group, which starts without a sample.
 
         FairScale has a single count for the plain means of ``debias=False``, also for a group that comes later: its first sample
-        is then divided by the number of all steps, or, where the average moves already, added to σ² = 0 and μ² = 1.
+        is then divided by the number of all steps, or, if the average moves already, added to σ² = 0 and μ² = 1.
+
+        Args:
+            shape: Shape of a full step.
         """
-        old, self.now = self.now, self._empty()
+        old = self.now
+        self.now = self._empty(old.total.shape[1] + 1)
         for name in ("total", "weight", "count"):
-            getattr(self.now, name)[..., : old.total.shape[1]] = getattr(old, name)
+            getattr(self.now, name)[..., :-1] = getattr(old, name)
         count = int(old.count.max())
         if not self._debias and self._window is None and count > 0:
             self.now.count[-1], self.now.weight[-1] = count, 1.0
-            if count + 1 >= 1 / (1 - self.theta()):
+            if count + 1 >= 1 / (1 - self.theta(shape)):
                 self.now.total[1, -1] = 1.0
 
-    # ---- what they say -------------------------------------------------------------------------------------------
+    # ---- the gains that follow -----------------------------------------------------------------------------------
 
-    def numbers(self, averages: Average) -> Tensor:
-        """r of each group, r of the whole, averaged σ² and μ² of each group; float64 ``[3 · groups + 1]``, on the device."""
-        scale, floor = self._sampler.scale, self._variance_floor
+    def numbers(self, averages: Average, scale: float) -> Tensor:
+        """Return r of each group, r of the whole, and averaged σ² and μ² of each group: float64 ``[3 · groups + 1]``."""
+        floor = self._variance_floor
         unknown = ~(averages.weight > 0)
         sigma2, mu2 = (averages.total / averages.weight.masked_fill(unknown, 1.0)).masked_fill(unknown, 0.0)
         each = gain_math.gain(sigma2, mu2, scale, variance_floor=floor).masked_fill(unknown, 1.0)
@@ -160,43 +186,37 @@ class Averages:
             whole = whole.masked_fill(unknown.all(), 1.0).reshape(1)
         return torch.cat([each, whole, averages.value.reshape(-1)])
 
-    def learn(self, averages: Average, numbers: list[float], scale: float | None = None) -> Known:
-        """What these averages say, from their :meth:`numbers`, now on the host.
-
-        Args:
-            averages: Of which the numbers are.
-            numbers: As :meth:`numbers` has them.
-            scale: S that they were taken at; default: the sampler's.
-        """
+    def cache(self, averages: Average, scale: float, numbers: list[float]) -> NoiseReadout:
+        """Return the readout of averages at a scale from their :meth:`numbers` on the host, and keep it."""
         count = averages.total.shape[1]
         gains, (gain, *values) = numbers[:count], numbers[count:]
-        known = Known(gains, gain, values[:count], values[count:])
-        self._known = averages, self._sampler.scale if scale is None else scale, known
-        return known
+        readout = NoiseReadout(gains, gain, values[:count], values[count:])
+        self._cached = averages, scale, readout
+        return readout
 
-    def known(self, averages: Average) -> Known | None:
-        """What these averages say at the sampler's scale, if the host knows it already."""
-        if self._known is None:
+    def cached(self, averages: Average, scale: float) -> NoiseReadout | None:
+        """Return the readout of averages at a scale, if it was cached."""
+        if self._cached is None:
             return None
-        of, scale, known = self._known
-        return known if of is averages and scale == self._sampler.scale else None
+        of, at, readout = self._cached
+        return readout if of is averages and at == scale else None
 
-    def know(self, averages: Average) -> Known:
-        """What these averages say at the sampler's scale; waits for the device if the host doesn't know it already."""
-        return self.known(averages) or self.learn(averages, self.numbers(averages).tolist())
+    def evaluate(self, averages: Average, scale: float) -> NoiseReadout:
+        """Return the readout of averages at a scale; waits for the device unless it was cached."""
+        return self.cached(averages, scale) or self.cache(averages, scale, self.numbers(averages, scale).tolist())
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
-        """Tensors on the CPU that alias nothing."""
+        """Return copies on the CPU."""
         now = {name: getattr(self.now, name).detach().cpu().clone() for name in ("total", "weight", "count")}
         return {**now, "num_samples": torch.tensor(self.num_samples)}
 
     def check(self, state: dict[str, Tensor]) -> None:
-        """Raise where a :meth:`state` is of another number of gains.
+        """Raise if a :meth:`state` has another number of gains.
 
         Raises:
-            ValueError: It is.
+            ValueError: It has.
         """
         expected, found = tuple(self.now.total.shape), tuple(state["total"].shape)
         if expected != found:
@@ -205,12 +225,16 @@ class Averages:
                 "Parameter groups (or single_gain) differ."
             )
 
-    def load(self, state: dict[str, Tensor]) -> None:
-        """Loads a :meth:`state`, unless it is of the other estimator: then the averages start afresh."""
+    def load(self, state: dict[str, Tensor], num_samples: int | None) -> None:
+        """Load a :meth:`state`, unless it is of the other estimator: then the averages start afresh.
+
+        Args:
+            state: It is left unchanged.
+            num_samples: n of a full step; None if the steps to come may have as many samples as the saved ones.
+        """
         self.check(state)
         device = self.now.total.device
         saved = Average(*(state[name].to(device, copy=True) for name in ("total", "weight", "count")))
-        was, now = int(state["num_samples"]), self._sampler.usual_samples
-        if self._sampler.open_ended is not None:
-            now = max(was, self._sampler.world_size)  # the next step may have as many as the last one had
-        self.now, self.num_samples = (saved if (was == 1) == (now == 1) else self._empty()), now
+        self.now, self.num_samples = saved, int(state["num_samples"])
+        if num_samples is not None:
+            self.follow(num_samples)

@@ -1,4 +1,4 @@
-"""ShardedGradScaler: loss scaling where each worker sees a part of the gradient only. FairScale's name and constructor."""
+"""ShardedGradScaler: loss scaling for gradients that are split over workers. FairScale's name and constructor."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["ShardedGradScaler"]
 
 
 class _Target:
-    """An optimizer of ours as a GradScaler wants to see it: its parameters have the gradients that it will step with.
+    """An optimizer as torch's GradScaler expects it: its parameters have the gradients of the coming step.
 
     Attributes:
         stepped: Whether the scaler has called :meth:`step`.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = ref(optimizer)  # the key that this is kept under
+        self._optimizer = ref(optimizer)  # the key of this object in a WeakKeyDictionary
         self.stepped = False
 
     @property
@@ -42,7 +42,7 @@ class _Target:
 
 
 def _sharded(optimizer: Optimizer) -> OSS | None:
-    """The optimizer, or the one that it wraps, if it gets its share of the gradients only."""
+    """Return the optimizer, or the one that it wraps, if it gets its share of the gradients only; else None."""
     oss = optimizer.wrapped if isinstance(optimizer, AdaScale) else optimizer
     return oss if isinstance(oss, OSS) and oss.reducer is not None and oss.world_size > 1 else None
 
@@ -50,15 +50,15 @@ def _sharded(optimizer: Optimizer) -> OSS | None:
 class ShardedGradScaler(_FSDPGradScaler):
     """A ``torch.amp.GradScaler`` for sharded gradients: an overflow on one worker makes all of them skip the step.
 
-    It is the one that torch ships for its FSDP, and beyond that knows where :class:`ray_adascale.ShardedDataParallel` keeps
-    gradients. Whether all are finite costs one all-reduce of one number a step, and no host synchronisation of its own.
+    It extends torch's scaler for FSDP to the gradients of :class:`ray_adascale.ShardedDataParallel`. The check whether all are
+    finite costs one all-reduce of one number a step, and no host synchronization of its own.
 
     Args:
         init_scale: First loss scale.
-        growth_factor: What it is multiplied by after ``growth_interval`` steps without overflow.
-        backoff_factor: What it is multiplied by after an overflow.
+        growth_factor: Factor on the loss scale after ``growth_interval`` steps without overflow.
+        backoff_factor: Factor on the loss scale after an overflow.
         growth_interval: Steps.
-        enabled: False makes everything here do nothing.
+        enabled: False switches loss scaling off.
         process_group: The workers that skip together. Default: all.
         device: Type of the device that the loss is on. Default: "cuda" where there is one, else "cpu".
     """
@@ -86,7 +86,7 @@ class ShardedGradScaler(_FSDPGradScaler):
         self._targets: WeakKeyDictionary[Optimizer, _Target] = WeakKeyDictionary()
 
     def unscale_(self, optimizer: Any) -> None:
-        """Divide the gradients that ``optimizer`` will step with by the loss scale; all workers together."""
+        """Divide the gradients of the coming step by the loss scale; collective."""
         if not self.is_enabled():
             return
         target = self._target(optimizer)
@@ -96,7 +96,7 @@ class ShardedGradScaler(_FSDPGradScaler):
             torch.amp.GradScaler.unscale_(self, target)
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """``optimizer.step()``, unless a gradient is not finite on some worker."""
+        """Call ``optimizer.step()``, unless a gradient is not finite on some worker."""
         if not self.is_enabled():
             return optimizer.step(*args, **kwargs)
         target = self._target(optimizer)
@@ -108,16 +108,16 @@ class ShardedGradScaler(_FSDPGradScaler):
             optimizer.skip_step()
         oss = _sharded(optimizer)
         if oss is not None and not target.stepped:
-            oss.discard_gradients()  # of an overflow, not to be added to
+            oss.discard_gradients()  # else the next pass would add to those of the overflow
         return result
 
     def _target(self, optimizer: Any) -> Any:
-        """What torch's scaler is to work on: the optimizer, or its share of the gradients."""
+        """Return the object that torch's scaler works on: the optimizer, or its share of the gradients."""
         oss = _sharded(optimizer) if isinstance(optimizer, Optimizer) else None
         if oss is None and not isinstance(optimizer, AdaScale):
             return optimizer
-        # Where no backward pass reached a parameter here, the others are in these reductions; what the scaler sums comes
-        # after them.
+        # If no backward pass reached a parameter here, the other workers are in these reductions. The scaler's own all-reduce
+        # comes after them.
         if isinstance(optimizer, AdaScale):
             optimizer.complete_samples()
         if oss is not None and oss.reducer is not None:

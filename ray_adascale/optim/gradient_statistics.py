@@ -1,4 +1,4 @@
-"""The gradient samples of one optimizer step: from what is measured in its backward passes to σ² and μ²."""
+"""The gradient samples of one optimizer step: from the norms measured in its backward passes to σ² and μ²."""
 
 from __future__ import annotations
 
@@ -10,94 +10,54 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .. import gain as gain_math
 from .._torch import is_dtensor
 from ..gain import Average
-from ..measure.ddp import bucket_observer, reduces_in_one_round
-from ..measure.observers import GradientObserver, HookObserver, take_norm, take_norms
-from ..sharding.oss import OSS, GradientReducer
-from .deferred import LastStep
+from ..measure.observers import GradientObserver, take_norm, take_norms
+from ..sharding.oss import OSS
+from .observing import Measurement, has_dtensors, has_sharded_gradients, make_observer
+from .previous_gradient import PreviousGradient
+from .step import StepEnd, StepShape
+from .workers import Workers
 
-__all__ = ["GradientStatistics", "OpenEnded", "PreviousGradient", "Sample"]
+__all__ = ["GradientStatistics", "Outcome", "Sample"]
 
 
 @dataclass(frozen=True)
-class PreviousGradient:
-    """The gradient of one step, kept for the next.
+class Outcome:
+    """The numbers of one step's sample on the host.
 
     Attributes:
-        tensors: In parameter order, unscaled; None where a parameter had none.
-        finite: Whether it was stepped with; bool, 0-dim, on the device of the statistics.
+        skipped: Whether the step's gradient is not finite.
+        sigma2: σ² of the sample, over all groups; NaN where the step yields none.
+        mu2: μ² of the sample, over all groups; NaN where the step yields none.
+        payload: The payload, summed over workers.
     """
 
-    tensors: Sequence[Tensor | None]
-    finite: Tensor
-
-    def products_with(self, before: PreviousGradient, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """``‖g_t − g_{t−1}‖²`` and ``⟨g_t, g_{t−1}⟩`` per group, float64 ``[groups]``; no host synchronisation.
-
-        Args:
-            before: g_{t−1}.
-            sizes: Parameters in each group.
-        """
-        device = self.finite.device
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        differences, inners = [], []
-        pairs = iter(zip(self.tensors, before.tensors, strict=True))
-        for size in sizes:
-            difference = inner = zero
-            for g, h in (next(pairs) for _ in range(size)):
-                if g is not None:
-                    g = g.to(torch.promote_types(g.dtype, torch.float32))
-                    h = torch.zeros_like(g) if h is None else h.to(g.dtype)
-                elif h is not None:
-                    g = torch.zeros_like(h)
-                else:
-                    continue
-                if g.is_complex():
-                    g, h = torch.view_as_real(g), torch.view_as_real(h)
-                difference = difference + (g - h).double().square().sum().to(device)
-                inner = inner + (g.double() * h.double()).sum().to(device)
-            differences.append(difference)
-            inners.append(inner)
-        return torch.stack(differences), torch.stack(inners)
-
-    def state(self) -> dict[str, Tensor]:
-        """Copies on the CPU that alias nothing; empty where the gradient was not finite."""
-        if not self.finite:
-            return {}
-        kept = {f"previous_gradient.{i}": t for i, t in enumerate(self.tensors) if t is not None}
-        return {key: tensor.cpu().clone() for key, tensor in kept.items()}
-
-    @classmethod
-    def from_state(
-        cls, state: dict[str, Tensor], params: Sequence[Tensor], device: torch.device
-    ) -> PreviousGradient | None:
-        """What :meth:`state` returned, on the devices of ``params``; None where there is none."""
-        names = [f"previous_gradient.{i}" for i in range(len(params))]
-        if not any(name in state for name in names):
-            return None
-        return cls(
-            [state[n].to(p.device, copy=True) if n in state else None for n, p in zip(names, params, strict=True)],
-            torch.ones((), dtype=torch.bool, device=device),
-        )
+    skipped: bool
+    sigma2: float
+    mu2: float
+    payload: Sequence[float]
 
 
 @dataclass
 class Sample:
-    """The statistics of one complete optimizer step, summed over workers; before they are averaged in.
+    """The statistics of one complete optimizer step, summed over workers, before they are averaged.
 
     Attributes:
-        moments: σ² and μ², ``[2, groups]``, unclipped; None where there is nothing to learn them from.
-        usable: Whether they mean anything, where there are any; bool, 0-dim.
-        finite: Whether the step's gradient is; bool, 0-dim.
-        payload: What travelled along, summed over workers; None for nothing.
-        averages: The averages with this sample in them, from when they are first wanted; until then None.
+        shape: The step's shape.
+        usual_samples: n of a full step. It differs from that of ``shape`` in a step that was shortened.
+        moments: σ² and μ², ``[2, groups]``, unclipped; None where the step yields none.
+        usable: Whether ``moments`` are valid; bool, 0-dim.
+        finite: Whether the step's gradient is finite; bool, 0-dim.
+        payload: The payload, summed over workers; None without one.
+        averages: The averages with this sample in them, once they were computed.
     """
 
+    shape: StepShape
+    usual_samples: int
     moments: Tensor | None
     usable: Tensor
     finite: Tensor
@@ -105,10 +65,7 @@ class Sample:
     averages: Average | None = None
 
     def outcome(self) -> Tensor:
-        """What the host is to know of it: whether it is finite, the payload's numbers, σ² and μ² over all groups; float64, 1-D.
-
-        :meth:`unpack` takes it apart.
-        """
+        """Return the numbers of an :class:`Outcome` as one tensor: float64, 1-D. :meth:`unpack` reads it on the host."""
         parts = [self.finite.double().reshape(1)]
         if self.payload is not None:
             parts.append(self.payload)
@@ -116,150 +73,98 @@ class Sample:
             parts.append(self.moments.sum(dim=1).masked_fill(~self.usable, math.nan))
         return torch.cat(parts)
 
-    def on_host(self) -> LastStep:
-        """What became of the step; waits for the device."""
-        if (
-            self.moments is None and self.finite.is_cpu
-        ):  # a base run's step: there is little to put together, and no wait
+    def on_host(self) -> Outcome:
+        """Return the outcome; waits for the device."""
+        if self.moments is None and self.finite.is_cpu:  # a step of a base run: two numbers at most, and no wait
             payload = [] if self.payload is None else self.payload.tolist()
-            return LastStep(skipped=not self.finite.item(), sigma2=math.nan, mu2=math.nan, payload=payload)
+            return Outcome(not self.finite.item(), math.nan, math.nan, payload)
         return self.unpack(self.outcome().tolist())[0]
 
-    def unpack(self, numbers: list[float]) -> tuple[LastStep, list[float]]:
-        """What became of the step, from :meth:`outcome` on the host; and the numbers that follow it there."""
+    def unpack(self, numbers: list[float]) -> tuple[Outcome, list[float]]:
+        """Return the outcome from the numbers of :meth:`outcome` on the host, and the numbers that follow them."""
         finite, *numbers = numbers
         payloads = 0 if self.payload is None else len(self.payload)
         payload, numbers = numbers[:payloads], numbers[payloads:]
         sigma2, mu2, rest = math.nan, math.nan, numbers
         if self.moments is not None:
             sigma2, mu2, *rest = numbers
-        return LastStep(skipped=not finite, sigma2=sigma2, mu2=mu2, payload=payload), rest
-
-
-@dataclass(frozen=True)
-class _Short:
-    """A step with fewer passes than declared.
-
-    Attributes:
-        accumulation: As declared, for the steps after it.
-        scale: S of those.
-        loss_divided_by: What the loss of each pass of this one is divided by; None: their number.
-    """
-
-    accumulation: int
-    scale: float
-    loss_divided_by: int | None
-
-
-@dataclass(frozen=True)
-class OpenEnded:
-    """Open-ended accumulation: a step has as many backward passes as there were when one of them reduced gradients.
-
-    Nobody divides the loss by their number, which is not known before; the reduced gradient is divided by it.
-
-    Attributes:
-        last_pass: Says whether the backward pass that has just ended completes the step; it is asked once in each pass.
-        scale: S of a step of so many passes.
-        smoothing: θ of the moving average, from S and n.
-    """
-
-    last_pass: Callable[[], bool]
-    scale: Callable[[int], float]
-    smoothing: Callable[[float, int], float]
+        return Outcome(not finite, sigma2, mu2, payload), rest
 
 
 class GradientStatistics:
-    """Counts the backward passes of a step, sums what an observer measures in them, and makes a :class:`Sample` of it.
+    """Counts the backward passes of a step, keeps the norms that an observer measures, and makes a :class:`Sample` of them.
 
     Collective: the last backward pass of a step ends with one small all-reduce.
 
     Args:
         optimizer: The wrapped one.
-        world_size: Workers that share the batch.
-        process_group: Theirs.
-        is_scaled_loss: The loss is divided by ``accumulation`` before each backward pass.
-        grad_scaler: Scales the loss further.
+        workers: Workers that share the batch.
+        process_group: Workers that reduce gradients together.
+        grad_scaler: Scales the loss.
         single_gain: Sum the statistics of all parameter groups.
-        precondition: Maps (parameter, gradient) to what norms are taken of.
-        model: Where norms may be taken of, beside the optimizer's parameters.
+        precondition: Maps (parameter, gradient) to the tensor that norms are taken of.
+        model: The model, where norms may be taken of it.
 
     Attributes:
-        scale: S. Call :meth:`attach` after a change of this, of ``accumulation`` or of ``open_ended``, at a step boundary.
-        accumulation: Backward passes per optimizer step.
-        open_ended: Where it is set, ``accumulation`` is the passes that are expected from what is known so far of the step
-            under way, and ``scale`` that of the last complete one.
+        declared: Shape of a full step. Set it with :meth:`declare`.
+        step_end: Decides which pass is a step's last; None: the declared number of passes does.
         weights: w of this worker's gradient sample in each pass; None: all 1/n.
-        payload: Returns 1-D numbers that are summed over workers in the same all-reduce; it is called once in each step.
-        ends_early: Is asked as each pass begins that is not the declared last whether the step ends with it, all the same, as
-            the last of an epoch may; None: passes are as declared.
-        before_first_pass: Is called when the first backward pass begins, if ``world_size`` may not be known before, and sets it
-            and ``scale``; None where it is known.
-        observer: Takes the norms; None where there is nothing to measure.
+        payload: 1-D numbers that are summed over workers in the same all-reduce; None: none.
+        observer: Measures the norms; None where there is nothing to measure.
         previous: g_{t−1} of the differenced estimator.
         passes: Backward passes so far in this step.
-        sample: This step's, once its last pass has ended.
+        sample: The step's sample, once its last pass has ended.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
+        workers: Workers,
         *,
-        world_size: int,
         process_group: dist.ProcessGroup | None,
-        is_scaled_loss: bool,
         grad_scaler: torch.amp.GradScaler | None,
         single_gain: bool,
         precondition: Callable[[Tensor, Tensor], Tensor] | None,
         model: torch.nn.Module | None,
     ) -> None:
         self._optimizer = optimizer
-        self.world_size = world_size
+        self.workers = workers
         self._process_group = process_group
-        self.is_scaled_loss = is_scaled_loss
         self._grad_scaler = grad_scaler
         self._single_gain = single_gain
         self._precondition = precondition
         self._model = model
-        self.scale = 1.0
-        self.accumulation = 1
-        self.open_ended: OpenEnded | None = None
+        self.declared = StepShape(1, workers.count)
+        self.step_end: StepEnd | None = None
+        self._open_ended = False
+        self._expected: StepShape | None = None  # of the step under way or the next, where it differs from `declared`
         self.weights: Sequence[float] | None = None
         self.payload: Tensor | None = None
-        self.ends_early: Callable[[], bool] | None = None
-        self._short: _Short | None = None
-        self.before_first_pass: Callable[[], None] | None = None
         self.observer: GradientObserver | None = None
         self.previous: PreviousGradient | None = None
         self._unhooked = False
+        self._provisional = False  # whether the observer was chosen before the number of workers was final
         self.passes = 0
         self.sample: Sample | None = None
         self.begin_step()
+        if isinstance(optimizer, OSS):
+            optimizer.add_reducer_listener(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Hooks and process groups belong to this process. Whoever unpickles it calls attach().
-        own = {"observer": None, "_process_group": None, "_model": None, "payload": None, "before_first_pass": None}
-        own["ends_early"] = None
+        # Hooks, callables and process groups belong to this process.
+        own = {"observer": None, "_process_group": None, "_model": None, "payload": None, "step_end": None}
         return {**self.__dict__, **own}
 
-    @property
-    def num_samples(self) -> int:
-        """n, gradient samples in one optimizer step."""
-        return self.world_size * self.accumulation
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.begin_step()
+        self.workers.awaited = not self.workers.final
+        self.attach()
 
     @property
-    def usual_samples(self) -> int:
-        """n of the steps that are not shorter than declared."""
-        return self.world_size * self.declared_passes
-
-    @property
-    def declared_passes(self) -> int:
-        """Backward passes of such a step."""
-        return self.accumulation if self._short is None else self._short.accumulation
-
-    @property
-    def declared_scale(self) -> float:
-        """S of such a step."""
-        return self.scale if self._short is None else self._short.scale
+    def shape(self) -> StepShape:
+        """Shape of the step under way as far as it is known, else of a full step."""
+        return self._ended or self._expected or self.declared
 
     @property
     def at_boundary(self) -> bool:
@@ -267,9 +172,14 @@ class GradientStatistics:
         return self.passes == 0 and self.sample is None
 
     @property
-    def reducing(self) -> bool:
-        """Whether there are other workers to sum over."""
-        return self.world_size > 1 and dist.is_available() and dist.is_initialized()
+    def accumulating(self) -> bool:
+        """Whether there was a backward pass, and the step's last is yet to come."""
+        return self.passes > 0 and self._ended is None
+
+    @property
+    def usual_samples(self) -> int | None:
+        """n of a full step; None where the number of passes is left open."""
+        return None if self._open_ended else self.declared.num_samples
 
     @property
     def num_gains(self) -> int:
@@ -282,101 +192,112 @@ class GradientStatistics:
 
     @property
     def device(self) -> torch.device:
-        """Where the statistics are."""
+        """Device of the statistics."""
         return next(iter(self.params), torch.empty(0)).device
 
     def step_gradients(self) -> list[Tensor]:
-        """The gradients that the optimizer will use on this worker."""
+        """Return the gradients that the optimizer will use on this worker."""
         if isinstance(self._optimizer, OSS):
             return self._optimizer.step_gradients()
         grads = [p.grad for p in self.params if p.grad is not None]
         return [_local(g.detach() if g.requires_grad else g) for g in grads]
 
-    # ---- where norms are taken -----------------------------------------------------------------------------------
+    # ---- the shape of steps, and the observer that measures them ---------------------------------------------------
+
+    def declare(self, shape: StepShape) -> None:
+        """Set the shape of the steps from the next one on. At a step boundary."""
+        if self._open_ended:
+            self.step_end, self._open_ended = None, False
+        self.declared, self._expected = shape, None
+        self.previous = None  # batches of different size have gradients of different noise
+        self.attach()
+
+    def leave_open(self, step_end: StepEnd, scale: float) -> None:
+        """Let ``step_end`` decide the shape of each step, without a declared number of passes. At a step boundary.
+
+        Args:
+            step_end: Decides which pass is a step's last.
+            scale: S to assume before the first step has ended.
+        """
+        self.step_end, self._open_ended = step_end, True
+        self.declared, self._expected = StepShape(1, self.workers.count, float(scale)), None
+        self.previous = None
+        self.attach()
+
+    def expect(self, shape: StepShape) -> None:
+        """Set the shape of the step under way, or at a step boundary of the next one; the steps after it are full ones."""
+        if self.sample is not None:
+            self.begin_step()  # of a step that was never taken
+        self._expected = shape
+
+    def add_workers(self) -> None:
+        """Add the workers of a process group that came up since the optimizer was built.
+
+        Raises:
+            RuntimeError: It is too late for that.
+        """
+        count = self.workers.look()
+        if count is None or count == 1:
+            return
+        factor = count if self.workers.scale_follows else 1
+        self.declared = replace(self.declared, workers=count, scale=self.declared.scale * factor)
+        if self._expected is not None:
+            self._expected = replace(self._expected, workers=count, scale=self._expected.scale * factor)
+        if self.observer is None:  # a pass was made before the group came up
+            self.attach()
 
     def attach(self) -> None:
-        """(Re)install the observer: none where a single sample at S = 1 has nothing to tell."""
+        """(Re)install the observer: none if a step has a single sample at S = 1, which yields nothing."""
         if self.observer is not None:
             self.observer.detach()
             self.observer = None
         if self._unhooked:
             return
-        sharded = any(is_dtensor(p) for p in self.params)
-        if sharded and self._model is None:
+        if has_dtensors(self._optimizer) and self._model is None:
             raise ValueError(
                 "The optimizer's parameters are DTensors. Give AdaScale(..., model=model), the model that fully_shard was "
                 "applied to: gradient samples are measured on its unsharded parameters."
             )
-        if self._measures_samples or self.scale != 1 or self.before_first_pass is not None:
-            groups = [group["params"] for group in self._optimizer.param_groups]
-            self.observer = self._fsdp2_observer(groups) if sharded else self._observer_of(groups)
+        wanted = Measurement(
+            workers=self.workers.count,
+            needed=self._measures_samples or self.declared.scale != 1,
+            local=self._measures_samples,
+            one_pass=self.declared.passes == 1 and not self._open_ended,
+            workers_awaited=self.workers.awaited,
+        )
+        if wanted.needed or wanted.workers_awaited:
+            self.observer = make_observer(
+                self._optimizer, self, wanted, model=self._model, precondition=self._precondition
+            )
+        self._provisional = wanted.workers_awaited
+
+    on_reducer_attached = attach
+    """Called by OSS when a ShardedDataParallel begins to reduce its gradients."""
 
     @property
     def _measures_samples(self) -> bool:
-        """Whether norms of single gradient samples are wanted: a step has several, or may turn out to have."""
-        return self.num_samples > 1 or self.open_ended is not None
+        """Whether norms of single gradient samples are needed: a step has several, or may have."""
+        return self.declared.num_samples > 1 or self._open_ended
 
-    def _observer_of(self, groups: Sequence[Sequence[Tensor]]) -> GradientObserver:
-        local, one_pass = self._measures_samples, self.accumulation == 1 and self.open_ended is None
-        if self.before_first_pass is not None:
-            # Where one worker alone had nothing to measure, the observer asks before it does anything else.
-            wanted = None if local or self.scale != 1 else self._ask_for_workers
-            return HookObserver(groups, self, precondition=self._precondition, wanted=wanted)
-        if self._sharded_gradients:
-            self._refuse_precondition("whole gradients on every worker", "or train with DistributedDataParallel")
-            oss = cast(OSS, self._optimizer)
-            return cast(GradientReducer, oss.reducer).observe(oss, self, accumulating=not one_pass)
-        model = self._model
-        if isinstance(model, DistributedDataParallel) and local and one_pass and not self._precondition:
-            # Of several passes, a bucket holds the sum; a precondition is of one parameter.
-            buckets = bucket_observer(model, groups, self)
-            if buckets is not None:
-                return buckets
-        early = reduces_in_one_round(model)
-        return HookObserver(groups, self, local=local, precondition=self._precondition, early=early)
-
-    def _ask_for_workers(self) -> bool:
-        """The first pass begins: learn how many workers there are, and whether there is anything to measure."""
-        ask, self.before_first_pass = self.before_first_pass, None
-        if ask is not None:
-            ask()
-        if not self._measures_samples and self.scale == 1:
+    def keeps_measuring(self) -> bool:
+        self._await_workers()
+        if not self._measures_samples and self.declared.scale == 1:
             self.observer = None
         return self.observer is not None
 
-    def after_first_step(self) -> None:
-        """Measure from here on only what is needed: before the first pass nobody knew. At a step boundary."""
-        if self.before_first_pass is None and self.observer is not None and not self._measures_samples:
-            self.attach()
-
-    def _fsdp2_observer(self, groups: Sequence[Sequence[Tensor]]) -> GradientObserver:
-        self._refuse_precondition(
-            "whole parameters and their optimizer state, which fully_shard splits over workers",
-            "or train with DistributedDataParallel",
-        )
-        from ..measure.fsdp2 import FSDP2Observer  # here, since DTensor takes half a second to import
-
-        model = cast(torch.nn.Module, self._model)
-        return FSDP2Observer(groups, self, model=model, world_size=self.world_size, local=self._measures_samples)
-
-    def _refuse_precondition(self, needs: str, instead: str) -> None:
-        if self._precondition is not None:
-            raise ValueError(f"precondition= needs {needs}. Leave it out, {instead}.")
-
-    @property
-    def _sharded_gradients(self) -> bool:
-        """Whether this worker has only its share of the reduced gradient."""
-        inner = self._optimizer
-        return isinstance(inner, OSS) and inner.reducer is not None and inner.world_size > 1
+    def _await_workers(self) -> None:
+        if self.workers.awaited:
+            self.workers.awaited = False
+            self.add_workers()
 
     def add_group(self) -> None:
-        """Watch the parameter group that the optimizer was given last."""
+        """Watch the parameter group that was added to the optimizer last."""
         if self.observer is not None:
             self.observer.add_group(self._optimizer.param_groups[-1]["params"])
         self.previous = None
 
     def load_previous(self, state: dict[str, Tensor]) -> None:
-        """Take g_{t−1} from a state dict's tensors, if it is among them."""
+        """Load g_{t−1} from a state dict's tensors, if it has one."""
         self.previous = PreviousGradient.from_state(state, self.params, self.device)
 
     def unhook(self) -> None:
@@ -388,187 +309,147 @@ class GradientStatistics:
 
     # ---- the passes of a step ------------------------------------------------------------------------------------
 
-    def end_step(self) -> None:
-        """The step was taken, or is left out for good."""
-        self.be_whole()
-        self.begin_step()
-
     def begin_step(self) -> None:
-        """Forget what was collected since the last step."""
-        if not self.at_boundary:  # what was said of a step yet to begin stays: gradients may be cleared before it
-            self.be_whole()
+        """Forget the passes since the last step."""
+        if self.passes or self.sample is not None:
+            self._expected = None  # else it is of a step yet to begin: gradients may be cleared before it
         self.passes = 0
-        self._mean_sq_norm: Tensor | None = None  # A so far, this worker's part
-        self._sent: tuple[Tensor, dist.Work | None] | None = None  # the all-reduce that is under way
+        self._norms: list[Tensor] = []  # ‖g_i‖² of each pass on this worker, as measured
+        self._ending: StepShape | None = None  # the shape, while the pass that runs is the step's last
+        self._ended: StepShape | None = None  # the shape, once the last pass has ended
+        self._sent: tuple[Tensor, dist.Work | None] | None = None  # the all-reduce under way
         self.sample = None
         self._too_many = False
-        if self.observer is not None:
-            self.observer.last_pass = self.accumulation == 1
 
-    def be_short(self, passes: int, scale: float, loss_divided_by: int | None) -> None:
-        """Let the step under way, or the one that comes next, have fewer passes than declared; the steps after it have all.
+    def end_step(self) -> None:
+        """End the step: it was taken, or is left out for good."""
+        self.begin_step()
+        self._expected = self.payload = None
+        if self._provisional and not self.workers.awaited:
+            self._provisional = False
+            if self.observer is not None and not self._measures_samples:
+                self.attach()  # before the first pass the samples were measured in case workers came
 
-        Args:
-            passes: How many, more than were made.
-            scale: S of this step.
-            loss_divided_by: What the loss of each pass is divided by; None: their number.
-        """
-        if self.sample is not None:
-            self.begin_step()  # of a step that was never taken
-        usual = self._short or _Short(self.accumulation, self.scale, None)
-        divided_before, samples_before = self._loss_divided_by, self.num_samples
-        self._short = replace(usual, loss_divided_by=loss_divided_by)
-        self.accumulation, self.scale = passes, scale
-        if self._mean_sq_norm is not None:  # passes were made, as parts of a longer step
-            divided = self._loss_divided_by / divided_before
-            self._mean_sq_norm = self._mean_sq_norm * (divided**2 * samples_before / self.num_samples)
-        if self.observer is not None:
-            self.observer.last_pass = self.passes + 1 == passes
-
-    def be_whole(self) -> None:
-        """Let the next step have all declared passes."""
-        short, self._short = self._short, None
-        if short is not None:
-            self.accumulation, self.scale = short.accumulation, short.scale
-
-    @property
-    def _loss_divided_by(self) -> int:
-        if not self.is_scaled_loss:
-            return 1
-        return (self._short.loss_divided_by if self._short is not None else None) or self.accumulation
+    def _shape_if_last(self, number: int) -> StepShape | None:
+        shape = self._expected or self.declared
+        if not self._open_ended and number >= shape.passes:
+            return shape
+        return None if self.step_end is None else self.step_end(number)
 
     @torch.no_grad()
-    def on_begin(self, observer: GradientObserver) -> None:
-        """The observer's word that a backward pass begins."""
-        if self.before_first_pass is not None:
-            self._ask_for_workers()
+    def on_begin(self, observer: GradientObserver) -> bool:
+        self._await_workers()
         if self.sample is not None:
-            # Gradients were cleared since, or this pass adds to those of a complete step.
+            # A complete step was never taken: a GradScaler that found an overflow leaves step() out. Either its gradients were
+            # cleared since, or this pass adds to them.
             grads = observer.gradients_left(self.params)
-            self._too_many = any(bool(take_norm(_local(grad.detach())) != 0) for grad in grads)
-        passes = 1 if self.sample is not None else self.passes + 1
-        if self.ends_early is not None and passes < self.accumulation and self.ends_early():
-            # The loss was divided by the number of passes that the loop meant to make.
-            divided = self._loss_divided_by if self.is_scaled_loss else None
-            self.be_short(passes, self.scale * passes / self.accumulation, divided)
-
-    def _drop_sample(self) -> None:
-        """Forget a complete step that was never taken: a GradScaler that found an overflow leaves step() out."""
-        too_many = self._too_many
-        self.previous = None
-        self.begin_step()
-        self._too_many = too_many
+            too_many = any(bool(take_norm(_local(grad.detach())) != 0) for grad in grads)
+            self.previous = None
+            self.begin_step()
+            self._too_many = too_many
+        self._ending = self._shape_if_last(self.passes + 1)
+        return self._ending is not None
 
     @torch.no_grad()
     def on_local(self, observer: GradientObserver) -> None:
-        """The observer's word that a backward pass has ended on this worker; reduced gradients may yet be on their way."""
-        if self.sample is not None:
-            self._drop_sample()
-        if self.open_ended is not None:
-            self._count_on_pass(self.open_ended)
-        if self.num_samples > 1:
-            n = self.num_samples
-            weight = 1 / n if self.weights is None else self.weights[self.passes]
-            # The loss, and so the gradient, carried c = n·w_i (and 1/passes, if scaled): w_i‖g_i‖² = w_i/c²·‖c·g_i‖².
-            c = n * weight / self._loss_divided_by
-            part = observer.local_sq_norms() * (weight / c**2)
-            self._mean_sq_norm = part if self._mean_sq_norm is None else self._mean_sq_norm + part
+        shape, self._ending = self._ending, None
+        if shape is None or shape.num_samples > 1:
+            self._norms.append(observer.local_sq_norms())
         self.passes += 1
-        observer.last_pass = self.passes + 1 == self.accumulation
-        if self.passes == self.accumulation and observer.reduced_everywhere:
-            # Only A is still in parts. Sent off now, it travels behind the last gradients while we wait for those anyway.
+        if shape is None:
+            return
+        self._ended = shape
+        if self._open_ended:
+            if shape.scale != self.declared.scale or shape.num_samples > 1:
+                self.previous = None  # g_{t−1} counts if both steps are of one sample, from batches of one size
+            self.declared = shape
+        if observer.reduced_everywhere:
+            # Only A is still in parts. Sent now, it travels behind the last gradients, which are awaited anyway.
             self._sent = self._send([])
-
-    def _count_on_pass(self, open_ended: OpenEnded) -> None:
-        """Expect as many passes as there were with this one, and one more unless it completes the step."""
-        last = open_ended.last_pass()
-        expected = self.passes + (1 if last else 2)
-        if self._mean_sq_norm is not None:
-            self._mean_sq_norm = self._mean_sq_norm * (self.accumulation / expected)  # each pass weighs 1/n
-        self.accumulation = expected
-        if last:
-            scale = open_ended.scale(expected)
-            if scale != self.scale or self.num_samples > 1:
-                self.previous = None  # g_{t−1} counts where both steps are of one sample, from batches of one size
-            self.scale = scale
 
     @torch.no_grad()
     def on_reduced(self, observer: GradientObserver) -> None:
-        """The observer's word that reduced gradients are in place, if this was the step's last pass."""
-        if self.passes == self.accumulation:
-            if self.is_scaled_loss and self._loss_divided_by != self.accumulation:
-                grads = self.step_gradients()
-                if grads:
-                    torch._foreach_mul_(grads, self._loss_divided_by / self.accumulation)
-            self.sample = self._gather(observer)
-            if self.open_ended is not None and self.accumulation > 1:
-                self.divide_gradients()
+        if self._ended is not None and self.sample is None:
+            self._finish_passes(self._gather(observer))
 
-    def divide_gradients(self) -> None:
-        """Divide the gradients by the number of passes that they add up over, where no loss was divided by it."""
-        grads = self.step_gradients()
-        if grads:
-            torch._foreach_div_(grads, self.accumulation)
+    def _finish_passes(self, sample: Sample) -> None:
+        self.sample = sample
+        if sample.shape.to_mean:
+            self.divide_to_mean()
 
     def complete(self, caller: str = "step") -> None:
-        """Take part in the reduction that is still under way on the others, if one is: no further pass comes in this step.
+        """Take part in the reduction that is still under way on other workers, if there is one: no further pass comes.
 
-        It must be called before any other collective of theirs.
+        It must be called before any other collective of the step.
 
         Args:
-            caller: The method that an error names.
+            caller: Method that an error names.
 
         Raises:
             RuntimeError: Passes are missing, or there were too many.
         """
         if self._too_many:
             raise RuntimeError(
-                f"Gradients of more than {self.accumulation} backward passes were added up before step(), so the gain is not "
+                f"Gradients of more than {self.shape.passes} backward passes were added up before step(), so the gain is not "
                 "known. Add the losses and call backward() once, or set_num_gradients_to_accumulate() to the number of passes "
                 "(AdaptiveDataParallel: all but the last under no_sync())."
             )
         if self.sample is not None:
             return
-        lacks_passes = 0 < self.passes < self.accumulation
-        if self.observer is not None and self.reducing:
+        lacks_passes = self.accumulating
+        if self.observer is not None and self.workers.reduce:
             # A backward pass reached no parameter here: a sample of zero. The others are in the reduction already.
             sample = self._gather(self.observer)
             if lacks_passes and not bool(sample.usable):
                 raise self._too_early(caller)  # no worker has seen all passes, so that was not the reason
-            self.sample = sample  # a rule may ask for the gain meanwhile
+            self._finish_passes(sample)
         elif lacks_passes:
             raise self._too_early(caller)
 
     def finish(self) -> Sample:
-        """The step's sample, once it is :meth:`complete`."""
+        """Return the step's sample, once it is :meth:`complete`."""
         self.complete()
         return self._sample_without_passes() if self.sample is None else self.sample
 
     def _too_early(self, caller: str) -> RuntimeError:
+        if self.step_end is not None:
+            return RuntimeError(
+                f"{caller}() after backward pass {self.passes} of a step, and step_end announced a further one. Call it after "
+                "the last pass (AdaptiveDataParallel: the one that is not under no_sync())."
+            )
         return RuntimeError(
-            f"{caller}() after {self.passes} of {self.accumulation} backward passes. Call it after the last one. Where a step "
-            f"has fewer, as the last of an epoch may, say expect_passes({self.passes}) before its last pass; where all have, "
+            f"{caller}() after {self.passes} of {self.shape.passes} backward passes. Call it after the last one. If a step has "
+            f"fewer, as the last of an epoch may, call expect_passes({self.passes}) before its last pass; if all have, "
             "set_num_gradients_to_accumulate() first."
         )
+
+    def divide_to_mean(self) -> None:
+        """Divide the gradients that the passes add up to, so that they are ḡ."""
+        multiple = self.shape.multiple_of_mean
+        if multiple != 1:
+            grads = self.step_gradients()
+            if grads:
+                torch._foreach_div_(grads, multiple)
 
     # ---- over all workers ----------------------------------------------------------------------------------------
 
     def _send(self, more: Sequence[Tensor]) -> tuple[Tensor, dist.Work | None]:
         """Start the one small all-reduce of a step: A, whether all passes were seen, the payload, and ``more``."""
-        device = self.device
-        local = self._mean_sq_norm
-        if local is None:
-            local = torch.zeros(len(self._optimizer.param_groups), dtype=torch.float64, device=device)
-        parts = [*more, local, torch.full((1,), self.passes == self.accumulation, dtype=torch.float64, device=device)]
+        if self._norms:
+            local = self.shape.mean_sq_norm(self._norms, self.weights)
+        else:
+            local = torch.zeros(len(self._optimizer.param_groups), dtype=torch.float64, device=self.device)
+        complete = torch.full((1,), self._ended is not None, dtype=torch.float64, device=self.device)
+        parts = [*more, local, complete]
         if self.payload is not None:
             parts.append(self.payload.to(local))
         vector = torch.cat(parts)
-        work = dist.all_reduce(vector, group=self._process_group, async_op=True) if self.reducing else None
+        work = dist.all_reduce(vector, group=self._process_group, async_op=True) if self.workers.reduce else None
         return vector, work
 
     def _gather(self, observer: GradientObserver) -> Sample:
-        """Wait for the sums over workers, and turn them into σ² and μ²."""
-        groups = len(self._optimizer.param_groups)
+        """Wait for the sums over workers, and make the step's sample of them."""
+        shape, groups = self.shape, len(self._optimizer.param_groups)
         if observer.reduced_everywhere:
             # Equal to the last bit on all workers, as their weights are: each takes C from its own copy.
             c = observer.reduced_sq_norms(0, 1)
@@ -576,15 +457,17 @@ class GradientStatistics:
             if work is not None:
                 work.wait()
         else:
-            rank, world_size = (dist.get_rank(self._process_group), self.world_size) if self.reducing else (0, 1)
+            rank, world_size = (
+                (dist.get_rank(self._process_group), self.workers.count) if self.workers.reduce else (0, 1)
+            )
             both, work = self._send([observer.reduced_sq_norms(rank, world_size)])
             if work is not None:
                 work.wait()
             c, vector = both[:groups], both[groups:]
         a, complete = vector[:groups], vector[groups]
         payload = None if self.payload is None else vector[groups + 1 :]
-        if not self.is_scaled_loss:
-            c = c / self.accumulation**2
+        if shape.multiple_of_mean != 1:
+            c = c / shape.multiple_of_mean**2
         unscale: Tensor | float = 1.0
         if self._grad_scaler is not None and self._grad_scaler.is_enabled():
             # scale(1) is the loss scale as a tensor; get_scale() would wait for the device.
@@ -593,49 +476,54 @@ class GradientStatistics:
         if self._single_gain and groups > 1:
             a, c = a.sum(dim=0, keepdim=True), c.sum(dim=0, keepdim=True)
         finite, usable = torch.isfinite((a + c).sum()), complete > 0
+        moments = None
         if not observer.complete:
-            # A gradient of a parameter that was frozen when the hooks were set, or (where no pass was seen at all) that no
-            # backward pass has made: C counts it and A does not. The step is taken with the averages as they are.
-            return Sample(None, usable, finite, payload)
-        if self.num_samples > 1:
-            moments = gain_math.gradient_moments(a, c, scale=self.scale, count=self.num_samples)
-            return Sample(torch.stack(moments), usable, finite, payload)
-        if self._short is not None:  # it can't be compared with the steps around it, whose batch is another
-            self.previous = None
-            return Sample(None, usable, finite, payload)
-        if self.scale == 1:
-            return Sample(None, usable, finite, payload)
-        return self._differenced(unscale, usable, finite, payload)
+            # C counts a gradient that A lacks: of a parameter that was frozen when the hooks were set, or (if no pass was seen
+            # at all) one that no backward pass has made. The step is taken with the averages unchanged.
+            pass
+        elif shape.num_samples > 1:
+            moments = torch.stack(gain_math.gradient_moments(a, c, scale=shape.scale, count=shape.num_samples))
+        elif shape != self.declared:
+            self.previous = None  # the steps around a shortened one are of another batch
+        elif shape.scale != 1:
+            moments, comparable = self._differenced(unscale / shape.multiple_of_mean, finite)
+            usable = usable & comparable
+        return Sample(shape, self.declared.num_samples, moments, usable, finite, payload)
 
-    def _differenced(self, unscale: Tensor | float, usable: Tensor, finite: Tensor, payload: Tensor | None) -> Sample:
-        """The sample of a step that has one gradient sample, from this gradient and the last step's."""
+    def _differenced(self, factor: Tensor | float, finite: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Return the moments of a step with one gradient sample, from its gradient and the last step's; and whether they count.
+
+        Args:
+            factor: ḡ, unscaled, divided by the gradient in place.
+            finite: Whether the gradient is finite.
+        """
         before = self.previous
-        gradient = [None if p.grad is None else _local(p.grad.detach()) * unscale for p in self.params]
+        gradient = [None if p.grad is None else _local(p.grad.detach()) * factor for p in self.params]
         self.previous = PreviousGradient(gradient, finite)
         if before is None:
-            return Sample(None, usable, finite, payload)
+            return None, finite
         products = self.previous.products_with(before, [len(g["params"]) for g in self._optimizer.param_groups])
         if self._single_gain:
             products = products[0].sum(0, keepdim=True), products[1].sum(0, keepdim=True)
-        moments = gain_math.differenced_moments(*products, scale=self.scale)
-        return Sample(torch.stack(moments), usable & before.finite, finite, payload)
+        return torch.stack(gain_math.differenced_moments(*products, scale=self.shape.scale)), before.finite
 
     def _sample_without_passes(self) -> Sample:
-        """Look whether gradients are finite, where nothing more was watched: a lone sample at S = 1, or after :meth:`unhook`."""
+        """Return a sample without moments, of gradients that no observer watched: at n = 1 and S = 1, or after :meth:`unhook`."""
         device, grads = self.device, self.step_gradients()
         finite = _all_finite(grads, device) if grads else torch.ones((), dtype=torch.bool, device=device)
-        if self.reducing and (self._sharded_gradients or any(is_dtensor(p) for p in self.params)):
+        if self.workers.reduce and (has_sharded_gradients(self._optimizer) or has_dtensors(self._optimizer)):
             # Each worker has seen its shards only; all of them must skip the step, or none.
             flag = finite.float()
             dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._process_group)
             finite = flag > 0
-        return Sample(None, finite, finite, None if self.payload is None else self.payload.to(device, torch.float64))
+        payload = None if self.payload is None else self.payload.to(device, torch.float64)
+        return Sample(self.shape, self.declared.num_samples, None, finite, finite, payload)
 
 
 def _all_finite(grads: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Bool, 0-dim, on ``device``; a norm that is beyond float32 counts as infinite."""
+    """Return bool, 0-dim, on ``device``; a norm above float32's range counts as infinite."""
     if all(g.is_cpu for g in grads):
-        # Half the time of get_total_norm for a small model, whose step is as short as that; the same for a large one.
+        # Half the time of get_total_norm for a small model, where that matters; the same for a large one.
         return torch.stack(take_norms(grads)).sum() < math.inf
     # The norm of norms is the norm; torch gives that of an fp16 gradient in fp16, where it may overflow by itself.
     norms = [take_norm(g) if g.is_sparse or g.dtype is torch.float16 else g for g in grads]
@@ -643,5 +531,5 @@ def _all_finite(grads: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This worker's shard of a DTensor; any other tensor as it is."""
+    """Return this worker's shard of a DTensor; any other tensor unchanged."""
     return cast(Any, tensor).to_local() if is_dtensor(tensor) else tensor

@@ -1,7 +1,7 @@
 """Scaling rules of the trainer: how the learning rate and the clock move when the batch is S times the base batch.
 
-A rule answers with a pair: the factor on ``lr(⌊τ⌋)`` and the increment of the clock τ for one optimizer step. Every rule
-ends the run when τ reaches T, so the increment decides how many optimizer steps a run takes.
+A rule returns a pair: the factor on ``lr(⌊τ⌋)`` and the increment of the clock τ for one optimizer step. The run ends when τ
+reaches T, so the increment determines the number of optimizer steps in a run.
 """
 
 from __future__ import annotations
@@ -33,16 +33,15 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class RuleInput:
-    """What a rule may look at.
+    """Input of a scaling rule.
 
     Attributes:
         gain: r of this step, between 1 and S.
         scale: S.
         effective_steps: τ before this step.
-        total_steps: T, or None where the optimizer is used without a schedule's end.
-        base_batch_size: B0 in examples, where it is known.
-        group: Index of the parameter group whose LR factor is asked for, with ``gain`` that group's; None: of the whole
-            optimizer, which moves the clock.
+        total_steps: T, or None if the optimizer is used without a schedule's end.
+        base_batch_size: B0 in examples, or None if it is not known.
+        group: Index of the parameter group, with ``gain`` that group's; None: the whole optimizer, for the clock.
     """
 
     gain: float
@@ -54,18 +53,18 @@ class RuleInput:
 
 
 ScalingRule = Callable[[RuleInput], tuple[float, float]]
-"""A rule is any such callable. It may have two things more: ``metric``, which :func:`metric_of` reads, and
-``check_curve(curve)``, which is shown the base run's learning rates and warns where rule and schedule would do the same."""
+"""A callable from the input to (LR factor, clock increment). It may have two attributes: ``metric``, which :func:`metric_of`
+reads, and ``check_curve(curve)``, which gets the base run's learning rates and warns if rule and schedule would do the same."""
 
 Metric = Literal["euclidean", "adam"]
-"""What norms of gradients are taken in: the gradients as they are, or divided by √v as in Adam's step."""
+"""Metric of gradient norms: of the plain gradients, or of gradients divided by √v as in Adam's step."""
 
 
 def metric_of(rule: ScalingRule) -> Metric:
-    """The metric in which a rule wants its statistics; Euclidean where it has no ``metric``.
+    """Return the metric of a rule's statistics; Euclidean if the rule has no ``metric``.
 
     Raises:
-        ValueError: Its ``metric`` is none that there is.
+        ValueError: Unknown metric.
     """
     metric: Metric = getattr(rule, "metric", "euclidean")
     if metric not in get_args(Metric):
@@ -126,11 +125,11 @@ class SquareRootRule:
 
 @dataclass(frozen=True)
 class AdamScaleRule:
-    """(r^power, r), with statistics in Adam's metric: for those who come from AdaptDL; for Adam and AdamW.
+    """(r^power, r), with statistics in Adam's metric: AdaptDL's ``AdamScale``, for Adam and AdamW.
 
-    AdaptDL's ``AdamScale``. Adam moves by ḡ/√v, so the gain r is taken of gradients divided by √v (see
-    :func:`ray_adascale.scaling_rules.adam_preconditioner`, which ``Run`` puts in), and its square root scales the LR.
-    Schedules did not carry over with it where they did with :class:`AdaScaleRule` (docs/results/adam.md).
+    Adam moves by ḡ/√v, so the gain r is that of gradients divided by √v (``Run`` uses
+    :func:`ray_adascale.scaling_rules.adam_preconditioner` for this rule), and its square root scales the LR. Schedules did not
+    carry over with it where they did with :class:`AdaScaleRule` (docs/results/adam.md).
 
     Attributes:
         power: Exponent on r.
@@ -145,7 +144,7 @@ class AdamScaleRule:
 
 
 def legw_factor(scale: float, effective_steps: float, warmup_epochs: float, base_steps_per_epoch: float) -> float:
-    """``√S · min(1, τ / (S · warm-up epochs · base steps per epoch))``: You et al., arXiv 1901.08256.
+    """Return ``√S · min(1, τ / (S · warm-up epochs · base steps per epoch))``: You et al., arXiv 1901.08256.
 
     Args:
         scale: S.
@@ -195,7 +194,7 @@ class LEGWRule:
         return legw_factor(now.scale, now.effective_steps, self.base_warmup_epochs, per_epoch), now.scale
 
     def base_steps_per_epoch(self, base_batch_size: float | None) -> float:
-        """Dataset length / B0.
+        """Return dataset length / B0.
 
         Raises:
             ValueError: B0 is not known.
@@ -224,7 +223,7 @@ class LEGWRule:
                 return
 
     def watch(self, scale: float) -> None:
-        """Warn when S is another than at the last step."""
+        """Warn if S differs from that of the last step."""
         if self._scale is not None and scale != self._scale:
             warn_at_user(
                 f"The scale changed from {self._scale:g} to {scale:g} under LEGW, whose warm-up is S times as long: the LR "
@@ -257,10 +256,10 @@ RULES: dict[str, Callable[..., ScalingRule]] = {
 
 
 def make_rule(rule: str | ScalingRule) -> ScalingRule:
-    """A rule by name, or the callable itself.
+    """Return a rule by its name, or the callable itself.
 
     Raises:
-        ValueError: ``rule`` is neither.
+        ValueError: ``rule`` is neither a known name nor a callable.
     """
     if isinstance(rule, str):
         if rule not in RULES:
@@ -276,5 +275,5 @@ def make_rule(rule: str | ScalingRule) -> ScalingRule:
 
 
 def follows_gain(rule: ScalingRule) -> bool:
-    """Whether a rule's clock goes by the measured gain; of a callable of the user's own that is taken for granted."""
+    """Whether a rule's clock advances by the measured gain. For a user's own callable the answer is yes."""
     return not isinstance(rule, LinearRule | SquareRootRule | LEGWRule | UnscaledRule)

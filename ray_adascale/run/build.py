@@ -21,7 +21,8 @@ from ..optim.adam_metric import adam_preconditioner
 from ..optim.adascale import AdaScale
 from ..optim.rules import AdamScaleRule, AdaScaleRule, ScalingRule, make_rule, metric_of
 from ..recipe import Recipe
-from ..sharding.oss import OSS, has_state
+from ..sharding.oss import OSS
+from ..sharding.partition import has_state
 from ..sharding.sharded_ddp import ShardedDataParallel
 from .schedule import BaseSchedule, curve_difference, other_length
 
@@ -184,8 +185,7 @@ def wrap(
 
 def set_batch(plan: BatchPlan, optimizer: AdaScale, source: BatchSource, rank: int) -> None:
     """Use this batch from the next step on. At a step boundary, on all workers."""
-    optimizer.set_num_gradients_to_accumulate(plan.accumulation, update_smoothing=False)
-    optimizer.set_scale(plan.scale)
+    optimizer.set_batch(scale=plan.scale, passes=plan.accumulation)
     source.set_split(plan.split(rank))
 
 

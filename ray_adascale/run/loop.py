@@ -30,7 +30,6 @@ from .step import BoundaryFlags, Step, StepReport, TakenStep
 __all__ = ["TOTAL_STEPS_REACHED", "Run"]
 
 _log = logging.getLogger(__name__)
-
 TOTAL_STEPS_REACHED = "total_steps reached"
 
 

@@ -21,14 +21,14 @@ _ALIGN_BYTES = 64
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
-    """The dimensions from the one that moves slowest in memory to the fastest; None unless dense and without overlap."""
+    """Return the dimensions from the slowest in memory to the fastest; None unless dense and without overlap."""
     strides = tensor.stride()
     order = tuple(sorted(range(tensor.dim()), key=lambda d: (-strides[d], d)))
     return order if tensor.permute(order).is_contiguous() else None
 
 
 def memory_view(tensor: Tensor) -> Tensor:
-    """A dense tensor's elements in the order in which they lie in memory; a 1-D view."""
+    """Return a dense tensor's elements in memory order, as a 1-D view."""
     return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
@@ -50,9 +50,9 @@ class Fragment:
         group: Number of its parameter group.
         start: First element, in the parameter's memory order.
         numel: Elements.
-        tensor: What the inner optimizer updates; shares the parameter's memory. Of the parameter's shape where this worker
+        tensor: Tensor that the inner optimizer updates; shares the parameter's memory. Of the parameter's shape if this worker
             owns all of it, else 1-D.
-        offset: Where it begins in the bucket.
+        offset: First element in the bucket.
     """
 
     param: Tensor
@@ -67,9 +67,9 @@ class Fragment:
         return self.numel == self.param.numel()
 
     def of(self, other: Tensor) -> Tensor:
-        """The same elements of a tensor of the parameter's shape (a gradient, a state), shaped as :attr:`tensor`.
+        """Return the same elements of a tensor of the parameter's shape (a gradient, a state), shaped as :attr:`tensor`.
 
-        A view where ``other`` lies in memory as the parameter does.
+        It is a view if ``other`` has the parameter's memory layout.
         """
         if self.whole:
             return other
@@ -93,7 +93,7 @@ class Bucket:
     Attributes:
         params: In the order in which they lie in the buffer.
         groups: The group of each.
-        offsets: Where each begins.
+        offsets: First element of each.
         bounds: ``world_size + 1`` borders: worker r owns ``bounds[r]`` to ``bounds[r + 1]``.
         flat: The buffer; every parameter is a view of it.
         fragments: This worker's, in the order of the buffer.
@@ -148,7 +148,7 @@ class Bucket:
         return len({b - a for a, b in itertools.pairwise(self.bounds)}) == 1
 
     def spans(self, rank: int) -> list[Span]:
-        """What a worker owns of each parameter."""
+        """Return the elements of each parameter that a worker owns."""
         low, high = self.bounds[rank], self.bounds[rank + 1]
         spans = []
         for i, (p, offset) in enumerate(zip(self.params, self.offsets, strict=True)):
@@ -158,12 +158,12 @@ class Bucket:
         return spans
 
     def bound(self) -> bool:
-        """Whether the parameters still lie where they were put (``param.data = ...``, ``model.to()`` move them)."""
+        """Whether the parameters are still views of the buffer (``param.data = ...`` and ``model.to()`` move them)."""
         return all(p.data_ptr() == a for p, a in zip(self.params, self._addresses, strict=True))
 
     @torch.no_grad()
     def bind(self) -> None:
-        """(Re)make the parameters views of the buffer, with the values that they have now."""
+        """(Re)make the parameters views of the buffer, with their present values."""
         first = self.params[0]
         if any((p.dtype, p.device) != (first.dtype, first.device) for p in self.params):
             raise RuntimeError(
@@ -174,7 +174,7 @@ class Bucket:
         for p, offset in zip(self.params, self.offsets, strict=True):
             order = memory_order(p)
             if order is None:
-                order = tuple(range(p.dim()))  # holes or overlaps go
+                order = tuple(range(p.dim()))  # without holes and overlaps
             strides = [0] * p.dim()
             step = 1
             for d in reversed(order):
@@ -186,13 +186,13 @@ class Bucket:
         self._addresses = [p.data_ptr() for p in self.params]
         for fragment in self.fragments:
             p = fragment.param
-            # Kept as the same object: the inner optimizer's state hangs on it.
+            # It stays the same object: the inner optimizer's state has it as a key.
             fragment.tensor.data = self._part(fragment)
             fragment.tensor.requires_grad_(p.requires_grad)
             fragment.tensor.__dict__.update(vars(p))  # marks that some optimizers look for
 
     def _part(self, fragment: Fragment) -> Tensor:
-        """The fragment's elements of the buffer, shaped as its tensor."""
+        """Return the fragment's elements of the buffer, shaped as its tensor."""
         if fragment.whole:
             part = fragment.param.detach()
             return part.view_as(part)
@@ -200,7 +200,7 @@ class Bucket:
 
     @torch.no_grad()
     def bring_back(self) -> None:
-        """Put this worker's fragments into the buffer again where an optimizer gave them other memory (``p.data = ...``)."""
+        """Copy this worker's fragments back into the buffer if an optimizer gave them other memory (``p.data = ...``)."""
         start, size = self.flat.data_ptr(), self.flat.element_size()
         for fragment in self.fragments:
             if fragment.numel and fragment.tensor.data_ptr() != start + fragment.offset * size:
@@ -216,7 +216,7 @@ def make_buckets(
     world_size: int,
     numel: int,
 ) -> list[Bucket]:
-    """Buckets of about ``numel`` elements in the order in which a backward pass fills them: last parameter first.
+    """Return buckets of about ``numel`` elements in the order in which a backward pass fills them: last parameter first.
 
     Parameters of another dtype or device, and those that are frozen now, lie in buckets of their own.
     """

@@ -1,9 +1,9 @@
-"""Reducing the shards of a buffer to their owners, and gathering them again, the fastest way that a backend has.
+"""Reducing the shards of a buffer to their owners, and gathering them again, in the fastest way of each backend.
 
 Measured on one machine (``benchmarks/collectives.py``, figures in ``benchmarks/README.md``): gloo's own reduce-scatter and
-all-gather take up to two and a half times as long as the ways chosen here, an all-to-all, after which each owner adds up
-what it got, and messages from each owner to all others, received in place. On 8 MiB buffers these take together as long as
-one all-reduce with two workers, and a quarter longer with three. NCCL has both collectives in place.
+all-gather take up to two and a half times as long as the ways chosen here. These are an all-to-all, after which each owner
+adds up its summands, and messages from each owner to all others, received in place. On 8 MiB buffers both together take as
+long as one all-reduce with two workers, and a quarter longer with three. NCCL has both collectives in place.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from .._torch import as_bytes, global_rank
 __all__ = ["Buffers", "Reduction", "gather_shards"]
 
 
-_TAG = 7_451  # tells messages that are no collective from the user's own
+_TAG = 7_451  # of these point-to-point messages, against the user's own
 
 
 def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str:
-    """The name of what moves tensors of this device."""
+    """Return the name of the backend for tensors of this device."""
     config = dict(entry.split(":") for entry in dist.get_backend_config(group).split(",") if ":" in entry)
     return config.get(device.type, dist.get_backend(group))
 
 
 def _renamed(name: str, before: str) -> Callable[..., Any]:
-    """A collective that torch 2.13 gave another name, and warns of the old one."""
+    """Return a collective that torch 2.13 renamed, with a warning about the old name."""
     return getattr(dist, name, None) or getattr(dist, before)
 
 
 class Buffers:
-    """Memory that is used again: a fresh block of some megabytes costs four times the copy into it in page faults.
+    """Memory for reuse: the page faults of a fresh block of some megabytes cost four times the copy into it.
 
-    Holds as many buffers as were in use at a time, each of the largest size asked for.
+    Holds as many buffers as were in use at a time, each of the largest size requested.
     """
 
     def __init__(self) -> None:
@@ -56,18 +56,18 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers that are not in use."""
+        """Bytes of the free buffers."""
         return sum(buffer.nbytes for free in self._free.values() for buffer in free)
 
 
 class Reduction:
-    """A sum over workers under way, of which every worker gets its own shard.
+    """A pending sum over workers. Every worker gets its own shard of the sum.
 
     Args:
-        flat: This worker's summand, 1-D. Must stay as it is until :meth:`wait`.
+        flat: This worker's summand, 1-D. It must not be changed before :meth:`wait`.
         bounds: Worker r gets elements ``bounds[r]`` to ``bounds[r + 1]``.
         group: Process group; the default one if None.
-        buffers: Where memory for what is received comes from, and goes back to.
+        buffers: Source of the memory for received summands.
     """
 
     def __init__(self, flat: Tensor, bounds: Sequence[int], group: dist.ProcessGroup | None, buffers: Buffers) -> None:
@@ -80,7 +80,7 @@ class Reduction:
         backend = _backend(group, flat.device)
         if backend == "gloo" and flat.device.type == "cpu":
             self._taken = buffers.take(own * world_size, flat.dtype, flat.device)
-            # One row from each worker, in the order of ranks, so that the sum does not depend on what came first.
+            # One row from each worker, in the order of ranks, so that the sum does not depend on which came first.
             self._summands = self._taken[: own * world_size].view(world_size, own)
             width = flat.element_size()
             self._works.append(
@@ -108,7 +108,7 @@ class Reduction:
             ]
 
     def wait(self, out: Tensor) -> None:
-        """Wait for the sum of this worker's shard, and put it into ``out``, which may be of another dtype."""
+        """Wait for the sum of this worker's shard, and write it into ``out``, which may have another dtype."""
         for work in self._works:
             work.wait()
         if len(self._summands) == 2 and out.dtype == self._summands.dtype:
@@ -122,7 +122,7 @@ class Reduction:
 
 
 def gather_shards(buffers: Sequence[tuple[Tensor, Sequence[int]]], group: dist.ProcessGroup | None) -> None:
-    """Send every worker's shard of each buffer to all, in place.
+    """Send every worker's shard of each buffer to all workers, in place.
 
     Args:
         buffers: (buffer, bounds) with worker r's shard at ``bounds[r]`` to ``bounds[r + 1]``; the same on all workers.
@@ -152,7 +152,7 @@ def gather_shards(buffers: Sequence[tuple[Tensor, Sequence[int]]], group: dist.P
                 for owner, shard in enumerate(shards)
                 if shard.numel()
             ]
-    # All receives stand before the first message comes: one that is not expected yet waits for a round trip.
+    # All receives are posted before the first message is sent: a message without its receive waits for a round trip.
     works = receives + [
         dist.isend(as_bytes(shard), global_rank(group, to), group=group, tag=_TAG) for shard, to in sends
     ]

@@ -1,6 +1,6 @@
-"""A model sharded with FSDP2 (``torch.distributed.fsdp.fully_shard``), and its optimizer with it.
+"""Sharding a model with FSDP2 (``torch.distributed.fsdp.fully_shard``), together with its optimizer.
 
-To import this takes most of a second, for DTensor: only who shards a model so does it.
+Importing this module takes most of a second, for DTensor, so it is imported where a model is to be sharded.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 __all__ = ["shard_model"]
 
-# Elements of a block from which on it is gathered by itself: smaller ones are not worth a message of their own.
+# Smallest number of elements of a block that is gathered by itself: smaller ones are not worth a message of their own.
 _BLOCK_NUMEL = 1 << 20
 
 
 def shard_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Apply ``fully_shard`` to a plain model over all workers, and hand the shards to an optimizer built on it. Collective.
+    """Apply ``fully_shard`` to a plain model over all workers, and give its optimizer the shards. Collective.
 
-    Every large element of a ``ModuleList`` or ``Sequential`` is gathered by itself, the rest with the root. Rank 0's values
-    count. A model to which ``fully_shard`` was applied already is left as it is.
+    Every large element of a ``ModuleList`` or ``Sequential`` is gathered by itself, the rest with the root. All workers start
+    with rank 0's values. A model to which ``fully_shard`` was applied already is left unchanged.
 
     Raises:
         ValueError: The optimizer has state already, or parameters that are not the model's.

@@ -1,6 +1,6 @@
-"""The gradients of one bucket on their way: laid side by side, sent to the workers that own them, and held there.
+"""The gradients of one bucket: collected in a buffer, sent to the workers that own them, and held there.
 
-What decides when each of these happens is :class:`ray_adascale.ShardedDataParallel`.
+:mod:`ray_adascale.sharding.reduction` decides when each of these happens.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ __all__ = ["GradientBucket"]
 class GradientBucket:
     """The gradients of one bucket's parameters on their way to the owners.
 
-    The buffer has the bucket's layout, but that each shard ends with one flag per parameter: in how many workers it had a
-    gradient. So an owner knows, without another message, which parameters nobody used, and leaves those alone.
+    The buffer has the bucket's layout, and in addition each shard ends with one flag per parameter: the number of workers with
+    a gradient. So an owner can tell, without another message, which parameters no worker used, and does not step those.
 
     Args:
         bucket: The parameters.
         group: Process group of the workers; the default one if None.
-        wire_dtype: What gradients are sent as; None for their own dtype.
-        buffers: Where memory comes from that is needed for a pass only.
+        wire_dtype: Dtype in which gradients are sent; None for their own.
+        buffers: Source of memory that is needed during a pass only.
 
     Attributes:
-        segments: (parameter group, start, end) of the elements in what :meth:`collect` returns.
-        arrived: Which parameters have got their gradient in the pass that runs.
-        missing: The number of trainable ones that have not.
-        launched: Whether the pass that runs is done with this bucket.
-        observed: Whether the reduced gradient's norm is wanted.
-        accumulated: Unreduced gradients of earlier passes, where each pass's norm is wanted.
+        segments: (parameter group, start, end) of the elements in the result of :meth:`collect`.
+        arrived: Whether each parameter has its gradient in the running pass.
+        missing: Number of trainable parameters without their gradient.
+        launched: Whether this bucket was sent in the running pass.
+        observed: Whether the reduced gradient's norm is needed.
+        accumulated: Unreduced gradients of earlier passes, if each pass's norm is needed.
         shard: The sum over passes of this worker's reduced shard, with flags; it is valid while ``held``.
         held: Whether this worker's fragments have reduced gradients.
     """
@@ -47,7 +47,7 @@ class GradientBucket:
         self.bucket = bucket
         self._group = group
         self._buffers = buffers
-        # The sum of N halves might not be finite where their mean is, so what is sent as such is divided before.
+        # The sum of N half-precision numbers may overflow where their mean does not, so they are divided before they are sent.
         self._half = bucket.flat.dtype.itemsize < 4
         self._wire_dtype = None if self._half else wire_dtype
         self._spans = [bucket.spans(rank) for rank in range(bucket.world_size)]
@@ -100,12 +100,12 @@ class GradientBucket:
         return self.accumulated is not None or any(p.grad is not None for p in self.bucket.params)
 
     def _shift(self, position: int) -> int:
-        """Where an element of the bucket lies in the gradient buffer."""
+        """Return the position in the gradient buffer of an element of the bucket."""
         shard = max(r for r in range(self.bucket.world_size) if self.bucket.bounds[r] <= position)
         return position - self.bucket.bounds[shard] + self._bounds[shard]
 
     def _segments(self, low: int, high: int, *, shift: Callable[[int], int]) -> list[tuple[int, int, int]]:
-        """(parameter group, start, end) of the buffer's elements from ``low`` to ``high``, in as few as there are."""
+        """Return (parameter group, start, end) of the buffer's elements from ``low`` to ``high``, in as few runs as possible."""
         segments: list[tuple[int, int, int]] = []
         bucket = self.bucket
         for g, offset, p in zip(bucket.groups, bucket.offsets, bucket.params, strict=True):
@@ -120,7 +120,7 @@ class GradientBucket:
         return segments
 
     def _plan(self, sizes: Sequence[int]) -> list[tuple[int, int, int]]:
-        """What lies side by side in the buffer: (parameter, from, to) in memory order, −1 for all of it; or (−1, 0, zeros)."""
+        """Return the buffer's parts: (parameter, from, to) in memory order, from = −1 for all of it; or (−1, 0, zeros)."""
         pieces: list[tuple[int, int, int]] = []
         bucket = self.bucket
         for r, spans in enumerate(self._spans):
@@ -143,9 +143,10 @@ class GradientBucket:
 
     @torch.no_grad()
     def collect(self, *, keep: bool) -> Tensor:
-        """This worker's gradients side by side, flags zero; the parameters' ``.grad`` are None afterwards.
+        """Return this worker's gradients in one buffer, with flags of zero; the parameters' ``.grad`` are None afterwards.
 
-        In memory of their own if they are to be kept; else in a buffer that :meth:`release` gives back.
+        Args:
+            keep: Use memory of its own; else a buffer that :meth:`release` gives back.
         """
         flat, size = self.bucket.flat, self._bounds[-1]
         flats: list[Tensor] = []
@@ -213,7 +214,7 @@ class GradientBucket:
         used = [True] * len(self.bucket.fragments)
         mine = self._spans[self.bucket.rank]
         if not all(self._seen[span.index] for span in mine):
-            # Only now the host must look: another worker may have used what this one did not.
+            # Only in this case the host must read the flags: another worker may have used a parameter that this one did not.
             used = (self.shard[self._own_size : self._own_size + len(mine)] != 0).tolist()
         self._seen = [False] * len(self.bucket.params)
         for fragment, part, has in zip(self.bucket.fragments, self._parts, used, strict=True):
@@ -224,7 +225,7 @@ class GradientBucket:
 
     @torch.no_grad()
     def reopen(self) -> None:
-        """What the optimizer left of its gradients is what further ones are added to; one that it cleared is zero."""
+        """Prepare for further gradients, which add to those that the optimizer has left. A gradient that it cleared is zero."""
         if self.shard is None or not self.held:
             return
         for i, (fragment, part) in enumerate(zip(self.bucket.fragments, self._parts, strict=True)):
@@ -233,7 +234,7 @@ class GradientBucket:
                 self.shard[self._own_size + i] = 0
 
     def own_norms(self) -> list[tuple[int, Tensor]]:
-        """(parameter group, norm) of this worker's shard of the reduced gradient."""
+        """Return (parameter group, norm) of this worker's shard of the reduced gradient."""
         assert self.shard is not None
         if self._norms is None:
             shard = self.shard
@@ -241,7 +242,7 @@ class GradientBucket:
         return self._norms
 
     def _parts_of(self, shard: Tensor) -> list[Tensor]:
-        """Each fragment's gradient, a view."""
+        """Return each fragment's gradient as a view."""
         start = self.bucket.bounds[self.bucket.rank]
         parts = []
         for fragment in self.bucket.fragments:
@@ -260,7 +261,7 @@ class GradientBucket:
 
 
 def _laid_out(grad: Tensor, param: Tensor) -> Tensor:
-    """A gradient of any layout and dtype as its parameter lies in memory; 1-D."""
+    """Return a gradient of any layout and dtype in its parameter's memory layout and dtype; 1-D."""
     grad = grad.detach()
     if grad.is_sparse:
         grad = grad.to_dense()

@@ -1,7 +1,7 @@
-"""OSS: optimizer state sharded over workers. Each worker holds and updates its share, and sends the result to the others.
+"""OSS: optimizer state sharded over workers. Each worker holds and updates its share, and sends the updated parameters.
 
 FairScale's name and constructor. Parameters lie in flat buckets (:mod:`ray_adascale.sharding.buckets`). An optimizer that
-is known to treat every element by itself is split by element, so that every worker holds exactly 1/N; any other one is
+is known to treat every element by itself is split by element, so that every worker holds exactly 1/N. Any other one is
 split by whole parameters, which is right for every optimizer that treats each parameter by itself.
 """
 
@@ -9,107 +9,54 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import (
-    ASGD,
-    LBFGS,
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-    Rprop,
-)
+from torch.optim import LBFGS, SGD, Optimizer
 
-from .._torch import as_bytes, called_to_make_state, global_rank, is_dtensor
+from .._torch import called_to_make_state
 from ..measure.observers import GradientObserver, PassListener, take_norm
 from .buckets import Bucket, Fragment, make_buckets
+from .clipping import NormOverWorkers
+from .collect_state import EVERYONE, collect_state
 from .collectives import gather_shards
-from .share_state import (
-    NOT_COLLECTED,
-    ShareState,
-    copy_of,
-    describe_entry,
-    hyperparameters,
-    packed,
-    part_of_state,
-    place_for,
-)
+from .partition import TORCHS, Owners, check_shardable, is_elementwise
+from .share_state import NOT_COLLECTED, ShareState, copy_of, hyperparameters, packed, part_of_state
 
-__all__ = ["OSS", "GradientReducer", "has_state", "partition", "register_elementwise"]
-
-_EVERYONE = -1
-
-_TORCHS: frozenset[type[Optimizer]] = frozenset(
-    {SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop, Adagrad, Adadelta, ASGD}
-)
-_ELEMENTWISE: set[type[Optimizer]] = set(_TORCHS)
-
-
-def register_elementwise(cls: type[Optimizer]) -> type[Optimizer]:
-    """Declare that an optimizer class updates each element from that element's gradient and state alone.
-
-    OSS then splits it by element. Wrong for LARS, LAMB, Muon, Shampoo and whatever looks at a norm, a row or a matrix.
-    A subclass is not covered by its base class. Usable as a decorator.
-    """
-    if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
-        raise ValueError(f"Invalid {cls!r}. Must be a subclass of torch.optim.Optimizer.")
-    _ELEMENTWISE.add(cls)
-    return cls
-
-
-def partition(sizes: list[int], parts: int, loads: list[int] | None = None) -> list[int]:
-    """The part of each item so that the parts' sums are about equal: largest first, to the least loaded part.
-
-    Args:
-        sizes: Elements of each parameter.
-        parts: Number of workers.
-        loads: What each part holds already; updated in place.
-
-    Returns:
-        One part number per item; the same on every worker.
-    """
-    loads = [0] * parts if loads is None else loads
-    owners = [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        owner = min(range(parts), key=lambda part: (loads[part], part))
-        owners[index] = owner
-        loads[owner] += sizes[index]
-    return owners
-
-
-def has_state(optimizer: Optimizer) -> bool:
-    """Whether an optimizer keeps anything beside the parameters, so that sharding it saves memory."""
-    return type(optimizer) is not SGD or any(group["momentum"] != 0 for group in optimizer.param_groups)
+__all__ = ["OSS", "GradientReducer", "ReducerListener"]
 
 
 class GradientReducer(Protocol):
-    """What leaves every worker with the gradient of its own fragments only (ShardedDataParallel)."""
+    """Reduces each gradient to the worker that owns it (ShardedDataParallel); every worker gets those of its fragments only."""
+
+    @property
+    def consumed(self) -> bool:
+        """Whether a step has used the gradients, and no backward pass came on this worker since."""
 
     def finish_reduction(self) -> None:
-        """Reduce what this step's backward passes left behind, if that has not happened."""
+        """Reduce the gradients of this step's backward passes, if that has not happened."""
 
     def reopen(self) -> None:
-        """Further backward passes come: what the optimizer left of the gradients it was handed is added to."""
+        """Prepare for further backward passes, which add to the gradients that the optimizer has left."""
 
-    def discard(self, *, used_up: bool = False) -> None:
-        """Forget gradients, reduced or not; ``used_up`` if a step has taken them."""
+    def discard(self) -> None:
+        """Forget gradients, reduced or not."""
 
-    def used_up(self) -> bool:
-        """Whether a step has taken the gradients, and no backward pass came on this worker since."""
+    def consume(self) -> None:
+        """Forget gradients that a step has used."""
 
-    def observe(self, optimizer: OSS, listener: PassListener, *, accumulating: bool) -> GradientObserver:
-        """Take norms of the optimizer's gradients from now on; with ``accumulating``, a step has several passes."""
+    def observe(self, listener: PassListener, *, accumulating: bool) -> GradientObserver:
+        """Return an observer of the optimizer's gradients; with ``accumulating``, a step has several passes."""
+
+
+class ReducerListener(Protocol):
+    """Object that depends on whether gradients are sharded. OSS holds it weakly."""
+
+    def on_reducer_attached(self) -> None:
+        """A ShardedDataParallel was made over the optimizer."""
 
 
 class OSS(Optimizer):
@@ -126,7 +73,7 @@ class OSS(Optimizer):
     Args:
         params: Parameters or groups, as for any optimizer; the same on all workers.
         optim: Class of the optimizer to shard. Split by element for torch's elementwise optimizers and those given to
-            :func:`register_elementwise`, by whole parameters for all others.
+            :func:`ray_adascale.register_elementwise`, by whole parameters for all others.
         group: Process group; the default one if None. Without one, or alone in it, OSS is just the optimizer.
         broadcast_buffer_size: Elements in a bucket; zero and negative numbers for the default. FairScale ignores it.
         broadcast_fp16: Not supported: workers would hold rounded copies of the parameters.
@@ -176,7 +123,7 @@ class OSS(Optimizer):
         return self
 
     def _split(self, optimizer: Optimizer, group: dist.ProcessGroup | None, bucket_numel: int) -> None:
-        # AdaScale, which stands above this module, says on its class why it can't be sharded.
+        # AdaScale gives the reason on its class, since this module does not import it.
         refusal: str | None = getattr(type(optimizer), "refuses_sharding", None)
         if refusal is not None:
             raise ValueError(refusal)
@@ -193,8 +140,8 @@ class OSS(Optimizer):
         if held is not None and world_size > 1:
             name = type(optimizer).__name__
             raise ValueError(
-                f"{name} holds another optimizer, in {held!r}, of which OSS would shard nothing. Shard that one, and wrap it, as "
-                f"in {name}(OSS(...)); or use {name} without OSS."
+                f"{name} holds another optimizer, in {held!r}, and OSS would shard nothing of it. Shard that one, and wrap it, "
+                f"as in {name}(OSS(...)); or use {name} without OSS."
             )
         if bucket_numel != -1 and bucket_numel < 1:
             raise ValueError(
@@ -205,21 +152,21 @@ class OSS(Optimizer):
         self.world_size = world_size
         if self.rank < 0:
             raise ValueError("This worker is not in the process group that OSS is to shard over.")
-        self._full = optimizer  # keeps the full groups, which schedulers drive
+        self._full = optimizer  # with the full groups, which schedulers drive
         super().__setstate__({})
-        self.splits_elements = type(optimizer) in _ELEMENTWISE
+        self.splits_elements = is_elementwise(type(optimizer))
         """Whether the split is by element; else it is by whole parameters."""
         self.buckets: list[Bucket] = []
         self.fragments: list[Fragment] = []
         """This worker's share, in parameter order."""
         self._bucket_numel = self._BUCKET_NUMEL if bucket_numel == -1 else bucket_numel
-        self._trainable_loads = [0] * self.world_size
-        self._loads = [0] * self.world_size
+        self._owners = Owners(self.world_size)
+        # The ShardedDataParallel owns its reducer, and this optimizer with it.
         self._reducer: weakref.ref[GradientReducer] | None = None
-        self._on_reducer: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._reducer_listeners: weakref.WeakSet[ReducerListener] = weakref.WeakSet()
 
-        # The part that this worker updates: the same object but for groups and state, so that any class works, whatever
-        # its constructor asks for. A scheduler's patched `step` belongs to the original.
+        # The part that this worker updates: a copy of the object with groups and state of its own, so that any class works,
+        # with any constructor. A scheduler's patched `step` belongs to the original.
         self._shard: Optimizer = object.__new__(type(optimizer))
         self._shard.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
         self._shard.param_groups = []
@@ -230,7 +177,7 @@ class OSS(Optimizer):
         optimizer._sharded = True  # type: ignore[attr-defined]
 
     def _distribute(self, first: int, given: Mapping[Any, Any] | None = None) -> None:
-        """Put the parameters of the groups from ``first`` on into buckets, and give this worker its part of them.
+        """Put the parameters of the groups from number ``first`` on into buckets, and give this worker its part of them.
 
         Args:
             first: Number of a parameter group.
@@ -240,14 +187,14 @@ class OSS(Optimizer):
         params: list[Tensor] = [p for g in numbers for p in self.param_groups[g]["params"]]
         groups = [g for g in numbers for _ in self.param_groups[g]["params"]]
         for p in params:
-            _check_shardable(p)
+            check_shardable(p)
         if self.world_size == 1:
             fragments = [Fragment(p, g, 0, p.numel(), p, 0) for p, g in zip(params, groups, strict=True)]
         else:
             buckets = make_buckets(
                 params,
                 groups,
-                None if self.splits_elements else self._owners(params),
+                None if self.splits_elements else self._owners.add(params),
                 rank=self.rank,
                 world_size=self.world_size,
                 numel=self._bucket_numel,
@@ -259,7 +206,7 @@ class OSS(Optimizer):
         for g in numbers:
             group = self.param_groups[g]
             mine = [f for f in fragments if f.group == g]
-            # A group of which nothing is left stays: some optimizers keep scalars in their groups, equal on all workers.
+            # A group without a fragment stays: some optimizers keep scalars in their groups, equal on all workers.
             local = {**group, "params": [f.tensor for f in mine]}
             if "param_names" in group:
                 names = dict(zip(group["params"], group["param_names"], strict=True))
@@ -274,27 +221,7 @@ class OSS(Optimizer):
             if f.param in full:
                 self._shard.state[f.tensor] = part_of_state(full[f.param], f)
 
-    def _owners(self, params: Sequence[Tensor]) -> list[int]:
-        """The worker that owns each parameter, where parameters stay whole."""
-        owners = [0] * len(params)
-        # Frozen parameters have no state, so they must not weigh against those that have; they come second, and even
-        # out what there is when they are thawed.
-        trainable = [i for i, p in enumerate(params) if p.requires_grad]
-        frozen = [i for i, p in enumerate(params) if not p.requires_grad]
-        for i, owner in zip(
-            trainable,
-            partition([params[i].numel() for i in trainable], self.world_size, self._trainable_loads),
-            strict=True,
-        ):
-            owners[i] = owner
-            self._loads[owner] += params[i].numel()
-        for i, owner in zip(
-            frozen, partition([params[i].numel() for i in frozen], self.world_size, self._loads), strict=True
-        ):
-            owners[i] = owner
-        return owners
-
-    # ---- what a torch.optim.Optimizer has ------------------------------------------------------------------------
+    # ---- interface of torch.optim.Optimizer ----------------------------------------------------------------------
 
     @property
     def optim(self) -> Optimizer:
@@ -350,7 +277,7 @@ class OSS(Optimizer):
         self._distribute(len(self.param_groups) - 1)
 
     def refresh_trainable(self) -> None:
-        """Does nothing: unlike in FairScale, freezing and unfreezing need no call. The split stays, so no state has to move."""
+        """Do nothing: unlike in FairScale, freezing and unfreezing need no call. The split stays, so no state has to move."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._full.zero_grad(set_to_none=set_to_none)
@@ -360,17 +287,17 @@ class OSS(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update this worker's share, then exchange the shares. Collective.
 
-        Under ShardedDataParallel the gradients are used up: the next backward pass starts afresh, with or without
+        Under ShardedDataParallel the step consumes the gradients: the next backward pass starts afresh, with or without
         ``zero_grad()``. The step that ``torch.distributed.checkpoint.state_dict`` takes to make an empty state exchanges nothing.
 
         Args:
-            closure: Evaluates the model, calls ``backward()`` and returns the loss. It is handed on to the optimizer, which may
-                evaluate it several times, on every worker as often: each time with what all have done to their parameters
-                by then. Under ShardedDataParallel each evaluation reduces its gradients.
-            **kwargs: Passed on to the optimizer.
+            closure: Evaluates the model, calls ``backward()`` and returns the loss. It is passed to the optimizer, which may
+                call it several times, equally often on every worker; each call sees the parameters as all workers have updated
+                them by then. Under ShardedDataParallel each call reduces its gradients.
+            **kwargs: Passed to the optimizer.
 
         Returns:
-            What the optimizer's step returns.
+            The return value of the optimizer's step.
 
         Raises:
             RuntimeError: Under ShardedDataParallel, a pass in ``no_sync()`` came after the one that was reduced, and would be
@@ -380,24 +307,24 @@ class OSS(Optimizer):
             self._make_state()
             return None
         loss = None
-        handed = False
+        in_place = False
 
         def evaluate() -> Any:
-            nonlocal loss, handed
-            if handed:
-                self._take_back()
+            nonlocal loss, in_place
+            if in_place:
+                self._prepare_evaluation()
             with torch.enable_grad():
                 loss = cast(Callable[[], Any], closure)()
-            self._hand_over(first=not handed)
-            handed = True
+            self._set_gradients(first=not in_place)
+            in_place = True
             return loss
 
-        # Torch's own begin with the closure. Others may begin with the gradients in place.
-        if closure is None or type(self._shard) not in _TORCHS:
-            self._hand_over(first=True)
-            handed = True
-        # What torch's schedulers look for: one that was built on the wrapped optimizer patched a step() that nobody
-        # calls any more, and would warn that the optimizer had not stepped before it.
+        # Torch's own optimizers begin with the closure. Others may begin with the gradients in place.
+        if closure is None or type(self._shard) not in TORCHS:
+            self._set_gradients(first=True)
+            in_place = True
+        # Torch's schedulers look for this. A scheduler that was built on the wrapped optimizer patched a step() that is not
+        # called any more, and would warn that the optimizer had not stepped before it.
         self._full._opt_called = True  # type: ignore[attr-defined]
         try:
             result = self._shard.step(**kwargs) if closure is None else self._shard.step(evaluate, **kwargs)
@@ -409,7 +336,7 @@ class OSS(Optimizer):
             group.update(hyperparameters(local))  # some optimizers keep scalars of their own in the groups
         self._gather()
         if self.reducer is not None:
-            self.reducer.discard(used_up=True)
+            self.reducer.consume()
         self._shares.made, self._shares.collected = True, None
         return loss if result is None else result
 
@@ -432,8 +359,8 @@ class OSS(Optimizer):
         shares.collected = {place[k] if isinstance(k, Tensor) else k: copy_of(v) for k, v in made.items()}
         shares.made = True
 
-    def _hand_over(self, *, first: bool) -> None:
-        """Give the optimizer the gradients of its share; the hyperparameters too, if this is the step's first time."""
+    def _set_gradients(self, *, first: bool) -> None:
+        """Set the gradients of this worker's share; the hyperparameters too, if this is the step's first time."""
         for bucket in self.buckets:
             if not bucket.bound():
                 bucket.bind()
@@ -447,8 +374,8 @@ class OSS(Optimizer):
             for local, group in zip(self._shard.param_groups, self.param_groups, strict=True):
                 local.update(hyperparameters(group))
 
-    def _take_back(self) -> None:
-        """Before the model is evaluated within a step: parameters as all optimizers have left them, and the gradients too."""
+    def _prepare_evaluation(self) -> None:
+        """Before a further evaluation of the model within a step: gather parameters, and clear gradients that were cleared."""
         self._gather()
         reducer = self.reducer
         if reducer is not None:
@@ -464,11 +391,11 @@ class OSS(Optimizer):
                     p.grad = None
 
     def _gather(self) -> None:
-        """Get everybody's share of the updated parameters."""
-        if type(self._shard) not in _TORCHS:
+        """Gather the shares of the updated parameters from all workers."""
+        if type(self._shard) not in TORCHS:
             for bucket in self.buckets:
                 bucket.bring_back()
-        # Optimizers go by the gradient: one that was left behind when the parameter was frozen still counts.
+        # Optimizers step every parameter with a gradient, also if it was frozen since.
         moved = [b for b in self.buckets if any(p.requires_grad or p.grad is not None for p in b.params)]
         if moved:
             gather_shards([(bucket.flat, bucket.bounds) for bucket in moved], self.group)
@@ -483,7 +410,7 @@ class OSS(Optimizer):
         return None if self._reducer is None else self._reducer()
 
     def attach_reducer(self, reducer: GradientReducer) -> None:
-        """From now on the gradient of each fragment is put into its tensor by ``reducer``.
+        """Let ``reducer`` set the gradient of each fragment from now on.
 
         Raises:
             ValueError: There is another one already.
@@ -491,24 +418,22 @@ class OSS(Optimizer):
         if self.reducer is not None:
             raise ValueError("This OSS has a ShardedDataParallel already; make one OSS for each.")
         self._reducer = weakref.ref(reducer)
-        for method in self._on_reducer:
-            call = method()
-            if call is not None:
-                call()
+        for listener in list(self._reducer_listeners):
+            listener.on_reducer_attached()
 
-    def when_reducer_attached(self, method: Callable[[], None]) -> None:
-        """Call a bound method, held weakly, when a ShardedDataParallel is made over this optimizer."""
-        self._on_reducer.append(weakref.WeakMethod(method))
+    def add_reducer_listener(self, listener: ReducerListener) -> None:
+        """Call a listener when a ShardedDataParallel is made over this optimizer."""
+        self._reducer_listeners.add(listener)
 
     def step_gradients(self) -> list[Tensor]:
-        """The gradients that :meth:`step` will use on this worker: its share of them under ShardedDataParallel."""
+        """Return the gradients that :meth:`step` will use on this worker: under ShardedDataParallel its share of them."""
         if self.reducer is None or self.world_size == 1:
             return [p.grad for p in self._params() if p.grad is not None]
         self.reducer.finish_reduction()
         return [f.tensor.grad for f in self.fragments if f.tensor.grad is not None]
 
     def discard_gradients(self) -> None:
-        """Forget the sharded gradients, if there are any."""
+        """Forget the sharded gradients."""
         reducer = self.reducer
         if reducer is not None:
             reducer.discard()
@@ -524,9 +449,9 @@ class OSS(Optimizer):
     ) -> Tensor:
         """Clip the whole gradient to a norm, as ``torch.nn.utils.clip_grad_norm_`` would unsharded. Collective.
 
-        With tensor- or pipeline-parallel workers beside this optimizer's, each of which has an OSS of its own parameters, give
-        ``process_group=torch.distributed.group.WORLD`` on all of them, as FairScale takes it, and a filter that counts a
-        parameter of which several have a copy on one of them. Else each would clip its part of the model by itself.
+        If there are tensor- or pipeline-parallel workers beside this optimizer's, with an OSS of their own parameters, give
+        ``process_group=torch.distributed.group.WORLD`` on all of them, as in FairScale, and a filter that counts a parameter
+        with several copies on one worker only. Else each OSS clips its part of the model by itself.
 
         Args:
             max_norm: Largest norm.
@@ -538,14 +463,14 @@ class OSS(Optimizer):
             The norm before clipping, on the device.
 
         Raises:
-            RuntimeError: Under ShardedDataParallel, no backward pass came since ``step()``, which has used the gradients up.
+            RuntimeError: Under ShardedDataParallel, no backward pass came since ``step()``, which has consumed the gradients.
         """
         params = self._params()
         counted = set(params if filter_params_fn is None else filter_params_fn(params))
         shared = self.reducer is not None and self.world_size > 1
         used = False
         if self.reducer is not None:
-            used = self.reducer.used_up()
+            used = self.reducer.consumed
             self.reducer.finish_reduction()
         clipped = [f.tensor for f in self.fragments] if shared else params
         if process_group is None and not shared:
@@ -554,38 +479,26 @@ class OSS(Optimizer):
             all_used = used
         else:
             grads = self._own_gradients(counted)
-            total, unused = self._norm_over(process_group or self.group, grads, float(norm_type), not used)
+            group = process_group or self.group
+            wide = any(p.dtype in (torch.float64, torch.complex128) for p in params)
+            # Other groups' workers may have parameters of other dtypes, so their norms are sent as float64.
+            norm = NormOverWorkers(group, float(norm_type), params[0].device, wide or group is not self.group)
+            total, unused = norm(grads, not used)
+            total = total if wide else total.float()
             all_used = used and not bool(unused)  # a worker with gradients does not wait for the device
         if all_used:
             raise RuntimeError(
-                "clip_grad_norm() after step(): under ShardedDataParallel the step has used the gradients up. Call it between "
+                "clip_grad_norm() after step(): under ShardedDataParallel the step has consumed the gradients. Call it between "
                 "backward() and step(); for the norm alone, clip_grad_norm(math.inf) there."
             )
         torch.nn.utils.clip_grads_with_norm_(clipped, max_norm, total)
         return total
 
     def _own_gradients(self, of: set[Tensor]) -> list[Tensor]:
-        """This worker's shares of the gradients of some parameters."""
+        """Return this worker's shares of the gradients of some parameters."""
         if self.reducer is not None or self.world_size == 1:
             return [f.tensor.grad for f in self.fragments if f.param in of and f.tensor.grad is not None]
         return [f.of(f.param.grad) for f in self.fragments if f.param in of and f.param.grad is not None]
-
-    def _norm_over(
-        self, group: dist.ProcessGroup | None, grads: list[Tensor], norm_type: float, flag: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Return the norm of the gradients that all workers of a group have together, and whether any has raised the flag."""
-        params = self._params()
-        total = torch.nn.utils.get_total_norm(grads, norm_type)
-        # The same dtype on all workers, whatever lies on each.
-        wide = any(p.dtype in (torch.float64, torch.complex128) for p in params)
-        total = total.to(params[0].device, torch.float64 if wide or group is not self.group else torch.float32)
-        largest = norm_type == float("inf")
-        both = torch.stack([total if largest else total**norm_type, torch.full_like(total, float(flag))])
-        dist.all_reduce(both, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
-        total, raised = both.unbind()
-        if not largest:
-            total = total ** (1 / norm_type)
-        return total if wide else total.float(), raised
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
@@ -597,86 +510,19 @@ class OSS(Optimizer):
         Args:
             recipient_rank: Rank in the process group; −1 for all of them.
         """
-        if not _EVERYONE <= recipient_rank < self.world_size:
-            raise ValueError(
-                f"Invalid {recipient_rank=}. Must be one of the {self.world_size} ranks in the process group, or -1 for all."
-            )
         self._shares.collected = None
-        params = self._params()
-        place = {p: i for i, p in enumerate(params)}
-        mine = [
-            [
-                place[f.param],
-                f.start,
-                f.numel,
-                [[name, *describe_entry(value, f)] for name, value in self.state[f.tensor].items()],
-            ]
-            for f in self.fragments
-            if f.tensor in self.state
-        ]
-        receives = recipient_rank in (self.rank, _EVERYONE)
-        states: dict[Any, Any] = {}
-        held = {place[f.param]: f for f in self.fragments}
-        sent: set[tuple[int, Any]] = set()
-        for owner, entries in enumerate(self._all_gather_object(mine)):
-            for i, start, numel, entry in entries:
-                for name, kind, payload in entry:
-                    if kind != "part" and (i, name) in sent:
-                        continue  # another owner's copy of a scalar, such as Adam's step
-                    sent.add((i, name))
-                    fragment = held[i] if owner == self.rank else None
-                    source = None if fragment is None or kind == "value" else self.state[fragment.tensor][name].detach()
-                    state = states.setdefault(i, {})
-                    if kind == "value":
-                        state[name] = payload
-                    else:
-                        into = place_for(state, name, kind, payload, params[i], start, numel) if receives else None
-                        self._move(owner, recipient_rank, source, into, payload)
-        if receives:
-            states.update({k: copy_of(v) for k, v in self.state.items() if not isinstance(k, Tensor)})
-            self._shares.collected = states
-
-    def _move(self, owner: int, recipient: int, source: Tensor | None, into: Tensor | None, payload: list[Any]) -> None:
-        """Bring one tensor, or part of it, from its owner to the recipient."""
-        if owner == recipient or self.world_size == 1:
-            if source is not None and into is not None:
-                into.copy_(source)
-            return
-        if source is None and into is None:
-            return
-        shape, dtype = payload[0], getattr(torch, payload[1])
-        device = self._carrier_device()
-        if source is None:
-            carrier = torch.empty(shape, dtype=dtype, device=device)
-        else:
-            carrier = source.to(device).contiguous()
-        if carrier.numel():
-            data = as_bytes(carrier.view(-1))
-            if recipient == _EVERYONE:
-                dist.broadcast(data, global_rank(self.group, owner), group=self.group)
-            elif source is not None:
-                dist.send(data, global_rank(self.group, recipient), group=self.group)
-            else:
-                dist.recv(data, global_rank(self.group, owner), group=self.group)
-        if into is not None:
-            into.copy_(carrier)
-
-    def _carrier_device(self) -> torch.device:
-        """Where tensors must be for this group to move them."""
-        if "nccl" in dist.get_backend_config(self.group) and "gloo" not in dist.get_backend_config(self.group):
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("cpu")
-
-    def _all_gather_object(self, mine: Any) -> list[Any]:
-        """Each worker's object, in rank order. It is pickled: the workers of a group run one program and trust each other."""
-        if self.world_size == 1:
-            return [mine]
-        everyone: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyone, mine, group=self.group)
-        return everyone
+        self._shares.collected = collect_state(
+            self._shares,
+            self._params(),
+            self.fragments,
+            group=self.group,
+            rank=self.rank,
+            world_size=self.world_size,
+            recipient=recipient_rank,
+        )
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
-        """The full state, as the unsharded optimizer would give it; independent of the number of workers.
+        """Return the full state, equal to the unsharded optimizer's; independent of the number of workers.
 
         Args:
             all_ranks: First collect it on every worker; collective.
@@ -685,17 +531,17 @@ class OSS(Optimizer):
             RuntimeError: :meth:`consolidate_state_dict` was not called on this worker since the last step.
         """
         if all_ranks or self.world_size == 1:
-            self.consolidate_state_dict(_EVERYONE)
+            self.consolidate_state_dict(EVERYONE)
         collected = self._shares.collected
         if collected is None:
             raise RuntimeError(NOT_COLLECTED)
         # Dicts of its own, since torch.distributed.checkpoint.state_dict renames their keys.
         collected = {k: dict(v) if isinstance(v, dict) else v for k, v in collected.items()}
-        # The groups as they are now: a scheduler may have moved the LR since.
+        # The present groups: a scheduler may have changed the LR since.
         return {"state": collected, "param_groups": packed(self.param_groups)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a full state on every worker; each keeps a copy of its share. The argument is left as it is.
+        """Load a full state on every worker; each keeps a copy of its share. The argument is left unchanged.
 
         Raises:
             ValueError: The groups differ in number or size.
@@ -713,7 +559,7 @@ class OSS(Optimizer):
             group.update({k: copy_of(v) for k, v in other.items() if k != "params"})
         for local, group in zip(self._shard.param_groups, self.param_groups, strict=True):
             local.update(hyperparameters(group))
-        # As the local optimizer numbers them.
+        # In the order in which the local optimizer numbers them.
         fragments = [f for g in range(len(sizes)) for f in self.fragments if f.group == g]
         state: dict[Any, Any] = {
             i: part_of_state(copy_of(saved[where[f.param]]), f)
@@ -732,14 +578,3 @@ class OSS(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("OSS belongs to a process group and can't be pickled or copied; use its state_dict().")
-
-
-def _check_shardable(p: Tensor) -> None:
-    if isinstance(p, torch.nn.parameter.UninitializedParameter):
-        raise ValueError("A lazy module's parameter has no shape yet. Run one forward pass before OSS is made.")
-    if is_dtensor(p):
-        raise ValueError(
-            "The parameters are sharded already (DTensor, as from fully_shard): use the optimizer without OSS."
-        )
-    if p.layout is not torch.strided:
-        raise ValueError(f"Invalid parameter of layout {p.layout}. OSS shards dense parameters only.")

@@ -24,7 +24,7 @@ __all__ = [
     "place_for",
 ]
 
-# Entries of a parameter group that list its parameters. They differ between a group and a share of it.
+# Entries of a parameter group that list its parameters. A group and a share of it have different ones.
 _PER_PARAMETER = frozenset({"params", "param_names"})
 
 NOT_COLLECTED = (

@@ -381,7 +381,7 @@ def _adam(wrap: bool, size: float = 1.0) -> list[float]:
         adam.zero_grad()
         (size * F.cross_entropy(model(x), y)).backward()
         adam.step()
-        factors.append(model.gns.statistics.lr_factor if wrap else 1.0)
+        factors.append(model.gns.statistics.last_step.lr_factor if wrap else 1.0)
     return factors + weights(bare).tolist()
 
 

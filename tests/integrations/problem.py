@@ -70,7 +70,7 @@ class Notes:
             self.clocks.append(optimizer.effective_steps)
 
         def after(*_: Any) -> None:
-            self.gains.append(optimizer.last_gain)
+            self.gains.append(optimizer.last_step.gain)
             self.end, self.tau = weights(model).clone(), optimizer.effective_steps
 
         optimizer.register_step_pre_hook(before)

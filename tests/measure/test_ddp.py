@@ -52,7 +52,7 @@ def _steps_against_the_reference(oss: bool, view: bool, static: bool) -> list[fl
     measure_buckets(ddp)
     inner: Any = torch.optim.SGD(by_kind(model), lr=0.05)
     adascale = AdaScale(OSS.wrap(inner) if oss else inner, scale=scale, model=ddp)
-    assert isinstance(adascale._sampler.observer, DDPBucketObserver)
+    assert isinstance(adascale._statistics.observer, DDPBucketObserver)
     reference = ReferenceAdaScale(scale=scale, n=world)
     gains = []
     for step in range(6):
@@ -77,8 +77,8 @@ def _steps_against_the_reference(oss: bool, view: bool, static: bool) -> list[fl
 
 def ddp_buckets(adascale: AdaScale) -> set[tuple[int, ...]]:
     """The parameters of each bucket that was seen."""
-    assert isinstance(adascale._sampler.observer, DDPBucketObserver)
-    return set(adascale._sampler.observer._segments)
+    assert isinstance(adascale._statistics.observer, DDPBucketObserver)
+    return set(adascale._statistics.observer._segments)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def _against_hooks(hook_name: str, dtype: torch.dtype = torch.float32, unused: b
             ddp.register_comm_hook(state, hook)
         inner = torch.optim.SGD(by_kind(model), lr=0.0)
         adascale = AdaScale(inner, scale=5.0, num_gradients_to_accumulate=passes, model=ddp)
-        assert type(adascale._sampler.observer) is (DDPBucketObserver if buckets and passes == 1 else HookObserver)
+        assert type(adascale._statistics.observer) is (DDPBucketObserver if buckets and passes == 1 else HookObserver)
         trace = []
         for step in range(5):
             for i, (x, y) in enumerate(batches(passes, 4)):
@@ -229,7 +229,7 @@ def _comes_and_goes() -> None:
     for passes, factor in ((1, 1.0), (2, 1.0), (1, 1.0), (1, math.inf), (1, 1.0)):
         # The registered hook outlives the observer that it measured for.
         adascale.set_num_gradients_to_accumulate(passes)
-        assert type(adascale._sampler.observer) is (DDPBucketObserver if passes == 1 else HookObserver)
+        assert type(adascale._statistics.observer) is (DDPBucketObserver if passes == 1 else HookObserver)
         before = weights(model), adascale.average_moments()
         for x, y in batches(passes, 4, torch.float32):
             loss = F.cross_entropy(ddp(torch.roll(x, dist.get_rank(), 1)), y) / passes
@@ -237,7 +237,7 @@ def _comes_and_goes() -> None:
         adascale.step()
         adascale.zero_grad()
         skipped = factor == math.inf
-        assert adascale.last_step_skipped == skipped
+        assert adascale.last_step.skipped == skipped
         assert torch.equal(before[0], weights(model)) == skipped
         assert (before[1] == adascale.average_moments()) == skipped
     gone = weakref.ref(adascale)
@@ -258,7 +258,7 @@ def _refused() -> None:
     ddp.register_comm_hook(None, fp16_compress_hook)
     with pytest.raises(ValueError, match="communication hook already"):
         measure_buckets(ddp)
-    assert type(AdaScale(torch.optim.SGD(ddp.parameters(), lr=0.1), model=ddp)._sampler.observer) is HookObserver
+    assert type(AdaScale(torch.optim.SGD(ddp.parameters(), lr=0.1), model=ddp)._statistics.observer) is HookObserver
 
     ddp = DistributedDataParallel(make_model())
     measure_buckets(ddp)

@@ -178,8 +178,8 @@ def train(
         trace["gains"].append([adascale.gain(g) for g in range(groups)])
         trace["tau"].append(adascale.effective_steps)
         trace["moments"].append(adascale.average_moments())
-        trace["sample"].append((adascale.last_sigma2, adascale.last_mu2))
-        trace["skipped"].append(adascale.last_step_skipped)
+        trace["sample"].append((adascale.last_step.sigma2, adascale.last_step.mu2))
+        trace["skipped"].append(adascale.last_step.skipped)
     trace["weights"] = torch.cat([whole(p.detach()).reshape(-1) for p in net.parameters()]).tolist()
     return trace
 
@@ -455,7 +455,7 @@ def unhooked() -> None:
     if dist.get_rank() == 1:
         net.first.weight.grad.to_local()[0, 0] = math.inf
     adascale.step()
-    assert adascale.last_step_skipped
+    assert adascale.last_step.skipped
     assert adascale.effective_steps == tau + gain
 
 
@@ -466,7 +466,7 @@ def test_unhook_leaves_nothing_and_a_users_reduce_scatter_is_never_touched(pool:
 def dropped() -> None:
     net, adascale = ready()
     one_step(net, adascale)
-    gone = weakref.ref(adascale), weakref.ref(adascale._sampler.observer)
+    gone = weakref.ref(adascale), weakref.ref(adascale._statistics.observer)
     del adascale
     gc.collect()
     assert [ref() for ref in gone] == [None, None]

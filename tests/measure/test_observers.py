@@ -53,7 +53,7 @@ def test_two_threads_whose_hooks_come_first_begin_one_pass(monkeypatch: pytest.M
     monkeypatch.setattr(observers, "queue_end_of_backward", queued.append)
     model = make_model()
     adascale = ready(model)
-    observer = adascale._sampler.observer
+    observer = adascale._statistics.observer
     assert isinstance(observer, observers.HookObserver)
     clear = observer.samples.clear
 
@@ -279,7 +279,7 @@ def test_only_large_models_on_a_cpu_share_the_reduced_gradients_norm() -> None:
 
 def test_a_gradient_that_is_not_there_any_more_counts_as_zero() -> None:
     model = make_model()
-    observer = ready(model)._sampler.observer
+    observer = ready(model)._statistics.observer
     assert observer is not None
     for p in model.parameters():
         p.grad = torch.ones_like(p)

@@ -78,7 +78,7 @@ def test_gains_in_adams_metric_equal_the_reference_and_ignore_a_parameters_units
             assert optimizer.gain() == pytest.approx(r, rel=1e-9)
             tau = optimizer.effective_steps
             optimizer.step()
-            assert optimizer.lr_factor == pytest.approx(math.sqrt(r), rel=1e-9)
+            assert optimizer.last_step.lr_factor == pytest.approx(math.sqrt(r), rel=1e-9)
             assert optimizer.effective_steps - tau == pytest.approx(r, rel=1e-9)
             optimizer.zero_grad()
         gains.append(optimizer.gain())

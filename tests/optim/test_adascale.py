@@ -151,14 +151,14 @@ def test_a_non_finite_gradient_changes_nothing_and_the_run_goes_on(bad: float) -
     backward(model, [(data[4][0] * bad, data[4][1]), data[5]])
     adascale.step()
     adascale.zero_grad()
-    assert adascale.last_step_skipped
+    assert adascale.last_step.skipped
     assert torch.equal(weights(model), before)
     assert {k: v.tolist() for k, v in adascale.state_dict()["adascale"].items()} == {
         k: v.tolist() for k, v in state.items()
     }
     backward(model, data[6:8])
     adascale.step()
-    assert not adascale.last_step_skipped
+    assert not adascale.last_step.skipped
     assert not torch.equal(weights(model), before)
     assert 1 <= adascale.gain() <= 4
 
@@ -169,7 +169,7 @@ def test_a_norm_that_overflows_fp16_skips_no_step_at_scale_one(value: float, ski
     adascale = AdaScale(torch.optim.SGD([param], lr=2.0**-10))
     (param * value).sum().backward()  # ‖g‖ = 1000 · 100, and fp16 ends at 65504
     adascale.step()
-    assert adascale.last_step_skipped == skipped
+    assert adascale.last_step.skipped == skipped
     assert torch.equal(param.detach(), torch.full_like(param, 0.0 if skipped else -1000 / 1024))
 
 
@@ -182,7 +182,7 @@ def test_a_lone_sample_that_is_not_finite_is_left_out_at_any_step(bad: float) ->
         adascale.zero_grad()
         (param * value).sum().backward()
         adascale.step()
-        skipped.append(adascale.last_step_skipped)
+        skipped.append(adascale.last_step.skipped)
     assert skipped == [False, False, True, True, False]
     assert param.tolist() == [-1.5] * 3
     assert adascale.effective_steps == adascale.steps == 3
@@ -264,7 +264,7 @@ def test_bookkeeping_holds_no_gradients() -> None:
     adascale.step()
     held = [
         value
-        for holder in (adascale, adascale._sampler.observer)
+        for holder in (adascale, adascale._statistics.observer)
         for value in vars(holder).values()
         if isinstance(value, Tensor) and value.numel() > len(adascale.param_groups) * 2
     ]

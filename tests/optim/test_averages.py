@@ -3,50 +3,60 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from ray_adascale.optim.averages import Averages
+from ray_adascale.optim.averages import Averages, CountDecay, NoiseReadout
 from ray_adascale.optim.gradient_statistics import Sample
+from ray_adascale.optim.step import StepShape
+
+SCALE = 4.0
 
 
-class StandIn(SimpleNamespace):
-    """Of a sampler whose steps all have the passes that were declared."""
-
-    @property
-    def usual_samples(self) -> int:
-        return self.num_samples
-
-
-def averages(*, groups: int = 1, num_samples: int = 2, scale: float = 4.0, **settings: Any) -> tuple[Averages, Any]:
-    """Averages, and the stand-in for their sampler."""
-    sampler = StandIn(
-        num_gains=groups, num_samples=num_samples, scale=scale, world_size=num_samples, open_ended=None, device="cpu"
-    )
-    fields = {"variance_floor": 0.0, "clip_samples": False, "debias": True, "window": None, "total_steps": None}
-    made = Averages(sampler, **(fields | settings))  # type: ignore[arg-type]
-    made.smoothing = 0.75
-    return made, sampler
+def averages(*, groups: int = 1, num_samples: int = 2, **settings: Any) -> Averages:
+    fields = {
+        "smoothing": 0.75,
+        "variance_floor": 0.0,
+        "clip_samples": False,
+        "debias": True,
+        "window": None,
+        "total_steps": None,
+    }
+    made = Averages(groups, **(fields | settings))  # type: ignore[arg-type]
+    made.follow(num_samples)
+    return made
 
 
-def sample(sigma2: float, mu2: float, *, usable: bool = True, finite: bool = True) -> Sample:
+def sample(
+    sigma2: float,
+    mu2: float,
+    *,
+    usable: bool = True,
+    finite: bool = True,
+    shape: StepShape | None = None,
+    usual: int = 2,
+) -> Sample:
     moments = torch.tensor([[sigma2], [mu2]], dtype=torch.float64)
-    return Sample(moments, torch.tensor(usable), torch.tensor(finite), None)
+    step = StepShape(2, scale=SCALE) if shape is None else shape
+    return Sample(step, usual, moments, torch.tensor(usable), torch.tensor(finite), None)
 
 
 def take(into: Averages, *samples: Sample, previous_gain: float = 1.0) -> None:
     for one in samples:
-        into.keep(into.with_sample(one, previous_gain))
+        into.keep(into.with_sample(one, previous_gain), one.usual_samples)
+
+
+def readout(of: Averages, scale: float = SCALE) -> NoiseReadout:
+    return of.evaluate(of.now, scale)
 
 
 def test_the_gain_is_that_of_the_debiased_averages() -> None:
-    mine, _ = averages()
-    assert mine.know(mine.now).gain == 1.0  # before the first sample
+    mine = averages()
+    assert readout(mine).gain == 1.0  # before the first sample
     take(mine, sample(8.0, 2.0), sample(4.0, 2.0))
-    known = mine.know(mine.now)
+    known = readout(mine)
     # Weights 0.75·0.25 and 0.25 of 0.4375: σ² = (0.1875·8 + 0.25·4) / 0.4375, μ² = 2
     sigma2 = 2.5 / 0.4375
     assert known.sigma2 == pytest.approx([sigma2], rel=1e-15)
@@ -56,31 +66,30 @@ def test_the_gain_is_that_of_the_debiased_averages() -> None:
 
 def test_over_effective_time_the_past_weighs_less_after_a_large_gain() -> None:
     for previous_gain in (1.0, 4.0):
-        mine, _ = averages(window=0.1, total_steps=20.0)
+        mine = averages(window=0.1, total_steps=20.0)
         take(mine, sample(1.0, 1.0), sample(3.0, 1.0), previous_gain=previous_gain)
         theta = math.exp(-previous_gain / 2)
-        assert mine.know(mine.now).sigma2 == pytest.approx([(theta + 3) / (theta + 1)], rel=1e-14)
+        assert readout(mine).sigma2 == pytest.approx([(theta + 3) / (theta + 1)], rel=1e-14)
 
 
 @pytest.mark.parametrize(("clip_samples", "sigma2"), [(False, 1.0), (True, 1.5)])
 def test_negative_samples_count_as_they_are_unless_each_is_clipped(clip_samples: bool, sigma2: float) -> None:
-    mine, _ = averages(clip_samples=clip_samples, debias=False)
-    mine.smoothing = 0.999  # so far the plain mean
+    mine = averages(clip_samples=clip_samples, debias=False, smoothing=0.999)  # so far the plain mean
     take(mine, sample(-1.0, 1.0), sample(3.0, 1.0))
-    assert mine.know(mine.now).sigma2 == pytest.approx([sigma2], rel=1e-15)
+    assert readout(mine).sigma2 == pytest.approx([sigma2], rel=1e-15)
 
 
 @pytest.mark.parametrize("bad", [{"usable": False}, {"finite": False}])
 def test_a_sample_that_says_nothing_moves_nothing(bad: dict[str, bool]) -> None:
-    mine, _ = averages()
+    mine = averages()
     take(mine, sample(8.0, 2.0))
-    before = mine.know(mine.now)
+    before = readout(mine)
     take(mine, sample(math.nan, 5.0, **bad))
-    assert mine.know(mine.now) == before
+    assert readout(mine) == before
 
 
 def test_a_sample_counts_once_and_only_when_it_is_kept() -> None:
-    mine, _ = averages()
+    mine = averages()
     one = sample(8.0, 2.0)
     assert mine.with_sample(one, 1.0) is mine.with_sample(one, 1.0)
     assert float(mine.now.weight) == 0.0
@@ -88,37 +97,60 @@ def test_a_sample_counts_once_and_only_when_it_is_kept() -> None:
 
 @pytest.mark.parametrize(("before", "after", "kept"), [(2, 4, True), (2, 1, False), (1, 1, True), (1, 2, False)])
 def test_averages_of_the_other_estimator_are_left(before: int, after: int, kept: bool) -> None:
-    mine, sampler = averages(num_samples=before)
-    take(mine, sample(8.0, 2.0))
+    mine = averages(num_samples=before)
+    take(mine, sample(8.0, 2.0, usual=before))
     state = mine.state()
-    sampler.num_samples = after
-    mine.follow_sampler()
+    mine.follow(after)
     assert (float(mine.now.weight) > 0) == kept
-    other, _ = averages(num_samples=after)
-    other.load(state)
+    other = averages(num_samples=after)
+    other.load(state, after)
     assert (float(other.now.weight) > 0) == kept
     assert other.num_samples == after
+    undecided = averages(num_samples=after)
+    undecided.load(state, None)
+    assert float(undecided.now.weight) > 0
+    assert undecided.num_samples == before
+    assert (float(undecided.with_sample(sample(1.0, 1.0, usable=False, usual=after), 1.0).weight) > 0) == kept
 
 
-def test_what_is_known_is_of_these_averages_at_this_scale() -> None:
-    mine, sampler = averages()
+def test_a_readout_is_cached_for_its_averages_and_scale() -> None:
+    mine = averages()
     take(mine, sample(8.0, 2.0))
-    assert mine.known(mine.now) is None
-    known = mine.know(mine.now)
-    assert mine.known(mine.now) is known
-    sampler.scale = 8.0
-    assert mine.known(mine.now) is None
-    assert mine.know(mine.now).gain == pytest.approx((8 + 2) / (8 / 8 + 2))
+    assert mine.cached(mine.now, SCALE) is None
+    found = readout(mine)
+    assert mine.cached(mine.now, SCALE) is found
+    assert mine.cached(mine.now, 8.0) is None
+    assert readout(mine, 8.0).gain == pytest.approx((8 + 2) / (8 / 8 + 2))
+
+
+def test_theta_may_depend_on_the_shape_of_the_step() -> None:
+    asked = []
+
+    def smoothing(shape: StepShape) -> float:
+        asked.append(shape)
+        return 0.5 if shape.passes == 2 else 0.9
+
+    mine = averages(smoothing=smoothing)
+    long, short = StepShape(3, scale=6.0), StepShape(2, scale=4.0)
+    take(mine, sample(1.0, 1.0, shape=long), sample(3.0, 1.0, shape=short))
+    assert asked == [long, short]
+    # Weights 0.1·0.5 and 0.5.
+    assert readout(mine).sigma2 == pytest.approx([(0.05 * 1 + 0.5 * 3) / 0.55], rel=1e-15)
+
+
+def test_fairscales_theta_is_of_a_full_step_of_all_workers() -> None:
+    theta = CountDecay(3)
+    assert theta(StepShape(3, workers=2)) == theta(StepShape(1, workers=2)) == 1 - 6 / 1000
+    assert CountDecay(600)(StepShape(600, workers=2)) == 0.0
 
 
 def test_a_gain_that_comes_later_starts_without_a_sample() -> None:
-    mine, sampler = averages()
+    mine = averages()
     take(mine, sample(8.0, 2.0))
-    sampler.num_gains = 2
-    mine.add_gain()
-    known = mine.know(mine.now)
+    mine.add_gain(StepShape(2))
+    known = readout(mine)
     assert known.sigma2[0] == 8.0
     assert math.isnan(known.sigma2[1])
     assert known.gains == [(8 + 2) / (8 / 4 + 2), 1.0]
     with pytest.raises(ValueError, match="of 1 gains, this optimizer has 2"):
-        mine.load(averages()[0].state())
+        mine.load(averages().state(), 2)

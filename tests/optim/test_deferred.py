@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ray_adascale import OSS, AdaScale, LinearRule, ShardedDataParallel
-from ray_adascale.optim import adascale as adascale_module
+from ray_adascale.optim import algorithm
 from ray_adascale.optim.deferred import HostCopy
 
 from ..host_reads import HostReads, host_reads
@@ -70,8 +70,9 @@ def backward(model: nn.Module, data: list[Batch]) -> None:
 
 def figures(adascale: AdaScale) -> list[float]:
     gains = [adascale.gain(g) for g in range(len(adascale.param_groups))]
-    last = [adascale.lr_factor, adascale.last_sigma2, adascale.last_mu2, float(adascale.last_step_skipped)]
-    return [adascale.gain(), *gains, adascale.effective_steps, adascale.steps, *last, *adascale.average_moments()]
+    last = adascale.last_step
+    numbers = [last.lr_factor, last.sigma2, last.mu2, float(last.skipped)]
+    return [adascale.gain(), *gains, adascale.effective_steps, adascale.steps, *numbers, *adascale.average_moments()]
 
 
 def train(
@@ -84,7 +85,7 @@ def train(
     spoiled: tuple[int, ...] = (),
 ) -> np.ndarray[Any, Any]:
     """Figures after each step (``ask``) or only after the last one, and the weights."""
-    passes = adascale._sampler.accumulation
+    passes = adascale.shape.passes
     scheduler = None if schedule is None else schedule(adascale)
     trace = []
     for step in range(len(data) // passes):
@@ -206,7 +207,7 @@ def _two_workers(fused: bool, kind: str, spoil: bool) -> list[float]:
         F.cross_entropy(parallel(x), y).backward()
         adascale.step()
         if fused:
-            assert adascale._pending is not None
+            assert not adascale.last_step_known
         adascale.zero_grad()
     return [*figures(adascale), *weights(model).tolist()]
 
@@ -226,7 +227,7 @@ def test_two_workers(pool: Any, kind: str, spoil: bool) -> None:
 
 def _waits(adascale: AdaScale, model: nn.Module) -> bool:
     """Whether the host knows the outcome of a step as soon as it has been taken."""
-    backward(model, batches(adascale._sampler.accumulation))
+    backward(model, batches(adascale.shape.passes))
     adascale.step()
     adascale.zero_grad()
     known = adascale.known_effective_steps
@@ -274,7 +275,7 @@ def test_a_step_waits_for_the_step_before_it_and_for_no_other(monkeypatch: pytes
             events.append(f"read {self.number}")
             return super().read()
 
-    monkeypatch.setattr(adascale_module, "HostCopy", Recording)
+    monkeypatch.setattr(algorithm, "HostCopy", Recording)
     model = make_model()
     adascale = wrapped(model, fused=True)
     for step in range(3):
@@ -285,7 +286,7 @@ def test_a_step_waits_for_the_step_before_it_and_for_no_other(monkeypatch: pytes
     expected = ["step 0", "sent 0", "step 1", "read 0", "sent 1", "step 2", "read 1", "sent 2"]
     assert events == expected
     assert adascale.known_effective_steps < adascale.effective_steps <= adascale.known_effective_steps + 5
-    assert adascale.gain() == adascale.lr_factor  # nothing is left to be read
+    assert adascale.gain() == adascale.last_step.lr_factor  # nothing is left to be read
     assert events == [*expected, "read 2"]
 
 
@@ -301,13 +302,19 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-def _reads(adascale: AdaScale, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def _reads(
+    adascale: AdaScale,
+    model: nn.Module,
+    monkeypatch: pytest.MonkeyPatch,
+    payloads: Sequence[Tensor | None] = (None,) * 3,
+) -> list[str]:
     """Host reads in the third step, forward pass to end, the outcome of the second being known."""
-    data = batches(adascale._sampler.accumulation)
-    for step in range(3):
+    data = batches(adascale.shape.passes)
+    for step, payload in enumerate(payloads):
         float(adascale.effective_steps)
         watch: AbstractContextManager[list[str]] = host_reads(monkeypatch) if step == 2 else nullcontext([])
         with watch as found:
+            adascale.payload = payload
             backward(model, data)
             adascale.step()
             adascale.zero_grad()
@@ -332,31 +339,32 @@ def test_the_host_reads_once_in_a_step_of_another_optimizer(
 
 @pytest.mark.parametrize("settings", SETTINGS[:3], ids=str)
 @pytest.mark.parametrize("fused", [False, True], ids=["host", "device"])
-def test_what_rides_along_is_read_with_the_step(
+def test_a_payload_is_read_with_the_step(
     settings: dict[str, Any], fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model()
     adascale = wrapped(model, fused=fused, **settings)
     rows = torch.tensor([[0.1, -2.0], [3.0, math.inf], [0.1 + 0.2, 5e-324]], dtype=torch.float64)
-    sent = iter(rows.unbind())
-    adascale.payload = lambda: next(sent)
-    assert list(adascale.payload_sum) == []
-    assert len(_reads(adascale, model, monkeypatch)) == (not fused)
-    assert list(adascale.payload_sum) == [0.1 + 0.2, 5e-324]  # the third step's, to the bit
-    assert adascale.steps == 3  # ∞ in what rides along is no gradient's
+    assert list(adascale.last_step.payload) == []
+    assert len(_reads(adascale, model, monkeypatch, rows.unbind())) == (not fused)
+    assert list(adascale.last_step.payload) == [0.1 + 0.2, 5e-324]  # the third step's, bit-identical
+    assert adascale.steps == 3  # ∞ in a payload is no gradient's
+    assert adascale.payload is None  # it was of one step
+    train(adascale, model, batches(adascale.shape.passes))
+    assert list(adascale.last_step.payload) == []
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["host", "device"])
-def test_a_step_that_is_left_out_changes_nothing_and_tells_what_rode_along(fused: bool) -> None:
+def test_a_step_that_is_left_out_changes_nothing_and_returns_its_payload(fused: bool) -> None:
     model = make_model()
     adascale = wrapped(model, fused=fused)
     train(adascale, model, batches(4))
     before, clock, at = weights(model).clone(), adascale.effective_steps, adascale.average_moments()
-    adascale.payload = lambda: torch.tensor([7.0], dtype=torch.float64)
+    adascale.payload = torch.tensor([7.0], dtype=torch.float64)
     backward(model, batches(2))
     adascale.skip_step()
-    assert adascale.last_step_skipped
-    assert list(adascale.payload_sum) == [7.0]
+    assert adascale.last_step.skipped
+    assert list(adascale.last_step.payload) == [7.0]
     assert (adascale.effective_steps, adascale.steps, adascale.average_moments()) == (clock, 2, at)
     assert torch.equal(weights(model), before)
     assert adascale.at_boundary
@@ -366,7 +374,7 @@ def test_a_step_that_is_left_out_changes_nothing_and_tells_what_rode_along(fused
         adascale.skip_step()
     adascale.zero_grad()
     train(adascale, model, batches(2))
-    assert not adascale.last_step_skipped
+    assert not adascale.last_step.skipped
     assert adascale.steps == 3
 
 
@@ -425,7 +433,7 @@ def test_a_non_finite_gradient_changes_nothing_and_the_run_goes_on(bad: float, a
     adascale.step()
     adascale.zero_grad()
     assert torch.equal(weights(model), before)
-    assert adascale.last_step_skipped
+    assert adascale.last_step.skipped
     assert adascale.steps == at
     assert {name: value.tolist() for name, value in adascale.state_dict()["adascale"].items()} == statistics
     after = [state["momentum_buffer"] for state in adascale.state.values()]
@@ -435,7 +443,7 @@ def test_a_non_finite_gradient_changes_nothing_and_the_run_goes_on(bad: float, a
     twin = make_model()
     other = wrapped(twin, fused=True, inner={"weight_decay": 0.1})
     train(other, twin, data[: 2 * at + 6])
-    assert not adascale.last_step_skipped
+    assert not adascale.last_step.skipped
     assert torch.equal(weights(model), weights(twin))
     assert figures(adascale) == figures(other)
 
@@ -558,7 +566,9 @@ def test_what_is_changed_after_a_step_comes_after_that_step(change: Callable[[Ad
         if ask:
             float(adascale.effective_steps)
         change(adascale)
-        clocks.append((adascale.effective_steps, adascale.steps, adascale.lr_factor, adascale.gain(), adascale.gain(0)))
+        clocks.append(
+            (adascale.effective_steps, adascale.steps, adascale.last_step.lr_factor, adascale.gain(), adascale.gain(0))
+        )
     assert clocks[0] == clocks[1]
     assert clocks[0][2] > 1
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ray_adascale import AdaScale
-from ray_adascale.optim.gradient_statistics import OpenEnded
+from ray_adascale.optim.step import StepShape
 
 from .test_adascale import batches, make_model, weights
 
@@ -21,15 +21,20 @@ class Counted:
 
     def __init__(self, smoothing: float = 0.9) -> None:
         self.model = make_model()
-        self.optimizer = AdaScale(torch.optim.SGD(self.model.parameters(), lr=0.1), is_scaled_loss=False)
         self.last = False
         self.asked: list[tuple[float, int]] = []
 
-        def decay(scale: float, num_samples: int) -> float:
-            self.asked.append((scale, num_samples))
+        def decay(shape: StepShape) -> float:
+            self.asked.append((shape.scale, shape.num_samples))
             return smoothing
 
-        self.optimizer.set_open_ended_accumulation(OpenEnded(lambda: self.last, lambda passes: passes / 2, decay))
+        self.optimizer = AdaScale(
+            torch.optim.SGD(self.model.parameters(), lr=0.1), smoothing=decay, is_scaled_loss=False
+        )
+        self.optimizer.set_open_ended_accumulation(self.step_end, scale=0.5)
+
+    def step_end(self, number: int) -> StepShape | None:
+        return StepShape(number, scale=number / 2) if self.last else None
 
     def passes(self, data: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for i, batch in enumerate(data):
@@ -59,7 +64,6 @@ def test_counted_passes_equal_declared_ones() -> None:
         for one in (counted.optimizer, optimizer):
             one.step()
             one.zero_grad()
-        # A is weighted anew as passes come: a rounding or two of 1e-16 each.
         assert counted.optimizer.gain() == pytest.approx(optimizer.gain(), rel=1e-13)
         torch.testing.assert_close(weights(counted.model), weights(model), rtol=1e-13, atol=0)
     assert 1 < optimizer.gain() < 1.5
@@ -103,7 +107,7 @@ def test_a_skipped_step_restarts_nothing() -> None:
     counted.optimizer.zero_grad()
     counted.passes([(data[2][0] * math.nan, data[2][1])])
     counted.optimizer.step()
-    assert counted.optimizer.last_step_skipped
+    assert counted.optimizer.last_step.skipped
     assert counted.optimizer.average_moments() == before
 
 
@@ -126,7 +130,7 @@ def test_statistics_are_loaded_whatever_the_number_of_passes_was(passes: int) ->
 def test_samples_of_an_unfinished_step_are_discarded_without_the_gradients() -> None:
     counted = Counted()
     backward(counted.model, batches(1, 4)[0])
-    with pytest.raises(RuntimeError, match="after 1 of 2 backward passes"):
+    with pytest.raises(RuntimeError, match="after backward pass 1 of a step, and step_end announced a further one"):
         counted.optimizer.step()
     with pytest.raises(RuntimeError, match="step boundary"):
         counted.optimizer.statistics_state()
@@ -147,7 +151,7 @@ def test_declared_passes_follow_counted_ones_and_the_loss_may_not_be_scaled() ->
     assert counted.optimizer.steps == 2
     scaled = AdaScale(torch.optim.SGD(make_model().parameters(), lr=0.1))
     with pytest.raises(ValueError, match="is_scaled_loss=False"):
-        scaled.set_open_ended_accumulation(OpenEnded(lambda: True, float, lambda scale, num_samples: 0.9))
+        scaled.set_open_ended_accumulation(StepShape)
 
 
 def test_the_clock_can_be_set() -> None:
@@ -155,4 +159,4 @@ def test_the_clock_can_be_set() -> None:
     counted.optimizer.effective_steps = 7
     counted.passes(batches(2, 4))
     counted.optimizer.step()
-    assert counted.optimizer.effective_steps == pytest.approx(7 + counted.optimizer.last_gain)
+    assert counted.optimizer.effective_steps == pytest.approx(7 + counted.optimizer.last_step.gain)

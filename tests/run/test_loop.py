@@ -538,7 +538,7 @@ def test_one_bad_batch_is_skipped_and_many_end_the_run() -> None:
             if run.step():
                 steps += 1
                 if steps == 3:
-                    assert run.optimizer.last_step_skipped
+                    assert run.optimizer.last_step.skipped
                     assert run.optimizer.steps == 2
                 if steps == 4:
                     assert run.optimizer.steps == 3
@@ -1132,7 +1132,7 @@ def test_the_rule_for_adam_reads_adams_own_scale() -> None:
         run = Run(net, optimizer, None, dataset(), AdaScaleConfig(rule="adamscale", **settings))
     assert [w.filename for w in told] == [__file__]
     rows = drive(run)
-    assert run.optimizer.lr_factor == pytest.approx(math.sqrt(rows[-1]["gain"]))
+    assert run.optimizer.last_step.lr_factor == pytest.approx(math.sqrt(rows[-1]["gain"]))
     assert 10 < len(rows) < 40
     with pytest.raises(ValueError, match="AdamScale"), pytest.warns(UserWarning, match="experimental"):
         Run(net, optimizer, None, dataset(), AdaScaleConfig(rule="adamscale", sharding="oss", **settings))

@@ -149,7 +149,7 @@ def test_a_fused_optimizers_lr_follows_without_being_asked() -> None:
     expected = []
     for data in zip(*[iter(batches(12, 4, torch.float32))] * 2, strict=True):
         take(model, optimizer, list(data))
-        expected.append(optimizer.lr_factor)  # r of this step; the LR before it was that of ⌊τ⌋ before it
+        expected.append(optimizer.last_step.lr_factor)  # r of this step; the LR before it was that of ⌊τ⌋ before it
         schedule.step()
     tau, curve = 0.0, base_curve(SCHEDULERS["cosine"])
     for lr, r in zip(used, expected, strict=True):

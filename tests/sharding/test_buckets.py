@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ray_adascale.sharding.buckets import Bucket, Fragment, make_buckets, memory_order, memory_view
-from ray_adascale.sharding.oss import partition
+from ray_adascale.sharding.partition import partition
 
 SIZES = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 200), st.integers(2000, 5000)), min_size=1, max_size=8)
 

@@ -186,7 +186,7 @@ def test_an_optimizer_whose_parameters_are_all_frozen_has_a_norm_of_zero(pool: P
 def test_clipping_gradients_that_are_used_up_is_refused(pool: Pool, world_size: int, adascale: bool) -> None:
     outcomes = pool(2).run(_clip_when, adascale) if world_size == 2 else [_clip_when(adascale)]
     for after, norms in outcomes:
-        assert "the step has used the gradients up" in after
+        assert "the step has consumed the gradients" in after
         assert "between backward() and step()" in after
         assert norms == [5.0, 5.0, 0.0]
 

@@ -29,7 +29,7 @@ def _held(name: str) -> dict[str, int]:
     for _ in range(2):
         ddp(torch.randn(2, 40)).square().mean().backward()
         assert all(p.grad is None for p in model.parameters())
-        buckets = list(ddp._buckets.values())
+        buckets = ddp._reduction.buckets_of(optimizer)
         shards = [bucket.shard for bucket in buckets if bucket.held]
         gradients = {f.tensor.grad.untyped_storage().data_ptr() for f in optimizer.fragments}
         assert gradients <= {shard.untyped_storage().data_ptr() for shard in shards}
@@ -44,7 +44,7 @@ def _held(name: str) -> dict[str, int]:
         "params": len(list(model.parameters())),
         "buckets": len(buckets),
         "largest": max(4 * bucket.bucket.numel for bucket in buckets),
-        "scratch": ddp._memory.nbytes,
+        "scratch": ddp._reduction._memory.nbytes,
     }
 
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adagrad, Adam, AdamW
 
 from ray_adascale import OSS, AdaScale
-from ray_adascale.sharding.oss import partition
+from ray_adascale.sharding.partition import partition
 
 from ..pool import ProcessPool
 from ..uneven import (

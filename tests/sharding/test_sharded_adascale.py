@@ -99,8 +99,8 @@ def _adascale(
                     optimizer.gain(),
                     *[optimizer.gain(g) for g in range(number)],
                     *optimizer.average_moments(),
-                    optimizer.last_sigma2,
-                    optimizer.last_mu2,
+                    optimizer.last_step.sigma2,
+                    optimizer.last_step.mu2,
                     optimizer.effective_steps,
                     *weights(model).tolist(),
                 ]
@@ -151,8 +151,14 @@ def _lacks_a_synced_pass(lacking: int | None, clips: bool) -> tuple[Tensor, Tens
         ddp, inner = wrapped(model, OPTIMIZERS["kinds"](model), sharded)
         optimizer = AdaScale(inner, scale=5.0, num_gradients_to_accumulate=2, smoothing=0.6)
         if sharded:
-            start = ddp._start_pass
-            ddp._start_pass = lambda sending, start=start: (overlapped.append(sending), start(sending))
+            start = ddp._reduction._start_pass
+
+            def started(start: Any = start) -> bool:
+                sends: bool = start()
+                overlapped.extend([True] if sends else [])
+                return sends
+
+            ddp._reduction._start_pass = started
         for step in range(8):
             for i, batch in enumerate(batches(2, 1000 * step + dist.get_rank(), torch.float64)):
                 loss = _loss(ddp, batch) / 2
@@ -199,7 +205,7 @@ def _overflow(unhooked: bool) -> tuple[Tensor, Tensor]:
                     (_loss(ddp, batch) * factor).backward()
             before = weights(model), optimizer.effective_steps
             optimizer.step()
-            skipped.append(optimizer.last_step_skipped)
+            skipped.append(optimizer.last_step.skipped)
             assert torch.equal(before[0], weights(model)) == skipped[-1]
             assert (before[1] == optimizer.effective_steps) == skipped[-1]
             optimizer.zero_grad()

@@ -1,0 +1,259 @@
+"""The AdaScale algorithm: from a step's sample to its gain, its learning rates and the clock τ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..gain import Average
+from ..sharding.oss import OSS
+from .averages import Averages, NoiseReadout
+from .deferred import HostCopy, skippable_step, steps_on_device
+from .gradient_statistics import GradientStatistics, Outcome, Sample
+from .rules import AdaScaleRule, RuleInput, ScalingRule
+from .step import StepResult
+
+__all__ = ["AdaScaleAlgorithm"]
+
+
+@dataclass(frozen=True)
+class _PendingStep:
+    """A step that was taken on the device, with its numbers on their way to the host.
+
+    Attributes:
+        numbers: The sample's outcome, followed by the numbers of the averages with the sample in them.
+        sample: The step's sample.
+        averages: The averages with the sample in them.
+    """
+
+    numbers: HostCopy
+    sample: Sample
+    averages: Average
+
+    def read(self, averages: Averages) -> tuple[Outcome, NoiseReadout]:
+        """Wait for the numbers; return the outcome, and the readout, which ``averages`` then has cached."""
+        outcome, rest = self.sample.unpack(self.numbers.read())
+        return outcome, averages.cache(self.averages, self.sample.shape.scale, rest)
+
+
+class AdaScaleAlgorithm:
+    """Takes optimizer steps with ``lr · r`` and advances the clock τ.
+
+    With a fused optimizer the step stays on the device: :attr:`last` is then the step before, until :meth:`synchronize` reads
+    the numbers.
+
+    Args:
+        optimizer: The wrapped one.
+        statistics: Makes a sample of each step's gradients.
+        averages: Averages the samples.
+        rule: Maps a :class:`RuleInput` to (LR factor, clock increment).
+        total_steps: T, for the rule.
+        base_batch_size: B0, for the rule.
+
+    Attributes:
+        last: The last step of which the host has the numbers.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        statistics: GradientStatistics,
+        averages: Averages,
+        *,
+        rule: ScalingRule,
+        total_steps: float | None,
+        base_batch_size: float | None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._statistics = statistics
+        self._averages = averages
+        self.rule = rule
+        self._total_steps = total_steps
+        self._base_batch_size = base_batch_size
+        self.last = StepResult()
+        self._pending: _PendingStep | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether a step was taken of which the host has no numbers yet."""
+        return self._pending is not None
+
+    # ---- a step --------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Take one optimizer step with the gradients in place; a gradient that is not finite changes nothing.
+
+        Raises:
+            RuntimeError: Backward passes are missing, or there were too many.
+        """
+        self.synchronize()
+        sample = self._statistics.finish()
+        averages = self._with(sample)
+        inner = self._optimizer.optim if isinstance(self._optimizer, OSS) else self._optimizer
+        if type(self.rule) is AdaScaleRule and steps_on_device(type(inner), self._optimizer.param_groups):
+            numbers = self._averages.numbers(averages, sample.shape.scale)
+            gains = numbers[: averages.total.shape[1]].unbind()
+            skippable_step(inner, ~sample.finite, lambda: self._step_inner(gains, sample.shape.scale))
+            self._averages.keep(averages, sample.usual_samples)
+            self._pending = _PendingStep(HostCopy(torch.cat([sample.outcome(), numbers])), sample, averages)
+        else:
+            self._step_on_host(sample, averages)
+        self._statistics.end_step()
+
+    def _step_on_host(self, sample: Sample, averages: Average) -> None:
+        scale = sample.shape.scale
+        readout = self._averages.cached(averages, scale)
+        if readout is None:
+            numbers = torch.cat([sample.outcome(), self._averages.numbers(averages, scale)])
+            outcome, rest = sample.unpack(numbers.tolist())
+        else:
+            outcome, rest = sample.on_host(), []
+        if outcome.skipped:
+            self._leave_out(outcome)
+            return
+        if readout is None:
+            readout = self._averages.cache(averages, scale, rest)
+        clock = self.last.effective_steps
+        factors = [self._apply_rule(r, scale, group)[0] for group, r in enumerate(readout.gains)]
+        factor, increment = self._apply_rule(readout.gain, scale, None)
+        self._step_inner(factors, scale)
+        self._averages.keep(averages, sample.usual_samples)
+        self._advance(outcome, readout.gain, factor, clock + increment)
+
+    def _apply_rule(self, r: float, scale: float, group: int | None) -> tuple[float, float]:
+        return self.rule(
+            RuleInput(
+                gain=r,
+                scale=scale,
+                effective_steps=self.last.effective_steps,
+                total_steps=self._total_steps,
+                base_batch_size=self._base_batch_size,
+                group=group,
+            )
+        )
+
+    def _step_inner(self, factors: Sequence[float] | Sequence[Tensor], scale: float) -> None:
+        """Step the wrapped optimizer with the LR of each group times its factor."""
+        groups = self._optimizer.param_groups
+        lrs = [group["lr"] for group in groups]
+        try:
+            for i, group in enumerate(groups):
+                group["lr"] = _scaled(lrs[i], factors[i % len(factors)], scale)
+            self._optimizer.step()
+        finally:
+            for group, lr in zip(groups, lrs, strict=True):
+                group["lr"] = lr
+
+    def skip(self) -> None:
+        """End a step without taking it: weights, averages and τ stay.
+
+        Raises:
+            RuntimeError: Backward passes are missing, or there were too many.
+        """
+        self.synchronize()
+        self._leave_out(self._statistics.finish().on_host())
+        self._statistics.end_step()
+
+    def _leave_out(self, outcome: Outcome) -> None:
+        self._statistics.previous = None
+        self.last = replace(self.last, skipped=True, payload=outcome.payload)
+        if isinstance(self._optimizer, OSS):
+            self._optimizer.discard_gradients()
+
+    def _advance(self, outcome: Outcome, gain: float, lr_factor: float, effective_steps: float) -> None:
+        self.set_last(
+            StepResult(
+                gain=gain,
+                effective_steps=effective_steps,
+                steps=self.last.steps + 1,
+                sigma2=outcome.sigma2,
+                mu2=outcome.mu2,
+                lr_factor=lr_factor,
+                payload=outcome.payload,
+            )
+        )
+
+    def set_last(self, last: StepResult) -> None:
+        """Replace the last step, and with it the clock."""
+        self.last = last
+        self._statistics.workers.steps = last.steps
+
+    def synchronize(self) -> None:
+        """Wait for the numbers of a step that was taken on the device."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        outcome, readout = pending.read(self._averages)
+        if outcome.skipped:
+            self.last = replace(self.last, skipped=True, payload=outcome.payload)
+        else:
+            r = readout.gain
+            self._advance(outcome, r, r, self.last.effective_steps + r)
+
+    # ---- the averages --------------------------------------------------------------------------------------------
+
+    def _with(self, sample: Sample) -> Average:
+        return self._averages.with_sample(sample, self.last.gain)
+
+    def readout(self, *, committed: bool = False) -> NoiseReadout:
+        """Return the readout of the averages, with the gradients in place unless ``committed``; waits for the device."""
+        self.synchronize()
+        sample = self._statistics.sample
+        if committed or sample is None:
+            return self._averages.evaluate(self._averages.now, self._statistics.shape.scale)
+        return self._averages.evaluate(self._with(sample), sample.shape.scale)
+
+    # ---- state ---------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Tensor]:
+        """Return averages, clock and previous gradient: copies on the CPU."""
+        self.synchronize()
+        state = {
+            **self._averages.state(),
+            "effective_steps": torch.tensor(self.last.effective_steps, dtype=torch.float64),
+            "previous_gain": torch.tensor(self.last.gain, dtype=torch.float64),
+            "steps": torch.tensor(self.last.steps),
+        }
+        previous = self._statistics.previous
+        return state if previous is None else {**state, **previous.state()}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Load a :meth:`state`.
+
+        Raises:
+            ValueError: It is of another number of gains.
+        """
+        self._averages.check(state)
+        self.synchronize()
+        self._averages.load(state, self._statistics.usual_samples)
+        self.set_last(
+            replace(
+                self.last,
+                gain=float(state["previous_gain"]),
+                effective_steps=float(state["effective_steps"]),
+                steps=int(state["steps"]),
+            )
+        )
+        self._statistics.load_previous(state if self._averages.num_samples == 1 else {})
+
+    def restart(self) -> None:
+        """Forget all steps: averages and clock start afresh."""
+        self.synchronize()
+        self._averages.restart()
+        self.set_last(replace(self.last, gain=1.0, effective_steps=0.0, steps=0))
+        self._statistics.previous = None
+
+
+def _scaled(lr: float | Tensor, factor: float | Tensor, scale: float) -> Any:
+    """Return ``lr · factor``; a tensor LR becomes a new tensor."""
+    if not isinstance(factor, Tensor):
+        return lr * factor
+    if scale == 1:
+        return lr  # bit-identical
+    # The kernels read float32. A 0-dim tensor may be on the host where the other is not.
+    return ((lr.reshape(()) if isinstance(lr, Tensor) else lr) * factor).float()

@@ -1,0 +1,98 @@
+"""Which observer measures the gradients of an optimizer: by its sharding, its model and the passes of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from .._torch import is_dtensor
+from ..measure.ddp import bucket_observer, reduces_in_one_round
+from ..measure.observers import GradientObserver, HookObserver, PassListener
+from ..sharding.oss import OSS, GradientReducer
+
+__all__ = ["Measurement", "has_dtensors", "has_sharded_gradients", "make_observer"]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What is to be measured.
+
+    Attributes:
+        workers: Workers that share the batch.
+        needed: Whether a step needs any measurement.
+        local: Whether a step needs the norm of each gradient sample.
+        one_pass: Whether each step is known to have a single pass.
+        workers_awaited: Whether further workers may come up before the first pass.
+    """
+
+    workers: int
+    needed: bool
+    local: bool
+    one_pass: bool
+    workers_awaited: bool
+
+
+def has_dtensors(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's parameters are sharded with ``fully_shard``."""
+    return any(is_dtensor(p) for group in optimizer.param_groups for p in group["params"])
+
+
+def has_sharded_gradients(optimizer: Optimizer) -> bool:
+    """Whether this worker has only its share of the reduced gradient."""
+    return isinstance(optimizer, OSS) and optimizer.reducer is not None and optimizer.world_size > 1
+
+
+def make_observer(
+    optimizer: Optimizer,
+    listener: PassListener,
+    wanted: Measurement,
+    *,
+    model: torch.nn.Module | None,
+    precondition: Callable[[Tensor, Tensor], Tensor] | None,
+) -> GradientObserver:
+    """Return an observer of the optimizer's gradients, with its hooks in place.
+
+    Args:
+        optimizer: The wrapped one.
+        listener: Called at the begin and the end of each pass; held weakly.
+        wanted: What to measure.
+        model: The model, where norms may be taken of it.
+        precondition: Maps (parameter, gradient) to the tensor that norms are taken of.
+
+    Raises:
+        ValueError: ``precondition`` needs gradients that are not there.
+    """
+    groups = [group["params"] for group in optimizer.param_groups]
+    if has_dtensors(optimizer):
+        _refuse(precondition, "whole parameters and their optimizer state, which fully_shard splits over workers")
+        from ..measure.fsdp2 import FSDP2Observer  # here, since DTensor takes half a second to import
+
+        return FSDP2Observer(
+            groups, listener, model=cast(torch.nn.Module, model), world_size=wanted.workers, local=wanted.local
+        )
+    if wanted.workers_awaited:
+        # Samples are measured in case there are several. If nothing else is needed, the hooks go when no workers have come.
+        return HookObserver(groups, listener, precondition=precondition, may_end=not wanted.needed)
+    if has_sharded_gradients(optimizer):
+        _refuse(precondition, "whole gradients on every worker")
+        oss = cast(OSS, optimizer)
+        return cast(GradientReducer, oss.reducer).observe(listener, accumulating=not wanted.one_pass)
+    if isinstance(model, DistributedDataParallel) and wanted.local and wanted.one_pass and not precondition:
+        # Of several passes, a bucket holds the sum; a precondition is of one parameter.
+        buckets = bucket_observer(model, groups, listener)
+        if buckets is not None:
+            return buckets
+    return HookObserver(
+        groups, listener, local=wanted.local, precondition=precondition, early=reduces_in_one_round(model)
+    )
+
+
+def _refuse(precondition: object, needs: str) -> None:
+    if precondition is not None:
+        raise ValueError(f"precondition= needs {needs}. Leave it out, or train with DistributedDataParallel.")

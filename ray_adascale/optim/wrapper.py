@@ -1,0 +1,100 @@
+"""An optimizer around another one: parameter groups, state and unknown names are those of the wrapped optimizer."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch.optim import LBFGS, Optimizer
+
+from ..sharding.oss import OSS
+
+__all__ = ["OptimizerWrapper"]
+
+# GradScaler looks for these on the optimizer that it steps. Forwarded from the wrapped optimizer, they would make it pass scaled
+# gradients; without them it unscales first and leaves out step() if a gradient is not finite.
+_NEVER_FORWARDED = frozenset({"_step_supports_amp_scaling", "grad_scale", "found_inf"})
+
+
+class OptimizerWrapper(Optimizer):
+    """A ``torch.optim.Optimizer`` that owns no parameters: everything that it lacks is the wrapped optimizer's.
+
+    A subclass lists the names of its own attributes in ``_parts``: while it is unpickled, it lacks them.
+
+    Args:
+        optimizer: The optimizer to wrap.
+
+    Raises:
+        ValueError: It can't be wrapped.
+    """
+
+    _parts: frozenset[str] = frozenset({"_optimizer"})
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        _check(optimizer)
+        self._optimizer = optimizer
+        super().__setstate__({})  # gives the hook registries and step profiling of Optimizer, without owning groups
+
+    @property
+    def wrapped(self) -> Optimizer:
+        """The optimizer that this one wraps: the user's own, or :class:`ray_adascale.OSS`."""
+        return self._optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self._optimizer.param_groups = value
+
+    @property
+    def state(self) -> Any:
+        return self._optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self._optimizer.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self._optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self._optimizer.defaults = value
+
+    def __getattr__(self, name: str) -> Any:
+        # Only called for names that the wrapper lacks.
+        if name in _NEVER_FORWARDED or name in self._parts or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # __setstate__ makes a new step() and new registries.
+        return {k: v for k, v in self.__dict__.items() if k != "step" and not k.startswith("_optimizer_")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        super().__setstate__({})
+
+
+def _check(optimizer: Optimizer) -> None:
+    """Raise if an optimizer can't be wrapped.
+
+    Raises:
+        ValueError: It can't.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(f"Invalid optimizer of type {type(optimizer).__name__}. Must be a torch.optim.Optimizer.")
+    if isinstance(optimizer, OptimizerWrapper):
+        raise ValueError("The optimizer is wrapped in AdaScale already; its gain would be applied twice.")
+    if isinstance(optimizer, LBFGS):
+        raise ValueError("AdaScale can't wrap LBFGS, which evaluates the model several times within one step.")
+    inner = optimizer.optim if isinstance(optimizer, OSS) else optimizer
+    closure = inspect.signature(type(inner).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"AdaScale can't wrap {type(inner).__name__}, whose step needs the closure: it evaluates the model within the "
+            "step, and the gain is that of the gradients before it. Use it without AdaScale."
+        )

@@ -1,0 +1,119 @@
+"""Which worker owns which parameters: by element for optimizers that treat each element by itself, else by whole parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+
+from .._torch import is_dtensor
+
+__all__ = ["TORCHS", "Owners", "check_shardable", "has_state", "is_elementwise", "partition", "register_elementwise"]
+
+TORCHS: frozenset[type[Optimizer]] = frozenset(
+    {SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop, Adagrad, Adadelta, ASGD}
+)
+"""Torch's elementwise optimizers. Their step() calls the closure first and updates parameters in place."""
+_ELEMENTWISE: set[type[Optimizer]] = set(TORCHS)
+
+
+def register_elementwise(cls: type[Optimizer]) -> type[Optimizer]:
+    """Declare that an optimizer class updates each element from that element's gradient and state alone.
+
+    OSS then splits it by element. Wrong for LARS, LAMB, Muon, Shampoo and all others that use a norm, a row or a matrix.
+    A subclass is not covered by its base class. Usable as a decorator.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
+        raise ValueError(f"Invalid {cls!r}. Must be a subclass of torch.optim.Optimizer.")
+    _ELEMENTWISE.add(cls)
+    return cls
+
+
+def is_elementwise(cls: type[Optimizer]) -> bool:
+    """Whether an optimizer class is known to update each element by itself."""
+    return cls in _ELEMENTWISE
+
+
+def has_state(optimizer: Optimizer) -> bool:
+    """Whether an optimizer keeps state beside the parameters, so that sharding it saves memory."""
+    return type(optimizer) is not SGD or any(group["momentum"] != 0 for group in optimizer.param_groups)
+
+
+def check_shardable(p: Tensor) -> None:
+    """Raise if a parameter can't lie in a bucket.
+
+    Raises:
+        ValueError: It can't.
+    """
+    if isinstance(p, torch.nn.parameter.UninitializedParameter):
+        raise ValueError("A lazy module's parameter has no shape yet. Run one forward pass before OSS is made.")
+    if is_dtensor(p):
+        raise ValueError(
+            "The parameters are sharded already (DTensor, as from fully_shard): use the optimizer without OSS."
+        )
+    if p.layout is not torch.strided:
+        raise ValueError(f"Invalid parameter of layout {p.layout}. OSS shards dense parameters only.")
+
+
+def partition(sizes: list[int], parts: int, loads: list[int] | None = None) -> list[int]:
+    """Return the part of each item so that the parts' sums are about equal: largest first, to the least loaded part.
+
+    Args:
+        sizes: Elements of each parameter.
+        parts: Number of workers.
+        loads: Elements that each part holds already; updated in place.
+
+    Returns:
+        One part number per item; the same on every worker.
+    """
+    loads = [0] * parts if loads is None else loads
+    owners = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        owner = min(range(parts), key=lambda part: (loads[part], part))
+        owners[index] = owner
+        loads[owner] += sizes[index]
+    return owners
+
+
+class Owners:
+    """The workers that own whole parameters, with about equal loads as groups of parameters are added.
+
+    Args:
+        world_size: Number of workers.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._trainable_loads = [0] * world_size
+        self._loads = [0] * world_size
+
+    def add(self, params: Sequence[Tensor]) -> list[int]:
+        """Return the worker that owns each of these parameters."""
+        owners = [0] * len(params)
+        # Frozen parameters have no state, so they must not weigh against trainable ones. They come second, and make the loads
+        # equal if they are unfrozen later.
+        trainable = [i for i, p in enumerate(params) if p.requires_grad]
+        frozen = [i for i, p in enumerate(params) if not p.requires_grad]
+        found = partition([params[i].numel() for i in trainable], self._world_size, self._trainable_loads)
+        for i, owner in zip(trainable, found, strict=True):
+            owners[i] = owner
+            self._loads[owner] += params[i].numel()
+        found = partition([params[i].numel() for i in frozen], self._world_size, self._loads)
+        for i, owner in zip(frozen, found, strict=True):
+            owners[i] = owner
+        return owners

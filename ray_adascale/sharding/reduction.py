@@ -1,0 +1,349 @@
+"""Reduction of gradients to their owners during the backward pass: buckets are sent as they fill, in one order on all workers."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ..measure.observers import GradientObserver, PassListener, queue_end_of_backward, refuse_compiled
+from .buckets import Bucket
+from .collectives import Buffers
+from .gradient_bucket import GradientBucket
+from .observers import BucketObserver, ShardHookObserver
+from .oss import OSS
+
+__all__ = ["GradientReduction", "ShardReducer"]
+
+# Reductions under way at a time: one on the network while the next bucket fills. Their buffers are kept from step to step.
+_IN_FLIGHT = 1
+
+
+class GradientReduction:
+    """Sends the gradients of several optimizers' parameters to their owners.
+
+    Args:
+        optimizers: Sharded over the same process group of several workers.
+        wire_dtype: Dtype in which gradients are sent; None for their own.
+
+    Attributes:
+        reducers: One for each optimizer.
+        syncing: Whether the passes to come send gradients; False under :meth:`no_sync`.
+    """
+
+    def __init__(self, optimizers: Sequence[OSS], wire_dtype: torch.dtype | None) -> None:
+        self._group = optimizers[0].group
+        self._wire_dtype = wire_dtype
+        self.syncing = True
+        self._sending = True  # the running pass
+        self._pass_running = False
+        self._buckets: dict[Bucket, GradientBucket] = {}
+        self._place: dict[Tensor, tuple[GradientBucket, int]] = {}
+        self._memory = Buffers()
+        self._handles: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
+        self._in_flight: deque[GradientBucket] = deque()
+        self._order: list[GradientBucket] = []
+        self._next = 0
+        self.reducers = [ShardReducer(self, optimizer) for optimizer in optimizers]
+
+    # ---- parameters ----------------------------------------------------------------------------------------------
+
+    def __contains__(self, param: Tensor) -> bool:
+        return param in self._place
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self._buckets)
+
+    @property
+    def device(self) -> torch.device | None:
+        return next((bucket.flat.device for bucket in self._buckets), None)
+
+    def refresh(self) -> None:
+        """Add the optimizers' new buckets, and hook the parameters that were unfrozen."""
+        for reducer in self.reducers:
+            for bucket in reducer.optimizer.buckets:
+                if bucket not in self._buckets:
+                    self._buckets[bucket] = GradientBucket(bucket, self._group, self._wire_dtype, self._memory)
+                    for index, param in enumerate(bucket.params):
+                        self._place[param] = self._buckets[bucket], index
+        for param in self._place:
+            if param.requires_grad and param not in self._handles:
+                self._handles[param] = param.register_post_accumulate_grad_hook(_hook(self, *self._place[param]))
+
+    def buckets_of(self, optimizer: OSS) -> list[GradientBucket]:
+        """Return the gradient buckets of one optimizer's parameters."""
+        return [self._buckets[bucket] for bucket in optimizer.buckets if bucket in self._buckets]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave the gradients of backward passes in this context on this worker."""
+        before, self.syncing = self.syncing, False
+        try:
+            yield
+        finally:
+            self.syncing = before
+
+    # ---- a backward pass -----------------------------------------------------------------------------------------
+
+    def on_gradient(self, bucket: GradientBucket, index: int) -> None:
+        """Take the gradient of one parameter, which is complete; its hook calls this."""
+        grad = bucket.bucket.params[index].grad
+        if grad is not None and grad.requires_grad:
+            raise RuntimeError(
+                "backward(create_graph=True): ShardedDataParallel sends gradients without their graph. Take the inner gradient "
+                "with torch.autograd.grad(..., create_graph=True) and then call backward() without create_graph, or use "
+                'DistributedDataParallel (sharding="none" or "oss").'
+            )
+        if not self._pass_running and not self._start_pass():
+            return  # adds up in .grad
+        if bucket.arrived[index]:
+            if bucket.launched:
+                raise RuntimeError(
+                    "A parameter got a second gradient in one backward pass, after its first had been sent off. Reentrant "
+                    "activation checkpointing does that: use checkpoint(..., use_reentrant=False)."
+                )
+            return
+        bucket.arrived[index] = True
+        bucket.missing -= 1
+        if bucket.missing == 0:
+            self._advance()
+
+    def _start_pass(self) -> bool:
+        """Begin a pass; return whether its gradients go through the buckets."""
+        for reducer in self.reducers:
+            reducer.consumed = False
+        # Under AdaScale the gradients of a step's last pass alone are sent, whether the others are under no_sync() or not. So
+        # each step has one reduction, which a worker that lacks a pass still joins in finish().
+        sending = self.syncing and all(reducer.ends_step() for reducer in self.reducers)
+        observed = self._observed()
+        if not sending and not observed:
+            for reducer in self.reducers:
+                reducer.overtaken = reducer.reduced
+            return False
+        refuse_compiled()
+        self._pass_running, self._sending = True, sending
+        for observer, listener in observed:
+            listener.on_begin(observer)
+        self._open_buckets()
+        queue_end_of_backward(self._end_pass)
+        return True
+
+    def _observed(self) -> list[tuple[BucketObserver, PassListener]]:
+        """Return the observers that measure whole buckets, with their listeners."""
+        observers = [reducer.bucket_observer for reducer in self.reducers]
+        return [(o, listener) for o in observers if o is not None and (listener := o.listener) is not None]
+
+    def _open_buckets(self) -> None:
+        self._next = 0
+        self._order = list(self._buckets.values())
+        for bucket in self._order:
+            bucket.begin_pass()
+
+    def _advance(self, *, to_the_end: bool = False) -> None:
+        """Send the complete buckets, in the order that all workers keep; or all buckets."""
+        while self._next < len(self._order):
+            bucket = self._order[self._next]
+            if bucket.missing and not to_the_end:
+                return
+            self._next += 1
+            bucket.launched = True
+            if bucket.active and (self._sending or any(bucket.arrived)):
+                self._take(bucket)
+
+    def _take(self, bucket: GradientBucket) -> None:
+        if self._sending and len(self._in_flight) == _IN_FLIGHT:
+            self._in_flight.popleft().finish()  # first, so that its buffers can be used again
+        keep = not self._sending and bucket.accumulated is None
+        flat = bucket.collect(keep=keep)
+        for reducer in self.reducers:
+            if bucket.bucket in reducer.optimizer.buckets:
+                bucket.observed = reducer.observer is not None
+                observer = reducer.bucket_observer
+                if observer is not None:
+                    observer.add_bucket(bucket, flat)
+        if bucket.accumulated is not None:
+            flat = bucket.accumulated.add_(flat)
+            bucket.release()
+        if self._sending:
+            bucket.launch(flat)
+            self._in_flight.append(bucket)
+        else:
+            bucket.accumulated = flat
+
+    def _end_pass(self) -> None:
+        self._advance(to_the_end=True)
+        self._pass_running = False
+        observed = self._observed()
+        for observer, listener in observed:
+            listener.on_local(observer)
+        if self._sending:
+            self._wait()
+        for observer, listener in observed:
+            listener.on_reduced(observer)
+
+    def _wait(self) -> None:
+        while self._in_flight:
+            self._in_flight.popleft().finish()
+        for reducer in self.reducers:
+            reducer.reduced, reducer.overtaken = True, False
+
+    def abort_pass(self) -> None:
+        """Forget a pass that an exception ended; autograd drops the callback that was queued for its end."""
+        self._pass_running = False
+        self._in_flight.clear()
+
+    # ---- without a backward pass ---------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Reduce the gradients that are on this worker, with the other workers, as a pass would."""
+        self._sending = True
+        self._open_buckets()
+        self._advance(to_the_end=True)
+        for reducer in self.reducers:
+            reducer.forget_norms()  # that was no gradient sample
+        self._wait()
+
+    def unsent(self) -> bool:
+        """Whether gradients are on this worker that were not sent."""
+        return any(bucket.unsent for bucket in self._buckets.values())
+
+
+class ShardReducer:
+    """The gradients of one optimizer in a :class:`GradientReduction`: a :class:`GradientReducer` and :class:`OwnedShards`.
+
+    Args:
+        reduction: Owns this object; held weakly.
+        optimizer: The optimizer.
+
+    Attributes:
+        reduced: Whether the gradients are with their owners.
+        overtaken: Whether a pass under ``no_sync()`` came after they were reduced.
+        consumed: Whether a step has used the gradients, and no backward pass came on this worker since.
+    """
+
+    def __init__(self, reduction: GradientReduction, optimizer: OSS) -> None:
+        self._reduction = weakref.proxy(reduction)
+        self.optimizer = optimizer
+        self.reduced = self.overtaken = self._consumed = False
+        self._observer: weakref.ref[ShardHookObserver | BucketObserver] | None = None
+
+    @property
+    def consumed(self) -> bool:
+        # One worker alone has no hooks, and so can't notice a pass.
+        return self._consumed and not (self.optimizer.world_size == 1 and self._has_gradients())
+
+    @consumed.setter
+    def consumed(self, consumed: bool) -> None:
+        self._consumed = consumed
+
+    def _has_gradients(self) -> bool:
+        return any(fragment.tensor.grad is not None for fragment in self.optimizer.fragments)
+
+    def _buckets(self) -> list[GradientBucket]:
+        buckets: list[GradientBucket] = self._reduction.buckets_of(self.optimizer)
+        return buckets
+
+    # ---- measured by an observer ---------------------------------------------------------------------------------
+
+    def observe(self, listener: PassListener, *, accumulating: bool) -> GradientObserver:
+        """Return an observer of the optimizer's gradients.
+
+        If each backward pass is an optimizer step, it measures whole buckets. If gradients of several passes add up, each pass's
+        own gradient would have to be kept apart for that, which costs more than a hook on each parameter.
+        """
+        observer = ShardHookObserver(self, listener) if accumulating else BucketObserver(self, listener)
+        self._observer = weakref.ref(observer)
+        return observer
+
+    @property
+    def observer(self) -> ShardHookObserver | BucketObserver | None:
+        """The observer, while it is alive and attached."""
+        observer = None if self._observer is None else self._observer()
+        return None if observer is None or observer.listener is None else observer
+
+    @property
+    def bucket_observer(self) -> BucketObserver | None:
+        """The observer, if it measures whole buckets."""
+        observer = self.observer
+        return observer if isinstance(observer, BucketObserver) else None
+
+    def ends_step(self) -> bool:
+        """Return whether the pass that begins is the last of an optimizer step, as far as an observer knows."""
+        observer = self.observer
+        if not isinstance(observer, ShardHookObserver):
+            return True
+        observer.start_pass()  # this hook may come before any of the observer's own
+        return observer.last_pass
+
+    def own_norms(self) -> list[tuple[int, Tensor]]:
+        self.finish_reduction()
+        return [norm for bucket in self._buckets() if bucket.held for norm in bucket.own_norms()]
+
+    def own_gradients(self) -> Iterator[Tensor]:
+        for bucket in self._buckets():
+            if bucket.held:
+                yield from (f.tensor.grad for f in bucket.bucket.fragments if f.tensor.grad is not None)
+
+    def forget_norms(self) -> None:
+        """Drop the norms of buckets that belong to no gradient sample."""
+        observer = self.bucket_observer
+        if observer is not None:
+            observer.local_sq_norms()
+
+    # ---- stepped with by the optimizer ---------------------------------------------------------------------------
+
+    def finish_reduction(self) -> None:
+        """Join the reduction of the other workers, if no backward pass reached a parameter here.
+
+        Raises:
+            RuntimeError: A pass under ``no_sync()`` came after the one that was reduced.
+        """
+        if self.optimizer.world_size == 1:
+            return
+        if not self.reduced:
+            self._reduction.finish()
+        elif self.overtaken and any(bucket.unsent for bucket in self._buckets()):
+            raise RuntimeError(
+                "There are gradients of a backward pass under no_sync() after those that were reduced, and the step would "
+                "leave them out. Call reduce() of the ShardedDataParallel before clipping and step(), or make the step's "
+                "last pass outside no_sync()."
+            )
+
+    def reopen(self) -> None:
+        """Prepare for further backward passes before the optimizer's step has ended."""
+        self.reduced = False
+        for bucket in self._buckets():
+            bucket.reopen()
+
+    def discard(self) -> None:
+        """Forget the gradients, reduced or not."""
+        self._reduction.abort_pass()
+        self.reduced = self.overtaken = self._consumed = False
+        self.forget_norms()  # of a pass that did not come to its end
+        for bucket in self._buckets():
+            bucket.discard()
+        if self.optimizer.world_size == 1:
+            for fragment in self.optimizer.fragments:
+                fragment.tensor.grad = None
+
+    def consume(self) -> None:
+        """Forget the gradients, which a step has used."""
+        used = self.optimizer.world_size > 1 or self._has_gradients()
+        self.discard()
+        self._consumed = used
+
+
+def _hook(reduction: GradientReduction, bucket: GradientBucket, index: int) -> Callable[[Tensor], None]:
+    ref = weakref.ref(reduction)
+
+    def hook(_: Tensor) -> None:
+        owner = ref()
+        if owner is not None:
+            owner.on_gradient(bucket, index)
+
+    return hook

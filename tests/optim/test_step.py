@@ -1,0 +1,236 @@
+"""The shape of a step by hand-worked numbers; its end, its payload and its result as AdaScale has them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ray_adascale import AdaScale, StepResult, StepShape
+
+from ..classifier import backward, batches, make_model, ready, weights
+
+
+def norms(*values: float) -> list[Tensor]:
+    return [torch.tensor([value, 10 * value], dtype=torch.float64) for value in values]
+
+
+# ---- the shape -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        # Losses divided by their number, 2: each norm is 1/4 of ‖g_i‖². A = (4·3 + 4·5) / 2.
+        (StepShape(2, loss_divisor=2), 16.0),
+        # Undivided: A = (3 + 5) / 2.
+        (StepShape(2), 4.0),
+        # Two passes of what was to be four: each norm is 1/16 of ‖g_i‖². A = (16·3 + 16·5) / 2.
+        (StepShape(2, loss_divisor=4), 64.0),
+        # Three workers: this one has 2 of 6 samples. A's part = (4·3 + 4·5) / 6.
+        (StepShape(2, workers=3, loss_divisor=2), 32 / 6),
+    ],
+)
+def test_equal_samples_weigh_one_over_n(shape: StepShape, expected: float) -> None:
+    assert shape.mean_sq_norm(norms(3.0, 5.0)).tolist() == pytest.approx([expected, 10 * expected], rel=1e-15)
+
+
+def test_unequal_samples_weigh_by_their_examples() -> None:
+    """w = (1/4, 3/4): the losses carried n·w_i/2 = 1/4 and 3/4. A = ¼ · 16·1 + ¾ · (16/9)·9 = 4 + 12."""
+    shape = StepShape(2, loss_divisor=2)
+    assert shape.mean_sq_norm(norms(1.0, 9.0), [0.25, 0.75])[0].item() == pytest.approx(16.0, rel=1e-15)
+
+
+def test_a_shortened_shape_has_its_share_of_the_scale() -> None:
+    full = StepShape(4, workers=2, scale=3.0, loss_divisor=4)
+    assert full.num_samples == 8
+    assert full.multiple_of_mean == 1
+    assert full.shortened(3) == StepShape(3, workers=2, scale=2.25, loss_divisor=3)
+    assert full.shortened(3, loss_divisor=4).multiple_of_mean == 0.75
+    assert full.shortened(1, scale=0.7) == StepShape(1, workers=2, scale=0.7, loss_divisor=1)
+    assert full.shortened(4) == full
+    undivided = StepShape(4, scale=3.0, to_mean=False)
+    assert undivided.shortened(2) == StepShape(2, scale=1.5, to_mean=False)
+    assert undivided.shortened(2).multiple_of_mean == 2
+    odd = StepShape(3, scale=0.1)
+    assert odd.shortened(3).scale == 0.1  # 0.1 · 3 / 3 is not
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ({"passes": 0}, "passes=0"),
+        ({"passes": 1, "workers": 0}, "workers=0"),
+        ({"passes": 1, "scale": math.inf}, "scale=inf"),
+        ({"passes": 1, "scale": 0.0}, "scale=0.0"),
+        ({"passes": 1, "loss_divisor": 0}, "loss_divisor=0"),
+    ],
+)
+def test_a_number_out_of_its_range_is_refused(wrong: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        StepShape(**wrong)
+
+
+@pytest.mark.parametrize("passes", [0, 4])
+def test_a_shortened_shape_has_at_most_all_passes(passes: int) -> None:
+    with pytest.raises(ValueError, match=rf"passes={passes}.*between 1 and 3"):
+        StepShape(3).shortened(passes)
+
+
+# ---- the end ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_end_is_asked_as_each_pass_begins_until_one_is_the_last() -> None:
+    model, optimizer = ready(scale=4.0, n=4)
+    asked: list[tuple[int, bool]] = []
+    full = optimizer.shape
+    assert full == StepShape(4, scale=4.0, loss_divisor=4)
+
+    def step_end(number: int) -> StepShape | None:
+        asked.append((number, optimizer.passes == number - 1))
+        return full.shortened(number, scale=2.5, loss_divisor=4) if number == 2 and len(asked) < 4 else None
+
+    optimizer.step_end = step_end
+    data = batches(6, 4)
+    backward(model, data[:2], 4)
+    assert asked == [(1, True), (2, True)]
+    assert optimizer.shape == StepShape(2, scale=2.5, loss_divisor=4)
+    mean = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    twin = make_model()
+    for x, y in data[:2]:
+        (F.cross_entropy(twin(x), y) / 2).backward()
+    for found, p in zip(mean, twin.parameters(), strict=True):
+        torch.testing.assert_close(found, p.grad, rtol=1e-12, atol=1e-15)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert optimizer.shape == full
+    backward(model, data[2:], 4)
+    assert asked[2:] == [(1, True), (2, True), (3, True)]  # the fourth pass is the declared last
+    assert optimizer.shape == full
+    optimizer.step()
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_an_accumulating_step_is_one_that_lacks_its_last_pass(passes: int) -> None:
+    model, optimizer = ready(scale=4.0, n=3)
+    if passes < 3:
+        optimizer.expect_passes(passes)
+    found = [optimizer.accumulating]
+    for x, y in batches(passes, 4):
+        (F.cross_entropy(model(x), y) / passes).backward()
+        found.append(optimizer.accumulating)
+    assert found == [False, *[True] * (passes - 1), False]
+    optimizer.step()
+    assert not optimizer.accumulating
+
+
+# ---- the batch -------------------------------------------------------------------------------------------------------
+
+
+def test_scale_and_passes_change_together_and_hooks_are_set_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, optimizer = ready(scale=2.0, n=2)
+    attached = []
+    attach = optimizer._statistics.attach
+    monkeypatch.setattr(optimizer._statistics, "attach", lambda: (attached.append(1), attach()))
+    theta = optimizer.smoothing
+    optimizer.set_batch(scale=8.0, passes=4)
+    assert len(attached) == 1
+    assert optimizer.shape == StepShape(4, scale=8.0, loss_divisor=4)
+    assert optimizer.smoothing == theta
+    optimizer.set_batch(passes=3)
+    assert (optimizer.scale, optimizer.num_samples) == (8.0, 3)
+    optimizer.set_batch(scale=5.0)
+    assert (optimizer.scale, optimizer.num_samples) == (5.0, 3)
+    for wrong in ({"scale": math.nan}, {"passes": 0}):
+        with pytest.raises(ValueError, match="Invalid"):
+            optimizer.set_batch(**wrong)  # type: ignore[arg-type]
+    assert (optimizer.scale, optimizer.num_samples) == (5.0, 3)
+
+
+# ---- the payload -----------------------------------------------------------------------------------------------------
+
+
+def _summed() -> list[Any]:
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    rank, model = dist.get_rank(), make_model()
+    ddp = DistributedDataParallel(model)
+    optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05))
+    out: list[Any] = []
+    for step, (x, y) in enumerate(batches(3, 4)):
+        if step < 2:
+            optimizer.payload = torch.tensor([rank + 1.0, 10.0 * step], dtype=torch.float64)
+        F.cross_entropy(ddp(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        out.append(list(optimizer.last_step.payload))
+    return out
+
+
+def test_a_payload_is_summed_over_workers_and_is_of_one_step(pool: Any) -> None:
+    for found in pool(2).run(_summed):
+        assert found == [[3.0, 0.0], [3.0, 20.0], []]
+
+
+@pytest.mark.parametrize("payload", [torch.tensor(1.0), torch.zeros(1, 2)])
+def test_a_payload_is_a_row_of_numbers(payload: Tensor) -> None:
+    _, optimizer = ready()
+    with pytest.raises(ValueError, match="payload of shape"):
+        optimizer.payload = payload
+
+
+# ---- the result ------------------------------------------------------------------------------------------------------
+
+
+def test_the_result_of_a_step_is_a_value_that_stays() -> None:
+    model, optimizer = ready()
+    assert optimizer.last_step.gain == 1.0
+    assert optimizer.last_step.steps == 0
+    assert math.isnan(optimizer.last_step.sigma2)
+    results: list[StepResult] = []
+    for i in range(3):
+        backward(model, batches(6, 4)[2 * i : 2 * i + 2])
+        optimizer.step()
+        optimizer.zero_grad()
+        results.append(optimizer.last_step)
+    assert [result.steps for result in results] == [1, 2, 3]
+    assert results[-1].effective_steps == pytest.approx(sum(result.gain for result in results), rel=1e-15)
+    assert all(result.lr_factor == result.gain > 1 for result in results)
+    assert len({result.sigma2 for result in results}) == 3
+    before = weights(model).clone()
+    backward(model, [(x * math.nan, y) for x, y in batches(2, 4)])
+    optimizer.step()
+    skipped = optimizer.last_step
+    assert skipped.skipped
+    assert (skipped.gain, skipped.effective_steps, skipped.steps) == (results[-1].gain, results[-1].effective_steps, 3)
+    assert not results[-1].skipped
+    assert torch.equal(weights(model), before)
+
+
+def test_the_clock_moves_where_it_is_set_and_the_result_with_it() -> None:
+    model, optimizer = ready()
+    optimizer.effective_steps = 5
+    assert optimizer.last_step.effective_steps == optimizer.known_effective_steps == 5.0
+    backward(model, batches(2, 4))
+    optimizer.step()
+    assert optimizer.last_step.effective_steps == pytest.approx(5 + optimizer.last_step.gain, rel=1e-15)
+
+
+def test_a_step_returns_the_closures_loss() -> None:
+    model, optimizer = ready(n=1, scale=1.0)
+    x, y = batches(1, 4)[0]
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss.detach()
+
+    assert float(optimizer.step(closure)) == F.cross_entropy(make_model()(x), y).item()
+    assert optimizer.last_step.steps == 1
+    assert optimizer.step() is None
