@@ -367,7 +367,7 @@ class Run:
         return torch.stack([loss, torch.full_like(loss, self._own_flags())])
 
     def _own_flags(self) -> BoundaryFlags:
-        """Return the flags of this worker's stages. Beside rank 0 only BUSY counts."""
+        """Return the flags of this worker's stages. Other workers than rank 0 send BUSY only."""
         flags = BoundaryFlags(0)
         for stage in self.parts.stages:
             flags |= stage.flags()

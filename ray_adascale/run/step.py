@@ -225,7 +225,7 @@ class Stage:
         return False
 
     def flags(self) -> BoundaryFlags:
-        """Return this worker's flags. Beside rank 0 only BUSY counts."""
+        """Return this worker's flags. Of other workers than rank 0 only BUSY counts."""
         return BoundaryFlags(0)
 
     def act(self, run: RunAtBoundary, flags: BoundaryFlags) -> str | None:
