@@ -79,6 +79,12 @@ def test_negative_samples_count_as_they_are_unless_each_is_clipped(clip_samples:
     assert readout(mine).sigma2 == pytest.approx([sigma2], rel=1e-15)
 
 
+def test_total_moments_clip_each_group_and_then_sum() -> None:
+    read = NoiseReadout([1.0] * 3, 1.0, sigma2=[-1.0, 2.0, 3.0], mu2=[4.0, -2.0, 1.0])
+    assert read.total_moments() == (5.0, 5.0)
+    assert all(math.isnan(x) for x in NoiseReadout([1.0], 1.0, [math.nan], [math.nan]).total_moments())
+
+
 @pytest.mark.parametrize("bad", [{"usable": False}, {"finite": False}])
 def test_a_sample_that_says_nothing_moves_nothing(bad: dict[str, bool]) -> None:
     mine = averages()

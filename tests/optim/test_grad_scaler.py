@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -119,6 +120,22 @@ def test_equals_torchs_scaler_under_ddp(pool: Pool, world_size: int, kind: str, 
     for result in results:
         for (_, (ours, *_)), (_, (first, *_)) in zip(result, results[0], strict=True):
             assert torch.equal(ours, first)
+
+
+def test_statistics_are_those_of_unscaled_gradients() -> None:
+    found = []
+    for loss_scale in (1.0, 1024.0):
+        torch.manual_seed(0)
+        model = build()
+        scaler = torch.amp.GradScaler("cpu", init_scale=loss_scale)
+        optimizer = AdaScale(momentum(model), num_gradients_to_accumulate=2, grad_scaler=scaler)
+        for step in range(2):
+            scaler.scale(model(batch(step)).square().mean() / 2).backward()
+        optimizer.gain()
+        sigma2, mu2 = optimizer.group_moments()
+        found.append((*sigma2, *mu2))
+    assert found[0] == found[1]  # 1024 is a power of two, so nothing is rounded
+    assert all(math.isfinite(x) and x != 0 for x in found[0])
 
 
 def test_in_one_process() -> None:
