@@ -166,10 +166,8 @@ def page() -> str:
     """docs/reference/architecture.md with a fresh picture and a fresh table of modules."""
     text = PAGE.read_text(encoding="utf-8")
     for begin, content in ((BEGIN, picture()), (BEGIN_MODULES, module_table())):
-        block = f"{begin}\n{content}\n{END}"
-        text = re.sub(
-            f"{re.escape(begin)}.*?{re.escape(END)}", lambda _, block=block: block, text, count=1, flags=re.DOTALL
-        )
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}\n{content}\n{END}{rest.partition(END)[2]}"
     return text
 
 
