@@ -92,7 +92,7 @@ bench: $(STAMP)  ## step-time overhead against DDP, in one interleaved run
 dist: $(VENV)/.installed-release  ## the wheel and the sdist in dist/, built and checked
 	rm -rf dist build/dist
 	$(BIN)/python -m build --outdir dist .
-	$(BIN)/twine check --strict dist/*
+	$(BIN)/python -m twine check --strict dist/*
 	$(PYTHON) -m venv build/dist
 	build/dist/bin/pip install --quiet --disable-pip-version-check --no-deps dist/*.whl
 	cd build/dist && bin/python -c "import ray_adascale; print('wheel of', ray_adascale.__version__, 'imports')"
