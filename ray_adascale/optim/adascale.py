@@ -36,10 +36,8 @@ class AdaScale(OptimizerWrapper):
     Use it like the optimizer itself: any ``torch.optim.lr_scheduler`` may be built on the wrapper or on the wrapped optimizer.
     :attr:`effective_steps` is the number of optimizer steps so far on the clock of the base batch. Drive the schedule with it,
     and stop when it reaches the number of steps that the schedule was made for. Collective: the last backward pass of a step ends
-    with one small all-reduce over ``process_group``.
-
-    It may be built before ``init_process_group``: unless ``world_size`` or ``process_group`` is given, the workers at the first
-    backward pass share the batch, and S, n and θ are as if they had been there from the start.
+    with one small all-reduce over ``process_group``. AdaScale may be built before ``init_process_group``. Then,
+    without ``world_size`` and ``process_group``, the workers at the first backward pass share the batch.
 
     In a step the host waits once for the device, to read r. A fused optimizer (``SGD``, ``Adam`` or ``AdamW`` with
     ``fused=True``, also in OSS; parameters on one device; AdaScale's own rule) gets the LR as a float32 tensor and skips a step

@@ -119,7 +119,7 @@ def test_a_search_goes_on_only_as_what_it_was_started_as(tmp_path: Path) -> None
     for change, told in (
         (
             {"total_steps": 100},
-            r"Invalid total_steps=100: the search in \S+mine was started with 200. Restore it to go on, or",
+            r"Invalid total_steps=100: the search in \S+mine was started with 200. Restore it to continue, or",
         ),
         ({"scheduler": None}, "Invalid scheduler=None: .* started with 'asha'"),
         ({"param_space": {}}, "Invalid param_space={}"),
