@@ -209,7 +209,7 @@ class AdaScaleConfig:
         """The part of the settings that decides about the batch.
 
         Raises:
-            SettingError: ``base_batch_size`` is not set.
+            ValueError: ``base_batch_size`` is not set.
         """
         if self.base_batch_size is None:
             raise SettingError("{} is needed: the batch size the schedule was tuned at.", base_batch_size=...)
@@ -225,7 +225,7 @@ class AdaScaleConfig:
         A warning names each setting that the recipe keeps (:attr:`ray_adascale.Recipe.settings`) and that differs here.
 
         Raises:
-            SettingError: A setting contradicts the recipe.
+            ValueError: A setting contradicts the recipe.
         """
         if recipe is None:
             return self
@@ -261,7 +261,7 @@ class AdaScaleConfig:
         """Return T, from ``total_steps`` or ``total_epochs``.
 
         Raises:
-            SettingError: Neither is given, or the dataset's length is needed and unknown.
+            ValueError: Neither is given, or the dataset's length is needed and unknown.
         """
         if self.total_steps is not None:
             return self.total_steps

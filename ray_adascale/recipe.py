@@ -84,7 +84,7 @@ class Recipe:
         mode: Whether a small (``"min"``) or a large (``"max"``) metric is better.
         score: The metric's value for these hyperparameters.
         lr_curve: ``lr_curve[group][k]`` is the parameter group's learning rate after k scheduler calls. One value per
-            group without a scheduler; with one, a value for each call in a run (:func:`curve_length`).
+            group without a scheduler; with one, a value for each call in a run (``curve_length``).
         noise: Single probes, in any order.
         seed: The base seed of the search, ≥ 0.
         search: Facts about the search, JSON values: trials, searcher, scheduler, failed trials, best trial, wall seconds ...

@@ -131,7 +131,7 @@ class Workload:
         extra_state: Further objects for the checkpoints, by name, such as an average of the weights; see
             :class:`ray_adascale.Run`.
         after_step: ``after_step(model)``, called after each optimizer step; see :class:`ray_adascale.Run`.
-        config_reads: The keys of the config that the function has read. :func:`build` sets it, so that a run can warn about
+        config_reads: The keys of the config that the function has read. ``build`` sets it, so that a run can warn about
             hyperparameters that are never read.
 
     Raises:
