@@ -46,8 +46,11 @@ class RankFailed(AssertionError):
     """A rank raised; the message is its traceback."""
 
 
-def _fork_server() -> ForkServerContext:
-    """Return the context of the server, which runs until this process ends."""
+def fork_server() -> ForkServerContext:
+    """Return the context whose processes fork from the server. The server runs until this process ends.
+
+    For tests with processes of their own, which a pool could not survive. Mark these tests ``pool``.
+    """
     from multiprocessing import forkserver
 
     context = multiprocessing.get_context("forkserver")
@@ -109,7 +112,7 @@ class ProcessPool:
         self._pipes: list[Connection] = []
 
     def _start(self) -> None:
-        context = _fork_server()
+        context = fork_server()
         port = free_port()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ray_adascale import OSS, AdaScale, AdaScaleWrapper
 
 from ..classifier import backward, batches, make_model, weights
+from ..pool import fork_server
 
 
 def _accumulate_later(adascale: AdaScale) -> None:
@@ -116,8 +117,10 @@ def _worker(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.pool
 def test_built_before_the_group_is_as_built_after_it(tmp_path: Path) -> None:
-    mp.spawn(_worker, (str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
+    fork_server()
+    mp.start_processes(_worker, (str(tmp_path),), nprocs=2, start_method="forkserver")  # type: ignore[no-untyped-call]
     for rank in range(2):
         for (before, after), (_, _, passes, scale, theta) in zip(
             torch.load(tmp_path / f"{rank}.pt"), CASES, strict=True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,7 @@ from ray_adascale import AdaScaleConfig, LEGWRule, RuleInput, Run
 from ray_adascale.run.build import _settle_buckets, check_rule, wrap
 from ray_adascale.scaling_rules import AdamScale, LEGWScale
 
-from ..pool import ProcessPool, free_port
+from ..pool import ProcessPool, fork_server, free_port
 
 Pool = Callable[[int], ProcessPool]
 
@@ -124,9 +123,10 @@ def _outlives(rank: int, ports: list[int], queue: Any) -> None:
     queue.put(rank)
 
 
+@pytest.mark.pool
 def test_a_data_parallel_model_may_outlive_its_process_group() -> None:
     """On torch 2.13's gloo its destructor hung before the third life had ended, where it was the last to know the group."""
-    context = multiprocessing.get_context("spawn")
+    context = fork_server()
     queue: Any = context.Queue()
     ports = [free_port() for _ in range(6)]
     processes = [context.Process(target=_outlives, args=(rank, ports, queue), daemon=True) for rank in range(2)]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import datetime
 import itertools
-import multiprocessing
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -23,7 +22,7 @@ from torch.optim import SGD
 
 from ray_adascale import OSS, AdaScale, ShardedDataParallel, ShardedDDP, register_elementwise
 
-from ..pool import free_port
+from ..pool import fork_server, free_port
 from ..uneven import assert_agree, batches, loss_of, weights
 from .against_ddp import OPTIMIZERS, SMALL, Lars, Pool, build, clip, default_dtype, default_tolerance, wrapped
 
@@ -317,8 +316,9 @@ def _raises_in_forward(rank: int, port: int, queue: Any) -> None:
     time.sleep(7 if rank == 1 else 0)  # neither does the connection close
 
 
+@pytest.mark.pool
 def test_a_rank_that_raises_fails_the_others_within_the_groups_timeout() -> None:
-    context = multiprocessing.get_context("spawn")
+    context = fork_server()
     queue: Any = context.Queue()
     port = free_port()
     processes = [context.Process(target=_raises_in_forward, args=(r, port, queue), daemon=True) for r in range(3)]

@@ -290,6 +290,7 @@ def test_more_workers_than_fit_are_refused_or_waited_for(
             time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGINT)
 
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     threading.Thread(target=interrupt, daemon=True).start()
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt, match="ended at once; what came after its last checkpoint is lost"):
@@ -298,7 +299,7 @@ def test_more_workers_than_fit_are_refused_or_waited_for(
     told = [record.getMessage() for record in caplog.records if "Waiting for nodes" in record.getMessage()]
     assert len(told) >= 2
     assert short in told[0]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.signal(signal.SIGINT, inherited) is signal.default_int_handler
 
 
 def test_rays_private_hook_for_ctrl_c_is_still_there() -> None:

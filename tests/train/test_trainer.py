@@ -56,7 +56,7 @@ def workload(config: dict[str, Any]) -> Workload:
             raise OSError("the cat sat on the switch")
         if config.get("pause_s"):
             time.sleep(config["pause_s"])
-        return F.cross_entropy(model(batch[0]), batch[1]) * config.get("factor", 1.0)
+        return F.cross_entropy(model(batch[0]), batch[1])
 
     return Workload(
         model=model,
@@ -301,18 +301,6 @@ def test_of_the_checkpoints_the_best_stay_and_the_newest(of_a_file: ray.train.Re
     assert 20 <= states[0]["effective_steps"] < 40
 
 
-def test_a_loss_of_nan_ends_the_run_with_the_reason(ray_session: Path) -> None:
-    trainer = AdaScaleTrainer(
-        workload,
-        hyperparameters={"lr": 0.1, "factor": float("nan")},
-        config=AdaScaleConfig(base_batch_size=4, total_steps=500),
-        run_config=RunConfig(name="nan", storage_path=str(ray_session)),
-        progress=False,
-    )
-    with pytest.raises(ray.train.TrainingFailedError, match="not finite in 50 optimizer steps in a row, up to step 50"):
-        trainer.fit()
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -340,8 +328,8 @@ def test_prepare_outside_a_worker_says_where_it_belongs() -> None:
         prepare(built.model, built.optimizer, built.scheduler, built.train_dataset, AdaScaleConfig())
 
 
-@pytest.mark.timeout(600)  # two starts of a Ray of its own: half a minute, on a busy machine some
-def test_ctrl_c_ends_the_workers_and_leaves_a_checkpoint_to_resume_from(tmp_path: Path) -> None:
+@pytest.mark.timeout(600)  # starts a Ray of its own: a quarter of a minute, on a busy machine some
+def test_ctrl_c_ends_the_workers_and_leaves_a_checkpoint_to_resume_from(ray_session: Path, tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
@@ -379,7 +367,8 @@ def test_ctrl_c_ends_the_workers_and_leaves_a_checkpoint_to_resume_from(tmp_path
     while _children_of_session(process.pid):
         assert time.monotonic() < deadline, _children_of_session(process.pid)
         time.sleep(0.2)
-    resume = [*command[:3], "resume", str(tmp_path / "stopped")]
+    here = ray.get_runtime_context().gcs_address  # on another Ray, the suite's
+    resume = [*command[:3], "resume", str(tmp_path / "stopped"), f"--address={here}"]
     again = subprocess.run(resume, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=240)
     assert again.returncode == 0, again.stderr[-3000:]
     assert "total_steps reached" in again.stdout

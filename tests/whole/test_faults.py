@@ -6,7 +6,6 @@ import datetime
 import errno
 import logging
 import math
-import multiprocessing
 import os
 import random
 import re
@@ -32,13 +31,12 @@ from ray_adascale.checkpoint import CheckpointError, dcp
 from ray_adascale.run.step import StepReport
 from ray_adascale.run.trace import read_trace
 
-from ..pool import free_port
+from ..pool import fork_server, free_port
 
-pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
-
-# Processes fork from one that has imported torch already: 0.1 s each instead of 3.
-processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["tests.whole.test_faults"])
+pytestmark = [
+    pytest.mark.pool,
+    pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale"),
+]
 
 TIMEOUT_S = 15.0
 
@@ -195,6 +193,7 @@ def start(
     folder: Path, world: int, crash: tuple[int, str, int] | None = None, **settings: Any
 ) -> tuple[list[int], Any]:
     """Runs the workers until all have ended, as torchrun would: when one is gone, the others are given up soon after."""
+    processes = fork_server()
     said, port = processes.Queue(), free_port()
     workers = [
         processes.Process(target=serve, args=(rank, world, port, str(folder), settings, crash, said), daemon=True)
@@ -348,6 +347,7 @@ def full_disk(*_: Any) -> Any:
     ],
 )
 def test_the_other_worker_ends_with_the_reason_when_one_misbehaves(tmp_path: Path, how: str, message: str) -> None:
+    processes = fork_server()
     said, port = processes.Queue(), free_port()
     workers = [
         processes.Process(target=misbehave, args=(r, port, str(tmp_path), how, said), daemon=True) for r in (0, 1)
