@@ -38,7 +38,7 @@ RAY_LAYERS: list[list[Package]] = [
         Package(
             "train",
             "where the workers of a run live: Ray Train, its cluster, preemption notices",
-            "trainer backend driver_channel listeners retry cluster",
+            "trainer backend driver_channel driver_updates gauges retry cluster",
         )
     ],
 ]
@@ -61,7 +61,8 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "run",
             "what happens at a step boundary of one worker's loop",
-            "loop assemble build passes step stages saver train_state schedule tau_schedule backend metrics advice "
+            "loop assemble build passes step batch evaluation notices checkpointing reporting train_state "
+            "schedule tau_schedule backend metrics advice "
             "eta progress trace attach base_run failure",
         ),
         Package("compat", "FairScale's and AdaptDL's interfaces", "adaptdl fairscale"),
@@ -87,8 +88,8 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "optim",
             "how weights move",
-            "adascale algorithm step gradient_statistics previous_gradient observing workers averages rules deferred wrapper "
-            "grad_scaler adam_metric",
+            "adascale algorithm step_shape gradient_statistics previous_gradient observing workers averages rules deferred "
+            "wrapper grad_scaler adam_metric",
         )
     ],
     [

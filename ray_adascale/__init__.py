@@ -34,8 +34,8 @@ if TYPE_CHECKING:  # the same again, as type checkers read no tables
     from .optim.rules import RuleInput as RuleInput
     from .optim.rules import SquareRootRule as SquareRootRule
     from .optim.rules import UnscaledRule as UnscaledRule
-    from .optim.step import StepResult as StepResult
-    from .optim.step import StepShape as StepShape
+    from .optim.step_shape import StepResult as StepResult
+    from .optim.step_shape import StepShape as StepShape
     from .recipe import Recipe as Recipe
     from .recipe import RecipeError as RecipeError
     from .run.attach import attach as attach
@@ -76,7 +76,7 @@ _NAMES = {
         "SquareRootRule",
         "UnscaledRule",
     ],
-    "optim.step": ["StepResult", "StepShape"],
+    "optim.step_shape": ["StepResult", "StepShape"],
     "recipe": ["Recipe", "RecipeError"],
     "run.attach": ["attach"],
     "run.backend": ["LocalBackend"],

@@ -26,7 +26,7 @@ from ..gain import plain_gain
 from ..optim.adam_metric import adam_preconditioner
 from ..optim.adascale import AdaScale
 from ..optim.rules import RuleInput, metric_of
-from ..optim.step import StepShape
+from ..optim.step_shape import StepShape
 from ..scaling_rules import VARIANCE_FLOOR, ScalingRuleBase, pick_factor
 
 __all__ = ["AdaptiveDataParallel", "GradientNoiseScale"]

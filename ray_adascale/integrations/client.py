@@ -18,7 +18,7 @@ from ..batch_policy import BatchPlan
 from ..config import AdaScaleConfig
 from ..measure.probe import probe_noise
 from ..optim.adascale import AdaScale
-from ..optim.step import StepEnd, StepShape
+from ..optim.step_shape import StepEnd, StepShape
 from ..recipe import NoiseProbe, Recipe
 from ..run.base_run import BaseResult, freeze, momentum_of
 from ..run.metrics import step_metrics

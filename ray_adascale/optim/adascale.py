@@ -23,7 +23,7 @@ from .algorithm import AdaScaleAlgorithm
 from .averages import Averages, CountDecay, Smoothing
 from .gradient_statistics import GradientStatistics
 from .rules import AdaScaleRule, ScalingRule
-from .step import StepEnd, StepResult, StepShape
+from .step_shape import StepEnd, StepResult, StepShape
 from .workers import Workers
 from .wrapper import OptimizerWrapper
 

@@ -16,7 +16,7 @@ from .averages import Averages, NoiseReadout
 from .deferred import HostCopy, skippable_step, steps_on_device
 from .gradient_statistics import GradientStatistics, Outcome, Sample
 from .rules import AdaScaleRule, RuleInput, ScalingRule
-from .step import StepResult
+from .step_shape import StepResult
 
 __all__ = ["AdaScaleAlgorithm"]
 

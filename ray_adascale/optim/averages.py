@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import gain as gain_math
 from ..gain import Average
 from .gradient_statistics import Sample
-from .step import StepShape
+from .step_shape import StepShape
 
 __all__ = ["Averages", "CountDecay", "NoiseReadout", "Smoothing"]
 

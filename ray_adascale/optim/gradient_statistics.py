@@ -19,7 +19,7 @@ from ..measure.observers import GradientObserver, take_norm, take_norms
 from ..sharding.oss import OSS
 from .observing import Measurement, has_dtensors, has_sharded_gradients, make_observer
 from .previous_gradient import PreviousGradient
-from .step import StepEnd, StepShape
+from .step_shape import StepEnd, StepShape
 from .workers import Workers
 
 __all__ = ["GradientStatistics", "Outcome", "Sample"]

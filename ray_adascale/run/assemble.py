@@ -25,13 +25,17 @@ from ..optim.adascale import AdaScale
 from ..recipe import Recipe
 from .advice import NoiseWarning, UsefulWorkers, log_useful_workers
 from .backend import Backend
+from .batch import AdaptiveBatch
 from .build import check_built, check_recipe, check_rule, check_schedule, set_batch, wrap
+from .checkpointing import Checkpointing
 from .eta import EtaTracker, forecast_remaining_steps
+from .evaluation import Evaluation
 from .metrics import METRICS, USEFUL_WORKERS
+from .notices import Interrupt, Preemption
 from .passes import Passes
 from .progress import ProgressLine
+from .reporting import Reporting
 from .schedule import BaseSchedule, EffectiveSchedule
-from .stages import AdaptiveBatch, Checkpointing, Evaluation, Interrupt, Preemption, Reporting
 from .step import Listener, LoopState, Stage
 from .trace import TraceFile, read_trace
 from .train_state import TrainState, log_start

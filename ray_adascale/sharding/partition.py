@@ -1,4 +1,7 @@
-"""Which worker owns which parameters: by element for optimizers that treat each element by itself, else by whole parameters."""
+"""Which worker owns which parameters: the choice between elements and whole parameters, and the owners of whole parameters.
+
+The borders of a partition by element are those of the buckets, see :mod:`ray_adascale.sharding.buckets`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker of a Ray Train run as :class:`ray_adascale.run.backend.Backend`: reports, checkpoints, notices, gauges."""
+"""A worker of a Ray Train run as :class:`ray_adascale.run.backend.Backend`: reports, checkpoints, notices."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from ..run.backend import Backend, ReportPolicy
 from ..run.eta import EtaTracker
 from ..run.step import Listener, StepReport
 from .driver_channel import DriverClient
-from .listeners import DriverUpdates, Gauges
+from .driver_updates import DriverUpdates
+from .gauges import Gauges
 
 __all__ = ["RayTrainBackend"]
 

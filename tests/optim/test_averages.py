@@ -10,7 +10,7 @@ import torch
 
 from ray_adascale.optim.averages import Averages, CountDecay, NoiseReadout
 from ray_adascale.optim.gradient_statistics import Sample
-from ray_adascale.optim.step import StepShape
+from ray_adascale.optim.step_shape import StepShape
 
 SCALE = 4.0
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ray_adascale import AdaScale
-from ray_adascale.optim.step import StepShape
+from ray_adascale.optim.step_shape import StepShape
 
 from .test_adascale import batches, make_model, weights
 

@@ -15,9 +15,13 @@ import torch
 from ray_adascale import AdaScaleConfig, EarlyStop, LocalBackend
 from ray_adascale.run.advice import NoiseWarning, UsefulWorkers
 from ray_adascale.run.assemble import Parts, assemble
+from ray_adascale.run.batch import AdaptiveBatch
+from ray_adascale.run.checkpointing import Checkpointing
 from ray_adascale.run.eta import EtaTracker
+from ray_adascale.run.evaluation import Evaluation
+from ray_adascale.run.notices import Interrupt, Preemption
 from ray_adascale.run.progress import ProgressLine
-from ray_adascale.run.stages import AdaptiveBatch, Checkpointing, Evaluation, Interrupt, Preemption, Reporting
+from ray_adascale.run.reporting import Reporting
 from ray_adascale.run.step import Listener
 from ray_adascale.run.trace import TraceFile, read_trace
 

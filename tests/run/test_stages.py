@@ -14,7 +14,10 @@ from torch import nn
 from ray_adascale import EarlyStop, LocalBackend
 from ray_adascale.run import step
 from ray_adascale.run.backend import ReportPolicy
-from ray_adascale.run.stages import Checkpointing, Evaluation, Interrupt, Preemption, Reporting
+from ray_adascale.run.checkpointing import Checkpointing
+from ray_adascale.run.evaluation import Evaluation
+from ray_adascale.run.notices import Interrupt, Preemption
+from ray_adascale.run.reporting import Reporting
 from ray_adascale.run.step import BoundaryFlags
 from ray_adascale.run.train_state import INTERRUPTED
 

@@ -21,7 +21,8 @@ from ray_adascale.run.eta import Eta, EtaTracker
 from ray_adascale.run.metrics import METRICS
 from ray_adascale.run.schedule import BaseSchedule
 from ray_adascale.run.step import StepReport
-from ray_adascale.train import listeners
+from ray_adascale.train import gauges
+from ray_adascale.train.driver_updates import DriverUpdates
 
 from ..samples_of import scalars, step_of
 
@@ -45,13 +46,13 @@ def test_gauges_follow_the_run_once_a_second(monkeypatch: pytest.MonkeyPatch) ->
             seen.setdefault(self.name, []).append((value, tags))
 
     clock = [100.0]
-    monkeypatch.setattr(listeners, "Gauge", Gauge)
+    monkeypatch.setattr(gauges, "Gauge", Gauge)
     monkeypatch.setattr(step.time, "monotonic", lambda: clock[0])
     tracker = EtaTracker(None)
-    gauges = listeners.Gauges("mine", 0, tracker)
+    mine = gauges.Gauges("mine", 0, tracker)
     for gain, later in ((2.0, 0.5), (3.0, 0.6), (4.0, 0.0)):
         tracker.eta = Eta(steps=8 * gain, seconds=9 * gain, rough=False)
-        gauges.after_step(step_of(gain=gain, **{"my own": gain, "text": "x"}))
+        mine.after_step(step_of(gain=gain, **{"my own": gain, "text": "x"}))
         clock[0] += later
     tags = {"ray_train_run_name": "mine", "ray_train_worker_world_rank": "0"}  # what Ray's own dashboards filter by
     assert seen["adascale_gain"] == [(2.0, tags), (4.0, tags)]
@@ -71,7 +72,7 @@ def test_the_driver_gets_metrics_once_a_second_and_at_the_end_and_may_ask_to_sto
     clock = [100.0]
     monkeypatch.setattr(step.time, "monotonic", lambda: clock[0])
     tracker = EtaTracker(None)
-    updates = listeners.DriverUpdates(client, tracker)
+    updates = DriverUpdates(client, tracker)
     for number, later in ((1, 0.5), (2, 0.6), (3, 0.1), (10, 0.0)):  # T is 10
         updates.after_step(step_of(number))
         clock[0] += later
@@ -121,7 +122,7 @@ def test_event_files_are_in_the_runs_folder_wherever_that_is(
 
     monkeypatch.setattr(ray.train, "get_context", Context)
     monkeypatch.setattr(ray.train.torch, "get_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(listeners, "Gauge", lambda *_: SimpleNamespace(set=lambda *_: None))
+    monkeypatch.setattr(gauges, "Gauge", lambda *_: SimpleNamespace(set=lambda *_: None))
     backend = worker.RayTrainBackend()
     made = backend.listeners(EtaTracker(None))
     for listener in made:

@@ -8,7 +8,7 @@ import re
 from importlib.resources import files
 from typing import Any
 
-from ray_adascale.train import listeners
+from ray_adascale.train import gauges
 
 DASHBOARD: dict[str, Any] = json.loads(files("ray_adascale").joinpath("grafana.json").read_text(encoding="utf-8"))
 
@@ -16,8 +16,8 @@ DASHBOARD: dict[str, Any] = json.loads(files("ray_adascale").joinpath("grafana.j
 def test_dashboard_asks_for_each_gauge_by_its_tags() -> None:
     expressions = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
     asked = {re.match(r"ray_adascale_(\w+)\{", expression)[1] for expression in expressions}  # type: ignore[index]
-    assert asked == set(listeners._GAUGES)  # Ray puts its own prefix before `adascale_...`
-    tags = set(re.findall(r'"(ray_train_\w+)": ', inspect.getsource(listeners.Gauges.__init__)))
+    assert asked == set(gauges._GAUGES)  # Ray puts its own prefix before `adascale_...`
+    tags = set(re.findall(r'"(ray_train_\w+)": ', inspect.getsource(gauges.Gauges.__init__)))
     for expression in expressions:
         labels = set(re.findall(r"(\w+)=~", expression))
         assert labels - {"SessionName"} <= tags  # that one is Ray's

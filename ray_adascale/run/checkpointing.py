@@ -1,6 +1,6 @@
-"""Saves checkpoints: while the run waits, or in the background, at most one at a time.
+"""Checkpoints of a run: the stage that decides when one is saved and whether training waits, and the saver that writes it.
 
-:meth:`Saver.save` or :meth:`Saver.begin` writes a checkpoint's folder, after the workers have compared their positions. A
+:meth:`Saver.save` or :meth:`Saver.begin` writes a checkpoint's folder, once the workers have compared their positions. A
 manifest seals the folder, and the backend stores it. All of this is collective, at a step boundary.
 """
 
@@ -19,10 +19,15 @@ import torch.distributed as dist
 
 from .. import checkpoint
 from .._files import room_in_words
+from ..batch_policy import BatchPlan
 from .backend import Backend
-from .step import StepReport
+from .step import BoundaryFlags, IntervalTimer, RunAtBoundary, Stage, StepReport
+from .trace import TraceFile
+from .train_state import TrainState
 
-__all__ = ["Boundary", "Content", "Saver", "check_agreement"]
+__all__ = ["Boundary", "Checkpointing", "Content", "Saver", "check_agreement"]
+
+_NOTHING = BoundaryFlags(0)
 
 Content = tuple[dict[str, Any], dict[str, Any], dict[str, tuple[Path, int]]]
 """Tensors, state and files: the arguments of :func:`ray_adascale.checkpoint.save`."""
@@ -201,3 +206,75 @@ def _discarded_on_error(folder: Path | None) -> Iterator[None]:
         if folder is not None and not checkpoint.is_sealed(folder):
             shutil.rmtree(folder, ignore_errors=True)
         raise
+
+
+class Checkpointing(Stage):
+    """Saves checkpoints at an interval: in the background, at most one at a time, or with a report that the run waits for.
+
+    Args:
+        backend: Stores the checkpoints.
+        train_state: The state to save.
+        trace: The trace, saved with the state; None without one.
+        every_s: Seconds between checkpoints.
+        in_background: Whether checkpoints are written in the background.
+        process_group: The workers, for tensors on the CPU too. Default: the default group.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        train_state: TrainState,
+        trace: TraceFile | None,
+        *,
+        every_s: float,
+        in_background: bool,
+        process_group: dist.ProcessGroup | None,
+    ) -> None:
+        self.saver = Saver(backend, process_group)
+        self._train_state = train_state
+        self._trace = trace
+        self._in_background = in_background
+        self._timer = IntervalTimer(every_s)
+
+    def flags(self) -> BoundaryFlags:
+        if self.saver.busy:
+            return BoundaryFlags.BUSY
+        return BoundaryFlags.CHECKPOINT if self.saver.in_flight or self._timer.due else _NOTHING
+
+    def act(self, run: RunAtBoundary, flags: BoundaryFlags) -> str | None:
+        if BoundaryFlags.BUSY in flags:
+            return None
+        if self.saver.in_flight:
+            self.saver.finish()
+        elif self._in_background and BoundaryFlags.CHECKPOINT in flags and not run.reported:
+            self.begin(run)
+        return None
+
+    def begin(self, run: RunAtBoundary) -> None:
+        """Begin a checkpoint in the background. Collective."""
+        self.saver.begin(self._boundary(run), lambda: self._content(run.plan), run.step_report())
+        self._timer.restart()
+
+    def saves_with_report(self, flags: BoundaryFlags) -> bool:
+        """Return whether a checkpoint that the run waits for is due."""
+        due = BoundaryFlags.CHECKPOINT in flags and BoundaryFlags.BUSY not in flags
+        return due and not self._in_background
+
+    def save(self, run: RunAtBoundary) -> Path | None:
+        """Write this worker's share of a checkpoint and seal the checkpoint. Collective.
+
+        Returns:
+            The checkpoint's folder, not reported yet; None if the backend keeps no checkpoints.
+        """
+        return self.saver.save(self._boundary(run), lambda: self._content(run.plan))
+
+    def saved(self) -> None:
+        """Begin a new interval after a checkpoint was reported."""
+        self._timer.restart()
+
+    def _boundary(self, run: RunAtBoundary) -> Boundary:
+        return Boundary(run.state.iterations, run.effective_steps, run.schedule.lrs[0])
+
+    def _content(self, plan: BatchPlan) -> Content:
+        files = {} if self._trace is None else self._trace.files()
+        return self._train_state.tensors(), self._train_state.state(plan), files

@@ -1,4 +1,4 @@
-"""Listeners of a run on Ray workers: Ray's gauges, and the driver."""
+"""Ray's gauges of a run, for Prometheus and Grafana: names, tags, and how often they are set."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from ray.util.metrics import Gauge
 from ..run.eta import EtaTracker
 from ..run.metrics import METRICS
 from ..run.step import IntervalTimer, Listener, Step
-from .driver_channel import DriverClient
 
-__all__ = ["DriverUpdates", "Gauges"]
+__all__ = ["Gauges"]
 
 _GAUGES = ("gain", "scale", "effective_steps", "efficiency", "lr", "loss", "steps_left", "seconds_left")
 _MOST_GAUGES = 50
@@ -48,29 +47,3 @@ class Gauges(Listener):
                 allowed = re.sub(r"\W", "_", name, flags=re.ASCII)  # names that Prometheus allows
                 self._gauges[name] = Gauge(f"adascale_{allowed}", f"ray_adascale: {name}", tuple(self._tags))
             self._gauges[name].set(float(values[name]), self._tags)
-
-
-class DriverUpdates(Listener):
-    """Sends the latest metrics to the driver once a second, and reads whether the driver requests a stop.
-
-    Args:
-        client: The connection to the driver.
-        tracker: Estimates the time left.
-
-    Attributes:
-        stop_requested: Whether the driver requests a stop of this start.
-    """
-
-    def __init__(self, client: DriverClient, tracker: EtaTracker) -> None:
-        self._client = client
-        self._tracker = tracker
-        self._timer: IntervalTimer | None = None
-        self.stop_requested = False
-
-    def after_step(self, step: Step) -> None:
-        """Send the metrics, if the last message is old enough or the run has reached T."""
-        if self._timer is not None and not self._timer.due and step.tau < step.total_steps:
-            return
-        self._timer = IntervalTimer(_INTERVAL_S)
-        self._client.put({**step.metrics, "total_steps": step.total_steps, **self._tracker.eta.as_metrics()})
-        self.stop_requested = self._client.look()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ray_adascale import LocalBackend, checkpoint
-from ray_adascale.run.saver import Boundary, Saver
+from ray_adascale.run.checkpointing import Boundary, Saver
 from ray_adascale.run.schedule import BaseSchedule
 from ray_adascale.run.step import StepReport
 

@@ -1,0 +1,60 @@
+"""The stage that changes the batch of a run as the noise changes. :mod:`ray_adascale.adaptive_batch` decides; the stage acts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..adaptive_batch import BatchSizeController
+from ..optim.adascale import AdaScale
+from .step import BoundaryFlags, RunAtBoundary, Stage
+
+__all__ = ["AdaptiveBatch"]
+
+
+class AdaptiveBatch(Stage):
+    """Chooses the batch of the next step from the gradient noise.
+
+    Args:
+        controller: Decides, from the optimizer's averages.
+        optimizer: The optimizer of the run.
+        device: The device of this worker.
+    """
+
+    def __init__(self, controller: BatchSizeController, optimizer: AdaScale, device: torch.device) -> None:
+        self.controller = controller
+        self._optimizer = optimizer
+        self._device = device
+
+    def due_by(self, effective_steps: float) -> bool:
+        return self.controller.due_by(effective_steps)
+
+    def act(self, run: RunAtBoundary, flags: BoundaryFlags) -> str | None:
+        plan = self.controller.after_step(
+            run.effective_steps,
+            self._optimizer.average_moments,
+            time.monotonic() - run.boundary_at,
+            self._from_rank_0,
+        )
+        if plan != run.plan:
+            run.set_plan(plan)
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"following": self.controller.state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load this stage's part of a checkpoint's state, after the optimizer has loaded its own."""
+        optimizer = self._optimizer
+        self.controller.resume(state.get("following", {}), optimizer.effective_steps, optimizer.average_moments())
+
+    def _from_rank_0(self, numbers: tuple[float, ...]) -> tuple[float, ...]:
+        if self.controller.plan.world_size == 1:
+            return numbers
+        shared = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        dist.broadcast(shared, src=0)
+        return tuple(shared.tolist())
