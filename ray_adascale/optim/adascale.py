@@ -585,11 +585,9 @@ class AdaScale(OptimizerWrapper):
 
     def _warn_of_single_sample(self, *, stepping: bool = False) -> None:
         shape, workers = self._statistics.declared, self._statistics.workers
-        if shape.num_samples > 1 or shape.scale <= 1 or self._warned_single_sample:
-            return
-        # Before the first step there may yet come workers; where passes are left open, each step shows its number.
+        # Before the first step further workers may come up; if passes are left open, only a step has a number of them.
         undecided = self._statistics.usual_samples is None or not (workers.final or workers.steps)
-        if undecided != stepping:
+        if undecided != stepping or shape.num_samples > 1 or shape.scale <= 1 or self._warned_single_sample:
             return
         self._warned_single_sample = True
         alone = ", as there is one process (init_process_group() was not called) with one pass"

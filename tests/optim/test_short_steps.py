@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from ray_adascale import AdaScale
+from ray_adascale import OSS, AdaScale, ShardedDataParallel
 
 from ..classifier import batches, make_model, ready, sample_gradient, weights
 from ..reference import ReferenceAdaScale
@@ -30,13 +30,19 @@ THEIRS: dict[str, Any] = {
 PASSES = [3, 3, 2, 3, 1, 3, 3, 2, 3, 3]  # of a step that declares 3
 
 
-def both(world_size: int = 1, rank: int = 0, declares: str = "before") -> tuple[list[float], list[float], float, float]:
+def both(
+    world_size: int = 1, rank: int = 0, declares: str = "before", sharded: bool = False
+) -> tuple[list[float], list[float], float, float]:
     """Gains and clocks of a loop with short steps, and of the reference that is told S and n of each; weights and theirs."""
     model = make_model()
-    net: Any = DistributedDataParallel(model) if world_size > 1 else model
-    optimizer = AdaScale(
-        torch.optim.SGD(model.parameters(), lr=0.05), scale=1.5 * world_size, num_gradients_to_accumulate=3, **WINDOW
-    )
+    inner: Any = torch.optim.SGD(model.parameters(), lr=0.05)
+    net: Any = model
+    if sharded:
+        inner = OSS.wrap(inner)
+        net = ShardedDataParallel(model, inner)
+    elif world_size > 1:
+        net = DistributedDataParallel(model)
+    optimizer = AdaScale(inner, scale=1.5 * world_size, num_gradients_to_accumulate=3, **WINDOW)
     reference = ReferenceAdaScale(scale=1.5 * world_size, n=3 * world_size, **THEIRS)
     data = iter(batches(sum(PASSES) * world_size, 4))
     state = {"last": False}
@@ -89,15 +95,16 @@ def test_a_short_step_counts_for_the_passes_that_it_has(declares: str) -> None:
     assert tau == pytest.approx(reference, rel=1e-12)
 
 
-def two_workers(declares: str) -> Any:
+def two_workers(declares: str, sharded: bool) -> Any:
     import torch.distributed as dist
 
-    return both(2, dist.get_rank(), declares)
+    return both(2, dist.get_rank(), declares, sharded)
 
 
-@pytest.mark.parametrize("declares", ["before", "asked"])
-def test_a_short_step_of_two_workers_does_so_too(pool: Any, declares: str) -> None:
-    for gains, expected, tau, reference in pool(2).run(two_workers, declares):
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "sharded"])
+@pytest.mark.parametrize("declares", ["before", "late", "asked"])
+def test_a_short_step_of_two_workers_does_so_too(pool: Any, declares: str, sharded: bool) -> None:
+    for gains, expected, tau, reference in pool(2).run(two_workers, declares, sharded):
         assert gains == pytest.approx(expected, rel=1e-12)
         assert tau == pytest.approx(reference, rel=1e-12)
 
