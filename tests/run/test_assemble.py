@@ -140,22 +140,12 @@ def test_a_resume_loads_every_part_of_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_resumed_adaptive_run_begins_with_the_batch_of_its_checkpoint(tmp_path: Path) -> None:
-    run = make_run(
-        model(),
-        backend=LocalBackend(tmp_path),
-        scheduler=False,
-        total_steps=400,
-        checkpoint_every_s=1e-9,
-        async_checkpoint=False,
-        target_efficiency=0.9,
-        max_global_batch_size=32,
-    )
+    settings: dict[str, Any] = {"total_steps": 400, "target_efficiency": 0.9, "max_global_batch_size": 32}
+    run = make_run(model(), backend=LocalBackend(tmp_path), scheduler=False, **settings)
     drive(run, stop_after=25)
-    assert (
-        run.plan.global_batch_size
-        != built(total_steps=400, **(ADAPTIVE | {"target_efficiency": 0.9})).plan.global_batch_size
-    )
-    parts = built(LocalBackend(tmp_path), total_steps=400, target_efficiency=0.9, max_global_batch_size=32)
+    run.report(save=True)
+    assert run.plan != built(**settings).plan
+    parts = built(LocalBackend(tmp_path), **settings)
     assert parts.plan == run.plan
     assert parts.optimizer.scale == run.plan.scale
     first = next(iter(parts.source))

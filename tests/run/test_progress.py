@@ -80,6 +80,7 @@ def test_a_step_is_shown_once_the_last_line_is_old_enough(
 ) -> None:
     out, now = Terminal(terminal), [100.0]
     monkeypatch.setattr(sys, "stderr", out)
+    monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     monkeypatch.setenv("COLUMNS", "200")
     tracker = EtaTracker(None)
