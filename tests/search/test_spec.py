@@ -61,7 +61,7 @@ def test_trials_are_counted_with_the_grid() -> None:
     [
         ({"act": tune.choice(["a", nn.ReLU])}, r"param_space\['act'\]=<class '\S+ReLU'>: type is no JSON value"),
         ({"act": tune.grid_search([nn.GELU()])}, r"param_space\['act'\]=GELU.*: GELU is no JSON value"),
-        ({"net": {"act": nn.ReLU}}, r"param_space\['net'\]\['act'\]=.*name it by a string, and look it up"),
+        ({"net": {"act": nn.ReLU}}, r"param_space\['net'\]\['act'\]=.*use a string as its name, and look"),
         ({"net": [tune.choice([{"at": Path("x")}])]}, r"param_space\['net'\]\['at'\]=PosixPath"),
         ({"clip": tune.choice([1.0, float("inf")])}, r"param_space\['clip'\]=inf"),
     ],
@@ -119,7 +119,7 @@ def test_a_search_goes_on_only_as_what_it_was_started_as(tmp_path: Path) -> None
     for change, told in (
         (
             {"total_steps": 100},
-            r"Invalid total_steps=100: the search in \S+mine was started with 200. Restore it to go on, or",
+            r"Invalid total_steps=100: the search in \S+mine was started with 200. Restore it to continue, or",
         ),
         ({"scheduler": None}, "Invalid scheduler=None: .* started with 'asha'"),
         ({"param_space": {}}, "Invalid param_space={}"),

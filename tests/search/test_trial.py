@@ -340,7 +340,7 @@ def has_two_optimizers(config: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("workload", "error", "annotate_exceptions"),
+    ("workload", "error", "noted"),
     [
         (wants_a_name, KeyError, True),
         (lambda config: None, TypeError, True),

@@ -303,7 +303,7 @@ def test_metric_that_is_not_measured_ends_the_search_at_once(
 def test_a_value_that_no_recipe_can_keep_ends_the_search_at_its_first_trial(ray_session: Path) -> None:
     """What a function draws is known only then; and the workload would take any config."""
     with pytest.raises(
-        ValueError, match=r"Invalid act=<class '\S+ReLU'>: type is no JSON value\. .* name it by a string"
+        ValueError, match=r"Invalid act=<class '\S+ReLU'>: type is no JSON value\. .* use a string as its name"
     ):
         tune_recipe(
             linear,
