@@ -182,7 +182,7 @@ class GradientNoiseScale:
         """S of the step under way once its last pass has ended, else of the step before."""
         return self.statistics.scale
 
-    # ---- the statistics, with the gradients in place -------------------------------------------------------------
+    # ---- the statistics, with the current gradients -------------------------------------------------------------
 
     def _raw(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         var, sqr = (np.asarray(x) for x in self.statistics.group_moments())
@@ -331,7 +331,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
 
     @property
     def gain(self) -> float:
-        """r at the present scale, with the gradients in place or of the last step."""
+        """r at the present scale, with the current gradients or of the last step."""
         return self.gns.gain(self.gns.scale)
 
     def to_tensorboard(self, writer: Any, global_step: int, tag_prefix: str = "") -> None:

@@ -31,7 +31,7 @@ __all__ = ["AdaScale"]
 
 
 class AdaScale(OptimizerWrapper):
-    """Wraps an SGD-like optimizer; ``step()`` uses ``lr · r`` with the gain r of the gradients in place.
+    """Wraps an SGD-like optimizer; ``step()`` uses ``lr · r`` with the gain r of the current gradients.
 
     Use it like the optimizer itself: any ``torch.optim.lr_scheduler`` may be built on the wrapper or on the wrapped optimizer.
     :attr:`effective_steps` is the number of optimizer steps so far on the clock of the base batch. Drive the schedule with it,
@@ -269,7 +269,7 @@ class AdaScale(OptimizerWrapper):
     # ---- FairScale's interface -----------------------------------------------------------------------------------
 
     def gain(self, pg_idx: int | None = None) -> float:
-        """Return r of the gradients in place (between backward and step), or of the last step. 1 before the first sample.
+        """Return r of the current gradients (between backward and step), or of the last step. 1 before the first sample.
 
         It changes nothing and needs no other worker.
 
@@ -482,7 +482,7 @@ class AdaScale(OptimizerWrapper):
         return self.last_step.steps
 
     def group_moments(self) -> tuple[list[float], list[float]]:
-        """Return averaged (σ², μ²) of each gain's group, unclipped, with the gradients in place; NaN before the first sample."""
+        """Return averaged (σ², μ²) of each gain's group, unclipped, with the current gradients; NaN before the first sample."""
         readout = self._algorithm.readout()
         return readout.sigma2, readout.mu2
 

@@ -86,7 +86,7 @@ class AdaScaleAlgorithm:
     # ---- a step --------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Take one optimizer step with the gradients in place; a gradient that is not finite changes nothing.
+        """Take one optimizer step with the current gradients; a gradient that is not finite changes nothing.
 
         Raises:
             RuntimeError: Backward passes are missing, or there were too many.
@@ -201,7 +201,7 @@ class AdaScaleAlgorithm:
         return self._averages.with_sample(sample, self.last.gain)
 
     def readout(self, *, committed: bool = False) -> NoiseReadout:
-        """Return the readout of the averages, with the gradients in place unless ``committed``; waits for the device."""
+        """Return the readout of the averages, with the current gradients unless ``committed``; waits for the device."""
         self.synchronize()
         sample = self._statistics.sample
         if committed or sample is None:

@@ -50,7 +50,7 @@ class Parts:
     Attributes:
         backend: The surroundings of the run.
         config: The settings, with the recipe's base batch size and T.
-        plan: The batch of the next step.
+        plan: The batch of the first step of this start; ``Run.plan`` is up to date.
         source: The data.
         schedule: The schedule that drives the optimizer.
         base_schedule: The base run's schedule.

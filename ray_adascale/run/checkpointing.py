@@ -268,7 +268,7 @@ class Checkpointing(Stage):
         """
         return self.saver.save(self._boundary(run), lambda: self._content(run.plan))
 
-    def saved(self) -> None:
+    def restart_interval(self) -> None:
         """Begin a new interval after a checkpoint was reported."""
         self._timer.restart()
 

@@ -29,7 +29,7 @@ class Evaluation(Stage):
         evaluated_at: τ of the last evaluation; −1 before the first.
         best: The best evaluation's metric for ``early_stop``; None before the first.
         best_at: τ of the best evaluation; −1 before the first.
-        number: Number of the optimizer step after which this start last evaluated the model; −1 before the first.
+        evaluated_step: Number of the optimizer step after which this start last evaluated the model; −1 before the first.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Evaluation(Stage):
         self.evaluated_at = -1.0
         self.best: float | None = None
         self.best_at = -1.0
-        self.number = -1
+        self.evaluated_step = -1
 
     def multiples_by(self, effective_steps: float) -> float:
         """Return the number of multiples of the interval between the last evaluation and this τ."""
@@ -116,6 +116,6 @@ class Evaluation(Stage):
                 f"Invalid EarlyStop(metric={stop.metric!r}): evaluate returned {', '.join(map(repr, metrics)) or 'nothing'}. "
                 "The metric must be one of them."
             )
-        self.number = run.state.iterations
+        self.evaluated_step = run.state.iterations
         run.record(**metrics)
         run.state.metrics.update(run.state.recorded)

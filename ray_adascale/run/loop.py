@@ -213,7 +213,7 @@ class Run:
     @property
     def reported(self) -> bool:
         """Whether this step boundary was reported."""
-        return self.parts.reporting.number == self.state.iterations
+        return self.parts.reporting.reported_step == self.state.iterations
 
     def _furthest(self) -> float:
         """Return an upper bound of τ, without waiting for the device."""
@@ -336,9 +336,9 @@ class Run:
             return False
         if self.config.grad_clip is not None:
             passes.clip(self.config.grad_clip)
-        self._synchronize()  # the step before: τ, and with it the LR of this step
+        self._synchronize()  # read step k − 1, whose τ gives the LR of this step k
         self._taken = self._take_step(own)
-        if self._must_synchronize():
+        if self._must_synchronize():  # else step k is read as step k + 1 begins to step
             self._synchronize()
             self._run_stages()
         self.boundary_at = time.monotonic()
@@ -387,8 +387,8 @@ class Run:
         if taken is None:
             return
         last, state = self.optimizer.last_step, self.state
-        loss, *flags = last.payload
-        self._flags |= BoundaryFlags.from_sum(flags[0]) if flags else taken.flags
+        loss, *summed = last.payload
+        self._flags |= BoundaryFlags.from_sum(summed[0]) if summed else taken.flags
         if last.skipped:
             self._count_nonfinite(loss, taken.number)
         else:

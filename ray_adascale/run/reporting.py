@@ -28,7 +28,7 @@ class Reporting(Stage):
         self._checkpointing = checkpointing
         self._timer = IntervalTimer(every_s)
         self._examples = 0
-        self.number = -1
+        self.reported_step = -1
         """Number of the optimizer step that was reported last; −1 before the first report of this start."""
 
     def flags(self) -> BoundaryFlags:
@@ -37,7 +37,7 @@ class Reporting(Stage):
     def act(self, run: RunAtBoundary, flags: BoundaryFlags) -> str | None:
         if run.reported:
             return None
-        policy, evaluated = self._backend.report_policy, self._evaluation.number == run.state.iterations
+        policy, evaluated = self._backend.report_policy, self._evaluation.evaluated_step == run.state.iterations
         save = self._checkpointing.saves_with_report(flags) or (
             evaluated and policy.evaluations and policy.save_evaluations
         )
@@ -51,11 +51,11 @@ class Reporting(Stage):
         """Report the state of the run, with a checkpoint if ``save``. Collective."""
         folder = run.save_checkpoint() if save else None
         self._backend.report(run.step_report(), folder)
-        self.number = run.state.iterations
+        self.reported_step = run.state.iterations
         self._timer.restart()
         self._examples = 0
         if save:
-            self._checkpointing.saved()
+            self._checkpointing.restart_interval()
 
     def count(self, examples: int) -> None:
         """Count the examples of an optimizer step."""

@@ -319,7 +319,7 @@ class OSS(Optimizer):
             in_place = True
             return loss
 
-        # Torch's own optimizers begin with the closure. Others may begin with the gradients in place.
+        # Torch's own optimizers begin with the closure. Others may begin with the current gradients.
         if closure is None or type(self._shard) not in TORCHS:
             self._set_gradients(first=True)
             in_place = True

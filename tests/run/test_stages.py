@@ -107,7 +107,7 @@ def test_each_stage_is_due_after_its_own_interval(clock: list[float]) -> None:
     backend.uploads = False
     stages[2].report(run, save=False)  # type: ignore[attr-defined]
     assert flags() == POLL | CHECKPOINT
-    saving.saved()
+    saving.restart_interval()
     assert flags() == POLL
 
 
@@ -148,10 +148,10 @@ def test_evaluations_come_at_multiples_of_the_interval() -> None:
     assert stage.due_by(4.0)
     run.effective_steps = 3.9
     stage.act(run, NOTHING)
-    assert (run.recorded, stage.number) == ([], -1)
+    assert (run.recorded, stage.evaluated_step) == ([], -1)
     run.effective_steps = 9.0
     stage.act(run, NOTHING)
-    assert (run.recorded, stage.number) == ([{"accuracy": 0.5}], 7)
+    assert (run.recorded, stage.evaluated_step) == ([{"accuracy": 0.5}], 7)
     stage.recorded({"accuracy": 0.5}, 9.0)
     assert not stage.due_by(11.9)
     assert stage.due_by(12.0)
@@ -202,7 +202,7 @@ def test_when_a_boundary_is_reported(
     backend = Backend()
     backend.report_policy = policy
     run, evaluation = FakeRun(backend), evaluating()
-    evaluation.number = 7 if evaluated else 6
+    evaluation.evaluated_step = 7 if evaluated else 6
     stage = Reporting(backend, 10.0, evaluation, checkpointing(backend, in_background=False))
     stage.act(run, flags)  # type: ignore[arg-type]
     assert made == reports
