@@ -16,7 +16,7 @@ _NOT_THE_USERS = tuple(os.path.dirname(os.path.abspath(file)) + os.sep for file 
 
 
 def warn_at_user(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the innermost line that is neither the package's nor torch's; at the outermost line if there is none."""
+    """Warn at the user's line: the innermost line outside this package and torch, or the outermost line if there is none."""
     level = 1
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_back is not None:

@@ -22,7 +22,7 @@ from ..workload import WorkloadFn, build
 __all__ = ["measure_throughput", "measurement_from_trace"]
 
 _WIDE = 1.5
-"""Warn where the upper quartile of the measured steps is at least so many times the lower one."""
+"""Ratio of the quartiles of the measured steps from which on a warning is given."""
 
 
 def measurement_from_trace(

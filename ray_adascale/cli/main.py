@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 # ---- the commands ----------------------------------------------------------------------------------------------------
 #
-# Each command imports its modules itself, so that help, completion and mistakes in an option load neither torch nor Ray.
+# Each command imports its modules itself, so that help, completion and mistakes in an option are quick: torch and Ray are not loaded.
 
 
 def _tune(args: argparse.Namespace) -> int:

@@ -166,7 +166,7 @@ def with_files_found(args: argparse.Namespace) -> argparse.Namespace:
     """Return the arguments of `train` with the files of the workload and the recipe found, if there is a ``--working-dir``.
 
     Raises:
-        ValueError: A file is neither in the current folder nor in ``--working-dir``.
+        ValueError: A file is missing in the current folder and in ``--working-dir``.
     """
     if args.working_dir is None:
         return args

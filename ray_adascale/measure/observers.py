@@ -284,7 +284,7 @@ class GradientObserver(ABC):
     """Whether every gradient of the step was watched; False for the one step in which a parameter was first unfrozen."""
 
     def gradients_left(self, params: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Return the gradients of earlier passes that the optimizer has neither used nor cleared. Called as a pass begins."""
+        """Return the gradients of earlier passes that the optimizer has not used or cleared yet. Called as a pass begins."""
         return (p.grad for p in params if p.grad is not None)
 
     @abstractmethod

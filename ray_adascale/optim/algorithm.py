@@ -80,7 +80,7 @@ class AdaScaleAlgorithm:
 
     @property
     def pending(self) -> bool:
-        """Whether a step was taken of which the host has no numbers yet."""
+        """Whether the numbers of the last step are not on the host yet."""
         return self._pending is not None
 
     # ---- a step --------------------------------------------------------------------------------------------------

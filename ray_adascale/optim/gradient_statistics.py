@@ -163,7 +163,7 @@ class GradientStatistics:
 
     @property
     def shape(self) -> StepShape:
-        """Shape of the step under way as far as it is known, else of a full step."""
+        """Shape of the step under way, as known so far; between steps, the shape of a full step."""
         return self._ended or self._expected or self.declared
 
     @property
