@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 # ---- the commands ----------------------------------------------------------------------------------------------------
 #
-# Each command imports its modules itself, so that help, completion and mistakes in an option are quick: torch and Ray are not loaded.
+# Each command imports its modules itself. Help, completion and mistakes in an option need no torch and no Ray, so they are quick.
 
 
 def _tune(args: argparse.Namespace) -> int:

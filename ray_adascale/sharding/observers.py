@@ -25,7 +25,7 @@ class OwnedShards(Protocol):
         """Return (parameter group, norm) of this worker's shards, once they are reduced."""
 
     def own_gradients(self) -> Iterator[Tensor]:
-        """Return the shards that the optimizer has neither used nor cleared."""
+        """Return the shards that the optimizer has not used or cleared yet."""
 
 
 def _norms_of(shards: OwnedShards | None) -> list[tuple[int, Tensor]]:
