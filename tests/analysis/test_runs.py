@@ -65,6 +65,13 @@ def test_events_are_restarts_and_changes_of_size() -> None:
     ]
 
 
+def test_a_change_of_scale_with_a_change_of_workers_is_no_choice_of_the_run() -> None:
+    rows = [row(1, attempt=0, world_size=2, scale=2.0), row(2, attempt=0, world_size=4, scale=4.0)]
+    assert not RunTrace("x", rows).chose_its_scale
+    rows = [row(1, attempt=0, world_size=2, scale=2.0), row(2, attempt=0, world_size=2, scale=4.0)]
+    assert RunTrace("x", rows).chose_its_scale
+
+
 def test_a_scale_that_the_run_chose_is_no_event() -> None:
     """It changes within one start, on as many workers, which nothing else does."""
     smaller = {"world_size": 1, "attempt": 1}

@@ -329,3 +329,13 @@ def test_another_dtype_or_shape_is_refused_before_anything_is_filled(one: Path, 
     with pytest.raises(CheckpointError, match=f"key 'model/weight': .*{message}".replace("float64", "torch.float64")):
         checkpoint.load(one, {"model/bias": bias, "model/weight": target})
     assert not bias.any()
+
+
+def test_a_checkpoint_in_the_background_has_the_tensors_as_they_were_when_it_began(tmp_path: Path) -> None:
+    live = torch.arange(6.0)
+    saving = checkpoint.begin_save(tmp_path / "one", {"x": live}, {})
+    live.mul_(-1)  # the next optimizer step
+    saving.finish()
+    loaded = {"x": torch.empty(6)}
+    checkpoint.load(tmp_path / "one", loaded)
+    assert torch.equal(loaded["x"], torch.arange(6.0))
