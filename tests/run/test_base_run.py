@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from ray_adascale import AdaScaleConfig, Workload
 from ray_adascale.recipe import NoiseProbe, Repeat
-from ray_adascale.run.base_run import BaseResult, base_config, freeze, kept_settings, record_recipe
+from ray_adascale.run.base_run import BaseResult, base_config, freeze, kept_settings, record_recipe, train_base
 from ray_adascale.run.schedule import BaseSchedule
 
 from ..samples_of import regression
@@ -120,3 +121,33 @@ def test_a_recipe_is_frozen_of_the_outcome_and_of_the_settings_that_the_run_had(
     assert frozen.workload == "tests.samples_of:regression"
     assert list(frozen.versions) == ["ray_adascale", "torch", "ray", "python"]
     assert [repeat.seed for repeat in frozen.repeats] == [4]
+
+
+def test_a_skipped_step_is_not_probed_again() -> None:
+    model = torch.nn.Linear(2, 1)
+
+    class Skipping:
+        """A run whose first two steps are skipped, so that τ is 0 in three steps."""
+
+        module = model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        effective_steps = 0.0
+
+        def __iter__(self) -> Any:
+            for self.effective_steps in (0.0, 0.0, 0.0, 1.0, 2.0):
+                yield torch.ones(4, 2) * torch.arange(1.0, 5.0).unsqueeze(1)
+
+        @property
+        def model(self) -> torch.nn.Module:
+            return self.module
+
+        def observe_noise(self, sigma2: float, mu2: float) -> None: ...
+
+        def backward(self, loss: torch.Tensor) -> None: ...
+
+        def step(self) -> None: ...
+
+    noise: list[Any] = []
+    workload: Any = SimpleNamespace(loss_fn=lambda net, batch: net(batch).square().mean())
+    train_base(Skipping(), workload, 2, noise, lambda loss: None)  # type: ignore[arg-type]
+    assert [probe.effective_steps for probe in noise] == [0.0, 2.0]
