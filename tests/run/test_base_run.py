@@ -124,30 +124,26 @@ def test_a_recipe_is_frozen_of_the_outcome_and_of_the_settings_that_the_run_had(
 
 
 def test_a_skipped_step_is_not_probed_again() -> None:
-    model = torch.nn.Linear(2, 1)
+    net = nn.Linear(2, 1)
 
     class Skipping:
         """A run whose first two steps are skipped, so that τ is 0 in three steps."""
 
-        module = model
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        module = model = net
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         effective_steps = 0.0
 
         def __iter__(self) -> Any:
             for self.effective_steps in (0.0, 0.0, 0.0, 1.0, 2.0):
                 yield torch.ones(4, 2) * torch.arange(1.0, 5.0).unsqueeze(1)
 
-        @property
-        def model(self) -> torch.nn.Module:
-            return self.module
-
         def observe_noise(self, sigma2: float, mu2: float) -> None: ...
 
-        def backward(self, loss: torch.Tensor) -> None: ...
+        def backward(self, loss: Tensor) -> None: ...
 
         def step(self) -> None: ...
 
     noise: list[Any] = []
-    workload: Any = SimpleNamespace(loss_fn=lambda net, batch: net(batch).square().mean())
+    workload: Any = SimpleNamespace(loss_fn=lambda model, batch: model(batch).square().mean())
     train_base(Skipping(), workload, 2, noise, lambda loss: None)  # type: ignore[arg-type]
     assert [probe.effective_steps for probe in noise] == [0.0, 2.0]
