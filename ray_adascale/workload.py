@@ -226,7 +226,7 @@ def torchs_own_hint(scheduler: object) -> str:
     if type(scheduler).__module__.partition(".")[0] != "timm":
         return ""
     return (
-        " timm's schedulers are stepped with the loop's own counter, so τ can't drive them. Use torch's own: a warm-up "
+        " timm's schedulers are stepped with a number that the loop counts, so τ can't drive them. Use torch's own: a warm-up "
         "and a cosine are SequentialLR(optimizer, [LinearLR(optimizer, start_factor, total_iters=w), "
         "CosineAnnealingLR(optimizer, T_max=T - w)], milestones=[w])."
     )
