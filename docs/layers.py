@@ -69,6 +69,7 @@ TORCH_LAYERS: list[list[Package]] = [
     ],
     [
         Package("", "the model, data and optimizer that a user's function returns", "workload"),
+        Package("", "where a function is that the command line names", "workload_source"),
         Package("", "how many steps a recipe takes at another scale", "replay"),
     ],
     [

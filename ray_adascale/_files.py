@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ __all__ = [
     "SEARCH",
     "TRACE",
     "absolute",
+    "check_folder",
     "check_writable",
     "list_names",
     "move_if_there",
@@ -94,6 +96,34 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         write_atomically(tried, [bytes(1 << 18)])  # a recipe's size
     finally:
         tried.unlink(missing_ok=True)
+
+
+def check_folder(path: str | os.PathLike[str]) -> None:
+    """Check that files can be written in a folder, on any storage. Makes the folder, and leaves an empty one.
+
+    Args:
+        path: Absolute, or a URI such as ``s3://bucket/runs``.
+
+    Raises:
+        OSError: It can't be made, or a file can't be written there.
+    """
+    path = os.fspath(path)
+    name = f".ray_adascale-{os.getpid()}-{uuid.uuid4().hex[:8]}.tried"
+    if "://" not in path:
+        os.makedirs(path, exist_ok=True)
+        tried = Path(path, name)
+        try:
+            tried.write_bytes(b"tried")
+        finally:
+            tried.unlink(missing_ok=True)
+        return
+    import pyarrow.fs
+
+    system, inside = pyarrow.fs.FileSystem.from_uri(path)
+    system.create_dir(inside, recursive=True)
+    with system.open_output_stream(f"{inside}/{name}") as file:
+        file.write(b"tried")
+    system.delete_file(f"{inside}/{name}")
 
 
 def write_json(path: str, value: Any) -> None:

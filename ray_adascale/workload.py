@@ -8,14 +8,8 @@ from __future__ import annotations
 
 import copy
 import difflib
-import hashlib
-import importlib
-import importlib.util
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
@@ -32,7 +26,6 @@ __all__ = [
     "WorkloadFn",
     "build",
     "injected_settings",
-    "resolve",
     "torchs_own_hint",
     "unread_warning",
     "with_unit",
@@ -284,118 +277,21 @@ def build(
     """
     reads = ConfigAccessLog(hyperparameters)
     known = injected_settings(settings, recipe)
-    workload = workload_fn(_Config(copy.deepcopy(dict(hyperparameters)), known, reads))
+    try:
+        workload = workload_fn(_Config(copy.deepcopy(dict(hyperparameters)), known, reads))
+    except (TypeError, ValueError, ArithmeticError, AssertionError) as error:
+        # lr=abc on the command line is text, and torch's message does not name the hyperparameter.
+        text = [f"{key}={value!r}" for key in reads.read if isinstance(value := hyperparameters.get(key), str)]
+        if text:
+            verb = "is" if len(text) == 1 else "are"
+            error.add_note(f"{', '.join(text)} {verb} text, where a number may be needed.")
+        raise
     if not isinstance(workload, Workload):
         name = getattr(workload_fn, "__qualname__", repr(workload_fn))
         hint = " Is a return statement missing?" if workload is None else ""
         raise TypeError(f"{name} returned {_kind(workload)}. Must return a ray_adascale.Workload.{hint}")
     workload.config_reads = reads
     return workload
-
-
-def resolve(spec: str, what: str = "workload") -> Any:
-    """Return the object with a name from the command line.
-
-    A file is imported as by ``python file.py``: its folder goes to the front of ``sys.path``, so that the file can import its
-    neighbours, and its module has the file's name. Functions then pickle by reference, and other processes with that folder
-    on their path find them. If another module has the name already (``json.py``), the file is loaded under a name of its own
-    that is not left in ``sys.modules``: cloudpickle then sends functions by value.
-
-    Args:
-        spec: ``"path/to/file.py:name"`` or ``"package.module:name"``; the name may have dots.
-        what: The object's name in errors.
-
-    Raises:
-        ValueError: The spec is malformed, the file, module or name does not exist, or the import failed (with the cause and
-            its traceback).
-    """
-    where, colon, name = spec.rpartition(":")
-    if not colon or not where or not name:
-        raise ValueError(f"Invalid {what} {spec!r}. Must be 'path/to/file.py:name' or 'package.module:name'.")
-    if where.endswith(".py"):
-        module = _load_file(Path(where), spec, what)
-    else:
-        module = _import(where, spec, what)
-    found: Any = module
-    for part in name.split("."):
-        try:
-            found = getattr(found, part)
-        except AttributeError as error:
-            raise ValueError(
-                f"Invalid {what} {spec!r}: there is no {name!r} in {where}. {_contents(module)}"
-            ) from error
-    return found
-
-
-_loaded: dict[Path, ModuleType] = {}  # files under a name of their own, so that resolving twice gives the same objects
-
-
-def _load_file(path: Path, spec: str, what: str) -> ModuleType:
-    path = path.expanduser().resolve()
-    if not path.is_file():
-        raise ValueError(f"Invalid {what} {spec!r}: there is no file {path}.")
-    if path in _loaded:
-        return _loaded[path]
-    folder = str(path.parent)
-    taken = not path.stem.isidentifier() or not _would_find(path.stem, path)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    importlib.invalidate_caches()  # the file may be younger than the finder's listing of its folder
-    if not taken and _would_find(path.stem, path, folder_on_path=True):
-        return _import(path.stem, spec, what)
-
-    name = f"_workload_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    module_spec = importlib.util.spec_from_file_location(name, path)
-    assert module_spec is not None
-    assert module_spec.loader is not None
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module  # dataclasses look up their module during its execution
-    try:
-        module_spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # such as a script's argument parser
-        raise _import_failed(spec, what, error) from error
-    finally:
-        del sys.modules[name]
-    _loaded[path] = module
-    return module
-
-
-def _would_find(stem: str, path: Path, *, folder_on_path: bool = False) -> bool:
-    """Return whether ``import stem`` finds this file; without its folder on the path, whether it finds no other module."""
-    if stem in sys.modules:
-        origin = getattr(sys.modules[stem], "__file__", None)
-        return origin is not None and Path(origin).resolve() == path
-    found = importlib.util.find_spec(stem)
-    if found is None:
-        return not folder_on_path
-    return found.origin is not None and Path(found.origin).resolve() == path
-
-
-def _import(name: str, spec: str, what: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as error:
-        # "No module named 'a'" for an import of a.b means that the user's spec is wrong. Any other name is of an import
-        # inside the user's code.
-        if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
-            raise ValueError(
-                f"Invalid {what} {spec!r}: there is no module {error.name!r}. For a file, write path/to/file.py:name."
-            ) from error
-        raise _import_failed(spec, what, error) from error
-
-
-def _import_failed(spec: str, what: str, error: BaseException) -> ValueError:
-    hint = " Does it run as a script without `if __name__ == '__main__'`?" if isinstance(error, SystemExit) else ""
-    cause = f"{type(error).__name__}: {error}".removesuffix(".")
-    return ValueError(f"Invalid {what} {spec!r}: importing it failed with {cause}.{hint}")
-
-
-def _contents(module: ModuleType) -> str:
-    public = {k: v for k, v in vars(module).items() if not k.startswith("_") and not isinstance(v, ModuleType)}
-    own = sorted(k for k, v in public.items() if callable(v) and getattr(v, "__module__", None) == module.__name__)
-    other = sorted(set(public) - set(own))
-    parts = [f"{what}: {', '.join(names)}." for what, names in (("Functions", own), ("Other names", other)) if names]
-    return " ".join(parts) or "The module defines no names."
 
 
 def _length(dataset: Any) -> int | None:

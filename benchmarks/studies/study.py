@@ -23,7 +23,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, Workload
-from ray_adascale.workload import WorkloadFn, resolve
+from ray_adascale.workload import WorkloadFn
+from ray_adascale.workload_source import resolve
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

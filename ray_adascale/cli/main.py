@@ -80,7 +80,7 @@ def _tune(args: argparse.Namespace) -> int:
     from ray.train import ScalingConfig
 
     from ..search.tune import tune_recipe
-    from ..workload import resolve
+    from ..workload_source import resolve
 
     workload = resolve(args.workload)
     space = _param_space(args)
@@ -184,7 +184,7 @@ def _train(args: argparse.Namespace) -> int:
     from ..recipe import Recipe
     from ..train.retry import failure_in_words, whole_failure
     from ..train.trainer import AdaScaleTrainer
-    from ..workload import resolve
+    from ..workload_source import resolve
 
     args = run_folder.with_files_found(args)
     recipe = None if args.recipe is None else Recipe.load(args.recipe)
@@ -403,7 +403,7 @@ def _knock(address: str | None) -> None:
 
 def _param_space(args: argparse.Namespace) -> Any:
     """Return the search space, with the hyperparameters that the command line fixes."""
-    from ..workload import resolve
+    from ..workload_source import resolve
 
     spec = args.param_space or f"{args.workload.rpartition(':')[0]}:param_space"
     try:
@@ -423,7 +423,7 @@ def _measure(args: argparse.Namespace, recipe: Recipe, config: AdaScaleConfig) -
     """Fit the throughput model that ``--measure`` and ``--run`` ask for."""
     from ..analysis.runs import trace_path
     from ..analysis.throughput import measure_throughput
-    from ..workload import resolve
+    from ..workload_source import resolve
 
     workload = resolve(args.measure, "--measure")
     runs = [trace_path(run) for run in args.run]

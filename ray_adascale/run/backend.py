@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from .. import checkpoint
-from .._files import TRACE
+from .._files import TRACE, check_folder
 from .eta import EtaTracker
 from .step import Listener, StepReport
 
@@ -124,6 +124,9 @@ class LocalBackend(Backend):
         folder: The folder of the checkpoints. A run resumes from the newest complete one. None keeps no checkpoints.
         device: Default: the current CUDA device if there is one, else the CPU.
         keep: Number of checkpoints to keep.
+
+    Raises:
+        ValueError: Files can't be written in the folder, or ``keep`` is out of range.
     """
 
     def __init__(
@@ -138,6 +141,14 @@ class LocalBackend(Backend):
             device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
         self.device = torch.device(device)
         self.folder = None if folder is None else Path(folder)
+        if self.folder is not None:
+            try:
+                check_folder(self.folder)
+            except OSError as e:
+                raise ValueError(
+                    f"Invalid folder {str(self.folder)!r}: {e.strerror or e}. Name a folder that can be written, for the "
+                    "checkpoints and the trace."
+                ) from e
         self.keep = keep
         self.metrics: dict[str, Any] = {}
         """The last report."""

@@ -11,7 +11,7 @@ import operator
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -125,8 +125,8 @@ class _Portable:
 
     Args:
         function: The function.
-        folder: Folder of the function's file.
-        neighbours: The imported files of that folder: names within the folder, and contents.
+        folder: Folder that the function's file is imported from.
+        neighbours: The files of that folder that are sent: names within the folder, and contents.
     """
 
     def __init__(self, function: Callable[..., Any], folder: str, neighbours: tuple[tuple[str, bytes], ...]) -> None:
@@ -143,24 +143,58 @@ class _Portable:
 def portable(function: _F) -> _F:
     """Return the function in a form for workers: with its code, see :func:`pickle_by_value`, and with its neighbours.
 
-    The function's file may import modules beside it, as with ``python path/to/file.py``. If a worker has the same files in the
-    same folder, that folder goes to the front of its ``sys.path``. Otherwise a new folder with the files does.
+    The function's file may import modules beside it, as with ``python path/to/file.py``. If it is a module of a package that is
+    not installed, all modules of the package go along, since the workers import the function from there. If a worker has the
+    same files in the same folder, that folder goes to the front of its ``sys.path``. Otherwise a new folder with the files does.
     """
     inner: Any = inspect.unwrap(function)
-    path = getattr(inner, "__globals__", {}).get("__file__")
-    folder = Path(path or ".").resolve().parent
-    if path is None or "." in function.__module__ or _installed(path) or folder not in map(_resolved, sys.path):
+    path, name = getattr(inner, "__globals__", {}).get("__file__"), function.__module__
+    if path is None or _installed(path) or _is_ours(name):
+        return pickle_by_value(function)
+    packaged = "." in name or hasattr(sys.modules.get(name), "__path__")
+    folder = _imported_from(name, _resolved(path)) if packaged else _resolved(path).parent
+    if folder is None or folder not in map(_resolved, sys.path):
         return pickle_by_value(function)
     neighbours = {}
+    if packaged:
+        top = folder / name.partition(".")[0]
+        neighbours = {str(file.relative_to(folder)): file.read_bytes() for file in _package_files(top)}
     resolved = functools.cache(_resolved)  # thousands of modules come from a few folders
-    for name, module in list(sys.modules.items()):
-        found, stem = getattr(module, "__file__", None), name.replace(".", "/")
-        if found is None or found == path or name.partition(".")[0] == __name__.partition(".")[0]:
+    for loaded, other in list(sys.modules.items()):
+        found = getattr(other, "__file__", None)
+        if found is None or (found == path and not packaged) or _is_ours(loaded):
             continue  # the worker has the package itself
-        for inside in (f"{stem}.py", f"{stem}/__init__.py"):
+        for inside in _places(loaded):
             if found.endswith(f"/{inside}") and resolved(found.removesuffix(inside)) == folder:
                 neighbours[inside] = Path(found).read_bytes()
     return cast(_F, _Portable(pickle_by_value(function), str(folder), tuple(sorted(neighbours.items()))))
+
+
+def _is_ours(name: str) -> bool:
+    return name.partition(".")[0] == __name__.partition(".")[0]
+
+
+def _places(name: str) -> tuple[str, str]:
+    """Return the two places of a module's file within the folder that it is imported from."""
+    stem = name.replace(".", "/")
+    return f"{stem}.py", f"{stem}/__init__.py"
+
+
+def _imported_from(name: str, path: Path) -> Path | None:
+    """Return the folder that a module is imported from; None if its file is not where its name says."""
+    return next(
+        (Path(str(path).removesuffix(f"/{inside}")) for inside in _places(name) if str(path).endswith(f"/{inside}")),
+        None,
+    )
+
+
+def _package_files(folder: Path) -> Iterator[Path]:
+    """Yield the Python files of a package, those of packages inside it included."""
+    for path in folder.iterdir():
+        if path.suffix == ".py" and path.is_file():
+            yield path
+        elif (path / "__init__.py").is_file():
+            yield from _package_files(path)
 
 
 def _arrive(folder: str, neighbours: tuple[tuple[str, bytes], ...], pickled: bytes) -> _Portable:

@@ -26,6 +26,7 @@ from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, Work
 
 from ray_adascale import AdaScaleConfig, Recipe, Throughput, _files, checkpoint
 from ray_adascale._errors import SettingError
+from ray_adascale._version import __version__
 from ray_adascale.analysis import throughput
 from ray_adascale.cli import main, run_folder
 from ray_adascale.cli.arguments import error_text
@@ -508,7 +509,45 @@ def test_help_and_unknown_options(capsys: pytest.CaptureFixture[str]) -> None:
         assert stopped.value.code == 2
 
 
-@pytest.mark.parametrize("command", ["tune", "forecast", "train", "resume", "report", "describe"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tain", WORKLOAD], "unknown command 'tain' (is train meant?). The commands are tune, "),
+        (["fly"], "unknown command 'fly'. The commands are tune, "),
+        # In `tune` the option is required, and in `train` its value looks like a hyperparameter.
+        (
+            ["tune", WORKLOAD, "--base-batch-sise", "4", "--total-steps=4"],
+            "unknown option --base-batch-sise (is --base-batch-size meant?). `ray-adascale tune --help` lists",
+        ),
+        (
+            ["train", WORKLOAD, "--base-batch-sise", "4"],
+            "unknown option --base-batch-sise (is --base-batch-size meant?)",
+        ),
+        (["train", WORKLOAD, "lr=0.1", "--recipes=r.json"], "unknown option --recipes (is --recipe meant?)"),
+        (["train", "--bogus"], "unknown option --bogus. `ray-adascale train --help` lists"),
+    ],
+)
+def test_a_mistyped_command_or_option_is_named(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main.main(arguments)
+    assert stopped.value.code == 2
+    assert f": error: {message}" in capsys.readouterr().err
+
+
+def test_the_beginning_of_an_option_is_enough(called: dict[str, Any]) -> None:
+    assert main.main(["train", WORKLOAD, "--base-batch=4", "--total-s", "4", "--name=x"]) == 0
+    assert called["config"] == AdaScaleConfig(base_batch_size=4, total_steps=4)
+
+
+@pytest.mark.parametrize("module", ["ray_adascale", "ray_adascale.cli"])
+def test_the_package_is_the_command_line(module: str) -> None:
+    ran = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stdout) == (0, f"{__version__}\n")
+
+
+@pytest.mark.parametrize("command", ["tune", "forecast", "train", "check", "resume", "report", "describe"])
 def test_every_option_is_explained(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main.main([command, "--help"])

@@ -117,13 +117,13 @@ def package_of(module: str) -> str:
 
 
 def layer_of(module: str) -> int:
-    if module == ROOT_MODULE:
+    if module in (ROOT_MODULE, "__main__"):
         return len(layers.LAYERS)
     return next(layer for name, layer in LAYER.items() if package_of(name) == package_of(module))
 
 
 def below_the_line(module: str) -> bool:
-    return module != ROOT_MODULE and layer_of(module) < len(layers.TORCH_LAYERS)
+    return module not in (ROOT_MODULE, "__main__") and layer_of(module) < len(layers.TORCH_LAYERS)
 
 
 def belongs_to(name: str, library: str) -> bool:

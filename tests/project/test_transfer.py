@@ -18,7 +18,8 @@ import torch
 
 from ray_adascale import RuleInput
 from ray_adascale.optim.rules import metric_of
-from ray_adascale.workload import build, resolve
+from ray_adascale.workload import build
+from ray_adascale.workload_source import resolve
 from tests.project.benchmarks import STUDIES, load
 
 pytest.importorskip("mlxtend")

@@ -32,7 +32,8 @@ from ray_adascale.run.schedule import BaseSchedule, EffectiveSchedule
 from ray_adascale.run.trace import read_trace
 from ray_adascale.search.tune import _ranking
 from ray_adascale.search.watch import Finished, Watch
-from ray_adascale.workload import build, resolve
+from ray_adascale.workload import build
+from ray_adascale.workload_source import resolve
 
 LRS = [0.01, 0.02, 5e-5]
 B0, T, LENGTH, DIM = 16, 200, 72, 8  # 4.5 base steps an epoch: batches run across borders

@@ -19,7 +19,8 @@ from ray import cloudpickle
 
 from ray_adascale import AdaScaleConfig
 from ray_adascale.train.cluster import build_on_worker, lacking, pickle_by_value, portable, quiet_init
-from ray_adascale.workload import Workload, resolve
+from ray_adascale.workload import Workload
+from ray_adascale.workload_source import resolve
 
 from ..samples_of import regression
 
@@ -115,6 +116,40 @@ def test_a_file_imports_its_neighbours_on_the_workers_too(write: Any, tmp_path: 
         sent = ran([sys.executable, "-c", first], input=sent).stdout
     assert float(ran([sys.executable, "-c", then], input=sent).stdout) == 2.0
     assert not list(Path(tempfile.gettempdir()).glob("ray_adascale-neighbours-*"))  # nothing stays
+
+
+PACKAGE = {
+    "w_package/__init__.py": "import threading\nLOCK = threading.Lock()\n",
+    "w_package/mine.py": """
+from .parts.heads import WIDTH
+def workload(config):
+    from .parts.late import late  # loaded nowhere before
+    return WIDTH + late()
+""",
+    "w_package/parts/__init__.py": "",
+    "w_package/parts/heads.py": "from .. import LOCK\nWIDTH = 4\n",
+    "w_package/parts/late.py": "def late(): return 0.5\n",
+    "w_package/env/lib/huge.py": "raise AssertionError('of no package')\n",
+}
+
+
+@pytest.mark.parametrize("spec", ["w_package/mine.py:workload", "w_package.mine:workload"])
+@pytest.mark.parametrize("node", ["the same", "another"])
+def test_a_package_goes_to_the_workers_as_a_whole(
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str, node: str
+) -> None:
+    for name, text in PACKAGE.items():
+        write(name, text)
+    monkeypatch.chdir(tmp_path)
+    function = portable(resolve(spec))
+    assert function({}) == 4.5
+    sent = cloudpickle.dumps({"workload": function})
+    assert b"of no package" not in sent
+    if node == "another":
+        (tmp_path / "w_package").rename(tmp_path / "gone")
+    worker = "import sys; from ray import cloudpickle as c; f = c.load(sys.stdin.buffer)['workload']; print(f({}))"
+    ran = subprocess.run([sys.executable, "-c", worker], input=sent, capture_output=True, cwd="/", check=True)
+    assert float(ran.stdout) == 4.5
 
 
 def test_the_function_itself_stays_what_it_is() -> None:

@@ -27,7 +27,7 @@ from ray_adascale.checkpoint import load_state
 from ray_adascale.data.order import epoch_order
 from ray_adascale.run.metrics import METRICS
 from ray_adascale.run.trace import read_trace
-from ray_adascale.workload import resolve
+from ray_adascale.workload_source import resolve
 
 pytestmark = [
     pytest.mark.ray,
