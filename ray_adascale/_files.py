@@ -98,32 +98,18 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         tried.unlink(missing_ok=True)
 
 
-def check_folder(path: str | os.PathLike[str]) -> None:
-    """Check that files can be written in a folder, on any storage. Makes the folder, and leaves an empty one.
-
-    Args:
-        path: Absolute, or a URI such as ``s3://bucket/runs``.
+def check_folder(path: Path) -> None:
+    """Check that files can be written in a local folder. Makes the folder.
 
     Raises:
         OSError: It can't be made, or a file can't be written there.
     """
-    path = os.fspath(path)
-    name = f".ray_adascale-{os.getpid()}-{uuid.uuid4().hex[:8]}.tried"
-    if "://" not in path:
-        os.makedirs(path, exist_ok=True)
-        tried = Path(path, name)
-        try:
-            tried.write_bytes(b"tried")
-        finally:
-            tried.unlink(missing_ok=True)
-        return
-    import pyarrow.fs
-
-    system, inside = pyarrow.fs.FileSystem.from_uri(path)
-    system.create_dir(inside, recursive=True)
-    with system.open_output_stream(f"{inside}/{name}") as file:
-        file.write(b"tried")
-    system.delete_file(f"{inside}/{name}")
+    path.mkdir(parents=True, exist_ok=True)
+    tried = path / f".ray_adascale-{os.getpid()}-{uuid.uuid4().hex[:8]}.tried"
+    try:
+        tried.write_bytes(b"tried")
+    finally:
+        tried.unlink(missing_ok=True)
 
 
 def write_json(path: str, value: Any) -> None:

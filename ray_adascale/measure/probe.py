@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ..gain import gradient_moments
 from .observers import take_norm
 
-__all__ = ["halves", "probe_noise"]
+__all__ = ["probe_noise"]
 
 
 def probe_noise(
@@ -67,11 +67,12 @@ def probe_noise(
     if isinstance(model, DistributedDataParallel):
         raise ValueError("Invalid model: wrapped in DistributedDataParallel. Probe the bare one, model.module.")
     measured = _measured(model, parameters)
-    parts = halves(batch)
-    if parts is None:
+    sizes = list(_leading_dimensions(batch))
+    if not sizes or min(sizes) != max(sizes) or sizes[0] < 2:
         return None
-    (first, m1), (second, m2) = parts
-    w1, w2 = m1 / (m1 + m2), m2 / (m1 + m2)
+    m = sizes[0]
+    cut = (m + 1) // 2
+    w1, w2 = cut / m, (m - cut) / m
 
     tensors = [*model.parameters(), *model.buffers(), *(x for x in _leaves(batch) if isinstance(x, Tensor))]
     gradients: dict[Tensor, Tensor] = {}  # of the first half, until the second half's comes
@@ -85,8 +86,8 @@ def probe_noise(
         )
 
     with _generators_kept(tensors):
-        _gradients(model, loss_fn, first, measured, gradients.__setitem__)
-        _gradients(model, loss_fn, second, measured, compare)
+        _gradients(model, loss_fn, _part(batch, m, slice(0, cut)), measured, gradients.__setitem__)
+        _gradients(model, loss_fn, _part(batch, m, slice(cut, m)), measured, compare)
     for parameter, g1 in gradients.items():  # parameters that only the first half used
         norms[parameter] = [_sq_norm(g1), torch.zeros_like(_sq_norm(g1)), _sq_norm(g1)]
 
@@ -98,23 +99,6 @@ def probe_noise(
     a = w1 * n1 + w2 * n2
     sigma2, mu2 = gradient_moments(a, a - w1 * w2 * difference, scale=scale, count=2)
     return sigma2.item(), mu2.item()
-
-
-def halves(batch: Any) -> tuple[tuple[Any, int], tuple[Any, int]] | None:
-    """Return the two halves of a batch, each with its number of examples. The first is the larger one if m is odd.
-
-    Args:
-        batch: As for :func:`probe_noise`.
-
-    Returns:
-        None if the batch can't be cut: nothing in it has a leading dimension, the leading dimensions differ, or m < 2.
-    """
-    sizes = list(_leading_dimensions(batch))
-    if not sizes or min(sizes) != max(sizes) or sizes[0] < 2:
-        return None
-    m = sizes[0]
-    cut = (m + 1) // 2
-    return (_part(batch, m, slice(0, cut)), cut), (_part(batch, m, slice(cut, m)), m - cut)
 
 
 def _measured(model: nn.Module, parameters: Sequence[nn.Parameter] | None) -> list[Tensor]:

@@ -109,6 +109,16 @@ def test_a_run_that_keeps_no_checkpoint_is_refused(keep: int) -> None:
         LocalBackend(keep=keep)
 
 
+def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+    """Not at the first checkpoint, or with the whole run lost at its end."""
+    (tmp_path / "file").write_text("no folder")
+    for folder in (tmp_path / "file" / "runs", Path("/proc/nope")):
+        with pytest.raises(ValueError, match=r"Invalid folder .* Name a folder that can be written"):
+            LocalBackend(folder, device="cpu")
+    LocalBackend(tmp_path / "new" / "runs", device="cpu")
+    assert list((tmp_path / "new" / "runs").iterdir()) == []  # nothing stays of the attempt
+
+
 def test_the_last_report_is_a_copy() -> None:
     metrics = {"loss": 1.0}
     backend = LocalBackend(device="cpu")
