@@ -30,6 +30,7 @@ __all__ = [
     "read_config",
     "read_numbers",
     "read_overrides",
+    "read_placement",
     "read_workers",
 ]
 
@@ -366,6 +367,19 @@ def _add_workers(parser: argparse._ActionsContainer, *, default: str | None) -> 
         help=f"one GPU a worker (default: {'as before' if default is None else 'no'})",
     )
     parser.add_argument(
+        "--cpus-per-worker",
+        type=float,
+        metavar="N",
+        help="CPUs that Ray reserves for a worker, with which torch computes in N threads (default: "
+        + ("as before)" if default is None else "1; with --use-gpu none)"),
+    )
+    parser.add_argument(
+        "--placement",
+        choices=("pack", "spread"),
+        help="workers on few nodes, or on as many as possible (default: "
+        + ("as before)" if default is None else "pack)"),
+    )
+    parser.add_argument(
         "--max-failures",
         type=int,
         metavar="N",
@@ -500,6 +514,22 @@ def read_workers(text: str) -> int | tuple[int, int]:
         return (int(low), int(high)) if dots else int(low)
     except ValueError:
         raise ValueError(f"Invalid --num-workers {text!r}. Must be a number, or MIN..MAX for an elastic run.") from None
+
+
+def read_placement(args: argparse.Namespace) -> dict[str, Any]:
+    """Return ``--cpus-per-worker`` and ``--placement`` as arguments of Ray Train's ``ScalingConfig``, if they are given.
+
+    Raises:
+        ValueError: The number of CPUs is not positive.
+    """
+    given: dict[str, Any] = {}
+    if args.cpus_per_worker is not None:
+        if not 0 < args.cpus_per_worker < float("inf"):
+            raise ValueError(f"Invalid --cpus-per-worker {args.cpus_per_worker:g}. Must be above 0.")
+        given["resources_per_worker"] = {"CPU": args.cpus_per_worker}
+    if args.placement is not None:
+        given["placement_strategy"] = args.placement.upper()
+    return given
 
 
 def read_best(text: str) -> tuple[str, str]:

@@ -26,6 +26,7 @@ from .arguments import (
     read_config,
     read_numbers,
     read_overrides,
+    read_placement,
     read_workers,
 )
 
@@ -193,6 +194,7 @@ def _train(args: argparse.Namespace) -> int:
     workload = resolve(args.workload)
     name = args.name or _name_by_time(args.workload.rpartition(":")[2])
     num_workers = read_workers(args.num_workers)
+    scaling_config = ray.train.ScalingConfig(num_workers=num_workers, use_gpu=args.use_gpu, **read_placement(args))
     failures = args.max_failures
     if failures is None:
         failures = ELASTIC_FAILURES if isinstance(num_workers, tuple) else 0
@@ -220,7 +222,7 @@ def _train(args: argparse.Namespace) -> int:
         recipe=recipe,
         hyperparameters=hyperparameters,
         config=config,
-        scaling_config=ray.train.ScalingConfig(num_workers=num_workers, use_gpu=args.use_gpu),
+        scaling_config=scaling_config,
         run_config=run_config,
         on_start=on_start,  # not earlier: a refused command must leave the options of an earlier one
     )
@@ -290,6 +292,8 @@ def _describe(args: argparse.Namespace) -> int:
 _OF_RESUME = (
     "num_workers",
     "use_gpu",
+    "cpus_per_worker",
+    "placement",
     "max_failures",
     "address",
     "accept_changes",

@@ -13,7 +13,7 @@ from typing import Any
 
 import ray.train
 from ray import tune
-from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch import TorchTrainer
 from ray.util.queue import Empty, Queue
 
 from ..recipe import NoiseProbe
@@ -23,6 +23,7 @@ from ..run.failure import annotate_exceptions
 from ..run.step import Listener, Step, StepReport
 from ..train.backend import RayTrainBackend
 from ..train.cluster import WORKER_TIMEOUT_S, build_on_worker
+from ..train.network import AddressTorchConfig
 from ..train.retry import worker_failure
 from .trial import Collected, TrialSetup, make_run
 
@@ -60,7 +61,7 @@ class OnWorkers(TrialSetup):
                 storage_path=self.folder,
                 checkpoint_config=ray.train.CheckpointConfig(num_to_keep=1),
             ),
-            torch_config=TorchConfig(timeout_s=WORKER_TIMEOUT_S),
+            torch_config=AddressTorchConfig(timeout_s=WORKER_TIMEOUT_S),
         )
         ended: list[ray.train.Result | BaseException] = []
 

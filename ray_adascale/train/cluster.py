@@ -23,7 +23,17 @@ from ..config import AdaScaleConfig
 from ..recipe import Recipe
 from ..workload import Workload, WorkloadFn, build
 
-__all__ = ["WORKER_TIMEOUT_S", "build_on_worker", "is_local", "lacking", "pickle_by_value", "portable", "quiet_init"]
+__all__ = [
+    "WORKER_TIMEOUT_S",
+    "alive_nodes",
+    "build_on_worker",
+    "is_local",
+    "lacking",
+    "pickle_by_value",
+    "portable",
+    "quiet_init",
+    "start_in_words",
+]
 
 WORKER_TIMEOUT_S = 300
 """Time limit for workers that wait for a hanging one. Ray's default is half an hour, even for a worker that has died."""
@@ -79,6 +89,32 @@ def _workers(count: int) -> str:
 
 def _amounts(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{value:g} {key}" for key, value in resources.items())
+
+
+def alive_nodes() -> dict[str, str]:
+    """Return host name and address of the cluster's nodes, by Ray's id of the node."""
+    return {
+        node["NodeID"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+        for node in ray.nodes()
+        if node["Alive"]
+    }
+
+
+def start_in_words(before: Mapping[str, str]) -> str:
+    """Return what workers wait for that start and have room.
+
+    Args:
+        before: The nodes when the workers last ran, see :func:`alive_nodes`. Empty if they have not run.
+    """
+    now = alive_nodes()
+    lost = [name for node, name in before.items() if node not in now]
+    if not lost:
+        return "Ray places the workers, and they load torch; `ray status` shows what else runs."
+    nodes = f"node{'' if len(lost) == 1 else 's'} {', '.join(lost)} {'was' if len(lost) == 1 else 'were'} lost."
+    return (
+        f"{nodes} Ray may still try to place workers there, and gives up after 60 s, or after "
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S."
+    )
 
 
 def build_on_worker(

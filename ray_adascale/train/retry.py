@@ -19,6 +19,7 @@ from ..checkpoint import CheckpointError
 from ..run.backend import CHECKPOINT
 from ..run.failure import lines_of, place_of, traceback_of, was_beginning
 from .driver_channel import DriverClient
+from .network import network_advice
 
 __all__ = ["RepeatedMistake", "RetryPolicy", "failure_in_words", "is_rays", "whole_failure", "worker_failure"]
 
@@ -57,7 +58,7 @@ def failure_in_words(error: BaseException, *, lines: bool = True) -> str:
     """
     found = worker_failure(error)
     if found is None:
-        return str(error)
+        return "\n".join(filter(None, [str(error), network_advice(str(error))]))
     rank, failure = found
     text = _RAYS_ADVICE.sub("", str(failure).strip())
     if is_rays(failure) and text:

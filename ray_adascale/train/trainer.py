@@ -30,8 +30,18 @@ from ..run.loop import Run
 from ..run.train_state import INTERRUPTED
 from ..workload import Workload, WorkloadFn
 from .backend import RayTrainBackend
-from .cluster import WORKER_TIMEOUT_S, build_on_worker, is_local, lacking, portable, quiet_init
+from .cluster import (
+    WORKER_TIMEOUT_S,
+    alive_nodes,
+    build_on_worker,
+    is_local,
+    lacking,
+    portable,
+    quiet_init,
+    start_in_words,
+)
 from .driver_channel import DriverClient, News, forward_warnings, make_channel
+from .network import network_advice, with_interface
 from .retry import RepeatedMistake, RetryPolicy, failure_in_words
 
 __all__ = ["AdaScaleTrainer", "prepare"]
@@ -165,7 +175,8 @@ class AdaScaleTrainer(TorchTrainer):
             "train". ``ray.train.get_dataset_shard(name)`` returns the other shards. The length of an epoch is known for a
             materialized dataset. For others give ``AdaScaleConfig(dataset_length=...)`` if you use ``total_epochs``.
         dataset_config: Ray Train's, for the split of datasets.
-        torch_config: Ray Train's. Default: a worker that hangs fails the others after 300 s.
+        torch_config: Ray Train's. Default: a worker that hangs fails the others after 300 s. Either becomes an
+            ``AddressTorchConfig`` (``ray_adascale.train.network``), so that workers on several nodes reach each other.
         progress: Show the progress while ``fit()`` waits: live on a terminal, else a line every few seconds.
         on_start: Called on the driver, in another thread, when the workers first enter their loop. All checks have passed
             then, and the checkpoint is loaded, if there is one.
@@ -230,7 +241,7 @@ class AdaScaleTrainer(TorchTrainer):
             train_loop_config=self._job,
             scaling_config=scaling_config,
             run_config=replace(run_config, callbacks=[*(run_config.callbacks or []), self._retry_policy]),
-            torch_config=torch_config or ray.train.torch.TorchConfig(timeout_s=WORKER_TIMEOUT_S),
+            torch_config=with_interface(torch_config, WORKER_TIMEOUT_S),
             datasets=None if datasets is None else dict(datasets),
             dataset_config=dataset_config,
         )
@@ -294,6 +305,8 @@ class AdaScaleTrainer(TorchTrainer):
         except ray.train.ControllerError as e:
             mistake = e.controller_failure
             if not isinstance(mistake, RepeatedMistake):
+                if advice := network_advice(str(e)):
+                    e.add_note(advice)
                 raise
             failed = ray.train.WorkerGroupError("", mistake.failures)
             text = f"{failure_in_words(failed)}\n{mistake.why} Each restart would repeat it."
@@ -343,6 +356,7 @@ class DriverMonitor:
         self._needs = needs
         self._running = False
         self._seen = 0
+        self._nodes: dict[str, str] = {}
         self._answered = 0
         self._ends_at: float | None = None
         self._waiting_since = time.monotonic()
@@ -383,9 +397,12 @@ class DriverMonitor:
         self.metrics, self._seen = news.metrics, news.sent
         if self._running and not news.running:
             self._waiting_since, self._logged_at = time.monotonic(), None
+        began = news.running and not self._running
         self._running = news.running
         for level, text in news.events:
             _log.log(level, "%s", text)
+        if began:
+            self._nodes = alive_nodes()
         if news.running and self._on_start is not None:
             on_start, self._on_start = self._on_start, None
             try:
@@ -404,10 +421,7 @@ class DriverMonitor:
         if short is None:
             if now - self._waiting_since < every:
                 return
-            _log.info(
-                "Still starting after %.0f s: Ray places the workers, and they load torch; `ray status` shows what else runs.",
-                now - self._waiting_since,
-            )
+            _log.info("Still starting after %.0f s: %s", now - self._waiting_since, start_in_words(self._nodes))
         else:
             _log.warning("Waiting for nodes: the run needs %s. It begins when there is room; Ctrl-C ends it.", short)
         self._logged_at = now

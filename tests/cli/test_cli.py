@@ -168,12 +168,15 @@ def test_train_hands_everything_on_and_says_how_it_went(
         "--num-workers=2..8",
     ]
     arguments += ["--use-gpu", "--per-worker-batch-size=16", "--rule=sqrt", "--seed=7", "--name=mine", "--address=here"]
+    arguments += ["--cpus-per-worker=4", "--placement=spread"]
     assert main.main(arguments) == 0
     assert called["workload"].__name__ == "regression"
     assert called["recipe"] == FOUND
     assert called["hyperparameters"] == {"path": "data", "depth": 3}
     assert called["config"] == AdaScaleConfig(per_worker_batch_size=16, rule="sqrt", seed=7)
-    assert called["scaling_config"] == ray.train.ScalingConfig(num_workers=(2, 8), use_gpu=True)
+    assert called["scaling_config"] == ray.train.ScalingConfig(
+        num_workers=(2, 8), use_gpu=True, resources_per_worker={"CPU": 4}, placement_strategy="SPREAD"
+    )
     assert called["run_config"].name == "mine"
     assert called["address"] == "here"
     out = capsys.readouterr().out
@@ -664,6 +667,8 @@ def test_resume_is_the_same_command_again(
         "--name=mine",
         "-c",
         "grad_clip=1",
+        "--cpus-per-worker=2",
+        "--placement=spread",
     ]
     assert main.main([*first, "--storage-path=runs", "--rule=sqrt"]) == 130
     before = dict(called)
@@ -680,9 +685,22 @@ def test_resume_is_the_same_command_again(
     assert (
         main.main(["resume", "mine", "--storage-path=../runs", "--num-workers=1..4", "--use-gpu", "--address=a"]) == 130
     )
-    assert called["scaling_config"] == ray.train.ScalingConfig(num_workers=(1, 4), use_gpu=True)
+    where = {"resources_per_worker": {"CPU": 2}, "placement_strategy": "SPREAD"}
+    assert called["scaling_config"] == ray.train.ScalingConfig(num_workers=(1, 4), use_gpu=True, **where)
     assert called["address"] == "a"
     assert called["config"] == before["config"]
+    # And with its workers placed otherwise.
+    resume = ["resume", "mine", "--storage-path=../runs", "--cpus-per-worker=0.5", "--placement=pack"]
+    assert main.main(resume) == 130
+    assert called["scaling_config"] == ray.train.ScalingConfig(
+        num_workers=(1, 4), use_gpu=True, resources_per_worker={"CPU": 0.5}, placement_strategy="PACK"
+    )
+
+
+def test_a_worker_needs_a_cpu_to_be_placed_by(called: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    for value in ("0", "-1", "inf", "nan"):
+        assert main.main([*TRAIN, f"--cpus-per-worker={value}"]) == 2
+        assert f"Invalid --cpus-per-worker {value}. Must be above 0." in capsys.readouterr().err
 
 
 def test_forecast_prints_a_table_or_json_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

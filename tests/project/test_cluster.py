@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from ray_adascale import checkpoint
+from ray_adascale import __version__, checkpoint
 from ray_adascale.run.trace import read_trace
 
 from ..pool import free_port
@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[2]
 LAUNCHER = ROOT / "cluster.yaml"
 LOCAL = ROOT / "examples" / "cluster" / "local.yaml"
 RAYJOB = ROOT / "examples" / "cluster" / "rayjob.yaml"
+GUIDE = ROOT / "docs" / "guides" / "cluster.md"
 SETUP = ("initialization_commands", "setup_commands", "head_setup_commands", "worker_setup_commands")
 START = ("head_start_ray_commands", "worker_start_ray_commands")
 
@@ -56,7 +57,7 @@ def test_launcher_files_pass_rays_own_validation(path: Path) -> None:
 def test_launcher_files_install_the_project_and_authenticate(path: Path) -> None:
     config = load(path)
     setup = "\n".join(line for key in SETUP for line in config.get(key, []))
-    assert re.search(r"pip install .*ray-adascale", setup)
+    assert re.search(r"pip install .*ray[-_]adascale", setup)
     for key in START:
         assert any("RAY_AUTH_MODE=token" in line and "ray start" in line for line in config[key]), key
     assert any(target.endswith(".ray/auth_token") for target in config["file_mounts"])
@@ -79,10 +80,54 @@ def test_the_cloud_file_has_gpu_workers_on_spot_and_scales_them() -> None:
     assert config["provider"]["cache_stopped_nodes"] is False, "a stopped spot node cannot be started again"
 
 
+def test_the_local_file_starts_all_machines_and_can_end_them() -> None:
+    text, config = LOCAL.read_text(), load(LOCAL)
+    # Ray 2.60's second autoscaler starts one of the workers.
+    assert re.search(r"^#\s+RAY_UP_enable_autoscaler_v2=0 ray up examples/cluster/local.yaml$", text, re.MULTILINE)
+    assert "RAY_UP_enable_autoscaler_v2=0 ray up examples/cluster/local.yaml\n" in GUIDE.read_text()
+    (start,) = (line for line in config["head_start_ray_commands"] if "ray start" in line)
+    assert "--num-cpus=0" in start.split(), "a head without work of its own, which no training can bring down"
+    assert config["max_workers"] == len(config["provider"]["worker_ips"])
+    (wheel,) = (Path(name) for name in config["file_mounts"] if name.endswith(".whl"))
+    assert wheel.name == f"ray_adascale-{__version__}-py3-none-any.whl"
+    assert sum(wheel.name in line for line in config["setup_commands"]) == 2, "also a wheel that was built again"
+
+
+@pytest.mark.parametrize("before", [None, "", "case $- in *i*) ;; *) return;; esac\nexport LAST=reached\n"])
+def test_ray_is_on_the_path_of_a_shell_that_is_not_interactive(tmp_path: Path, before: str | None) -> None:
+    """Where Debian's ~/.bashrc returns early; and where there is none, or an empty one."""
+    bashrc = tmp_path / ".bashrc"
+    if before is not None:
+        bashrc.write_text(before)
+    (line,) = (line for line in load(LOCAL)["setup_commands"] if "bashrc" in line)
+    env = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
+    for _ in range(2):  # the launcher repeats it
+        subprocess.run(["bash", "-c", line], env=env, check=True)
+    shell = [". ~/.bashrc; echo $PATH"]
+    found = subprocess.run(["bash", "-c", *shell], env=env, capture_output=True, text=True, check=True).stdout
+    assert found == f"{tmp_path}/ray/bin:{os.environ['PATH']}\n"
+    assert bashrc.read_text().endswith(before or "")
+    assert bashrc.read_text().count("ray/bin") == 1
+
+
+def test_a_lost_node_is_waited_for_briefly_and_the_token_is_the_users_alone() -> None:
+    wait = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
+    for path in (LAUNCHER, LOCAL):
+        (start,) = (line for line in load(path)["head_start_ray_commands"] if "ray start" in line)
+        assert f"{wait}=20" in start.split(), path.name  # jobs run on the head
+        assert "chmod 600 ~/.ray/auth_token" in path.read_text(), path.name
+    assert yaml.safe_load(load(RAYJOB)["spec"]["runtimeEnvYAML"])["env_vars"] == {wait: "20"}
+    guide = GUIDE.read_text()
+    for line in ("chmod 600 ~/.ray/auth_token", "pip install boto3", wait, "-o /mnt/runs/recipe.json"):
+        assert line in guide, line
+    assert re.search(r"ray job submit --working-dir examples -- \\?\s+ray-adascale resume ", guide)
+
+
 @pytest.mark.parametrize("path", [LAUNCHER, LOCAL, RAYJOB], ids=lambda path: path.name)
 def test_no_paths_or_hosts_of_one_machine(path: Path) -> None:
     text = path.read_text()
-    assert not re.search(r"/(root|work|opt|Users)/|(?<!\w)/tmp/|pypi|\.whl\b(?!`)", text)
+    assert not re.search(r"/(root|work|opt|Users)/|(?<!\w)/tmp/|pypi", text)
+    assert all(name.startswith("ray_adascale-") for name in re.findall(r"[\w.-]+\.whl\b", text)), "one's own wheel"
     assert "OWNER" in text, "the placeholder for where the project lives"
 
 

@@ -51,22 +51,31 @@ def run(*command: str | Path, cwd: Path, env: dict[str, str], timeout: float = 3
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def clean() -> dict[str, str]:
+def outside_environment() -> dict[str, str]:
+    """The environment variables without those that would find this repository."""
     return {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory, clean: dict[str, str]) -> Path:
-    target = tmp_path_factory.mktemp("wheel")
+def clean() -> dict[str, str]:
+    return outside_environment()
+
+
+def build_wheel(target: Path, env: dict[str, str]) -> Path:
+    """Build the wheel of this repository into a folder."""
     source = target / "source"  # a build must not write into the repository
     shutil.copytree(ROOT / "ray_adascale", source / "ray_adascale", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    run(*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", target, source, cwd=target, env=clean)
+    run(*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", target, source, cwd=target, env=env)
     (built,) = target.glob("ray_adascale-*.whl")
     return built
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory, clean: dict[str, str]) -> Path:
+    return build_wheel(tmp_path_factory.mktemp("wheel"), clean)
 
 
 @pytest.fixture(scope="module")

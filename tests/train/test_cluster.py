@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import logging
 import pickle
 import random
 import subprocess
 import sys
 import tempfile
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,10 @@ import torch
 from ray import cloudpickle
 
 from ray_adascale import AdaScaleConfig
-from ray_adascale.train.cluster import build_on_worker, lacking, pickle_by_value, portable, quiet_init
+from ray_adascale.train import trainer
+from ray_adascale.train.cluster import alive_nodes, build_on_worker, lacking, pickle_by_value, portable, quiet_init
+from ray_adascale.train.driver_channel import News
+from ray_adascale.train.trainer import DriverMonitor
 from ray_adascale.workload import Workload
 from ray_adascale.workload_source import resolve
 
@@ -255,3 +260,56 @@ def test_what_the_cluster_lacks_is_told_by_node(
     found = lacking(bundle, count)
     assert (found is None) == (said is None)
     assert said is None or said in str(found)
+
+
+MACHINES = [
+    {
+        "NodeID": f"{i}",
+        "Alive": True,
+        "NodeManagerHostname": name,
+        "NodeManagerAddress": f"10.0.0.{i}",
+        "Resources": {"CPU": 1.0},
+    }
+    for i, name in enumerate(["head", "worker-1", "worker-2"])
+]
+
+
+def test_a_start_that_takes_long_names_the_node_that_was_lost(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The driver of a run whose second worker's machine loses power."""
+    caplog.set_level(logging.INFO, "ray_adascale")
+    nodes = [dict(machine) for machine in MACHINES]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
+    monkeypatch.setattr(trainer, "_ROOM_S", (0.02, 0.02))
+    monkeypatch.setattr(trainer, "_POLL_S", 0.01)
+    assert alive_nodes() == {"0": "head (10.0.0.0)", "1": "worker-1 (10.0.0.1)", "2": "worker-2 (10.0.0.2)"}
+    running = [False]
+
+    class Channel:
+        class news:
+            @staticmethod
+            def remote(since: int) -> News:
+                return News(None, running[0], [], 0)
+
+    def logged(text: str) -> list[str]:
+        """Return the lines with this text, once there is one."""
+        deadline = time.monotonic() + 60
+        while not (found := [line for line in caplog.messages if text in line]):
+            assert time.monotonic() < deadline, caplog.messages
+            time.sleep(0.01)
+        return found
+
+    started: list[bool] = []
+    with DriverMonitor(Channel(), ({"CPU": 1.0}, 1), lambda: started.append(True)):
+        assert "they load torch" in logged("Still starting after")[0]
+        running[0] = True
+        while not started:
+            time.sleep(0.01)
+        caplog.clear()
+        nodes[1]["Alive"] = running[0] = False
+        line = logged("Still starting after")[0]
+    assert "node worker-1 (10.0.0.1) was lost." in line
+    assert "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S" in line
+    assert "torch" not in line

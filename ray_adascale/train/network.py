@@ -1,0 +1,146 @@
+"""The network interface over which workers on several nodes synchronize.
+
+gloo listens at the address of the host name. Debian's installer maps the host name to 127.0.1.1 in ``/etc/hosts``, and no other
+node can connect to that. The other nodes reach the node's address in Ray, so its interface is the right one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import logging
+import os
+import re
+import socket
+import struct
+import sys
+from typing import Any
+
+import ray.util
+from ray.train.torch import TorchConfig
+
+__all__ = ["AddressTorchConfig", "choose_interface", "gloo_address", "interface_of", "network_advice", "with_interface"]
+
+_log = logging.getLogger(__name__)
+
+_GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+_LOOPBACK = "127.0.0.1"
+_SIOCGIFADDR = 0x8915  # <linux/sockios.h>; the socket module has no name for it
+_UNREACHABLE = re.compile(r"[Gg]loo connectFullMesh failed.*remote=\[(127\.[\d.]+|::1)\]", re.DOTALL)
+
+
+def gloo_address() -> str:
+    """Return the address at which gloo listens where ``GLOO_SOCKET_IFNAME`` is unset.
+
+    It is the first address of the host name that this machine has; 127.0.0.1 if there is none.
+    """
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return _LOOPBACK
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+        except OSError:
+            continue
+        return str(address[0])
+    return _LOOPBACK
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the interface with this IPv4 address; None if there is none, or if this is no Linux."""
+    if sys.platform != "linux":
+        return None
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # an interface without an IPv4 address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None
+
+
+def choose_interface() -> str | None:
+    """Have gloo and NCCL use the interface of this node's Ray address, if gloo would listen at a loopback address.
+
+    Changes the environment of this process. A variable that is set remains, and so does everything if ``GLOO_SOCKET_IFNAME``
+    is set.
+
+    Returns:
+        None if there is nothing to change; else the interface, or "" if it was not found.
+    """
+    if os.environ.get(_GLOO) or not ipaddress.ip_address(gloo_address()).is_loopback:
+        return None
+    name = interface_of(ray.util.get_node_ip_address())
+    if name is None:
+        return ""
+    os.environ[_GLOO] = name
+    os.environ.setdefault(_NCCL, f"={name}")  # "=": exactly this name; without it NCCL reads a prefix
+    return name
+
+
+class AddressTorchConfig(TorchConfig):
+    """Ray's ``TorchConfig``, with process groups that connect the nodes' Ray addresses.
+
+    Where workers are on several nodes, a node with a host name that resolves to a loopback address gets
+    ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` before the process group is made, unless they are set.
+    :class:`ray_adascale.AdaScaleTrainer` uses this class. For a ``TorchTrainer`` of your own:
+    ``TorchTrainer(..., torch_config=AddressTorchConfig(timeout_s=300))``.
+    """
+
+    @property
+    def backend_cls(self) -> Any:
+        return _AddressBackend
+
+
+class _AddressBackend(TorchConfig().backend_cls):  # type: ignore[misc]
+    """Ray's backend, with the interfaces chosen before it makes the process group."""
+
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        """Ray Train's hook, in its controller: the workers' processes have started."""
+        addresses = worker_group.execute(ray.util.get_node_ip_address)
+        if len(set(addresses)) > 1:  # on one node the loopback address is right
+            chosen = worker_group.execute(choose_interface)
+            for address, name in sorted(set(zip(addresses, chosen, strict=True)), key=str):
+                if name:
+                    _log.info("Workers on %s synchronize over %s, the interface of its Ray address.", address, name)
+                elif name is not None:
+                    _log.warning("No interface of %s was found. Set %s on that node.", address, _GLOO)
+        super().on_start(worker_group, backend_config)
+
+
+def with_interface(torch_config: TorchConfig | None, timeout_s: int) -> TorchConfig:
+    """Return the configuration as an :class:`AddressTorchConfig`. A class of the user's own remains.
+
+    Args:
+        torch_config: The user's.
+        timeout_s: The time limit of a collective if the user gives no configuration.
+    """
+    if torch_config is None:
+        return AddressTorchConfig(timeout_s=timeout_s)
+    if type(torch_config) is not TorchConfig:
+        return torch_config
+    return AddressTorchConfig(
+        **{field.name: getattr(torch_config, field.name) for field in dataclasses.fields(TorchConfig)}
+    )
+
+
+def network_advice(text: str) -> str | None:
+    """Return what to do about an error of gloo, if it tried to connect to another node's loopback address.
+
+    Args:
+        text: The error's message.
+    """
+    found = _UNREACHABLE.search(text)
+    if found is None:
+        return None
+    return (
+        f"A worker listens at {found[1]}, which no other node can connect to: on its node the host name resolves to that address "
+        f"(/etc/hosts). Map the name to the node's own address there, or set {_GLOO} (such as eth0) in the command that "
+        "starts Ray."
+    )
