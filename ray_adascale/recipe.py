@@ -67,7 +67,7 @@ class Repeat:
     noise: list[NoiseProbe]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Recipe:
     """The winning hyperparameters of a search, their schedule, and the noise of their base run.
 
@@ -158,6 +158,14 @@ class Recipe:
         object.__setattr__(self, "lr_curve", _checked_curve(self))
         object.__setattr__(self, "noise", _checked_noise("noise", self.noise, self.total_steps))
         object.__setattr__(self, "repeats", _checked_repeats(self))
+
+    def __repr__(self) -> str:
+        """Return one short line. The curve and the probes of a recipe fill many screens."""
+        return (
+            f"Recipe({self.fingerprint}, workload={self.workload!r}, base_batch_size={self.base_batch_size}, "
+            f"total_steps={self.total_steps}, {self.metric}={self.score:.6g}, {len(self.noise)} probes, "
+            f"{len(self.repeats)} repeats)"
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -535,4 +543,6 @@ def _describe_noise(recipe: Recipe) -> str:
     scale = f"about {plain_noise_scale(sigma2, mu2, recipe.base_batch_size):.3g} examples"
     if not (mu2 > 0 and sigma2 >= 0):
         scale = "unknown"
-    return f"{len(recipe.noise)} probes; noise scale over the whole run {scale}"
+    of_repeats = sum(len(repeat.noise) for repeat in recipe.repeats)
+    more = f" and {of_repeats} in the repeats" if of_repeats else ""
+    return f"{len(recipe.noise)} probes{more}; noise scale over the whole run {scale}"

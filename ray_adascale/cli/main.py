@@ -467,15 +467,18 @@ def _print_error(text: str) -> None:
 
 def _summary(metrics: dict[str, Any], seconds: float, stopped: str) -> str:
     """Return the result of a run in a line: the user's metrics, steps and gain, and why it stopped."""
-    from ..run.metrics import METRICS
+    from ..run.eta import LEFT
+    from ..run.metrics import METRICS, USEFUL_WORKERS
 
+    not_own = {*METRICS, *LEFT, USEFUL_WORKERS}
     own = ", ".join(
-        f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in metrics.items() if k not in METRICS
+        f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in metrics.items() if k not in not_own
     )
     steps = metrics["optimizer_steps"]
     mean = metrics["progress"] / steps if steps else 1.0
     return (
         f"{own + '; ' if own else ''}loss {metrics['loss']:.4g}; {steps:,} optimizer steps for "
-        f"{metrics['effective_steps']:,.0f} effective ones, mean gain {mean:.2f} of {metrics['scale']:g}; {seconds:.0f} s; "
+        f"{metrics['effective_steps']:,.0f} effective ones, mean gain {mean:.2f}, scale {metrics['scale']:g} at the end; "
+        f"{seconds:.0f} s; "
         f"{stopped}"
     )

@@ -26,16 +26,20 @@ _WINDOWS, _STEPS = 3, 20
 
 
 class NoiseWarning(Listener):
-    """Warns once if the batch is larger than the noise scale, unless the forecast of the whole run is efficient.
+    """Warns once if the batch is larger than the noise scale, unless the whole run is efficient, so far or by the forecast.
 
     Args:
         window: Window of the averages, in effective steps.
         remaining: The forecast of the remaining steps; None without a forecast.
+        warmed_up: τ at which the schedule's LR is highest. The noise scale grows while the LR rises, so there is no warning
+            within one window of the averages after this τ.
     """
 
-    def __init__(self, window: float, remaining: RemainingSteps | None) -> None:
+    def __init__(self, window: float, remaining: RemainingSteps | None, warmed_up: float = 0.0) -> None:
         self._window = window
         self._remaining = remaining
+        self._warmed_up = warmed_up
+        self._gains = self._scales = 0.0  # Σ r and Σ S of this start's steps
         self._too_large_since: float | None = None  # τ; None while the batch is small enough
         self._warned = False
 
@@ -43,6 +47,9 @@ class NoiseWarning(Listener):
         """Warn if the batch has been too large for one window of the averages."""
         if self._warned:
             return
+        if not step.skipped:
+            self._gains += step.metrics["gain"]
+            self._scales += step.plan.scale
         warning = too_large_for_the_noise(step.plan, step.metrics["noise_scale"], step.metrics["gain"])
         if warning is None:  # the noise scale may be NaN, too
             self._too_large_since = None
@@ -50,13 +57,16 @@ class NoiseWarning(Listener):
         since = step.tau if self._too_large_since is None else self._too_large_since
         self._too_large_since = since
         # Noise at the beginning of a run seldom lasts, and averages of a few samples vary.
-        reliable = step.tau >= _WINDOWS * self._window and step.metrics["optimizer_steps"] >= _STEPS
+        settled = max(_WINDOWS * self._window, self._warmed_up + self._window)
+        reliable = step.tau >= settled and step.metrics["optimizer_steps"] >= _STEPS
         if reliable and step.tau - since >= self._window and not self._efficient_as_a_whole(step):
             self._warned = True
             warn_at_user(warning)
 
     def _efficient_as_a_whole(self, step: Step) -> bool:
-        """Return whether the forecast of the whole run has an efficiency of at least one half."""
+        """Return whether r/S is at least one half on average, over the steps so far or over the whole run by the forecast."""
+        if 2 * self._gains >= self._scales:
+            return True
         if self._remaining is None:
             return False
         steps = step.metrics["optimizer_steps"] + self._remaining.at(step.tau)

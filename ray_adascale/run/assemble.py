@@ -283,7 +283,7 @@ def _listeners(
     line = ProgressLine(config.show_progress, total_steps, tracker)
     listeners: list[Listener] = []
     if not policy.follows_noise:
-        listeners.append(NoiseWarning(window, remaining))
+        listeners.append(NoiseWarning(window, remaining, train_state.base_schedule.highest_at))
     if policy.batch_may_change:
         before = state.metrics.get(USEFUL_WORKERS) if same_workers else None
         listeners.append(UsefulWorkers(policy, window, tau, before))

@@ -51,6 +51,8 @@ class Wrapped:
 def check_built(model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig) -> None:
     """Check that there is one bare model and one bare optimizer. Warn of an optimizer that the rule was not derived for.
 
+    Only rank 0 warns, since all workers have the same optimizer.
+
     Raises:
         ValueError: There is not. The message names what to pass.
     """
@@ -69,7 +71,7 @@ def check_built(model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig) 
         )
     rule = make_rule(config.rule)
     doubt = _doubt(rule, optimizer)
-    if doubt is not None:
+    if doubt is not None and not (dist.is_initialized() and dist.get_rank() > 0):
         warn_at_user(doubt)
 
 

@@ -59,11 +59,20 @@ class BaseSchedule:
     base_steps_per_epoch: float | None
     lr_curve: list[list[float]]
 
+    @property
+    def highest_at(self) -> float:
+        """τ at which the first parameter group first has its highest learning rate."""
+        curve = self.lr_curve[0]
+        return curve.index(max(curve)) * self._steps_per_call
+
+    @property
+    def _steps_per_call(self) -> float:
+        return self.base_steps_per_epoch if self.scheduler_unit == "epoch" and self.base_steps_per_epoch else 1
+
     def lr_at(self, group: int, effective_steps: float) -> float:
         """Return the learning rate of a parameter group at τ, before the gain."""
-        per_call = self.base_steps_per_epoch if self.scheduler_unit == "epoch" and self.base_steps_per_epoch else 1
         curve = self.lr_curve[group]
-        return curve[min(int(effective_steps / per_call), len(curve) - 1)]
+        return curve[min(int(effective_steps / self._steps_per_call), len(curve) - 1)]
 
 
 class EffectiveSchedule:

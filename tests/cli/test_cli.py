@@ -56,6 +56,7 @@ DEAD = RayActorError(None, "The actor is dead")
 
 class Result:
     metrics = {**dict.fromkeys(METRICS, 1.0), "optimizer_steps": 10, "progress": 25.0, "scale": 4.0, "accuracy": 0.9}
+    metrics |= {"useful_workers": 4, "steps_left": 0.0}  # the run's own, too
     return_value = {"stopped": "total_steps reached"}
 
     class checkpoint:
@@ -180,8 +181,8 @@ def test_train_hands_everything_on_and_says_how_it_went(
     assert called["run_config"].name == "mine"
     assert called["address"] == "here"
     out = capsys.readouterr().out
-    assert "accuracy 0.9" in out
-    assert "mean gain 2.50 of 4" in out
+    assert "accuracy 0.9; loss" in out
+    assert "mean gain 2.50, scale 4 at the end" in out
     assert "total_steps reached" in out
     assert "somewhere/checkpoint_1" in out
 

@@ -24,14 +24,19 @@ SMALL, LARGE = 1.0, 100.0
 
 
 def warned_at(
-    listener: NoiseWarning, noise_scale: Callable[[int], float], *, scale: int = 4, total_steps: int = 10
+    listener: NoiseWarning,
+    noise_scale: Callable[[int], float],
+    *,
+    scale: int = 4,
+    total_steps: int = 10,
+    gain: Callable[[int], float] = lambda _: 1.0,
 ) -> list[int]:
     """Steps, of 80, after which the listener warns; τ is the number of the step."""
     at: list[int] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number in range(1, 81):
-            step = step_of(number, scale=scale, noise_scale=noise_scale(number))
+            step = step_of(number, scale=scale, noise_scale=noise_scale(number), gain=gain(number))
             listener.after_step(replace(step, total_steps=total_steps))
             at += [number] * (len(caught) - len(at))
     assert all("exceeds the gradient noise scale" in str(w.message) for w in caught)
@@ -52,6 +57,18 @@ def test_a_warning_needs_one_whole_window_with_a_too_large_batch() -> None:
 def test_a_batch_that_is_small_enough_again_resets_the_window(between: float) -> None:
     assert warned_at(NoiseWarning(5.0, None), lambda n: between if n == 18 else SMALL) == [24]
     assert warned_at(NoiseWarning(5.0, None), lambda n: between if n % 5 == 0 else SMALL) == []
+
+
+def test_a_run_that_was_efficient_so_far_is_not_warned() -> None:
+    # At S = 4 the mean of r/S over 30 steps of r = 3 and k of r = 1 falls below one half after step 60.
+    gain: Callable[[int], float] = lambda n: 3.0 if n <= 30 else 1.0  # noqa: E731
+    assert warned_at(NoiseWarning(2.0, None), lambda _: SMALL, gain=gain) == [61]
+    assert warned_at(NoiseWarning(2.0, None), lambda _: SMALL, gain=lambda _: 2.0) == []
+
+
+def test_a_warm_up_is_no_reason_for_a_warning() -> None:
+    assert warned_at(NoiseWarning(5.0, None, warmed_up=40.0), lambda _: SMALL) == [45]
+    assert warned_at(NoiseWarning(5.0, None, warmed_up=40.0), lambda n: SMALL if n < 44 else LARGE) == []
 
 
 def test_the_base_batch_is_never_too_large() -> None:

@@ -433,7 +433,9 @@ def test_what_noise_the_first_windows_show_is_not_believed_nor_what_does_not_las
         )
         made = loop.step_metrics
         monkeypatch.setattr(
-            loop, "step_metrics", lambda *a, **k: made(*a, **k) | {"noise_scale": noise(run.effective_steps)}
+            loop,
+            "step_metrics",
+            lambda *a, **k: made(*a, **k) | {"noise_scale": noise(run.effective_steps), "gain": 1.0},
         )
         at: list[float] = []
         with warnings.catch_warnings(record=True) as said:

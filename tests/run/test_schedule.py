@@ -434,6 +434,19 @@ def test_the_rate_at_an_effective_step(tau: float, call: int) -> None:
     assert replace(by_epoch, scheduler_unit="step").lr_at(1, tau / 10) == call
 
 
+def test_the_effective_step_of_the_highest_rate() -> None:
+    warm_up = BaseSchedule(
+        base_batch_size=4,
+        total_steps=40,
+        scheduler_unit="epoch",
+        base_steps_per_epoch=10.0,
+        lr_curve=[[1.0, 3.0, 3.0, 0.0]],
+    )
+    assert warm_up.highest_at == 10
+    assert replace(warm_up, scheduler_unit="step").highest_at == 1
+    assert replace(warm_up, scheduler_unit=None, lr_curve=[[3.0]]).highest_at == 0
+
+
 @pytest.mark.parametrize("unit", ["step", "epoch"])
 def test_at_scale_one_the_clock_is_the_plain_loop(unit: SchedulerUnit) -> None:
     base = base_run("sequential", T, None if unit == "step" else (25, 2))
