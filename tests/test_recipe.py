@@ -485,6 +485,10 @@ def test_the_description_has_what_people_ask_for() -> None:
     assert "about 64 examples" in recipe(noise=noise).describe()  # 32 · 8 / 4
     repeats = [Repeat(seed=1, score=0.9, noise=noise), Repeat(seed=2, score=0.9, noise=noise)]
     assert "2 probes and 4 in the repeats; noise" in recipe(noise=noise, repeats=repeats).describe()
+    assert "not probed" in recipe(noise=[]).describe()
+    assert "settings     not kept" in text
+    assert "settings     precision='bf16', grad_clip=1.0" in recipe(settings=SETTINGS).describe()
+    assert "no scheduler" in recipe(lr_curve=[[0.1]], scheduler_unit=None).describe()
 
 
 def test_a_recipe_in_an_error_or_at_a_prompt_is_one_line() -> None:
@@ -493,7 +497,3 @@ def test_a_recipe_in_an_error_or_at_a_prompt_is_one_line() -> None:
     assert len(text) < 200
     for part in (recipe(noise=noise).fingerprint, "train.py:workload", "accuracy=0.97", "1000 probes"):
         assert part in text
-    assert "not probed" in recipe(noise=[]).describe()
-    assert "settings     not kept" in text
-    assert "settings     precision='bf16', grad_clip=1.0" in recipe(settings=SETTINGS).describe()
-    assert "no scheduler" in recipe(lr_curve=[[0.1]], scheduler_unit=None).describe()
