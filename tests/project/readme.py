@@ -17,3 +17,13 @@ def own_loop() -> str:
     assert "ray_adascale.prepare(" in code
     assert "TorchTrainer(" in code
     return code
+
+
+def workload() -> str:
+    """README's workload, a whole file."""
+    (found,) = re.findall(
+        r"^```python\n(import torch\n.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert "param_space = {" in found
+    assert "return Workload(" in found
+    return str(found)
