@@ -551,7 +551,7 @@ def test_the_package_is_the_command_line(module: str) -> None:
     assert (ran.returncode, ran.stdout) == (0, f"{__version__}\n")
 
 
-@pytest.mark.parametrize("command", ["tune", "forecast", "train", "check", "resume", "report", "describe"])
+@pytest.mark.parametrize("command", ["tune", "forecast", "train", "resume", "report", "describe"])
 def test_every_option_is_explained(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main.main([command, "--help"])
