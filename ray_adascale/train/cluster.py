@@ -11,7 +11,7 @@ import operator
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -29,6 +29,7 @@ __all__ = [
     "build_on_worker",
     "is_local",
     "lacking",
+    "lost_nodes",
     "pickle_by_value",
     "portable",
     "quiet_init",
@@ -100,19 +101,27 @@ def alive_nodes() -> dict[str, str]:
     }
 
 
-def start_in_words(before: Mapping[str, str]) -> str:
+def lost_nodes(before: Mapping[str, str]) -> list[str]:
+    """Return host name and address of the nodes that are no longer alive.
+
+    Args:
+        before: The nodes at an earlier time, see :func:`alive_nodes`.
+    """
+    now = alive_nodes()
+    return [name for node, name in before.items() if node not in now]
+
+
+def start_in_words(lost: Sequence[str]) -> str:
     """Return what workers wait for that start and have room.
 
     Args:
-        before: The nodes when the workers last ran, see :func:`alive_nodes`. Empty if they have not run.
+        lost: The nodes that were lost since the workers last ran, see :func:`lost_nodes`.
     """
-    now = alive_nodes()
-    lost = [name for node, name in before.items() if node not in now]
     if not lost:
         return "Ray places the workers, and they load torch; `ray status` shows what else runs."
-    nodes = f"node{'' if len(lost) == 1 else 's'} {', '.join(lost)} {'was' if len(lost) == 1 else 'were'} lost."
+    nodes = f"node {lost[0]} was" if len(lost) == 1 else f"nodes {', '.join(lost)} were"
     return (
-        f"{nodes} Ray may still try to place workers there, and gives up after 60 s, or after "
+        f"{nodes} lost. Ray may still try to place workers there, and gives up after 60 s, or after "
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S."
     )
 

@@ -36,6 +36,7 @@ from .cluster import (
     build_on_worker,
     is_local,
     lacking,
+    lost_nodes,
     portable,
     quiet_init,
     start_in_words,
@@ -419,9 +420,10 @@ class DriverMonitor:
             return
         short = lacking(*self._needs)
         if short is None:
-            if now - self._waiting_since < every:
+            lost = lost_nodes(self._nodes)
+            if not lost and now - self._waiting_since < every:
                 return
-            _log.info("Still starting after %.0f s: %s", now - self._waiting_since, start_in_words(self._nodes))
+            _log.info("Still starting after %.0f s: %s", now - self._waiting_since, start_in_words(lost))
         else:
             _log.warning("Waiting for nodes: the run needs %s. It begins when there is room; Ctrl-C ends it.", short)
         self._logged_at = now
