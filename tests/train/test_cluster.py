@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import pickle
 import random
 import subprocess
 import sys
-import tempfile
 import time
 import types
 from pathlib import Path
@@ -116,11 +116,14 @@ def test_a_file_imports_its_neighbours_on_the_workers_too(write: Any, tmp_path: 
     # A trial sends it on to workers of its own.
     worker = "import sys; from ray import cloudpickle as c; f = c.load(sys.stdin.buffer)['workload'];{}"
     first, then = worker.format("sys.stdout.buffer.write(c.dumps({'workload': f}))"), worker.format("print(f({}))")
-    ran = functools.partial(subprocess.run, capture_output=True, cwd="/", check=True)
+    scratch = tmp_path / "scratch"  # of these processes alone: other tests run workers at the same time
+    scratch.mkdir()
+    env = {**os.environ, "TMPDIR": str(scratch)}
+    ran = functools.partial(subprocess.run, capture_output=True, cwd="/", check=True, env=env)
     if node == "another":
         sent = ran([sys.executable, "-c", first], input=sent).stdout
     assert float(ran([sys.executable, "-c", then], input=sent).stdout) == 2.0
-    assert not list(Path(tempfile.gettempdir()).glob("ray_adascale-neighbours-*"))  # nothing stays
+    assert not list(scratch.iterdir())  # nothing stays
 
 
 PACKAGE = {
