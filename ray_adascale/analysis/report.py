@@ -23,14 +23,12 @@ from ..recipe import Recipe
 from ..replay import Forecaster
 from .plots import color_of, draw_png, draw_svg, make_panels
 from .runs import RunTrace, load_run
+from .savings import LARGEST, Savings, fixed_scale_forecast, fixed_scale_measured
 
 if TYPE_CHECKING:
     from .forecast import Forecast
 
 __all__ = ["write_report"]
-
-_LARGEST = 4096
-"""Largest fixed scale for the comparison with a run that followed the noise."""
 
 
 def write_report(
@@ -224,47 +222,50 @@ def _following_steps(forecast: Forecast, last: dict[str, Any]) -> tuple[int, int
 
 
 def _saved(runs: list[RunTrace], recipe: Recipe | None) -> Iterator[tuple[int, list[str]]]:
-    """Yield the savings of finished runs that followed the noise, compared with a fixed batch by the recipe's forecast.
+    """Yield the savings of finished runs that followed the noise, compared with a fixed batch of as many steps.
 
-    Each item is (index of a run, [steps, examples, in base runs, the fixed S with as many steps, its examples, saved]).
+    The fixed batch is that of the page's other runs where they enclose the steps, else that of the recipe's forecast. Each item
+    is (index of a run, [steps, examples, in base runs, the fixed S, its examples, saved]).
     """
     if recipe is None or not recipe.noise:
         return
     base, forecaster = recipe.total_steps * recipe.base_batch_size, Forecaster(recipe)
+    fixed_runs = [
+        run
+        for run in runs
+        if _has_finished(run, recipe) and len(set(run.column("scale"))) == 1 and _is_adascale(run.last)
+    ]
     for i, run in enumerate(runs):
         steps, examples = run.last["optimizer_steps"], run.last.get("position")
-        done = run.last["effective_steps"] >= recipe.total_steps and _follows(run, recipe)
-        if not (run.chose_its_scale and done and isinstance(examples, int)):
+        if not (run.chose_its_scale and _has_finished(run, recipe) and isinstance(examples, int)):
             continue
         cells = [f"{steps:,}", f"{examples:,}", f"{examples / base:.2f}×"]
-        fixed = _fixed_scale(forecaster, steps)
+        fixed = fixed_scale_measured(fixed_runs, recipe, steps) or fixed_scale_forecast(forecaster, steps)
         if fixed is None:
-            yield i, [*cells, f"none below {_LARGEST:,}", "", ""]
+            yield i, [*cells, f"none below {LARGEST:,}", "", ""]
         else:
-            needed = fixed * recipe.base_batch_size * steps
-            yield i, [*cells, f"{fixed:.3g}", f"{needed:,.0f}", f"{1 - examples / needed:.0%}"]
-
-
-def _fixed_scale(forecaster: Forecaster, steps: int) -> float | None:
-    """Return the scale at which a fixed batch takes as many steps by the forecast; None if no scale does."""
-    low, high = 1.0, float(_LARGEST)
-    if forecaster.at(high).expected.exact_steps > steps:
-        return None
-    while high > 1.005 * low:
-        middle = math.sqrt(low * high)
-        if forecaster.at(middle).expected.exact_steps > steps:
-            low = middle
-        else:
-            high = middle
-    return math.sqrt(low * high)
+            savings = Savings(steps, examples, recipe.base_batch_size, fixed)
+            how = "measured" if fixed.measured else "forecast"
+            needed = savings.examples_at(fixed.scale)
+            yield i, [*cells, f"{fixed.scale:.3g} ({how})", f"{needed:,.0f}", savings.in_words()]
 
 
 def _replayed_steps(forecaster: Forecaster, last: dict[str, Any]) -> tuple[int, int, int] | str:
     """Return the steps and their interval by a replay of the recipe's noise, or why there are none."""
-    if not math.isclose(last["progress"], last["effective_steps"], rel_tol=1e-6):
+    if not _is_adascale(last):
         return "another rule than AdaScale's"
     found = forecaster.at(last["scale"])
     return found.expected.steps, math.floor(found.low), math.ceil(found.high)
+
+
+def _has_finished(run: RunTrace, recipe: Recipe) -> bool:
+    """Return whether the run follows the recipe's schedule and has reached its T."""
+    return bool(run.last["effective_steps"] >= recipe.total_steps) and _follows(run, recipe)
+
+
+def _is_adascale(last: dict[str, Any]) -> bool:
+    """Return whether the clock of a run with this last row has advanced by the gain, as AdaScale's does."""
+    return math.isclose(last["progress"], last["effective_steps"], rel_tol=1e-6)
 
 
 def _follows(run: RunTrace, recipe: Recipe) -> bool:

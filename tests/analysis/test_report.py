@@ -217,9 +217,29 @@ def test_a_run_that_chose_its_scale(make: Callable[..., Page], tmp_path: Path) -
     assert page.tables[1][1][1:] == ["2 … 5.5, mean 5.2", "", "", "20", "chose its scale: see below"]
     (found,) = page.tables[2][1:]  # the other has not ended
     assert found[:4] == ["done", "20", "832", "1.04×"]
-    assert float(found[4]) == pytest.approx(5, rel=0.01)
+    scale, how = found[4].split()
+    assert (float(scale), how) == (pytest.approx(5, rel=0.01), "(forecast)")
     assert float(found[5].replace(",", "")) == pytest.approx(800, rel=0.01)
-    assert found[6] in ("-3%", "-4%", "-5%")
+    # The forecast's fewest steps are those of r = S. Its most steps, e^(0.1·log₂S) times as many, are 20 at S = 6.47.
+    shares = re.fullmatch(r"(-?\d+)%, from (-?\d+)% to (-?\d+)%", found[6])
+    assert shares is not None
+    assert [int(share) for share in shares.groups()] == pytest.approx([-4, -4, 20], abs=1)
+    # Runs at S = 4 and 8 took 30 and 15 steps: by them 20 steps are those of S = 4·2^(log(30/20)/log(30/15)) = 6.
+    measured = [
+        write_rows(
+            tmp_path / f"s{scale}" / "trace.jsonl",
+            [
+                row(i, scale=float(scale), gain=g, effective_steps=100 * i / n, progress=100 * i / n)
+                for i, g in enumerate([100 / n] * n, start=1)
+            ],
+        )
+        for scale, n in ((4, 30), (8, 15))
+    ]
+    (found,) = make(done, *measured, recipe=made).tables[2][1:]
+    assert found[4:] == ["6 (measured)", "960", "13%"]
+    # One of them alone, eight times the base run's batch, encloses too wide a range.
+    (found,) = make(done, measured[1], recipe=made).tables[2][1:]
+    assert found[4].endswith("(forecast)")
     assert (tmp_path / "out" / "report-scale.png").is_file()
     assert "Scale S, as the run chose it" in (tmp_path / "out" / "report.html").read_text()
     # Against a forecast of such a run: r = S = 2, 4, and 8 from there on.
