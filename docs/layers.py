@@ -54,7 +54,7 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "analysis",
             "what a person reads: forecast, report, display",
-            "runs forecast throughput report plots describe tensorboard display",
+            "runs search_rows forecast throughput report savings plots describe tensorboard display",
         )
     ],
     [

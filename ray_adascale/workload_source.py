@@ -147,8 +147,9 @@ def _import_failed(spec: str, what: str, error: BaseException) -> ValueError:
 
 
 def _contents(module: ModuleType) -> str:
-    public = {k: v for k, v in vars(module).items() if not k.startswith("_") and not isinstance(v, ModuleType)}
+    """Return the names in the module that may have been meant: its own functions and classes, and its dictionaries."""
+    public = {k: v for k, v in vars(module).items() if not k.startswith("_")}
     own = sorted(k for k, v in public.items() if callable(v) and getattr(v, "__module__", None) == module.__name__)
-    other = sorted(set(public) - set(own))
-    parts = [f"{what}: {', '.join(names)}." for what, names in (("Functions", own), ("Other names", other)) if names]
-    return " ".join(parts) or "The module defines no names."
+    dicts = sorted(k for k, v in public.items() if isinstance(v, dict))
+    parts = [f"{what}: {', '.join(names)}." for what, names in (("Functions", own), ("Dictionaries", dicts)) if names]
+    return " ".join(parts) or "The module defines no function and no dictionary."

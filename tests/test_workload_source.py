@@ -123,10 +123,12 @@ def test_what_is_missing_is_named(write: Any, tmp_path: Path) -> None:
         resolve(f"{tmp_path}/nowhere.py:workload")
     with pytest.raises(ValueError, match=r"no module 'no_such_module' in .* or among the installed ones"):
         resolve("no_such_module.deep:workload")
-    path = write("w_names.py", "import os\nfrom math import sin\nRATE = 1\ndef train(c): pass\ndef _hidden(): pass\n")
-    with pytest.raises(ValueError, match=r"no 'worklaod' in .*Functions: train\. Other names: RATE, sin\.$"):
+    path = write(
+        "w_names.py", "import os\nfrom math import sin\nRATE = 1\nspace = {}\ndef train(c): pass\ndef _hidden(): pass\n"
+    )
+    with pytest.raises(ValueError, match=r"no 'worklaod' in .*Functions: train\. Dictionaries: space\.$"):
         resolve(f"{path}:worklaod")
-    with pytest.raises(ValueError, match="defines no names"):
+    with pytest.raises(ValueError, match="defines no function and no dictionary"):
         resolve(f"{write('w_empty.py', '')}:workload")
 
 

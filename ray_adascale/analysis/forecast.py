@@ -95,8 +95,8 @@ class Forecast:
         max_useful_workers: The largest useful number of workers: further ones, up to twice as many, each add less than half of
             the first one's speed-up. It does not depend on the rows. Above 64 it is exact to a sixteenth. None: 4,096 workers
             are still useful.
-        pays_until_low: ``max_useful_workers`` at the end of the interval with the smaller number of workers.
-        pays_until_high: ``max_useful_workers`` at the other end of the interval.
+        max_useful_workers_low: ``max_useful_workers`` at the end of the interval with the smaller number of workers.
+        max_useful_workers_high: ``max_useful_workers`` at the other end of the interval.
     """
 
     recipe: str
@@ -106,8 +106,8 @@ class Forecast:
     rows: tuple[ForecastRow, ...]
     notes: tuple[str, ...]
     max_useful_workers: int | None
-    pays_until_low: int | None
-    pays_until_high: int | None
+    max_useful_workers_low: int | None
+    max_useful_workers_high: int | None
 
     def to_json(self) -> str:
         """Return the whole forecast as JSON."""
@@ -141,7 +141,8 @@ class Forecast:
             most = f"{self.max_useful_workers:,}"
             verdict = f"Adding workers pays up to {most}: further ones each add less than half as much as the first"
         low, high = (
-            f"{k:,}" if k is not None else f"over {_MOST:,}" for k in (self.pays_until_low, self.pays_until_high)
+            f"{k:,}" if k is not None else f"over {_MOST:,}"
+            for k in (self.max_useful_workers_low, self.max_useful_workers_high)
         )
         verdict += f" (with the interval: {low}–{high})." if low != high else "."
         return [verdict, *self.notes]
@@ -311,8 +312,8 @@ def forecast_recipe(
         rows=tuple(rows),
         notes=tuple(_notes(recipe, rows, forecaster, throughput)),
         max_useful_workers=pays_up_to,
-        pays_until_low=fewest,
-        pays_until_high=most,
+        max_useful_workers_low=fewest,
+        max_useful_workers_high=most,
     )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from .._files import SEARCH, TRACE
 from ..run.metrics import METRICS, USEFUL_WORKERS
 from ..run.trace import read_trace
+from .search_rows import read_best_trial
 
 __all__ = ["COUNTERS", "RunTrace", "is_number", "load_run", "trace_path", "workers_in_words"]
 
@@ -123,8 +124,8 @@ def trace_path(run: str | os.PathLike[str]) -> Path:
         return kept[-1]
     if (path / SEARCH).is_file():
         raise ValueError(
-            f"Invalid run {str(run)!r}: a search, whose trials keep no trace. Give the folder of a run, as `ray-adascale train` "
-            "makes; the base run can also be one, with --num-workers 1."
+            f"Invalid run {str(run)!r}: a search, whose trials keep no trace of their steps. Give the folder of a run, as "
+            "`ray-adascale train` makes."
         )
     what = f"no {TRACE} in it or in its checkpoints" if path.is_dir() else "no such file or folder"
     raise ValueError(
@@ -136,12 +137,15 @@ def load_run(run: str | os.PathLike[str], *, label: str | None = None) -> RunTra
     """Read a run.
 
     Args:
-        run: See :func:`trace_path`.
+        run: See :func:`trace_path`. The folder of a search is also accepted: it is read as its best trial, the base run.
         label: Default: the folder's name.
 
     Raises:
         ValueError: There is no trace, it is empty, or it is not the trace of a run.
     """
+    folder = Path(run).expanduser()
+    if (folder / SEARCH).is_file():
+        return RunTrace(label or folder.resolve().name, read_best_trial(folder))
     path = trace_path(run)
     rows = read_trace(path)
     if not rows:

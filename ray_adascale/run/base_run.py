@@ -29,6 +29,7 @@ from .loop import Run
 from .schedule import BaseSchedule
 
 __all__ = [
+    "RESULT",
     "BaseResult",
     "base_config",
     "freeze",
@@ -38,6 +39,10 @@ __all__ = [
     "train_base",
     "workload_name",
 ]
+
+
+RESULT = "outcome"
+"""The key of a trial's :class:`BaseResult`, as JSON, in its last report to Tune."""
 
 
 @dataclass(frozen=True, kw_only=True)

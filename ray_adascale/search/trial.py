@@ -26,7 +26,7 @@ from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig
 from ..recipe import NoiseProbe
 from ..run.backend import Backend, ReportPolicy
-from ..run.base_run import BaseResult, momentum_of, train_base
+from ..run.base_run import RESULT, BaseResult, momentum_of, train_base
 from ..run.failure import annotate_exceptions
 from ..run.loop import Run
 from ..run.step import StepReport
@@ -35,7 +35,6 @@ from ..workload import ConfigAccessLog, Workload, WorkloadFn, build
 __all__ = [
     "EPOCHS",
     "OBJECTIVE",
-    "OUTCOME",
     "Collected",
     "InOneProcess",
     "MissingMetric",
@@ -48,7 +47,6 @@ __all__ = [
 ]
 
 OBJECTIVE = "objective"  # the workload's metric, negated where small is better; Tune maximises it
-OUTCOME = "outcome"  # in a trial's last report only: its BaseResult, as JSON
 EPOCHS = "epochs"  # τ in passes over the dataset: ASHA's clock where T is given in epochs
 _FILE = "trial.json"  # a trial's data so far, beside the run's own files in a checkpoint
 
@@ -169,7 +167,7 @@ class Collected:
                 unread={} if self.reads is None else self.reads.unread,
                 momentum=self.momentum,
             )
-            report[OUTCOME] = ended.to_json()
+            report[RESULT] = ended.to_json()
         return report
 
     def save(self, folder: Path) -> None:

@@ -17,9 +17,9 @@ from ray import cloudpickle, tune
 
 from ..analysis.display import SearchDisplay
 from ..recipe import Repeat, json_value
-from ..run.base_run import BaseResult
+from ..run.base_run import RESULT, BaseResult
 from ..run.failure import lines_of, was_building
-from .trial import OUTCOME, MissingMetric, PlannedRepeat, describe_config
+from .trial import MissingMetric, PlannedRepeat, describe_config
 
 __all__ = ["BestMean", "BestTrial", "Finished", "StopOnMistake", "Watch", "best_mean", "watching"]
 
@@ -37,7 +37,7 @@ class Finished:
     @property
     def outcome(self) -> BaseResult | None:
         """The result of a trial that reached T; None for any other trial."""
-        text = self.metrics.get(OUTCOME)
+        text = self.metrics.get(RESULT)
         return None if self.error is not None or text is None else BaseResult.from_json(text)
 
     @property

@@ -158,10 +158,10 @@ def test_where_it_stops_paying_has_an_interval() -> None:
     # Seeds of nothing but noise and of none: with r = S each worker adds as much as the first, with r = 1 nothing.
     twice = recipe([(0, 3, 0)], 10_000, repeats=[Repeat(seed=1, score=0.5, noise=probes([(0, 0, 2)]))])
     made = forecast_recipe(twice, workers=[4])
-    assert (made.pays_until_low, made.pays_until_high) == (1, None)
+    assert (made.max_useful_workers_low, made.max_useful_workers_high) == (1, None)
     assert "(with the interval: 1–over 4,096)." in made.lines()[0]
     linear = forecast_recipe(recipe([(0, 3, 1)]), workers=[4], config=LINEAR, throughput=MODEL)
-    assert linear.max_useful_workers == linear.pays_until_low == linear.pays_until_high
+    assert linear.max_useful_workers == linear.max_useful_workers_low == linear.max_useful_workers_high
     assert linear.lines()[0].endswith("as much as the first.")
 
 

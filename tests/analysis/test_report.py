@@ -280,7 +280,7 @@ def test_what_is_given_in_place_of_a_run_or_a_page(tmp_path: Path) -> None:
     for given, page, message in (
         (tmp_path / "recipe.json", "r.html", "recipe.json is not a trace row"),
         (tmp_path / "notes", "r.html", "no steps in .*notes; it is not JSON lines"),
-        (tmp_path / "search", "r.html", "search': a search, whose trials keep no trace"),
+        (tmp_path / "search", "r.html", "search': a search in which no trial has reached T"),
         (run, "run", "run': a folder. Name the HTML file"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -20,14 +20,13 @@ import torch
 
 from ray_adascale import AdaScaleConfig, CheckpointError, Workload
 from ray_adascale.recipe import NoiseProbe
-from ray_adascale.run.base_run import BaseResult, base_config
+from ray_adascale.run.base_run import RESULT, BaseResult, base_config
 from ray_adascale.run.failure import was_building
 from ray_adascale.run.schedule import BaseSchedule
 from ray_adascale.run.step import StepReport
 from ray_adascale.search.trial import (
     EPOCHS,
     OBJECTIVE,
-    OUTCOME,
     Collected,
     InOneProcess,
     MissingMetric,
@@ -96,9 +95,9 @@ def test_tune_maximises_whatever_the_workload_wants(mode: Literal["min", "max"],
 def test_the_last_report_alone_carries_what_the_recipe_needs() -> None:
     collected = Collected("accuracy", "max")
     collected.noise += PROBES
-    assert OUTCOME not in collected.report(outcome({"accuracy": 0.5}))
+    assert RESULT not in collected.report(outcome({"accuracy": 0.5}))
     last = outcome({"accuracy": 0.75}, tau=40.0, stopped="total_steps reached")
-    assert BaseResult.from_json(collected.report(last)[OUTCOME]) == BaseResult(
+    assert BaseResult.from_json(collected.report(last)[RESULT]) == BaseResult(
         metric="accuracy", mode="max", score=0.75, schedule=last.schedule, noise=PROBES
     )
 
@@ -215,8 +214,8 @@ def test_tune_hears_of_each_evaluation_and_the_end(started: Tune) -> None:
     run_trial({}, setup(regression, evaluate_every=10.0))
     assert [report["effective_steps"] for report in started.told] == [10, 20, 30, 40]
     assert all(report[OBJECTIVE] == -report["error"] for report in started.told)
-    assert [OUTCOME in report for report in started.told] == [False, False, False, True]
-    found = BaseResult.from_json(started.told[-1][OUTCOME])
+    assert [RESULT in report for report in started.told] == [False, False, False, True]
+    found = BaseResult.from_json(started.told[-1][RESULT])
     assert (found.metric, found.mode, found.score) == ("error", "min", started.told[-1]["error"])
     assert [probe.effective_steps for probe in found.noise] == [0, 20]
     assert started.saved == []
@@ -271,7 +270,7 @@ def test_a_trial_that_may_be_paused_goes_on_from_any_report_as_if_nothing_happen
         again = Tune(tmp_path / f"again{step}", resume=saved)
         monkeypatch.setattr("ray_adascale.search.trial.tune", again)
         run_trial({}, setup(regression, checkpoints=True, evaluate_every=10.0))
-        assert [*map(kept, again.told)] == [*map(kept, whole[step:])]  # OUTCOME too, so all of the noise
+        assert [*map(kept, again.told)] == [*map(kept, whole[step:])]  # RESULT too, so all of the noise
 
 
 def test_a_damaged_checkpoint_of_a_trial_is_not_gone_on_from(started: Tune) -> None:

@@ -21,12 +21,12 @@ from torch.utils.data import TensorDataset
 from ray_adascale import AdaScaleConfig, Run, Workload
 from ray_adascale.analysis.tensorboard import LiveEvents
 from ray_adascale.checkpoint.rng import seed_everything
-from ray_adascale.run.base_run import BaseResult, base_config
+from ray_adascale.run.base_run import RESULT, BaseResult, base_config
 from ray_adascale.run.eta import EtaTracker
 from ray_adascale.run.schedule import BaseSchedule
 from ray_adascale.run.step import StepReport
 from ray_adascale.search import trial_workers
-from ray_adascale.search.trial import OBJECTIVE, OUTCOME, Collected, MissingMetric
+from ray_adascale.search.trial import OBJECTIVE, Collected, MissingMetric
 from ray_adascale.search.trial_workers import OnWorkers, _TrialBackend
 
 B0, T, EVERY, PROBE_EVERY = 4, 20, 5, 4
@@ -131,7 +131,7 @@ def test_tune_hears_of_evaluations_however_often_checkpoints_are_written(
         mean = sum(often.losses[end - EVERY : end]) / EVERY  # over the steps since the report before
         assert report["loss"] == pytest.approx(mean, rel=1e-12)
         assert report[OBJECTIVE] == -report["loss"]
-        assert (OUTCOME in report) == (end == T)
+        assert (RESULT in report) == (end == T)
     rarely = Trial(tmp_path / "rarely", monkeypatch, checkpoint_every_s=1e9)
     assert rarely.saved == []
     assert [*map(numbers, rarely.told), numbers(rarely.last)] == [*map(numbers, often.told), numbers(often.last)]
@@ -140,7 +140,7 @@ def test_tune_hears_of_evaluations_however_often_checkpoints_are_written(
 def test_the_noise_is_that_of_every_fourth_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trial = Trial(tmp_path, monkeypatch)
     found = [
-        (probe.effective_steps, probe.sigma2, probe.mu2) for probe in BaseResult.from_json(trial.last[OUTCOME]).noise
+        (probe.effective_steps, probe.sigma2, probe.mu2) for probe in BaseResult.from_json(trial.last[RESULT]).noise
     ]
     assert found == [(tau, *trial.moments[tau]) for tau in (0, 4, 8, 12, 16)]  # of the step itself, not averaged
     assert all(sigma2 > 0 for _, sigma2, _ in found)
