@@ -6,7 +6,6 @@ This is the interface, FairScale's and torch's. :mod:`ray_adascale.optim.algorit
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, cast
@@ -256,7 +255,7 @@ class AdaScale(OptimizerWrapper):
             self._averages.check(statistics)
         self._optimizer.load_state_dict(inner)
         if statistics is None:
-            warnings.warn("The state dict has no AdaScale statistics; the averages and τ start afresh.", stacklevel=2)
+            warn_at_user("The state dict has no AdaScale statistics; the averages and τ start afresh.")
             self._algorithm.restart()
         else:
             self.load_statistics_state(statistics)

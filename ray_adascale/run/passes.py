@@ -27,6 +27,10 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Passes:
     """Runs the passes of each optimizer step, and the step itself.
 
+    The order of calls: for each pass :meth:`begin`, the user's forward pass, :meth:`begin_backward`, :meth:`backward` and
+    :meth:`ends_step`; where the pass ends the step, then :meth:`clip` (optional), :meth:`step` and :meth:`end_step`.
+    :meth:`guard` encloses the whole loop.
+
     Args:
         model: The model to call, wrapped for data parallelism where there are several workers.
         module: The bare model.
