@@ -14,7 +14,6 @@ import numpy as np
 from .._files import SEARCH, TRACE
 from ..run.metrics import METRICS, USEFUL_WORKERS
 from ..run.trace import read_trace
-from .search_rows import read_best_trial
 
 __all__ = ["COUNTERS", "RunTrace", "is_number", "load_run", "trace_path", "workers_in_words"]
 
@@ -145,6 +144,8 @@ def load_run(run: str | os.PathLike[str], *, label: str | None = None) -> RunTra
     """
     folder = Path(run).expanduser()
     if (folder / SEARCH).is_file():
+        from .search_rows import read_best_trial  # workers load this module for their event files, and read no search
+
         return RunTrace(label or folder.resolve().name, read_best_trial(folder))
     path = trace_path(run)
     rows = read_trace(path)
