@@ -90,7 +90,8 @@ class DriverChannel:
 
 def make_channel() -> Any:
     """Return a channel on this node, which ends with the driver."""
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    # With soft=True Ray also places the actor on other nodes. If such a node is lost, so are all messages and Ctrl-C.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     # Calls that the actor does not answer must not pile up in a worker.
     return DriverChannel.options(scheduling_strategy=here, max_pending_calls=_MOST_EVENTS).remote()  # type: ignore[attr-defined]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 
-from ray_adascale.train.driver_channel import DriverChannel, DriverClient, forward_warnings
+from ray_adascale.train.driver_channel import DriverChannel, DriverClient, forward_warnings, make_channel
 
 
 class Here:
@@ -27,6 +27,28 @@ class Here:
                 return method(*arguments)
 
         return Remote
+
+
+def test_the_channel_stays_on_the_drivers_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With soft=True Ray has placed the actor on a worker's node, and the run was mute once that node was lost."""
+
+    class Context:
+        def get_node_id(self) -> str:
+            return "a" * 56
+
+    options: dict[str, Any] = {}
+
+    class Options:
+        def __init__(self, **given: Any) -> None:
+            options.update(given)
+
+        def remote(self) -> None: ...
+
+    monkeypatch.setattr(ray, "get_runtime_context", Context)
+    monkeypatch.setattr(DriverChannel, "options", Options)
+    make_channel()
+    strategy = options["scheduling_strategy"]
+    assert (strategy.node_id, strategy.soft) == ("a" * 56, False)
 
 
 def test_events_come_once_and_in_order() -> None:
