@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
@@ -215,7 +216,12 @@ class Workload:
 
 
 def torchs_own_hint(scheduler: object) -> str:
-    """Return advice about a scheduler that is not one of torch's, as a further sentence; empty for unknown libraries."""
+    """Return advice about a scheduler that is not one of torch's, as a further sentence; empty for unknown ones."""
+    if "metrics" in inspect.signature(getattr(type(scheduler), "step", object.__init__)).parameters:
+        return (
+            " It follows a metric, so its curve is not known beforehand and can't be replayed on another number of workers. Use "
+            "a scheduler that is a function of the step."
+        )
     if type(scheduler).__module__.partition(".")[0] != "timm":
         return ""
     return (

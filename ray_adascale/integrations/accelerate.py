@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from accelerate import Accelerator, DistributedType
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -47,7 +49,9 @@ def prepare(
 
     The last step of an epoch may have fewer passes under ``accumulate()``. It counts for these passes alone. Accelerate divides
     its gradient by ``gradient_accumulation_steps`` nevertheless; AdaScale turns it back into a mean.
-    ``accelerator.save_state`` and ``load_state`` include the statistics, τ and the schedule.
+    ``accelerator.save_state`` and ``load_state`` include the statistics, τ and the schedule. From the second epoch on a resume is
+    exact with ``Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))`` only: otherwise Accelerate
+    shuffles the epoch anew.
 
     Args:
         accelerator: Its ``gradient_accumulation_steps`` is the number of passes of a step.
@@ -70,6 +74,15 @@ def prepare(
             f"Accelerate's {accelerator.distributed_type} is not supported: each worker must have the whole model. Use "
             "plain data parallelism (accelerate launch --multi_gpu, or --cpu), or ray_adascale.Run with its own sharding."
         )
+    for name, given, prepared in (
+        ("optimizer", optimizer, AcceleratedOptimizer),
+        ("scheduler", scheduler, AcceleratedScheduler),
+    ):
+        if isinstance(given, prepared):
+            raise ValueError(
+                f"Invalid {name}: an {prepared.__name__}, which accelerator.prepare() returned. Pass the bare {name}: this "
+                "function wraps it in AdaScale first, and then calls accelerator.prepare() itself."
+            )
     batch = getattr(dataloader, "batch_size", None) or getattr(dataloader.batch_sampler, "batch_size", None)
     if batch is not None and accelerator.split_batches:
         batch //= accelerator.num_processes

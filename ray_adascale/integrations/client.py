@@ -21,12 +21,13 @@ from ..optim.adascale import AdaScale
 from ..optim.step_shape import StepEnd, StepShape
 from ..recipe import NoiseProbe, Recipe
 from ..run.base_run import BaseResult, freeze, momentum_of
+from ..run.eta import RemainingSteps, forecast_remaining_steps
 from ..run.metrics import step_metrics
 from ..run.step import Step
 from ..run.tau_schedule import TauSchedule
 from ..run.trace import TraceFile, read_trace
 
-__all__ = ["RecipeRecorder", "StepLog", "early_step_end", "follow_batch", "with_clients_batch"]
+__all__ = ["RecipeRecorder", "StepLog", "StepsToGo", "early_step_end", "follow_batch", "with_clients_batch"]
 
 LOGGED = ("gain", "scale", "effective_steps", "noise_scale", "efficiency")
 """The metrics of a step for the client's log."""
@@ -142,6 +143,8 @@ class StepLog:
         self._plan = self._plan_of_step()
         self._adascale.register_step_pre_hook(lambda *_: self._before())
         self._adascale.register_step_post_hook(lambda *_: self._after())
+        # Lightning runs the last pass inside step(), as its closure, so the step's shape is known only as the update begins.
+        self._adascale.wrapped.register_step_pre_hook(lambda *_: self._update())
 
     def _plan_of_step(self) -> BatchPlan:
         """Return the batch of the coming step. The last step of an epoch may have fewer passes than others."""
@@ -186,6 +189,10 @@ class StepLog:
             self._trace.write_row()
         if self._path is not None:
             self._tau = self._adascale.effective_steps
+
+    def _update(self) -> None:
+        if self._counts:
+            self._plan = self._plan_of_step()
 
     def _after(self) -> None:
         if not self._counts:
@@ -234,6 +241,45 @@ class StepLog:
             self._progress = last.effective_steps - last.gain
             self._position = (number - 1) * self._plan.global_batch_size
         return trace
+
+
+class StepsToGo:
+    """The optimizer steps left of a client's run, for its progress bar.
+
+    Args:
+        schedule: From :func:`ray_adascale.attach`.
+        config: The client's settings.
+        recipe: The recipe, whose forecast is corrected by the gains of the run; None to assume that the mean gain stays.
+    """
+
+    def __init__(self, schedule: TauSchedule, config: AdaScaleConfig, recipe: Recipe | None) -> None:
+        self._schedule, self._config, self._recipe = schedule, config, recipe
+        self._forecast: RemainingSteps | None = None
+        self._scale = math.nan  # of the forecast
+        self._tau = schedule.effective_steps
+
+    def steps(self) -> float:
+        """Return the steps left after the last step; ∞ before the first one. Call it once after each step."""
+        optimizer, plan = self._schedule.optimizer, self._schedule.plan
+        assert isinstance(optimizer, AdaScale)
+        assert plan is not None
+        if plan.scale != self._scale:
+            self._scale = plan.scale
+            self._forecast = forecast_remaining_steps(
+                self._recipe,
+                (),
+                scale=plan.scale,
+                rule=self._config.rule,
+                averaging_window=self._config.averaging_window,
+            )
+        before, self._tau = self._tau, optimizer.effective_steps
+        if self._forecast is not None:
+            self._forecast.observe(before, self._tau, optimizer.last_step.gain)
+            return self._forecast.at(self._tau)
+        left = max(self._schedule.base_schedule.total_steps - self._tau, 0.0)
+        if plan.scale == 1:
+            return left
+        return left * optimizer.steps / self._tau if self._tau > 0 else math.inf
 
 
 class RecipeRecorder:

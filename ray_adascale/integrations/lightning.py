@@ -66,6 +66,7 @@ class AdaScaleCallback(Callback):
         self._config, self._recipe, self._trace, self._recorder, self._log = config, recipe, trace, recorder, log
         self._steps: StepLog | None = None
         self._batch_idx = 0
+        self._warned_within_step = False
         self._steps_at_end = 0
 
     # ---- set-up --------------------------------------------------------------------------------------------------
@@ -111,7 +112,8 @@ class AdaScaleCallback(Callback):
         )
         _check_minimum(trainer, schedule)
         self._steps_at_end = 0  # steps that ended at τ ≥ T; more than 1 if Lightning does not stop
-        adascale.step_end = early_step_end(adascale, lambda: self._ends_epoch(trainer, pl_module))
+        adascale.step_end = early_step_end(adascale, lambda: self._ends_step(trainer, pl_module))
+        adascale.saves_within_step = pl_module.automatic_optimization
         trainer.optimizers = [adascale]
         if configs:
             configs[0].scheduler = schedule
@@ -139,10 +141,14 @@ class AdaScaleCallback(Callback):
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
-    def _ends_epoch(self, trainer: Trainer, pl_module: LightningModule) -> bool:
-        """Return whether Lightning steps after this batch even if passes of the step are missing."""
+    def _ends_step(self, trainer: Trainer, pl_module: LightningModule) -> bool:
+        """Return whether Lightning steps after this batch, even if passes of the step are missing.
+
+        They are missing at the end of an epoch, and after a resume from a checkpoint that was saved between the passes of a step.
+        """
         last = trainer.is_last_batch or self._batch_idx + 1 >= trainer.num_training_batches
-        return pl_module.automatic_optimization and last
+        due = (self._batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        return pl_module.automatic_optimization and (last or due)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop training if the loaded checkpoint is at the end of its run."""
@@ -178,11 +184,24 @@ class AdaScaleCallback(Callback):
             self._steps_at_end += 1
             trainer.should_stop = True
 
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Warn once of a checkpoint between the passes of a step, as one after a validation every few batches may be."""
+        if self.schedule is None or self._adascale.at_boundary or self._warned_within_step:
+            return
+        self._warned_within_step = True
+        if trainer.is_global_zero:
+            warn_at_user(
+                f"A checkpoint was saved after batch {self._batch_idx + 1} of an epoch, between the "
+                f"{trainer.accumulate_grad_batches} passes of an optimizer step. It has the state of the step before. A resume "
+                "from it drops the passes after that step, as Lightning does, and its first step has those that are left. To "
+                "avoid this, make val_check_interval a multiple of accumulate_grad_batches."
+            )
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._steps is not None:
             self._steps.close()
         schedule = self.schedule
-        if schedule is None or not trainer.is_global_zero:
+        if schedule is None or not trainer.is_global_zero or trainer.fast_dev_run:
             return
         tau, total = schedule.effective_steps, schedule.base_schedule.total_steps
         if not schedule.finished:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
-from transformers import Trainer, TrainerCallback
+from transformers import ProgressCallback, Trainer, TrainerCallback
 
 from .._warn import warn_at_user
 from ..config import AdaScaleConfig
@@ -20,7 +20,7 @@ from ..optim.adascale import AdaScale
 from ..recipe import Recipe
 from ..run.attach import attach
 from ..run.tau_schedule import TauSchedule
-from .client import RecipeRecorder, StepLog, follow_batch, with_clients_batch
+from .client import RecipeRecorder, StepLog, StepsToGo, follow_batch, with_clients_batch
 
 __all__ = ["AdaScaleMixin", "AdaScaleTrainer"]
 
@@ -47,14 +47,30 @@ class _Stop(TrainerCallback):
         self._trainer.training_has_ended()
 
 
+class _Progress(ProgressCallback):
+    """The Trainer's progress bar, up to the expected end of the run: T optimizer steps, its maximum, are seldom taken."""
+
+    def __init__(self, trainer: AdaScaleMixin, max_str_len: int) -> None:
+        super().__init__(max_str_len)
+        self._trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero and self.training_bar is not None:
+            left = self._trainer.remaining_steps()
+            if math.isfinite(left):
+                self.training_bar.total = min(state.global_step + math.ceil(left), state.max_steps)
+        super().on_step_end(args, state, control, **kwargs)
+
+
 class AdaScaleMixin(_Base):
     """A mixin for subclasses of ``transformers.Trainer``. :class:`AdaScaleTrainer` is the plain Trainer with it.
 
     Training ends at τ ≥ T, after at most T optimizer steps. ``max_steps`` is set to T unless the arguments set it, and
     ``num_train_epochs`` has no effect. A scheduler that the Trainer creates has a length of T steps. If the loss is normalised
-    over the tokens of a step (``num_items_in_batch``), each gradient sample is weighted by its tokens. The last step of an epoch
+    over the tokens of a step (``num_items_in_batch``), each gradient sample is weighted by its tokens. If the model ignores that
+    number, as BERT's classifier does, the passes are averaged, with a warning. The last step of an epoch
     counts for the passes that it has. S and n are those of the actual batch, also with ``split_batches`` and after
-    ``auto_find_batch_size`` has reduced the batch. Each log has gain, scale and τ.
+    ``auto_find_batch_size`` has reduced the batch. Each log has gain, scale and τ. The progress bar reaches to the expected end.
 
     Args:
         *args: Arguments of the Trainer. ``optimizers=(optimizer, scheduler)`` must be bare; or use ``args.optim="sgd"``.
@@ -68,8 +84,8 @@ class AdaScaleMixin(_Base):
         schedule: The :class:`ray_adascale.TauSchedule`; None before training begins.
 
     Raises:
-        ValueError: A setting can't work, the model ignores ``num_items_in_batch`` (at the first step), or the run has reached
-            T and ``train()`` is called again.
+        ValueError: A setting can't work, ``compute_loss_func`` ignores ``num_items_in_batch`` (at the first step), or the run
+            has reached T and ``train()`` is called again.
     """
 
     def __init__(
@@ -86,6 +102,7 @@ class AdaScaleMixin(_Base):
         self.schedule: TauSchedule | None = None
         self._recipe, self._trace, self._recorder = recipe, trace, recorder
         self._steps: StepLog | None = None
+        self._remaining: StepsToGo | None = None
         self._normalises: bool | None = None
         self._losses: list[Tensor] = []  # of the present step
         if self.args.n_gpu > 1:
@@ -113,6 +130,9 @@ class AdaScaleMixin(_Base):
         if self.args.max_steps <= 0:
             self.args.max_steps = self._total_steps
         self.add_callback(_Stop(self))
+        bar = self.pop_callback(ProgressCallback)
+        if bar is not None:
+            self.add_callback(_Progress(self, bar.max_str_len))
 
     # ---- optimizer and schedule ----------------------------------------------------------------------------------
 
@@ -134,6 +154,7 @@ class AdaScaleMixin(_Base):
         )
         self.optimizer, self.lr_scheduler, self.schedule = adascale, schedule, schedule
         self._steps = StepLog(schedule, self._trace)
+        self._remaining = StepsToGo(schedule, self._config, self._recipe)
         if self._recorder is not None:
             self._recorder.forget()
         return adascale
@@ -231,23 +252,27 @@ class AdaScaleMixin(_Base):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Run one pass, as the Trainer does."""
         if self._normalises is None and num_items_in_batch is not None:
-            self._check_normalises(model, inputs, num_items_in_batch)
+            self._normalises = self._uses_number_of_items(model, inputs, num_items_in_batch)
+            if self._normalises is False:
+                self._average_passes()
+        if self._normalises is False:
+            num_items_in_batch = None
         if self._recorder is not None:
             self._recorder.before_step(self.model.train(), self._prepare_inputs(inputs))
         loss = super().training_step(model, inputs, num_items_in_batch)
         self._losses.append(loss)
         return loss
 
-    def _check_normalises(self, model: nn.Module, inputs: dict[str, Any], items: Any) -> None:
-        """Check that the model divides the loss by the number of items, as the Trainer assumes. Collective.
+    def _uses_number_of_items(self, model: nn.Module, inputs: dict[str, Any], items: Any) -> bool | None:
+        """Return whether the loss is divided by the number of items, as the Trainer assumes of a model with ``**kwargs``.
+
+        Collective. None if the losses of this pass do not show it on any worker.
 
         Raises:
-            ValueError: It does not.
+            ValueError: It is on some workers and not on others.
         """
-        workers, passes = self.accelerator.num_processes, self.args.gradient_accumulation_steps
-        self._normalises = True
-        if workers * passes == 1:
-            return
+        if self.accelerator.num_processes * self.args.gradient_accumulation_steps == 1:
+            return True  # a mean over the pass is the mean over the step
         training = model.training
         model.eval()
         try:
@@ -258,14 +283,40 @@ class AdaScaleMixin(_Base):
                 )
         finally:
             model.train(training)
-        if abs(one - other) <= 1e-3 * abs(one):
-            factor = passes * (workers if self.args.average_tokens_across_devices else 1)
+        shows = math.isfinite(one) and one != 0  # not where no token of the pass counts
+        own = torch.tensor([int(shows and abs(one - other) > 1e-3 * abs(one)), int(shows)], device=self.args.device)
+        uses, seen = self.accelerator.gather(own).view(-1, 2).sum(0).tolist()
+        if 0 < uses < seen:
             raise ValueError(
-                f"{type(self.model).__name__} ignores its argument num_items_in_batch: its loss is a mean over each pass, but "
-                "the Trainer expects a sum over the pass, divided by the number of tokens of the step. The gradient would be "
-                f"{factor} times too large ({workers} workers × {passes} passes). Set accepts_loss_kwargs = False on the model "
-                "before the Trainer is built, so that the Trainer averages the passes; or divide by num_items_in_batch in the "
-                "model."
+                f"The loss of {type(self.model).__name__} is divided by num_items_in_batch on {uses} of {seen} workers. Must be "
+                "on all of them or on none."
+            )
+        return None if seen == 0 else uses > 0
+
+    def _average_passes(self) -> None:
+        """Let the Trainer average the passes of a step, because their loss is a mean over each pass already.
+
+        Raises:
+            ValueError: The Trainer's own settings prevent it.
+        """
+        workers, passes = self.accelerator.num_processes, self.args.gradient_accumulation_steps
+        factor = passes * (workers if self.args.average_tokens_across_devices else 1)
+        ignores = (
+            f"{type(self.model).__name__} ignores its argument num_items_in_batch: its loss is a mean over each pass, but "
+            "the Trainer expects a sum over the pass, divided by the number of tokens of the step. "
+        )
+        # A newer attribute of the Trainer, by which a subclass fixes the answer.
+        if self.compute_loss_func is not None or getattr(self, "loss_is_scaled_for_ga", None) is not None:
+            raise ValueError(
+                f"{ignores}The gradient would be {factor} times too large ({workers} workers × {passes} passes). Divide by "
+                "num_items_in_batch in compute_loss_func, or leave compute_loss_func and loss_is_scaled_for_ga out."
+            )
+        self.model_accepts_loss_kwargs = False
+        self._adascale.sample_weights = None
+        if self.is_world_process_zero():
+            warn_at_user(
+                f"{ignores}So this trainer averages the passes. transformers' own Trainer would make the gradient {factor} times "
+                f"too large ({workers} workers × {passes} passes). Set accepts_loss_kwargs = False on the model to confirm it."
             )
 
     # ---- logs and trace ------------------------------------------------------------------------------------------
@@ -281,6 +332,10 @@ class AdaScaleMixin(_Base):
         losses, self._losses = self._losses, []
         if self._steps is not None and self._trace is not None and losses:
             self._steps.record(loss=float(torch.stack(losses).sum()))
+
+    def remaining_steps(self) -> float:
+        """Return the optimizer steps left, by the recipe's forecast or else by the mean gain so far; ∞ before the first step."""
+        return math.inf if self._remaining is None else self._remaining.steps()
 
     def training_has_ended(self) -> None:
         """Close the trace. Warn if training ended before T."""

@@ -84,6 +84,10 @@ class AdaScale(OptimizerWrapper):
     )
     """Error message of OSS for an optimizer of this class, which OSS does not import."""
 
+    saves_within_step: bool = False
+    """Whether :meth:`state_dict` also works between the passes of a step. The state is that of the last step boundary, and a
+    resume drops the passes after it. For a loop that chooses the moment itself, and steps after the passes that are left."""
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -225,7 +229,8 @@ class AdaScale(OptimizerWrapper):
         Loads with ``torch.load(weights_only=True)`` and goes through ``torch.distributed.checkpoint``.
 
         Raises:
-            RuntimeError: Called between the passes of an optimizer step, or before the step that they lead to.
+            RuntimeError: Called between the passes of an optimizer step, or before the step that they lead to, without
+                :attr:`saves_within_step`.
         """
         self._require_boundary("state_dict")
         inner, statistics = self._optimizer.state_dict(), self.statistics_state()
@@ -576,7 +581,7 @@ class AdaScale(OptimizerWrapper):
             self._statistics.add_workers()
 
     def _require_boundary(self, what: str) -> None:
-        if not self.at_boundary:
+        if not self.at_boundary and not (self.saves_within_step and what in ("state_dict", "statistics_state")):
             raise RuntimeError(
                 f"{what}() between a backward pass and step(): gradients of an unfinished step would be lost. Call it at "
                 "a step boundary, after step() (or zero_grad()) and before the next backward pass."
@@ -589,9 +594,4 @@ class AdaScale(OptimizerWrapper):
         if undecided != stepping or shape.num_samples > 1 or shape.scale <= 1 or self._warned_single_sample:
             return
         self._warned_single_sample = True
-        alone = ", as there is one process (init_process_group() was not called) with one pass"
-        warn_at_user(
-            f"One gradient sample a step at scale {shape.scale:g}{'' if workers.final else alone}: its variance is "
-            "estimated from consecutive steps, which overstates the gain. Use two or more accumulation passes "
-            "(AdaptiveDataParallel: all but the last under no_sync())."
-        )
+        warn_at_user(workers.single_sample_in_words(shape.scale))

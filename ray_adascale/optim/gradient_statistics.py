@@ -414,8 +414,9 @@ class GradientStatistics:
     def _too_early(self, caller: str) -> RuntimeError:
         if self.step_end is not None:
             return RuntimeError(
-                f"{caller}() after backward pass {self.passes} of a step, and step_end announced a further one. Call it after "
-                "the last pass (AdaptiveDataParallel: the one that is not under no_sync())."
+                f"{caller}() after backward pass {self.passes} of a step, which has further ones by its settings. Call it after "
+                "the last pass. With Lightning's manual optimization the passes are AdaScaleConfig(accumulation=...), or those "
+                "of expect_passes(); with AdaptiveDataParallel the last pass is the one that is not under no_sync()."
             )
         return RuntimeError(
             f"{caller}() after {self.passes} of {self.shape.passes} backward passes. Call it after the last one. If a step has "

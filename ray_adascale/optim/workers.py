@@ -53,6 +53,14 @@ class Workers:
         self.steps = 0
         self._sharded = sharded
 
+    def single_sample_in_words(self, scale: float) -> str:
+        """Return the warning of a step with one gradient sample at S > 1."""
+        alone = "" if self.final else ", as there is one process (init_process_group() was not called) with one pass"
+        return (
+            f"One gradient sample a step at scale {scale:g}{alone}: its variance is estimated from consecutive steps, which "
+            "overstates the gain. Use two or more accumulation passes (AdaptiveDataParallel: all but the last under no_sync())."
+        )
+
     @property
     def reduce(self) -> bool:
         """Whether statistics are summed over several workers."""

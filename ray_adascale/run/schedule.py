@@ -265,7 +265,9 @@ class EffectiveSchedule:
 def curve_difference(
     expected: Sequence[Sequence[float]], actual: Sequence[Sequence[float]], *, rtol: float = 1e-6
 ) -> str | None:
-    """Return the difference of two LR curves: the first differing point, both values, and a count; None if they agree.
+    """Return the difference of two LR curves, to follow a colon: the first differing point, both values, and a count.
+
+    None if they agree.
 
     Args:
         expected: ``curve[group][call]``, e.g. the recipe's.
@@ -274,7 +276,7 @@ def curve_difference(
             end of a cosine is a rounding error, which differs between machines.
     """
     if len(expected) != len(actual):
-        return f"The learning-rate curves have {len(expected)} (expected) and {len(actual)} (actual) parameter groups."
+        return f"{len(expected)} (expected) and {len(actual)} (actual) parameter groups"
     lengths = [(len(e), len(a)) for e, a in zip(expected, actual, strict=True)]
     first: tuple[int, int] | None = None
     differing = 0
@@ -288,17 +290,17 @@ def curve_difference(
     if first is not None:
         group, call = first
         compared = sum(min(pair) for pair in lengths)
-        longer = "" if all(e == a for e, a in lengths) else " Their lengths differ as well."
+        longer = "" if all(e == a for e, a in lengths) else ", and their lengths differ as well"
         return (
-            f"The learning-rate curves differ first in parameter group {group} at scheduler call {call}: expected"
-            f" {expected[group][call]!r}, actual {actual[group][call]!r}; {differing} of {compared} points"
-            f" differ.{longer}"
+            f"the curves differ first in parameter group {group} at scheduler call {call}, where "
+            f"{expected[group][call]!r} is expected and the actual value is {actual[group][call]!r}; {differing} of {compared} "
+            f"points differ{longer}"
         )
     for group, (e_length, a_length) in enumerate(lengths):
         if e_length != a_length:
             return (
-                f"The learning-rate curves of parameter group {group} differ in length only: {e_length} (expected) and "
-                f"{a_length} (actual) scheduler calls. Compare total_steps and the scheduler's unit."
+                f"the curves of parameter group {group} differ in length only: {e_length} (expected) and {a_length} (actual) "
+                "scheduler calls (compare total_steps and the scheduler's unit)"
             )
     return None
 

@@ -298,7 +298,7 @@ def changes_since(was: BaseSchedule, now: BaseSchedule) -> list[str]:
     difference = curve_difference(was.lr_curve, now.lr_curve)
     if difference is not None:
         table = _differing_points(was, now) if len(was.lr_curve) == len(now.lr_curve) else []
-        points = f" At effective step: {', '.join(table)}." if table else ""
+        points = f"; at effective step {', '.join(table)}" if table else ""
         changed.append(f"the learning-rate curve differs: {difference}{points}")
     return changed
 

@@ -134,6 +134,32 @@ def test_killed_and_resumed_by_its_own_checkpoint_it_is_the_same_to_the_bit(know
         assert (c.end == a.end).all()
 
 
+def prepared_before(what: str) -> str:
+    from ray_adascale.integrations.accelerate import prepare
+
+    with accelerator() as acc:
+        model, optimizer, scheduler = make(20)
+        loader: Any = DataLoader(dataset(80), batch_size=BATCH)
+        if what == "optimizer":
+            optimizer = acc.prepare(optimizer)
+        else:
+            scheduler = acc.prepare_scheduler(scheduler)
+        try:
+            prepare(acc, model, optimizer, loader, scheduler, settings(20))
+        except ValueError as e:
+            return str(e)
+    return ""
+
+
+@pytest.mark.parametrize("what", ["optimizer", "scheduler"])
+def test_what_was_prepared_before_is_refused(knowing: Any, what: str) -> None:
+    for said in knowing(ADAPTER).run(prepared_before, what):
+        assert said.startswith(
+            f"Invalid {what}: an Accelerated{what.capitalize()}, which accelerator.prepare() returned."
+        )
+        assert f"Pass the bare {what}" in said
+
+
 def refused(config: AdaScaleConfig, accumulation: int) -> str:
     from ray_adascale.integrations.accelerate import prepare
 

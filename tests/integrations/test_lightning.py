@@ -35,7 +35,7 @@ pytest.importorskip("lightning")
 ADAPTER = "ray_adascale.integrations.lightning"
 
 
-def module(total_steps: int, manual: int = 0, **changes: Any) -> Any:
+def module(total_steps: int, manual: int = 0, *, validated: bool = False, **changes: Any) -> Any:
     """A LightningModule of the small classifier; ``manual`` passes a step, if it is to step by itself."""
     import lightning.pytorch as pl
 
@@ -55,6 +55,10 @@ def module(total_steps: int, manual: int = 0, **changes: Any) -> Any:
                     optimizer.step()
                     optimizer.zero_grad()
             return loss
+
+        if validated:
+
+            def validation_step(self, batch: Any, batch_idx: int) -> None: ...
 
         def configure_optimizers(self) -> Any:
             scheduler = {"scheduler": self.scheduler, "interval": "step"}
@@ -77,7 +81,7 @@ def quiet() -> Any:
     environment = as_if_by_torchrun() if torch.distributed.is_initialized() else contextlib.nullcontext()
     with environment, warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="lightning|torch")
-        warnings.filterwarnings("always", message="Training ended at effective step")
+        warnings.filterwarnings("always", message="Training ended at effective step|A checkpoint was saved")
         warnings.filterwarnings("ignore", message=".*(does not have many workers|isolated|TreeSpec).*")
         yield
 
@@ -172,6 +176,7 @@ def test_the_last_step_of_an_epoch_has_the_passes_that_are_left(knowing: Any, tm
         check_against_reference(notes, total_steps=60, samples=6, passes=[3, 3, 3, 1], workers=2, examples=examples)
     rows = read_trace(trace)
     assert [row["gain"] for row in rows] == notes.gains
+    assert [row["scale"] for row in rows[:8]] == [6, 6, 6, 2] * 2
     assert all(row["loss"] > 0 for row in rows)
     page = write_report(trace, tmp_path / "report.html").read_text()
     assert "Gain r, with its ceiling S dashed" in page
@@ -268,6 +273,48 @@ def test_a_base_run_leaves_its_recipe_and_probing_changes_no_bit() -> None:
         fit(AdaScaleCallback(AdaScaleConfig(), recipe), module(31))
     with pytest.raises(ValueError, match="this one has scale 2, 1 workers and 2 passes"):
         fit(AdaScaleCallback(settings(30), recorder=recorder), module(30))
+
+
+def test_a_checkpoint_between_the_passes_of_a_step_has_the_state_of_the_step_before(tmp_path: Path) -> None:
+    """Lightning saves after each validation, here after 6 batches of an accumulation of 4; plain Lightning goes on."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from ray_adascale.integrations.lightning import AdaScaleCallback
+
+    def fit(name: str, save: bool, ckpt_path: Path | None = None) -> list[dict[str, Any]]:
+        callbacks = [AdaScaleCallback(settings(40), trace=tmp_path / name)]
+        if save:
+            callbacks += [ModelCheckpoint(dirpath=tmp_path, save_top_k=-1)]
+        with quiet(), pytest.MonkeyPatch.context() as patched:
+            patched.chdir(tmp_path)
+            trainer(callbacks, 4, val_check_interval=6, enable_checkpointing=save, num_sanity_val_steps=0).fit(
+                module(40, validated=True), data(96), data(8), ckpt_path=ckpt_path
+            )
+        return read_trace(tmp_path / name)
+
+    alone = fit("alone.jsonl", False)
+    with pytest.warns(UserWarning, match="saved after batch 6 of an epoch, between the 4 passes") as caught:
+        rows = fit("saved.jsonl", True)
+    assert sum("between the 4 passes" in str(w.message) for w in caught) == 1
+    assert [row["gain"] for row in rows] == [row["gain"] for row in alone]  # saving changes nothing
+    within = tmp_path / "epoch=0-step=1.ckpt"
+    state = torch.load(within, weights_only=True)["optimizer_states"][0]["adascale"]
+    assert float(state["effective_steps"]) == rows[0]["effective_steps"]
+    # Resumed after batch 6, Lightning steps after batch 8. The first step counts its two passes.
+    again = fit("again.jsonl", False, within)
+    assert [row["scale"] for row in again[:3]] == [2.0, 4.0, 4.0]
+    assert 1 <= again[0]["gain"] <= 2
+    assert again[0]["effective_steps"] == rows[0]["effective_steps"] + again[0]["gain"]
+    assert again[-1]["effective_steps"] >= 40
+
+
+def test_a_fast_dev_run_is_not_warned_of() -> None:
+    from ray_adascale.integrations.lightning import AdaScaleCallback
+
+    with quiet(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer([AdaScaleCallback(settings(40))], 1, fast_dev_run=True).fit(module(40), data(80))
+    assert not any("Training ended" in str(w.message) for w in caught)
 
 
 def test_a_run_that_ends_too_early_is_warned_of() -> None:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from ray_adascale import read_trace
 
+from .. import samples_of
 from ..classifier import weights
 from ..reference import ReferenceAdaScale
 from .problem import (
@@ -55,7 +56,11 @@ class Tokens(nn.Module):
         super().__init__()
         self.net, self.heeds = net, heeds
 
-    def forward(self, x: Tensor, labels: Tensor, num_items_in_batch: Any = None, **_: Any) -> dict[str, Tensor]:
+    def forward(
+        self, x: Tensor, labels: Tensor | None = None, num_items_in_batch: Any = None, **_: Any
+    ) -> dict[str, Tensor]:
+        if labels is None:  # for a loss function of the user's
+            return {"logits": self.net(x)}
         flat = self.net(x).flatten(0, 1), labels.flatten()
         if num_items_in_batch is None or not self.heeds:
             return {"loss": F.cross_entropy(*flat)}
@@ -94,9 +99,8 @@ def trainer(
             max_grad_norm=0.0,
             logging_steps=5,
             report_to=[],
-            disable_tqdm=True,
             remove_unused_columns=False,
-            **{"save_strategy": "no", "per_device_train_batch_size": BATCH, **arguments},
+            **{"save_strategy": "no", "disable_tqdm": True, "per_device_train_batch_size": BATCH, **arguments},
         )
         optimizer = scheduler = None  # the Trainer's own, for a model that it makes
         if model is not None:
@@ -432,27 +436,136 @@ def test_unequal_tokens_weigh_the_gradient_samples(knowing: Any, tmp_path: Path,
         assert notes.tau == pytest.approx(reference.effective_steps, rel=1e-9)
 
 
-def that_ignores(folder: str, told: bool) -> tuple[str, float]:
+def that_ignores(folder: str, passes: int, **more: Any) -> tuple[list[str], Notes]:
+    """Train a model that takes the number of items and ignores it. Return the warnings, or the error, and the steps."""
     model = Tokens(make(20)[0], heeds=False)
-    if told:
+    if more.pop("declared", False):
         model.accepts_loss_kwargs = False  # type: ignore[assignment]
-    with trainer(model, token_data(48), 20, 3, folder) as made:
+    data = token_data(48)
+    if more.pop("empty", False):  # the first passes of the second worker have no token that counts
+        for row in data[BATCH : 2 * BATCH] + data[3 * BATCH : 4 * BATCH]:
+            row["labels"] = torch.full_like(row["labels"], -100)
+    with trainer(model, data, 20, passes, folder, **more) as made, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         notes = noted(made, model)
         try:
             made.train()
         except ValueError as e:
-            return str(e), 0.0
-        return "", float((notes.weights[1] - notes.weights[0]).norm())
+            return [str(e)], notes
+        return [str(w.message) for w in caught if "num_items_in_batch" in str(w.message)], notes
 
 
-def test_a_model_that_ignores_the_number_of_items_is_refused_with_what_helps(knowing: Any, tmp_path: Path) -> None:
-    for said, _ in knowing(ADAPTER).run(that_ignores, str(tmp_path), False):
-        assert "Tokens ignores its argument num_items_in_batch" in said
+def test_the_passes_of_a_model_that_ignores_the_number_of_items_are_averaged(knowing: Any, tmp_path: Path) -> None:
+    """As if the model had said so; the Trainer's own gradient is six times too large."""
+    two = knowing(ADAPTER)
+    (said, found), (others, _) = two.run(that_ignores, str(tmp_path), 3)
+    assert len(said) == 1
+    assert "Tokens ignores its argument num_items_in_batch" in said[0]
+    assert "6 times too large (2 workers × 3 passes)" in said[0]
+    assert others == []
+    (silent, declared), _ = two.run(that_ignores, str(tmp_path), 3, declared=True)
+    assert silent == []
+    assert found.gains == declared.gains
+    assert torch.equal(found.end, declared.end)
+
+
+def test_a_pass_without_tokens_does_not_decide_whether_the_number_is_used(knowing: Any, tmp_path: Path) -> None:
+    """A loss of 0 is the same for every number of items; the workers decide together."""
+    (said, found), _ = knowing(ADAPTER).run(that_ignores, str(tmp_path), 1, empty=True)
+    assert len(said) == 1
+    assert all(math.isfinite(gain) for gain in found.gains)
+
+
+def test_a_loss_function_that_ignores_the_number_of_items_is_refused(knowing: Any, tmp_path: Path) -> None:
+    for said, _ in knowing(ADAPTER).run(refused, str(tmp_path)):
+        assert "ignores its argument num_items_in_batch" in said
         assert "6 times too large (2 workers × 3 passes)" in said
-        assert "accepts_loss_kwargs = False" in said
-    for said, moved in knowing(ADAPTER).run(that_ignores, str(tmp_path), True):
-        assert said == ""
-        assert 0 < moved < 0.2
+        assert "Divide by num_items_in_batch in compute_loss_func" in said
+
+
+def mean_of(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
+    return F.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten())
+
+
+def refused(folder: str) -> tuple[str, None]:
+    said, _ = that_ignores(folder, 3, compute_loss_func=mean_of)
+    return said[0], None
+
+
+def classified(folder: str, passes: int) -> tuple[list[str], list[float]]:
+    """Train a small BERT as in transformers' examples, with padding. Return the warnings and the gains."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(
+        BertConfig(
+            vocab_size=20,
+            hidden_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=8,
+            max_position_embeddings=8,
+        )
+    )
+    words = torch.randint(0, 20, (48, 6), generator=torch.Generator().manual_seed(1))
+    data = [{"input_ids": row, "labels": row[0] % 2} for row in words]
+    with trainer(model, data, 10, passes, folder) as made, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        notes = noted(made, model)
+        made.train()
+        assert made.schedule.finished
+    return [str(w.message) for w in caught if "num_items_in_batch" in str(w.message)], notes.gains
+
+
+def test_a_bert_classifier_trains_as_its_users_write_it(knowing: Any, tmp_path: Path) -> None:
+    (said, gains), (others, same) = knowing(ADAPTER).run(classified, str(tmp_path), 2)
+    assert len(said) == 1
+    assert "BertForSequenceClassification ignores its argument num_items_in_batch" in said[0]
+    assert others == []
+    assert gains == same
+    assert all(1 <= gain <= 4 for gain in gains)
+
+
+# ---- the progress bar ------------------------------------------------------------------------------------------------
+
+
+def shown(folder: str, noise: float | None) -> list[tuple[int, int]]:
+    """Train to T = 60 at S = 6. Return (steps, steps of the whole run by the progress bar) after each step; on rank 0."""
+    from transformers import ProgressCallback, TrainerCallback
+
+    found: list[tuple[int, int]] = []
+    x, y = dataset(96).tensors
+    model = Classifier(make(60)[0])
+    data = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
+    recipe = None
+    if noise is not None:
+        curve = [[LR * (1 + math.cos(math.pi * t / 60)) / 2 for t in range(60)]]
+        recipe = samples_of.recipe(
+            [(0, noise, 1)], 60, base_batch_size=BATCH, lr_curve=curve, scheduler_unit="step", base_steps_per_epoch=24.0
+        )
+    with trainer(model, data, 60, 3, folder, disable_tqdm=False, recipe=recipe) as made:
+        (bar,) = (each for each in made.callback_handler.callbacks if isinstance(each, ProgressCallback))
+
+        class Noting(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                if bar.training_bar is not None:
+                    found.append((state.global_step, bar.training_bar.total))
+
+        made.add_callback(Noting())
+        made.train()
+    return found
+
+
+@pytest.mark.parametrize("noise", [None, 4.0])
+def test_the_progress_bar_ends_where_the_run_ends(knowing: Any, tmp_path: Path, noise: float | None) -> None:
+    """The Trainer's max_steps is T, which is seldom taken: its bar would end at 20/60, as if it had been cut short."""
+    found, others = knowing(ADAPTER).run(shown, str(tmp_path), noise)
+    assert others == []
+    steps, total = found[-1]
+    assert total == steps == len(found) < 60
+    assert all(total >= step for step, total in found)
+    if noise is not None:  # by the forecast, from the first step on: r = (4 + 1)/(4/6 + 1) = 3
+        assert found[0][1] == pytest.approx(60 / 3, abs=4)
 
 
 # ---- base runs -------------------------------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ def test_statistics_are_loaded_whatever_the_number_of_passes_was(passes: int) ->
 def test_samples_of_an_unfinished_step_are_discarded_without_the_gradients() -> None:
     counted = Counted()
     backward(counted.model, batches(1, 4)[0])
-    with pytest.raises(RuntimeError, match="after backward pass 1 of a step, and step_end announced a further one"):
+    with pytest.raises(RuntimeError, match="after backward pass 1 of a step, which has further ones by its settings"):
         counted.optimizer.step()
     with pytest.raises(RuntimeError, match="step boundary"):
         counted.optimizer.statistics_state()

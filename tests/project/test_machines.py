@@ -121,10 +121,11 @@ def test_the_local_file_launches_machines_that_train_lose_one_and_end(machines: 
     assert rows[-1]["effective_steps"] >= 60
     assert "has ended: total_steps reached" in submit_own("resume two")
 
-    # A machine loses power during an elastic run, which goes on with the other one. Then the machine comes back.
+    # A machine loses power during an elastic run, which goes on with the other one. Then the machine comes back. Each worker
+    # needs all CPUs of a machine.
     submit_own(
         "train on_hosts.py:workload lr=0.05 momentum=0.9 pause_s=0.05 --base-batch-size 8 --total-steps 4000 "
-        "--per-worker-batch-size 8 --num-workers 1..2 --placement spread --checkpoint-every 5 --name elastic",
+        "--per-worker-batch-size 8 --num-workers 1..2 --cpus-per-worker 2 --checkpoint-every 5 --name elastic",
         options="--no-wait --submission-id elastic",
     )
     run = machines.shared / "elastic"

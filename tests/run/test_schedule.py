@@ -368,6 +368,11 @@ def test_refusals_say_what_to_do() -> None:
     refuse("Invalid base_steps_per_epoch=0", optimizer, scheduler, unit="epoch", base_steps_per_epoch=0)
     refuse("Invalid total_steps=nan", optimizer, scheduler, unit="step", total_steps=math.nan)
     refuse("follows a metric", optimizer, L.ReduceLROnPlateau(optimizer), unit="step")
+
+    class GreedyLR:  # transformers' has no class of torch's above it
+        def step(self, metrics: float, epoch: int | None = None) -> None: ...
+
+    refuse("scheduler of type GreedyLR.*follows a metric", optimizer, GreedyLR(), unit="step")
     refuse("Must be a torch.optim.lr_scheduler", optimizer, lambda: None, unit="step")
     refuse("drives another optimizer", sgd(), scheduler, unit="step")
     optimizer.step()
@@ -403,7 +408,7 @@ def test_curve_difference_names_the_first_difference() -> None:
     changed = [[0.1, 0.2, 0.3], [1.0, 2.5, 3.5]]
     message = curve_difference(curve, changed)
     assert message is not None
-    for part in ("parameter group 1", "call 1:", "expected 2.0", "actual 2.5", "2 of 6 points"):
+    for part in ("parameter group 1", "call 1,", "2.0 is expected", "actual value is 2.5", "2 of 6 points"):
         assert part in message
     assert "lengths" not in message
     assert "2 (expected) and 1 (actual) parameter groups" in str(curve_difference(curve, curve[:1]))
