@@ -28,6 +28,7 @@ from ..run.step import Listener, StepReport
 from .driver_channel import DriverClient
 from .driver_updates import DriverUpdates
 from .gauges import Gauges
+from .stop_request import StopRequest
 
 __all__ = ["RayTrainBackend"]
 
@@ -51,7 +52,7 @@ class RayTrainBackend(Backend):
 
     teller = DriverClient(None)
     """Rank 0's connection to the driver."""
-    _updates: DriverUpdates | None = None
+    _stop: StopRequest | None = None
 
     def __init__(self) -> None:
         context = ray.train.get_context()
@@ -191,11 +192,15 @@ class RayTrainBackend(Backend):
 
     @property
     def stop_requested(self) -> bool:
-        return self._updates is not None and self._updates.stop_requested
+        return self._stop is not None and self._stop.requested
 
     def listeners(self, tracker: EtaTracker) -> Sequence[Listener]:
-        self._updates = DriverUpdates(self.teller, tracker)
-        listeners: list[Listener] = [Gauges(self._name, self.rank, tracker), self._updates]
+        self._stop = StopRequest(self.teller)
+        listeners: list[Listener] = [
+            Gauges(self._name, self.rank, tracker),
+            DriverUpdates(self.teller, tracker),
+            self._stop,
+        ]
         return [self._event_files(), *listeners] if self.writes_events else listeners
 
     def _event_files(self) -> LiveEvents:

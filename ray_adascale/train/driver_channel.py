@@ -1,6 +1,6 @@
 """Messages from the workers and the controller of a run to the driver, and its request to stop, through one small actor.
 
-No call waits for the actor. A message that can't be sent is dropped, and the run goes on.
+No message waits for the actor. A message that can't be sent is dropped, and the run goes on.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import ray
+import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ..run.failure import is_users
@@ -21,6 +22,8 @@ __all__ = ["DriverChannel", "DriverClient", "News", "forward_warnings", "make_ch
 
 _MOST_EVENTS = 1_000
 """Largest number of events that wait for the driver."""
+_ANSWER_S = 10.0
+"""Time limit for an answer."""
 
 _package = logging.getLogger(__package__.partition(".")[0])
 
@@ -101,8 +104,6 @@ class DriverClient:
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel
-        self._asked: Any = None
-        self._stop = False
 
     def say(self, level: int, text: str, *, once: bool = False) -> bool:
         """Send an event, as one line. Return whether it was sent.
@@ -127,17 +128,16 @@ class DriverClient:
         self._send("set_running", False)
         self.say(logging.WARNING, why)
 
-    def look(self) -> bool:
-        """Return whether a stop was requested, as of the previous call. Does not wait."""
-        if self._channel is None or self._stop:
-            return self._stop
-        with contextlib.suppress(Exception):
-            if self._asked is None:
-                self._asked = self._channel.asked_to_stop.remote()
-            elif ray.wait([self._asked], timeout=0)[0]:
-                asked, self._asked = self._asked, None
-                self._stop = ray.get(asked)
-        return self._stop
+    def asked_to_stop(self) -> bool | None:
+        """Return whether a stop was requested; None if there is no channel to ask any more. Waits for the answer."""
+        if self._channel is None:
+            return None
+        try:
+            return bool(ray.get(self._channel.asked_to_stop.remote(), timeout=_ANSWER_S))
+        except ray.exceptions.RayActorError:
+            return None
+        except Exception:  # late, or the channel is full: the next call asks again
+            return False
 
     def _send(self, method: str, *arguments: Any) -> bool:
         if self._channel is None:

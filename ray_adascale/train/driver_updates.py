@@ -1,4 +1,4 @@
-"""The newest metrics of a run for the driver, and the driver's request to stop."""
+"""The newest metrics of a run, for the driver."""
 
 from __future__ import annotations
 
@@ -12,21 +12,17 @@ _INTERVAL_S = 1.0
 
 
 class DriverUpdates(Listener):
-    """Sends the latest metrics to the driver once a second, and reads whether the driver requests a stop.
+    """Sends the latest metrics to the driver once a second.
 
     Args:
         client: The connection to the driver.
         tracker: Estimates the time left.
-
-    Attributes:
-        stop_requested: Whether the driver requests a stop of this start.
     """
 
     def __init__(self, client: DriverClient, tracker: EtaTracker) -> None:
         self._client = client
         self._tracker = tracker
         self._timer: IntervalTimer | None = None
-        self.stop_requested = False
 
     def after_step(self, step: Step) -> None:
         """Send the metrics, if the last message is old enough or the run has reached T."""
@@ -34,4 +30,3 @@ class DriverUpdates(Listener):
             return
         self._timer = IntervalTimer(_INTERVAL_S)
         self._client.put({**step.metrics, "total_steps": step.total_steps, **self._tracker.eta.as_metrics()})
-        self.stop_requested = self._client.look()

@@ -63,12 +63,9 @@ def test_gauges_follow_the_run_once_a_second(monkeypatch: pytest.MonkeyPatch) ->
     assert "adascale_text" not in seen
 
 
-def test_the_driver_gets_metrics_once_a_second_and_at_the_end_and_may_ask_to_stop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_driver_gets_metrics_once_a_second_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Any] = []
-    asks = [False]
-    client: Any = SimpleNamespace(put=sent.append, look=lambda: asks[0])
+    client: Any = SimpleNamespace(put=sent.append)
     clock = [100.0]
     monkeypatch.setattr(step.time, "monotonic", lambda: clock[0])
     tracker = EtaTracker(None)
@@ -76,8 +73,6 @@ def test_the_driver_gets_metrics_once_a_second_and_at_the_end_and_may_ask_to_sto
     for number, later in ((1, 0.5), (2, 0.6), (3, 0.1), (10, 0.0)):  # T is 10
         updates.after_step(step_of(number))
         clock[0] += later
-        assert updates.stop_requested == (number >= 3)
-        asks[0] = number >= 2
     assert [metrics["optimizer_steps"] for metrics in sent] == [1, 3, 10]
     assert all(metrics["total_steps"] == 10 and "seconds_left" in metrics for metrics in sent)
 

@@ -92,17 +92,26 @@ def test_a_board_that_is_gone_costs_nothing() -> None:
         teller.put({})
         teller.running()
         teller.restarting("why")
-        assert not teller.look()
+        assert teller.asked_to_stop() is None
 
 
-def test_the_wish_to_stop_is_seen_at_the_next_look_but_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "wait", lambda refs, timeout: (refs, []))
-    monkeypatch.setattr(ray, "get", lambda ref: ref)
+def test_a_request_to_stop_is_read_and_a_late_answer_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = [False]
+
+    def get(answer: Any, timeout: float) -> Any:
+        if late[0]:
+            raise ray.exceptions.GetTimeoutError
+        return answer
+
+    monkeypatch.setattr(ray, "get", get)
     here = Here()
     teller = DriverClient(here)
-    assert [teller.look() for _ in range(4)] == [False] * 4
+    assert teller.asked_to_stop() is False
     here.board.ask_to_stop()
-    assert [teller.look() for _ in range(3)] == [False, True, True]
+    late[0] = True
+    assert teller.asked_to_stop() is False
+    late[0] = False
+    assert teller.asked_to_stop() is True
 
 
 def test_warnings_and_what_the_package_logs_are_told_once() -> None:
