@@ -32,7 +32,7 @@ class Package(NamedTuple):
 
 # A package imports from the layers below its own only: not from a higher layer, and not from another package of its layer.
 RAY_LAYERS: list[list[Package]] = [
-    [Package("cli", "options and output of the commands", "main run_folder arguments")],
+    [Package("cli", "options and output of the commands", "main run_folder connection arguments")],
     [Package("search", "which settings win: trials on Ray Tune", "tune spec watch trial trial_workers")],
     [
         Package(

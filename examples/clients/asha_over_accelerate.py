@@ -2,7 +2,8 @@
 
     python examples/clients/asha_over_accelerate.py        # needs: pip install accelerate scikit-learn
 
-Each trial is a base run on one process and saves its recipe beside its trace. The best trial's recipe is ``recipe.json`` in the folder.
+Each trial is a base run on one process and saves its recipe beside its trace. The best trial's recipe is ``recipe.json`` in the
+folder.
 Any library of this folder can take the place of Accelerate: report τ and a score after each epoch.
 """
 

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import math
 import os
-import socket
 import sys
 import time
 import warnings
@@ -29,6 +28,7 @@ from .arguments import (
     read_placement,
     read_workers,
 )
+from .connection import check_address, connect
 
 if TYPE_CHECKING:
     from ray.train import CheckpointConfig
@@ -56,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: _print_error(f"warning: {message}")
+            if "address" in args:
+                check_address(args.address)
             return args.command(args)
     except (ValueError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as e:
         _print_error(error_text(e, args))
@@ -105,7 +107,7 @@ def _tune(args: argparse.Namespace) -> int:
         check_writable(args.output)  # a search is long, and its result goes there at the end
     except OSError as e:
         raise ValueError(f"Invalid --output {args.output}: {e.strerror or e}. Name a file that can be written.") from e
-    _connect(args.address, verbose=args.verbose)
+    connect(args.address, verbose=args.verbose)
     try:
         recipe = tune_recipe(
             workload,
@@ -216,7 +218,7 @@ def _train(args: argparse.Namespace) -> int:
         if command is not None:
             print(f"`{command}` goes on from the last checkpoint.", file=sys.stderr)
 
-    _connect(args.address, verbose=args.verbose)
+    connect(args.address, verbose=args.verbose)
     trainer = AdaScaleTrainer(
         workload,
         recipe=recipe,
@@ -261,6 +263,7 @@ def _resume(args: argparse.Namespace) -> int:
     if ended is not None:
         print(ended)
         return 0
+    check_address(again.address)  # also if the address is an option of the first start
     return _train(again)
 
 
@@ -366,43 +369,6 @@ def _checkpoint_config(args: argparse.Namespace) -> CheckpointConfig:
         return CheckpointConfig(num_to_keep=args.keep_checkpoints)
     metric, order = read_best(args.keep_best)
     return CheckpointConfig(args.keep_checkpoints, checkpoint_score_attribute=metric, checkpoint_score_order=order)
-
-
-def _connect(address: str | None, *, verbose: bool = False) -> None:
-    """Connect to Ray, or start one.
-
-    Raises:
-        ValueError: There is no cluster at the address, or this process is connected already.
-        RuntimeError: Ray could not be started here.
-    """
-    import ray
-
-    from ..train.cluster import quiet_init
-
-    if address is not None and ray.is_initialized():
-        raise ValueError(
-            f"Invalid --address {address}: Ray runs in this process already, so it would have no effect. Remove ray.init() from "
-            "the workload's file, or put it under `if __name__ == '__main__'`."
-        )
-    address = address or os.environ.get("RAY_ADDRESS")
-    try:
-        _knock(address)
-        quiet_init(address, log_to_driver=verbose)
-    except Exception as e:
-        cause = str(e).strip().partition("\n")[0].removesuffix(".")
-        if address is None:
-            raise RuntimeError(f"Ray could not be started here. {type(e).__name__}: {cause}") from e
-        raise ValueError(
-            f"Invalid address {address!r}: no Ray cluster answers there ({cause}). Start one with `ray start --head`, or leave "
-            "--address out (and RAY_ADDRESS unset) for a local one."
-        ) from e
-
-
-def _knock(address: str | None) -> None:
-    """Raise OSError if no process listens at the address: Ray would try for minutes, and log each try."""
-    host, colon, port = (address or "").rpartition("://")[2].rpartition(":")
-    if colon and port.isdecimal():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
 
 
 def _param_space(args: argparse.Namespace) -> Any:

@@ -302,6 +302,7 @@ def test_an_address_is_refused_where_ray_runs_already(
     called: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: True)  # the workload's file has called ray.init()
+    monkeypatch.setattr(main, "check_address", lambda address: None)
     assert main.main([*TRAIN, "--address=10.0.0.1:6379"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("ray-adascale: Invalid --address 10.0.0.1:6379: Ray runs in this process already")
