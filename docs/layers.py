@@ -38,7 +38,7 @@ RAY_LAYERS: list[list[Package]] = [
         Package(
             "train",
             "where the workers of a run live: Ray Train, its cluster, preemption notices",
-            "trainer backend driver_channel driver_updates stop_request gauges retry network cluster",
+            "trainer backend driver_channel driver_updates stop_request gauges retry run_lock network cluster",
         )
     ],
 ]

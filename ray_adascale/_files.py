@@ -9,6 +9,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ __all__ = [
     "read_json",
     "read_text",
     "room_in_words",
+    "unique_name",
     "write_atomically",
     "write_json",
     "write_text",
@@ -39,6 +41,11 @@ def absolute(path: str | os.PathLike[str]) -> str:
     """Return a path that holds in any folder, since workers have another working directory. A URI is not changed."""
     path = os.fspath(path)
     return path if "://" in path else os.path.abspath(os.path.expanduser(path))
+
+
+def unique_name(stem: str) -> str:
+    """Return a new name for a run or a search: the stem, the time, and a random part, since two may begin in one second."""
+    return f"{stem}-{datetime.now():%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
 
 
 def write_atomically(path: str | os.PathLike[str], parts: Iterable[bytes], *, sync: bool = True) -> None:

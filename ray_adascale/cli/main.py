@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._files import absolute, check_writable
+from .._files import absolute, check_writable, unique_name
 from . import run_folder
 from .arguments import (
     BATCH_OPTIONS,
@@ -102,7 +102,7 @@ def _tune(args: argparse.Namespace) -> int:
             "Invalid --use-gpu with one worker a trial. Use --gpus-per-trial 1, or less than 1 to share one."
         )
     config = read_config(args, ("precision", "evaluate_every", "seed"))
-    name = args.name or _name_by_time("recipe")
+    name = args.name or unique_name(f"{_stem(args.workload)}-search")
     try:
         check_writable(args.output)  # a search is long, and its result goes there at the end
     except OSError as e:
@@ -194,7 +194,7 @@ def _train(args: argparse.Namespace) -> int:
     config = _train_config(args)
     hyperparameters = read_overrides(args)
     workload = resolve(args.workload)
-    name = args.name or _name_by_time(args.workload.rpartition(":")[2])
+    name = args.name or unique_name(_stem(args.workload))
     num_workers = read_workers(args.num_workers)
     scaling_config = ray.train.ScalingConfig(num_workers=num_workers, use_gpu=args.use_gpu, **read_placement(args))
     failures = args.max_failures
@@ -412,8 +412,10 @@ def _measure(args: argparse.Namespace, recipe: Recipe, config: AdaScaleConfig) -
         raise RuntimeError(f"Measuring {args.measure} failed. {type(e).__name__}: {e}") from e
 
 
-def _name_by_time(what: str) -> str:
-    return f"{what}-{time.strftime('%Y%m%d-%H%M%S')}"
+def _stem(workload: str) -> str:
+    """Return the name of a workload's file or module, without folders, packages and ``.py``."""
+    where = workload.rpartition(":")[0]
+    return Path(where).stem if where.endswith(".py") else where.rpartition(".")[2]
 
 
 def _cache_bytecode() -> None:

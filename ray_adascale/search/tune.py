@@ -6,12 +6,10 @@ import gc
 import logging
 import os
 import time
-import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from typing import Any, Literal
 
 import ray
@@ -21,12 +19,13 @@ from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import BasicVariantGenerator
 from ray.util.annotations import PublicAPI
 
-from .._files import absolute
+from .._files import absolute, unique_name
 from .._warn import warn_at_user
 from ..config import AdaScaleConfig
 from ..recipe import Recipe, Repeat
 from ..run.base_run import BaseResult, freeze
 from ..train.cluster import portable, quiet_init
+from ..train.run_lock import RunLock
 from ..workload import WorkloadFn, unread_warning
 from .spec import SearchSpec
 from .trial import OBJECTIVE, InOneProcess, PlannedRepeat, TrialSetup, describe_config, run_repeat, run_trial
@@ -127,8 +126,8 @@ def tune_recipe(
         The recipe, with ``hyperparameters`` the winning config.
 
     Raises:
-        ValueError: A setting can't work (raised before the first trial), the name belongs to another search, the workload's
-            metric is not measured (raised at the first report), or no trial can be built.
+        ValueError: A setting can't work (raised before the first trial), the name belongs to another search or another process
+            runs it now, the workload's metric is not measured (raised at the first report), or no trial can be built.
         RuntimeError: No trial reached T.
         KeyboardInterrupt: The search was interrupted. (Tune itself would return the trials so far.)
     """
@@ -157,7 +156,7 @@ def tune_recipe(
                 "of ray.air.integrations; Ray Train's are for RunConfig(callbacks=...) of an AdaScaleTrainer."
             )
     if name is None:
-        name = f"recipe-{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
+        name = unique_name("recipe")
     quiet_init()
     run_config = tune.RunConfig(
         name=name,
@@ -167,19 +166,26 @@ def tune_recipe(
     )
     at_once = spec.trials_at_once()
     _warn_where_nothing_fits(spec.resources)
-    search = _Search(
-        spec=spec,
-        run_config=run_config,
-        at_once=at_once,
-        verbose=verbose > 0,
-        callbacks=tuple(callbacks),
-        earlier=spec.started_before(f"{run_config.storage_path}/{name}"),
-    )
+    folder = f"{run_config.storage_path}/{name}"
     started = time.monotonic()
-    trials = search.run_trials()
-    ranking = _ranking(trials)
-    best = [trial for trial, _ in ranking[:repeat_best]]
-    candidate, again, failed_repeats = search.run_repeats(best) if repeats else (0, [], [])
+    with RunLock(folder, name) as lock:
+        search = _Search(
+            spec=spec,
+            run_config=run_config,
+            at_once=at_once,
+            verbose=verbose > 0,
+            callbacks=tuple(callbacks),
+            earlier=spec.started_before(folder),
+        )
+        trials = search.run_trials()
+        ranking = _ranking(trials)
+        best = [trial for trial, _ in ranking[:repeat_best]]
+        candidate, again, failed_repeats = search.run_repeats(best) if repeats else (0, [], [])
+    if lock.lost is not None:
+        raise RuntimeError(
+            f"The search {name!r} was continued by {lock.lost} while this process was suspended, so its results are mixed. Wait "
+            "for that process, or start again under another name."
+        )
     winner, outcome = ranking[candidate]
     _warn_of(outcome, [other for _, other in ranking])
     completed = sum(trial.outcome is not None for trial in trials)

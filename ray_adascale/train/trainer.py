@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import signal
 import threading
 import time
@@ -44,6 +45,7 @@ from .cluster import (
 from .driver_channel import DriverClient, News, forward_warnings, make_channel
 from .network import network_advice, with_interface
 from .retry import RepeatedMistake, RetryPolicy, failure_in_words
+from .run_lock import RunLock
 
 __all__ = ["AdaScaleTrainer", "prepare"]
 
@@ -255,7 +257,9 @@ class AdaScaleTrainer(TorchTrainer):
         logged after some seconds and every half minute. Ray waits, since nodes may be added.
 
         Raises:
-            ValueError: The workers don't fit, and no node can be added, since this process has started Ray for itself.
+            ValueError: The workers don't fit, and no node can be added, since this process has started Ray for itself. Or another
+                process runs under this name and storage path now, or the storage can't be written.
+            RuntimeError: This process was suspended, and another one has taken over the run.
             ray.train.TrainingFailedError: A worker failed more often than ``FailureConfig`` allows, or with an exception that
                 every restart would repeat: one during the build, one before a start's first optimizer step, or two after
                 the same step. The last checkpoint can be used: the same call resumes from it.
@@ -275,15 +279,25 @@ class AdaScaleTrainer(TorchTrainer):
                 "ScalingConfig",
                 num_workers=self.scaling_config.num_workers,
             )
-        channel = make_channel()
-        self._job["channel"] = self._retry_policy.channel = channel
-        self._monitor = DriverMonitor(channel, needs, self._on_start)
-        try:
-            with self._display() or contextlib.nullcontext(), self._monitor:
-                return self._fit()
-        finally:
-            self._job["channel"] = self._retry_policy.channel = None
-            ray.kill(channel)
+        config = self.run_config
+        folder = f"{config.storage_path}/{config.name}"
+        with RunLock(folder, str(config.name), filesystem=config.storage_filesystem) as lock:
+            channel = make_channel()
+            self._job["channel"] = self._retry_policy.channel = channel
+            self._monitor = DriverMonitor(channel, needs, lock, self._on_start)
+            try:
+                with self._display() or contextlib.nullcontext(), self._monitor:
+                    return self._fit()
+            except (ray.exceptions.RayActorError, KeyboardInterrupt) as e:
+                if lock.lost is None:
+                    raise
+                raise RuntimeError(
+                    f"Run {config.name!r} was ended here: this process was suspended for a while, and {lock.lost} has taken "
+                    "over the run's folder."
+                ) from e
+            finally:
+                self._job["channel"] = self._retry_policy.channel = None
+                ray.kill(channel)
 
     def _what_to_ask_for(self) -> str:
         without = self.scaling_config.use_gpu and not ray.cluster_resources().get("GPU")
@@ -341,11 +355,16 @@ class DriverMonitor:
     Args:
         channel: The channel of the workers' messages.
         needs: Resources of one worker, and the fewest workers.
+        lock: The lock on the run's folder. The run ends if another process has taken the lock over.
         on_start: Called once, when the workers are in their loop.
     """
 
     def __init__(
-        self, channel: Any, needs: tuple[dict[str, float], int], on_start: Callable[[], None] | None = None
+        self,
+        channel: Any,
+        needs: tuple[dict[str, float], int],
+        lock: RunLock,
+        on_start: Callable[[], None] | None = None,
     ) -> None:
         self._on_start = on_start
         self.metrics: dict[str, Any] | None = None
@@ -355,6 +374,7 @@ class DriverMonitor:
         """Ray Train's controller, to be killed after Ctrl-C."""
         self._channel = channel
         self._needs = needs
+        self._lock = lock
         self._running = False
         self._seen = 0
         self._nodes: dict[str, str] = {}
@@ -440,6 +460,8 @@ class DriverMonitor:
                 )
             else:
                 self._ends_at = now
+        if self._lock.lost is not None and self._ends_at is None:
+            self._ends_at = now
         if self._ends_at is not None and now >= self._ends_at and self.controller is not None:
             ray.kill(self.controller)
-            self._ends_at = None
+            self._ends_at = math.inf

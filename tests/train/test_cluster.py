@@ -12,6 +12,7 @@ import sys
 import time
 import types
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -305,7 +306,8 @@ def test_a_start_that_takes_long_names_the_node_that_was_lost(
         return found
 
     started: list[bool] = []
-    with DriverMonitor(Channel(), ({"CPU": 1.0}, 1), lambda: started.append(True)):
+    lock: Any = SimpleNamespace(lost=None)
+    with DriverMonitor(Channel(), ({"CPU": 1.0}, 1), lock, lambda: started.append(True)):
         assert "they load torch" in logged("Still starting after")[0]
         running[0] = True
         while not started:
@@ -316,3 +318,16 @@ def test_a_start_that_takes_long_names_the_node_that_was_lost(
     assert "node worker-1 (10.0.0.1) was lost." in line
     assert "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S" in line
     assert "torch" not in line
+
+    killed: list[Any] = []
+    monkeypatch.setattr(ray, "kill", killed.append)
+    monitor = DriverMonitor(Channel(), ({"CPU": 1.0}, 1), lock)
+    monitor.controller = "the controller"
+    with monitor:
+        time.sleep(0.1)
+        assert not killed
+        lock.lost = "process 7 on worker-1, started at noon"
+        while not killed:
+            time.sleep(0.01)
+        time.sleep(0.1)
+    assert killed == ["the controller"]  # once: nothing of this process is written after another one has taken over

@@ -27,6 +27,7 @@ from ray_adascale.checkpoint import load_state
 from ray_adascale.data.order import epoch_order
 from ray_adascale.run.metrics import METRICS
 from ray_adascale.run.trace import read_trace
+from ray_adascale.train.run_lock import LOCK
 from ray_adascale.workload_source import resolve
 
 pytestmark = [
@@ -349,6 +350,7 @@ def test_ctrl_c_ends_the_workers_and_leaves_a_checkpoint_to_resume_from(ray_sess
             assert process.poll() is None, process.communicate()[1].decode()[-2000:]
             assert time.monotonic() < deadline
             time.sleep(0.2)
+        assert json.loads((tmp_path / "stopped" / LOCK).read_text())["process"] == process.pid
         os.kill(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=120)
     finally:
@@ -360,6 +362,7 @@ def test_ctrl_c_ends_the_workers_and_leaves_a_checkpoint_to_resume_from(ray_sess
     assert "stopped: Started on 2 workers: batch 16 at base batch 4, so S = 4; T = 200 effective steps." in said
     saved = re.search(r"interrupted\. The run has written a checkpoint of optimizer step (\d+)\.", said)
     assert saved is not None, said[-3000:]
+    assert not (tmp_path / "stopped" / LOCK).exists()
     assert f"`ray-adascale resume {tmp_path}/stopped` goes on from the last checkpoint." in said
     deadline = time.monotonic() + 20
     while _children_of_session(process.pid):

@@ -1,0 +1,207 @@
+"""Lock on the folder of a run or a search, on any storage: a second process that would write there is refused.
+
+Storage such as S3 has no locks. So the owner writes a file with its name and rewrites it every few seconds with another number.
+A second process waits: if the number changes, the owner is alive, and the second process is refused. No clocks are compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow.fs
+
+from .._errors import SettingError
+from .._files import absolute
+
+__all__ = ["LOCK", "RunLock"]
+
+_log = logging.getLogger(__name__)
+
+LOCK = "lock.json"
+"""The lock's file in the folder. It is removed when the owner ends."""
+
+_BEAT_S = 5.0
+"""Seconds between two writes of the owner."""
+_DEAD_AFTER_S = 20.0
+"""Seconds without a write after which an owner counts as dead, if its process can't be looked up on this machine."""
+_SETTLE_S = 0.5
+"""Seconds between the first write and its check. Of two processes that write at the same time the later one wins."""
+
+
+class RunLock:
+    """Context in which this process is the only one that writes to a folder.
+
+    The lock of a dead owner is taken over: at once if the owner was a process of this machine, else after 20 s.
+
+    Args:
+        folder: Absolute path or URI of the run's or the search's folder.
+        name: The name of the run or the search, for the error.
+        filesystem: The storage, if the folder is a path within one.
+
+    Attributes:
+        lost: Who has taken the lock over while this process did not write, such as after the suspension of a machine; None
+            while this process has the lock. From then on this process must not write.
+
+    Raises:
+        ValueError: On entry: another process writes to the folder, or this process can't write there.
+    """
+
+    def __init__(self, folder: str, name: str, *, filesystem: pyarrow.fs.FileSystem | None = None) -> None:
+        self.lost: str | None = None
+        self._name = name
+        self._folder = folder if filesystem is not None else absolute(folder)
+        self._filesystem = filesystem
+        self._owner = {
+            "owner": uuid.uuid4().hex,
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "place": _place(),
+            "since": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        self._beats = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="ray_adascale-run-lock", daemon=True)
+
+    def __enter__(self) -> RunLock:
+        if self._filesystem is None:
+            self._filesystem, self._folder = pyarrow.fs.FileSystem.from_uri(self._folder)
+        try:
+            self._refuse_second(self._read())
+            self._filesystem.create_dir(self._folder, recursive=True)
+            self._write()
+            time.sleep(_SETTLE_S)
+            text = self._read()
+        except OSError as e:
+            raise SettingError(
+                f"Invalid {{}}: files can't be written to {self._folder} ({type(e).__name__}: {e}). Name a folder that can be "
+                "written.",
+                "RunConfig",
+                storage_path=self._folder.rpartition("/")[0],
+            ) from e
+        if not self._is_own(text):
+            raise self._refusal(text)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._ended.set()
+        self._thread.join(_BEAT_S)
+        with contextlib.suppress(OSError):
+            if self._is_own(self._read()):
+                assert self._filesystem is not None
+                self._filesystem.delete_file(self._path)
+
+    @property
+    def _path(self) -> str:
+        return f"{self._folder}/{LOCK}"
+
+    def _refuse_second(self, first: str | None) -> None:
+        """Raise if the owner of the lock is alive. Wait until that is certain.
+
+        Args:
+            first: Content of the lock's file; None without one.
+        """
+        if first is None or _is_dead(_parsed(first)):
+            return
+        began = time.monotonic()
+        owner = _words(first).rstrip(",")
+        _log.warning("Run %r has a lock of %s. Waiting to see whether that process is alive.", self._name, owner)
+        while time.monotonic() - began < _DEAD_AFTER_S:
+            time.sleep(_SETTLE_S)
+            text = self._read()
+            if text is None:  # the owner has ended
+                return
+            if text != first:
+                raise self._refusal(text)
+        _log.warning("Run %r: the lock of %s is taken over, since it was not renewed.", self._name, owner)
+
+    def _refusal(self, text: str | None) -> SettingError:
+        return SettingError(
+            f"Invalid {{}}: {_words(text)} writes to {self._folder} now. Wait until it has ended, or choose another name.",
+            "RunConfig",
+            name=self._name,
+        )
+
+    def _read(self) -> str | None:
+        assert self._filesystem is not None
+        if self._filesystem.get_file_info(self._path).type != pyarrow.fs.FileType.File:
+            return None
+        try:
+            with self._filesystem.open_input_stream(self._path) as file:
+                return str(file.read(), "utf-8")
+        except FileNotFoundError:  # the owner has ended meanwhile
+            return None
+
+    def _write(self) -> None:
+        assert self._filesystem is not None
+        self._beats += 1
+        content = json.dumps({**self._owner, "beats": self._beats}, indent=2) + "\n"
+        with self._filesystem.open_output_stream(self._path) as file:
+            file.write(content.encode())
+
+    def _is_own(self, text: str | None) -> bool:
+        return _parsed(text).get("owner") == self._owner["owner"]
+
+    def _beat(self) -> None:
+        while not self._ended.wait(_BEAT_S):
+            # Storage that fails for a while must not end the run.
+            with contextlib.suppress(OSError):
+                text = self._read()
+                if _parsed(text).get("owner") not in (None, self._owner["owner"]):
+                    self.lost = _words(text).rstrip(",")
+                    _log.error(
+                        "Run %r: %s has taken over the lock and writes to %s now.", self._name, self.lost, self._folder
+                    )
+                    return
+                self._write()
+
+
+def _parsed(text: str | None) -> dict[str, Any]:
+    """Return the content of a lock's file; empty if there is none, or only a part of it."""
+    try:
+        content = json.loads(text or "{}")
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _words(text: str | None) -> str:
+    """Return the owner in words."""
+    content = _parsed(text)
+    if "owner" not in content:
+        return "another process"
+    return f"process {content.get('process')} on {content.get('host')}, started {content.get('since')},"
+
+
+def _place() -> str:
+    """Return what tells apart two machines, containers and boots in which a process number means another process."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):  # Linux only
+        parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+    return " ".join(parts)
+
+
+def _is_dead(owner: dict[str, Any]) -> bool:
+    """Return whether the owner is known to be dead: it was a process of this machine, and there is none of that number."""
+    process = owner.get("process")
+    if owner.get("place") != _place() or not isinstance(process, int):
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        pass
+    with contextlib.suppress(OSError, IndexError):  # a zombie still has its number
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return False

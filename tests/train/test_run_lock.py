@@ -1,0 +1,156 @@
+"""The lock on a run's folder: a second writer is refused, a dead owner's lock is taken over, on any storage."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.fs
+import pytest
+
+from ray_adascale.train import run_lock
+from ray_adascale.train.run_lock import LOCK, RunLock
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lock, "_BEAT_S", 0.1)
+    monkeypatch.setattr(run_lock, "_DEAD_AFTER_S", 0.6)
+    monkeypatch.setattr(run_lock, "_SETTLE_S", 0.05)
+
+
+@pytest.fixture(params=["disk", "bucket"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """Folder and storage of a run. A bucket is reached only through the file system's own functions."""
+    if request.param == "disk":
+        yield {"folder": str(tmp_path / "run")}
+    else:
+        files = pyarrow.fs.SubTreeFileSystem(str(tmp_path), pyarrow.fs.LocalFileSystem())
+        yield {"folder": "run", "filesystem": files}
+
+
+def _left_by(owner: dict[str, Any], folder: Path) -> None:
+    folder.mkdir()
+    (folder / LOCK).write_text(json.dumps({"owner": "x", "host": "far", "process": 7, "place": "far", **owner}))
+
+
+def test_a_second_writer_is_refused_until_the_first_has_ended(place: dict[str, Any], tmp_path: Path) -> None:
+    with RunLock(**place, name="mine") as first:
+        written = json.loads((tmp_path / "run" / LOCK).read_text())
+        began = time.monotonic()
+        with (
+            pytest.raises(ValueError, match=rf"name='mine'\): process {os.getpid()} on .*, writes to .*run now\."),
+            RunLock(**place, name="mine"),
+        ):
+            pass
+        assert time.monotonic() - began < 0.6  # the next beat shows it; nobody waits for the limit
+        later = json.loads((tmp_path / "run" / LOCK).read_text())
+        assert later.pop("beats") > written.pop("beats")
+        assert later == written
+        assert first.lost is None
+    assert not (tmp_path / "run" / LOCK).exists()
+    with RunLock(**place, name="mine"):
+        pass
+
+
+def test_of_two_that_start_at_once_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2, timeout=10)
+    write = RunLock._write
+
+    def at_once(lock: RunLock) -> None:
+        if lock._beats == 0:
+            both.wait()  # each has found no lock
+        write(lock)
+
+    monkeypatch.setattr(RunLock, "_write", at_once)
+    monkeypatch.setattr(run_lock, "_SETTLE_S", 0.5)
+    results: list[str] = []
+
+    def start() -> None:
+        try:
+            with RunLock(str(tmp_path / "run"), "mine"):
+                results.append("runs")
+                time.sleep(0.3)
+        except ValueError:
+            results.append("refused")
+
+    threads = [threading.Thread(target=start) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(results) == ["refused", "runs"]
+
+
+def test_the_lock_of_a_dead_process_of_this_machine_is_taken_over_at_once(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys; from ray_adascale.train.run_lock import RunLock\n"
+        "RunLock(sys.argv[1], 'mine').__enter__(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    killed = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "run")])
+    while killed.poll() is None and not _zombie(killed.pid):
+        time.sleep(0.05)
+    assert (tmp_path / "run" / LOCK).exists()
+    began = time.monotonic()
+    with RunLock(str(tmp_path / "run"), "mine"):  # a zombie is as dead as a process that is gone
+        assert time.monotonic() - began < 0.4
+    killed.wait()
+
+
+def _zombie(process: int) -> bool:
+    return run_lock._is_dead({"place": run_lock._place(), "process": process})
+
+
+def test_the_lock_of_a_dead_process_elsewhere_is_taken_over_when_it_is_not_renewed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _left_by({"process": os.getpid()}, tmp_path / "run")  # of another machine: the number says nothing
+    began = time.monotonic()
+    with RunLock(str(tmp_path / "run"), "mine"):
+        assert time.monotonic() - began >= 0.6
+    assert f"the lock of process {os.getpid()} on far, started None is taken over" in caplog.text
+
+
+def test_half_a_file_is_no_owner(tmp_path: Path) -> None:
+    (tmp_path / LOCK).write_text('{"own')  # the disk was full
+    with RunLock(str(tmp_path), "mine"):
+        pass
+
+
+def test_an_owner_that_slept_notices_that_its_lock_is_gone(tmp_path: Path) -> None:
+    with RunLock(str(tmp_path), "mine") as lock:
+        (tmp_path / LOCK).write_text(json.dumps({"owner": "y", "host": "other", "process": 8, "since": "noon"}))
+        deadline = time.monotonic() + 5
+        while lock.lost is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert lock.lost == "process 8 on other, started noon"
+    assert json.loads((tmp_path / LOCK).read_text())["owner"] == "y"  # the other one's lock stays
+
+
+def test_storage_that_fails_for_a_while_does_not_end_a_run(tmp_path: Path) -> None:
+    with RunLock(str(tmp_path / "run"), "mine") as lock:
+        (tmp_path / "run" / LOCK).unlink()
+        (tmp_path / "run").rename(tmp_path / "away")
+        time.sleep(0.3)
+        (tmp_path / "away").rename(tmp_path / "run")
+        deadline = time.monotonic() + 5
+        while not (tmp_path / "run" / LOCK).exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert (tmp_path / "run" / LOCK).exists()
+        assert lock.lost is None
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(ValueError, match=r"Invalid RunConfig\(storage_path='.*file'\): files can't be written"),
+        RunLock(str(tmp_path / "file" / "run"), "mine"),
+    ):
+        pass
