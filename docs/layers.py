@@ -32,13 +32,13 @@ class Package(NamedTuple):
 
 # A package imports from the layers below its own only: not from a higher layer, and not from another package of its layer.
 RAY_LAYERS: list[list[Package]] = [
-    [Package("cli", "options and output of the commands", "main run_folder connection arguments")],
+    [Package("cli", "options and output of the commands", "main run_folder checking connection arguments parser")],
     [Package("search", "which settings win: trials on Ray Tune", "tune spec watch trial trial_workers")],
     [
         Package(
             "train",
             "where the workers of a run live: Ray Train, its cluster, preemption notices",
-            "trainer backend driver_channel driver_updates stop_request gauges retry run_lock network cluster",
+            "trainer backend driver_channel driver_updates stop_request gauges retry run_lock pickling network cluster",
         )
     ],
 ]
@@ -54,7 +54,7 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "analysis",
             "what a person reads: forecast, report, display",
-            "runs search_rows forecast throughput report savings plots describe tensorboard display",
+            "check runs search_rows forecast throughput report savings plots describe tensorboard display",
         )
     ],
     [

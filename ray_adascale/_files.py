@@ -18,6 +18,7 @@ __all__ = [
     "TRACE",
     "absolute",
     "check_folder",
+    "check_storage",
     "check_writable",
     "list_names",
     "move_if_there",
@@ -117,6 +118,28 @@ def check_folder(path: Path) -> None:
         tried.write_bytes(b"tried")
     finally:
         tried.unlink(missing_ok=True)
+
+
+def check_storage(path: str) -> None:
+    """Check that files can be written in a folder on any storage. Makes the folder.
+
+    Args:
+        path: Absolute, or a URI.
+
+    Raises:
+        OSError: It can't be made, or a file can't be written there.
+    """
+    import pyarrow.fs
+
+    if "://" not in path:
+        check_folder(Path(path))
+        return
+    system, inside = pyarrow.fs.FileSystem.from_uri(path)
+    system.create_dir(inside, recursive=True)
+    tried = f"{inside}/.ray_adascale-{uuid.uuid4().hex[:8]}.tried"
+    with system.open_output_stream(tried) as file:
+        file.write(b"tried")
+    system.delete_file(tried)
 
 
 def write_json(path: str, value: Any) -> None:

@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from ray_adascale._files import absolute, check_writable, list_names, move_if_there, write_atomically
+from ray_adascale._files import (
+    absolute,
+    check_storage,
+    check_writable,
+    list_names,
+    move_if_there,
+    unique_name,
+    write_atomically,
+)
 
 
 def test_a_file_takes_the_place_of_the_one_that_it_is_made_from(tmp_path: Path) -> None:
@@ -104,3 +112,19 @@ def test_a_path_holds_from_any_folder_and_a_uri_stays(tmp_path: Path, monkeypatc
     assert absolute("runs") == str(tmp_path / "runs")
     assert absolute("~/a/../runs/") == "/home/me/runs"
     assert absolute("s3://bucket/../runs") == "s3://bucket/../runs"
+
+
+def test_storage_is_tried_by_a_file_that_is_removed(tmp_path: Path) -> None:
+    for path in (str(tmp_path / "a"), (tmp_path / "b").as_uri()):
+        check_storage(path)
+    assert [list((tmp_path / name).iterdir()) for name in "ab"] == [[], []]
+    (tmp_path / "file").touch()
+    for path in (str(tmp_path / "file"), (tmp_path / "file").as_uri(), (tmp_path / "file" / "in").as_uri()):
+        with pytest.raises(OSError, match="file"):
+            check_storage(path)
+
+
+def test_names_of_one_second_differ() -> None:
+    names = {unique_name("cnn") for _ in range(50)}
+    assert len(names) == 50
+    assert all(name.startswith("cnn-20") for name in names)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import json
-import shlex
-import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .._errors import SettingError
 from .._version import __version__
+from .parser import OptionParser
 
 if TYPE_CHECKING:
     from ..config import AdaScaleConfig
@@ -52,13 +50,14 @@ def make_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     Args:
         commands: The functions of the commands by name. A function's docstring begins the help of its command.
     """
-    parser = _Parser(
+    parser = OptionParser(
         prog="ray-adascale",
         fromfile_prefix_chars="@",
         description="Find a learning-rate schedule at a small batch, cheaply; then run that very schedule on any number of Ray "
         "workers.",
         epilog="""\
 The usual way:
+  ray-adascale check    my/file.py:workload
   ray-adascale tune     my/file.py:workload --base-batch-size 32 --total-steps 2000 --repeats 2
   ray-adascale forecast recipe.json --workers 1,2,4,8,16
   ray-adascale train    my/file.py:workload --recipe recipe.json --num-workers 8
@@ -93,48 +92,23 @@ Exit codes: 0 done; 1 the run or search failed, or what was described is damaged
     return parser
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reads files of options like a shell: several options on a line, quotes, comments. Names a mistyped command or option.
-
-    Attributes:
-        commands: The commands of the main parser; empty in the parser of a command.
-    """
-
-    commands: tuple[str, ...] = ()
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Check the spelling first: argparse would name what is missing, and the value of a mistyped option."""
-        given = sys.argv[1:] if args is None else list(args)
-        if not self.commands:
-            self._check_options(given)
-        elif given and given[0][:1] not in ("-", "@") and given[0] not in self.commands:
-            near = _meant(given[0], self.commands)
-            self.error(f"unknown command {given[0]!r}{near}. The commands are {', '.join(self.commands)}")
-        return super().parse_known_args(given, namespace)
-
-    def _check_options(self, given: Sequence[str]) -> None:
-        # argparse has no public list of a parser's options. It accepts the beginning of an option for the option.
-        options = [option for action in self._actions for option in action.option_strings]
-        for word in given[: given.index("--")] if "--" in given else given:
-            name = word.partition("=")[0]
-            if name.startswith("--") and not any(option.startswith(name) for option in options):
-                self.error(f"unknown option {name}{_meant(name, options)}. `{self.prog} --help` lists the options")
-
-    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
-        try:
-            return shlex.split(arg_line, comments=True)
-        except ValueError as e:
-            self.error(f"invalid line in a file of options: {arg_line!r} ({e})")
-
-
-def _meant(word: str, words: Iterable[str]) -> str:
-    """Return a question for the word that is nearly this one; empty without one."""
-    near = difflib.get_close_matches(word, list(words), n=1, cutoff=0.75)
-    return f" (is {near[0]} meant?)" if near else ""
-
-
 def _unindented(docstring: str) -> str:
     return "\n".join(line.strip() for line in docstring.splitlines())
+
+
+def _add_check(check: argparse.ArgumentParser) -> None:
+    _add_workload(check, "for the check; the others come from the recipe, or are drawn from the search space")
+    check.add_argument("--recipe", metavar="FILE", help="check that the learning-rate curve is that of this recipe")
+    check.add_argument("--storage-path", metavar="PATH", help="check that files can be written there, a folder or URI")
+    check.add_argument(
+        "--param-space", metavar="FILE:NAME", help="search space, a dict (default: param_space beside the workload)"
+    )
+    check.add_argument("--base-batch-size", type=int, metavar="B0", help="default: the recipe's, else 8")
+    length = check.add_mutually_exclusive_group()
+    length.add_argument("--total-steps", type=int, metavar="T", help="default: the recipe's, else 1000")
+    length.add_argument("--total-epochs", type=float, metavar="E", help="or in passes over the dataset")
+    check.add_argument("--precision", metavar="KIND", help="fp32, bf16 or fp16 (default: fp32)")
+    check.add_argument("--seed", type=int, help="of the weights (default: 0)")
 
 
 def _add_tune(tune: argparse.ArgumentParser) -> None:
@@ -288,6 +262,7 @@ def _add_describe(describe: argparse.ArgumentParser) -> None:
 
 
 _COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
+    "check": ("check a workload here, before a search or a run", _add_check),
     "tune": ("search at the base batch, write a recipe", _add_tune),
     "forecast": ("steps, time and cost of a recipe on any number of workers", _add_forecast),
     "train": ("run a recipe on any number of workers", _add_train),
@@ -412,6 +387,12 @@ def _add_keeping(parser: argparse._ActionsContainer, *, default: str) -> None:
 
 
 def _add_address(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--no-check",
+        action="store_true",
+        default=None,
+        help="start without the check of the workload on this machine, which lacks its data, a GPU or memory",
+    )
     parser.add_argument("--verbose", action="store_true", help="show what the workers print, too")
     parser.add_argument(
         "--address", help="of a running Ray cluster, as HOST:6379 or auto (default: RAY_ADDRESS, else a new local one)"

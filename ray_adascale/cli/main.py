@@ -28,6 +28,7 @@ from .arguments import (
     read_placement,
     read_workers,
 )
+from .checking import Request, passed, run_check
 from .connection import check_address, connect
 
 if TYPE_CHECKING:
@@ -107,6 +108,11 @@ def _tune(args: argparse.Namespace) -> int:
         check_writable(args.output)  # a search is long, and its result goes there at the end
     except OSError as e:
         raise ValueError(f"Invalid --output {args.output}: {e.strerror or e}. Name a file that can be written.") from e
+    tried = replace(
+        config, base_batch_size=args.base_batch_size, total_steps=args.total_steps, total_epochs=args.total_epochs
+    )
+    if not args.no_check and not passed(_request(args, tried, space=_space_spec(args), storage_path=args.storage_path)):
+        return 1
     connect(args.address, verbose=args.verbose)
     try:
         recipe = tune_recipe(
@@ -139,6 +145,26 @@ def _tune(args: argparse.Namespace) -> int:
         return 1
     print(f"Written to {args.output}")
     return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    """Check a workload here, without Ray: build it, prepare a run, and make one forward and backward pass.
+
+    ray-adascale check my/file.py:workload lr=0.1 --storage-path s3://bucket/runs
+
+    `tune`, `train` and `resume` make the same check first. Hyperparameters that are not given come from the recipe, or are
+    drawn from param_space beside the workload.
+    """
+    names = ("base_batch_size", "total_steps", "total_epochs", "precision", "seed")
+    config = read_config(args, names)
+    if args.recipe is None:
+        length = None if config.total_epochs is not None else config.total_steps or _CHECK_STEPS
+        config = replace(config, base_batch_size=config.base_batch_size or _CHECK_BATCH, total_steps=length)
+    space = _space_spec(args) if args.recipe is None else None
+    findings = run_check(_request(args, config, space=space, storage_path=args.storage_path))
+    for found in findings:
+        print(f"{found.level:8}{found.text}")
+    return 1 if any(found.level == "failed" for found in findings) else 0
 
 
 def _forecast(args: argparse.Namespace) -> int:
@@ -218,6 +244,8 @@ def _train(args: argparse.Namespace) -> int:
         if command is not None:
             print(f"`{command}` goes on from the last checkpoint.", file=sys.stderr)
 
+    if not args.no_check and not passed(_request(args, config, storage_path=run_config.storage_path)):
+        return 1
     connect(args.address, verbose=args.verbose)
     trainer = AdaScaleTrainer(
         workload,
@@ -292,7 +320,11 @@ def _describe(args: argparse.Namespace) -> int:
     return 0 if whole else 1
 
 
+_CHECK_BATCH, _CHECK_STEPS = 8, 1000
+"""B0 and T of `check` if they are not given and there is no recipe."""
+
 _OF_RESUME = (
+    "no_check",
     "num_workers",
     "use_gpu",
     "cpus_per_worker",
@@ -307,6 +339,7 @@ _OF_RESUME = (
 """The options of `train` that `resume` has as well."""
 
 _COMMANDS = {
+    "check": _check,
     "tune": _tune,
     "forecast": _forecast,
     "train": _train,
@@ -371,13 +404,31 @@ def _checkpoint_config(args: argparse.Namespace) -> CheckpointConfig:
     return CheckpointConfig(args.keep_checkpoints, checkpoint_score_attribute=metric, checkpoint_score_order=order)
 
 
+def _request(
+    args: argparse.Namespace, config: AdaScaleConfig, *, space: str | None = None, storage_path: str | None
+) -> Request:
+    """Return the check of a command's workload."""
+    return Request(
+        workload=args.workload,
+        hyperparameters=read_overrides(args),
+        space=space,
+        config=config,
+        recipe=getattr(args, "recipe", None),
+        storage_path=storage_path,
+    )
+
+
+def _space_spec(args: argparse.Namespace) -> str:
+    """Return where the search space is: as named, else beside the workload."""
+    return args.param_space or f"{args.workload.rpartition(':')[0]}:param_space"
+
+
 def _param_space(args: argparse.Namespace) -> Any:
     """Return the search space, with the hyperparameters that the command line fixes."""
     from ..workload_source import resolve
 
-    spec = args.param_space or f"{args.workload.rpartition(':')[0]}:param_space"
     try:
-        space = resolve(spec, "--param-space")
+        space = resolve(_space_spec(args), "--param-space")
     except ValueError as e:
         if args.param_space:
             raise

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ..gain import gradient_moments
 from .observers import take_norm
 
-__all__ = ["probe_noise"]
+__all__ = ["examples_of", "halves_of", "probe_noise"]
 
 
 def probe_noise(
@@ -67,12 +67,11 @@ def probe_noise(
     if isinstance(model, DistributedDataParallel):
         raise ValueError("Invalid model: wrapped in DistributedDataParallel. Probe the bare one, model.module.")
     measured = _measured(model, parameters)
-    sizes = list(_leading_dimensions(batch))
-    if not sizes or min(sizes) != max(sizes) or sizes[0] < 2:
+    halves = halves_of(batch)
+    if halves is None:
         return None
-    m = sizes[0]
-    cut = (m + 1) // 2
-    w1, w2 = cut / m, (m - cut) / m
+    (half1, m1), (half2, m2) = halves
+    w1, w2 = m1 / (m1 + m2), m2 / (m1 + m2)
 
     tensors = [*model.parameters(), *model.buffers(), *(x for x in _leaves(batch) if isinstance(x, Tensor))]
     gradients: dict[Tensor, Tensor] = {}  # of the first half, until the second half's comes
@@ -86,8 +85,8 @@ def probe_noise(
         )
 
     with _generators_kept(tensors):
-        _gradients(model, loss_fn, _part(batch, m, slice(0, cut)), measured, gradients.__setitem__)
-        _gradients(model, loss_fn, _part(batch, m, slice(cut, m)), measured, compare)
+        _gradients(model, loss_fn, half1, measured, gradients.__setitem__)
+        _gradients(model, loss_fn, half2, measured, compare)
     for parameter, g1 in gradients.items():  # parameters that only the first half used
         norms[parameter] = [_sq_norm(g1), torch.zeros_like(_sq_norm(g1)), _sq_norm(g1)]
 
@@ -99,6 +98,34 @@ def probe_noise(
     a = w1 * n1 + w2 * n2
     sigma2, mu2 = gradient_moments(a, a - w1 * w2 * difference, scale=scale, count=2)
     return sigma2.item(), mu2.item()
+
+
+def examples_of(batch: Any, count: int) -> tuple[Any, int] | None:
+    """Return the first examples of a batch, and their number; None if the batch can't be cut.
+
+    Args:
+        batch: As for :func:`probe_noise`.
+        count: Most examples to return.
+    """
+    sizes = list(_leading_dimensions(batch))
+    if not sizes or min(sizes) != max(sizes) or sizes[0] < 1:
+        return None
+    count = min(count, sizes[0])
+    return _part(batch, sizes[0], slice(0, count)), count
+
+
+def halves_of(batch: Any) -> tuple[tuple[Any, int], tuple[Any, int]] | None:
+    """Return the two halves of a batch, each with its number of examples; None if the batch can't be cut.
+
+    Args:
+        batch: As for :func:`probe_noise`.
+    """
+    sizes = list(_leading_dimensions(batch))
+    if not sizes or min(sizes) != max(sizes) or sizes[0] < 2:
+        return None
+    m = sizes[0]
+    cut = (m + 1) // 2
+    return (_part(batch, m, slice(0, cut)), cut), (_part(batch, m, slice(cut, m)), m - cut)
 
 
 def _measured(model: nn.Module, parameters: Sequence[nn.Parameter] | None) -> list[Tensor]:

@@ -131,11 +131,16 @@ class Passes:
 
         Raises:
             RuntimeError: There is no micro-batch, or its backward pass has run.
-            ValueError: The loss is no scalar.
+            ValueError: The loss is no scalar tensor.
         """
         batch = self._batch
         if batch is None or self._backward_done:
             raise RuntimeError("Call run.backward() once for each micro-batch of the loop, before run.step().")
+        if not isinstance(loss, Tensor):
+            raise ValueError(
+                f"Invalid loss of type {type(loss).__name__}. Must be a scalar tensor, the mean over the examples, as the loss "
+                "function returns it: without .item()."
+            )
         if loss.dim() != 0:
             raise ValueError(
                 f"Invalid loss of shape {tuple(loss.shape)}. Must be a scalar: the mean over the examples."

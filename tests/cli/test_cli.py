@@ -94,6 +94,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(cluster, "quiet_init", lambda address=None, **_: seen.update(address=address))
     monkeypatch.setattr(trainer, "AdaScaleTrainer", Trainer)
     monkeypatch.setattr(tune, "tune_recipe", search)
+    monkeypatch.setattr(main, "passed", lambda request: seen.update(checked=request) or True)
     # Into the storage, which by default is the user's.
     monkeypatch.setattr(run_folder, "write_options", lambda folder, text: None)
     return seen
@@ -267,7 +268,13 @@ def test_tune_refuses_what_is_for_runs_at_scale(
         cluster, "quiet_init", lambda address=None, **_: None
     )  # what tune_recipe itself does is not faked
     (tmp_path / "mine_cli_scale.py").write_text("param_space = {'lr': 0.1}\ndef workload(config): ...\n")
-    common = ["tune", f"{tmp_path / 'mine_cli_scale.py'}:workload", "--base-batch-size=8", "--total-steps=60"]
+    common = [
+        "tune",
+        f"{tmp_path / 'mine_cli_scale.py'}:workload",
+        "--base-batch-size=8",
+        "--total-steps=60",
+        "--no-check",
+    ]
     assert main.main([*common, "-c", "rule=linear"]) == 2
     assert "Invalid -c rule=linear for a search: its trials have" in capsys.readouterr().err
 
@@ -307,7 +314,7 @@ def test_an_address_is_refused_where_ray_runs_already(
     err = capsys.readouterr().err
     assert err.startswith("ray-adascale: Invalid --address 10.0.0.1:6379: Ray runs in this process already")
     assert err.count("\n") == 1
-    assert not called
+    assert "workload" not in called
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")  # which ray.init() has heeded
     assert main.main(TRAIN) == 0
 
@@ -518,8 +525,8 @@ def test_help_and_unknown_options(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["tain", WORKLOAD], "unknown command 'tain' (is train meant?). The commands are tune, "),
-        (["fly"], "unknown command 'fly'. The commands are tune, "),
+        (["tain", WORKLOAD], "unknown command 'tain' (is train meant?). The commands are check, tune, "),
+        (["fly"], "unknown command 'fly'. The commands are check, tune, "),
         # In `tune` the option is required, and in `train` its value looks like a hyperparameter.
         (
             ["tune", WORKLOAD, "--base-batch-sise", "4", "--total-steps=4"],
@@ -659,6 +666,7 @@ def test_resume_is_the_same_command_again(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(trainer, "AdaScaleTrainer", Trainer)
+    monkeypatch.setattr(main, "passed", lambda request: True)
     FOUND.save(tmp_path / "recipe.json")
     monkeypatch.chdir(tmp_path)
     first = [

@@ -83,6 +83,8 @@ def test_calls_in_another_order_are_refused() -> None:
         passes.check_backward("step comes later")
     with pytest.raises(ValueError, match=r"loss of shape \(2,\)\. Must be a scalar"):
         passes.begin_backward(torch.zeros(2))
+    with pytest.raises(ValueError, match=r"loss of type float\. Must be a scalar tensor"):
+        passes.begin_backward(0.5)  # type: ignore[arg-type]
 
     setup.backward(0)
     with pytest.raises(RuntimeError, match="once for each micro-batch"):

@@ -1,0 +1,147 @@
+"""Check of a workload before a run: build it, prepare a run of it, and make one forward and backward pass."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from ..checkpoint.rng import seed_everything
+from ..config import AdaScaleConfig
+from ..measure.probe import examples_of, halves_of
+from ..recipe import Recipe
+from ..run.backend import LocalBackend
+from ..run.failure import annotate_exceptions, lines_of, place_of
+from ..run.loop import Run
+from ..workload import Workload, WorkloadFn, build, unread_warning
+
+__all__ = ["Finding", "check_workload"]
+
+_EXAMPLES = 8
+"""Most examples of the pass: a batch of a large model would take minutes on a CPU."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One result of a check.
+
+    Attributes:
+        level: "ok", "warning" or "failed".
+        text: The result, in a sentence.
+        repeated: Whether a run gives the same warning itself.
+    """
+
+    level: Literal["ok", "warning", "failed"]
+    text: str
+    repeated: bool = False
+
+
+def check_workload(
+    workload: WorkloadFn,
+    hyperparameters: Mapping[str, Any],
+    config: AdaScaleConfig,
+    recipe: Recipe | None = None,
+) -> list[Finding]:
+    """Build a workload, prepare a run at its base batch in this process, and make one pass over at most 8 examples.
+
+    Preparing a run checks the optimizer, the schedule, and the recipe's LR curve. The loss of the examples is compared with
+    that of their halves: a sum in place of a mean gives a warning. The check ends at the first failure.
+
+    Args:
+        workload: A function from a config to a :class:`ray_adascale.Workload`.
+        hyperparameters: Its config.
+        config: The settings of the run. Those of its scale are not used.
+        recipe: The recipe of the run.
+    """
+    found: list[Finding] = []
+    doing = "The build of the workload"
+    run: Run | None = None
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        try:
+            with annotate_exceptions():
+                settings = _at_base_batch(config, recipe)
+                seed_everything(settings.seed)
+                built = build(workload, hyperparameters, settings, recipe)
+                if built.train_dataset is None or hasattr(built.train_dataset, "iter_torch_batches"):
+                    return [Finding("ok", "The workload was built. Ray Data has its examples, so no pass was made.")]
+                doing = "The preparation of a run"
+                run = Run.of(built, settings, recipe=recipe, backend=LocalBackend())
+                doing = "The forward and backward pass"
+                found += _pass(run, built)
+                reads = built.config_reads
+                if reads is not None and reads.unread:
+                    found.append(Finding("warning", unread_warning(reads.unread), repeated=True))
+        except Exception as e:
+            lines = lines_of(e)
+            of_run = (lines, place_of(e))  # a check has no step
+            notes = "".join(f" {note}" for note in getattr(e, "__notes__", []) if note not in of_run)
+            text = f"{doing} failed. {type(e).__name__}: {e}{notes}" + (f"\n{lines}" if lines else "")
+            found.append(Finding("failed", text))
+    texts = dict.fromkeys(str(warning.message) for warning in heard if issubclass(warning.category, UserWarning))
+    return [*(Finding("warning", text, repeated=True) for text in texts), *found]
+
+
+def _at_base_batch(config: AdaScaleConfig, recipe: Recipe | None) -> AdaScaleConfig:
+    """Return the settings of a run at the base batch on one worker."""
+    config = config.with_recipe(recipe)
+    return replace(
+        config,
+        per_worker_batch_size=None,
+        accumulation=1,
+        global_batch_size=None,
+        target_efficiency=None,
+        max_global_batch_size=None,
+        max_accumulation=None,
+        throughput=None,
+        min_examples_per_worker=1,
+        elastic=False,
+        sharding="none",
+        num_loader_workers=0,
+        show_progress=False,
+    )
+
+
+def _pass(run: Run, built: Workload) -> list[Finding]:
+    for batch in run:
+        few = examples_of(batch, _EXAMPLES)
+        examples, count = (batch, None) if few is None else few
+        summed = _sum_doubt(run, built, examples)
+        loss = built.loss_fn(run.model, examples)
+        run.backward(loss)
+        value = float(loss.detach())
+        how_many = "a batch" if count is None else f"{count} example{'' if count == 1 else 's'}"
+        if not math.isfinite(value):
+            return [*summed, Finding("warning", f"The loss of {how_many} is {value}.")]
+        return [*summed, Finding("ok", f"One forward and backward pass over {how_many}: loss {value:.4g}.")]
+    return [Finding("warning", "The dataset has no batch, so no pass was made.")]
+
+
+def _sum_doubt(run: Run, built: Workload, examples: Any) -> list[Finding]:
+    """Return a warning if the loss of the examples is the sum of the losses of their halves, not the mean."""
+    halves = halves_of(examples)
+    if halves is None:
+        return []
+    (first, m1), (second, m2) = halves
+    run.module.eval()  # dropout would draw other numbers for the halves
+    try:
+        with torch.no_grad():
+            whole, one, two = (float(built.loss_fn(run.model, part).detach()) for part in (examples, first, second))
+    except Exception:  # some models have a loss in train mode only
+        return []
+    finally:
+        run.module.train()
+    mean = (m1 * one + m2 * two) / (m1 + m2)
+    if not abs(whole - (one + two)) < 0.01 * abs(whole) < 0.1 * abs(whole - mean):
+        return []
+    return [
+        Finding(
+            "warning",
+            f"The loss looks like a sum over the examples: {whole:.4g} for {m1 + m2} of them, {one:.4g} and {two:.4g} for their "
+            "halves. It must be the mean (reduction='mean'), else the learning rate grows with each pass's batch.",
+        )
+    ]
