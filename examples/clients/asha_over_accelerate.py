@@ -39,7 +39,7 @@ def trial(config: dict[str, Any]) -> None:
     settings = AdaScaleConfig(base_batch_size=BASE_BATCH, total_steps=config["total_steps"], scheduler_unit="step")
     recorder = RecipeRecorder(loss_of)
     accelerator = Accelerator(cpu=True)
-    bare, sgd, scheduler = build(config["lr"])
+    bare, sgd, scheduler = build(config["lr"], config["total_steps"])
     data = DataLoader(train, batch_size=BASE_BATCH, shuffle=True, drop_last=True)
     model, optimizer, loader, schedule = prepare(accelerator, bare, sgd, data, scheduler, settings)
     recorder.begin(schedule, settings)

@@ -48,7 +48,9 @@ def splits() -> tuple[TensorDataset, TensorDataset, TensorDataset]:
     return train, search, test
 
 
-def build(lr: float) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+def build(
+    lr: float, total_steps: int = TOTAL_STEPS
+) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """Return model, optimizer and scheduler in plain torch, as at the base batch."""
     model = nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
@@ -61,7 +63,7 @@ def build(lr: float) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_s
         nn.Linear(128, 10),
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=TOTAL_STEPS)
+    return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=total_steps)
 
 
 def accuracy(model: nn.Module, dataset: TensorDataset) -> float:
