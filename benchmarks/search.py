@@ -8,8 +8,8 @@ evaluations and reports, one CPU a trial. The plain trial is a hand-written loop
 library. Both let Tune reuse processes (Tune's default starts one per trial, which would favour this library). Searches
 alternate. Printed are medians of wall time and of the ratio within a round.
 
-A second table shows where the extra time goes: seconds of one trial in one process, for the plain loop, for ``Run``'s loop, and
-for ``Run``'s loop with a noise probe on every 20th step. The last line has the seconds of a trial process's imports.
+A second table shows where the extra time goes: CPU time of one trial in one process, for the plain loop, for ``Run``'s loop, and
+with the noise measured from examples or from halves. The last line has the seconds of a trial process's imports.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -176,7 +176,7 @@ def our_search(task: Task, folder: str) -> int:
         storage_path=folder,
         verbose=0,
     )
-    assert len(recipe.noise) == -(-task.steps // 20)
+    assert len(recipe.noise) == -(-task.steps // 5), recipe.search["noise"]
     return int(recipe.search["completed"])
 
 
@@ -212,32 +212,37 @@ def compare(task: Task, folder: str) -> Result:
     return Result(task.name, seconds["plain"], seconds["tune_recipe"])
 
 
-def run_loop(task: Task, lr: float, probe_every: int) -> None:
-    """Run the loop of a ``tune_recipe`` trial, in this process."""
+def run_loop(task: Task, lr: float, every: int, noise: Literal["auto", "samples"] = "auto") -> None:
+    """Run the loop of a ``tune_recipe`` trial, in this process, with the noise measured on every ``every``-th step."""
     from ray_adascale import AdaScaleConfig, LocalBackend, Run
+    from ray_adascale.run.base_noise import NoiseEvery, NoiseRecorder
     from ray_adascale.run.base_run import base_config, train_base
 
     torch.manual_seed(0)
     built = workload_of(task, lr)
-    config = base_config(AdaScaleConfig(), task.batch, task.steps, None, 0)
+    config = base_config(AdaScaleConfig(noise=noise), task.batch, task.steps, None, 0)
     run = Run.of(built, config, backend=LocalBackend(device="cpu"))
-    train_base(run, built, probe_every, [], lambda loss: None)
+    train_base(run, built, NoiseRecorder(run, built, NoiseEvery.given(every), []), lambda loss: None)
+
+
+WAYS: Mapping[str, Callable[[Task], None]] = {
+    "plain loop": lambda task: plain_loop(task, LRS[0], lambda metrics: None),
+    "Run": lambda task: run_loop(task, LRS[0], 10**9),
+    "examples, every 5th step": lambda task: run_loop(task, LRS[0], 5),
+    "examples, every step": lambda task: run_loop(task, LRS[0], 1),
+    "halves, every 20th step": lambda task: run_loop(task, LRS[0], 20, "samples"),
+}
 
 
 def breakdown(task: Task, rounds: int) -> dict[str, float]:
-    """Return the median seconds of one trial in this process."""
-    ways: dict[str, Callable[[], None]] = {
-        "plain": lambda: plain_loop(task, LRS[0], lambda metrics: None),
-        "run": lambda: run_loop(task, LRS[0], 10**9),
-        "run_with_probes": lambda: run_loop(task, LRS[0], 20),
-    }
-    found: dict[str, list[float]] = {way: [] for way in ways}
+    """Return the median CPU seconds of one trial in this process, by way of training; ratios are within a round."""
+    found: dict[str, list[float]] = {way: [] for way in WAYS}
     for number in range(rounds + 1):
-        for way in random.Random(number).sample(sorted(ways), len(ways)):
-            began = time.perf_counter()
-            ways[way]()
+        for way in random.Random(number).sample(sorted(WAYS), len(WAYS)):
+            began = time.process_time()
+            WAYS[way](task)
             if number > 0:
-                found[way].append(time.perf_counter() - began)
+                found[way].append(time.process_time() - began)
     return {way: statistics.median(seconds) for way, seconds in found.items()}
 
 
@@ -280,18 +285,14 @@ def parts_table(parts: Mapping[str, Mapping[str, float]], imports: Mapping[str, 
     """Return the table of single trials, and a sentence on imports."""
     rows = []
     for task in tasks:
-        p = parts[task.name]
-        step = (p["run"] - p["plain"]) / task.steps
-        probe = (p["run_with_probes"] - p["run"]) / -(-task.steps // 20)
-        seconds = [f"{p[way]:.3f}" for way in ("plain", "run", "run_with_probes")]
-        rows.append([task.name, *seconds, f"{step * 1e6:.0f}", f"{probe * 1e3:.2f}"])
+        seconds = parts[task.name]
+        plain, run = seconds["plain loop"], seconds["Run"]
+        ratios = [f"{seconds[way] / plain:.2f} ({seconds[way] / run:.2f})" for way in list(WAYS)[1:]]
+        rows.append([task.name, f"{plain / task.steps * 1e3:.2f}", *ratios])
     head = [
         "one trial, in one process",
-        "plain loop, s",
-        "Run, s",
-        "with probes, s",
-        "Run adds a step, µs",
-        "a probe, ms",
+        "plain loop, CPU ms a step",
+        *(f"{way}: × plain (× Run)" for way in list(WAYS)[1:]),
     ]
     more = imports["tune_recipe"] - imports["plain"]
     imported = f"Imports of a trial's process: {imports['plain']:.2f} s, {more:+.2f} s with this library"

@@ -63,7 +63,7 @@ TORCH_LAYERS: list[list[Package]] = [
             "what happens at a step boundary of one worker's loop",
             "loop assemble build passes step batch evaluation notices checkpointing reporting train_state "
             "schedule tau_schedule backend metrics advice "
-            "eta progress trace attach base_run failure",
+            "eta progress trace attach base_noise base_run failure",
         ),
         Package("compat", "FairScale's and AdaptDL's interfaces", "adaptdl fairscale"),
     ],
@@ -102,7 +102,7 @@ TORCH_LAYERS: list[list[Package]] = [
         )
     ],
     [Package("", "how long a step takes", "throughput")],
-    [Package("measure", "where squared norms of gradients are measured", "observers ddp fsdp2 probe")],
+    [Package("measure", "where squared norms of gradients are measured", "observers ddp fsdp2 probe layers per_example noise_meter")],
     [Package("", "how noisy a gradient is: the mathematics, as pure functions", "gain")],
     [
         Package(

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # the same again, as type checkers read no tables
     from .config import AdaScaleConfig as AdaScaleConfig
     from .config import EarlyStop as EarlyStop
     from .measure.ddp import measure_buckets as measure_buckets
+    from .measure.noise_meter import NoiseMeter as NoiseMeter
     from .optim.adascale import AdaScale as AdaScale
     from .optim.grad_scaler import ShardedGradScaler as ShardedGradScaler
     from .optim.rules import AdamScaleRule as AdamScaleRule
@@ -65,6 +66,7 @@ _NAMES = {
     "compat.fairscale": ["AdaScaleWrapper"],
     "config": ["AdaScaleConfig", "EarlyStop"],
     "measure.ddp": ["measure_buckets"],
+    "measure.noise_meter": ["NoiseMeter"],
     "optim.adascale": ["AdaScale"],
     "optim.grad_scaler": ["ShardedGradScaler"],
     "optim.rules": [

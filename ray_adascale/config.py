@@ -99,6 +99,10 @@ class AdaScaleConfig:
         grad_clip: Largest gradient norm, None for no clipping. A threshold does not transfer over scales: the gradient
             of a larger batch is less noisy, so it is clipped less often.
         averaging_window: Memory of the averages of σ² and μ² as a share of the run.
+        noise: How the noise of the gradient is measured. "samples": by the gradients of workers and passes; with one of them a
+            step, by consecutive gradients, or in a base run by the halves of a batch. "per_example": by the gradient norms of
+            the single examples, which the backward pass yields layer by layer; a model that is not covered is refused. "auto":
+            by examples where there is one gradient sample a step and the model is covered, else by samples.
         max_nonfinite_steps: Optimizer steps in a row with a non-finite gradient before the run ends with an error.
         seed: Seed of the order of examples.
         shuffle: False keeps the examples in the dataset's order.
@@ -143,6 +147,7 @@ class AdaScaleConfig:
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     grad_clip: float | None = None
     averaging_window: float = 0.05
+    noise: Literal["auto", "per_example", "samples"] = "auto"
     max_nonfinite_steps: int = 50
     seed: int = 0
     shuffle: bool = True
@@ -190,6 +195,7 @@ class AdaScaleConfig:
             ("scheduler_unit", (None, "step", "epoch")),
             ("sharding", ("auto", "none", "oss", "zero2", "fsdp2")),
             ("precision", ("fp32", "bf16", "fp16")),
+            ("noise", ("auto", "per_example", "samples")),
         ):
             if getattr(self, name) not in allowed:
                 raise SettingError(f"Invalid {{}}. Must be one of {allowed}.", **{name: getattr(self, name)})

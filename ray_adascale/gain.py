@@ -40,23 +40,24 @@ __all__ = [
 
 
 def gradient_moments(
-    mean_sq_norm: Tensor, reduced_sq_norm: Tensor, *, scale: float, count: int
+    mean_sq_norm: Tensor, reduced_sq_norm: Tensor, *, scale: float | Tensor, count: int | Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return unbiased estimates of σ² and μ² from one optimizer step with ``count`` ≥ 2 gradient samples.
 
     Unbiased for every scale and count, also for micro-batches of unequal size, provided that ``w_i = m_i / Σm``:
-    the covariance of ``g_i`` is ``(B0/m_i)·Σ``, so ``E[A − C] = (n − 1)·σ²/S``.
+    the covariance of ``g_i`` is ``(B0/m_i)·Σ``, so ``E[A − C] = (n − 1)·σ²/S``. The samples may be the B examples of the
+    batch: then ``count`` is B and A the mean of ``‖g_e‖²``.
 
     Args:
         mean_sq_norm: ``A``.
         reduced_sq_norm: ``C``, of the same shape.
         scale: ``S``.
-        count: ``n``, workers × accumulation passes.
+        count: ``n``, workers × accumulation passes; B for single examples. A tensor is not checked.
 
     Returns:
         ``(σ², μ²)``, unclipped: either may be negative in a single step.
     """
-    if count < 2:
+    if not isinstance(count, Tensor) and count < 2:
         raise ValueError(f"Invalid {count=}. The variance of one gradient sample is unknown; use differenced_moments.")
     sigma2 = (mean_sq_norm - reduced_sq_norm) * (scale / (count - 1))
     mu2 = reduced_sq_norm - sigma2 / scale

@@ -545,4 +545,10 @@ def _describe_noise(recipe: Recipe) -> str:
         scale = "unknown"
     of_repeats = sum(len(repeat.noise) for repeat in recipe.repeats)
     more = f" and {of_repeats} in the repeats" if of_repeats else ""
-    return f"{len(recipe.noise)} probes{more}; noise scale over the whole run {scale}"
+    how = recipe.search.get("noise")
+    source = (
+        f", from {how['from']} on every {how['every']}. step"
+        if isinstance(how, dict) and {"from", "every"} <= how.keys()
+        else ""
+    )
+    return f"{len(recipe.noise)} probes{more}{source}; noise scale over the whole run {scale}"

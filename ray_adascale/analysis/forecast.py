@@ -353,7 +353,7 @@ def _notes(
     probes = len(recipe.noise) + sum(len(repeat.noise) for repeat in recipe.repeats)
     if probes < 200:
         notes.append(
-            f"Only {probes} probes: at large scales the steps are rough. A search with --probe-every 5 has more."
+            f"Only {probes} probes: at large scales the steps are rough. A search with a smaller --probe-every has more."
         )
     return [*notes, *time]
 

@@ -136,9 +136,9 @@ def _add_tune(tune: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--probe-every",
         type=int,
-        default=20,
         metavar="K",
-        help="optimizer steps between two probes of the noise, for the forecast; one costs about a step (default: %(default)s)",
+        help="optimizer steps from one measurement of the noise to the next, for the forecast (default: 5 by per-example norms, "
+        "20 by halves of batches, which cost about a step)",
     )
     what.add_argument(
         "--param-space",

@@ -30,6 +30,7 @@ __all__ = [
     "in_compiled_autograd",
     "queue_end_of_backward",
     "refuse_compiled",
+    "refuse_nested",
     "take_norm",
     "take_norms",
     "worth_sharing",
@@ -73,7 +74,7 @@ def refuse_compiled() -> None:
         )
 
 
-def _refuse_nested() -> None:
+def refuse_nested() -> None:
     """Raise within reentrant activation checkpointing. The hook that begins a pass calls it.
 
     Reentrant checkpointing runs a backward pass for each part, with an end of its own, and the end of the outer pass can't be
@@ -427,7 +428,7 @@ class HookObserver(GradientObserver):
         if self._pass.runs:
             return True
         refuse_compiled()
-        _refuse_nested()
+        refuse_nested()
         with self._starting:
             if not self._pass.runs:  # another thread's hook may have been quicker
                 self._begin_pass()

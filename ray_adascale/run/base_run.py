@@ -21,10 +21,10 @@ from .._errors import SettingError
 from .._version import __version__
 from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig
-from ..measure.probe import probe_noise
 from ..recipe import SETTINGS, NoiseProbe, Recipe, Repeat
 from ..workload import Workload, WorkloadFn, build, injected_settings
 from .backend import Backend
+from .base_noise import NoiseEvery, NoiseRecorder
 from .loop import Run
 from .schedule import BaseSchedule
 
@@ -58,6 +58,9 @@ class BaseResult:
         advice: The run's :attr:`ray_adascale.Run.advice`, because the warnings of a trial are not shown.
         unread: The hyperparameters that the workload had not read by the end, as in ``ConfigAccessLog.unread``.
         momentum: The momentum of the optimizer, see :func:`momentum_of`.
+        noise_source: What the noise was measured from: "examples" (per-example norms), "halves" of a batch, or the "samples" of
+            several workers.
+        noise_every: Optimizer steps from one measurement of the noise to the next.
     """
 
     metric: str
@@ -68,6 +71,8 @@ class BaseResult:
     advice: list[str] = field(default_factory=list)
     unread: dict[str, str | None] = field(default_factory=dict)
     momentum: float | None = None
+    noise_source: str = "halves"
+    noise_every: int = 20
 
     @property
     def objective(self) -> float:
@@ -95,13 +100,13 @@ def record_recipe(
     total_epochs: float | None = None,
     seed: int = 0,
     config: AdaScaleConfig | None = None,
-    probe_every: int = 20,
+    probe_every: int | None = None,
     backend: Backend | None = None,
 ) -> Recipe:
     """Train the base run once, in this process, and return its recipe.
 
-    The run trains like a trial of :func:`ray_adascale.tune_recipe`: S = 1, bit-identical to the plain loop, with a noise probe at
-    every ``probe_every``-th step.
+    The run trains like a trial of :func:`ray_adascale.tune_recipe`: S = 1, bit-identical to the plain loop, with the noise
+    measured at every ``probe_every``-th step.
 
     Args:
         workload: A function from a config to a :class:`ray_adascale.Workload`.
@@ -111,13 +116,19 @@ def record_recipe(
         total_epochs: Length of the run in passes over the dataset.
         seed: Seed of the weights and of the order of examples.
         config: Further settings of the loop, as for ``tune_recipe``.
-        probe_every: Optimizer steps between two probes.
+        probe_every: Optimizer steps from one measurement of the noise to the next. Default: 5 where per-example norms cover the
+            model (``config.noise``), else 20.
         backend: Stores checkpoints and trace. Default: neither is kept.
 
     Raises:
         ValueError: A setting can't work, or the workload's metric is not measured.
     """
-    if isinstance(probe_every, bool) or not isinstance(probe_every, int) or probe_every < 1:
+    if (
+        isinstance(probe_every, bool)
+        or not isinstance(probe_every, int | None)
+        or (probe_every or 1) < 1
+        or probe_every == 0
+    ):
         raise ValueError(f"Invalid {probe_every=}. Must be an integer of at least 1.")
     base = base_config(config, base_batch_size, total_steps, total_epochs, seed)
     seed_everything(seed)
@@ -127,7 +138,8 @@ def record_recipe(
     noise: list[NoiseProbe] = []
     losses: list[Tensor] = []
     started = time.monotonic()
-    train_base(run, built, probe_every, noise, losses.append)
+    recorder = NoiseRecorder(run, built, NoiseEvery.given(probe_every), noise)
+    train_base(run, built, recorder, losses.append)
     summary = run.summary()
     if built.metric == "loss" and "loss" not in (built.evaluate(run.module) if built.evaluate else {}):
         last = losses[-max(1, run.total_steps // 10) :]  # as in a search, because the loss of one batch is mostly noise
@@ -144,6 +156,8 @@ def record_recipe(
             schedule=run.base_schedule,
             noise=noise,
             momentum=momentum,
+            noise_source=recorder.source,
+            noise_every=recorder.every,
         ),
         workload=workload,
         hyperparameters=hyperparameters,
@@ -186,7 +200,11 @@ def freeze(
         lr_curve=schedule.lr_curve,
         noise=outcome.noise,
         seed=config.seed,
-        search={**search, "handed": list(injected_settings(config))},
+        search={
+            **search,
+            "handed": list(injected_settings(config)),
+            "noise": {"from": outcome.noise_source, "every": outcome.noise_every},
+        },
         workload=workload_name(workload),
         versions={
             "ray_adascale": __version__,
@@ -260,34 +278,20 @@ def kept_settings(base: AdaScaleConfig) -> dict[str, Any]:
     return kept
 
 
-def train_base(
-    run: Run,
-    workload: Workload,
-    probe_every: int,
-    noise: list[NoiseProbe],
-    on_loss: Callable[[Tensor], object],
-) -> None:
+def train_base(run: Run, workload: Workload, recorder: NoiseRecorder, on_loss: Callable[[Tensor], object]) -> None:
     """Train the base run to its end.
 
     Args:
         run: The run, at S = 1.
         workload: The workload of the run.
-        probe_every: Optimizer steps between two probes.
-        noise: Receives the probes.
+        recorder: Measures the noise.
         on_loss: Called with the loss of each step.
     """
-    trained = [p for group in run.optimizer.param_groups for p in group["params"] if p.requires_grad]
     for batch in run:
-        tau = run.effective_steps
-        # At S = 1 τ counts the optimizer steps. After a skipped step τ is the same, and was probed.
-        if tau % probe_every == 0 and (not noise or noise[-1].effective_steps < tau):
-            probed = probe_noise(run.module, workload.loss_fn, batch, parameters=trained)
-            if probed is not None and all(map(math.isfinite, probed)):
-                run.observe_noise(*probed)
-                sigma2, mu2 = probed
-                noise.append(NoiseProbe(effective_steps=tau, sigma2=sigma2, mu2=mu2))
+        recorder.begin(batch)
         loss = workload.loss_fn(run.model, batch)
         run.backward(loss)
+        recorder.end()
         on_loss(loss.detach())
         run.step()
 

@@ -26,6 +26,7 @@ from .._errors import SettingError
 from .._files import SEARCH, read_json, write_json
 from ..config import AdaScaleConfig
 from ..recipe import json_value
+from ..run.base_noise import NoiseEvery
 from ..run.base_run import base_config, kept_settings, workload_name
 from ..workload import WorkloadFn
 from .trial import EPOCHS
@@ -63,7 +64,7 @@ class SearchSpec:
     resources_per_trial: Mapping[str, float] | None
     scaling_config: ScalingConfig | None
     max_concurrent_trials: int | None
-    probe_every: int
+    probe_every: int | None
     trial_config: AdaScaleConfig = field(init=False)
     tune_scheduler: TrialScheduler = field(init=False)
 
@@ -105,9 +106,14 @@ class SearchSpec:
         return type(self.tune_scheduler) not in (AsyncHyperBandScheduler, FIFOScheduler)
 
     @property
-    def repeats_probe_every(self) -> int:
-        """Optimizer steps between two probes in a repeat. The forecast uses all repeats' probes, and those of one trial only."""
-        return max(self.probe_every // _REPEATS_DENSER, 1)
+    def noise_every(self) -> NoiseEvery:
+        """Density of the measurements of the noise in a trial."""
+        return NoiseEvery.given(self.probe_every)
+
+    @property
+    def repeats_noise_every(self) -> NoiseEvery:
+        """Density in a repeat. The forecast uses the measurements of all repeats, and those of one trial only."""
+        return NoiseEvery.given(self.probe_every, denser=_REPEATS_DENSER)
 
     @property
     def searcher_name(self) -> str:
@@ -212,7 +218,7 @@ class SearchSpec:
             ("max_concurrent_trials", 1),
         ):
             value = getattr(self, name)
-            if value is None and name == "max_concurrent_trials":
+            if value is None and name in ("max_concurrent_trials", "probe_every"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise SettingError(f"Invalid {{}}. Must be an integer of at least {least}.", "", **{name: value})

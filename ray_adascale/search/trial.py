@@ -26,6 +26,7 @@ from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig
 from ..recipe import NoiseProbe
 from ..run.backend import Backend, ReportPolicy
+from ..run.base_noise import NoiseEvery, NoiseRecorder
 from ..run.base_run import RESULT, BaseResult, momentum_of, train_base
 from ..run.failure import annotate_exceptions
 from ..run.loop import Run
@@ -62,12 +63,12 @@ class TrialSetup(ABC):
     Attributes:
         workload: A function from hyperparameters to a Workload.
         config: The settings of the base run.
-        probe_every: Optimizer steps between two probes of the noise.
+        noise_every: Density of the measurements of the noise.
     """
 
     workload: WorkloadFn
     config: AdaScaleConfig
-    probe_every: int
+    noise_every: NoiseEvery
 
     @abstractmethod
     def train(self, hyperparameters: dict[str, Any]) -> None:
@@ -96,7 +97,9 @@ class Collected:
     """The data of a trial, and its reports to Tune.
 
     Attributes:
-        noise: The probes of the noise.
+        noise: The measurements of the noise.
+        recorder: Measures the noise; None where it comes from the gradient samples of several workers.
+        samples_every: Optimizer steps from one of these samples to the next.
         evaluated: The keys of the dict that the workload's ``evaluate`` has returned.
         advice: The run's warnings about the schedule.
         reads: The keys of the config that the workload's function has read.
@@ -105,6 +108,8 @@ class Collected:
 
     def __init__(self, metric: str, mode: Literal["min", "max"]) -> None:
         self.noise: list[NoiseProbe] = []
+        self.recorder: NoiseRecorder | None = None
+        self.samples_every = NoiseEvery.examples
         self.evaluated: tuple[str, ...] = ()
         self.advice: list[str] = []
         self.reads: ConfigAccessLog | None = None
@@ -166,6 +171,8 @@ class Collected:
                 advice=self.advice,
                 unread={} if self.reads is None else self.reads.unread,
                 momentum=self.momentum,
+                noise_source="samples" if self.recorder is None else self.recorder.source,
+                noise_every=self.samples_every if self.recorder is None else self.recorder.every,
             )
             report[RESULT] = ended.to_json()
         return report
@@ -249,7 +256,9 @@ class InOneProcess(TrialSetup):
             backend = _TuneBackend(collected, checkpoints=self.checkpoints)
             run = make_run(workload, self.config, collected, backend)
         with annotate_exceptions(lambda: (0, run.state.iterations)):
-            train_base(run, workload, self.probe_every, collected.noise, collected.add_loss)
+            recorder = NoiseRecorder(run, workload, self.noise_every, collected.noise)
+            collected.recorder = recorder
+            train_base(run, workload, recorder, collected.add_loss)
 
 
 def run_trial(hyperparameters: dict[str, Any], setup: TrialSetup) -> None:

@@ -23,6 +23,7 @@ from .._files import absolute, unique_name
 from .._warn import warn_at_user
 from ..config import AdaScaleConfig
 from ..recipe import Recipe, Repeat
+from ..run.base_noise import NoiseEvery
 from ..run.base_run import BaseResult, freeze
 from ..train.cluster import portable, quiet_init
 from ..train.run_lock import RunLock
@@ -55,7 +56,7 @@ def tune_recipe(
     resources_per_trial: Mapping[str, float] | None = None,
     scaling_config: ScalingConfig | None = None,
     max_concurrent_trials: int | None = None,
-    probe_every: int = 20,
+    probe_every: int | None = None,
     storage_path: str | os.PathLike[str] | None = None,
     name: str | None = None,
     verbose: int = 1,
@@ -65,7 +66,8 @@ def tune_recipe(
 
     Each trial is the plain base run in one process. S = 1, so it is bit-identical to a loop without this library. It reports to
     Tune after each evaluation: every ``config.evaluate_every`` effective steps, a tenth of the run by default, and at the end.
-    The noise of the gradients is probed on every ``probe_every``-th step.
+    The noise of the gradients is measured on every ``probe_every``-th step: by per-example norms in the step's own backward pass
+    where they cover the model, else by an extra pass over the two halves of the batch (``config.noise``).
 
     The winner is the best of the trials that reached T, by the workload's metric at the end. With the metric ``"loss"``, a
     report holds the mean training loss since the previous report (at the end, of the last tenth of the run), because the loss
@@ -114,8 +116,9 @@ def tune_recipe(
             trial is one process. Schedulers that stop trials then need Ray's dashboard, which frees the trials' resources.
         max_concurrent_trials: Default: as many as fit on the cluster. With ``scaling_config`` the limit is at most the number
             that fits on the cluster at the start.
-        probe_every: Optimizer steps between two probes of the noise. A probe costs as much as a step, twice as much for tiny
-            models, and nothing with ``scaling_config``. Repeats are probed four times as often, for the forecast.
+        probe_every: Optimizer steps from one measurement of the noise to the next. Default: 5 by per-example norms, 20 by halves.
+            Halves cost as much as a step, twice as much for tiny models. With ``scaling_config`` the workers' gradient samples
+            have the noise at no cost. Halves of repeats are measured four times as often, for the forecast.
         storage_path: Folder or URI for Tune's results; default ``~/ray_results``.
         name: Name of the search and of its folder under ``storage_path``. The same name continues a search.
         verbose: 0 is silent; 1 prints a line about each finished trial to standard error.
@@ -237,7 +240,7 @@ class _Search:
         spec = self.spec
         watch = Watch(spec.num_trials, verbose=self.verbose, earlier=self.earlier, space=spec.param_space)
         self._fit(
-            tune.with_parameters(run_trial, setup=self._setup(self.run_config.name, self.spec.probe_every)),
+            tune.with_parameters(run_trial, setup=self._setup(self.run_config.name, self.spec.noise_every)),
             spec.param_space,
             self.run_config,
             watch,
@@ -268,7 +271,7 @@ class _Search:
         )
         name = f"{self.run_config.name}-repeats"
         self._fit(
-            tune.with_parameters(run_repeat, setup=self._setup(name, self.spec.repeats_probe_every), planned=planned),
+            tune.with_parameters(run_repeat, setup=self._setup(name, self.spec.repeats_noise_every), planned=planned),
             {"repeat": tune.grid_search(list(range(len(planned))))},
             replace(self.run_config, name=name),
             watch,
@@ -283,14 +286,14 @@ class _Search:
         ]
         return *best_mean(planned, trials), failed
 
-    def _setup(self, name: str, probe_every: int) -> TrialSetup:
+    def _setup(self, name: str, noise_every: NoiseEvery) -> TrialSetup:
         """Return the setup of the trials or of the repeats. Tune's folder for them has this name."""
         spec, workload = self.spec, portable(self.spec.workload)
         if spec.scaling_config is None:
             return InOneProcess(
                 workload=workload,
                 config=spec.trial_config,
-                probe_every=probe_every,
+                noise_every=noise_every,
                 threads=max(1, int(spec.resources.get("CPU", 1))),
                 checkpoints=spec.may_pause,
             )
@@ -299,7 +302,7 @@ class _Search:
         return OnWorkers(
             workload=workload,
             config=spec.trial_config,
-            probe_every=probe_every,
+            noise_every=noise_every,
             scaling_config=spec.scaling_config,
             folder=f"{self.run_config.storage_path}/{name}/workers",
         )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ray_adascale import AdaScaleConfig, Workload
 from ray_adascale.recipe import NoiseProbe, Repeat
+from ray_adascale.run.base_noise import NoiseEvery, NoiseRecorder
 from ray_adascale.run.base_run import BaseResult, base_config, freeze, kept_settings, record_recipe, train_base
 from ray_adascale.run.schedule import BaseSchedule
 
@@ -132,6 +133,7 @@ def test_a_skipped_step_is_not_probed_again() -> None:
         module = model = net
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         effective_steps = 0.0
+        config = SimpleNamespace(noise="samples")
 
         def __iter__(self) -> Any:
             for self.effective_steps in (0.0, 0.0, 0.0, 1.0, 2.0):
@@ -144,6 +146,7 @@ def test_a_skipped_step_is_not_probed_again() -> None:
         def step(self) -> None: ...
 
     noise: list[Any] = []
+    run: Any = Skipping()
     workload: Any = SimpleNamespace(loss_fn=lambda model, batch: model(batch).square().mean())
-    train_base(Skipping(), workload, 2, noise, lambda loss: None)  # type: ignore[arg-type]
+    train_base(run, workload, NoiseRecorder(run, workload, NoiseEvery(2, 2), noise), lambda loss: None)
     assert [probe.effective_steps for probe in noise] == [0.0, 2.0]

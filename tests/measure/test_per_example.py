@@ -1,0 +1,368 @@
+"""Per-example norms against ``torch.func``, which differentiates the loss of each example by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.utils.checkpoint import checkpoint
+
+from ray_adascale.measure import layers
+from ray_adascale.measure.per_example import ExampleNorms, MeasuredPasses, not_covered
+
+M, CLASSES = 7, 5
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def in_two_groups(model: nn.Module) -> list[list[Tensor]]:
+    params = list(model.parameters())
+    return [params[::2], params[1::2]]
+
+
+def measured(
+    model: nn.Module, passes: Iterable[tuple[Tensor, Tensor]], loss: Loss = loss_of, **how: Any
+) -> MeasuredPasses:
+    norms = ExampleNorms(model, in_two_groups(model))
+    norms.begin(**how)
+    for x, y in passes:
+        loss(model, x, y).backward()
+    return norms.end()
+
+
+def expected(model: nn.Module, x: Tensor, y: Tensor, loss: Loss = loss_of) -> Tensor:
+    """Σ_e ‖g_e/m‖² per group, by one differentiation an example."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+    def one(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        class Lent(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return functional_call(model, params, (x,))
+
+        return loss(Lent(), x.unsqueeze(0), y.unsqueeze(0))
+
+    each = vmap(grad(one), in_dims=(None, 0, 0))({name: p.detach() for name, p in named.items()}, x, y)
+    out = []
+    for group in in_two_groups(model):
+        of_group = [each[name] for name, p in named.items() if any(p is q for q in group)]
+        out.append(sum(((g.double() / len(x)).square().sum() for g in of_group), torch.zeros((), dtype=torch.float64)))
+    return torch.stack(out)
+
+
+class Tokens(nn.Module):
+    """Embedding, norms and linear layers over positions. ``length`` decides between Gram matrices and the gradient itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8, padding_idx=0)
+        self.norm = nn.LayerNorm(8)
+        self.wide = nn.Linear(8, 16)
+        self.rms = nn.RMSNorm(16)
+        self.out = nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.rms(F.relu(self.wide(self.norm(self.embedding(x))))).mean(1))
+
+
+class Repeated(nn.Module):
+    """Layers that are called several times in one forward pass: an example's gradient is the sum over the calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.norm = nn.LayerNorm(6)
+        self.out = nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = self.norm(F.relu(self.layer(x)))
+        return self.out(x)
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(4, 8, 3, padding=1, stride=2),
+        nn.GroupNorm(2, 8),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(8, 6, (3, 2), groups=2, dilation=2, padding="same", bias=False),
+        nn.Conv2d(6, 4, 2, padding=(1, 0)),
+        nn.Flatten(),
+        nn.Linear(4 * 6 * 3, CLASSES),
+    )
+
+
+def convolutions_1d() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv1d(4, 8, 4, padding=2, stride=2),
+        nn.ReLU(),
+        nn.Conv1d(8, 6, 3, groups=2, dilation=2, padding="same"),
+        nn.Conv1d(6, 3, 1),
+        nn.Flatten(),
+        nn.Linear(3 * 10, CLASSES),
+    )
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "vectors": (
+        lambda: nn.Sequential(nn.Linear(20, 30), nn.ReLU(inplace=True), nn.Linear(30, CLASSES, bias=False)),
+        (20,),
+    ),
+    "few positions": (Tokens, (3,)),
+    "many positions": (Tokens, (40,)),
+    "two dimensions of positions": (
+        lambda: nn.Sequential(nn.Linear(6, 4), nn.LayerNorm((3, 4)), nn.Flatten(), nn.Linear(24, CLASSES)),
+        (2, 3, 6),
+    ),
+    "convolutions": (convolutions, (4, 9, 8)),
+    "convolutions, 1-D": (convolutions_1d, (4, 19)),
+    "layers that are called three times": (Repeated, (6,)),
+}
+
+
+def model_and_batch(kind: str) -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(3)
+    make, shape = MODELS[kind]
+    x = torch.randint(11, (M, *shape)) if make is Tokens else torch.randn(M, *shape)
+    return make(), x, torch.randint(CLASSES, (M,))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("chunk", [1 << 24, 8])
+def test_equals_one_differentiation_an_example(kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "_CHUNK", chunk)
+    model, x, y = model_and_batch(kind)
+    found = measured(model, [(x, y)], verify=True)
+    assert found.problem is None
+    assert found.examples == M
+    # float32: sums over at most some thousand terms.
+    torch.testing.assert_close(found.sq_norms, expected(model, x, y), rtol=1e-5, atol=0)
+
+
+def test_a_linear_layer_by_hand() -> None:
+    model = nn.Linear(2, 1)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, -1.0]]))
+        model.bias.fill_(2.0)
+    x = torch.tensor([[1.0, 2.0], [3.0, 0.0]])
+    found = measured(model, [(x, torch.zeros(2))], lambda model, x, y: 0.5 * model(x).squeeze(1).square().mean())
+    # Output gradients 1/2 and 5/2: ‖g‖² is 0.25·5 + 6.25·9 for the weight and 0.25 + 6.25 for the bias.
+    assert found.sq_norms.tolist() == [57.5, 6.5]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_gradients_and_weights_stay_as_they_are_to_the_bit(kind: str) -> None:
+    model, x, y = model_and_batch(kind)
+    loss_of(model, x, y).backward()
+    alone = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    measured(model, [(x, y)], verify=True)
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), alone, strict=True))  # type: ignore[arg-type]
+    hooks = [h for m in model.modules() for h in (m._forward_hooks, *(p._backward_hooks or {} for p in m.parameters()))]
+    assert not any(hooks)
+
+
+def test_passes_add_up_also_of_unequal_size() -> None:
+    model, x, y = model_and_batch("vectors")
+    parts = [(x[:3], y[:3]), (x[3:], y[3:])]
+    found = measured(model, parts)
+    assert found.examples == M
+    torch.testing.assert_close(found.sq_norms, sum(expected(model, *part) for part in parts), rtol=1e-5, atol=0)
+
+
+def test_a_loss_scale_and_a_factor_are_in_the_norms() -> None:
+    model, x, y = model_and_batch("vectors")
+    found = measured(model, [(x, y)], lambda model, x, y: loss_of(model, x, y) * 1024.0)
+    torch.testing.assert_close(found.sq_norms, expected(model, x, y) * 1024.0**2, rtol=1e-5, atol=0)
+
+
+def test_frozen_parameters_and_branches_without_gradient_are_left_out() -> None:
+    model, x, y = model_and_batch("vectors")
+    model[0].weight.requires_grad_(False)  # type: ignore[index, union-attr]
+    found = measured(model, [(x, y)], verify=True)
+    torch.testing.assert_close(found.sq_norms, expected(model, x, y), rtol=1e-5, atol=0)
+
+    def unused(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            model(x * 3)
+        model(x * 2)  # a graph that is never differentiated
+        return loss_of(model, x, y)
+
+    again = measured(model, [(x, y)], unused, verify=True)
+    assert again.problem is None
+    assert torch.equal(again.sq_norms, found.sq_norms)
+
+
+def test_activation_checkpointing_changes_nothing() -> None:
+    model, x, y = model_and_batch("many positions")
+
+    def recomputed(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(checkpoint(model, x, use_reentrant=False), y)
+
+    found = measured(model, [(x, y)], recomputed, verify=True)
+    assert found.problem is None
+    torch.testing.assert_close(found.sq_norms, expected(model, x, y), rtol=1e-5, atol=0)
+
+
+def test_reentrant_checkpointing_is_refused() -> None:
+    model, x, y = model_and_batch("vectors")
+
+    def nested(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(checkpoint(model, x.requires_grad_(), use_reentrant=True), y)
+
+    with pytest.raises(RuntimeError, match="Reentrant"):
+        measured(model, [(x, y)], nested)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Mismatch dtype between input and weight:UserWarning"
+)  # torch's RMSNorm under autocast
+@pytest.mark.parametrize("kind", ["vectors", "few positions", "many positions", "convolutions"])
+def test_bfloat16_under_autocast(kind: str) -> None:
+    model, x, y = model_and_batch(kind)
+
+    def low(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.cross_entropy(model(x).float(), y)
+
+    found = measured(model, [(x, y)], low, verify=True)
+    assert found.problem is None
+    torch.testing.assert_close(found.sq_norms, expected(model, x, y), rtol=0.05, atol=0)  # 8 bits in the operands
+
+
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
+        self.out.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.embedding(x).mean(1))
+
+
+class Own(nn.Module):
+    """A parameter of the user's own beside a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(20))
+        self.out = nn.Linear(20, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x + self.shift)
+
+
+class Scaled(nn.Linear):
+    """A linear layer with a forward pass of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        (Tied(), "out.weight, which is also embedding.weight"),
+        (Own(), "the model (Own)"),
+        (
+            nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False)),
+            "1 (BatchNorm1d), which couples the examples of a batch",
+        ),
+        (nn.Sequential(nn.GRU(3, 4)), "0 (GRU)"),
+        (nn.Sequential(nn.MultiheadAttention(4, 2)), "0 (MultiheadAttention)"),
+        (nn.Sequential(Scaled(3, 4)), "0 (Scaled)"),
+        (
+            nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect")),
+            "0 (Conv2d) with padding_mode='reflect'",
+        ),
+        (nn.Sequential(nn.Embedding(5, 4, max_norm=1.0)), "0 (Embedding) with max_norm=1.0"),
+        (nn.Sequential(nn.Embedding(5, 4, sparse=True)), "0 (Embedding) with sparse=True"),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), "parametrizations.weight (ParametrizationList)"),
+    ],
+    ids=lambda x: type(x).__name__ if isinstance(x, nn.Module) else "",
+)
+def test_what_is_not_covered_is_named(model: nn.Module, named: str) -> None:
+    groups = [list(model.parameters())]
+    assert named in not_covered(model, groups)
+    with pytest.raises(ValueError, match="Per-example norms are not available for"):
+        ExampleNorms(model, groups)
+
+
+def test_a_parameter_outside_the_model_is_not_covered() -> None:
+    model = nn.Linear(2, 2)
+    assert not_covered(model, [[*model.parameters(), nn.Parameter(torch.ones(1))]]) == [
+        "1 parameters that no module of the model holds"
+    ]
+    assert not_covered(model, [list(model.parameters())]) == []
+    frozen = nn.Sequential(nn.Linear(2, 2), nn.GRU(2, 2).requires_grad_(False))
+    assert not_covered(frozen, [list(frozen.parameters())]) == []
+
+
+def problem_of(model: nn.Module, x: Tensor, loss: Callable[[nn.Module, Tensor], Tensor]) -> str:
+    found = measured(model, [(x, x)], lambda model, x, _: loss(model, x), verify=True)
+    assert found.problem is not None
+    return found.problem
+
+
+def test_a_parameter_that_is_used_elsewhere_as_well_is_found() -> None:
+    model = nn.Linear(6, 6)
+    used = problem_of(model, torch.randn(4, 6), lambda model, x: F.linear(model(x), model.weight).square().mean())  # type: ignore[arg-type]
+    assert (
+        used
+        == "the gradient of Linear.weight is not the one of its layer's calls: the parameter is used elsewhere as well"
+    )
+
+
+def test_an_input_without_examples_or_with_other_rows_is_found() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token, self.position = nn.Linear(3, 4), nn.Embedding(5, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.token(x) + self.position(torch.arange(5))
+
+    rows = problem_of(Positions(), torch.randn(8, 5, 3), lambda model, x: model(x).square().mean())
+    assert sorted(set(rows.split()) & {"5", "8"}) == [
+        "5",
+        "8",
+    ]  # "sees 5 rows where other layers see 8", or the other way round
+    alone = problem_of(nn.Linear(6, 1), torch.randn(6), lambda model, x: model(x).sum())
+    assert alone == "Linear has an input without examples, of shape (6,)"
+
+
+def test_an_input_in_which_the_examples_can_not_be_told_from_the_positions_is_found() -> None:
+    square = problem_of(nn.Linear(3, 1), torch.randn(4, 4, 3), lambda model, x: model(x).square().mean())
+    assert "of shape (4, 4, 3), in which two dimensions are as long as the batch" in square
+    images = nn.Conv2d(4, 2, 1)  # a convolution fixes which dimension is which
+    assert (
+        measured(images, [(torch.randn(4, 4, 4, 4),) * 2], lambda model, x, _: model(x).square().mean()).problem is None
+    )
+
+
+def test_a_pass_that_reaches_no_layer_is_a_problem() -> None:
+    model = nn.Linear(3, 2)
+    norms = ExampleNorms(model, [list(model.parameters())])
+    norms.begin()
+    assert norms.measuring
+    assert norms.end().problem == "no layer was called by the forward pass of its module"
+    assert not norms.measuring
+
+
+def test_a_compiled_model_is_not_measured() -> None:
+    model = nn.Linear(3, 1)
+    compiled = torch.compile(model, backend="eager")
+    norms = ExampleNorms(model, [list(model.parameters())])
+    norms.begin(verify=True)
+    compiled(torch.randn(4, 3)).square().mean().backward()
+    found = norms.end()
+    assert found.problem is not None or found.examples == 4
