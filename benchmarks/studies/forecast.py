@@ -2,7 +2,7 @@
 
     python benchmarks/studies/forecast.py --data runs/forecast    all of it: about an hour on one core
     python benchmarks/studies/forecast.py --only report           the tables of the kept runs
-    python benchmarks/studies/forecast.py --probe-cost            only the cost of noise probes
+    python benchmarks/studies/forecast.py --noise-cost            only the cost of the noise of a base run
     python benchmarks/studies/forecast.py --smoke                 seconds: check that it runs
 
 Records base runs with three seeds, as ``tune_recipe(repeats=2)`` would, and runs each scale with five other seeds, in this
@@ -21,14 +21,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from forecast_workloads import Case, cases
 from study import announce, kept
 
 from ray_adascale import AdaScaleConfig, Recipe, Run, forecast_recipe, record_recipe, seed_everything
+from ray_adascale.measure.per_example import not_covered
 from ray_adascale.recipe import Repeat
+from ray_adascale.run.base_noise import NoiseEvery
 from ray_adascale.run.eta import forecast_remaining_steps
 from ray_adascale.workload import build
 
@@ -37,8 +39,7 @@ from bench import markdown
 
 SCALES: tuple[int, ...] = (4, 16, 64)
 PASSES = 4
-PROBED_EVERY = 5  # steps between recorded probes
-FORECAST_EVERY = 20  # steps between the probes that the forecast gets: the default of a search
+RECORDED = NoiseEvery(examples=1, halves=5)  # density of the recorded noise
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.5)  # of T: values of τ at which the time left is compared
 
 
@@ -51,24 +52,36 @@ def batch_of(base_batch_size: int, scale: int, seed: int = 0) -> AdaScaleConfig:
 
 
 def base_run(case: Case, seed: int) -> Recipe:
-    """Record a base run with dense probes."""
+    """Record a base run with dense noise."""
+    built = build(
+        case.workload, case.hyperparameters, AdaScaleConfig(base_batch_size=case.base_batch_size, total_steps=1)
+    )
+    covered = not not_covered(built.model, [list(built.model.parameters())])
     return record_recipe(
         case.workload,
         case.hyperparameters,
         base_batch_size=case.base_batch_size,
         total_steps=case.total_steps,
         seed=seed,
-        probe_every=PROBED_EVERY,
+        probe_every=RECORDED.examples if covered else RECORDED.halves,
     )
 
 
-def joined(recipes: Sequence[Recipe], probe_every: int) -> Recipe:
-    """Join base runs with several seeds to one recipe with repeats, with the probes of every ``probe_every``-th step."""
-    thinned = [
-        replace(recipe, noise=[p for p in recipe.noise if p.effective_steps % probe_every == 0]) for recipe in recipes
-    ]
-    first, *others = thinned
-    return replace(first, repeats=[Repeat(seed=r.seed, score=r.score, noise=r.noise) for r in others])
+def thinned(recipe: Recipe, every: NoiseEvery) -> Recipe:
+    """Return the recipe with a part of its noise, at this density."""
+    k = every.examples if recipe.search["noise"]["from"] == "examples" else every.halves
+    return replace(recipe, noise=[p for p in recipe.noise if p.effective_steps % k == 0])
+
+
+def joined(recipes: Sequence[Recipe], first: NoiseEvery, repeats: NoiseEvery) -> Recipe:
+    """Join base runs with several seeds to one recipe with repeats, with noise at these densities."""
+    winner, *others = thinned(recipes[0], first), *(thinned(recipe, repeats) for recipe in recipes[1:])
+    return replace(winner, repeats=[Repeat(seed=r.seed, score=r.score, noise=r.noise) for r in others])
+
+
+def as_searched(recipes: Sequence[Recipe]) -> Recipe:
+    """Return the recipe of a search with default settings: the first base run is its trial, the others its repeats."""
+    return joined(recipes, NoiseEvery.given(None), NoiseEvery.given(None, denser=4))
 
 
 def scaled_run(case: Case, recipe: Recipe, scale: int, seed: int) -> dict[str, Any]:
@@ -299,27 +312,36 @@ def report(chosen: Mapping[str, Sequence[Case]], args: argparse.Namespace, scale
                 if not seeds:
                     continue
                 runs = scaled_runs(case, args.data, scale, seeds, recipes[0])
-                rows.append(row_of(case, joined(recipes, FORECAST_EVERY), scale, runs))
-                dense.append(row_of(case, joined(recipes, PROBED_EVERY), scale, runs))
-                single.extend(row_of(case, joined([one], FORECAST_EVERY), scale, runs) for one in recipes)
+                rows.append(row_of(case, as_searched(recipes), scale, runs))
+                dense.append(row_of(case, joined(recipes, RECORDED, RECORDED), scale, runs))
+                single.extend(row_of(case, as_searched([one]), scale, runs) for one in recipes)
         if not rows:
             continue
         print(f"\n{kind}\n\n{markdown(HEADINGS, [row.cells() for row in rows])}")
         print("", *summary(rows), sep="\n")
-        print(f"A probe on every {PROBED_EVERY}th step: {summary(dense)[0]} {summary(dense)[1]}")
+        print(f"Noise on every step (halves: every {RECORDED.halves}th): {summary(dense)[0]} {summary(dense)[1]}")
         print(f"One seed alone: {summary(single)[0]} {summary(single)[2]}")
         print(f"\n{left_table(rows)}", flush=True)
 
 
-def probe_cost(cases: Sequence[Case], rounds: int = 3) -> None:
-    """Print the cost of probes: CPU seconds of base runs of 400 steps, interleaved, relative to a run without probes."""
-    densities = (10**9, FORECAST_EVERY, PROBED_EVERY, 1)
-    heads = [f"every {k}" if k > 1 else "every step" for k in densities[1:]]
-    print(f"\n| workload | {' | '.join(heads)} |\n| --- | --- | --- | --- |")
+WAYS: dict[str, tuple[Literal["auto", "samples"], int]] = {
+    "examples, every step": ("auto", 1),
+    "examples, every 5th": ("auto", 5),
+    "halves, every step": ("samples", 1),
+    "halves, every 5th": ("samples", 5),
+    "halves, every 20th": ("samples", 20),
+}
+
+
+def noise_cost(cases: Sequence[Case], rounds: int = 5) -> None:
+    """Print the cost of noise: CPU time of base runs of 400 steps, relative to a run without noise in the same round."""
+    print(f"\n| workload | ms a step | {' | '.join(WAYS)} |\n| --- | --- {'| --- ' * len(WAYS)}|")
     for case in cases:
-        seconds: dict[int, list[float]] = {every: [] for every in densities}
-        for _ in range(rounds):
-            for every in densities:
+        ratios: dict[str, list[float]] = {way: [] for way in WAYS}
+        plains = []
+        for number in range(rounds + 1):
+            seconds = {}
+            for way, (noise, every) in [("none", ("samples", 10**9)), *WAYS.items()]:
                 began = time.process_time()
                 record_recipe(
                     case.workload,
@@ -327,19 +349,25 @@ def probe_cost(cases: Sequence[Case], rounds: int = 3) -> None:
                     base_batch_size=case.base_batch_size,
                     total_steps=400,
                     probe_every=every,
+                    config=AdaScaleConfig(noise=noise),
                 )
-                seconds[every].append(time.process_time() - began)
-        plain = statistics.median(seconds[densities[0]])
-        ratios = [f"{statistics.median(seconds[every]) / plain:.2f}" for every in densities[1:]]
-        print(f"| {case.name} | {' | '.join(ratios)} |", flush=True)
+                seconds[way] = time.process_time() - began
+            if number > 0:  # the first round warms up
+                plains.append(seconds["none"] / 400 * 1e3)
+                for way in WAYS:
+                    ratios[way].append(seconds[way] / seconds["none"])
+        cells = [f"{statistics.median(of_way):.2f}" for of_way in ratios.values()]
+        print(f"| {case.name} | {statistics.median(plains):.2f} | {' | '.join(cells)} |", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Forecast against actual steps.")
     parser.add_argument("--smoke", action="store_true", help="one short case: only check that it runs")
     parser.add_argument("--data", type=Path, default=Path("runs/forecast"), help="kept runs (default: %(default)s)")
-    parser.add_argument("--only", choices=("run", "report"), help="train, or print the kept runs; default: both")
-    parser.add_argument("--probe-cost", action="store_true", help="only measure the cost of probes")
+    parser.add_argument(
+        "--only", choices=("base", "run", "report"), help="train (base runs only), or print; default: all"
+    )
+    parser.add_argument("--noise-cost", action="store_true", help="only measure the cost of the noise of a base run")
     parser.add_argument("--cases", nargs="+", metavar="NAME", help="beginnings of the names of cases; default: all")
     parser.add_argument("--base-seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of the base runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[10, 11, 12, 13, 14], help="seeds of the scaled runs")
@@ -352,19 +380,22 @@ def main() -> None:
         args.base_seeds, args.seeds = args.base_seeds[:1], args.seeds[:1]
     if args.cases:
         chosen = {kind: [c for c in found if c.name.startswith(tuple(args.cases))] for kind, found in chosen.items()}
-    if args.probe_cost:
-        probe_cost([*chosen["found on"][:3], chosen["fresh"][1], chosen["fresh"][4], chosen["fresh"][6]])
+    if args.noise_cost:
+        noise_cost([*chosen["found on"][:3], *(chosen["fresh"][i] for i in (1, 6, 8, 11))])
         return
     started = time.monotonic()
     announce(args.data)
     if args.only != "report":
+        for case in (case for found in chosen.values() for case in found):
+            base_runs(case, args.data, args.base_seeds)
+    if args.only not in ("base", "report"):
         for seed in range(len(args.seeds)):  # every case gets its first seed before any gets its second
             for case in (case for found in chosen.values() for case in found):
                 recipe = base_runs(case, args.data, args.base_seeds)[0]
                 for scale in scales:
                     scaled_runs(case, args.data, scale, args.seeds[: seed + 1], recipe)
                 print(f"{time.monotonic() - started:5.0f} s  {case.name}, seed {args.seeds[seed]}", file=sys.stderr)
-    if args.only != "run":
+    if args.only not in ("base", "run"):
         report(chosen, args, scales)
 
 
