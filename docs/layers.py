@@ -90,7 +90,7 @@ TORCH_LAYERS: list[list[Package]] = [
             "optim",
             "how weights move",
             "adascale algorithm step_shape gradient_statistics previous_gradient observing workers averages rules deferred "
-            "wrapper grad_scaler adam_metric",
+            "wrapper grad_scaler adam_metric example_noise",
         )
     ],
     [
@@ -102,7 +102,13 @@ TORCH_LAYERS: list[list[Package]] = [
         )
     ],
     [Package("", "how long a step takes", "throughput")],
-    [Package("measure", "where squared norms of gradients are measured", "observers ddp fsdp2 probe layers per_example noise_meter")],
+    [
+        Package(
+            "measure",
+            "where squared norms of gradients are measured",
+            "observers ddp fsdp2 probe layers per_example noise_meter",
+        )
+    ],
     [Package("", "how noisy a gradient is: the mathematics, as pure functions", "gain")],
     [
         Package(

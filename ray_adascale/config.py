@@ -103,6 +103,8 @@ class AdaScaleConfig:
             step, by consecutive gradients, or in a base run by the halves of a batch. "per_example": by the gradient norms of
             the single examples, which the backward pass yields layer by layer; a model that is not covered is refused. "auto":
             by examples where there is one gradient sample a step and the model is covered, else by samples.
+        noise_budget: Share of the time of the steps that per-example norms may cost. So only every few steps are measured. A base
+            run measures every fifth instead.
         max_nonfinite_steps: Optimizer steps in a row with a non-finite gradient before the run ends with an error.
         seed: Seed of the order of examples.
         shuffle: False keeps the examples in the dataset's order.
@@ -148,6 +150,7 @@ class AdaScaleConfig:
     grad_clip: float | None = None
     averaging_window: float = 0.05
     noise: Literal["auto", "per_example", "samples"] = "auto"
+    noise_budget: float = 0.05
     max_nonfinite_steps: int = 50
     seed: int = 0
     shuffle: bool = True
@@ -174,6 +177,7 @@ class AdaScaleConfig:
             "total_epochs",
             "grad_clip",
             "averaging_window",
+            "noise_budget",
             "evaluate_every",
             "checkpoint_every_s",
             "report_every_s",

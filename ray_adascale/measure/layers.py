@@ -66,6 +66,10 @@ class LayerRule(ABC):
         """Return Σ_e ‖gradient of the weight by example e‖², 0-dim."""
 
     @abstractmethod
+    def cost(self, x: Operands) -> tuple[float, float]:
+        """Return the multiplications of :meth:`weight_sq_norms`, and those of the layer's forward pass."""
+
+    @abstractmethod
     def weight_gradient(self, module: Any, x: Operands) -> Tensor:
         """Return the gradient of the weight, summed over examples; of any shape with as many elements."""
 
@@ -92,8 +96,7 @@ class _Products(LayerRule):
         if t == 1:  # ‖δ ⊗ a‖ = ‖δ‖·‖a‖
             a, delta = (v.reshape(m, -1).float() if v.dtype is torch.bfloat16 else v.reshape(m, -1) for v in (a, delta))
             return torch.dot((a * a).sum(1), (delta * delta).sum(1))
-        # ‖Σ_t δ_t ⊗ a_t‖² = Σ_tu (a_t·a_u)(δ_t·δ_u): t²(p + q) multiplications instead of t·p·q.
-        by_gram = t * (p + q) < p * q
+        by_gram = _by_gram(t, p, q)
         rows = max(_CHUNK // (t * t if by_gram else p * q), 1)
         parts = []
         for a_rows, delta_rows in zip(a.split(rows), delta.split(rows), strict=True):
@@ -102,6 +105,10 @@ class _Products(LayerRule):
             else:
                 parts.append(take_norm(delta_rows.mT @ a_rows).square())
         return _total(parts)
+
+    def cost(self, x: Operands) -> tuple[float, float]:
+        (m, t, p), q = x.a.shape, x.delta.shape[-1]
+        return m * (p + q if t == 1 else min(t * t * (p + q), t * p * q)), m * t * p * q
 
 
 class _Linear(_Products):
@@ -174,6 +181,10 @@ class _Embedding(LayerRule):
             parts.append(_dot(same.to(delta.dtype), delta @ delta.mT))
         return _total(parts)
 
+    def cost(self, x: Operands) -> tuple[float, float]:
+        (m, t, q) = x.delta.shape
+        return m * t * q * (1 if t == 1 else t), m * t * q
+
     def weight_gradient(self, module: nn.Embedding, x: Operands) -> Tensor:
         out = torch.zeros(module.weight.shape, dtype=x.delta.dtype, device=x.delta.device)
         return out.index_add_(0, x.a.flatten(), x.delta.flatten(0, 1))
@@ -184,6 +195,9 @@ class _Scales(LayerRule):
 
     def weight_sq_norms(self, x: Operands) -> Tensor:
         return take_norm(sum_over_positions(x.a * x.delta)).square()
+
+    def cost(self, x: Operands) -> tuple[float, float]:
+        return x.delta.numel(), x.delta.numel()
 
     def weight_gradient(self, module: Any, x: Operands) -> Tensor:
         return (x.a * x.delta).sum((0, 1))
@@ -212,6 +226,14 @@ class _LayerNorm(_Scales):
             a = F.rms_norm(a, shape, eps=module.eps)
         m, features = a.shape[0], torch.Size(shape).numel()
         return Operands(a.reshape(m, -1, features), delta.reshape(m, -1, features))
+
+
+def _by_gram(t: int, p: int, q: int) -> bool:
+    """Whether Gram matrices of t positions take fewer multiplications than the gradient of p × q entries.
+
+    ‖Σ_t δ_t ⊗ a_t‖² = Σ_tu (a_t·a_u)(δ_t·δ_u): t²·(p + q) instead of t·p·q.
+    """
+    return t * (p + q) < p * q
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:

@@ -27,6 +27,9 @@ __all__ = ["ExampleNorms", "MeasuredPasses", "not_covered"]
 _TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.05}
 """Relative difference allowed between a gradient and its sum over examples, by dtype of the output gradient; else 1e-3."""
 
+_CALLS = 0.2
+"""Share of the time of a pass that hooks and small operations add, by the table of a study on CPUs (docs/results/noise.md)."""
+
 
 @dataclass
 class _Call:
@@ -107,11 +110,13 @@ class MeasuredPasses:
             a pass is the mean over its m examples. The factor and the loss scale that a loss carried are in it.
         examples: Examples of all passes, as the layers saw them.
         problem: Why the numbers are not valid; None if they are.
+        cost: Estimate of the time that measuring added, as a share of that of the passes, from the shapes of the layers.
     """
 
     sq_norms: Tensor
     examples: int
     problem: str | None
+    cost: float
 
 
 class ExampleNorms:
@@ -145,6 +150,7 @@ class ExampleNorms:
         self._in_pass = False
         self._rows: int | None = None  # m of the pass, as the layers see it
         self._examples = 0
+        self._extra, self._forward = 0.0, 0.0  # multiplications
         self._verify = False
         self._expected: dict[Tensor, Tensor] = {}
         self._found: dict[Tensor, Tensor] = {}
@@ -174,12 +180,16 @@ class ExampleNorms:
 
     def end(self) -> MeasuredPasses:
         """Stop measuring, and return the measurement of the backward passes since :meth:`begin`."""
+        if self._in_pass:
+            self._end_pass()  # the gradients are complete, but this is called before the engine's end of the pass
         problem = self._problem
         if problem is None and not self._sums:
             problem = "no layer was called by the forward pass of its module"
         if problem is None and self._verify:
             problem = self._difference()
-        measured = MeasuredPasses(self._sum_by_group(), self._examples, problem)
+        # Forward and backward pass multiply three times as often as the forward pass.
+        cost = _CALLS + self._extra / (3 * self._forward) if self._forward else _CALLS
+        measured = MeasuredPasses(self._sum_by_group(), self._examples, problem, cost)
         self.cancel()
         return measured
 
@@ -241,6 +251,8 @@ class ExampleNorms:
 
     @torch.no_grad()
     def _end_pass(self) -> None:
+        if not self._in_pass:
+            return
         for layer in self._layers:
             if layer.calls:
                 self._finish(layer, [call for call in layer.calls if call.delta is not None])
@@ -254,6 +266,8 @@ class ExampleNorms:
         x = Operands.joined([_operands(layer, call) for call in calls])
         if "weight" in layer.groups:
             self._sums.append((layer.groups["weight"], layer.rule.weight_sq_norms(x)))
+            extra, forward = layer.rule.cost(x)
+            self._extra, self._forward = self._extra + extra, self._forward + forward
         if "bias" in layer.groups:
             self._sums.append((layer.groups["bias"], take_norm(sum_over_positions(x.delta)).square()))
         if self._verify:

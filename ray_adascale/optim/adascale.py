@@ -1,7 +1,6 @@
 """AdaScale: an optimizer wrapper that multiplies the learning rate by the gain of the batch.
 
-This is the interface, FairScale's and torch's. :mod:`ray_adascale.optim.algorithm` has the algorithm, and
-:mod:`ray_adascale.gain` the mathematics.
+This is the interface, FairScale's and torch's. ``algorithm`` has the algorithm, and :mod:`ray_adascale.gain` the mathematics.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from .._torch import called_to_make_state, is_dtensor, uncompiled
 from .._warn import warn_at_user
 from ..sharding.oss import OSS
 from .algorithm import AdaScaleAlgorithm
-from .averages import Averages, CountDecay, Smoothing
+from .averages import Averages, CountDecay, Smoothing, check_averaging
+from .example_noise import NoiseChoice
 from .gradient_statistics import GradientStatistics
 from .rules import AdaScaleRule, ScalingRule
 from .step_shape import StepEnd, StepResult, StepShape
@@ -35,8 +35,8 @@ class AdaScale(OptimizerWrapper):
     Use it like the optimizer itself: any ``torch.optim.lr_scheduler`` may be built on the wrapper or on the wrapped optimizer.
     :attr:`effective_steps` is the number of optimizer steps so far on the clock of the base batch. Drive the schedule with it,
     and stop when it reaches the number of steps that the schedule was made for. Collective: the last backward pass of a step ends
-    with one small all-reduce over ``process_group``. AdaScale may be built before ``init_process_group``. Then,
-    without ``world_size`` and ``process_group``, the workers at the first backward pass share the batch.
+    with one small all-reduce over ``process_group``. AdaScale may be built before ``init_process_group``. Then, without
+    ``world_size`` and ``process_group``, the workers at the first backward pass share the batch.
 
     In a step the host waits once for the device, to read r. A fused optimizer (``SGD``, ``Adam`` or ``AdamW`` with
     ``fused=True``, also in OSS; parameters on one device; AdaScale's own rule) gets the LR as a float32 tensor and skips a step
@@ -55,26 +55,27 @@ class AdaScale(OptimizerWrapper):
         debias_ewma: Debiased moving average (FairScale's default), or, if False, the paper's: a plain mean at first.
         process_group: Workers that reduce gradients together. Default: OSS's, or the default group, if there is one.
         grad_scaler: The ``torch.amp.GradScaler`` that scales the loss, so that statistics are of unscaled gradients.
-        variance_floor: Lower bound on each σ². 1e-6 reproduces FairScale's numbers, to its float32; 0 (default)
-            makes the gain independent of the gradients' magnitude.
+        variance_floor: Lower bound on each σ². 1e-6 gives FairScale's numbers; 0 makes the gain independent of gradients' size.
         clip: Where σ², μ² ≥ 0 is enforced: on each sample before averaging ("samples", as FairScale), or on reading
             the averages ("averages", which keeps them unbiased).
-        averaging_window: Average over effective time instead of over steps: θ_t = exp(−r_{t−1} / (window · T)). A
-            fraction of the run, e.g. 0.05; needs ``total_steps``.
+        averaging_window: Average over effective time, with this share of ``total_steps`` as the width, instead of over steps.
         total_steps: T, effective steps in the run.
         single_gain: One gain for all parameter groups, from their summed statistics, so that every group follows the
             same schedule (the paper's form). Default: one gain per group for its LR, as both predecessors do.
-        base_batch_size: B0 in examples; with ``batch_size`` it gives the scale.
-        batch_size: B in examples, over all workers and passes.
+        base_batch_size: B0 in examples; with ``batch_size``, B over all workers and passes, it gives the scale.
+        batch_size: B in examples.
         rule: Maps a :class:`RuleInput` to (LR factor, clock increment). Default: AdaScale's (r, r).
         precondition: Maps (parameter, gradient) to the tensor that norms are taken of, for statistics in another metric than
             the Euclidean one. Costs a copy of one gradient at a time.
-        model: The model. Needed for one that is sharded with ``fully_shard``, and for a ``DistributedDataParallel`` whose
-            buckets are to be measured (:func:`ray_adascale.measure.ddp.measure_buckets`).
+        model: The model. Needed for one that is sharded with ``fully_shard``, for a ``DistributedDataParallel`` whose
+            buckets are to be measured (:func:`ray_adascale.measure.ddp.measure_buckets`), and for per-example norms.
+        noise: The gradient samples. "samples": the gradients of workers and passes; with one a step, of consecutive steps.
+            "per_example": the examples of the batch, by their gradient norms in each layer of ``model``. They lie along the first
+            dimension of each layer's input. "auto": examples, where a step above S = 1 has one sample and they are covered.
+        noise_budget: Share of the time that per-example norms may cost: every few steps are measured.
 
     Raises:
-        ValueError: An argument is out of its range, or the optimizer is wrapped already, or its parameters are sharded in
-            a way that is not supported.
+        ValueError: An argument is out of its range, the optimizer is wrapped already, or its sharding is not supported.
     """
 
     _parts = frozenset({"_optimizer", "_statistics", "_averages", "_algorithm"})
@@ -110,18 +111,13 @@ class AdaScale(OptimizerWrapper):
         rule: ScalingRule | None = None,
         precondition: Callable[[Tensor, Tensor], Tensor] | None = None,
         model: torch.nn.Module | None = None,
+        noise: Literal["auto", "per_example", "samples"] = "auto",
+        noise_budget: float = 0.05,
     ) -> None:
         super().__init__(optimizer)
-        if clip not in ("samples", "averages"):
-            raise ValueError(f"Invalid {clip=}. Must be 'samples' or 'averages'.")
-        if averaging_window is not None and (smoothing is not None or total_steps is None):
-            raise ValueError(f"{averaging_window=} needs total_steps, and excludes smoothing (got {smoothing=}).")
-        if averaging_window is not None and not (averaging_window > 0 and cast(float, total_steps) > 0):
-            raise ValueError(f"Invalid {averaging_window=}, {total_steps=}. Both must be positive.")
+        check_averaging(clip, smoothing, averaging_window, total_steps)
         if num_gradients_to_accumulate < 1:
             raise ValueError(f"Invalid {num_gradients_to_accumulate=}. Must be at least 1.")
-        if smoothing is not None and not callable(smoothing) and not 0 <= smoothing < 1:
-            raise ValueError(f"Invalid {smoothing=}. Must be in [0, 1).")
         if base_batch_size is not None or batch_size is not None:
             if scale is not None or not base_batch_size or not batch_size:
                 raise ValueError(f"Give scale, or both of {base_batch_size=} and {batch_size=}.")
@@ -131,6 +127,7 @@ class AdaScale(OptimizerWrapper):
         workers = Workers(world_size, process_group, sharded=isinstance(optimizer, OSS))
         workers.scale_follows = scale is None
         self._is_scaled_loss = is_scaled_loss
+        self._noise = NoiseChoice(noise, noise_budget, model if precondition is None else None)
         self._single_gain = single_gain
         self._warned_single_sample = False
         self._statistics = GradientStatistics(
@@ -177,10 +174,7 @@ class AdaScale(OptimizerWrapper):
         If ``torch.distributed.checkpoint.state_dict`` calls it to make an empty state, it makes the state and nothing else.
 
         Args:
-            closure: Evaluates the model once and returns the loss; the gain is that of the gradients it leaves.
-
-        Returns:
-            The closure's loss; None without a closure.
+            closure: Evaluates the model once and returns the loss, which is then returned; the gain is that of its gradients.
 
         Raises:
             RuntimeError: Called after fewer or more backward passes than ``num_gradients_to_accumulate``.
@@ -196,6 +190,8 @@ class AdaScale(OptimizerWrapper):
         self._statistics.add_workers()
         self._warn_of_single_sample(stepping=True)
         self._algorithm.step()
+        if self._statistics.uncovered is not None:
+            self._warn_of_single_sample()
         return loss
 
     @torch.no_grad()
@@ -219,6 +215,8 @@ class AdaScale(OptimizerWrapper):
         self._require_boundary("add_param_group")
         self._algorithm.synchronize()
         self._optimizer.add_param_group(param_group)
+        self._statistics.measure_by(None)
+        self._choose_samples(self._statistics.declared)
         self._statistics.add_group()
         if not self._single_gain:
             self._averages.add_gain(self._statistics.declared)
@@ -229,8 +227,7 @@ class AdaScale(OptimizerWrapper):
         Loads with ``torch.load(weights_only=True)`` and goes through ``torch.distributed.checkpoint``.
 
         Raises:
-            RuntimeError: Called between the passes of an optimizer step, or before the step that they lead to, without
-                :attr:`saves_within_step`.
+            RuntimeError: Called between a backward pass and the step it leads to, without :attr:`saves_within_step`.
         """
         self._require_boundary("state_dict")
         inner, statistics = self._optimizer.state_dict(), self.statistics_state()
@@ -268,7 +265,7 @@ class AdaScale(OptimizerWrapper):
 
     def __getstate__(self) -> dict[str, Any]:
         self._algorithm.synchronize()
-        return super().__getstate__()
+        return {**super().__getstate__(), "_noise": NoiseChoice("auto", self._noise.budget, None)}
 
     # ---- FairScale's interface -----------------------------------------------------------------------------------
 
@@ -362,8 +359,14 @@ class AdaScale(OptimizerWrapper):
             loss_divisor=passes if self._is_scaled_loss else 1,
             to_mean=self._is_scaled_loss,
         )
+        self._choose_samples(shape)
         self._statistics.declare(shape)
-        self._averages.follow(shape.num_samples)
+        self._averages.follow(cast(int, self._statistics.usual_samples))
+
+    def _choose_samples(self, shape: StepShape) -> None:
+        if self._statistics.uncovered is None:
+            groups = [group["params"] for group in self.param_groups]
+            self._statistics.measure_by(self._noise.examples(shape, groups, self._statistics.examples))
 
     def expect_passes(self, passes: int, *, scale: float | None = None, loss_divided_by: int | None = None) -> None:
         """Announce that one optimizer step, the one under way or else the next, has fewer backward passes than declared.
@@ -401,8 +404,7 @@ class AdaScale(OptimizerWrapper):
     def step_end(self) -> StepEnd | None:
         """Decides whether a step ends before the declared number of passes; None: only :meth:`expect_passes` does.
 
-        Called as each pass begins that is not the declared last. Returns :meth:`StepShape.shortened` of :attr:`shape` if the
-        pass is the step's last, else None.
+        Called as each pass begins that is not the declared last; returns :meth:`StepShape.shortened` of :attr:`shape`, or None.
         """
         return self._statistics.step_end
 
@@ -557,8 +559,7 @@ class AdaScale(OptimizerWrapper):
         Args:
             max_norm: Largest norm.
             norm_type: p of the p-norm.
-            filter_params_fn: For an OSS only, see :meth:`ray_adascale.OSS.clip_grad_norm`.
-            process_group: For an OSS only, see :meth:`ray_adascale.OSS.clip_grad_norm`.
+            filter_params_fn: As ``process_group`` for an OSS only, see :meth:`ray_adascale.OSS.clip_grad_norm`.
 
         Returns:
             The norm before clipping, on the device.
@@ -590,6 +591,8 @@ class AdaScale(OptimizerWrapper):
     def _warn_of_single_sample(self, *, stepping: bool = False) -> None:
         shape, workers = self._statistics.declared, self._statistics.workers
         # Before the first step further workers may come up; if passes are left open, only a step has a number of them.
+        if self._statistics.examples is not None:
+            return
         undecided = self._statistics.usual_samples is None or not (workers.final or workers.steps)
         if undecided != stepping or shape.num_samples > 1 or shape.scale <= 1 or self._warned_single_sample:
             return

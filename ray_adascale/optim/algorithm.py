@@ -219,8 +219,9 @@ class AdaScaleAlgorithm:
             "previous_gain": torch.tensor(self.last.gain, dtype=torch.float64),
             "steps": torch.tensor(self.last.steps),
         }
-        previous = self._statistics.previous
-        return state if previous is None else {**state, **previous.state()}
+        for part in (self._statistics.previous, self._statistics.examples):
+            state |= {} if part is None else part.state()
+        return state
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Load a :meth:`state`.
@@ -240,6 +241,8 @@ class AdaScaleAlgorithm:
             )
         )
         self._statistics.load_previous(state if self._averages.num_samples == 1 else {})
+        if self._statistics.examples is not None:
+            self._statistics.examples.load(state, self._statistics.device)
 
     def restart(self) -> None:
         """Forget all steps: averages and clock start afresh."""
@@ -247,6 +250,8 @@ class AdaScaleAlgorithm:
         self._averages.restart()
         self.set_last(replace(self.last, gain=1.0, effective_steps=0.0, steps=0))
         self._statistics.previous = None
+        if self._statistics.examples is not None:
+            self._statistics.examples.load({}, self._statistics.device)
 
 
 def _scaled(lr: float | Tensor, factor: float | Tensor, scale: float) -> Any:

@@ -14,10 +14,26 @@ from ..gain import Average
 from .gradient_statistics import Sample
 from .step_shape import StepShape
 
-__all__ = ["Averages", "CountDecay", "NoiseReadout", "Smoothing"]
+__all__ = ["Averages", "CountDecay", "NoiseReadout", "Smoothing", "check_averaging"]
 
 Smoothing = float | Callable[[StepShape], float]
 """θ of a moving average over steps: a constant, or a function of the step's shape."""
+
+
+def check_averaging(clip: str, smoothing: Smoothing | None, window: float | None, total_steps: float | None) -> None:
+    """Check the arguments of :class:`ray_adascale.AdaScale` that concern the averages.
+
+    Raises:
+        ValueError: An argument is out of its range, or contradicts another.
+    """
+    if clip not in ("samples", "averages"):
+        raise ValueError(f"Invalid {clip=}. Must be 'samples' or 'averages'.")
+    if window is not None and (smoothing is not None or total_steps is None):
+        raise ValueError(f"averaging_window={window} needs total_steps, and excludes smoothing (got {smoothing=}).")
+    if window is not None and total_steps is not None and not (window > 0 and total_steps > 0):
+        raise ValueError(f"Invalid averaging_window={window}, {total_steps=}. Both must be positive.")
+    if smoothing is not None and not callable(smoothing) and not 0 <= smoothing < 1:
+        raise ValueError(f"Invalid {smoothing=}. Must be in [0, 1).")
 
 
 @dataclass(frozen=True)

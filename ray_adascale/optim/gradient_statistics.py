@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 from .. import gain as gain_math
 from .._torch import is_dtensor
 from ..gain import Average
-from ..measure.observers import GradientObserver, take_norm, take_norms
+from ..measure.observers import GradientObserver, all_finite, take_norm
 from ..sharding.oss import OSS
+from .example_noise import ExampleNoise, ExampleSums
 from .observing import Measurement, has_dtensors, has_sharded_gradients, make_observer
 from .previous_gradient import PreviousGradient
 from .step_shape import StepEnd, StepShape
@@ -106,12 +107,15 @@ class GradientStatistics:
         model: The model, where norms may be taken of it.
 
     Attributes:
+        examples: Measures the noise by the single examples; None: by the gradient samples of workers and passes. Set it with
+            :meth:`measure_by`.
         declared: Shape of a full step. Set it with :meth:`declare`.
         step_end: Decides which pass is a step's last; None: the declared number of passes does.
         weights: w of this worker's gradient sample in each pass; None: all 1/n.
         payload: 1-D numbers that are summed over workers in the same all-reduce; None: none.
         observer: Measures the norms; None where there is nothing to measure.
         previous: g_{t−1} of the differenced estimator.
+        uncovered: Why examples turned out not to be measurable; None otherwise.
         passes: Backward passes so far in this step.
         sample: The step's sample, once its last pass has ended.
     """
@@ -134,6 +138,7 @@ class GradientStatistics:
         self._single_gain = single_gain
         self._precondition = precondition
         self._model = model
+        self.examples: ExampleNoise | None = None
         self.declared = StepShape(1, workers.count)
         self.step_end: StepEnd | None = None
         self._open_ended = False
@@ -142,6 +147,7 @@ class GradientStatistics:
         self.payload: Tensor | None = None
         self.observer: GradientObserver | None = None
         self.previous: PreviousGradient | None = None
+        self.uncovered: str | None = None
         self._unhooked = False
         self._provisional = False  # whether the observer was chosen before the number of workers was final
         self.passes = 0
@@ -152,7 +158,14 @@ class GradientStatistics:
 
     def __getstate__(self) -> dict[str, Any]:
         # Hooks, callables and process groups belong to this process.
-        own = {"observer": None, "_process_group": None, "_model": None, "payload": None, "step_end": None}
+        own = {
+            "observer": None,
+            "_process_group": None,
+            "_model": None,
+            "payload": None,
+            "step_end": None,
+            "examples": None,
+        }
         return {**self.__dict__, **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -178,8 +191,13 @@ class GradientStatistics:
 
     @property
     def usual_samples(self) -> int | None:
-        """n of a full step; None where the number of passes is left open."""
-        return None if self._open_ended else self.declared.num_samples
+        """n of a full step, at least 2 with examples as samples; None where the number of passes is left open."""
+        return None if self._open_ended else self._estimated_from
+
+    @property
+    def _estimated_from(self) -> int:
+        n = self.declared.num_samples
+        return n if self.examples is None else max(n, 2)
 
     @property
     def num_gains(self) -> int:
@@ -220,9 +238,16 @@ class GradientStatistics:
             scale: S to assume before the first step has ended.
         """
         self.step_end, self._open_ended = step_end, True
+        self.measure_by(None)
         self.declared, self._expected = StepShape(1, self.workers.count, float(scale)), None
         self.previous = None
         self.attach()
+
+    def measure_by(self, examples: ExampleNoise | None) -> None:
+        """Measure the noise from the next step on by single examples, or, with None, by gradient samples."""
+        if self.examples is not None and self.examples is not examples:
+            self.examples.detach()
+        self.examples = examples
 
     def expect(self, shape: StepShape) -> None:
         """Set the shape of the step under way, or at a step boundary of the next one; the steps after it are full ones."""
@@ -260,8 +285,8 @@ class GradientStatistics:
             )
         wanted = Measurement(
             workers=self.workers.count,
-            needed=self._measures_samples or self.declared.scale != 1,
-            local=self._measures_samples,
+            needed=self._several_samples or self.declared.scale != 1,
+            local=self._several_samples and self.examples is None,
             one_pass=self.declared.passes == 1 and not self._open_ended,
             workers_awaited=self.workers.awaited,
         )
@@ -270,18 +295,20 @@ class GradientStatistics:
                 self._optimizer, self, wanted, model=self._model, precondition=self._precondition
             )
         self._provisional = wanted.workers_awaited
+        if self.examples is not None:
+            self.examples.detach() if self.observer is None else self.examples.begin_step()
 
     on_reducer_attached = attach
     """Called by OSS when a ShardedDataParallel begins to reduce its gradients."""
 
     @property
-    def _measures_samples(self) -> bool:
-        """Whether norms of single gradient samples are needed: a step has several, or may have."""
+    def _several_samples(self) -> bool:
+        """Whether a step has several gradient samples, or may have."""
         return self.declared.num_samples > 1 or self._open_ended
 
     def keeps_measuring(self) -> bool:
         self._await_workers()
-        if not self._measures_samples and self.declared.scale == 1:
+        if not self._several_samples and self.declared.scale == 1:
             self.observer = None
         return self.observer is not None
 
@@ -294,6 +321,8 @@ class GradientStatistics:
         """Watch the parameter group that was added to the optimizer last."""
         if self.observer is not None:
             self.observer.add_group(self._optimizer.param_groups[-1]["params"])
+            if self.examples is not None:
+                self.examples.begin_step()
         self.previous = None
 
     def load_previous(self, state: dict[str, Tensor]) -> None:
@@ -311,6 +340,11 @@ class GradientStatistics:
 
     def begin_step(self) -> None:
         """Forget the passes since the last step."""
+        if self.passes and self.examples is not None:
+            self.examples.begin_step()
+        self._forget_passes()
+
+    def _forget_passes(self) -> None:
         if self.passes or self.sample is not None:
             self._expected = None  # else it is of a step yet to begin: gradients may be cleared before it
         self.passes = 0
@@ -318,16 +352,19 @@ class GradientStatistics:
         self._ending: StepShape | None = None  # the shape, while the pass that runs is the step's last
         self._ended: StepShape | None = None  # the shape, once the last pass has ended
         self._sent: tuple[Tensor, dist.Work | None] | None = None  # the all-reduce under way
+        self._examples: Tensor | None = None  # this worker's ExampleSums, as a tensor
         self.sample = None
         self._too_many = False
 
     def end_step(self) -> None:
         """End the step: it was taken, or is left out for good."""
-        self.begin_step()
+        self._forget_passes()
+        if self.examples is not None and self.observer is not None:
+            self.examples.end_step()
         self._expected = self.payload = None
         if self._provisional and not self.workers.awaited:
             self._provisional = False
-            if self.observer is not None and not self._measures_samples:
+            if self.observer is not None and not self._several_samples:
                 self.attach()  # before the first pass the samples were measured in case workers came
 
     def _shape_if_last(self, number: int) -> StepShape | None:
@@ -345,7 +382,7 @@ class GradientStatistics:
             grads = observer.gradients_left(self.params)
             too_many = any(bool(take_norm(_local(grad.detach())) != 0) for grad in grads)
             self.previous = None
-            self.begin_step()
+            self._forget_passes()
             self._too_many = too_many
         self._ending = self._shape_if_last(self.passes + 1)
         return self._ending is not None
@@ -353,7 +390,7 @@ class GradientStatistics:
     @torch.no_grad()
     def on_local(self, observer: GradientObserver) -> None:
         shape, self._ending = self._ending, None
-        if shape is None or shape.num_samples > 1:
+        if self.examples is None and (shape is None or shape.num_samples > 1):
             self._norms.append(observer.local_sq_norms())
         self.passes += 1
         if shape is None:
@@ -442,6 +479,10 @@ class GradientStatistics:
             local = torch.zeros(len(self._optimizer.param_groups), dtype=torch.float64, device=self.device)
         complete = torch.full((1,), self._ended is not None, dtype=torch.float64, device=self.device)
         parts = [*more, local, complete]
+        if self.examples is not None and self.examples.measuring:
+            self._examples = self.examples.end_passes().as_tensor()
+        if self._examples is not None:
+            parts.append(self._examples)
         if self.payload is not None:
             parts.append(self.payload.to(local))
         vector = torch.cat(parts)
@@ -465,8 +506,11 @@ class GradientStatistics:
             if work is not None:
                 work.wait()
             c, vector = both[:groups], both[groups:]
-        a, complete = vector[:groups], vector[groups]
-        payload = None if self.payload is None else vector[groups + 1 :]
+        a, complete, rest = vector[:groups], vector[groups], vector[groups + 1 :]
+        by_example = None
+        if self._examples is not None:
+            by_example, rest = rest[: groups + 2], rest[groups + 2 :]
+        payload = None if self.payload is None else rest
         if shape.multiple_of_mean != 1:
             c = c / shape.multiple_of_mean**2
         unscale: Tensor | float = 1.0
@@ -478,10 +522,19 @@ class GradientStatistics:
             a, c = a.sum(dim=0, keepdim=True), c.sum(dim=0, keepdim=True)
         finite, usable = torch.isfinite((a + c).sum()), complete > 0
         moments = None
+        examples = self._confirmed_examples(by_example)
         if not observer.complete:
             # C counts a gradient that A lacks: of a parameter that was frozen when the hooks were set, or (if no pass was seen
             # at all) one that no backward pass has made. The step is taken with the averages unchanged.
             pass
+        elif examples is not None:
+            sums = None
+            if by_example is not None:
+                sums = ExampleSums.of(by_example)
+                sq_norms = sums.sq_norms * unscale**2
+                sums = replace(sums, sq_norms=sq_norms.sum(dim=0, keepdim=True) if len(c) < groups else sq_norms)
+            moments, measured = examples.moments(sums, c, shape, finite & usable)
+            usable = usable & measured
         elif shape.num_samples > 1:
             moments = torch.stack(gain_math.gradient_moments(a, c, scale=shape.scale, count=shape.num_samples))
         elif shape != self.declared:
@@ -489,7 +542,28 @@ class GradientStatistics:
         elif shape.scale != 1:
             moments, comparable = self._differenced(unscale / shape.multiple_of_mean, finite)
             usable = usable & comparable
-        return Sample(shape, self.declared.num_samples, moments, usable, finite, payload)
+        return Sample(shape, self._estimated_from, moments, usable, finite, payload)
+
+    def _confirmed_examples(self, by_example: Tensor | None) -> ExampleNoise | None:
+        """Return :attr:`examples`. The first measured step shows whether the model is covered, and waits for the device.
+
+        Raises:
+            RuntimeError: It can't, and the steps have no other gradient samples.
+        """
+        examples = self.examples
+        if examples is None or by_example is None or examples.confirmed:
+            return examples
+        if not bool(by_example[-1] > 0):
+            examples.confirmed = True
+            return examples
+        why = examples.problem or "another worker can't measure, and says why"
+        if examples.required:
+            raise RuntimeError(
+                f"noise='per_example' can't be used with this model: {why}. Use noise='auto' or 'samples'."
+            )
+        self.measure_by(None)
+        self.uncovered = why
+        return None
 
     def _differenced(self, factor: Tensor | float, finite: Tensor) -> tuple[Tensor | None, Tensor]:
         """Return the moments of a step with one gradient sample, from its gradient and the last step's; and whether they count.
@@ -511,24 +585,14 @@ class GradientStatistics:
     def _sample_without_passes(self) -> Sample:
         """Return a sample without moments, of gradients that no observer watched: at n = 1 and S = 1, or after :meth:`unhook`."""
         device, grads = self.device, self.step_gradients()
-        finite = _all_finite(grads, device) if grads else torch.ones((), dtype=torch.bool, device=device)
+        finite = all_finite(grads, device) if grads else torch.ones((), dtype=torch.bool, device=device)
         if self.workers.reduce and (has_sharded_gradients(self._optimizer) or has_dtensors(self._optimizer)):
             # Each worker has seen its shards only; all of them must skip the step, or none.
             flag = finite.float()
             dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._process_group)
             finite = flag > 0
         payload = None if self.payload is None else self.payload.to(device, torch.float64)
-        return Sample(self.shape, self.declared.num_samples, None, finite, finite, payload)
-
-
-def _all_finite(grads: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return bool, 0-dim, on ``device``; a norm above float32's range counts as infinite."""
-    if all(g.is_cpu for g in grads):
-        # Half the time of get_total_norm for a small model, where that matters; the same for a large one.
-        return torch.stack(take_norms(grads)).sum() < math.inf
-    # The norm of norms is the norm; torch gives that of an fp16 gradient in fp16, where it may overflow by itself.
-    norms = [take_norm(g) if g.is_sparse or g.dtype is torch.float16 else g for g in grads]
-    return (torch.nn.utils.get_total_norm(norms) < math.inf).to(device)
+        return Sample(self.shape, self._estimated_from, None, finite, finite, payload)
 
 
 def _local(tensor: Tensor) -> Tensor:

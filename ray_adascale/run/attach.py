@@ -79,7 +79,7 @@ def attach(
     plan = config.batch_policy.plan(workers)
     per_epoch = None if config.dataset_length is None else config.dataset_length / plan.base_batch_size
     total_steps = config.resolve_total_steps(per_epoch)
-    adascale = adascale_of(optimizer, config, plan, total_steps=total_steps, grad_scaler=grad_scaler)
+    adascale = adascale_of(optimizer, config, plan, total_steps=total_steps, grad_scaler=grad_scaler, model=bare)
     schedule = TauSchedule(
         adascale,
         scheduler,

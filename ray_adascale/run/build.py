@@ -180,7 +180,7 @@ def wrap(
         plan,
         total_steps=total_steps,
         grad_scaler=scaler,
-        model=module if sharding == "fsdp2" else None,
+        model=module,
     )
     return Wrapped(model, adascale, names, scaler, sharding)
 
@@ -216,6 +216,8 @@ def adascale_of(
         batch_size=plan.global_batch_size,
         rule=rule,
         precondition=adam_preconditioner(optimizer) if metric_of(rule) == "adam" else None,
+        noise=config.noise,
+        noise_budget=config.noise_budget,
     )
 
 

@@ -1,0 +1,186 @@
+"""The noise of a run from per-example norms: which steps are measured, and σ² of the steps in between."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .._torch import is_dtensor
+from ..gain import gradient_moments
+from ..measure.per_example import ExampleNorms, not_covered
+from .step_shape import StepShape
+
+__all__ = ["ExampleNoise", "ExampleSums", "NoiseChoice"]
+
+
+@dataclass(frozen=True)
+class NoiseChoice:
+    """Which gradient samples a user wants the noise to be measured by.
+
+    Attributes:
+        noise: "auto", "per_example" or "samples", see :class:`ray_adascale.AdaScale`.
+        budget: Share of the time of the steps that per-example norms may cost.
+        model: The model whose layers are measured; None: only gradient samples can be.
+
+    Raises:
+        ValueError: A value is out of its range, or "per_example" lacks the model.
+    """
+
+    noise: str
+    budget: float
+    model: nn.Module | None
+
+    def __post_init__(self) -> None:
+        if self.noise not in ("auto", "per_example", "samples"):
+            raise ValueError(f"Invalid noise={self.noise!r}. Must be 'auto', 'per_example' or 'samples'.")
+        if not self.budget > 0:
+            raise ValueError(f"Invalid noise_budget={self.budget}. Must be positive: a share of the time of the steps.")
+        if self.noise == "per_example" and self.model is None:
+            raise ValueError(
+                "Invalid noise='per_example'. It needs model=, the model whose layers are measured, and excludes precondition= "
+                "(AdamScale)."
+            )
+
+    def examples(
+        self, shape: StepShape, groups: Sequence[Sequence[Tensor]], present: ExampleNoise | None
+    ) -> ExampleNoise | None:
+        """Return what measures steps of this shape by their examples: ``present``, if there is one. None: samples do."""
+        if self.model is None or self.noise == "samples":
+            return None
+        if self.noise == "auto" and (shape.num_samples > 1 or shape.scale <= 1 or not_covered(self.model, groups)):
+            return None
+        if present is not None:
+            return present
+        return ExampleNoise(self.model, groups, required=self.noise == "per_example", budget=self.budget)
+
+
+@dataclass(frozen=True)
+class ExampleSums:
+    """The part of a measured step's all-reduce: the numbers of one worker, or after it their sums over all workers.
+
+    Attributes:
+        sq_norms: Σ_e of the squared norms as measured, per group, float64.
+        examples: B; float64, 0-dim.
+        problems: Workers that could not measure; float64, 0-dim.
+    """
+
+    sq_norms: Tensor
+    examples: Tensor
+    problems: Tensor
+
+    def as_tensor(self) -> Tensor:
+        """Return the numbers as one tensor, 1-D."""
+        return torch.cat([self.sq_norms, self.examples.view(1), self.problems.view(1)])
+
+    @classmethod
+    def of(cls, numbers: Tensor) -> ExampleSums:
+        """Return the sums from the numbers of :meth:`as_tensor`."""
+        return cls(numbers[:-2], numbers[-2], numbers[-1])
+
+
+class ExampleNoise:
+    """σ² and μ² of optimizer steps, with the B examples of a batch as gradient samples.
+
+    A step is measured if its number is a multiple of :attr:`every`. In the other steps σ² is that of the last measured step,
+    and μ² follows from it and the step's own gradient: ``μ² = C − σ²/S``.
+
+    Args:
+        model: The model.
+        groups: The parameters, by parameter group.
+        required: Whether a model that turns out not to be covered is an error, and not measured by its gradient samples instead.
+        budget: Share of the time of the steps that measuring may cost. ``every`` follows from it and from the shapes of the
+            layers, so that all workers and each resume choose alike.
+
+    Raises:
+        ValueError: Per-example norms are not available for a parameter.
+
+    Attributes:
+        every: Steps from one measured step to the next; 1 until the first one was measured.
+        confirmed: Whether a step was measured.
+        problem: Why the last measured step of this worker yields nothing; None if it does.
+    """
+
+    def __init__(self, model: nn.Module, groups: Sequence[Sequence[Tensor]], *, required: bool, budget: float) -> None:
+        self._norms = ExampleNorms(model, groups)
+        # A hook on a sharded parameter does not get its gradient.
+        self._verifies = not any(is_dtensor(p) for params in groups for p in params)
+        self._budget = budget
+        self.required = required
+        self._held: Tensor | None = None  # σ² of the last measured step, per gain
+        self._step = 0
+        self.every = 1
+        self.confirmed = False
+        self.problem: str | None = None
+
+    @property
+    def measuring(self) -> bool:
+        """Whether the step under way is measured."""
+        return self._norms.measuring
+
+    def begin_step(self) -> None:
+        """Begin a step, before its first forward pass. A step that was begun without a backward pass begins anew."""
+        if self._step % self.every == 0 or not self.confirmed:
+            self._norms.begin(verify=self._verifies and not self.confirmed)
+        else:
+            self._norms.cancel()
+
+    def end_step(self) -> None:
+        """Count a step that was taken or skipped, and begin the next one."""
+        self._step += 1
+        self.begin_step()
+
+    def detach(self) -> None:
+        """Stop measuring; remove all hooks."""
+        self._norms.cancel()
+
+    def end_passes(self) -> ExampleSums:
+        """End the backward passes of a measured step; return the numbers of this worker."""
+        measured = self._norms.end()
+        self.problem = measured.problem
+        if not self.confirmed and measured.problem is None:
+            self.every = max(1, math.ceil(measured.cost / self._budget))
+        device = measured.sq_norms.device
+        counts = torch.tensor([measured.examples, measured.problem is not None], dtype=torch.float64)
+        return ExampleSums(measured.sq_norms, *counts.to(device, non_blocking=True).unbind())
+
+    def moments(
+        self, sums: ExampleSums | None, reduced_sq_norm: Tensor, shape: StepShape, finite: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return σ² and μ² of a step, ``[2, gains]``, and whether they are valid; bool, 0-dim. No host synchronization.
+
+        Args:
+            sums: Over all workers, of unscaled gradients, per gain; None if the step was not measured.
+            reduced_sq_norm: C per gain.
+            shape: Shape of the step.
+            finite: Whether the step's gradient is finite. σ² of one that is not is not kept.
+        """
+        if sums is not None:
+            # As measured, a gradient is g_e·n/(B·divisor): times w_i·n/divisor, the factor of the loss, and 1/m_i = w_i⁻¹/B.
+            mean = sums.sq_norms * sums.examples * (shape.loss_divisor / shape.num_samples) ** 2
+            sigma2, mu2 = gradient_moments(mean, reduced_sq_norm, scale=shape.scale, count=sums.examples)
+            usable = sums.problems == 0
+            before = torch.full_like(sigma2, math.nan) if self._held is None else self._held
+            self._held = torch.where(usable & finite, sigma2, before)
+            return torch.stack([sigma2, mu2]), usable
+        held = torch.full_like(reduced_sq_norm, math.nan) if self._held is None else self._held
+        return torch.stack([held, reduced_sq_norm - held / shape.scale]), ~held.isnan().any()
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the state: copies on the CPU."""
+        counts = {"examples_step": torch.tensor(self._step), "examples_every": torch.tensor(self.every)}
+        return counts if self._held is None else {**counts, "examples_sigma2": self._held.detach().cpu().clone()}
+
+    def load(self, state: dict[str, Tensor], device: torch.device) -> None:
+        """Load a :meth:`state`; without one in ``state``, start afresh."""
+        held = state.get("examples_sigma2")
+        self._held = None if held is None else held.to(device, torch.float64, copy=True)
+        self._step = int(state["examples_step"]) if "examples_step" in state else 0
+        self.every = int(state["examples_every"]) if "examples_every" in state else 1
+        self.confirmed = held is not None
+        self.begin_step()
