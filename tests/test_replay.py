@@ -189,7 +189,7 @@ def run_scaled(found: Recipe, scale: int, seed: int = 5) -> Scaled:
 
 @pytest.fixture(scope="module", params=[{}, {"adamw": True}], ids=["sgd", "adamw"])
 def found(request: pytest.FixtureRequest) -> Recipe:
-    return record_recipe(regression, request.param, base_batch_size=8, total_steps=400, seed=1, probe_every=5)
+    return record_recipe(regression, request.param, base_batch_size=8, total_steps=400, seed=1, probe_every=1)
 
 
 @pytest.mark.filterwarnings("ignore:AdaScale is derived for SGD")  # with AdamW
@@ -204,7 +204,7 @@ def test_replay_of_a_runs_own_noise_is_the_run(found: Recipe) -> None:
 @pytest.mark.filterwarnings("ignore:AdaScale is derived for SGD")  # with AdamW
 @pytest.mark.filterwarnings("ignore:The batch of")
 def test_forecast_of_a_short_run(found: Recipe) -> None:
-    """benchmarks/studies/forecast.py in small. 15 %: one base run of 80 probes in place of three."""
+    """benchmarks/studies/forecast.py in small. 15 %: one base run in place of three."""
     for scale in (4, 16):
         predicted = forecast_recipe(
             found, workers=[1], config=AdaScaleConfig(per_worker_batch_size=scale * 4, accumulation=2)
@@ -216,7 +216,7 @@ def test_forecast_of_a_short_run(found: Recipe) -> None:
 def test_recorded_base_run_is_a_recipe(found: Recipe, tmp_path: Path) -> None:
     found.save(tmp_path / "recipe.json")
     assert Recipe.load(tmp_path / "recipe.json") == found
-    assert [probe.effective_steps for probe in found.noise] == list(range(0, 400, 5))
+    assert [probe.effective_steps for probe in found.noise] == list(range(400))
     assert found.total_steps == len(found.lr_curve[0]) == 400
     assert found.metric == "error"
     assert 3.5 < found.score < 4.5  # the noise's variance is 4

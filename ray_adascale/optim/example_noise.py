@@ -51,6 +51,8 @@ class NoiseChoice:
         """Return what measures steps of this shape by their examples: ``present``, if there is one. None: samples do."""
         if self.model is None or self.noise == "samples":
             return None
+        if shape.num_samples == 1 and shape.scale == 1:
+            return None  # r is 1 whatever the noise
         if self.noise == "auto" and (shape.num_samples > 1 or shape.scale <= 1 or not_covered(self.model, groups)):
             return None
         if present is not None:

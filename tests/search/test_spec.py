@@ -105,7 +105,7 @@ def test_a_search_goes_on_only_as_what_it_was_started_as(tmp_path: Path) -> None
         "total_epochs": None,
         "num_samples": 8,
         "seed": 0,
-        "probe_every": 20,
+        "probe_every": None,
         "config": {"precision": "fp32", "grad_clip": None, "shuffle": True, "drop_last": False},
         "num_workers": None,
         "search_alg": "random",

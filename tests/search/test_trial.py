@@ -20,6 +20,7 @@ import torch
 
 from ray_adascale import AdaScaleConfig, CheckpointError, Workload
 from ray_adascale.recipe import NoiseProbe
+from ray_adascale.run.base_noise import NoiseEvery
 from ray_adascale.run.base_run import RESULT, BaseResult, base_config
 from ray_adascale.run.failure import was_building
 from ray_adascale.run.schedule import BaseSchedule
@@ -98,7 +99,13 @@ def test_the_last_report_alone_carries_what_the_recipe_needs() -> None:
     assert RESULT not in collected.report(outcome({"accuracy": 0.5}))
     last = outcome({"accuracy": 0.75}, tau=40.0, stopped="total_steps reached")
     assert BaseResult.from_json(collected.report(last)[RESULT]) == BaseResult(
-        metric="accuracy", mode="max", score=0.75, schedule=last.schedule, noise=PROBES
+        metric="accuracy",
+        mode="max",
+        score=0.75,
+        schedule=last.schedule,
+        noise=PROBES,
+        noise_source="samples",
+        noise_every=5,
     )
 
 
@@ -157,7 +164,7 @@ def setup(workload: Any, *, checkpoints: bool = False, **config: Any) -> InOnePr
     return InOneProcess(
         workload=workload,
         config=base_config(AdaScaleConfig(**config), 8, 40, None, seed=0),
-        probe_every=20,
+        noise_every=NoiseEvery(20, 20),
         threads=1,
         checkpoints=checkpoints,
     )
@@ -303,7 +310,7 @@ class Noted(TrialSetup):
 
 def test_a_repeat_is_the_candidates_trial_with_another_seed() -> None:
     planned = [PlannedRepeat(candidate=c, hyperparameters={"lr": c / 10}, seed=s) for c, s in ((0, 7), (1, 8))]
-    noted = Noted(workload=regression, config=AdaScaleConfig(seed=3), probe_every=20)
+    noted = Noted(workload=regression, config=AdaScaleConfig(seed=3), noise_every=NoiseEvery(20, 20))
     run_trial({"lr": 5.0}, noted)
     run_repeat({"repeat": 1}, noted, planned)
     run_repeat({"repeat": 0}, noted, planned)

@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 from ray_adascale import AdaScaleConfig, Run, Workload
 from ray_adascale.analysis.tensorboard import LiveEvents
 from ray_adascale.checkpoint.rng import seed_everything
+from ray_adascale.run.base_noise import NoiseEvery
 from ray_adascale.run.base_run import RESULT, BaseResult, base_config
 from ray_adascale.run.eta import EtaTracker
 from ray_adascale.run.schedule import BaseSchedule
@@ -75,7 +76,7 @@ class Trial:
         backend.rank, backend.world_size, backend.device = 0, 1, torch.device("cpu")
         backend._uploading = threading.Event()
         monkeypatch.setattr(trial_workers.RayTrainBackend, "listeners", lambda *_: [])  # no gauges
-        backend._probe_every, backend._reports = PROBE_EVERY, SimpleNamespace(put=self.told.append)
+        backend._noise_every, backend._reports = PROBE_EVERY, SimpleNamespace(put=self.told.append)
         backend._storage = SimpleNamespace(
             storage_filesystem=pyarrow.fs.LocalFileSystem(), experiment_fs_path=str(keep)
         )
@@ -234,7 +235,9 @@ def run_with(fit: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], ray.
     monkeypatch.setattr(trial_workers, "tune", tune)
     config = base_config(None, B0, T, None, seed=0)
     workers = ray.train.ScalingConfig(num_workers=2)
-    OnWorkers(workload=make_workload, config=config, probe_every=4, scaling_config=workers, folder="there").train({})
+    OnWorkers(
+        workload=make_workload, config=config, noise_every=NoiseEvery(4, 4), scaling_config=workers, folder="there"
+    ).train({})
     assert seen["scaling_config"] is workers
     return told, seen["run_config"]
 
