@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray import tune
 
 from ray_adascale import AdaScaleConfig
 from ray_adascale.analysis.check import Finding
@@ -144,6 +145,23 @@ def test_draws_that_fail_each_in_their_own_way_are_warnings(file: Path) -> None:
     assert [found.level for found in findings] == ["ok", *["warning"] * 4]
     assert len({warning.partition(",")[0] for warning in warnings}) == 4  # each at another value
     assert warnings == of(checking._check(request_of(file, space=f"{file}:negative")), "warning")  # drawn by the seed
+
+
+def test_a_second_draw_has_other_values_where_there_are_others() -> None:
+    space = {
+        "a": tune.choice([1, 2]),
+        "b": {"c": tune.randint(0, 2)},
+        "d": tune.choice([5]),
+        "e": tune.grid_search([1, 2]),
+    }
+    for seed in range(10):  # by chance half of them would be equal
+        first, second, *_ = checking._draws(space, seed)
+        assert first is not None
+        assert second is not None
+        assert first["a"] != second["a"]
+        assert first["b"] != second["b"]
+        assert first["d"] == second["d"]
+        assert first["e"] != second["e"]
 
 
 @pytest.mark.parametrize("space", ["alike", "one_value"])
