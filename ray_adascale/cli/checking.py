@@ -241,7 +241,7 @@ def _alone(failures: Mapping[str, str]) -> list[Finding]:
     from ..analysis.check import Finding
 
     return [
-        Finding("warning", f"At {at}, drawn from the search space: {text} A trial that fails like this fails alone.")
+        Finding("warning", f"A trial at {at}, drawn from the search space, would fail alone. {text}")
         for at, text in failures.items()
     ]
 
