@@ -133,7 +133,15 @@ def kinds(text: str) -> list[str]:
         kind = re.sub(r"checkpoint_\S+", "checkpoint_0", kind)
         kind = re.sub(r"\S+ +(left|examples/s)|e-0|\? left|[│┃╇━┏┓└┘┴─┼├┤ ]+", " ", kind).strip()
         often = kind.startswith(
-            ("big: τ", "big: Checkpoint of", "big: UserWarning", "big: Still starting", "trial 0", "repeat 0")
+            (
+                "ray-adascale: checking",
+                "big: τ",
+                "big: Checkpoint of",
+                "big: UserWarning",
+                "big: Still starting",
+                "trial 0",
+                "repeat 0",
+            )
         )
         if not often:
             out.append(kind)

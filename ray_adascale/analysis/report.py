@@ -43,7 +43,8 @@ def write_report(
     Args:
         runs: One trace or several, or folders with a trace; the base run first, if there is one. A mapping gives them labels.
         output: The HTML file; its folder is made if missing.
-        recipe: Shown in the page. The runs are compared with a forecast from its noise.
+        recipe: Shown in the page. The runs are compared with a forecast from its noise. The folder of a search is read as the
+            trial with its hyperparameters.
         forecast: A forecast from before. Its rows are compared with the runs of the same scale and workers.
 
     Returns:
@@ -57,7 +58,7 @@ def write_report(
     named = list(runs.items()) if isinstance(runs, Mapping) else [(None, run) for run in runs]
     if not named:
         raise ValueError("Invalid runs: none given. Give at least one trace.jsonl or run folder.")
-    loaded = _with_distinct_labels([load_run(run, label=label) for label, run in named])
+    loaded = _with_distinct_labels([load_run(run, label=label, recipe=recipe) for label, run in named])
     output = Path(output).expanduser()
     if output.is_dir():
         raise ValueError(f"Invalid output {str(output)!r}: a folder. Name the HTML file.")

@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from .._files import SEARCH, TRACE
+from ..recipe import Recipe
 from ..run.metrics import METRICS, USEFUL_WORKERS
 from ..run.trace import read_trace
 
@@ -132,12 +133,14 @@ def trace_path(run: str | os.PathLike[str]) -> Path:
     )
 
 
-def load_run(run: str | os.PathLike[str], *, label: str | None = None) -> RunTrace:
+def load_run(run: str | os.PathLike[str], *, label: str | None = None, recipe: Recipe | None = None) -> RunTrace:
     """Read a run.
 
     Args:
-        run: See :func:`trace_path`. The folder of a search is also accepted: it is read as its best trial, the base run.
+        run: See :func:`trace_path`. The folder of a search is also accepted: it is read as the base run, the recipe's trial, or
+            without a recipe the best trial.
         label: Default: the folder's name.
+        recipe: The recipe of the runs.
 
     Raises:
         ValueError: There is no trace, it is empty, or it is not the trace of a run.
@@ -146,7 +149,7 @@ def load_run(run: str | os.PathLike[str], *, label: str | None = None) -> RunTra
     if (folder / SEARCH).is_file():
         from .search_rows import read_best_trial  # workers load this module for their event files, and read no search
 
-        return RunTrace(label or folder.resolve().name, read_best_trial(folder))
+        return RunTrace(label or folder.resolve().name, read_best_trial(folder, recipe))
     path = trace_path(run)
     rows = read_trace(path)
     if not rows:

@@ -28,7 +28,7 @@ from .arguments import (
     read_placement,
     read_workers,
 )
-from .checking import Request, passed, run_check
+from .checking import Request, file_and_function, passed, run_check
 from .connection import check_address, connect
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ def _tune(args: argparse.Namespace) -> int:
     ray-adascale tune my/file.py:workload data=/mnt/images --base-batch-size 32 --total-steps 2000
     """
     from ray.train import ScalingConfig
+    from ray.tune import RunConfig
 
     from ..search.tune import tune_recipe
     from ..workload_source import resolve
@@ -103,7 +104,7 @@ def _tune(args: argparse.Namespace) -> int:
             "Invalid --use-gpu with one worker a trial. Use --gpus-per-trial 1, or less than 1 to share one."
         )
     config = read_config(args, ("precision", "evaluate_every", "seed"))
-    name = args.name or unique_name(f"{_stem(args.workload)}-search")
+    name = args.name or unique_name(f"{file_and_function(args.workload)[0]}-search")
     try:
         check_writable(args.output)  # a search is long, and its result goes there at the end
     except OSError as e:
@@ -111,7 +112,8 @@ def _tune(args: argparse.Namespace) -> int:
     tried = replace(
         config, base_batch_size=args.base_batch_size, total_steps=args.total_steps, total_epochs=args.total_epochs
     )
-    if not args.no_check and not passed(_request(args, tried, space=_space_spec(args), storage_path=args.storage_path)):
+    storage_path = args.storage_path or RunConfig().storage_path  # Ray's default
+    if not args.no_check and not passed(_request(args, tried, space=_space_spec(args), storage_path=storage_path)):
         return 1
     connect(args.address, verbose=args.verbose)
     try:
@@ -220,7 +222,7 @@ def _train(args: argparse.Namespace) -> int:
     config = _train_config(args)
     hyperparameters = read_overrides(args)
     workload = resolve(args.workload)
-    name = args.name or unique_name(_stem(args.workload))
+    name = args.name or unique_name(file_and_function(args.workload)[0])
     num_workers = read_workers(args.num_workers)
     scaling_config = ray.train.ScalingConfig(num_workers=num_workers, use_gpu=args.use_gpu, **read_placement(args))
     failures = args.max_failures
@@ -244,10 +246,7 @@ def _train(args: argparse.Namespace) -> int:
         if command is not None:
             print(f"`{command}` goes on from the last checkpoint.", file=sys.stderr)
 
-    if not args.no_check and not passed(_request(args, config, storage_path=run_config.storage_path)):
-        return 1
-    connect(args.address, verbose=args.verbose)
-    trainer = AdaScaleTrainer(
+    trainer = AdaScaleTrainer(  # before the check, which takes seconds: it refuses settings that can't work
         workload,
         recipe=recipe,
         hyperparameters=hyperparameters,
@@ -256,6 +255,9 @@ def _train(args: argparse.Namespace) -> int:
         run_config=run_config,
         on_start=on_start,  # not earlier: a refused command must leave the options of an earlier one
     )
+    if not args.no_check and not passed(_request(args, config, storage_path=run_config.storage_path)):
+        return 1
+    connect(args.address, verbose=args.verbose)
     started = time.monotonic()
     try:
         with contextlib.redirect_stdout(
@@ -301,12 +303,13 @@ def _report(args: argparse.Namespace) -> int:
     ray-adascale report runs/base runs/big --recipe recipe.json -o report.html
     """
     from ..analysis.report import write_report
+    from ..analysis.runs import load_run
     from ..analysis.tensorboard import write_events
     from ..recipe import Recipe
 
     recipe = None if args.recipe is None else Recipe.load(args.recipe)
     for run in args.runs if args.tensorboard else ():
-        write_events(run, args.tensorboard)
+        write_events(load_run(run, recipe=recipe), args.tensorboard)
     print(f"Written to {write_report(args.runs, args.output, recipe=recipe)}")
     return 0
 
@@ -461,12 +464,6 @@ def _measure(args: argparse.Namespace, recipe: Recipe, config: AdaScaleConfig) -
         raise
     except Exception as e:  # in the workload's own code
         raise RuntimeError(f"Measuring {args.measure} failed. {type(e).__name__}: {e}") from e
-
-
-def _stem(workload: str) -> str:
-    """Return the name of a workload's file or module, without folders, packages and ``.py``."""
-    where = workload.rpartition(":")[0]
-    return Path(where).stem if where.endswith(".py") else where.rpartition(".")[2]
 
 
 def _cache_bytecode() -> None:

@@ -41,8 +41,9 @@ _ERROR = "error.txt"
 _EARLIER_ERROR = "error-earlier.txt"
 """The traceback of an earlier start."""
 
-_NOT_KEPT = ("command", "workload", "overrides", "accept_changes", "verbose")
-"""Arguments of `train` that are no options, or that hold for one start only: changes are accepted once."""
+_NOT_KEPT = ("command", "workload", "overrides", "accept_changes", "no_check", "verbose")
+"""Arguments of `train` that are no options, or that hold for one start only: changes are accepted once, and a resume may be
+on another machine, which can make the check."""
 
 _FIRST_LINE = (
     f"# `ray-adascale train @{OPTIONS}` goes on with this run, and so does `ray-adascale resume` with its folder.\n"

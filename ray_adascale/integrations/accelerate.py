@@ -50,8 +50,8 @@ def prepare(
     The last step of an epoch may have fewer passes under ``accumulate()``. It counts for these passes alone. Accelerate divides
     its gradient by ``gradient_accumulation_steps`` nevertheless; AdaScale turns it back into a mean.
     ``accelerator.save_state`` and ``load_state`` include the statistics, τ and the schedule. From the second epoch on a resume is
-    exact with ``Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))`` only: otherwise Accelerate
-    shuffles the epoch anew.
+    exact only with ``Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))`` and with
+    ``loader.set_epoch(epoch)`` before each epoch: otherwise Accelerate shuffles the epoch in another order.
 
     Args:
         accelerator: Its ``gradient_accumulation_steps`` is the number of passes of a step.

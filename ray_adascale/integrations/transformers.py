@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
-from transformers import ProgressCallback, Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from .._warn import warn_at_user
 from ..config import AdaScaleConfig
@@ -25,6 +25,9 @@ from .client import RecipeRecorder, StepLog, StepsToGo, follow_batch, with_clien
 __all__ = ["AdaScaleMixin", "AdaScaleTrainer"]
 
 _Base: Any = Trainer if TYPE_CHECKING else object
+
+_BARS = ("training_bar", "training_tracker")
+"""The attributes of the Trainer's callbacks that show the progress: on a terminal, and in a notebook."""
 
 
 class _Stop(TrainerCallback):
@@ -40,26 +43,12 @@ class _Stop(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._trainer.step_has_ended()
+        self._trainer.show_expected_end()
         if self._trainer.schedule is not None and self._trainer.schedule.finished:
             control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._trainer.training_has_ended()
-
-
-class _Progress(ProgressCallback):
-    """The Trainer's progress bar, up to the expected end of the run: T optimizer steps, its maximum, are seldom taken."""
-
-    def __init__(self, trainer: AdaScaleMixin, max_str_len: int) -> None:
-        super().__init__(max_str_len)
-        self._trainer = trainer
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero and self.training_bar is not None:
-            left = self._trainer.remaining_steps()
-            if math.isfinite(left):
-                self.training_bar.total = min(state.global_step + math.ceil(left), state.max_steps)
-        super().on_step_end(args, state, control, **kwargs)
 
 
 class AdaScaleMixin(_Base):
@@ -130,9 +119,6 @@ class AdaScaleMixin(_Base):
         if self.args.max_steps <= 0:
             self.args.max_steps = self._total_steps
         self.add_callback(_Stop(self))
-        bar = self.pop_callback(ProgressCallback)
-        if bar is not None:
-            self.add_callback(_Progress(self, bar.max_str_len))
 
     # ---- optimizer and schedule ----------------------------------------------------------------------------------
 
@@ -333,9 +319,19 @@ class AdaScaleMixin(_Base):
         if self._steps is not None and self._trace is not None and losses:
             self._steps.record(loss=float(torch.stack(losses).sum()))
 
-    def remaining_steps(self) -> float:
-        """Return the optimizer steps left, by the recipe's forecast or else by the mean gain so far; ∞ before the first step."""
-        return math.inf if self._remaining is None else self._remaining.steps()
+    def show_expected_end(self) -> None:
+        """Set the end of progress bars, also the user's, to that of the run: T steps, the Trainer's maximum, are seldom taken.
+
+        It follows from the recipe's forecast, or else from the mean gain so far.
+        """
+        found: list[Any] = [getattr(each, name, None) for each in self.callback_handler.callbacks for name in _BARS]
+        bars = [bar for bar in found if bar is not None]
+        if not bars or self._remaining is None:
+            return
+        left = self._remaining.steps()
+        if math.isfinite(left):
+            for bar in bars:
+                bar.total = min(self.state.global_step + math.ceil(left), self.state.max_steps)
 
     def training_has_ended(self) -> None:
         """Close the trace. Warn if training ended before T."""

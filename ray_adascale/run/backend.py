@@ -120,6 +120,9 @@ class Backend(ABC):
 class LocalBackend(Backend):
     """Backend of one process, or of workers started by torchrun on one file system.
 
+    The folder has no lock, unlike that of an ``AdaScaleTrainer``: two runs in one folder mix their checkpoints. Give each run a
+    folder of its own.
+
     Args:
         folder: The folder of the checkpoints. A run resumes from the newest complete one. None keeps no checkpoints.
         device: Default: the current CUDA device if there is one, else the CPU.

@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pyarrow.fs
 
 from .._errors import SettingError
@@ -73,15 +74,15 @@ class RunLock:
         self._thread = threading.Thread(target=self._beat, name="ray_adascale-run-lock", daemon=True)
 
     def __enter__(self) -> RunLock:
-        if self._filesystem is None:
-            self._filesystem, self._folder = pyarrow.fs.FileSystem.from_uri(self._folder)
         try:
+            if self._filesystem is None:
+                self._filesystem, self._folder = pyarrow.fs.FileSystem.from_uri(self._folder)
             self._refuse_second(self._read())
             self._filesystem.create_dir(self._folder, recursive=True)
             self._write()
             time.sleep(_SETTLE_S)
             text = self._read()
-        except OSError as e:
+        except (OSError, pyarrow.ArrowException) as e:  # the second for a URI of unknown form
             raise SettingError(
                 f"Invalid {{}}: files can't be written to {self._folder} ({type(e).__name__}: {e}). Name a folder that can be "
                 "written.",
@@ -96,7 +97,7 @@ class RunLock:
     def __exit__(self, *exc: object) -> None:
         self._ended.set()
         self._thread.join(_BEAT_S)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):  # the run has its result: the lock that stays is taken over later
             if self._is_own(self._read()):
                 assert self._filesystem is not None
                 self._filesystem.delete_file(self._path)
@@ -154,8 +155,8 @@ class RunLock:
 
     def _beat(self) -> None:
         while not self._ended.wait(_BEAT_S):
-            # Storage that fails for a while must not end the run.
-            with contextlib.suppress(OSError):
+            # Storage that fails for a while must not end this thread. A bucket's library has errors of its own.
+            with contextlib.suppress(Exception):
                 text = self._read()
                 if _parsed(text).get("owner") not in (None, self._owner["owner"]):
                     self.lost = _words(text).rstrip(",")

@@ -79,7 +79,8 @@ def prepare(
 
     Pass model, optimizer and scheduler exactly as at the base batch. The arguments and the loop are those of
     :class:`ray_adascale.Run`. Reports and checkpoints go to Ray Train, and a restarted worker resumes from the newest
-    checkpoint. Outside Ray (one process, torchrun) use ``Run`` itself.
+    checkpoint. Outside Ray (one process, torchrun) use ``Run`` itself. A ``TorchTrainer`` has no lock on its run's folder, unlike
+    :class:`AdaScaleTrainer`: give each run a name of its own.
 
     Raises:
         RuntimeError: Called outside a Ray Train worker.

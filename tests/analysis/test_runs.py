@@ -13,7 +13,7 @@ from ray_adascale.analysis.runs import RunTrace, load_run, trace_path
 from ray_adascale.run.base_run import RESULT, BaseResult
 from ray_adascale.run.schedule import BaseSchedule
 
-from ..samples_of import row, write_rows
+from ..samples_of import recipe, row, write_rows
 
 
 def test_a_runs_trace_is_found_in_its_folder_or_its_newest_checkpoint(tmp_path: Path) -> None:
@@ -47,7 +47,12 @@ def trial(folder: Path, name: str, score: float, *, ended: bool = True) -> None:
     )
     result = BaseResult(metric="error", mode="min", score=score, schedule=schedule, noise=[])
     rows = [
-        {**row(step, scale=1.0, gain=1.0, world_size=1), "effective_steps": step, "error": error, "trial_id": name}
+        {
+            **row(step, scale=1.0, gain=1.0, world_size=1),
+            "effective_steps": step,
+            "error": error,
+            "config": {"of": name},
+        }
         for step, error in ((2, 1.0), (4, score))
     ]
     if ended:
@@ -72,6 +77,16 @@ def test_a_search_is_read_as_its_best_trial(tmp_path: Path) -> None:
     (tmp_path / "best" / "result.json").write_text("no JSON")
     with pytest.raises(ValueError, match="does not hold the results of a trial"):
         load_run(tmp_path)
+
+
+def test_a_search_is_read_as_the_recipes_own_trial(tmp_path: Path) -> None:
+    """After repeats the best mean may be that of another trial than the best single one."""
+    (tmp_path / "search.json").write_text("{}")
+    trial(tmp_path, "second", 0.5)
+    trial(tmp_path, "best", 0.25)
+    for of, error in (("second", 0.5), ("best", 0.25), ("of another search", 0.25)):
+        found = load_run(tmp_path, recipe=recipe([], hyperparameters={"of": of}))
+        assert found.column("error")[-1] == error
 
 
 @pytest.mark.parametrize("value", [None, math.nan, True, "many"])

@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import textwrap
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ray import tune
 
 from ray_adascale import AdaScaleConfig
 from ray_adascale.analysis.check import Finding
 from ray_adascale.cli import checking, main
 from ray_adascale.cli.checking import Request, passed, run_check
 
+from ..samples_of import recipe
+
 CODE = """
 import os
+import sys
+import threading
+import time
 import torch
 from ray import tune
 from ray_adascale import Workload
 
 def workload(config):
     if config.get("die"):
+        print("typed", repr(sys.stdin.read()), file=sys.stderr, flush=True)
         os.kill(os.getpid(), 9)
+    if config.get("sleep"):
+        time.sleep(60)
+    if config.get("broken"):
+        raise TypeError("always")
     print("built", config["lr"], config["width"], config["nested"])
     x = torch.randn(64, 4)
     model = torch.nn.Linear(4, 1)
@@ -34,11 +49,25 @@ def workload(config):
     )
 
 param_space = {"lr": tune.loguniform(1e-3, 1e-1), "width": tune.grid_search([3, 4]), "nested": {"a": tune.choice([7])}}
+signs = {"lr": tune.grid_search([-1.0, 0.1]), "width": 3, "nested": 0}
+negative = {"lr": tune.uniform(-0.2, -0.1), "width": 3, "nested": 0}
+alike = {"lr": tune.loguniform(1e-3, 1e-1), "width": tune.grid_search([3, 4]), "broken": True}
+one_value = {"lr": 0.1, "width": 3, "broken": tune.choice([True])}
+deadly = {"lr": 0.1, "width": 3, "die": tune.choice([True])}
 depends = {"lr": tune.sample_from(lambda spec: 0.1 * spec.config["width"]), "width": 2}
 
 def by_function(trial):
     return {}
+
+GUARD = threading.Lock()
+
+def locked(config):
+    def loss_fn(model, batch):
+        with GUARD:
+            return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+    return workload(config)
 """
+LINE = "ray-adascale: checking"
 
 
 @pytest.fixture
@@ -58,6 +87,21 @@ def request_of(file: Path, **changes: Any) -> Request:
         "storage_path": None,
     }
     return Request(**fields | changes)
+
+
+@contextlib.contextmanager
+def typed(text: str) -> Iterator[None]:
+    """Standard input of this process and of those that inherit it."""
+    before, (reading, writing) = os.dup(0), os.pipe()
+    os.write(writing, text.encode())
+    os.close(writing)
+    os.dup2(reading, 0)
+    try:
+        yield
+    finally:
+        os.dup2(before, 0)
+        os.close(before)
+        os.close(reading)
 
 
 def of(findings: list[Finding], level: str) -> list[str]:
@@ -86,10 +130,100 @@ def test_all_mistakes_are_found_at_once(file: Path, tmp_path: Path) -> None:
     assert "missing.json" in text
 
 
+def test_values_that_fail_by_chance_are_a_warning_and_others_are_drawn(file: Path) -> None:
+    findings = checking._check(request_of(file, space=f"{file}:signs"))
+    assert [found.level for found in findings] == ["ok", "warning", "ok"]
+    (warning,) = of(findings, "warning")
+    assert warning.startswith(
+        "A trial at lr=-1, drawn from the search space, would fail alone. The build of the workload failed. ValueError: "
+    )
+    assert "One forward and backward pass" in findings[-1].text
+
+
+def test_draws_that_fail_each_in_their_own_way_are_warnings(file: Path) -> None:
+    findings = checking._check(request_of(file, space=f"{file}:negative"))
+    warnings = of(findings, "warning")
+    assert [found.level for found in findings] == ["ok", *["warning"] * 4]
+    assert len({warning.partition(",")[0] for warning in warnings}) == 4  # each at another value
+    assert warnings == of(checking._check(request_of(file, space=f"{file}:negative")), "warning")  # drawn by the seed
+
+
+def test_a_second_draw_has_other_values_where_there_are_others() -> None:
+    space = {
+        "a": tune.choice([1, 2]),
+        "b": {"c": tune.randint(0, 2)},
+        "d": tune.choice([5]),
+        "e": tune.grid_search([1, 2]),
+    }
+    for seed in range(10):  # by chance half of them would be equal
+        first, second, *_ = checking._draws(space, seed)
+        assert first is not None
+        assert second is not None
+        assert first["a"] != second["a"]
+        assert first["b"] != second["b"]
+        assert first["d"] == second["d"]
+        assert first["e"] != second["e"]
+
+
+@pytest.mark.parametrize("space", ["alike", "one_value"])
+def test_what_every_trial_would_repeat_is_a_failure(file: Path, space: str) -> None:
+    (failed,) = of(checking._check(request_of(file, space=f"{file}:{space}")), "failed")
+    assert failed.startswith("The build of the workload failed. TypeError: always")
+    assert "It failed alike at each draw from the search space: " in failed
+
+
 def test_the_check_has_a_process_of_its_own_and_its_death_is_a_failure(file: Path) -> None:
-    (died,) = run_check(request_of(file, hyperparameters={"die": True}))
+    given = {"lr": 0.1, "width": 3, "nested": {}, "die": True}
+    with typed("y\n"):
+        (died,) = run_check(request_of(file, space=None, hyperparameters=given))
     assert died.level == "failed"
     assert died.text.startswith("The process of the check ended with signal 9. There may be too little memory here.")
+    assert died.text.endswith("typed ''")  # what the user types is not for the check
+    (died,) = run_check(request_of(file, space=f"{file}:deadly"))
+    assert died.level == "warning"
+    assert died.text.startswith(
+        "The process of the check ended with signal 9 at die=True, drawn from the search space."
+    )
+
+
+def test_a_check_that_takes_too_long_is_left_out(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(checking, "_LIMIT_S", 0.5)
+    monkeypatch.setattr(checking, "_QUIET_S", 0.2)
+    began = time.monotonic()
+    assert passed(request_of(file, hyperparameters={"sleep": True}))
+    assert time.monotonic() - began < 30
+    assert capsys.readouterr().err.splitlines() == [
+        f"{LINE} {file}:workload (at most 0.5 s; --no-check leaves it out) ...",
+        f"ray-adascale: warning: The check of {file}:workload took more than 0.5 s and was ended. --no-check leaves it out.",
+    ]
+
+
+def test_a_variable_of_a_nested_function_that_cannot_be_sent_is_a_failure(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(main, "run_check", checking._check)  # a process of its own would import torch anew
+    assert main.main(["check", f"{file}:locked"]) == 1
+    failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("failed")]
+    assert len(failed) == 1
+    assert "can't be sent to the workers, because of GUARD (a _thread.lock), which it uses" in failed[0]
+
+
+def test_a_recipe_of_another_workload_is_named(file: Path, tmp_path: Path) -> None:
+    def doubts(workload: str) -> list[str]:
+        recipe([], hyperparameters={"lr": 0.1, "width": 3}, workload=workload).save(tmp_path / "recipe.json")
+        request = request_of(file, recipe=str(tmp_path / "recipe.json"), hyperparameters={"nested": 1})
+        return [text for text in of(checking._check(request), "warning") if "recipe was found" in text]
+
+    (warning,) = doubts("other/digits.py:workload")
+    assert "found with the workload other/digits.py:workload, and this one is " in warning
+    assert f"{file.name}:workload. Ignore this" in warning
+    assert doubts("mine_checking.py:build")
+    # Files move, and a search may have named the file as a module.
+    assert not doubts("earlier/mine_checking.py:workload")
+    assert not doubts("package.mine_checking:workload")
+    assert not doubts("")
 
 
 def test_the_command_prints_each_finding(file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -101,7 +235,7 @@ def test_the_command_prints_each_finding(file: Path, tmp_path: Path, capfd: pyte
     assert sent == f"ok      {file}:workload can be sent to the workers."
     assert warning.startswith("warning The loss looks like a sum over the examples")
     assert done.startswith("ok      One forward and backward pass over 8 examples")  # its own B0 is 8
-    assert not err  # nor what the workload prints
+    assert [line for line in err.splitlines() if not line.startswith(LINE)] == []  # nor what the workload prints
 
 
 FAILED = [Finding("failed", "It can't work."), Finding("warning", "A sum."), Finding("warning", "Said.", repeated=True)]
@@ -112,7 +246,8 @@ def test_a_run_and_a_search_are_not_started_after_a_failure(
 ) -> None:
     asked: list[Request] = []
 
-    def found(request: Request) -> list[Finding]:
+    def found(request: Request, *, limit_s: float) -> list[Finding]:
+        assert limit_s == 120
         asked.append(request)
         return FAILED
 
@@ -139,8 +274,23 @@ def test_a_run_and_a_search_are_not_started_after_a_failure(
     assert {request.config.total_steps for request in asked} == {10}
 
 
+def test_a_mistake_in_a_setting_is_named_before_the_check(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_check(request: Request, *, limit_s: float) -> list[Finding]:
+        raise AssertionError("The workload was checked.")
+
+    monkeypatch.setattr(checking, "run_check", run_check)
+    recipe([], hyperparameters={"lr": 0.1}).save(tmp_path / "recipe.json")
+    command = ["train", f"{file}:workload", f"--storage-path={tmp_path}"]
+    assert main.main([*command, f"--recipe={tmp_path / 'recipe.json'}", "--base-batch-size=4"]) == 2
+    assert capsys.readouterr().err == "ray-adascale: Invalid --base-batch-size 4: the recipe says 8. Leave it out.\n"
+    assert main.main([*command, "--total-steps=4"]) == 2
+    assert capsys.readouterr().err.startswith("ray-adascale: --base-batch-size is needed")
+
+
 def test_warnings_do_not_prevent_a_start(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checking, "run_check", lambda request: FAILED[1:])
+    monkeypatch.setattr(checking, "run_check", lambda request, limit_s: FAILED[1:])
     assert passed(request_of(file))
 
 

@@ -30,6 +30,7 @@ from ray_adascale._version import __version__
 from ray_adascale.analysis import throughput
 from ray_adascale.cli import main, run_folder
 from ray_adascale.cli.arguments import error_text
+from ray_adascale.cli.checking import file_and_function
 from ray_adascale.run.failure import annotate_exceptions
 from ray_adascale.run.metrics import METRICS
 from ray_adascale.search import tune
@@ -188,6 +189,47 @@ def test_train_hands_everything_on_and_says_how_it_went(
     assert "somewhere/checkpoint_1" in out
 
 
+def test_the_default_name_has_the_files_stem_and_differs_each_time(called: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "mine_cli_names.py").write_text(WORKLOAD_FILE)
+    spec, common = f"{tmp_path / 'mine_cli_names.py'}:workload", ["--base-batch-size=4", "--total-steps=10"]
+    names = []
+    for _ in range(2):
+        assert main.main(["train", spec, *common]) == 0
+        names.append(called["run_config"].name)
+        assert re.fullmatch(r"mine_cli_names-\d{8}-\d{6}-[0-9a-f]{6}", names[-1])
+    assert names[0] != names[1]
+    assert main.main(["tune", spec, *common, f"--output={tmp_path / 'recipe.json'}"]) == 0
+    assert re.fullmatch(r"mine_cli_names-search-\d{8}-\d{6}-[0-9a-f]{6}", called["name"])
+    assert file_and_function("package.module:workload") == ("module", "workload")
+
+
+def test_the_check_tries_the_folder_where_results_go(called: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "mine_cli_storage.py").write_text(WORKLOAD_FILE)
+    common = [f"{tmp_path / 'mine_cli_storage.py'}:workload", "--base-batch-size=4", "--total-steps=10"]
+    output = f"--output={tmp_path / 'recipe.json'}"
+    default = str(Path("~/ray_results").expanduser())
+    for command, path in ((["train", *common], default), (["tune", *common, output], default)):
+        assert main.main(command) == 0
+        assert called["checked"].storage_path == path
+    assert main.main(["tune", *common, output, f"--storage-path={tmp_path}"]) == 0
+    assert called["checked"].storage_path == str(tmp_path)
+
+
+def test_resume_makes_the_check_unless_it_is_told_otherwise(
+    called: dict[str, Any], stored: None, tmp_path: Path
+) -> None:
+    (tmp_path / "mine_cli_again.py").write_text(WORKLOAD_FILE)
+    train = ["train", f"{tmp_path / 'mine_cli_again.py'}:workload", "lr=0.1", "--base-batch-size=4", "--total-steps=10"]
+    assert main.main([*train, "--name=mine", f"--storage-path={tmp_path}", "--no-check"]) == 0
+    assert "checked" not in called
+    assert main.main(["resume", "mine", f"--storage-path={tmp_path}"]) == 0
+    request = called.pop("checked")
+    assert (request.workload, request.hyperparameters) == (train[1], {"lr": 0.1})
+    assert (request.config.total_steps, request.storage_path) == (10, str(tmp_path))
+    assert main.main(["resume", "mine", f"--storage-path={tmp_path}", "--no-check"]) == 0
+    assert "checked" not in called
+
+
 def test_storage_is_made_absolute_unless_it_is_a_uri(
     called: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -296,7 +338,7 @@ def test_no_cluster_at_the_address(
             if how == "environment":
                 monkeypatch.setenv("RAY_ADDRESS", at)
             option = [f"--address={at}"] if how == "option" else []
-            assert main.main([*TRAIN, "--name=x", f"--storage-path={tmp_path}", *option]) == 2
+            assert main.main([*TRAIN, "--no-check", "--name=x", f"--storage-path={tmp_path}", *option]) == 2
             err = capsys.readouterr().err
             assert err.startswith(f"ray-adascale: Invalid address {at!r}: no Ray cluster answers there (")
             assert said in err
@@ -314,7 +356,7 @@ def test_an_address_is_refused_where_ray_runs_already(
     err = capsys.readouterr().err
     assert err.startswith("ray-adascale: Invalid --address 10.0.0.1:6379: Ray runs in this process already")
     assert err.count("\n") == 1
-    assert "workload" not in called
+    assert "address" not in called  # no connection was made
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")  # which ray.init() has heeded
     assert main.main(TRAIN) == 0
 
@@ -325,7 +367,7 @@ def test_ray_that_does_not_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(cluster, "quiet_init", fail)
-    assert main.main(TRAIN) == 1
+    assert main.main([*TRAIN, "--no-check"]) == 1
     assert capsys.readouterr().err == "ray-adascale: Ray could not be started here. TimeoutError: no redis\n"
     assert main.main([*TRAIN, "--address=auto"]) == 2
     assert "Invalid address 'auto': no Ray cluster answers there (Could not find any)." in capsys.readouterr().err

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from ray_adascale import AdaScaleConfig
@@ -52,6 +53,8 @@ def train(
     load: bool = False,
     *,
     split: bool = False,
+    shuffled: bool = False,
+    seedable: bool = False,
 ) -> Notes:
     """One rank's part of a loop as Accelerate's users write it; maybe stopped after some steps, maybe resumed.
 
@@ -61,22 +64,24 @@ def train(
 
     from ray_adascale.integrations.accelerate import prepare
 
-    data = DataLoaderConfiguration(split_batches=split)
+    data = DataLoaderConfiguration(split_batches=split, use_seedable_sampler=seedable)
+    torch.manual_seed(0)
     with accelerator(gradient_accumulation_steps=accumulation, dataloader_config=data) as acc:
         model, optimizer, scheduler = make(total_steps)
-        loader: Any = DataLoader(dataset(examples), batch_size=BATCH * (2 if split else 1))
+        loader: Any = DataLoader(dataset(examples), batch_size=BATCH * (2 if split else 1), shuffle=shuffled)
         bare = model
         model, optimizer, loader, schedule = prepare(acc, model, optimizer, loader, scheduler, settings(total_steps))
         assert acc.num_processes == 2
         notes = Notes().of(schedule.optimizer, bare)
-        skip = 0
+        epoch = skip = 0
         if load:
             assert folder is not None
             acc.load_state(folder)
-            skip = save_at * accumulation % math.ceil(examples / BATCH / 2)
+            epoch, skip = divmod(save_at * accumulation, math.ceil(examples / BATCH / 2))
         while not schedule.finished:
+            loader.set_epoch(epoch)
             batches = acc.skip_first_batches(loader, skip) if skip else loader
-            skip = 0
+            epoch, skip = epoch + 1, 0
             for batch in batches:
                 with acc.accumulate(model):
                     acc.backward(loss_of(model, batch))
@@ -132,6 +137,22 @@ def test_killed_and_resumed_by_its_own_checkpoint_it_is_the_same_to_the_bit(know
         assert b.gains + c.gains == a.gains
         assert b.lrs + c.lrs == a.lrs
         assert (c.end == a.end).all()
+
+
+@pytest.mark.parametrize("seedable", [True, False])
+def test_a_shuffled_run_resumes_exactly_from_its_second_epoch_with_a_seedable_sampler_alone(
+    knowing: Any, tmp_path: Path, seedable: bool
+) -> None:
+    # 4 steps an epoch; saved after the 6th.
+    how = {"shuffled": True, "seedable": seedable}
+    whole = knowing(ADAPTER).run(train, 60, 2, 8 * BATCH * 2, **how)
+    folder = str(tmp_path / "state")
+    first = knowing(ADAPTER).run(train, 60, 2, 8 * BATCH * 2, folder, 6, **how)
+    rest = knowing(ADAPTER).run(train, 60, 2, 8 * BATCH * 2, folder, 6, True, **how)
+    for a, b, c in zip(whole, first, rest, strict=True):
+        assert b.gains == a.gains[:6]
+        assert (c.gains == a.gains[6:]) == seedable
+        assert bool((c.end == a.end).all()) == seedable
 
 
 def prepared_before(what: str) -> str:

@@ -308,6 +308,45 @@ def test_a_checkpoint_between_the_passes_of_a_step_has_the_state_of_the_step_bef
     assert again[-1]["effective_steps"] >= 40
 
 
+def test_a_manual_step_after_other_passes_than_declared_is_told_where_they_are_declared() -> None:
+    from ray_adascale.integrations.lightning import AdaScaleCallback
+
+    with pytest.raises(
+        RuntimeError, match=r"after backward pass 2 of a step.*With Lightning's manual optimization the passes are"
+    ):
+        fit(AdaScaleCallback(settings(40, accumulation=3)), module(40, manual=2), accumulation=1)
+
+
+def test_a_checkpoint_within_a_manual_step_is_refused(tmp_path: Path) -> None:
+    """Where a step ends is known to the user's training_step alone, so a resume could not go on with its passes."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from ray_adascale.integrations.lightning import AdaScaleCallback
+
+    saving = ModelCheckpoint(dirpath=tmp_path, save_top_k=-1)
+    with quiet(), pytest.raises(RuntimeError, match=r"state_dict\(\) between a backward pass and step\(\)"):
+        trainer(
+            [AdaScaleCallback(settings(40, accumulation=2)), saving],
+            1,
+            val_check_interval=3,
+            enable_checkpointing=True,
+            num_sanity_val_steps=0,
+        ).fit(module(40, manual=2, validated=True), data(96), data(8))
+
+
+def test_a_scheduler_that_follows_a_metric_is_refused() -> None:
+    from ray_adascale.integrations.lightning import AdaScaleCallback
+
+    wanted = module(40)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(wanted.optimizer)
+    wanted.configure_optimizers = lambda: {
+        "optimizer": wanted.optimizer,
+        "lr_scheduler": {"scheduler": plateau, "interval": "step", "monitor": "loss"},
+    }
+    with pytest.raises(ValueError, match="ReduceLROnPlateau is not supported: it follows a metric"):
+        fit(AdaScaleCallback(settings(40)), wanted)
+
+
 def test_a_fast_dev_run_is_not_warned_of() -> None:
     from ray_adascale.integrations.lightning import AdaScaleCallback
 

@@ -568,6 +568,49 @@ def test_the_progress_bar_ends_where_the_run_ends(knowing: Any, tmp_path: Path, 
         assert found[0][1] == pytest.approx(60 / 3, abs=4)
 
 
+def own_bars(folder: str) -> dict[str, Any]:
+    """Train to T = 60 with a progress callback of the user's and a notebook's. Return what the bars say at the end; on rank 0."""
+    import sys
+    import types
+    from unittest import mock
+
+    from transformers import ProgressCallback, TrainerCallback
+
+    display = types.ModuleType("IPython.display")
+    display.HTML, display.display = mock.Mock(), mock.Mock()  # type: ignore[attr-defined]
+    with mock.patch.dict(sys.modules, {"IPython": types.ModuleType("IPython"), "IPython.display": display}):
+        from transformers.utils.notebook import NotebookProgressCallback
+
+    class Mine(ProgressCallback):
+        pass
+
+    class Noting(TrainerCallback):
+        """It comes before the others."""
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.steps, self.bar, self.tracker = state.global_step, mine.training_bar, notebook.training_tracker
+
+    mine, notebook, noting = Mine(), NotebookProgressCallback(), Noting()
+    x, y = dataset(96).tensors
+    data = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
+    with trainer(
+        Classifier(make(60)[0]), data, 60, 3, folder, disable_tqdm=False, callbacks=[noting, mine, notebook]
+    ) as made:
+        kept = [each for each in made.callback_handler.callbacks if each in (mine, notebook)]
+        made.train()
+    label = getattr(noting.tracker, "label", "")
+    total = None if noting.bar is None else noting.bar.total
+    return {"kept": len(kept), "steps": noting.steps, "bar": total, "notebook": label.partition(" ")[0]}
+
+
+def test_progress_bars_of_the_user_and_of_a_notebook_end_there_too(knowing: Any, tmp_path: Path) -> None:
+    first, second = knowing(ADAPTER).run(own_bars, str(tmp_path))
+    steps = first["steps"]
+    assert steps < 60
+    assert first == {"kept": 2, "steps": steps, "bar": steps, "notebook": f"[{steps}/{steps}"}
+    assert second["kept"] == 2
+
+
 # ---- base runs -------------------------------------------------------------------------------------------------------
 
 

@@ -205,6 +205,18 @@ def test_the_job_runs_what_the_command_line_takes() -> None:
     assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0", "strings, as KubeRay wants them"
 
 
+def test_the_commands_of_jobs_do_not_check_the_workload_on_the_head() -> None:
+    """The heads of these files have no GPU and little memory, where a workload for the workers may not even build."""
+    found = [load(RAYJOB)["spec"]["entrypoint"]]
+    for path in (LAUNCHER, GUIDE):
+        found += re.findall(
+            r"^#?\s+ray-adascale (?:tune|train|resume) (?:[^\n\\]|\\\n)*", path.read_text(), re.MULTILINE
+        )
+    assert len(found) == 6, found
+    for command in found:
+        assert "--no-check" in command, command
+
+
 # ---- for real --------------------------------------------------------------------------------------------------------
 
 

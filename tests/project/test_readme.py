@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from ray_adascale import AdaScaleConfig, LocalBackend, Run
+from ray_adascale.cli.main import _parser
 from ray_adascale.workload import build
 from ray_adascale.workload_source import resolve
 
@@ -18,13 +20,29 @@ def test_the_readmes_workload_trains_at_its_base_batch(tmp_path: Path) -> None:
     (tmp_path / "readmes_digits.py").write_text(readme.workload())
     function = resolve(f"{tmp_path}/readmes_digits.py:workload")
     assert set(resolve(f"{tmp_path}/readmes_digits.py:param_space")) == {"lr"}
-    config = AdaScaleConfig(base_batch_size=32, total_steps=200)
+    config = AdaScaleConfig(base_batch_size=32, total_steps=200)  # a tenth of README's length
     built = build(function, {"lr": 0.1}, config)
     run = Run.of(built, config, backend=LocalBackend(device="cpu"))
     for batch in run:
         run.backward(built.loss_fn(run.model, batch))
         run.step()
     assert run.summary()["accuracy"] > 0.85
+
+
+def test_the_workload_stands_at_the_top_and_the_commands_run_it() -> None:
+    text, code = (readme.ROOT / "README.md").read_text(), readme.workload()
+    before, _, after = text.partition(code)
+    assert "```diff" not in before
+    assert before.count("```python") == 1  # its own
+    assert len([line for line in code.splitlines() if line]) <= 30
+    file = re.findall(r"`(\w+\.py)`:\n\n```python\n$", before)
+    tune, train = (_parser().parse_args(words) for words in readme.commands_of_the_workload())
+    assert [tune.workload, train.workload] == [f"{file[0]}:workload"] * 2
+    assert tune.output == train.recipe
+    assert (tune.base_batch_size, tune.total_steps) == (32, 2000)
+    assert "base_batch_size=32, total_steps=2000" in after  # the same in Python
+    scale = int(train.num_workers) * train.per_worker_batch_size / tune.base_batch_size
+    assert f"on two workers at S = {scale:g}:" in after
 
 
 def test_the_readme_defines_its_symbols_before_it_uses_them() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +18,12 @@ from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, LEGWRule, RuleInput, Run
-from ray_adascale.run.build import _settle_buckets, check_rule, wrap
+from ray_adascale.run.build import _settle_buckets, check_built, check_recipe, check_rule, wrap
+from ray_adascale.run.schedule import BaseSchedule
 from ray_adascale.scaling_rules import AdamScale, LEGWScale
 
 from ..pool import ProcessPool, fork_server, free_port
+from ..samples_of import recipe
 
 Pool = Callable[[int], ProcessPool]
 
@@ -104,6 +108,38 @@ def test_a_rule_is_shown_the_schedules_curve() -> None:
     for legw in (LEGWRule(1, 60), LEGWScale(1, 60)):
         with pytest.warns(UserWarning, match="raising the LR"):
             check_rule(AdaScaleConfig(base_batch_size=4, total_steps=10, rule=legw), [[0.1, 0.2]])
+
+
+@pytest.mark.parametrize(
+    "curve",
+    [[[0.1] * 10, [0.1] * 10], [[0.1] * 9 + [0.2]], [[0.1] * 9]],
+    ids=["groups", "a value", "length"],
+)
+def test_the_error_of_another_curve_than_the_recipes_ends_its_sentences_once(curve: list[list[float]]) -> None:
+    found = recipe([], 10, lr_curve=[[0.1] * 10], scheduler_unit="step", base_steps_per_epoch=None)
+    schedule = BaseSchedule(
+        base_batch_size=8, total_steps=10, scheduler_unit="step", base_steps_per_epoch=None, lr_curve=curve
+    )
+    with pytest.raises(ValueError, match="The learning-rate curve is not the recipe's: ") as raised:
+        check_recipe(found, schedule)
+    text = str(raised.value)
+    assert not re.search(r"\.\s*[.:;,]", text), text
+    assert ". Build optimizer and scheduler from" in text
+
+
+def _warnings_of(optimizer: type[torch.optim.Optimizer]) -> list[str]:
+    model = nn.Linear(2, 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check_built(model, optimizer(model.parameters(), lr=0.1), AdaScaleConfig(base_batch_size=4, total_steps=10))
+    return [str(each.message) for each in caught]
+
+
+def test_one_worker_warns_of_an_optimizer_that_adascale_is_not_derived_for(pool: Pool) -> None:
+    (text,), others = pool(2).run(_warnings_of, torch.optim.AdamW)
+    assert text.startswith("AdaScale is derived for SGD. With AdamW there is no proof")
+    assert others == []
+    assert pool(2).run(_warnings_of, SGD) == [[], []]
 
 
 def _outlives(rank: int, ports: list[int], queue: Any) -> None:

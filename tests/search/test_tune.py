@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import json
 import logging
 import math
 import re
 import signal
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, Recipe, Run, Workload, tune_recipe
+from ray_adascale.analysis.report import write_report
+from ray_adascale.analysis.runs import load_run
+from ray_adascale.cli.main import main
 from ray_adascale.data.order import epoch_order
 from ray_adascale.measure.probe import probe_noise
 from ray_adascale.run.base_run import BaseResult, workload_name
@@ -32,8 +38,11 @@ from ray_adascale.run.schedule import BaseSchedule, EffectiveSchedule
 from ray_adascale.run.trace import read_trace
 from ray_adascale.search.tune import _ranking
 from ray_adascale.search.watch import Finished, Watch
+from ray_adascale.train.run_lock import LOCK
 from ray_adascale.workload import build
 from ray_adascale.workload_source import resolve
+
+from ..live_lock import OWNER, locked_elsewhere
 
 LRS = [0.01, 0.02, 5e-5]
 B0, T, LENGTH, DIM = 16, 200, 72, 8  # 4.5 base steps an epoch: batches run across borders
@@ -151,6 +160,56 @@ def test_lr_curve_is_the_schedule_of_the_ranking(searched: Recipe) -> None:
     )
     assert searched.lr_curve == schedule.curve(T)
     assert len(searched.lr_curve[0]) == 45  # the last step begins in epoch 44
+
+
+@pytest.mark.ray
+def test_a_report_over_the_searchs_folder_has_the_recipes_trial_as_base_run(
+    searched: Recipe, ray_session: Path, tmp_path: Path
+) -> None:
+    """Over what Tune has really written, so it draws a whole page; and as if the repeats had chosen the worse of the trials."""
+    folder, worse = ray_session / searched.search["name"], replace(searched, hyperparameters={"lr": 5e-5})
+    for recipe, lr in ((searched, 0.02), (worse, 5e-5)):
+        run = load_run(folder, recipe=recipe)
+        assert run.column("lr")[0] == lr
+        assert run.column("error")[-1] == plain_loop({"lr": lr}, seed=3)
+    page = write_report([folder], tmp_path / "report.html", recipe=worse).read_text()
+    assert f">{plain_loop({'lr': 5e-5}, seed=3):#.4g}</td>" in page
+
+
+@pytest.mark.ray
+def test_a_second_search_of_one_name_is_refused_while_the_first_runs(
+    ray_session: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine_locked_search.py").write_text("param_space = {'lr': 0.1}\ndef workload(config): ...\n")
+    command = ["tune", f"{tmp_path / 'mine_locked_search.py'}:workload", "--base-batch-size=8", "--total-steps=60"]
+    with locked_elsewhere(tmp_path / "mine"):
+        with pytest.raises(ValueError, match=r"name='mine'\): process 7 on far, started noon, writes to .*/mine now\."):
+            tune_recipe(linear, {}, base_batch_size=B0, total_steps=T, storage_path=tmp_path, name="mine", verbose=0)
+        options = ["--name=mine", f"--storage-path={tmp_path}", f"--output={tmp_path / 'recipe.json'}", "--no-check"]
+        assert main([*command, *options]) == 2
+    assert capsys.readouterr().err.startswith(
+        "ray-adascale: Invalid --name mine: process 7 on far, started noon, writes to"
+    )
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == [LOCK]  # nothing of the second one
+
+
+@pytest.mark.ray
+def test_a_search_that_lost_its_lock_gives_no_recipe(
+    ray_session: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after the suspension of a machine. Its trials would be those of two searches."""
+    monkeypatch.setattr("ray_adascale.train.run_lock._BEAT_S", 0.1)
+
+    def run_trials(search: Any) -> list[Finished]:
+        (tmp_path / "mine" / LOCK).write_text(json.dumps(OWNER))
+        (beats,) = (thread for thread in threading.enumerate() if thread.name == "ray_adascale-run-lock")
+        beats.join(10)  # it ends when it finds another owner
+        return []
+
+    monkeypatch.setattr("ray_adascale.search.tune._Search.run_trials", run_trials)
+    monkeypatch.setattr("ray_adascale.search.tune._ranking", lambda trials: [(None, None)])
+    with pytest.raises(RuntimeError, match=r"The search 'mine' was continued by process 7 on far, started noon while"):
+        tune_recipe(linear, {}, base_batch_size=B0, total_steps=T, storage_path=tmp_path, name="mine", verbose=0)
 
 
 @pytest.mark.ray

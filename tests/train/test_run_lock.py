@@ -147,6 +147,36 @@ def test_storage_that_fails_for_a_while_does_not_end_a_run(tmp_path: Path) -> No
         assert lock.lost is None
 
 
+def test_an_error_of_the_storages_library_does_not_end_the_beat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RunLock(str(tmp_path / "run"), "mine") as lock:
+        read, failed = lock._read, threading.Event()
+
+        def fails() -> None:
+            failed.set()
+            raise KeyError("a bucket's library")  # not an OSError
+
+        monkeypatch.setattr(lock, "_read", fails)
+        assert failed.wait(5)
+        monkeypatch.setattr(lock, "_read", read)
+        before = json.loads((tmp_path / "run" / LOCK).read_text())["beats"]
+        deadline = time.monotonic() + 5
+        while json.loads((tmp_path / "run" / LOCK).read_text() or "{}").get("beats", before) == before:
+            assert time.monotonic() < deadline, "no further write"
+            time.sleep(0.02)
+
+
+def test_storage_of_an_unknown_kind_is_refused_with_what_to_do() -> None:
+    with (
+        pytest.raises(
+            ValueError, match=r"Invalid RunConfig\(storage_path='nowhere://bucket'\): files can't be written"
+        ),
+        RunLock("nowhere://bucket/run", "mine"),
+    ):
+        pass
+
+
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (

@@ -24,11 +24,14 @@ from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, AdaScaleTrainer, LocalBackend, Recipe, Run, Workload, load_weights, prepare
 from ray_adascale.checkpoint import load_state
+from ray_adascale.cli.main import main
 from ray_adascale.data.order import epoch_order
 from ray_adascale.run.metrics import METRICS
 from ray_adascale.run.trace import read_trace
 from ray_adascale.train.run_lock import LOCK
 from ray_adascale.workload_source import resolve
+
+from ..live_lock import locked_elsewhere
 
 pytestmark = [
     pytest.mark.ray,
@@ -328,6 +331,30 @@ def test_prepare_outside_a_worker_says_where_it_belongs() -> None:
 
 
 @pytest.mark.timeout(600)  # starts a Ray of its own: a quarter of a minute, on a busy machine some
+def test_a_second_run_of_one_name_is_refused_while_the_first_runs(
+    ray_session: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def files() -> list[str]:
+        return [path.name for path in (tmp_path / "mine").iterdir() if path.name != ".next"]
+
+    with locked_elsewhere(tmp_path / "mine"):
+        second = AdaScaleTrainer(
+            workload,
+            hyperparameters={"lr": 0.1},
+            config=AdaScaleConfig(base_batch_size=4, total_steps=10),
+            run_config=RunConfig(name="mine", storage_path=str(tmp_path)),
+            progress=False,
+        )
+        with pytest.raises(ValueError, match=r"name='mine'\): process 7 on far, started noon, writes to .*/mine now\."):
+            second.fit()
+        command = ["train", "tests.samples_of:regression", "--base-batch-size=4", "--total-steps=4", "--name=mine"]
+        assert main([*command, f"--storage-path={tmp_path}", "--no-check"]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("ray-adascale: Invalid --name mine: process 7 on far, started noon, writes to ")
+        assert err.rstrip().endswith("Wait until it has ended, or choose another name.")
+        assert files() == [LOCK]  # nothing of the second one
+
+
 def test_ctrl_c_ends_the_workers_and_leaves_a_checkpoint_to_resume_from(ray_session: Path, tmp_path: Path) -> None:
     command = [
         sys.executable,
