@@ -67,8 +67,8 @@ class AdaScale(OptimizerWrapper):
         rule: Maps a :class:`RuleInput` to (LR factor, clock increment). Default: AdaScale's (r, r).
         precondition: Maps (parameter, gradient) to the tensor that norms are taken of, for statistics in another metric than
             the Euclidean one. Costs a copy of one gradient at a time.
-        model: The model. Needed for one that is sharded with ``fully_shard``, for a ``DistributedDataParallel`` whose
-            buckets are to be measured (:func:`ray_adascale.measure.ddp.measure_buckets`), and for per-example norms.
+        model: The model. Needed for ``fully_shard``, for per-example norms, and for a ``DistributedDataParallel`` whose buckets
+            are to be measured (:func:`ray_adascale.measure.ddp.measure_buckets`).
         noise: The gradient samples. "samples": the gradients of workers and passes; with one a step, of consecutive steps.
             "per_example": the examples of the batch, by their gradient norms in each layer of ``model``. They lie along the first
             dimension of each layer's input. "auto": examples, where a step above S = 1 has one sample and they are covered.
@@ -127,7 +127,8 @@ class AdaScale(OptimizerWrapper):
         workers = Workers(world_size, process_group, sharded=isinstance(optimizer, OSS))
         workers.scale_follows = scale is None
         self._is_scaled_loss = is_scaled_loss
-        self._noise = NoiseChoice(noise, noise_budget, model if precondition is None else None)
+        window = None if averaging_window is None else averaging_window * cast(float, total_steps)
+        self._noise = NoiseChoice(noise, noise_budget, model if precondition is None else None, window)
         self._single_gain = single_gain
         self._warned_single_sample = False
         self._statistics = GradientStatistics(
@@ -265,7 +266,7 @@ class AdaScale(OptimizerWrapper):
 
     def __getstate__(self) -> dict[str, Any]:
         self._algorithm.synchronize()
-        return {**super().__getstate__(), "_noise": NoiseChoice("auto", self._noise.budget, None)}
+        return {**super().__getstate__(), "_noise": NoiseChoice("samples", 1.0, None)}
 
     # ---- FairScale's interface -----------------------------------------------------------------------------------
 
@@ -591,10 +592,9 @@ class AdaScale(OptimizerWrapper):
     def _warn_of_single_sample(self, *, stepping: bool = False) -> None:
         shape, workers = self._statistics.declared, self._statistics.workers
         # Before the first step further workers may come up; if passes are left open, only a step has a number of them.
-        if self._statistics.examples is not None:
-            return
         undecided = self._statistics.usual_samples is None or not (workers.final or workers.steps)
-        if undecided != stepping or shape.num_samples > 1 or shape.scale <= 1 or self._warned_single_sample:
+        one_sample = shape.num_samples == 1 and shape.scale > 1 and self._statistics.examples is None
+        if undecided != stepping or not one_sample or self._warned_single_sample:
             return
         self._warned_single_sample = True
         warn_at_user(workers.single_sample_in_words(shape.scale))

@@ -25,6 +25,7 @@ class NoiseChoice:
         noise: "auto", "per_example" or "samples", see :class:`ray_adascale.AdaScale`.
         budget: Share of the time of the steps that per-example norms may cost.
         model: The model whose layers are measured; None: only gradient samples can be.
+        window: Width of the averages in effective steps; None where they are over steps.
 
     Raises:
         ValueError: A value is out of its range, or "per_example" lacks the model.
@@ -33,6 +34,7 @@ class NoiseChoice:
     noise: str
     budget: float
     model: nn.Module | None
+    window: float | None = None
 
     def __post_init__(self) -> None:
         if self.noise not in ("auto", "per_example", "samples"):
@@ -57,7 +59,11 @@ class NoiseChoice:
             return None
         if present is not None:
             return present
-        return ExampleNoise(self.model, groups, required=self.noise == "per_example", budget=self.budget)
+        # Even if each step is worth S, two measured ones should be in the window.
+        most = math.inf if self.window is None else max(self.window / (2 * shape.scale), 1)
+        return ExampleNoise(
+            self.model, groups, required=self.noise == "per_example", budget=self.budget, most_every=most
+        )
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,7 @@ class ExampleNoise:
         required: Whether a model that turns out not to be covered is an error, and not measured by its gradient samples instead.
         budget: Share of the time of the steps that measuring may cost. ``every`` follows from it and from the shapes of the
             layers, so that all workers and each resume choose alike.
+        most_every: Largest ``every``.
 
     Raises:
         ValueError: Per-example norms are not available for a parameter.
@@ -106,11 +113,13 @@ class ExampleNoise:
         problem: Why the last measured step of this worker yields nothing; None if it does.
     """
 
-    def __init__(self, model: nn.Module, groups: Sequence[Sequence[Tensor]], *, required: bool, budget: float) -> None:
+    def __init__(
+        self, model: nn.Module, groups: Sequence[Sequence[Tensor]], *, required: bool, budget: float, most_every: float
+    ) -> None:
         self._norms = ExampleNorms(model, groups)
         # A hook on a sharded parameter does not get its gradient.
         self._verifies = not any(is_dtensor(p) for params in groups for p in params)
-        self._budget = budget
+        self._budget, self._most_every = budget, most_every
         self.required = required
         self._held: Tensor | None = None  # σ² of the last measured step, per gain
         self._step = 0
@@ -144,7 +153,7 @@ class ExampleNoise:
         measured = self._norms.end()
         self.problem = measured.problem
         if not self.confirmed and measured.problem is None:
-            self.every = max(1, math.ceil(measured.cost / self._budget))
+            self.every = max(1, math.floor(min(math.ceil(measured.cost / self._budget), self._most_every)))
         device = measured.sq_norms.device
         counts = torch.tensor([measured.examples, measured.problem is not None], dtype=torch.float64)
         return ExampleSums(measured.sq_norms, *counts.to(device, non_blocking=True).unbind())
@@ -164,7 +173,7 @@ class ExampleNoise:
             # As measured, a gradient is g_e·n/(B·divisor): times w_i·n/divisor, the factor of the loss, and 1/m_i = w_i⁻¹/B.
             mean = sums.sq_norms * sums.examples * (shape.loss_divisor / shape.num_samples) ** 2
             sigma2, mu2 = gradient_moments(mean, reduced_sq_norm, scale=shape.scale, count=sums.examples)
-            usable = sums.problems == 0
+            usable = (sums.problems == 0) & torch.isfinite(sigma2).all()
             before = torch.full_like(sigma2, math.nan) if self._held is None else self._held
             self._held = torch.where(usable & finite, sigma2, before)
             return torch.stack([sigma2, mu2]), usable

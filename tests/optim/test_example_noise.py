@@ -1,0 +1,402 @@
+"""AdaScale with the examples of a batch as gradient samples."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+from ray_adascale import OSS, AdaScale, AdaScaleConfig, LocalBackend, Run, ShardedDataParallel
+
+from ..pool import ProcessPool
+
+B0, B, STEPS = 4, 32, 12
+SCALE = B / B0
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 10), nn.LayerNorm(10), nn.Tanh(), nn.Linear(10, 3))
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(STEPS, B, 6, generator=generator)
+    return [(rows, torch.randint(3, (B,), generator=generator)) for rows in x]
+
+
+def sgd(model: nn.Module, **how: Any) -> torch.optim.Optimizer:
+    first, *rest = model.parameters()
+    return torch.optim.SGD([{"params": [first]}, {"params": rest}], lr=0.1, momentum=0.9, **how)
+
+
+def one_worker(noise: str = "per_example", *, every: int = 1, passes: int = 1, **how: Any) -> AdaScale:
+    """A budget that gives ``every``: small networks are estimated to cost a fifth of a step and a little more."""
+    model = network()
+    adascale = AdaScale(
+        sgd(model),
+        scale=SCALE,
+        num_gradients_to_accumulate=passes,
+        model=model,
+        noise=noise,  # type: ignore[arg-type]
+        noise_budget=100.0 if every == 1 else 0.99 / every * 0.3,
+        **how,
+    )
+    adascale.network = model  # type: ignore[attr-defined]
+    return adascale
+
+
+def step(adascale: AdaScale, x: Tensor, y: Tensor, passes: int = 1) -> None:
+    for rows, labels in zip(x.chunk(passes), y.chunk(passes), strict=True):
+        (F.cross_entropy(adascale.network(rows), labels) / passes).backward()
+    adascale.step()
+    adascale.zero_grad()
+
+
+def moments_by_hand(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """σ² of one base batch and μ², per parameter group, from the gradient of each example."""
+    each = [
+        torch.autograd.grad(F.cross_entropy(model(a[None]), b[None]), list(model.parameters()))
+        for a, b in zip(x, y, strict=True)
+    ]
+    sigma2, mu2 = [], []
+    for params in ([0], list(range(1, len(each[0])))):
+        g = torch.stack([torch.cat([grads[i].flatten() for i in params]).double() for grads in each])
+        trace = g.var(0).sum()
+        sigma2.append(trace / B0)
+        mu2.append(g.mean(0).square().sum() - trace / B)
+    return torch.stack(sigma2), torch.stack(mu2)
+
+
+@pytest.mark.parametrize("passes", [1, 2, 8])
+def test_the_moments_are_those_of_single_examples(passes: int) -> None:
+    adascale = one_worker(passes=passes, debias_ewma=True, smoothing=0.0, clip="averages")
+    x, y = batches()[0]
+    sigma2, mu2 = moments_by_hand(network(), x, y)
+    for rows, labels in zip(x.chunk(passes), y.chunk(passes), strict=True):
+        (F.cross_entropy(adascale.network(rows), labels) / passes).backward()
+    found = adascale.group_moments()
+    torch.testing.assert_close(torch.tensor(found[0]).double(), sigma2, rtol=1e-5, atol=0)
+    torch.testing.assert_close(torch.tensor(found[1]).double(), mu2, rtol=1e-4, atol=0)
+    gain = (sigma2.sum() + mu2.sum()) / (sigma2.sum() / SCALE + mu2.sum())
+    assert adascale.gain() == pytest.approx(gain.item(), rel=1e-5)
+
+
+def test_a_loss_that_is_not_divided_by_the_passes() -> None:
+    x, y = batches()[0]
+    model = network()
+    adascale = AdaScale(
+        sgd(model),
+        scale=SCALE,
+        num_gradients_to_accumulate=4,
+        is_scaled_loss=False,
+        model=model,
+        noise="per_example",
+        smoothing=0.0,
+        clip="averages",
+    )
+    for rows, labels in zip(x.chunk(4), y.chunk(4), strict=True):
+        F.cross_entropy(model(rows), labels).backward()
+    torch.testing.assert_close(
+        torch.tensor(adascale.group_moments()[0]).double(), moments_by_hand(network(), x, y)[0], rtol=1e-5, atol=0
+    )
+
+
+def trained(adascale: AdaScale, passes: int = 1) -> tuple[list[float], Tensor]:
+    gains = []
+    for x, y in batches():
+        step(adascale, x, y, passes)
+        gains.append(adascale.last_step.gain)
+    return gains, torch.cat([p.detach().flatten() for p in adascale.network.parameters()])
+
+
+def on_workers(kind: str) -> tuple[list[float], list[float]]:
+    """Train on this worker's share of each batch; return gains, and each step's σ²."""
+    rank, workers = dist.get_rank(), dist.get_world_size()
+    model = network()
+    if kind == "fsdp2":
+        fully_shard(model)
+    optimizer: torch.optim.Optimizer = sgd(model)
+    wrapped: nn.Module = model
+    if kind in ("oss", "zero2"):
+        optimizer = OSS.wrap(optimizer)
+    if kind == "zero2":
+        wrapped = ShardedDataParallel(model, optimizer)
+    elif kind != "fsdp2":
+        wrapped = DistributedDataParallel(model)
+    adascale = AdaScale(optimizer, scale=SCALE, model=model, noise="per_example", noise_budget=100.0)
+    gains, sigma2 = [], []
+    for x, y in batches():
+        F.cross_entropy(wrapped(x.chunk(workers)[rank]), y.chunk(workers)[rank]).backward()
+        adascale.step()
+        adascale.zero_grad()
+        gains.append(adascale.last_step.gain)
+        sigma2.append(adascale.last_step.sigma2)
+    return gains, sigma2
+
+
+@pytest.mark.parametrize("kind", ["ddp", "oss", "zero2", "fsdp2"])
+def test_workers_with_the_same_batch_have_the_same_gain(kind: str, pool: Callable[[int], ProcessPool]) -> None:
+    expected = trained(one_worker(smoothing=1 - 2 / 1000))[0]  # θ of two workers
+    first, second = pool(2).run(on_workers, kind)
+    assert first == second
+    assert first[0] == pytest.approx(expected, rel=1e-4)  # float32 sums in another order, over twelve steps
+
+
+def test_steps_in_between_keep_the_variance_and_have_their_own_signal() -> None:
+    adascale = one_worker(every=3)
+    seen = []
+    for x, y in batches():
+        step(adascale, x, y)
+        seen.append((adascale.last_step.sigma2, adascale.last_step.mu2))
+    sigma2 = [s for s, _ in seen]
+    every = adascale._statistics.examples.every  # type: ignore[union-attr]
+    assert every > 1
+    assert len(set(sigma2)) == -(-STEPS // every)
+    assert all(s == sigma2[i // every * every] for i, s in enumerate(sigma2))
+    assert len({m for _, m in seen}) == STEPS
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_resumed_run_is_the_same_to_the_bit(every: int) -> None:
+    whole = trained(one_worker(every=every))
+    first = one_worker(every=every)
+    for x, y in batches()[:5]:
+        step(first, x, y)
+    second = one_worker(every=every)
+    second.network.load_state_dict(copy.deepcopy(first.network.state_dict()))
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    gains = []
+    for x, y in batches()[5:]:
+        step(second, x, y)
+        gains.append(second.last_step.gain)
+    assert gains == whole[0][5:]
+    assert torch.equal(torch.cat([p.detach().flatten() for p in second.network.parameters()]), whole[1])
+
+
+def test_gradients_may_be_cleared_between_forward_and_backward_pass() -> None:
+    adascale, expected = one_worker(), trained(one_worker())[0]
+    gains = []
+    for x, y in batches():
+        loss = F.cross_entropy(adascale.network(x), y)
+        adascale.zero_grad()
+        loss.backward()
+        adascale.step()
+        gains.append(adascale.last_step.gain)
+    assert gains == expected
+
+
+def test_a_fused_optimizer_has_the_same_gains() -> None:
+    model = network()
+    fused = AdaScale(sgd(model, fused=True), scale=SCALE, model=model, noise="per_example", noise_budget=100.0)
+    fused.network = model  # type: ignore[attr-defined]
+    assert trained(fused)[0] == pytest.approx(trained(one_worker())[0], rel=1e-5)
+
+
+def test_a_step_that_overflows_is_measured_again_at_a_smaller_loss_scale() -> None:
+    def scaled(overflows: bool) -> list[float]:
+        model = network()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        adascale = AdaScale(
+            sgd(model), scale=SCALE, model=model, noise="per_example", noise_budget=100.0, grad_scaler=scaler
+        )
+        gains = []
+        for i, (x, y) in enumerate(batches()):
+            for factor in (torch.inf, 1.0) if overflows and i in (0, 3) else (1.0,):
+                scaler.scale(F.cross_entropy(model(x), y) * factor).backward()
+                scaler.step(adascale)
+                scaler.update()
+                adascale.zero_grad()
+            gains.append(adascale.last_step.gain)
+        assert adascale.steps == STEPS
+        return gains
+
+    assert scaled(True) == pytest.approx(scaled(False), rel=1e-5)
+
+
+def test_auto_measures_examples_only_where_a_step_has_one_sample_above_scale_one() -> None:
+    def examples(**how: Any) -> bool:
+        model = network()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return AdaScale(sgd(model), **{"model": model, **how})._statistics.examples is not None
+
+    assert examples(scale=8.0)
+    assert not examples(scale=8.0, model=None)
+    assert not examples(scale=8.0, num_gradients_to_accumulate=2)
+    assert not examples(scale=1.0)
+    assert not examples(scale=8.0, noise="samples")
+    assert examples(scale=8.0, num_gradients_to_accumulate=2, noise="per_example")
+
+
+def test_a_change_of_the_passes_keeps_the_averages() -> None:
+    adascale = one_worker("auto")
+    trained(adascale)
+    before = adascale.average_moments()
+    adascale.set_batch(passes=2, scale=SCALE)
+    assert adascale.average_moments() == before
+    for x, y in batches()[:2]:
+        step(adascale, x, y, 2)
+    adascale.set_batch(passes=1)
+    step(adascale, *batches()[3])
+    assert adascale.last_step.gain > 1
+
+
+class Square(nn.Module):
+    """As many positions as examples: only a pass shows that the two can't be told apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.out = nn.Linear(3, 2), nn.Linear(2 * B, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.layer(x[:, None, :3].expand(-1, B, -1)).flatten(1))
+
+
+def square(noise: Any) -> AdaScale:
+    torch.manual_seed(0)
+    model = Square()
+    adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), scale=SCALE, model=model, noise=noise)
+    adascale.network = model  # type: ignore[attr-defined]
+    return adascale
+
+
+def test_a_model_that_turns_out_not_to_be_covered_goes_on_with_consecutive_gradients_and_a_warning() -> None:
+    adascale = square("auto")
+    with pytest.warns(UserWarning, match="One gradient sample"):
+        step(adascale, *batches()[0])
+    with pytest.warns(UserWarning, match="One gradient sample"):
+        alone = square("samples")
+        step(alone, *batches()[0])
+    for x, y in batches()[1:]:
+        for one in (adascale, alone):
+            step(one, x, y)
+        assert adascale.last_step.gain == alone.last_step.gain
+    assert alone.last_step.gain > 1
+
+
+def test_examples_that_were_asked_for_are_not_replaced() -> None:
+    adascale = square("per_example")
+    with pytest.raises(
+        RuntimeError, match=r"noise='per_example' can't be used with this model: .* as long as the batch"
+    ):
+        step(adascale, *batches()[0])
+
+
+def fails_on_one_worker() -> str:
+    model = network()
+    adascale = AdaScale(sgd(model), scale=SCALE, model=model, noise="per_example")
+    x, y = batches()[0]
+    loss = F.cross_entropy(DistributedDataParallel(model)(x), y)
+    if dist.get_rank() == 1:
+        loss = loss + F.linear(x[:, :6], model[0].weight).square().mean()  # type: ignore[index, arg-type]
+    try:
+        loss.backward()
+        adascale.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_all_workers_fail_where_one_can_not_measure(pool: Callable[[int], ProcessPool]) -> None:
+    first, second = pool(2).run(fails_on_one_worker)
+    assert "another worker can't measure" in first
+    assert "the gradient of 0.weight is not the one of its layer's calls" in second
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"noise": "halves"}, "Invalid noise='halves'. Must be 'auto', 'per_example' or 'samples'"),
+        ({"noise": "per_example", "model": None}, "It needs model="),
+        ({"noise_budget": 0.0}, "Invalid noise_budget=0.0"),
+        ({"noise": "per_example", "model": nn.GRU(6, 3)}, "Per-example norms are not available for"),
+        ({"noise": "per_example", "precondition": lambda p, g: g}, "excludes precondition="),
+    ],
+    ids=["name", "model", "budget", "not covered", "precondition"],
+)
+def test_refusals(how: dict[str, Any], message: str) -> None:
+    model = how.get("model", network())
+    params = network() if model is None else model
+    with pytest.raises(ValueError, match=message):
+        AdaScale(torch.optim.SGD(params.parameters(), lr=0.1), scale=8.0, **{"model": model, **how})
+
+
+def test_the_density_follows_the_budget() -> None:
+    for budget, most in ((1.0, 1), (0.1, 4), (0.05, 8)):
+        model = network()
+        adascale = AdaScale(sgd(model), scale=SCALE, model=model, noise="per_example", noise_budget=budget)
+        adascale.network = model  # type: ignore[attr-defined]
+        step(adascale, *batches()[0])
+        every = adascale._statistics.examples.every  # type: ignore[union-attr]
+        assert every <= most
+        assert every >= 0.2 / budget
+
+
+def test_short_runs_are_measured_more_often_than_the_budget_says() -> None:
+    """An average over effective time must have two measured steps in its window, even if each step is worth S."""
+    model = network()
+    adascale = AdaScale(
+        sgd(model),
+        scale=SCALE,
+        model=model,
+        noise="per_example",
+        averaging_window=0.05,
+        total_steps=640.0,
+        noise_budget=0.01,
+    )
+    adascale.network = model  # type: ignore[attr-defined]
+    step(adascale, *batches()[0])
+    assert adascale._statistics.examples.every == 2  # type: ignore[union-attr]
+
+
+def test_a_run_of_unequal_passes_resumes_to_the_bit(tmp_path: Path) -> None:
+    """B = 30 in four passes: micro-batches of 8 and 7, whose losses carry factors."""
+
+    def run(folder: Path | None, until: int) -> tuple[list[float], Tensor]:
+        model = network()
+        x, y = (torch.cat(columns) for columns in zip(*batches(), strict=True))
+        config = AdaScaleConfig(
+            base_batch_size=3,
+            total_steps=60,
+            global_batch_size=30,
+            per_worker_batch_size=8,
+            accumulation=4,
+            noise="per_example",
+            checkpoint_every_s=1e-9,
+            async_checkpoint=False,
+        )
+        loop = Run(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.05),
+            None,
+            TensorDataset(x, y),
+            config,
+            backend=LocalBackend(folder),
+        )
+        gains = []
+        for rows, labels in loop:
+            loop.backward(F.cross_entropy(loop.model(rows), labels))
+            if loop.step():
+                gains.append(loop.gain)
+                if len(gains) == until:
+                    break
+        return gains, torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    whole = run(None, 10**6)
+    first = run(tmp_path, 3)
+    second = run(tmp_path, 10**6)
+    assert first[0] + second[0] == whole[0]
+    assert torch.equal(second[1], whole[1])
+    assert max(whole[0]) > 1.5
