@@ -380,7 +380,7 @@ class GradientStatistics:
     def on_begin(self, observer: GradientObserver) -> bool:
         self._await_workers()
         if self.sample is not None:
-            # A complete step was never taken: a GradScaler that found an overflow leaves step() out, and clears the gradients.
+            # A complete step was never taken, as after an overflow that a GradScaler found. Were its gradients cleared since?
             grads = observer.gradients_left(self.params)
             too_many = any(bool(take_norm(_local(grad.detach())) != 0) for grad in grads)
             self.previous = None
