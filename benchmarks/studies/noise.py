@@ -11,6 +11,7 @@ Everything runs in this process on one thread. ``cost`` interleaves plain and me
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import time
@@ -199,9 +200,23 @@ def chosen(smoke: bool) -> list[Case]:
 
 
 def gains_of(
-    case: Case, seed: int, samples: int, noise: Literal["per_example", "samples"], budget: float = 0.05
+    case: Case,
+    seed: int,
+    samples: int,
+    noise: Literal["per_example", "samples"],
+    budget: float = 0.05,
+    until: float = 1.0,
 ) -> tuple[list[float], float]:
-    """Return the gain of each step at S = 8 in ``samples`` passes, and the score."""
+    """Return the gain of each step at S = 8 in ``samples`` passes, and the score at the end.
+
+    Args:
+        case: The workload.
+        seed: Seed of weights and data.
+        samples: Passes of a step.
+        noise: As in ``AdaScaleConfig``.
+        budget: As ``noise_budget`` there.
+        until: Share of T after which the run is left; the score is then NaN.
+    """
     seed_everything(seed)
     config = AdaScaleConfig(
         base_batch_size=case.base_batch_size,
@@ -219,6 +234,8 @@ def gains_of(
         run.backward(built.loss_fn(run.model, batch))
         if run.step():
             gains.append(run.gain)
+            if until < 1 and run.effective_steps >= until * case.total_steps:
+                return gains, math.nan
     return gains, float(run.summary()[built.metric])
 
 
@@ -262,11 +279,8 @@ def first_steps(smoke: bool) -> None:
         spread: dict[str, float] = {}
         level: dict[str, float] = {}
         for way in WAYS:
-            runs = [gains_of(case, seed, 2, way)[0] for seed in seeds]
-            count = max(
-                2,
-                min(next(i for i, _ in enumerate(run) if sum(run[: i + 1]) >= 0.05 * case.total_steps) for run in runs),
-            )
+            runs = [gains_of(case, seed, 2, way, until=0.05)[0] for seed in seeds]
+            count = min(len(run) for run in runs)
             spread[way] = statistics.mean(statistics.stdev(run[i] for run in runs) for i in range(count))
             level[way] = statistics.mean(run[i] for run in runs for i in range(count))
         rows.append(

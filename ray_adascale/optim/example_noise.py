@@ -165,16 +165,13 @@ class ExampleNoise:
         counts = torch.tensor([measured.examples, measured.problem is not None], dtype=torch.float64)
         return ExampleSums(measured.sq_norms, *counts.to(device, non_blocking=True).unbind())
 
-    def moments(
-        self, sums: ExampleSums | None, reduced_sq_norm: Tensor, shape: StepShape, finite: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def moments(self, sums: ExampleSums | None, reduced_sq_norm: Tensor, shape: StepShape) -> tuple[Tensor, Tensor]:
         """Return σ² and μ² of a step, ``[2, gains]``, and whether they are valid; bool, 0-dim. No host synchronization.
 
         Args:
             sums: Over all workers, of unscaled gradients, per gain; None if the step was not measured.
             reduced_sq_norm: C per gain.
             shape: Shape of the step.
-            finite: Whether the step's gradient is finite. σ² of one that is not is not kept.
         """
         if sums is not None:
             # As measured, a gradient is g_e·n/(B·divisor): times w_i·n/divisor, the factor of the loss, and 1/m_i = w_i⁻¹/B.
@@ -182,7 +179,7 @@ class ExampleNoise:
             sigma2, mu2 = gradient_moments(mean, reduced_sq_norm, scale=shape.scale, count=sums.examples)
             usable = (sums.problems == 0) & torch.isfinite(sigma2).all()
             before = torch.full_like(sigma2, math.nan) if self._held is None else self._held
-            self._held = torch.where(usable & finite, sigma2, before)
+            self._held = torch.where(usable, sigma2, before)
             return torch.stack([sigma2, mu2]), usable
         held = torch.full_like(reduced_sq_norm, math.nan) if self._held is None else self._held
         return torch.stack([held, reduced_sq_norm - held / shape.scale]), ~held.isnan().any()

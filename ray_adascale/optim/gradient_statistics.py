@@ -533,7 +533,7 @@ class GradientStatistics:
                 sums = ExampleSums.of(by_example)
                 sq_norms = sums.sq_norms * unscale**2
                 sums = replace(sums, sq_norms=sq_norms.sum(dim=0, keepdim=True) if len(c) < groups else sq_norms)
-            moments, measured = examples.moments(sums, c, shape, finite & usable)
+            moments, measured = examples.moments(sums, c, shape)
             usable = usable & measured
         elif shape.num_samples > 1:
             moments = torch.stack(gain_math.gradient_moments(a, c, scale=shape.scale, count=shape.num_samples))
