@@ -405,6 +405,15 @@ def test_papers_average_of_hand_worked_samples() -> None:
     assert values == pytest.approx([1.0, 3 / 2, 7 / 3, 15 / 4, 109 / 16], rel=CLOSE)
 
 
+def test_papers_average_moves_from_the_first_sample_that_is_not_before_theta() -> None:
+    average, values = Average.empty(()), []
+    for x in (1.0, 2.0, 4.0):
+        average = average.update(f64(x), 0.6, debias=False)
+        values.append(average.value.item())
+    # 1/(1 − θ) = 2.5: plain means of two samples. The third has the weight 0.4, and not 1/3.
+    assert values == pytest.approx([1.0, 3 / 2, 0.9 + 1.6], rel=CLOSE)
+
+
 @pytest.mark.parametrize("debias", [True, False])
 @pytest.mark.parametrize("theta", [0.0, 0.5, 0.9, 0.96, 0.998])
 def test_average_follows_the_literal_rule(theta: float, debias: bool) -> None:

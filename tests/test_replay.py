@@ -295,6 +295,15 @@ def test_a_recipe_that_does_not_tell_the_momentum_has_the_interval_of_several() 
     assert momenta_of(recipe([], momentum=None, hyperparameters={"momentum": 0.9})) == (0.0, 0.9)
 
 
+def test_a_rough_forecast_leaves_a_later_exact_one_alone() -> None:
+    noise = [(0, 30, 1), (200, 3, 1), (1000, 1, 1)]
+    both = Forecaster(recipe(noise, 1000))
+    rough, exact = both.at(8, most_steps=50), both.at(8)
+    assert exact == Forecaster(recipe(noise, 1000)).at(8)
+    assert (exact.expected.stride, rough.expected.stride) == (1, 20)
+    assert both.at(8, most_steps=50) is rough  # each is replayed once
+
+
 def test_a_rule_that_measures_nothing_has_no_interval() -> None:
     found = Forecaster(recipe([(0, 3, 1)]), rule="sqrt").at(4)
     assert found.low == found.high == found.expected.exact_steps == 25

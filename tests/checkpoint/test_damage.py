@@ -77,6 +77,21 @@ def test_files_of_two_checkpoints_do_not_mix(tmp_path: Path) -> None:
         checkpoint.verify(tmp_path / "b")
 
 
+def test_a_checkpoint_that_is_being_deleted_is_none_any_more(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.delete(one)
+    assert (one / "state.json").exists()  # nothing else is gone yet
+    assert not checkpoint.is_sealed(one)
+    assert not checkpoint.is_complete(one)
+    checkpoint.delete(one)  # what a kill left behind
+    assert not one.exists()
+
+
 def test_a_folder_that_does_not_exist_is_no_checkpoint(tmp_path: Path) -> None:
     for read in (checkpoint.verify, checkpoint.load_state, checkpoint.tensor_index, checkpoint.load_weights):
         with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):

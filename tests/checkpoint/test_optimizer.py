@@ -229,6 +229,34 @@ def test_state_keeps_its_strides(tmp_path: Path) -> None:
     assert_same(loaded.state_dict(), optimizer.state_dict())
 
 
+def _another_layout(folder: Path, before: torch.memory_format, after: torch.memory_format) -> list[bool]:
+    """Save the momentum of a convolution that is split by element, load it into another layout; whether parts were whole."""
+    momentum = torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(1))
+    whole = []
+    for layout in (before, after):
+        model = nn.Conv2d(3, 4, 2).to(memory_format=layout)  # type: ignore[call-overload]
+        optimizer = OSS.wrap(SGD(model.parameters(), lr=0.1, momentum=0.9))
+        if layout is before:
+            model.weight.grad = torch.empty_like(model.weight).copy_(momentum)
+            optimizer.step()
+            save(folder, model, optimizer)
+    load(folder, model, optimizer)
+    for fragment in optimizer.fragments:
+        if fragment.param is model.weight:
+            loaded = optimizer.optim.state[fragment.tensor]["momentum_buffer"]
+            assert torch.equal(loaded, fragment.of(momentum))
+            whole.append(fragment.whole)
+    return whole
+
+
+@pytest.mark.parametrize("channels_last", ["before", "after"])
+def test_a_part_of_a_parameter_loads_into_another_layout(pool: Pool, tmp_path: Path, channels_last: str) -> None:
+    layouts = [
+        torch.channels_last if when == channels_last else torch.contiguous_format for when in ("before", "after")
+    ]
+    assert pool(2).run(_another_layout, tmp_path, *layouts) == [[False], [False]]
+
+
 def test_dtypes_of_state_do_not_follow_the_parameter(tmp_path: Path) -> None:
     """torch's own loader would make bfloat16 of float32 averages, and floats of counts."""
     model = nn.Linear(3, 2, bias=False).to(torch.bfloat16)

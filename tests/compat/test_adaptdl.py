@@ -151,6 +151,35 @@ def test_passes_are_counted_where_gradients_are_reduced(pool: Any) -> None:
         assert first == second
 
 
+def _evaluates_amid_a_pass() -> list[float]:
+    """Two passes a step; each evaluates the model, outside of no_sync(), between its forward and its backward pass."""
+    results = []
+    for evaluates in (False, True):
+        bare = make_model()
+        optimizer = torch.optim.SGD(bare.parameters(), lr=0.05)
+        model = AdaptiveDataParallel(bare, optimizer, scaling_rule=scaling_rules.AdaScale(), base_batch_size=4)
+        data = batches(4 * dist.get_world_size(), 4)[dist.get_rank() :: dist.get_world_size()]
+        for i, (x, y) in enumerate(data):
+            optimizer.zero_grad()
+            with contextlib.nullcontext() if i % 2 else model.no_sync():
+                loss = F.cross_entropy(model(x), y)
+            if evaluates:
+                with torch.no_grad():
+                    model(x)
+            loss.backward()
+            assert model.gns.should_zero_grad == bool(i % 2)
+            optimizer.step()
+        assert model.gns.statistics.steps == 2
+        results.append([model.gain, model.gns.get_progress(), *weights(bare).tolist()])
+    assert results[0] == results[1]
+    return results[0]
+
+
+def test_an_evaluation_does_not_end_an_accumulation(pool: Any) -> None:
+    first, second = pool(2).run(_evaluates_amid_a_pass)
+    assert first == second
+
+
 def test_one_worker_that_accumulates_needs_no_declared_number(pool: Any) -> None:
     gains, _ = pool(1).run(_train, "default", 2, "rule", "no_sync", 8, True)[0]
     assert 1 < gains[-1] < 3

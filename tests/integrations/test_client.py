@@ -108,6 +108,16 @@ def test_a_row_has_the_scale_and_the_examples_of_its_own_step(tmp_path: Path, cl
     assert rows[2]["gain"] == 1  # S = 1
 
 
+def test_the_same_batch_in_other_passes_is_another_number_of_samples(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "trace.jsonl")
+    assert not follow_batch(loop.schedule, passes=2, per_worker_batch_size=BATCH)
+    assert (loop.optimizer.scale, loop.optimizer.num_samples) == (2, 2)
+    assert follow_batch(loop.schedule, passes=4, per_worker_batch_size=BATCH // 2)
+    assert loop.schedule.plan is not None
+    assert (loop.schedule.plan.global_batch_size, loop.schedule.plan.accumulation) == (2 * BATCH, 4)
+    assert (loop.optimizer.scale, loop.optimizer.num_samples) == (2, 4)
+
+
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_a_step_that_torch_takes_to_make_a_state_has_no_row(tmp_path: Path, momentum: float) -> None:
     rows = []

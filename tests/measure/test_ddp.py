@@ -271,3 +271,45 @@ def _refused() -> None:
 
 def test_what_cannot_be_measured_is_refused(pool: Pool) -> None:
     pool(2).run(_refused)
+
+
+def _fails_at_times(state: list[bool], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """A user's hook whose reduction may fail, which DDP finds as it waits, and can go on after."""
+    fails = state[0]
+
+    def mean(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+        if fails:
+            raise ConnectionError("the link is down")
+        return future.value()[0] / dist.get_world_size()
+
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(mean)
+
+
+def _a_pass_fails() -> list[list[float]]:
+    results = []
+    for broken in (False, True):
+        model, state = make_model(), [False]
+        ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4)
+        measure_buckets(ddp, _fails_at_times, state)
+        adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), scale=6.0, model=ddp)
+        assert isinstance(adascale._statistics.observer, DDPBucketObserver)
+        gains = []
+        for step in range(4):
+            x, y = batches(8, 4)[2 * step + dist.get_rank()]
+            if broken and step == 2:
+                state[0] = True
+                with pytest.raises(Exception, match="the link is down"):
+                    F.cross_entropy(ddp(x), y).backward()
+                state[0] = False
+                adascale.zero_grad()
+            F.cross_entropy(ddp(x), y).backward()
+            adascale.step()
+            adascale.zero_grad()
+            gains.append(adascale.last_step.gain)
+        results.append([*gains, *weights(model).tolist()])
+    return results
+
+
+def test_a_pass_that_an_exception_ended_leaves_nothing_in_the_next(pool: Pool) -> None:
+    for unbroken, broken in pool(2).run(_a_pass_fails):
+        assert broken == unbroken

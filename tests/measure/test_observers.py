@@ -277,6 +277,20 @@ def test_only_large_models_on_a_cpu_share_the_reduced_gradients_norm() -> None:
     assert not observers.worth_sharing([[torch.empty(1 << 20, device="meta")]])
 
 
+def test_a_parameter_that_a_later_pass_does_not_reach_has_a_sample_of_zero_in_it() -> None:
+    params = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    adascale = AdaScale(torch.optim.SGD(params, lr=0.1), scale=2.0, num_gradients_to_accumulate=2)
+    first, second = np.array([6.0, 4.0, 2.0, 0.0]), np.array([4.0, 6.0, 0.0, 0.0])
+    for sample, reached in ((first, 2), (second, 1)):
+        parts = torch.from_numpy(sample).float().view(2, 2)
+        torch.autograd.backward([(p * g).sum() / 2 for p, g in zip(params[:reached], parts, strict=False)])
+    expected = ReferenceAdaScale(scale=2.0, n=2).step([[first], [second]])
+    found = [moments[0] for moments in adascale.group_moments()]
+    assert found == pytest.approx([expected.sigma2, expected.mu2], rel=1e-6)  # of norms in float32
+    assert 1 < expected.gain < 2
+    assert adascale.gain() == pytest.approx(expected.gain, rel=1e-6)
+
+
 def test_a_gradient_that_is_not_there_any_more_counts_as_zero() -> None:
     model = make_model()
     observer = ready(model)._statistics.observer

@@ -160,3 +160,21 @@ def test_a_gain_that_comes_later_starts_without_a_sample() -> None:
     assert known.gains == [(8 + 2) / (8 / 4 + 2), 1.0]
     with pytest.raises(ValueError, match="of 1 gains, this optimizer has 2"):
         mine.load(averages().state(), 2)
+
+
+@pytest.mark.parametrize(
+    ("before", "sigma2", "mu2"), [(2, 12 / 3, 6 / 3), (3, 12 / 4, (3 + 6) / 4), (4, 12 / 4, (3 + 6) / 4)]
+)
+def test_without_debiasing_a_later_gain_begins_at_one_if_its_first_sample_is_averaged_with_theta(
+    before: int, sigma2: float, mu2: float
+) -> None:
+    mine = averages(debias=False)
+    take(mine, *(sample(8.0, 2.0) for _ in range(before)))
+    mine.add_gain(StepShape(2))
+    both = sample(8.0, 2.0)
+    both.moments = torch.tensor([[8.0, 12.0], [2.0, 6.0]], dtype=torch.float64)
+    take(mine, both)
+    known = readout(mine)
+    # 1/(1 − 0.75) = 4: the third sample is in a plain mean of three, the fourth and fifth have the weight 1/4. All in binary
+    # but 1/3, which costs an ulp or two.
+    assert (known.sigma2[1], known.mu2[1]) == pytest.approx((sigma2, mu2), rel=1e-15)

@@ -141,6 +141,21 @@ def test_what_is_asked_for_before_the_first_pass_is_of_all_workers(monkeypatch: 
     assert adascale.smoothing == pytest.approx(0.997)
 
 
+def test_a_short_step_that_was_announced_before_the_group_is_of_all_workers_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shapes = []
+    for scale in (None, 6.0):
+        _, adascale = _built({"num_gradients_to_accumulate": 2, "scale": scale}, _nothing)
+        adascale.expect_passes(1)
+        assert (adascale.scale, adascale.num_samples) == ((scale or 2.0) / 2, 1)
+        with monkeypatch.context() as group:
+            group.setattr(dist, "is_initialized", lambda: True)
+            group.setattr(dist, "get_world_size", lambda group=None: 3)
+            shapes.append((adascale.scale, adascale.num_samples))
+    assert shapes == [(3.0, 3), (3.0, 3)]  # half of 3 workers × 2 passes; half of what was asked for
+
+
 def test_a_state_loaded_as_if_alone_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     model, adascale = _built({}, _nothing)
     backward(model, _data(1, 0))

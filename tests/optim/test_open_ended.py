@@ -99,6 +99,21 @@ def test_a_step_of_one_pass_shares_no_averages_with_steps_of_several() -> None:
     assert math.isnan(step(1))
 
 
+@pytest.mark.filterwarnings("ignore:One gradient sample a step")
+def test_steps_of_one_pass_are_compared_only_if_their_batches_are_of_one_size() -> None:
+    counted, scales = Counted(), [0.5, 0.5, 1.5, 1.5]
+    learnt = []
+    for batch, scale in zip(batches(4, 4), scales, strict=True):
+        shape = StepShape(1, scale=scale)
+        counted.optimizer.step_end = lambda number, shape=shape: shape
+        backward(counted.model, batch)
+        counted.optimizer.step()
+        counted.optimizer.zero_grad()
+        assert counted.optimizer.scale == scale
+        learnt.append(not math.isnan(counted.optimizer.last_step.sigma2))
+    assert learnt == [False, True, False, True]
+
+
 def test_a_skipped_step_restarts_nothing() -> None:
     counted, data = Counted(), batches(3, 4)
     counted.passes(data[:2])

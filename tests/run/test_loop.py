@@ -43,7 +43,7 @@ from ray_adascale.run import loop
 from ray_adascale.run.advice import NoiseWarning
 from ray_adascale.run.eta import EtaTracker
 from ray_adascale.run.metrics import METRICS
-from ray_adascale.run.step import Listener, Step, StepReport
+from ray_adascale.run.step import BoundaryFlags, Listener, Step, StepReport
 from ray_adascale.run.trace import read_trace
 from ray_adascale.run.train_state import load_rng
 from ray_adascale.workload import build
@@ -328,6 +328,17 @@ def test_reports_have_the_keys_and_the_last_one_carries_a_checkpoint(tmp_path: P
     assert len(modes) == sum(after // 4 > before // 4 for before, after in itertools.pairwise(taus))
     assert [row["step"] for row in trace] == list(range(1, last["optimizer_steps"] + 1))
     assert set(METRICS) < set(trace[0])
+
+
+def test_what_is_due_once_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Recording(device="cpu")
+    run = make_run(model(), backend=backend, per_worker_batch_size=4, accumulation=2, total_steps=12)
+    asked = itertools.count(1)
+    due = {3: BoundaryFlags.REPORT}  # at the third step boundary
+    monkeypatch.setattr(run.parts.reporting, "flags", lambda: due.get(next(asked), BoundaryFlags(0)))
+    steps = len(drive(run))
+    assert steps > 4
+    assert [metrics["optimizer_steps"] for metrics, _ in backend.reports] == [3, steps]  # the last is of the end
 
 
 def test_progress_is_the_sum_of_gains_under_every_rule() -> None:

@@ -126,11 +126,11 @@ def test_a_notice_counts_once_until_it_changes(clock: list[float], caplog: pytes
     backend, run = Told(), FakeRun(Told())
     stage = Preemption(backend)
     saved = []
-    for backend.notice in (None, "node a", "node a", "nodes a, b", None, "node a"):
+    for backend.notice in (None, "node a", "node a", None, "node a", "nodes a, b", None, "node a"):
         run.reports.clear()
         stage.act(run, POLL)  # type: ignore[arg-type]
         saved.append(list(run.reports))
-    assert saved == [[], [True], [], [True], [], [True]]
+    assert saved == [[], [True], [], [], [True], [True], [], [True]]
     run.reports.clear()
     backend.notice = "node d"
     stage.act(run, REPORT)  # type: ignore[arg-type]

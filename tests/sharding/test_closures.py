@@ -5,7 +5,7 @@ A function whose name starts with an underscore runs on each rank of the pool.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +18,8 @@ from torch.optim import SGD, Optimizer
 from ray_adascale import OSS, AdaScale, ShardedDataParallel
 
 from ..uneven import assert_agree, batches, loss_of, weights
-from .against_ddp import ROUNDING, SMALL, Lars, Pool, build
+from .against_ddp import ROUNDING, SMALL, Lars, Pool, build, wrapped
+from .test_unused_gradients import Branches
 
 
 class SharpnessAware(Optimizer):
@@ -107,6 +108,33 @@ def test_an_optimizer_that_evaluates_the_model_again(
 ) -> None:
     """Before each evaluation every worker has what the others' optimizers have done to their parameters."""
     assert_agree(pool(world_size).run(_sharpness_aware, kind, options, clears), ROUNDING)
+
+
+def _other_branch() -> tuple[Tensor, Tensor]:
+    """In the second step the second evaluation leaves out a branch that the first one reached."""
+    rank = dist.get_rank()
+    ends = []
+    for sharded in (False, True):
+        torch.manual_seed(1)
+        model = Branches().double()
+        ddp, optimizer = wrapped(model, SharpnessAware(model.parameters(), lr=0.02), sharded, unused=True)
+        for batch, branches in zip(batches(3, rank, torch.float64), ((0, 0), (0, 1), (1, 0)), strict=True):
+            turn = iter(branches)
+
+            def closure(ddp: Any = ddp, batch: Any = batch, turn: Iterator[int] = turn) -> Tensor:
+                loss = nn.functional.mse_loss(ddp(batch[0], next(turn)), batch[1])
+                loss.backward()
+                return loss
+
+            optimizer.zero_grad()
+            optimizer.step(closure)
+        ends.append(weights(model))
+    return ends[0], ends[1]
+
+
+def test_what_the_last_evaluation_does_not_reach_stays_where_it_is(pool: Pool) -> None:
+    """It has momentum, which would move it: a gradient of zero is not the same as none."""
+    assert_agree(pool(2).run(_other_branch), ROUNDING)
 
 
 class Replacing(Lars):

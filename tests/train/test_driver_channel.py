@@ -114,8 +114,10 @@ def test_a_request_to_stop_is_read_and_a_late_answer_is_asked_for_again(monkeypa
     assert teller.asked_to_stop() is True
 
 
-def test_warnings_and_what_the_package_logs_are_told_once() -> None:
+def test_warnings_and_what_the_package_logs_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     here = Here()
+    package = logging.getLogger("ray_adascale")
+    caplog.set_level(logging.ERROR, package.name)
     log = logging.getLogger("ray_adascale.run.loop")
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -130,7 +132,8 @@ def test_warnings_and_what_the_package_logs_are_told_once() -> None:
     texts = [text for _, text in here.board.news(0).events]
     assert texts[0].startswith("UserWarning: mind the step (test_driver_channel.py:")
     assert texts[1:] == ["Checkpoint of step 7."]
-    assert logging.getLogger("ray_adascale").handlers == []
+    assert package.handlers == []
+    assert package.level == logging.ERROR  # as the user has set it
 
 
 def test_a_warning_that_nobody_takes_is_shown_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,14 +108,16 @@ def _zombie(process: int) -> bool:
     return run_lock._is_dead({"place": run_lock._place(), "process": process})
 
 
+@pytest.mark.parametrize("process", [os.getpid(), 2**22 + 1], ids=["a-number-in-use-here", "a-number-of-nobody-here"])
 def test_the_lock_of_a_dead_process_elsewhere_is_taken_over_when_it_is_not_renewed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, process: int
 ) -> None:
-    _left_by({"process": os.getpid()}, tmp_path / "run")  # of another machine: the number says nothing
+    assert run_lock._is_dead({"place": run_lock._place(), "process": process}) == (process != os.getpid())
+    _left_by({"process": process}, tmp_path / "run")  # of another machine: the number says nothing
     began = time.monotonic()
     with RunLock(str(tmp_path / "run"), "mine"):
         assert time.monotonic() - began >= 0.6
-    assert f"the lock of process {os.getpid()} on far, started None is taken over" in caplog.text
+    assert f"the lock of process {process} on far, started None is taken over" in caplog.text
 
 
 def test_half_a_file_is_no_owner(tmp_path: Path) -> None:
