@@ -142,6 +142,8 @@ class ExampleNorms:
         self._groups = len(groups)
         self._device = next((p.device for params in groups for p in params), torch.device("cpu"))
         self._handles: list[Any] = []
+        self._confined: set[str] = set()  # layers that were seen to keep the examples in the first dimension
+        self._tracing = False
         self._reset()
 
     def _reset(self) -> None:
@@ -152,6 +154,7 @@ class ExampleNorms:
         self._examples = 0
         self._extra, self._forward = 0.0, 0.0  # multiplications
         self._verify = False
+        self._first: Tensor | None = None  # the output of the first layer of a verified pass
         self._expected: dict[Tensor, Tensor] = {}
         self._found: dict[Tensor, Tensor] = {}
         for layer in self._layers:
@@ -167,7 +170,8 @@ class ExampleNorms:
 
         Args:
             verify: Compare the sum over examples with each parameter's gradient, too. This finds a parameter that is used outside
-                its layer's forward pass. It costs the memory and the time of one more gradient.
+                its layer's forward pass. And where a dimension of a layer's input is as long as the batch, see by a backward pass
+                to the first layer which one is that of the examples. It costs the memory and the time of one more gradient.
         """
         self.cancel()
         self._verify = verify
@@ -226,9 +230,35 @@ class ExampleNorms:
                 return
             call = _Call(args[0].detach())
             layer.calls.append(call)
+            if self._first is None and self._verify:
+                self._first = output
+            if self._verify and self._is_ambiguous(layer, args[0]) and self._keeps_examples_apart(output):
+                self._confined.add(layer.name)
             output.register_hook(lambda delta: self._received(layer, call, delta))
 
         return called
+
+    @staticmethod
+    def _is_ambiguous(layer: _Layer, a: Tensor) -> bool:
+        """Return whether a layer's input has another dimension as long as the first, which could be that of the examples."""
+        positions = layer.rule.positions(layer.module, a)
+        return positions is not None and a.shape[0] > 1 and a.shape[0] in positions
+
+    def _keeps_examples_apart(self, output: Tensor) -> bool:
+        """Return whether row 0 of a layer's output depends on row 0 of the first layer's output alone.
+
+        A layer whose input was transposed has a position there, of all examples. The model's own input has the examples first.
+        """
+        if self._first is None or self._first is output:
+            return True
+        self._tracing = True
+        try:
+            (grad,) = torch.autograd.grad(output[0].sum(), self._first, retain_graph=True, allow_unused=True)
+        except RuntimeError:  # a part of the model can be differentiated once only, as under activation checkpointing
+            return False
+        finally:
+            self._tracing = False
+        return grad is not None and not bool(grad[1:].any())
 
     def _gradient_hook(self, p: Tensor) -> Callable[[Tensor], None]:
         def take(grad: Tensor) -> None:
@@ -238,6 +268,8 @@ class ExampleNorms:
 
     @torch.no_grad()
     def _received(self, layer: _Layer, call: _Call, delta: Tensor) -> None:
+        if self._tracing:
+            return
         if not self._in_pass:
             refuse_compiled()
             refuse_nested()
@@ -284,7 +316,7 @@ class ExampleNorms:
             self._rows = m
         if m != self._rows:
             self._fail(f"{layer.name} sees {m} rows where other layers see {self._rows}")
-        elif m > 1 and m in positions:
+        elif self._is_ambiguous(layer, a) and layer.name not in self._confined:
             self._fail(
                 f"{layer.name} has an input of shape {shape}, in which two dimensions are as long as the batch, so which one is "
                 "that of the examples can't be seen; another batch size would show it"

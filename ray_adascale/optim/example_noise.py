@@ -133,6 +133,7 @@ class ExampleNoise:
         self.every = 1
         self.confirmed = False
         self.problem: str | None = None
+        self._verified = False  # in this process
 
     @property
     def measuring(self) -> bool:
@@ -142,7 +143,7 @@ class ExampleNoise:
     def begin_step(self) -> None:
         """Begin a step, before its first forward pass. A step that was begun without a backward pass begins anew."""
         if self._step % self.every == 0 or not self.confirmed:
-            self._norms.begin(verify=self._verifies and not self.confirmed)
+            self._norms.begin(verify=self._verifies and not self._verified)
         else:
             self._norms.cancel()
 
@@ -159,6 +160,7 @@ class ExampleNoise:
         """End the backward passes of a measured step; return the numbers of this worker."""
         measured = self._norms.end()
         self.problem = measured.problem
+        self._verified = self._verified or measured.problem is None
         if not self.confirmed and measured.problem is None:
             self.every = max(1, math.floor(min(math.ceil(measured.cost / self._budget), self._most_every)))
         device = measured.sq_norms.device

@@ -340,9 +340,40 @@ def test_an_input_without_examples_or_with_other_rows_is_found() -> None:
     assert alone == "Linear has an input without examples, of shape (6,)"
 
 
-def test_an_input_in_which_the_examples_can_not_be_told_from_the_positions_is_found() -> None:
-    square = problem_of(nn.Linear(3, 1), torch.randn(4, 4, 3), lambda model, x: model(x).square().mean())
-    assert "of shape (4, 4, 3), in which two dimensions are as long as the batch" in square
+class Square(nn.Module):
+    """As many positions as examples. ``transposed`` puts the positions first for the second layer."""
+
+    def __init__(self, transposed: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, CLASSES)
+        self.transposed = transposed
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        return self.second(h.transpose(0, 1)).mean(0) if self.transposed else self.second(h).mean(1)
+
+
+def test_the_examples_are_told_from_as_many_positions_by_what_depends_on_them() -> None:
+    x, y = torch.randn(M, M, 3), torch.randint(CLASSES, (M,))
+    model = Square(transposed=False)
+    found = measured(model, [(x, y)], verify=True)
+    assert found.problem is None
+    torch.testing.assert_close(found.sq_norms, expected(model, x, y), rtol=1e-5, atol=0)
+    norms = ExampleNorms(model, in_two_groups(model))
+    for verify in (True, False):  # what was seen once holds from then on
+        norms.begin(verify=verify)
+        loss_of(model, x, y).backward()
+        assert norms.end().problem is None
+    mixed = measured(Square(transposed=True), [(x, y)], verify=True)
+    assert mixed.problem is not None
+    assert "second has an input of shape (7, 7, 4), in which two dimensions are as long as the batch" in mixed.problem
+
+
+def test_as_many_positions_as_examples_are_a_problem_without_verification() -> None:
+    x = torch.randn(4, 4, 3)
+    square = measured(nn.Linear(3, 1), [(x, x)], lambda model, x, _: model(x).square().mean())
+    assert square.problem is not None
+    assert "of shape (4, 4, 3), in which two dimensions are as long as the batch" in square.problem
     images = nn.Conv2d(4, 2, 1)  # a convolution fixes which dimension is which
     assert (
         measured(images, [(torch.randn(4, 4, 4, 4),) * 2], lambda model, x, _: model(x).square().mean()).problem is None

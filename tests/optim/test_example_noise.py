@@ -253,30 +253,30 @@ def test_a_change_of_the_passes_keeps_the_averages() -> None:
     assert adascale.last_step.gain > 1
 
 
-class Square(nn.Module):
-    """As many positions as examples: only a pass shows that the two can't be told apart."""
+class Reused(nn.Module):
+    """A linear layer whose weight is used once more outside it: only a pass shows it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.out = nn.Linear(3, 2), nn.Linear(2 * B, 3)
+        self.layer, self.out = nn.Linear(6, 8), nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.layer(x[:, None, :3].expand(-1, B, -1)).flatten(1))
+        return self.out(torch.tanh(self.layer(x)) + F.linear(x, self.layer.weight))
 
 
-def square(noise: Any) -> AdaScale:
+def reused(noise: Any) -> AdaScale:
     torch.manual_seed(0)
-    model = Square()
+    model = Reused()
     adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), scale=SCALE, model=model, noise=noise)
     adascale.network = model  # type: ignore[attr-defined]
     return adascale
 
 
 def test_a_model_that_turns_out_not_to_be_covered_goes_on_with_consecutive_gradients_and_a_warning() -> None:
-    adascale = square("auto")
+    adascale = reused("auto")
     with pytest.warns(UserWarning, match="One gradient sample"):
         step(adascale, *batches()[0])
-    alone = square("samples")
+    alone = reused("samples")
     with pytest.warns(UserWarning, match="One gradient sample"):
         step(alone, *batches()[0])
     for x, y in batches()[1:]:
@@ -287,10 +287,8 @@ def test_a_model_that_turns_out_not_to_be_covered_goes_on_with_consecutive_gradi
 
 
 def test_examples_that_were_asked_for_are_not_replaced() -> None:
-    adascale = square("per_example")
-    with pytest.raises(
-        RuntimeError, match=r"noise='per_example' can't be used with this model: .* as long as the batch"
-    ):
+    adascale = reused("per_example")
+    with pytest.raises(RuntimeError, match=r"noise='per_example' can't be used with this model: .* used elsewhere"):
         step(adascale, *batches()[0])
 
 
