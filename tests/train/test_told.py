@@ -256,9 +256,9 @@ def test_a_full_disk_ends_the_run_within_seconds_and_is_named(ray_session: Path,
         fit(
             "full",
             small_disk,
-            {"pause_s": 0.02, "fill_at": 40, "fill": str(small_disk)},
+            {"pause_s": 0.02, "fill_at": 10, "fill": str(small_disk)},
             total_steps=100_000,  # hours: only an error ends it
-            checkpoint_every_s=1.0,
+            checkpoint_every_s=1.5,  # long after the disk was filled
         )
     assert "gloo" not in str(caught.value)
 
