@@ -1,7 +1,4 @@
-"""AdaScale: an optimizer wrapper that multiplies the learning rate by the gain of the batch.
-
-This is the interface, FairScale's and torch's. ``algorithm`` has the algorithm, and :mod:`ray_adascale.gain` the mathematics.
-"""
+"""AdaScale: an optimizer wrapper that multiplies the learning rate by the gain of the batch. ``algorithm`` has the algorithm."""
 
 from __future__ import annotations
 
@@ -41,8 +38,8 @@ class AdaScale(OptimizerWrapper):
     In a step the host waits once for the device, to read r. A fused optimizer (``SGD``, ``Adam`` or ``AdamW`` with
     ``fused=True``, also in OSS; parameters on one device; AdaScale's own rule) gets the LR as a float32 tensor and skips a step
     that is not finite on the device; :meth:`step` then waits only for r of the step *before*. Reading the last step
-    (:attr:`last_step`, :attr:`effective_steps`, :meth:`gain`, :meth:`state_dict`, ...) waits for it; :attr:`last_step_known` and
-    :attr:`known_effective_steps` don't.
+    (:attr:`last_step`, :meth:`gain`, :meth:`state_dict`, ...) waits for it; :attr:`last_step_known` and
+    :attr:`known_effective_steps` don't. The first step that measures single examples waits as well.
 
     Args:
         optimizer: The optimizer to wrap. ``AdaScale(OSS(...))`` is the nesting with sharded state.
@@ -62,8 +59,8 @@ class AdaScale(OptimizerWrapper):
         total_steps: T, effective steps in the run.
         single_gain: One gain for all parameter groups, from their summed statistics, so that every group follows the
             same schedule (the paper's form). Default: one gain per group for its LR, as both predecessors do.
-        base_batch_size: B0 in examples; with ``batch_size``, B over all workers and passes, it gives the scale.
-        batch_size: B in examples.
+        base_batch_size: B0 in examples; with ``batch_size`` it gives the scale.
+        batch_size: B in examples, over all workers and passes.
         rule: Maps a :class:`RuleInput` to (LR factor, clock increment). Default: AdaScale's (r, r).
         precondition: Maps (parameter, gradient) to the tensor that norms are taken of, for statistics in another metric than
             the Euclidean one. Costs a copy of one gradient at a time.
@@ -366,8 +363,9 @@ class AdaScale(OptimizerWrapper):
 
     def _choose_samples(self, shape: StepShape) -> None:
         if self._statistics.uncovered is None:
-            groups = [group["params"] for group in self.param_groups]
-            self._statistics.measure_by(self._noise.examples(shape, groups, self._statistics.examples))
+            groups, statistics = [group["params"] for group in self.param_groups], self._statistics
+            may_grow = not statistics.workers.final
+            statistics.measure_by(self._noise.examples(shape, groups, statistics.examples, may_grow=may_grow))
 
     def expect_passes(self, passes: int, *, scale: float | None = None, loss_divided_by: int | None = None) -> None:
         """Announce that one optimizer step, the one under way or else the next, has fewer backward passes than declared.

@@ -48,12 +48,19 @@ class NoiseChoice:
             )
 
     def examples(
-        self, shape: StepShape, groups: Sequence[Sequence[Tensor]], present: ExampleNoise | None
+        self, shape: StepShape, groups: Sequence[Sequence[Tensor]], present: ExampleNoise | None, *, may_grow: bool
     ) -> ExampleNoise | None:
-        """Return what measures steps of this shape by their examples: ``present``, if there is one. None: samples do."""
+        """Return what measures steps of a shape by their examples; None if gradient samples do.
+
+        Args:
+            shape: The shape.
+            groups: The parameters, by parameter group.
+            present: Returned in place of a new one.
+            may_grow: Whether further workers, and with them a larger S, may come up before the first pass.
+        """
         if self.model is None or self.noise == "samples":
             return None
-        if shape.num_samples == 1 and shape.scale == 1:
+        if shape.num_samples == 1 and shape.scale == 1 and not may_grow:
             return None  # r is 1 whatever the noise
         if self.noise == "auto" and (shape.num_samples > 1 or shape.scale <= 1 or not_covered(self.model, groups)):
             return None

@@ -196,8 +196,7 @@ class GradientStatistics:
 
     @property
     def _estimated_from(self) -> int:
-        n = self.declared.num_samples
-        return n if self.examples is None else max(n, 2)
+        return self.declared.num_samples if self.examples is None else max(self.declared.num_samples, 2)
 
     @property
     def num_gains(self) -> int:
@@ -244,7 +243,7 @@ class GradientStatistics:
         self.attach()
 
     def measure_by(self, examples: ExampleNoise | None) -> None:
-        """Measure the noise from the next step on by single examples, or, with None, by gradient samples."""
+        """Measure the noise from the next step on by single examples; with None, by gradient samples."""
         if self.examples is not None and self.examples is not examples:
             self.examples.detach()
         self.examples = examples
@@ -268,6 +267,8 @@ class GradientStatistics:
         self.declared = replace(self.declared, workers=count, scale=self.declared.scale * factor)
         if self._expected is not None:
             self._expected = replace(self._expected, workers=count, scale=self._expected.scale * factor)
+        if self.examples is not None and not self.examples.required:
+            self.measure_by(None)  # with several workers there are gradient samples
         if self.observer is None:  # a pass was made before the group came up
             self.attach()
 
@@ -310,6 +311,7 @@ class GradientStatistics:
         self._await_workers()
         if not self._several_samples and self.declared.scale == 1:
             self.observer = None
+            self.measure_by(None)
         return self.observer is not None
 
     def _await_workers(self) -> None:
@@ -334,6 +336,7 @@ class GradientStatistics:
         if self.observer is not None:
             self.observer.detach()
         self.observer = None
+        self.measure_by(None)
         self._unhooked = True
 
     # ---- the passes of a step ------------------------------------------------------------------------------------
@@ -345,7 +348,7 @@ class GradientStatistics:
         self._forget_passes()
 
     def _forget_passes(self) -> None:
-        if self.passes or self.sample is not None:
+        if not self.at_boundary:
             self._expected = None  # else it is of a step yet to begin: gradients may be cleared before it
         self.passes = 0
         self._norms: list[Tensor] = []  # ‖g_i‖² of each pass on this worker, as measured
@@ -377,8 +380,7 @@ class GradientStatistics:
     def on_begin(self, observer: GradientObserver) -> bool:
         self._await_workers()
         if self.sample is not None:
-            # A complete step was never taken: a GradScaler that found an overflow leaves step() out. Either its gradients were
-            # cleared since, or this pass adds to them.
+            # A complete step was never taken, as after an overflow that a GradScaler found. Were its gradients cleared since?
             grads = observer.gradients_left(self.params)
             too_many = any(bool(take_norm(_local(grad.detach())) != 0) for grad in grads)
             self.previous = None
@@ -524,9 +526,7 @@ class GradientStatistics:
         moments = None
         examples = self._confirmed_examples(by_example)
         if not observer.complete:
-            # C counts a gradient that A lacks: of a parameter that was frozen when the hooks were set, or (if no pass was seen
-            # at all) one that no backward pass has made. The step is taken with the averages unchanged.
-            pass
+            pass  # C has a gradient that A lacks, of a parameter that was frozen when the hooks were set, or of no backward pass
         elif examples is not None:
             sums = None
             if by_example is not None:

@@ -276,8 +276,8 @@ def test_a_model_that_turns_out_not_to_be_covered_goes_on_with_consecutive_gradi
     adascale = square("auto")
     with pytest.warns(UserWarning, match="One gradient sample"):
         step(adascale, *batches()[0])
+    alone = square("samples")
     with pytest.warns(UserWarning, match="One gradient sample"):
-        alone = square("samples")
         step(alone, *batches()[0])
     for x, y in batches()[1:]:
         for one in (adascale, alone):

@@ -59,13 +59,16 @@ CASES: list[tuple[dict[str, Any], Callable[[AdaScale], None], int, float, float]
         0.998,
     ),
     ({"debias_ewma": False}, _nothing, 1, 2.0, 0.998),
+    ({"noise": "per_example"}, _nothing, 1, 2.0, 0.998),
+    ({"noise": "auto", "scale": 6.0}, _nothing, 1, 6.0, 0.998),
 ]
 
 
 def _built(arguments: dict[str, Any], then: Callable[[AdaScale], None]) -> tuple[nn.Module, AdaScale]:
     model = make_model()
     groups = [{"params": [p]} for p in model.parameters()]
-    adascale = AdaScale(torch.optim.SGD(groups, lr=0.05, momentum=0.9), **arguments)
+    how = {"model": model, **arguments} if "noise" in arguments else arguments
+    adascale = AdaScale(torch.optim.SGD(groups, lr=0.05, momentum=0.9), **how)
     then(adascale)
     return model, adascale
 

@@ -463,3 +463,21 @@ def test_starts_and_the_controller_are_measured(tmp_path: Path) -> None:
     assert row["reports"] >= 1
     assert row["cpu_ms"] > 0
     assert row["start_s"] > 0
+
+
+def test_the_study_of_noise_measures_cost_steps_and_spread() -> None:
+    """About 20 s: three parts, each with runs of a hundred steps."""
+    command = [sys.executable, str(STUDIES / "noise.py"), "--smoke"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=110, env={**os.environ, "LC_ALL": "C.UTF-8"})
+    assert run.returncode == 0, run.stderr
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in run.stdout.splitlines() if line[:2] == "| "
+    ]
+    dense, conv = (next(row for row in rows if row[0].startswith(name)) for name in ("dense", "conv"))
+    assert all(float(row[3]) > 1 for row in (dense, conv))  # a measured step does more than a plain one
+    (_, eight, *ways), (_, *levels, ratio) = (row for row in rows if row[0].startswith("images"))
+    assert len(ways) == 3
+    assert all("%" in way for way in ways)
+    assert float(eight.split(",")[0]) > 0
+    assert all("±" in level for level in levels)
+    assert float(ratio) > 0

@@ -63,7 +63,7 @@ def test_both_loops_take_the_same_steps_and_evaluate_as_often(search: Any, monke
     kind, reports = "plain", []
     search.plain_loop(task, 0.01, reports.append)
     kind = "ours"
-    search.run_loop(task, 0.01, probe_every=20)
+    search.run_loop(task, 0.01, every=20)
     assert counts["plain"] == counts["ours"] == [40, search.REPORTS]
     assert [report["step"] for report in reports] == list(range(4, 41, 4))
 
