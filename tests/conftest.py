@@ -123,6 +123,23 @@ def write(tmp_path: Path) -> Iterator[Any]:
         del sys.modules[name]
 
 
+def _few_processes(patched: pytest.MonkeyPatch) -> None:
+    """Start trainers without two of Ray Train's own processes, which no test looks at: a third of the start of a run.
+
+    One hands out Ray Data to the workers, and stays where a trainer has a dataset. The other cleans up after a controller that
+    died. Trainers of other processes (the command line, the wheel, a trial) have both.
+    """
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+    make = DataParallelTrainer._create_default_callbacks
+
+    def needed(self: DataParallelTrainer) -> list[Any]:
+        without = {"PlacementGroupCleanerCallback"} | (set() if self.datasets else {"DatasetsCallback"})
+        return [callback for callback in make(self) if type(callback).__name__ not in without]
+
+    patched.setattr(DataParallelTrainer, "_create_default_callbacks", needed)
+
+
 @pytest.fixture(scope="session")
 def ray_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A local Ray with four CPUs for the whole test session; yields a folder for ``storage_path``."""
@@ -136,5 +153,7 @@ def ray_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             log_to_driver=False,
             logging_level="ERROR",
         )
-    yield tmp_path_factory.mktemp("ray")
+    with pytest.MonkeyPatch.context() as patched:
+        _few_processes(patched)
+        yield tmp_path_factory.mktemp("ray")
     ray.shutdown()

@@ -94,36 +94,9 @@ def test_a_dataset_that_nobody_can_take_is_named() -> None:
     assert _with_ray_data(on_shards({"data": own}), config, {"train": 96})[1].dataset_length is None
 
 
-class Sees(tune.Callback):
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: dict[str, Any], **info: Any) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps([trial.trial_id, result["evaluation"]]) + "\n")
-
-
 def small(config: dict[str, Any]) -> Workload:
     x = torch.as_tensor(np.stack([row["x"] for row in rows()]))
     return on_shards({"data": [{"x": a, "y": int(a[0] > 0)} for a in x], "lr": config.get("lr", 0.1)})
-
-
-def test_callbacks_of_tune_see_the_trials_of_a_search(ray_session: Path, tmp_path: Path) -> None:
-    seen = tmp_path / "seen"
-    tune_recipe(
-        small,
-        {"lr": tune.grid_search([0.1, 0.2])},
-        base_batch_size=4,
-        total_steps=20,
-        num_samples=1,
-        scheduler=None,
-        storage_path=ray_session,
-        verbose=0,
-        callbacks=[Sees(seen)],
-    )
-    told = [tuple(json.loads(line)) for line in seen.read_text().splitlines()]
-    assert len({trial for trial, _ in told}) == 2
-    assert {n for _, n in told} == set(range(1, 11))
 
 
 def test_another_callback_is_refused() -> None:

@@ -80,13 +80,21 @@ class Heard(ray.train.UserCallback):
         (self.folder / "failed").touch()
 
 
-def fit(name: str, storage: Path, hyperparameters: dict[str, Any], *, max_failures: int = 0, **settings: Any) -> Any:
+def fit(
+    name: str,
+    storage: Path,
+    hyperparameters: dict[str, Any],
+    *,
+    workers: int = 2,
+    max_failures: int = 0,
+    **settings: Any,
+) -> Any:
     defaults: dict[str, Any] = {"base_batch_size": 4, "total_steps": 60, "per_worker_batch_size": 4, "seed": 2}
     return AdaScaleTrainer(
         workload,
         hyperparameters=hyperparameters,
         config=AdaScaleConfig(**(defaults | settings)),
-        scaling_config=ScalingConfig(num_workers=2),
+        scaling_config=ScalingConfig(num_workers=workers),
         run_config=RunConfig(
             name=name, storage_path=str(storage), failure_config=FailureConfig(max_failures=max_failures)
         ),
@@ -214,7 +222,7 @@ def test_a_run_that_follows_the_noise_loses_a_worker_resumes_and_ends_as_if_noth
 def test_a_mistake_is_told_at_once_with_its_place(ray_session: Path) -> None:
     began = time.monotonic()
     with pytest.raises(ray.train.WorkerGroupError) as caught:
-        fit("mistaken", ray_session, {"wrong_at": 1}, max_failures=20)
+        fit("mistaken", ray_session, {"wrong_at": 1}, workers=1, max_failures=20)  # a second one would say the same
     assert time.monotonic() - began < 100  # twenty restarts take minutes
     text = str(caught.value)
     assert "RuntimeError: mat1 and mat2 shapes cannot be multiplied" in text
@@ -248,9 +256,9 @@ def test_a_full_disk_ends_the_run_within_seconds_and_is_named(ray_session: Path,
         fit(
             "full",
             small_disk,
-            {"pause_s": 0.02, "fill_at": 40, "fill": str(small_disk)},
+            {"pause_s": 0.02, "fill_at": 10, "fill": str(small_disk)},
             total_steps=100_000,  # hours: only an error ends it
-            checkpoint_every_s=3.0,
+            checkpoint_every_s=1.5,  # long after the disk was filled
         )
     assert "gloo" not in str(caught.value)
 
@@ -260,7 +268,7 @@ def test_more_workers_than_fit_are_refused_or_waited_for(
     ray_session: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, local: bool
 ) -> None:
     caplog.set_level(logging.INFO, "ray_adascale")
-    monkeypatch.setattr(module, "_ROOM_S", (0.5, 2.0))
+    monkeypatch.setattr(module, "_ROOM_S", (0.5, 0.5))
     if not local:
         monkeypatch.setattr(module, "is_local", lambda: False)
     run = AdaScaleTrainer(
@@ -312,7 +320,7 @@ def test_a_ray_that_was_started_here_is_known(ray_session: Path) -> None:
 
     assert is_local()
     address = ray.get_runtime_context().gcs_address
-    connect = f"import ray; ray.init(address={address!r}, logging_level='ERROR'); "
+    connect = f"from ray_adascale.cli.connection import connect; connect({address!r}); "  # as with --address
     connect += "from ray_adascale.train.cluster import is_local; print(is_local())"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", connect], capture_output=True, text=True, timeout=100)
     assert done.stdout.strip() == "False", done.stderr

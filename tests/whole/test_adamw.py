@@ -122,7 +122,7 @@ def test_adamw_is_searched_carried_over_and_sharded(
 ) -> None:
     recipe = tune_recipe(
         workload, {"lr": tune.grid_search([0.02, 1e-5]), "weight_decay": 0.1}, base_batch_size=B0, total_steps=T,
-        num_samples=1, scheduler=None, seed=5, probe_every=5, storage_path=ray_session, verbose=0,
+        num_samples=1, scheduler=None, max_concurrent_trials=1, seed=5, probe_every=5, storage_path=ray_session, verbose=0,
     )  # fmt: skip
     assert recipe.hyperparameters == {"lr": 0.02, "weight_decay": 0.1}
     assert recipe.score == plain_loop(recipe.hyperparameters) < plain_loop({"lr": 1e-5, "weight_decay": 0.1})
