@@ -250,7 +250,9 @@ class AdaScale(OptimizerWrapper):
         statistics = state_dict.get("adascale")
         if statistics is None and "adascale" in groups[0]:
             dtypes = {k: v.dtype for k, v in self.statistics_state().items()}
-            statistics = {k: torch.tensor(v, dtype=dtypes[k]) for k, v in groups[0]["adascale"].items()}
+            statistics = {
+                k: torch.tensor(v, dtype=dtypes.get(k, torch.float64)) for k, v in groups[0]["adascale"].items()
+            }
         if statistics is not None:
             self._averages.check(statistics)
         self._optimizer.load_state_dict(inner)

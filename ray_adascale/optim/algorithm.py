@@ -231,6 +231,11 @@ class AdaScaleAlgorithm:
         """
         self._averages.check(state)
         self.synchronize()
+        examples = self._statistics.examples
+        if examples is not None and not examples.required and _of_consecutive_gradients(state):
+            # Its model turned out not to be covered. To try again would start the averages afresh.
+            self._statistics.measure_by(None)
+            self._statistics.uncovered = "the saved run compared consecutive gradients"
         self._averages.load(state, self._statistics.usual_samples)
         self.set_last(
             replace(
@@ -262,3 +267,9 @@ def _scaled(lr: float | Tensor, factor: float | Tensor, scale: float) -> Any:
         return lr  # bit-identical
     # The kernels read float32. A 0-dim tensor may be on the host where the other is not.
     return ((lr.reshape(()) if isinstance(lr, Tensor) else lr) * factor).float()
+
+
+def _of_consecutive_gradients(state: dict[str, Tensor]) -> bool:
+    """Return whether a state has averages of steps with one gradient sample, compared with the step before."""
+    measured = bool((state["weight"] > 0).any()) or any(key.startswith("previous_gradient") for key in state)
+    return int(state["num_samples"]) == 1 and measured

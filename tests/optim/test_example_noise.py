@@ -286,6 +286,38 @@ def test_a_model_that_turns_out_not_to_be_covered_goes_on_with_consecutive_gradi
     assert alone.last_step.gain > 1
 
 
+@pytest.mark.parametrize("noise", ["per_example", "samples"])
+def test_a_state_that_went_through_torchs_functions_loads_whatever_the_samples_are(noise: Any) -> None:
+    """``torch.distributed.checkpoint.state_dict`` leaves the numbers in the first parameter group alone."""
+    first = one_worker(every=3)
+    for x, y in batches()[:5]:
+        step(first, x, y)
+    state = {key: value for key, value in first.state_dict().items() if key != "adascale"}
+    second = one_worker(noise, passes=2)
+    second.load_state_dict(copy.deepcopy(state))
+    assert second.effective_steps == first.effective_steps
+    assert second.average_moments() == first.average_moments()
+
+
+@pytest.mark.filterwarnings("ignore:One gradient sample")
+@pytest.mark.parametrize("saved_after", [1, 2, 5])
+def test_a_run_that_went_on_with_consecutive_gradients_resumes_to_the_bit(saved_after: int) -> None:
+    whole, first = reused("auto"), reused("auto")
+    for x, y in batches():
+        step(whole, x, y)
+    for x, y in batches()[:saved_after]:
+        step(first, x, y)
+    second = reused("auto")
+    second.network.load_state_dict(copy.deepcopy(first.network.state_dict()))
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for x, y in batches()[saved_after:]:
+        step(second, x, y)
+    assert second.effective_steps == whole.effective_steps
+    assert second.average_moments() == whole.average_moments()
+    for p, q in zip(second.network.parameters(), whole.network.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
 def test_examples_that_were_asked_for_are_not_replaced() -> None:
     adascale = reused("per_example")
     with pytest.raises(RuntimeError, match=r"noise='per_example' can't be used with this model: .* used elsewhere"):
