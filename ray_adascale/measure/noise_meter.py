@@ -18,7 +18,7 @@ __all__ = ["NoiseMeter"]
 
 
 class NoiseMeter:
-    """Measures B_noise, the gradient noise scale, in a loop that is left as it is::
+    """Measures B_noise, the gradient noise scale in examples, in any training loop::
 
         meter = NoiseMeter(model)
         for x, y in loader:
@@ -120,7 +120,7 @@ class NoiseMeter:
 
     @property
     def measurements(self) -> int:
-        """Measured steps so far, without those whose gradient was not finite."""
+        """Number of measured steps. A step with a gradient that is not finite does not count."""
         return int(self._average.count)
 
     @property

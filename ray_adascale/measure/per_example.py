@@ -247,7 +247,8 @@ class ExampleNorms:
     def _keeps_examples_apart(self, output: Tensor) -> bool:
         """Return whether row 0 of a layer's output depends on row 0 of the first layer's output alone.
 
-        A layer whose input was transposed has a position there, of all examples. The model's own input has the examples first.
+        It does if the examples are in the first dimension. If the model has transposed the input of the layer, row 0 is the first
+        position of every example, and depends on every row. The examples are in the first dimension of the model's own input.
         """
         if self._first is None or self._first is output:
             return True
@@ -340,7 +341,11 @@ class ExampleNorms:
             self._expected[p] = self._expected[p] + gradient if p in self._expected else gradient
 
     def _difference(self) -> str | None:
-        """Return a phrase on a parameter whose gradient is not the sum over examples; None if there is none. Waits."""
+        """Compare the gradient of each parameter with its sum over examples; waits for the device.
+
+        Returns:
+            A phrase that names the first parameter with a difference; None if there is none.
+        """
         names, tolerances, rows = [], [], []
         for layer in self._layers:
             for key in layer.groups:
