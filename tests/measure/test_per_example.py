@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from ray_adascale.measure import layers
 from ray_adascale.measure.per_example import ExampleNorms, MeasuredPasses, not_covered
@@ -167,6 +168,22 @@ def test_gradients_and_weights_stay_as_they_are_to_the_bit(kind: str) -> None:
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), alone, strict=True))  # type: ignore[arg-type]
     hooks = [h for m in model.modules() for h in (m._forward_hooks, *(p._backward_hooks or {} for p in m.parameters()))]
     assert not any(hooks)
+
+
+@pytest.mark.parametrize(("positions", "width"), [(4, 64), (64, 4)])
+def test_the_way_with_fewer_multiplications_is_taken(positions: int, width: int) -> None:
+    layer = nn.Linear(width, width, bias=False)
+    x, y = torch.randn(8, positions, width), torch.zeros(8, positions, width)
+    plain, measuring = FlopCounterMode(display=False), FlopCounterMode(display=False)
+    with plain:
+        loss_of(layer, x, y).backward()
+    with measuring:
+        norms = ExampleNorms(layer, [[layer.weight]])
+        norms.begin()
+        loss_of(layer, x, y).backward()
+        norms.end()
+    added = (measuring.get_total_flops() - plain.get_total_flops()) / 2  # a multiplication and an addition
+    assert 0 < added <= 8 * min(positions**2 * 2 * width, positions * width**2)
 
 
 def test_passes_add_up_also_of_unequal_size() -> None:

@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from ray_adascale import OSS, AdaScale, AdaScaleConfig, LocalBackend, Run, ShardedDataParallel
+from ray_adascale.optim.example_noise import NoiseChoice
+from ray_adascale.optim.step_shape import StepShape
 
 from ..pool import ProcessPool
 
@@ -238,6 +240,14 @@ def test_auto_measures_examples_only_where_a_step_has_one_sample_above_scale_one
     assert not examples(scale=1.0)
     assert not examples(scale=8.0, noise="samples")
     assert examples(scale=8.0, num_gradients_to_accumulate=2, noise="per_example")
+
+
+def test_at_scale_one_examples_are_needed_only_if_workers_may_come_up() -> None:
+    model = network()
+    choice = NoiseChoice("per_example", 0.05, model)
+    for may_grow in (False, True):
+        found = choice.examples(StepShape(1), [list(model.parameters())], None, may_grow=may_grow)
+        assert (found is not None) == may_grow
 
 
 def test_a_change_of_the_passes_keeps_the_averages() -> None:

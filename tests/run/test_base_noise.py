@@ -99,6 +99,11 @@ def test_the_first_measurement_is_that_of_one_differentiation_an_example() -> No
     assert found.mu2 == pytest.approx((samples.mean(0).square().sum() - variance).item(), rel=1e-4)
 
 
+def test_a_scaled_loss_changes_no_measurement() -> None:
+    plain, scaled = (record("covered", precision=precision).noise[0] for precision in ("fp32", "fp16"))
+    assert (scaled.sigma2, scaled.mu2) == pytest.approx((plain.sigma2, plain.mu2), rel=0.02)  # of one part in 65536²
+
+
 @pytest.mark.parametrize("model", ["covered", "reused"])
 def test_the_run_is_the_same_to_the_bit_however_its_noise_is_measured(model: str) -> None:
     scores = {record(model, noise, every).score for noise, every in (("auto", 1), ("samples", 1), ("samples", 10**6))}
