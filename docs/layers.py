@@ -106,7 +106,7 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "measure",
             "where squared norms of gradients are measured",
-            "observers ddp fsdp2 probe layers per_example noise_meter",
+            "norms observers ddp fsdp2 probe layers per_example noise_meter",
         )
     ],
     [Package("", "how noisy a gradient is: the mathematics, as pure functions", "gain")],

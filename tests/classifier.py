@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ray_adascale import AdaScale
-from ray_adascale.measure import observers
+from ray_adascale.measure import norms
 
 
 def make_model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -72,8 +72,8 @@ def backward(model: nn.Module, data: list[tuple[Tensor, Tensor]], passes: int | 
 @contextmanager
 def in_shares() -> Iterator[None]:
     """AdaScale made in here has each worker take the norm of a share of the reduced gradient, as with a large model."""
-    before, observers._SHARED = observers._SHARED, 0
+    before, norms._SHARED = norms._SHARED, 0
     try:
         yield
     finally:
-        observers._SHARED = before
+        norms._SHARED = before

@@ -15,15 +15,8 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from .observers import (
-    GradientObserver,
-    GroupSums,
-    PassListener,
-    queue_end_of_backward,
-    refuse_compiled,
-    take_norm,
-    worth_sharing,
-)
+from .norms import GroupSums, take_norm, worth_sharing
+from .observers import GradientObserver, PassListener, queue_end_of_backward, refuse_compiled
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with the classes, not with their names.
 

@@ -26,7 +26,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.hooks import RemovableHandle
 
-from .observers import HookObserver, PassListener, take_norm
+from .norms import take_norms
+from .observers import HookObserver, PassListener
 
 __all__ = ["FSDP2Observer"]
 
@@ -140,22 +141,22 @@ class FSDP2Observer(HookObserver):
             self._whole[shard] = whole
 
     def taker(self, param: Tensor) -> Callable[[Tensor], object]:
-        owed, slot, local = self._owed, self.samples.of[param], self._local
+        owed, take_sample = self._owed, super().taker(param)
 
         def take(grad: Tensor) -> None:
             owed.add(param)
-            if local:
-                _norm_into(slot, grad)
+            take_sample(grad)
 
         return take
 
     def local_sq_norms(self) -> Tensor:
+        self.samples.flush()
         # FSDP2 reduces to Σ g_i / f, f = N unless set. In terms of a mean over N workers, each local gradient is N/f · g_i.
         for module, sites in self._sites.items():
             factor = _divide_factor(module) if sites else None
             if factor is not None and factor != self._world_size:
                 for shard in {shard for _, _, shard in sites}:
-                    self.samples.of[shard].mul_(self._world_size / factor)
+                    self.samples.multiply(shard, self._world_size / factor)
         return super().local_sq_norms()
 
     def detach(self) -> None:
@@ -173,7 +174,7 @@ class FSDP2Observer(HookObserver):
         if self._owed:
             self._owed.clear()
             raise RuntimeError(_NOT_REDUCED)
-        self.reduced.clear()
+        shards: list[tuple[int, Tensor]] = []
         late: set[Tensor] = set()
         for param in (p for params in self.groups for p in params):
             if param.grad is None:
@@ -183,11 +184,12 @@ class FSDP2Observer(HookObserver):
             if param not in self._whole:
                 late.add(param)
             if _counts(param):
-                _norm_into(self.reduced.of[param], cast(DTensor, param.grad).to_local())
+                shards.append((self._group_of[param], cast(DTensor, param.grad).to_local()))
         self.complete = not late
         if late:
             self._hook_late(late)
-        return self.reduced.sum_of_squares(self.device)
+        norms = take_norms([shard for _, shard in shards])
+        return self._sums([(g, norm) for (g, _), norm in zip(shards, norms, strict=True)])
 
     def _hook_late(self, late: set[Tensor]) -> None:
         """Hook parameters whose module's forward was never called (``register_fsdp_forward_method``, ``unshard()``).
@@ -241,11 +243,3 @@ def _param_groups(module: nn.Module) -> list[Any]:
 def _counts(param: DTensor) -> bool:
     """Whether this worker's shard is counted: of the equal replicas of HSDP only the first is."""
     return param.device_mesh.ndim == 1 or param.device_mesh.get_local_rank(0) == 0
-
-
-def _norm_into(slot: Tensor, grad: Tensor) -> None:
-    """Write a gradient's norm into its slot. The slot has the shard's dtype and device; the whole parameter may have others."""
-    if grad.device == slot.device and (grad.dtype is torch.float64) == (slot.dtype is torch.float64):
-        take_norm(grad, slot)
-    else:
-        slot.copy_(take_norm(grad))

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .observers import take_norm
+from .norms import take_norm
 
 __all__ = ["COUPLING", "LayerRule", "Operands", "rule_of", "sum_over_positions"]
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from .._torch import is_dtensor
 from ..gain import Average, gradient_moments, plain_noise_scale
-from .observers import take_norms
+from .norms import take_norms
 from .per_example import ExampleNorms
 
 __all__ = ["NoiseMeter"]

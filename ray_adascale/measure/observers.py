@@ -9,9 +9,7 @@ Norms are taken in parameter order and summed in float64, whatever buckets gradi
 
 from __future__ import annotations
 
-import functools
 import inspect
-import math
 import sys
 import threading
 import weakref
@@ -23,24 +21,17 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
+from .norms import GroupSums, SampleNorms, take_norm, take_norms, worth_sharing
+
 __all__ = [
     "GradientObserver",
-    "GroupSums",
     "HookObserver",
     "PassListener",
-    "all_finite",
     "in_compiled_autograd",
     "queue_end_of_backward",
     "refuse_compiled",
     "refuse_nested",
-    "take_norm",
-    "take_norms",
-    "worth_sharing",
 ]
-
-# Longest run of float32 squares that is summed in float32: one pass over a million elements is off by 1e-5 on a CPU,
-# blocks of this length, summed in float64, by 1e-8, at the same speed.
-_BLOCK = 16384
 
 
 def queue_end_of_backward(callback: Callable[[], None]) -> None:
@@ -97,151 +88,6 @@ _REENTRANT = (
     "Reentrant activation checkpointing runs backward passes within the backward pass, so AdaScale can't tell gradient "
     "samples apart. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
 )
-
-
-def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a norm of a tensor of this dtype."""
-    return torch.float64 if dtype in _DOUBLE else torch.float32
-
-
-_DOUBLE = frozenset({torch.float64, torch.complex128})
-_AT_ONCE = 4 * _BLOCK  # elements up to which a norm on a CPU is one call
-_SHARED = 1 << 20  # elements above which, on a CPU, reading the reduced gradient costs more than waiting for the others
-_vector_norm = torch.linalg.vector_norm
-
-
-def take_norm(tensor: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return the Euclidean norm as a 0-dim tensor, float32 at least, on the tensor's device; no host synchronization."""
-    if _is_plain(tensor) and (out is None or out.dtype is tensor.dtype):
-        return _vector_norm(tensor, out=out)
-    if tensor.is_sparse:
-        tensor = tensor.coalesce().values()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    dtype = tensor.dtype
-    if out is not None and out.dtype is not _norm_dtype(dtype):  # the model was cast since
-        return out.copy_(take_norm(tensor))
-    if dtype is not torch.float32 and dtype is not torch.float64:
-        return _vector_norm(tensor, dtype=torch.float32, out=out)  # squares of fp16 overflow from 256 on
-    if tensor.numel() > _AT_ONCE and tensor.is_cpu and tensor.is_contiguous():
-        flat = tensor.view(-1)
-        whole = flat.numel() // _BLOCK * _BLOCK
-        norms = _vector_norm(flat[:whole].view(-1, _BLOCK), dim=1)
-        if whole < flat.numel():
-            norms = torch.cat([norms, _vector_norm(flat[whole:]).view(1)])
-        return _vector_norm(norms, out=out)
-    return _vector_norm(tensor, out=out)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether the norm is one call. For nearly all tensors it is, and for a small one the checks take longer than the norm."""
-    return (
-        (tensor.dtype is torch.float32 or tensor.dtype is torch.float64)
-        and tensor.layout is torch.strided
-        and (tensor.numel() <= _AT_ONCE or not tensor.is_cpu)
-    )
-
-
-def take_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return :func:`take_norm` of each tensor, with one call for all the plain ones. On a CPU the results are bit-identical."""
-    plain = [tensor for tensor in tensors if _is_plain(tensor)]
-    together = list(torch._foreach_norm(plain)) if plain else []
-    if len(plain) == len(tensors):
-        return together
-    norms = iter(together)
-    return [next(norms) if _is_plain(tensor) else take_norm(tensor) for tensor in tensors]
-
-
-def all_finite(grads: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return whether gradients are finite: bool, 0-dim, on ``device``. A norm above float32's range counts as infinite."""
-    if all(g.is_cpu for g in grads):
-        # Half the time of get_total_norm for a small model, where that matters; the same for a large one.
-        return torch.stack(take_norms(grads)).sum() < math.inf
-    # The norm of norms is the norm; torch gives that of an fp16 gradient in fp16, where it may overflow by itself.
-    norms = [take_norm(g) if g.is_sparse or g.dtype is torch.float16 else g for g in grads]
-    return (torch.nn.utils.get_total_norm(norms) < math.inf).to(device)
-
-
-def worth_sharing(groups: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether workers that all hold the reduced gradient should each take the norm of a share of it; equal on all workers."""
-    params = [p for group in groups for p in group]
-    return all(p.is_cpu for p in params) and sum(p.numel() for p in params) >= _SHARED
-
-
-class _Slots:
-    """A slot for the norm of each parameter's gradient. A hook writes one number, and nothing has to be collected later.
-
-    Norms of one device and dtype lie side by side, group after group in parameter order.
-    """
-
-    def __init__(self, groups: Sequence[Sequence[Tensor]]) -> None:
-        self._groups = len(groups)
-        counts: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        for g, params in enumerate(groups):
-            for p in params:
-                key = (p.device, _norm_dtype(p.dtype))
-                counts.setdefault(key, [0] * len(groups))[g] += 1
-        self._buffers = {
-            (device, dtype): torch.zeros(sum(sizes), dtype=dtype, device=device)
-            for (device, dtype), sizes in counts.items()
-        }
-        self._sizes = counts
-        views = {key: iter(buffer.unbind()) for key, buffer in self._buffers.items()}
-        self.of: dict[Tensor, Tensor] = {}
-        for params in groups:
-            for p in params:
-                self.of[p] = next(views[p.device, _norm_dtype(p.dtype)])
-
-    def clear(self) -> None:
-        for buffer in self._buffers.values():
-            buffer.zero_()
-
-    def fill(self, params: Sequence[Tensor], norms: Sequence[Tensor]) -> _Slots:
-        """Write the norms of some parameters' gradients, and zeros for all others."""
-        if len(self._buffers) == 1 and len(params) == len(self.of):  # all, in their own order
-            (buffer,) = self._buffers.values()
-            torch.stack([*norms], out=buffer)
-            return self
-        self.clear()
-        if params:
-            torch._foreach_copy_([self.of[p] for p in params], [*norms])
-        return self
-
-    def sum_of_squares(self, device: torch.device) -> Tensor:
-        """Return the sum of squared norms per group, float64 ``[groups]`` on ``device``."""
-        out: Tensor | None = None
-        for key, buffer in self._buffers.items():
-            squares = buffer.double().square_()
-            sizes = self._sizes[key]
-            part = squares.sum().view(1) if len(sizes) == 1 else torch.stack([s.sum() for s in squares.split(sizes)])
-            out = part.to(device) if out is None else out + part.to(device)
-        return torch.zeros(self._groups, dtype=torch.float64, device=device) if out is None else out
-
-
-class GroupSums:
-    """Sums of squared norms by parameter group.
-
-    Args:
-        groups: Number of parameter groups.
-        device: Device of the sums.
-    """
-
-    def __init__(self, groups: int, device: torch.device) -> None:
-        self._groups, self._device = groups, device
-        self._indices: dict[tuple[int, ...], Tensor] = {}
-
-    def __call__(self, norms: Sequence[tuple[int, Tensor]]) -> Tensor:
-        """Return float64 ``[groups]`` from pairs (parameter group, norm); no host synchronization."""
-        if not norms:
-            return torch.zeros(self._groups, dtype=torch.float64, device=self._device)
-        squares = torch.stack([norm.to(self._device, torch.float64) for _, norm in norms]).square_()
-        if self._groups == 1:
-            return squares.sum().view(1)
-        out = torch.zeros(self._groups, dtype=torch.float64, device=self._device)
-        groups = tuple(g for g, _ in norms)
-        if groups not in self._indices:  # kept, since making one waits for the device
-            self._indices[groups] = torch.tensor(groups, device=self._device)
-        return out.index_add_(0, self._indices[groups], squares)
 
 
 class _Pass:
@@ -369,8 +215,9 @@ class HookObserver(GradientObserver):
 
     def _watch(self) -> None:
         self.reduced_everywhere = type(self).reduced_everywhere and not worth_sharing(self.groups)
-        self.samples = _Slots(self.groups)  # of the pass that runs
-        self.reduced = _Slots(self.groups)
+        self.samples = SampleNorms(self.groups, self.device)
+        self._sums = GroupSums(len(self.groups), self.device)
+        self._group_of = {p: g for g, params in enumerate(self.groups) for p in params}
         self._shares: dict[tuple[int, int], list[Tensor]] = {}
         self.detach()
         self.hook_all()
@@ -383,25 +230,19 @@ class HookObserver(GradientObserver):
                     self.hook(param, param)
 
     def taker(self, param: Tensor) -> Callable[[Tensor], object]:
-        """Return a function that takes a gradient of a parameter and writes its norm into the slot."""
-        slot, precondition = self.samples.of[param], self._precondition
+        """Return a function that takes a gradient of a parameter, of which :attr:`samples` then has the norm."""
+        precondition, samples = self._precondition, self.samples
         if not self._local:
             return lambda grad: None
         if precondition is not None:
             param_ref = weakref.ref(param)
-            return lambda grad: take_norm(precondition(cast(Tensor, param_ref()), grad), slot)
-        if not _is_plain(param):
-            return functools.partial(take_norm, out=slot)
-        dtype = param.dtype
 
-        def take(grad: Tensor) -> None:
-            # The common case of take_norm() without its checks: this runs for every parameter in every pass.
-            if grad.dtype is dtype and grad.layout is torch.strided:
-                _vector_norm(grad, out=slot)
-            else:
-                take_norm(grad, slot)
+            def take(grad: Tensor) -> None:
+                held = cast(Tensor, param_ref())
+                samples.put(held, take_norm(precondition(held, grad)))
 
-        return take
+            return take
+        return samples.taker(param)
 
     def hook(self, param: Tensor, leaf: Tensor) -> None:
         """Watch the gradients of ``leaf`` as those of ``param``."""
@@ -451,12 +292,13 @@ class HookObserver(GradientObserver):
         listener = self._listener()
         if listener is not None:
             self.last_pass = listener.on_begin(self)
-        self.samples.clear()  # a parameter that gets no gradient in this pass counts as zero
+        self.samples.clear()
         ref = weakref.ref(self)
 
         def before_reduction() -> None:
             observer = ref()
             if observer is not None:
+                observer.samples.flush()  # DDP may write the reduced gradient into the same memory
                 queue_end_of_backward(after_reduction)
                 listener = observer._listener()
                 if listener is not None and observer._early:
@@ -482,7 +324,7 @@ class HookObserver(GradientObserver):
         return next((p.device for params in self.groups for p in params), torch.device("cpu"))
 
     def local_sq_norms(self) -> Tensor:
-        return self.samples.sum_of_squares(self.device)
+        return self.samples.sums_of_squares()
 
     @torch.no_grad()
     def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
@@ -490,7 +332,7 @@ class HookObserver(GradientObserver):
             self._shares[rank, world_size] = self._share(rank, world_size)
         precondition, share = self._precondition, self._shares[rank, world_size]
         # Of all parameters, as each worker comes to the same answer.
-        self.complete = len(self.hooked) == len(self.samples.of) or all(
+        self.complete = len(self.hooked) == len(self._group_of) or all(
             p.grad is None or p in self.hooked for params in self.groups for p in params
         )
         if not self.complete:
@@ -500,7 +342,7 @@ class HookObserver(GradientObserver):
             norms = take_norms([cast(Tensor, p.grad) for p in params])
         else:
             norms = [take_norm(precondition(p, cast(Tensor, p.grad))) for p in params]
-        return self.reduced.fill(params, norms).sum_of_squares(self.device)
+        return self._sums([(self._group_of[p], norm) for p, norm in zip(params, norms, strict=True)])
 
     def _share(self, rank: int, world_size: int) -> list[Tensor]:
         """Return the parameters for which this worker takes the reduced norm: a run of about 1/N of all elements."""

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from .layers import COUPLING, LayerRule, Operands, rule_of, sum_over_positions
-from .observers import queue_end_of_backward, refuse_compiled, refuse_nested, take_norm
+from .norms import take_norm
+from .observers import queue_end_of_backward, refuse_compiled, refuse_nested
 
 __all__ = ["ExampleNorms", "MeasuredPasses", "not_covered"]
 

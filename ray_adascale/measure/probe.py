@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import PackedSequence
 
 from ..gain import gradient_moments
-from .observers import take_norm
+from .norms import take_norm
 
 __all__ = ["examples_of", "halves_of", "probe_noise"]
 

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from .. import gain as gain_math
 from .._torch import is_dtensor
 from ..gain import Average
-from ..measure.observers import GradientObserver, all_finite, take_norm
+from ..measure.norms import all_finite, take_norm
+from ..measure.observers import GradientObserver
 from ..sharding.oss import OSS
 from .example_noise import ExampleNoise, ExampleSums
 from .observing import Measurement, has_dtensors, has_sharded_gradients, make_observer

@@ -13,7 +13,7 @@ from torch import nn
 
 from .._errors import SettingError
 from ..gain import gradient_moments
-from ..measure.observers import take_norms
+from ..measure.norms import take_norms
 from ..measure.per_example import ExampleNorms, not_covered
 from ..measure.probe import probe_noise
 from ..recipe import NoiseProbe

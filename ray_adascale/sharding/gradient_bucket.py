@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..measure.observers import take_norm
+from ..measure.norms import take_norm
 from .buckets import Bucket, memory_view
 from .collectives import Buffers, Reduction
 

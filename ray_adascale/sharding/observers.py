@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..measure.observers import GradientObserver, GroupSums, HookObserver, PassListener, take_norm
+from ..measure.norms import GroupSums, take_norm
+from ..measure.observers import GradientObserver, HookObserver, PassListener
 from .gradient_bucket import GradientBucket
 from .oss import OSS
 

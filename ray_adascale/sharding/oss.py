@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
 from .._torch import called_to_make_state
-from ..measure.observers import GradientObserver, PassListener, take_norm
+from ..measure.norms import take_norm
+from ..measure.observers import GradientObserver, PassListener
 from .buckets import Bucket, Fragment, make_buckets
 from .clipping import NormOverWorkers
 from .collect_state import EVERYONE, collect_state

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ray_adascale import AdaScale
-from ray_adascale.measure import observers
+from ray_adascale.measure import norms, observers
 
 from ..classifier import batches, make_model, sample_gradient
 from ..pool import ProcessPool
@@ -262,19 +262,19 @@ def test_norms_taken_together_are_those_taken_one_by_one() -> None:
         torch.randn(6, 5).t(),
     ]
     for some in (tensors, [tensors[0], tensors[6]], [tensors[3]], []):
-        together = observers.take_norms(some)
-        assert [norm.dtype for norm in together] == [observers.take_norm(t).dtype for t in some]
-        assert [norm.item() for norm in together] == [observers.take_norm(t).item() for t in some]
+        together = norms.take_norms(some)
+        assert [norm.dtype for norm in together] == [norms.take_norm(t).dtype for t in some]
+        assert [norm.item() for norm in together] == [norms.take_norm(t).item() for t in some]
     dense = [t.to_dense() if t.is_sparse else t for t in tensors]
     exact = [float(t.abs().double().square().sum().sqrt()) for t in dense]
-    assert [norm.item() for norm in observers.take_norms(tensors)] == pytest.approx(exact, rel=1e-6)
+    assert [norm.item() for norm in norms.take_norms(tensors)] == pytest.approx(exact, rel=1e-6)
 
 
 def test_only_large_models_on_a_cpu_share_the_reduced_gradients_norm() -> None:
     half = torch.empty(1 << 19)
-    assert observers.worth_sharing([[half], [half]])
-    assert not observers.worth_sharing([[half], [half[1:]]])
-    assert not observers.worth_sharing([[torch.empty(1 << 20, device="meta")]])
+    assert norms.worth_sharing([[half], [half]])
+    assert not norms.worth_sharing([[half], [half[1:]]])
+    assert not norms.worth_sharing([[torch.empty(1 << 20, device="meta")]])
 
 
 def test_a_parameter_that_a_later_pass_does_not_reach_has_a_sample_of_zero_in_it() -> None:

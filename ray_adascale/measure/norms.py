@@ -1,0 +1,272 @@
+"""Norms of gradients: of one, of many with one call, of those of a pass, and their sums of squares by parameter group.
+
+On a GPU the number of calls is what a norm of a small gradient costs, and on a CPU it is the reading of a large one. So a GPU
+keeps the gradients of a pass, up to a number of bytes, for one call; a CPU takes each norm while the gradient is in the cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "GroupSums",
+    "SampleNorms",
+    "all_finite",
+    "take_norm",
+    "take_norms",
+    "worth_sharing",
+]
+
+# Longest run of float32 squares that is summed in float32: one pass over a million elements is off by 1e-5 on a CPU,
+# blocks of this length, summed in float64, by 1e-8, at the same speed.
+_BLOCK = 16384
+
+MOST_HELD = 32 << 20
+"""Bytes of gradients that a GPU keeps for one call."""
+
+
+_HALF = frozenset({torch.float16, torch.bfloat16})
+_AT_ONCE = 4 * _BLOCK  # elements up to which a norm on a CPU is one call
+_SHARED = 1 << 20  # elements above which, on a CPU, reading the reduced gradient costs more than waiting for the others
+_vector_norm = torch.linalg.vector_norm
+
+
+def take_norm(tensor: Tensor) -> Tensor:
+    """Return the Euclidean norm as a 0-dim tensor, float32 at least, on the tensor's device; no host synchronization."""
+    if tensor.layout is torch.strided and tensor.dtype is torch.float32 and tensor.numel() <= _AT_ONCE:
+        return _vector_norm(tensor)  # of nearly all tensors; for a small one the checks below take longer than the norm
+    if tensor.is_sparse:
+        tensor = tensor.coalesce().values()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if tensor.dtype is not torch.float32 and tensor.dtype is not torch.float64:
+        return _vector_norm(tensor, dtype=torch.float32)  # squares of fp16 overflow from 256 on
+    if tensor.numel() > _AT_ONCE and tensor.is_cpu and tensor.is_contiguous():
+        flat = tensor.view(-1)
+        whole = flat.numel() // _BLOCK * _BLOCK
+        norms = _vector_norm(flat[:whole].view(-1, _BLOCK), dim=1)
+        if whole < flat.numel():
+            norms = torch.cat([norms, _vector_norm(flat[whole:]).view(1)])
+        return _vector_norm(norms)
+    return _vector_norm(tensor)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether the norm is one call, which may be that of several tensors."""
+    if tensor.layout is not torch.strided:
+        return False
+    if tensor.dtype is torch.float32 or tensor.dtype is torch.float64:
+        return tensor.numel() <= _AT_ONCE or not tensor.is_cpu
+    return tensor.dtype in _HALF and not tensor.is_cpu
+
+
+def take_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return :func:`take_norm` of each tensor, with one call for all of a device and dtype. On a CPU they are bit-identical."""
+    found: dict[int, Tensor] = {}
+    together: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        if _is_plain(tensor):
+            together.setdefault((tensor.device, tensor.dtype), []).append(i)
+        else:
+            found[i] = take_norm(tensor)
+    for (_, dtype), some in together.items():
+        as_dtype = torch.float32 if dtype in _HALF else None  # the norm of an fp16 gradient may overflow fp16
+        found.update(zip(some, torch._foreach_norm([tensors[i] for i in some], 2, as_dtype), strict=True))
+    return [found[i] for i in range(len(tensors))]
+
+
+def all_finite(grads: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return whether gradients are finite: bool, 0-dim, on ``device``. A norm above float32's range counts as infinite."""
+    if all(g.is_cpu for g in grads):
+        # Half the time of get_total_norm for a small model, where that matters; the same for a large one.
+        return torch.stack(take_norms(grads)).sum() < math.inf
+    # The norm of norms is the norm; torch gives that of an fp16 gradient in fp16, where it may overflow by itself.
+    norms = [take_norm(g) if g.is_sparse or g.dtype is torch.float16 else g for g in grads]
+    return (torch.nn.utils.get_total_norm(norms) < math.inf).to(device)
+
+
+def worth_sharing(groups: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether workers that all hold the reduced gradient should each take the norm of a share of it; equal on all workers."""
+    params = [p for group in groups for p in group]
+    return all(p.is_cpu for p in params) and sum(p.numel() for p in params) >= _SHARED
+
+
+class GroupSums:
+    """Sums of squared norms by parameter group.
+
+    Args:
+        groups: Number of parameter groups.
+        device: Device of the sums.
+    """
+
+    def __init__(self, groups: int, device: torch.device) -> None:
+        self._groups, self._device = groups, device
+        self._indices: dict[tuple[int, ...], Tensor] = {}
+
+    def __call__(self, norms: Sequence[tuple[int, Tensor]]) -> Tensor:
+        """Return float64 ``[groups]`` from pairs (parameter group, norm), summed in this order; no host synchronization."""
+        if not norms:
+            return torch.zeros(self._groups, dtype=torch.float64, device=self._device)
+        devices = dict.fromkeys(norm.device for _, norm in norms)
+        if len(devices) > 1:
+            parts = [self([(g, norm) for g, norm in norms if norm.device == device]) for device in devices]
+            return torch.stack(parts).sum(0)
+        (device,) = devices
+        numbers = torch.empty(len(norms), dtype=torch.float64, device=device)
+        torch.stack([norm for _, norm in norms], out=numbers)
+        numbers = numbers.to(self._device)
+        if self._groups == 1:
+            return torch.dot(numbers, numbers).view(1)
+        out = torch.zeros(self._groups, dtype=torch.float64, device=self._device)
+        groups = tuple(g for g, _ in norms)
+        if groups not in self._indices:  # kept, since making one waits for the device
+            self._indices[groups] = torch.tensor(groups, device=self._device)
+        return out.index_add_(0, self._indices[groups], numbers.square_())
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A gradient of which the norm is still to be taken, or that must not change until the others' are.
+
+    Attributes:
+        index: Number of the parameter.
+        alias: Shares the gradient's memory. An alias leaves autograd free to use the gradient itself for ``.grad``.
+        version: Version of the memory when the gradient came.
+        taken: Whether the norm was taken.
+    """
+
+    index: int
+    alias: Tensor
+    version: int
+    taken: bool
+
+
+class _Holder:
+    """The gradients of one device that wait for their norms.
+
+    Args:
+        norms: Receives the norm of each parameter, by its number.
+        most_bytes: Bytes of gradients to hold.
+    """
+
+    def __init__(self, norms: dict[int, Tensor], most_bytes: int) -> None:
+        self._norms, self._most_bytes = norms, most_bytes
+        self._held: list[_Held] = []
+        self._bytes = 0
+        self._stream: Any = None  # of the gradients that are held
+        self._steady: set[int] = set()  # parameters whose gradient stayed as it was, in an earlier pass
+        self._changing: set[int] = set()  # parameters whose gradient a hook of the user's changes in place
+
+    def add(self, index: int, grad: Tensor) -> None:
+        stream = torch.cuda.current_stream(grad.device)
+        if self._held and (stream != self._stream or self._bytes + grad.nbytes > self._most_bytes):
+            self.flush()
+        if index in self._changing or not _is_plain(grad) or grad.nbytes > self._most_bytes:
+            self._norms[index] = take_norm(grad)
+            return
+        taken = index not in self._steady
+        if taken:
+            self._norms[index] = take_norm(grad)
+        self._stream = stream
+        self._held.append(_Held(index, grad.detach(), grad._version, taken))
+        self._bytes += grad.nbytes
+
+    def flush(self) -> None:
+        """Take the norms of the gradients that are held, with one call.
+
+        Raises:
+            RuntimeError: A gradient was changed since it came, and had not been in earlier passes.
+        """
+        held, self._held, self._bytes = self._held, [], 0
+        if not held:
+            return
+        for one in held:
+            if one.alias._version == one.version:
+                self._steady.add(one.index)
+            elif one.taken:
+                self._changing.add(one.index)
+            else:
+                raise RuntimeError(
+                    f"A gradient of shape {tuple(one.alias.shape)} was changed in place during the backward pass, after earlier "
+                    "passes that did not change it. AdaScale can't tell the gradient sample any more. Register hooks that "
+                    "change .grad (register_post_accumulate_grad_hook) before training begins."
+                )
+        waiting = [one for one in held if not one.taken]
+        if not waiting:
+            return
+        current = torch.cuda.current_stream(held[0].alias.device)
+        with torch.cuda.stream(self._stream):
+            norms = take_norms([one.alias for one in waiting])
+        if current != self._stream:
+            current.wait_stream(self._stream)
+        for one, norm in zip(waiting, norms, strict=True):
+            if current != self._stream:
+                norm.record_stream(current)
+            self._norms[one.index] = norm
+
+
+class SampleNorms:
+    """The norms of the gradients of the pass that runs, by parameter.
+
+    Args:
+        groups: Parameters of each parameter group.
+        device: Device of the sums.
+        most_bytes: Bytes of gradients that each GPU keeps until their norms are taken.
+    """
+
+    def __init__(
+        self, groups: Sequence[Sequence[Tensor]], device: torch.device, *, most_bytes: int = MOST_HELD
+    ) -> None:
+        params = [(g, p) for g, params in enumerate(groups) for p in params]
+        self._group_of = [g for g, _ in params]
+        self._index = {p: i for i, (_, p) in enumerate(params)}
+        self._sums = GroupSums(len(groups), device)
+        self._norms: dict[int, Tensor] = {}
+        self._holders: dict[torch.device, _Holder] = {}
+        self._most_bytes = most_bytes
+
+    def clear(self) -> None:
+        """Forget all norms: a parameter that gets no gradient in the next pass counts as zero."""
+        self.flush()
+        self._norms.clear()
+
+    def flush(self) -> None:
+        """Take the norms of the gradients that are held, before anything else changes them."""
+        for holder in self._holders.values():
+            holder.flush()
+
+    def taker(self, param: Tensor) -> Callable[[Tensor], None]:
+        """Return a function that takes a gradient of a parameter, and its norm now or at :meth:`flush`."""
+        index, norms, holders, most_bytes = self._index[param], self._norms, self._holders, self._most_bytes
+
+        def take(grad: Tensor) -> None:
+            if not grad.is_cuda:
+                norms[index] = take_norm(grad)
+                return
+            holder = holders.get(grad.device)
+            if holder is None:  # each device has a thread of its own
+                holder = holders[grad.device] = _Holder(norms, most_bytes)
+            holder.add(index, grad)
+
+        return take
+
+    def put(self, param: Tensor, norm: Tensor) -> None:
+        """Set the norm of a parameter's gradient."""
+        self._norms[self._index[param]] = norm
+
+    def multiply(self, param: Tensor, factor: float) -> None:
+        """Multiply a parameter's norm, if it has one."""
+        index = self._index[param]
+        if index in self._norms:
+            self._norms[index] = self._norms[index] * factor
+
+    def sums_of_squares(self) -> Tensor:
+        """Return the sum of squared norms per group, float64 ``[groups]``."""
+        self.flush()
+        return self._sums([(self._group_of[i], self._norms[i]) for i in sorted(self._norms)])
