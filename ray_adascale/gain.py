@@ -193,23 +193,36 @@ class Average:
     first, fits into the same two numbers (``debias=False``).
 
     Attributes:
-        total: float64, the shape of a sample.
-        weight: float64, between 0 and 1; a scalar, or one for each column if columns are averaged from different steps on.
+        packed: :attr:`total`, and :attr:`weight` as one more row; float64. One tensor, so that a step updates it with one call.
         count: int64, samples seen; shaped as ``weight``.
     """
 
-    total: Tensor
-    weight: Tensor
+    packed: Tensor
     count: Tensor
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], device: torch.device | str = "cpu") -> Average:
         """Return the average of no sample, with one weight for each column of samples of this shape."""
+        rows, *columns = shape
         return cls(
-            torch.zeros(shape, dtype=torch.float64, device=device),
-            torch.zeros(shape[1:], dtype=torch.float64, device=device),
-            torch.zeros(shape[1:], dtype=torch.int64, device=device),
+            torch.zeros((rows + 1, *columns), dtype=torch.float64, device=device),
+            torch.zeros(columns, dtype=torch.int64, device=device),
         )
+
+    @classmethod
+    def of(cls, total: Tensor, weight: Tensor, count: Tensor) -> Average:
+        """Return the average with these numbers."""
+        return cls(torch.cat([total, weight.unsqueeze(0)]), count)
+
+    @property
+    def total(self) -> Tensor:
+        """The weighted sum of the samples; float64, the shape of a sample."""
+        return self.packed[:-1]
+
+    @property
+    def weight(self) -> Tensor:
+        """The sum of the weights, between 0 and 1; float64, one for each column: columns may begin at different steps."""
+        return self.packed[-1]
 
     @property
     def value(self) -> Tensor:
@@ -217,9 +230,9 @@ class Average:
 
     def to(self, device: torch.device) -> Average:
         """Return the average on a device: this object, if it is there."""
-        if self.total.device == device:
+        if self.packed.device == device:
             return self
-        return Average(self.total.to(device), self.weight.to(device), self.count.to(device))
+        return Average(self.packed.to(device), self.count.to(device))
 
     def update(
         self, sample: Tensor, decay: Tensor | float, *, debias: bool = True, use: Tensor | None = None
@@ -227,21 +240,27 @@ class Average:
         """Return the average after one more sample; no host synchronization.
 
         Args:
-            sample: Same shape as ``total``.
+            sample: Of the shape of ``total``, or a number for all of it.
             decay: θ, the weight of the past, in [0, 1).
             debias: True: ``total ← θ·total + (1−θ)·x``, ``weight ← θ·weight + (1−θ)``. False (the paper's Appendix
                 B.3): plain mean of all samples while t < 1/(1−θ), then ``θ·old + (1−θ)·x``.
             use: Bool, 0-dim: if false, the average stays unchanged.
         """
-        theta = decay
-        count = self.count + 1
+        one = torch.ones_like(self.packed[-1:])
+        return self.update_packed(torch.cat([sample.expand(self.total.shape), one]), decay, debias=debias, use=use)
+
+    def update_packed(
+        self, sample: Tensor, decay: Tensor | float, *, debias: bool = True, use: Tensor | None = None
+    ) -> Average:
+        """Return :meth:`update` of a sample that has a row of ones as its last."""
+        weight: Tensor | float = 1 - decay
         if not debias:
             # A plain mean is the recursion with θ_t = 1 − 1/t, whose weights sum to 1 from the first sample on.
-            mean_of_all = 1 - 1 / count.double()
-            theta = torch.where(count < 1 / (1 - theta), mean_of_all, torch.zeros_like(mean_of_all) + theta)
-        total = theta * self.total + (1 - theta) * sample
-        weight = theta * self.weight + (1 - theta)
-        if use is not None:
-            total, weight = torch.where(use, total, self.total), torch.where(use, weight, self.weight)
-            count = torch.where(use, count, self.count)
-        return Average(total, weight, count)
+            share = 1 / (self.count + 1).double()
+            weight = torch.where(self.count + 1 < 1 / weight, share, torch.zeros_like(share) + weight)
+        elif isinstance(weight, Tensor):
+            weight = weight.to(sample.dtype)
+        packed = torch.lerp(self.packed, sample, weight)
+        if use is None:
+            return Average(packed, self.count + 1)
+        return Average(torch.where(use, packed, self.packed), self.count + use)

@@ -386,7 +386,7 @@ def test_count_decay_is_fairscales() -> None:
 
 
 def test_average_of_three_hand_worked_samples() -> None:
-    average, values = Average.empty(()), []
+    average, values = Average.empty((1,)), []
     assert math.isnan(average.value.item())
     for x in (8.0, 4.0, 2.0):
         average = average.update(f64(x), 0.5)
@@ -397,7 +397,7 @@ def test_average_of_three_hand_worked_samples() -> None:
 
 
 def test_papers_average_of_hand_worked_samples() -> None:
-    average, values = Average.empty(()), []
+    average, values = Average.empty((1,)), []
     for x in (1.0, 2.0, 4.0, 8.0, 16.0):
         average = average.update(f64(x), 0.75, debias=False)
         values.append(average.value.item())
@@ -406,7 +406,7 @@ def test_papers_average_of_hand_worked_samples() -> None:
 
 
 def test_papers_average_moves_from_the_first_sample_that_is_not_before_theta() -> None:
-    average, values = Average.empty(()), []
+    average, values = Average.empty((1,)), []
     for x in (1.0, 2.0, 4.0):
         average = average.update(f64(x), 0.6, debias=False)
         values.append(average.value.item())
@@ -438,7 +438,7 @@ def test_papers_average_is_the_plain_mean_while_the_run_is_young() -> None:
 @unhurried
 @given(st.lists(st.floats(0.0, 0.9999), min_size=1, max_size=20), st.floats(-1e6, 1e6), st.booleans())
 def test_average_of_a_constant_is_that_constant(thetas: list[float], x: float, debias: bool) -> None:
-    average = Average.empty(())
+    average = Average.empty((1,))
     for theta in thetas:
         average = average.update(f64(x), theta, debias=debias)
     # Whatever θ does on the way, it says how fast to forget, never how large the samples were. 1 − θ of 1e-4 has lost
@@ -474,7 +474,7 @@ def test_effective_decay_of_hand_worked_numbers() -> None:
 @given(st.integers(1, 15), st.integers(1, 15), st.floats(0.01, 1.0), st.integers(100, 100_000))
 def test_steps_forget_by_the_effective_time_that_they_cover(k: int, r: int, window: float, total: int) -> None:
     def remembered(steps: int, gain: float) -> float:
-        average = Average(f64(1.0), f64(1.0), torch.tensor(1))
+        average = Average.of(f64([1.0]), f64(1.0), torch.tensor(1))
         for _ in range(steps):
             average = average.update(f64(0.0), effective_decay(gain, window=window, total_steps=total))
         return average.total.item()

@@ -147,6 +147,14 @@ class _Held:
     taken: bool
 
 
+def _is_held(grad: Tensor) -> bool:
+    return grad.is_cuda
+
+
+def _stream_of(device: torch.device) -> Any:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
 class _Holder:
     """The gradients of one device that wait for their norms.
 
@@ -164,7 +172,7 @@ class _Holder:
         self._changing: set[int] = set()  # parameters whose gradient a hook of the user's changes in place
 
     def add(self, index: int, grad: Tensor) -> None:
-        stream = torch.cuda.current_stream(grad.device)
+        stream = _stream_of(grad.device)
         if self._held and (stream != self._stream or self._bytes + grad.nbytes > self._most_bytes):
             self.flush()
         if index in self._changing or not _is_plain(grad) or grad.nbytes > self._most_bytes:
@@ -200,7 +208,7 @@ class _Holder:
         waiting = [one for one in held if not one.taken]
         if not waiting:
             return
-        current = torch.cuda.current_stream(held[0].alias.device)
+        current = _stream_of(held[0].alias.device)
         with torch.cuda.stream(self._stream):
             norms = take_norms([one.alias for one in waiting])
         if current != self._stream:
@@ -246,7 +254,7 @@ class SampleNorms:
         index, norms, holders, most_bytes = self._index[param], self._norms, self._holders, self._most_bytes
 
         def take(grad: Tensor) -> None:
-            if not grad.is_cuda:
+            if not _is_held(grad):
                 norms[index] = take_norm(grad)
                 return
             holder = holders.get(grad.device)

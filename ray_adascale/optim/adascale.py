@@ -391,7 +391,7 @@ class AdaScale(OptimizerWrapper):
         self._add_workers_in_time()
         if statistics.usual_samples is None:
             raise RuntimeError("Open-ended accumulation counts the passes of each step; leave expect_passes() out.")
-        declared, made = statistics.declared, statistics.passes if statistics.sample is None else 0
+        declared, made = statistics.declared, statistics.passes if statistics.gathered is None else 0
         if isinstance(passes, bool) or not isinstance(passes, int) or not made < passes <= declared.passes:
             raise ValueError(
                 f"Invalid {passes=}. This step may have {made + 1} to {declared.passes} backward passes: {made} were made, and "

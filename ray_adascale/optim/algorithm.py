@@ -14,8 +14,10 @@ from ..gain import Average
 from ..sharding.oss import OSS
 from .averages import Averages, NoiseReadout
 from .deferred import HostCopy, skippable_step, steps_on_device
-from .gradient_statistics import GradientStatistics, Outcome, Sample
+from .device_step import DeviceArithmetic, DeviceStep
+from .gradient_statistics import GradientStatistics
 from .rules import AdaScaleRule, RuleInput, ScalingRule
+from .sample import Outcome, Sample, unpack_outcome
 from .step_shape import StepResult
 
 __all__ = ["AdaScaleAlgorithm"]
@@ -26,19 +28,19 @@ class _PendingStep:
     """A step that was taken on the device, with its numbers on their way to the host.
 
     Attributes:
-        numbers: The sample's outcome, followed by the numbers of the averages with the sample in them.
-        sample: The step's sample.
-        averages: The averages with the sample in them.
+        step: The step.
+        scale: S of the step.
+        numbers: ``step.numbers``.
     """
 
+    step: DeviceStep
+    scale: float
     numbers: HostCopy
-    sample: Sample
-    averages: Average
 
     def read(self, averages: Averages) -> tuple[Outcome, NoiseReadout]:
         """Wait for the numbers; return the outcome, and the readout, which ``averages`` then has cached."""
-        outcome, rest = self.sample.unpack(self.numbers.read())
-        return outcome, averages.cache(self.averages, self.sample.shape.scale, rest)
+        outcome, rest = unpack_outcome(self.numbers.read(), self.step.payloads)
+        return outcome, averages.cache(self.step.averages, self.scale, rest)
 
 
 class AdaScaleAlgorithm:
@@ -72,6 +74,7 @@ class AdaScaleAlgorithm:
         self._optimizer = optimizer
         self._statistics = statistics
         self._averages = averages
+        self._arithmetic = DeviceArithmetic(averages)
         self.rule = rule
         self._total_steps = total_steps
         self._base_batch_size = base_batch_size
@@ -92,32 +95,50 @@ class AdaScaleAlgorithm:
             RuntimeError: Backward passes are missing, or there were too many.
         """
         self.synchronize()
-        sample = self._statistics.finish()
-        averages = self._with(sample)
-        inner = self._optimizer.optim if isinstance(self._optimizer, OSS) else self._optimizer
-        if type(self.rule) is AdaScaleRule and steps_on_device(type(inner), self._optimizer.param_groups):
-            numbers = self._averages.numbers(averages, sample.shape.scale)
-            gains = numbers[: averages.total.shape[1]].unbind()
-            skippable_step(inner, ~sample.finite, lambda: self._step_inner(gains, sample.shape.scale))
-            self._averages.keep(averages, sample.usual_samples)
-            self._pending = _PendingStep(HostCopy(torch.cat([sample.outcome(), numbers])), sample, averages)
+        if self._on_device:
+            self._step_on_device()
         else:
-            self._step_on_host(sample, averages)
+            sample = self._statistics.finish(on_host=True)
+            self._step_on_host(sample, self._with(sample))
         self._statistics.end_step()
+
+    @property
+    def _inner(self) -> Optimizer:
+        return self._optimizer.optim if isinstance(self._optimizer, OSS) else self._optimizer
+
+    @property
+    def _on_device(self) -> bool:
+        """Whether the next step needs no number on the host."""
+        return type(self.rule) is AdaScaleRule and steps_on_device(type(self._inner), self._optimizer.param_groups)
+
+    def _step_on_device(self) -> None:
+        statistics = self._statistics
+        statistics.complete()
+        gathered = statistics.gathered
+        if gathered is not None and self._arithmetic.applies(gathered):
+            shape, usual_samples = gathered.shape, gathered.usual_samples
+            step = self._arithmetic.step(gathered, self.last.gain)
+        else:
+            sample = statistics.finish(on_host=False)
+            shape, usual_samples = sample.shape, sample.usual_samples
+            step = DeviceStep.of(sample, self._averages, self.last.gain)
+        skippable_step(self._inner, step.skip, lambda: self._step_inner(step.gains, shape.scale))
+        self._averages.keep(step.averages, usual_samples)
+        self._pending = _PendingStep(step, shape.scale, HostCopy(step.numbers))
 
     def _step_on_host(self, sample: Sample, averages: Average) -> None:
         scale = sample.shape.scale
         readout = self._averages.cached(averages, scale)
         if readout is None:
-            numbers = torch.cat([sample.outcome(), self._averages.numbers(averages, scale)])
-            outcome, rest = sample.unpack(numbers.tolist())
+            numbers = torch.cat([*sample.outcome(), *self._averages.numbers(averages, scale)])
+            outcome, rest = unpack_outcome(numbers.tolist(), sample.payloads)
+            if not outcome.skipped:
+                readout = self._averages.cache(averages, scale, rest)
         else:
-            outcome, rest = sample.on_host(), []
-        if outcome.skipped:
+            outcome = sample.on_host()
+        if outcome.skipped or readout is None:
             self._leave_out(outcome)
             return
-        if readout is None:
-            readout = self._averages.cache(averages, scale, rest)
         clock = self.last.effective_steps
         factors = [self._apply_rule(r, scale, group)[0] for group, r in enumerate(readout.gains)]
         factor, increment = self._apply_rule(readout.gain, scale, None)
@@ -156,7 +177,7 @@ class AdaScaleAlgorithm:
             RuntimeError: Backward passes are missing, or there were too many.
         """
         self.synchronize()
-        self._leave_out(self._statistics.finish().on_host())
+        self._leave_out(self._statistics.finish(on_host=not self._on_device).on_host())
         self._statistics.end_step()
 
     def _leave_out(self, outcome: Outcome) -> None:
@@ -203,8 +224,8 @@ class AdaScaleAlgorithm:
     def readout(self, *, committed: bool = False) -> NoiseReadout:
         """Return the readout of the averages, with the current gradients unless ``committed``; waits for the device."""
         self.synchronize()
-        sample = self._statistics.sample
-        if committed or sample is None:
+        sample = None if committed else self._statistics.sample(on_host=not self._on_device)
+        if sample is None:
             return self._averages.evaluate(self._averages.now, self._statistics.shape.scale)
         return self._averages.evaluate(self._with(sample), sample.shape.scale)
 
@@ -266,7 +287,8 @@ def _scaled(lr: float | Tensor, factor: float | Tensor, scale: float) -> Any:
     if scale == 1:
         return lr  # bit-identical
     # The kernels read float32. A 0-dim tensor may be on the host where the other is not.
-    return ((lr.reshape(()) if isinstance(lr, Tensor) else lr) * factor).float()
+    out = torch.empty((), device=factor.device)
+    return torch.mul(factor, lr.reshape(()) if isinstance(lr, Tensor) else lr, out=out)
 
 
 def _of_consecutive_gradients(state: dict[str, Tensor]) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import gain as gain_math
 from ..gain import Average
-from .gradient_statistics import Sample
+from .sample import Sample
 from .step_shape import StepShape
 
 __all__ = ["Averages", "CountDecay", "NoiseReadout", "Smoothing", "check_averaging"]
@@ -89,6 +89,7 @@ class Averages:
     Attributes:
         now: The averages. They are replaced and never changed in place.
         num_samples: n of a full step. One gradient sample a step has another estimator than several.
+        non_negative: Whether the averages are known to be σ² ≥ the floor and μ² ≥ 0.
     """
 
     def __init__(
@@ -104,13 +105,14 @@ class Averages:
         total_steps: float | None,
     ) -> None:
         self.smoothing = smoothing
-        self._variance_floor = variance_floor
-        self._clip_samples = clip_samples
-        self._debias = debias
+        self.variance_floor = variance_floor
+        self.clip_samples = clip_samples
+        self.debias = debias
         self._window = window
         self._total_steps = total_steps
         # One weight for each gain, since a group may be added later.
         self.now = Average.empty((2, num_gains), device)
+        self.non_negative = clip_samples
         self.num_samples = 1
         self._cached: tuple[Average, float, NoiseReadout] | None = (
             None  # a step evaluates the same averages several times
@@ -134,26 +136,31 @@ class Averages:
             previous_gain: r of the step before.
         """
         if sample.averages is None:
-            sample.averages = self._for_estimator(sample.usual_samples).to(sample.finite.device)
+            sample.averages = self.of_steps(sample.usual_samples).to(sample.check.device)
             if sample.moments is not None:
                 moments = sample.moments
-                if self._clip_samples:
-                    moments = torch.stack([moments[0].clamp(min=self._variance_floor), moments[1].clamp(min=0.0)])
+                if self.clip_samples:
+                    moments = torch.stack([moments[0].clamp(min=self.variance_floor), moments[1].clamp(min=0.0)])
                 sample.averages = sample.averages.update(
                     moments,
-                    self._decay(sample.shape, previous_gain),
-                    debias=self._debias,
+                    self.decay(sample.shape, previous_gain),
+                    debias=self.debias,
                     use=sample.finite & sample.usable,
                 )
         return sample.averages
 
-    def _decay(self, shape: StepShape, previous_gain: float) -> float | Tensor:
+    def decay(self, shape: StepShape, previous_gain: float) -> float:
+        """Return θ for a step of this shape.
+
+        Args:
+            shape: The shape.
+            previous_gain: r of the step before.
+        """
         if self._window is None or self._total_steps is None:
             return self.theta(shape)
-        gain = torch.full((), previous_gain, dtype=torch.float64)
-        return gain_math.effective_decay(gain, window=self._window, total_steps=self._total_steps)
+        return gain_math.plain_effective_decay(previous_gain, window=self._window, total_steps=self._total_steps)
 
-    def _for_estimator(self, num_samples: int) -> Average:
+    def of_steps(self, num_samples: int) -> Average:
         """Return the averages for steps of n samples: empty ones if those so far are of the other estimator, n = 1 or n > 1."""
         return self.now if (self.num_samples == 1) == (num_samples == 1) else self._empty()
 
@@ -163,7 +170,7 @@ class Averages:
 
     def follow(self, num_samples: int) -> None:
         """Prepare for steps of n samples: start afresh if that is another estimator."""
-        self.keep(self._for_estimator(num_samples), num_samples)
+        self.keep(self.of_steps(num_samples), num_samples)
 
     def restart(self) -> None:
         """Forget all samples."""
@@ -183,16 +190,16 @@ class Averages:
         for name in ("total", "weight", "count"):
             getattr(self.now, name)[..., :-1] = getattr(old, name)
         count = int(old.count.max())
-        if not self._debias and self._window is None and count > 0:
+        if not self.debias and self._window is None and count > 0:
             self.now.count[-1], self.now.weight[-1] = count, 1.0
             if count + 1 >= 1 / (1 - self.theta(shape)):
                 self.now.total[1, -1] = 1.0
 
     # ---- the gains that follow -----------------------------------------------------------------------------------
 
-    def numbers(self, averages: Average, scale: float) -> Tensor:
-        """Return r of each group, r of the whole, and averaged σ² and μ² of each group: float64 ``[3 · groups + 1]``."""
-        floor = self._variance_floor
+    def numbers(self, averages: Average, scale: float) -> list[Tensor]:
+        """Return r of each group, r of the whole, and the averages: float64, 1-D; :meth:`cache` reads them on the host."""
+        floor = self.variance_floor
         unknown = ~(averages.weight > 0)
         sigma2, mu2 = (averages.total / averages.weight.masked_fill(unknown, 1.0)).masked_fill(unknown, 0.0)
         each = gain_math.gain(sigma2, mu2, scale, variance_floor=floor).masked_fill(unknown, 1.0)
@@ -200,12 +207,14 @@ class Averages:
         if len(each) > 1:
             whole = gain_math.gain(sigma2.sum(), mu2.sum(), scale, variance_floor=floor)
             whole = whole.masked_fill(unknown.all(), 1.0).reshape(1)
-        return torch.cat([each, whole, averages.value.reshape(-1)])
+        return [each, whole, averages.packed.reshape(-1)]
 
     def cache(self, averages: Average, scale: float, numbers: list[float]) -> NoiseReadout:
         """Return the readout of averages at a scale from their :meth:`numbers` on the host, and keep it."""
         count = averages.total.shape[1]
-        gains, (gain, *values) = numbers[:count], numbers[count:]
+        gains, (gain, *packed) = numbers[:count], numbers[count:]
+        weights = packed[2 * count :]
+        values = [x / w if w > 0 else math.nan for x, w in zip(packed[: 2 * count], weights * 2, strict=True)]
         readout = NoiseReadout(gains, gain, values[:count], values[count:])
         self._cached = averages, scale, readout
         return readout
@@ -219,7 +228,9 @@ class Averages:
 
     def evaluate(self, averages: Average, scale: float) -> NoiseReadout:
         """Return the readout of averages at a scale; waits for the device unless it was cached."""
-        return self.cached(averages, scale) or self.cache(averages, scale, self.numbers(averages, scale).tolist())
+        return self.cached(averages, scale) or self.cache(
+            averages, scale, torch.cat(self.numbers(averages, scale)).tolist()
+        )
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
@@ -250,7 +261,11 @@ class Averages:
         """
         self.check(state)
         device = self.now.total.device
-        saved = Average(*(state[name].to(device, copy=True) for name in ("total", "weight", "count")))
+        saved = Average.of(*(state[name].to(device, copy=True) for name in ("total", "weight", "count")))
+        sigma2, mu2 = state["total"]
+        self.non_negative = self.clip_samples and bool(
+            (sigma2 >= self.variance_floor * state["weight"]).all() and (mu2 >= 0).all()
+        )
         self.now, self.num_samples = saved, int(state["num_samples"])
         if num_samples is not None:
             self.follow(num_samples)

@@ -67,15 +67,15 @@ def steps_on_device(kind: type[Optimizer], groups: Sequence[dict[str, Any]]) -> 
 
 
 def skippable_step(optimizer: Optimizer, skip: Tensor, step: Callable[[], Any]) -> None:
-    """Call ``step``, in which ``optimizer`` takes a step, or changes nothing if ``skip`` is true.
+    """Call ``step``, in which ``optimizer`` takes a step, or changes nothing if ``skip`` is 1.
 
     Args:
         optimizer: A fused one, see :func:`steps_on_device`.
-        skip: Bool, 0-dim, on the parameters' device.
+        skip: 1 or 0: float32, 0-dim, on the parameters' device.
         step: Usually ``optimizer.step``.
     """
     _fill_momentum(optimizer)
-    optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
+    optimizer.found_inf = skip  # type: ignore[attr-defined]
     try:
         step()
     finally:

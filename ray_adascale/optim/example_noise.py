@@ -180,10 +180,12 @@ class ExampleNoise:
             mean = sums.sq_norms * sums.examples * (shape.loss_divisor / shape.num_samples) ** 2
             sigma2, mu2 = gradient_moments(mean, reduced_sq_norm, scale=shape.scale, count=sums.examples)
             usable = (sums.problems == 0) & torch.isfinite(sigma2).all()
-            before = torch.full_like(sigma2, math.nan) if self._held is None else self._held
+            before = torch.full_like(sigma2, math.nan) if self._held is None else self._held.to(sigma2.device)
             self._held = torch.where(usable, sigma2, before)
             return torch.stack([sigma2, mu2]), usable
-        held = torch.full_like(reduced_sq_norm, math.nan) if self._held is None else self._held
+        held = (
+            torch.full_like(reduced_sq_norm, math.nan) if self._held is None else self._held.to(reduced_sq_norm.device)
+        )
         return torch.stack([held, reduced_sq_norm - held / shape.scale]), ~held.isnan().any()
 
     # ---- state -------------------------------------------------------------------------------------------------------

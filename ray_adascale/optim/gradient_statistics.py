@@ -1,10 +1,9 @@
-"""The gradient samples of one optimizer step: from the norms measured in its backward passes to σ² and μ²."""
+"""The gradient samples of one optimizer step: the norms measured in its backward passes, summed over workers."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -12,89 +11,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .. import gain as gain_math
 from .._torch import is_dtensor
-from ..gain import Average
 from ..measure.norms import all_finite, take_norm
 from ..measure.observers import GradientObserver
 from ..sharding.oss import OSS
-from .example_noise import ExampleNoise, ExampleSums
+from .example_noise import ExampleNoise
+from .numbers import Numbers
 from .observing import Measurement, has_dtensors, has_sharded_gradients, make_observer
 from .previous_gradient import PreviousGradient
+from .sample import Gathered, Sample
 from .step_shape import StepEnd, StepShape
 from .workers import Workers
 
-__all__ = ["GradientStatistics", "Outcome", "Sample"]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The numbers of one step's sample on the host.
-
-    Attributes:
-        skipped: Whether the step's gradient is not finite.
-        sigma2: σ² of the sample, over all groups; NaN where the step yields none.
-        mu2: μ² of the sample, over all groups; NaN where the step yields none.
-        payload: The payload, summed over workers.
-    """
-
-    skipped: bool
-    sigma2: float
-    mu2: float
-    payload: Sequence[float]
-
-
-@dataclass
-class Sample:
-    """The statistics of one complete optimizer step, summed over workers, before they are averaged.
-
-    Attributes:
-        shape: The step's shape.
-        usual_samples: n of a full step. It differs from that of ``shape`` in a step that was shortened.
-        moments: σ² and μ², ``[2, groups]``, unclipped; None where the step yields none.
-        usable: Whether ``moments`` are valid; bool, 0-dim.
-        finite: Whether the step's gradient is finite; bool, 0-dim.
-        payload: The payload, summed over workers; None without one.
-        averages: The averages with this sample in them, once they were computed.
-    """
-
-    shape: StepShape
-    usual_samples: int
-    moments: Tensor | None
-    usable: Tensor
-    finite: Tensor
-    payload: Tensor | None
-    averages: Average | None = None
-
-    def outcome(self) -> Tensor:
-        """Return the numbers of an :class:`Outcome` as one tensor: float64, 1-D. :meth:`unpack` reads it on the host."""
-        parts = [self.finite.double().reshape(1)]
-        if self.payload is not None:
-            parts.append(self.payload)
-        if self.moments is not None:
-            parts.append(self.moments.sum(dim=1).masked_fill(~self.usable, math.nan))
-        return torch.cat(parts)
-
-    def on_host(self) -> Outcome:
-        """Return the outcome; waits for the device."""
-        if self.moments is None and self.finite.is_cpu:  # a step of a base run: two numbers at most, and no wait
-            payload = [] if self.payload is None else self.payload.tolist()
-            return Outcome(not self.finite.item(), math.nan, math.nan, payload)
-        return self.unpack(self.outcome().tolist())[0]
-
-    def unpack(self, numbers: list[float]) -> tuple[Outcome, list[float]]:
-        """Return the outcome from the numbers of :meth:`outcome` on the host, and the numbers that follow them."""
-        finite, *numbers = numbers
-        payloads = 0 if self.payload is None else len(self.payload)
-        payload, numbers = numbers[:payloads], numbers[payloads:]
-        sigma2, mu2, rest = math.nan, math.nan, numbers
-        if self.moments is not None:
-            sigma2, mu2, *rest = numbers
-        return Outcome(not finite, sigma2, mu2, payload), rest
+__all__ = ["GradientStatistics"]
 
 
 class GradientStatistics:
-    """Counts the backward passes of a step, keeps the norms that an observer measures, and makes a :class:`Sample` of them.
+    """Counts the backward passes of a step, keeps the norms that an observer measures, and sums them over workers.
 
     Collective: the last backward pass of a step ends with one small all-reduce.
 
@@ -118,7 +51,7 @@ class GradientStatistics:
         previous: g_{t−1} of the differenced estimator.
         uncovered: Why examples turned out not to be measurable; None otherwise.
         passes: Backward passes so far in this step.
-        sample: The step's sample, once its last pass has ended.
+        gathered: The sums of the step, once its last pass has ended.
     """
 
     def __init__(
@@ -152,7 +85,8 @@ class GradientStatistics:
         self._unhooked = False
         self._provisional = False  # whether the observer was chosen before the number of workers was final
         self.passes = 0
-        self.sample: Sample | None = None
+        self._constants: dict[tuple[float, torch.device], Tensor] = {}
+        self.gathered: Gathered | None = None
         self.begin_step()
         if isinstance(optimizer, OSS):
             optimizer.add_reducer_listener(self)
@@ -183,7 +117,7 @@ class GradientStatistics:
     @property
     def at_boundary(self) -> bool:
         """Whether there was no backward pass since the last step."""
-        return self.passes == 0 and self.sample is None
+        return self.passes == 0 and self.gathered is None
 
     @property
     def accumulating(self) -> bool:
@@ -251,7 +185,7 @@ class GradientStatistics:
 
     def expect(self, shape: StepShape) -> None:
         """Set the shape of the step under way, or at a step boundary of the next one; the steps after it are full ones."""
-        if self.sample is not None:
+        if self.gathered is not None:
             self.begin_step()  # of a step that was never taken
         self._expected = shape
 
@@ -355,9 +289,10 @@ class GradientStatistics:
         self._norms: list[Tensor] = []  # ‖g_i‖² of each pass on this worker, as measured
         self._ending: StepShape | None = None  # the shape, while the pass that runs is the step's last
         self._ended: StepShape | None = None  # the shape, once the last pass has ended
-        self._sent: tuple[Tensor, dist.Work | None] | None = None  # the all-reduce under way
+        self._sent: tuple[Numbers, dist.Work | None] | None = None  # the all-reduce under way
         self._examples: Tensor | None = None  # this worker's ExampleSums, as a tensor
-        self.sample = None
+        self.gathered = None
+        self._sample: Sample | None = None
         self._too_many = False
 
     def end_step(self) -> None:
@@ -380,7 +315,7 @@ class GradientStatistics:
     @torch.no_grad()
     def on_begin(self, observer: GradientObserver) -> bool:
         self._await_workers()
-        if self.sample is not None:
+        if self.gathered is not None:
             # A complete step was never taken, as after an overflow that a GradScaler found. Were its gradients cleared since?
             grads = observer.gradients_left(self.params)
             too_many = any(bool(take_norm(_local(grad.detach())) != 0) for grad in grads)
@@ -405,16 +340,16 @@ class GradientStatistics:
             self.declared = shape
         if observer.reduced_everywhere:
             # Only A is still in parts. Sent now, it travels behind the last gradients, which are awaited anyway.
-            self._sent = self._send([])
+            self._sent = self._send({})
 
     @torch.no_grad()
     def on_reduced(self, observer: GradientObserver) -> None:
-        if self._ended is not None and self.sample is None:
+        if self._ended is not None and self.gathered is None:
             self._finish_passes(self._gather(observer))
 
-    def _finish_passes(self, sample: Sample) -> None:
-        self.sample = sample
-        if sample.shape.to_mean:
+    def _finish_passes(self, gathered: Gathered) -> None:
+        self.gathered = gathered
+        if gathered.shape.to_mean:
             self.divide_to_mean()
 
     def complete(self, caller: str = "step") -> None:
@@ -434,22 +369,36 @@ class GradientStatistics:
                 "known. Add the losses and call backward() once, or set_num_gradients_to_accumulate() to the number of passes "
                 "(AdaptiveDataParallel: all but the last under no_sync())."
             )
-        if self.sample is not None:
+        if self.gathered is not None:
             return
         lacks_passes = self.accumulating
         if self.observer is not None and self.workers.reduce:
             # A backward pass reached no parameter here: a sample of zero. The others are in the reduction already.
-            sample = self._gather(self.observer)
-            if lacks_passes and not bool(sample.usable):
+            gathered = self._gather(self.observer)
+            if lacks_passes and not bool(gathered.numbers["complete"] > 0):
                 raise self._too_early(caller)  # no worker has seen all passes, so that was not the reason
-            self._finish_passes(sample)
+            self._finish_passes(gathered)
         elif lacks_passes:
             raise self._too_early(caller)
 
-    def finish(self) -> Sample:
-        """Return the step's sample, once it is :meth:`complete`."""
+    def sample(self, *, on_host: bool) -> Sample | None:
+        """Return the sample of the step's passes; None before the last one has ended.
+
+        Args:
+            on_host: Compute it on the CPU, see :meth:`Gathered.sample`.
+        """
+        if self._sample is None and self.gathered is not None:
+            self._sample = self.gathered.sample(on_host=on_host)
+        return self._sample
+
+    def finish(self, *, on_host: bool) -> Sample:
+        """Return the step's sample, once the step is :meth:`complete`.
+
+        Args:
+            on_host: Compute it on the CPU, see :meth:`Gathered.sample`.
+        """
         self.complete()
-        return self._sample_without_passes() if self.sample is None else self.sample
+        return self.sample(on_host=on_host) or self._sample_without_passes()
 
     def _too_early(self, caller: str) -> RuntimeError:
         if self.step_end is not None:
@@ -474,76 +423,61 @@ class GradientStatistics:
 
     # ---- over all workers ----------------------------------------------------------------------------------------
 
-    def _send(self, more: Sequence[Tensor]) -> tuple[Tensor, dist.Work | None]:
-        """Start the one small all-reduce of a step: A, whether all passes were seen, the payload, and ``more``."""
+    def _send(self, more: dict[str, Tensor]) -> tuple[Numbers, dist.Work | None]:
+        """Start the one small all-reduce of a step: ``more``, A, whether all passes were seen, examples, the payload."""
         if self._norms:
             local = self.shape.mean_sq_norm(self._norms, self.weights)
         else:
             local = torch.zeros(len(self._optimizer.param_groups), dtype=torch.float64, device=self.device)
-        complete = torch.full((1,), self._ended is not None, dtype=torch.float64, device=self.device)
-        parts = [*more, local, complete]
+        parts = {**more, "a": local, "complete": self._constant(self._ended is not None, local.device)}
         if self.examples is not None and self.examples.measuring:
             self._examples = self.examples.end_passes().as_tensor()
         if self._examples is not None:
-            parts.append(self._examples)
+            parts["examples"] = self._examples
         if self.payload is not None:
-            parts.append(self.payload.to(local))
-        vector = torch.cat(parts)
-        work = dist.all_reduce(vector, group=self._process_group, async_op=True) if self.workers.reduce else None
-        return vector, work
+            parts["payload"] = self.payload.to(local)
+        numbers = Numbers.of(**parts)
+        work = None
+        if self.workers.reduce:
+            work = dist.all_reduce(numbers.tensor, group=self._process_group, async_op=True)
+        return numbers, work
 
-    def _gather(self, observer: GradientObserver) -> Sample:
-        """Wait for the sums over workers, and make the step's sample of them."""
-        shape, groups = self.shape, len(self._optimizer.param_groups)
+    def _constant(self, number: float, device: torch.device) -> Tensor:
+        """Return a number as float64 ``[1]`` on a device; kept, since to make one is a launch in each step."""
+        key = float(number), device
+        if key not in self._constants:
+            self._constants[key] = torch.full((1,), float(number), dtype=torch.float64, device=device)
+        return self._constants[key]
+
+    def _gather(self, observer: GradientObserver) -> Gathered:
+        """Wait for the sums over workers."""
+        shape = self.shape
+        before: dict[str, Tensor] = {}
         if observer.reduced_everywhere:
             # Equal to the last bit on all workers, as their weights are: each takes C from its own copy.
-            c = observer.reduced_sq_norms(0, 1)
-            vector, work = self._send([]) if self._sent is None else self._sent
-            if work is not None:
-                work.wait()
+            before["c"] = observer.reduced_sq_norms(0, 1)
+            numbers, work = self._send({}) if self._sent is None else self._sent
         else:
             rank, world_size = (
                 (dist.get_rank(self._process_group), self.workers.count) if self.workers.reduce else (0, 1)
             )
-            both, work = self._send([observer.reduced_sq_norms(rank, world_size)])
-            if work is not None:
-                work.wait()
-            c, vector = both[:groups], both[groups:]
-        a, complete, rest = vector[:groups], vector[groups], vector[groups + 1 :]
-        by_example = None
-        if self._examples is not None:
-            by_example, rest = rest[: groups + 2], rest[groups + 2 :]
-        payload = None if self.payload is None else rest
-        if shape.multiple_of_mean != 1:
-            c = c / shape.multiple_of_mean**2
-        unscale: Tensor | float = 1.0
+            numbers, work = self._send({"c": observer.reduced_sq_norms(rank, world_size)})
+        if work is not None:
+            work.wait()
+        after: dict[str, Tensor] = {}
         if self._grad_scaler is not None and self._grad_scaler.is_enabled():
             # scale(1) is the loss scale as a tensor; get_scale() would wait for the device.
-            unscale = 1 / self._grad_scaler.scale(torch.ones((), device=c.device)).double()
-            a, c = a * unscale**2, c * unscale**2
-        if self._single_gain and groups > 1:
-            a, c = a.sum(dim=0, keepdim=True), c.sum(dim=0, keepdim=True)
-        finite, usable = torch.isfinite((a + c).sum()), complete > 0
-        moments = None
-        examples = self._confirmed_examples(by_example)
-        if not observer.complete:
-            pass  # C has a gradient that A lacks, of a parameter that was frozen when the hooks were set, or of no backward pass
-        elif examples is not None:
-            sums = None
-            if by_example is not None:
-                sums = ExampleSums.of(by_example)
-                sq_norms = sums.sq_norms * unscale**2
-                sums = replace(sums, sq_norms=sq_norms.sum(dim=0, keepdim=True) if len(c) < groups else sq_norms)
-            moments, measured = examples.moments(sums, c, shape)
-            usable = usable & measured
-        elif shape.num_samples > 1:
-            moments = torch.stack(gain_math.gradient_moments(a, c, scale=shape.scale, count=shape.num_samples))
+            one = self._constant(1.0, numbers.tensor.device)
+            after["loss_scale"] = self._grad_scaler.scale(one)
+        numbers = numbers.between(before, after)
+        examples = self._confirmed_examples(numbers.part("examples"))
+        if not observer.complete or examples is not None or shape.num_samples > 1:
+            pass
         elif shape != self.declared:
             self.previous = None  # the steps around a shortened one are of another batch
         elif shape.scale != 1:
-            moments, comparable = self._differenced(unscale / shape.multiple_of_mean, finite)
-            usable = usable & comparable
-        return Sample(shape, self._estimated_from, moments, usable, finite, payload)
+            numbers = numbers.between({}, self._consecutive(numbers))
+        return Gathered(shape, self._estimated_from, self.num_gains, numbers, examples, observer.complete)
 
     def _confirmed_examples(self, by_example: Tensor | None) -> ExampleNoise | None:
         """Return :attr:`examples`. The first measured step shows whether the model is covered, and waits for the device.
@@ -566,22 +500,20 @@ class GradientStatistics:
         self.uncovered = why
         return None
 
-    def _differenced(self, factor: Tensor | float, finite: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Return the moments of a step with one gradient sample, from its gradient and the last step's; and whether they count.
-
-        Args:
-            factor: ḡ, unscaled, divided by the gradient in place.
-            finite: Whether the gradient is finite.
-        """
-        before = self.previous
+    def _consecutive(self, numbers: Numbers) -> dict[str, Tensor]:
+        """Keep the gradient of a step with one gradient sample; return its products with the last step's, if there is one."""
+        before, scale = self.previous, numbers.part("loss_scale")
+        factor: Tensor | float = 1.0 if scale is None else scale.reciprocal()[0]
+        factor = factor / self.shape.multiple_of_mean
         gradient = [None if p.grad is None else _local(p.grad.detach()) * factor for p in self.params]
+        finite = torch.isfinite((numbers["a"] + numbers["c"]).sum())
         self.previous = PreviousGradient(gradient, finite)
         if before is None:
-            return None, finite
-        products = self.previous.products_with(before, [len(g["params"]) for g in self._optimizer.param_groups])
-        if self._single_gain:
-            products = products[0].sum(0, keepdim=True), products[1].sum(0, keepdim=True)
-        return torch.stack(gain_math.differenced_moments(*products, scale=self.shape.scale)), before.finite
+            return {}
+        difference, inner = self.previous.products_with(
+            before, [len(g["params"]) for g in self._optimizer.param_groups]
+        )
+        return {"difference": difference, "inner": inner, "comparable": before.finite.double().view(1)}
 
     def _sample_without_passes(self) -> Sample:
         """Return a sample without moments, of gradients that no observer watched: at n = 1 and S = 1, or after :meth:`unhook`."""
@@ -592,8 +524,9 @@ class GradientStatistics:
             flag = finite.float()
             dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._process_group)
             finite = flag > 0
+        check = 1 / finite.double()
         payload = None if self.payload is None else self.payload.to(device, torch.float64)
-        return Sample(self.shape, self._estimated_from, None, finite, finite, payload)
+        return Sample(self.shape, self._estimated_from, None, finite, check, payload)
 
 
 def _local(tensor: Tensor) -> Tensor:

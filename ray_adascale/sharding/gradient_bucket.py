@@ -17,6 +17,8 @@ from .collectives import Buffers, Reduction
 
 __all__ = ["GradientBucket"]
 
+_MOST_PATTERNS = 16  # of parameters with a gradient: flags that are kept
+
 
 class GradientBucket:
     """The gradients of one bucket's parameters on their way to the owners.
@@ -65,7 +67,7 @@ class GradientBucket:
         device = bucket.flat.device
         self._flag_positions = torch.tensor(positions, dtype=torch.int64, device=device)
         self._flag_params = owners
-        self._all_present = torch.ones(len(positions), dtype=bucket.flat.dtype, device=device)
+        self._flags: dict[tuple[bool, ...], Tensor] = {}  # by the parameters with a gradient
         self.segments = self._segments(0, bucket.numel, shift=self._shift)
         own = bucket.bounds[bucket.rank]
         self._own_segments = self._segments(own, bucket.bounds[bucket.rank + 1], shift=lambda position: position - own)
@@ -179,18 +181,22 @@ class GradientBucket:
     @torch.no_grad()
     def launch(self, summand: Tensor) -> None:
         """Send the shards to their owners."""
-        if all(self._seen):
-            flags = self._all_present
-        else:
-            flags = torch.tensor(
-                [float(self._seen[i]) for i in self._flag_params], dtype=summand.dtype, device=summand.device
-            )
-        summand.index_copy_(0, self._flag_positions, flags)
+        summand.index_copy_(0, self._flag_positions, self._flags_of(tuple(self._seen), summand))
         if self._half or self._wire_dtype is not None:
             summand.mul_(1 / self.bucket.world_size)
         wire = summand if self._wire_dtype is None else summand.to(self._wire_dtype)
         self._wire = wire
         self._work = Reduction(wire, self._bounds, self._group, self._buffers)
+
+    def _flags_of(self, seen: tuple[bool, ...], like: Tensor) -> Tensor:
+        """Return the flags of all shards, like a tensor; kept, since making them copies from the host, with a wait."""
+        flags = self._flags.get(seen)
+        if flags is None or flags.dtype is not like.dtype or flags.device != like.device:
+            if len(self._flags) == _MOST_PATTERNS:
+                self._flags.clear()
+            flags = torch.tensor([float(seen[i]) for i in self._flag_params], dtype=like.dtype, device=like.device)
+            self._flags[seen] = flags
+        return flags
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -214,7 +220,8 @@ class GradientBucket:
         used = [True] * len(self.bucket.fragments)
         mine = self._spans[self.bucket.rank]
         if not all(self._seen[span.index] for span in mine):
-            # Only in this case the host must read the flags: another worker may have used a parameter that this one did not.
+            # Only in this case the host must read the flags, and waits: another worker may have used a parameter that this one
+            # did not, and the optimizer must skip one that no worker used.
             used = (self.shard[self._own_size : self._own_size + len(mine)] != 0).tolist()
         self._seen = [False] * len(self.bucket.params)
         for fragment, part, has in zip(self.bucket.fragments, self._parts, used, strict=True):

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ray_adascale import AdaScale
-from ray_adascale.measure import norms, observers
+from ray_adascale.measure import observers
 
 from ..classifier import batches, make_model, sample_gradient
 from ..pool import ProcessPool
@@ -247,34 +247,7 @@ def test_a_step_before_its_last_pass_is_refused_on_all_ranks(pool: Pool) -> None
     pool(2).run(_too_early)
 
 
-# ---- norms ---------------------------------------------------------------------------------------------------------------
-
-
-def test_norms_taken_together_are_those_taken_one_by_one() -> None:
-    torch.manual_seed(0)
-    tensors = [
-        torch.randn(7),
-        torch.randn(300, 400),  # in blocks
-        torch.randn(5, dtype=torch.float64),
-        torch.full((3,), 300.0, dtype=torch.float16),  # squares overflow
-        torch.randn(4, dtype=torch.complex64),
-        torch.eye(3).to_sparse(),
-        torch.randn(6, 5).t(),
-    ]
-    for some in (tensors, [tensors[0], tensors[6]], [tensors[3]], []):
-        together = norms.take_norms(some)
-        assert [norm.dtype for norm in together] == [norms.take_norm(t).dtype for t in some]
-        assert [norm.item() for norm in together] == [norms.take_norm(t).item() for t in some]
-    dense = [t.to_dense() if t.is_sparse else t for t in tensors]
-    exact = [float(t.abs().double().square().sum().sqrt()) for t in dense]
-    assert [norm.item() for norm in norms.take_norms(tensors)] == pytest.approx(exact, rel=1e-6)
-
-
-def test_only_large_models_on_a_cpu_share_the_reduced_gradients_norm() -> None:
-    half = torch.empty(1 << 19)
-    assert norms.worth_sharing([[half], [half]])
-    assert not norms.worth_sharing([[half], [half[1:]]])
-    assert not norms.worth_sharing([[torch.empty(1 << 20, device="meta")]])
+# ---- passes that differ --------------------------------------------------------------------------------------------------
 
 
 def test_a_parameter_that_a_later_pass_does_not_reach_has_a_sample_of_zero_in_it() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ray_adascale.optim.averages import Averages, CountDecay, NoiseReadout
-from ray_adascale.optim.gradient_statistics import Sample
+from ray_adascale.optim.sample import Sample
 from ray_adascale.optim.step_shape import StepShape
 
 SCALE = 4.0
@@ -40,7 +40,7 @@ def sample(
 ) -> Sample:
     moments = torch.tensor([[sigma2], [mu2]], dtype=torch.float64)
     step = StepShape(2, scale=SCALE) if shape is None else shape
-    return Sample(step, usual, moments, torch.tensor(usable), torch.tensor(finite), None)
+    return Sample(step, usual, moments, torch.tensor(usable), torch.tensor(0.0 if finite else math.inf), None)
 
 
 def take(into: Averages, *samples: Sample, previous_gain: float = 1.0) -> None:
