@@ -10,6 +10,9 @@ from torch import Tensor
 
 __all__ = ["PreviousGradient"]
 
+# Elements of a dot product in float32. A CPU adds them in a row, a GPU as a tree.
+_RUN_ON_CPU, _RUN = 1 << 14, 1 << 22
+
 
 @dataclass(frozen=True)
 class PreviousGradient:
@@ -31,26 +34,21 @@ class PreviousGradient:
             sizes: Parameters in each group.
         """
         device = self.finite.device
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        differences, inners = [], []
+        sums: list[list[Tensor]] = [[], []]
         pairs = iter(zip(self.tensors, before.tensors, strict=True))
         for size in sizes:
-            difference = inner = zero
+            parts: list[list[Tensor]] = [[], []]
             for g, h in (next(pairs) for _ in range(size)):
-                if g is not None:
-                    g = g.to(torch.promote_types(g.dtype, torch.float32))
-                    h = torch.zeros_like(g) if h is None else h.to(g.dtype)
-                elif h is not None:
-                    g = torch.zeros_like(h)
-                else:
+                if g is None and h is None:
                     continue
-                if g.is_complex():
-                    g, h = torch.view_as_real(g), torch.view_as_real(h)
-                difference = difference + (g - h).double().square().sum().to(device)
-                inner = inner + (g.double() * h.double()).sum().to(device)
-            differences.append(difference)
-            inners.append(inner)
-        return torch.stack(differences), torch.stack(inners)
+                for of_group, found in zip(parts, _products(g, h), strict=True):
+                    of_group += [part.to(device) for part in found]
+            for of_groups, of_group in zip(sums, parts, strict=True):
+                numbers = torch.zeros(max(len(of_group), 1), dtype=torch.float64, device=device)
+                if of_group:
+                    torch.stack(of_group, out=numbers)
+                of_groups.append(numbers.sum())
+        return torch.stack(sums[0]), torch.stack(sums[1])
 
     def state(self) -> dict[str, Tensor]:
         """Return copies on the CPU; an empty dict if the gradient was not finite."""
@@ -71,3 +69,29 @@ class PreviousGradient:
             [state[n].to(p.device, copy=True) if n in state else None for n, p in zip(names, params, strict=True)],
             torch.ones((), dtype=torch.bool, device=device),
         )
+
+
+def _products(g: Tensor | None, h: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the parts of ``‖g − h‖²`` and of ``⟨g, h⟩``, each over one run of elements; None stands for zeros.
+
+    A run is so short that float32 is precise enough, and no copy of a large gradient is made in float64.
+    """
+    like = h if g is None else g
+    assert like is not None
+    g, h = (_flat(torch.zeros_like(like) if x is None else x.to(like.dtype)) for x in (g, h))
+    run = _RUN_ON_CPU if like.is_cpu else _RUN
+    differences, inners = [], []
+    for x, y in zip(g.split(run), h.split(run), strict=True):
+        difference = x - y
+        differences.append(torch.dot(difference, difference))
+        inners.append(torch.dot(x, y))
+    return differences, inners
+
+
+def _flat(x: Tensor) -> Tensor:
+    """Return the elements as 1-D real numbers, float32 at least."""
+    if x.layout is not torch.strided:
+        x = x.to_dense()
+    if x.is_complex():
+        x = torch.view_as_real(x)
+    return x.to(torch.promote_types(x.dtype, torch.float32)).reshape(-1)

@@ -19,8 +19,9 @@ from .oss import OSS
 
 __all__ = ["GradientReduction", "ShardReducer"]
 
-# Reductions under way at a time: one on the network while the next bucket fills. Their buffers are kept from step to step.
-_IN_FLIGHT = 1
+# Reductions under way at a time: one on the network while the next bucket fills. A GPU's stream would wait for the last one
+# before it copies the next bucket, so it may have three. Each has a buffer of a bucket's size, kept from step to step.
+_IN_FLIGHT, _IN_FLIGHT_ON_GPU = 1, 3
 
 
 class GradientReduction:
@@ -156,7 +157,8 @@ class GradientReduction:
                 self._take(bucket)
 
     def _take(self, bucket: GradientBucket) -> None:
-        if self._sending and len(self._in_flight) == _IN_FLIGHT:
+        most = _IN_FLIGHT_ON_GPU if bucket.bucket.flat.is_cuda else _IN_FLIGHT
+        if self._sending and len(self._in_flight) >= most:
             self._in_flight.popleft().finish()  # first, so that its buffers can be used again
         keep = not self._sending and bucket.accumulated is None
         flat = bucket.collect(keep=keep)
