@@ -67,7 +67,10 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def take_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return :func:`take_norm` of each tensor, with one call for all of a device and dtype. On a CPU they are bit-identical."""
+    """Return the norm of each tensor, with one call for all of a device and dtype.
+
+    On a CPU they are those of :func:`take_norm`, to the bit. On a GPU those of several tensors are float64.
+    """
     found: dict[int, Tensor] = {}
     together: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, tensor in enumerate(tensors):
@@ -75,9 +78,10 @@ def take_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
             together.setdefault((tensor.device, tensor.dtype), []).append(i)
         else:
             found[i] = take_norm(tensor)
-    for (_, dtype), some in together.items():
-        as_dtype = torch.float32 if dtype in _HALF else None  # the norm of an fp16 gradient may overflow fp16
-        found.update(zip(some, torch._foreach_norm([tensors[i] for i in some], 2, as_dtype), strict=True))
+    for (device, _), some in together.items():
+        # A GPU's kernel adds up in the dtype of the result, without a copy. The norm of an fp16 gradient may overflow fp16.
+        dtype = None if device.type == "cpu" else torch.float64
+        found.update(zip(some, torch._foreach_norm([tensors[i] for i in some], 2, dtype), strict=True))
     return [found[i] for i in range(len(tensors))]
 
 
@@ -110,17 +114,23 @@ class GroupSums:
         self._indices: dict[tuple[int, ...], Tensor] = {}
 
     def __call__(self, norms: Sequence[tuple[int, Tensor]]) -> Tensor:
-        """Return float64 ``[groups]`` from pairs (parameter group, norm), summed in this order; no host synchronization."""
+        """Return float64 ``[groups]`` from pairs (parameter group, norm), summed in this order. GPUs are not waited for."""
         if not norms:
             return torch.zeros(self._groups, dtype=torch.float64, device=self._device)
-        devices = dict.fromkeys(norm.device for _, norm in norms)
-        if len(devices) > 1:
-            parts = [self([(g, norm) for g, norm in norms if norm.device == device]) for device in devices]
-            return torch.stack(parts).sum(0)
-        (device,) = devices
-        numbers = torch.empty(len(norms), dtype=torch.float64, device=device)
-        torch.stack([norm for _, norm in norms], out=numbers)
-        numbers = numbers.to(self._device)
+        by_place: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
+        for g, norm in norms:
+            by_place.setdefault((norm.device, norm.dtype), []).append((g, norm))
+        parts = [self._on_host(some) if at.type == "cpu" else self._on(some) for (at, _), some in by_place.items()]
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+    def _on_host(self, norms: Sequence[tuple[int, Tensor]]) -> Tensor:
+        sums = [0.0] * self._groups  # of plain numbers, as stacking tensors takes longer
+        for g, norm in norms:
+            sums[g] += norm.item() ** 2
+        return torch.tensor(sums, dtype=torch.float64).to(self._device)
+
+    def _on(self, norms: Sequence[tuple[int, Tensor]]) -> Tensor:
+        numbers = torch.stack([norm for _, norm in norms]).to(self._device, torch.float64)
         if self._groups == 1:
             return torch.dot(numbers, numbers).view(1)
         out = torch.zeros(self._groups, dtype=torch.float64, device=self._device)
@@ -176,11 +186,11 @@ class _Holder:
         if self._held and (stream != self._stream or self._bytes + grad.nbytes > self._most_bytes):
             self.flush()
         if index in self._changing or not _is_plain(grad) or grad.nbytes > self._most_bytes:
-            self._norms[index] = take_norm(grad)
+            (self._norms[index],) = take_norms([grad])
             return
         taken = index not in self._steady
         if taken:
-            self._norms[index] = take_norm(grad)
+            (self._norms[index],) = take_norms([grad])
         self._stream = stream
         self._held.append(_Held(index, grad.detach(), grad._version, taken))
         self._bytes += grad.nbytes

@@ -99,7 +99,7 @@ def test_kept_gradients_have_the_same_norms() -> None:
     with held() as calls:
         assert gains(make_model(torch.float32)) == expected
     # In the first pass each norm is taken as its gradient comes, to see whether a hook of the user's changes it.
-    assert calls == [4] * 11
+    assert calls == [1] * 4 + [4] * 11
     assert max(expected) > 1.05
 
 
@@ -117,7 +117,7 @@ def test_no_more_bytes_are_kept_than_the_cap() -> None:
             total = samples.sums_of_squares().item()
         takes[0](torch.ones(1000))  # larger than the cap: at once
         assert samples.sums_of_squares().item() == pytest.approx(total - params[0].square().sum().item() + 1000)
-    assert calls == [2, 2, 2]
+    assert calls == [1] * 6 + [2] * 3 + [1]
     assert total == pytest.approx(sum(p.square().sum().item() for p in params))
 
 
@@ -128,7 +128,7 @@ def _over_ddp(as_views: bool) -> None:
     expected = gains(over())
     with held() as calls:
         assert gains(over()) == expected
-    assert calls == [4] * 11
+    assert calls == [1] * 4 + [4] * 11
     assert max(expected) > 1.05
 
 
@@ -175,7 +175,7 @@ def test_a_hook_that_changes_gradients_from_the_first_pass_on_is_respected() -> 
     with held() as calls:
         assert gains(halving(), 1) == expected
         assert gains(halving(), 3)[:1] == expected
-    assert set(calls) == {3}  # without the one that changes
+    assert set(calls) == {1, 3}  # without the one that changes
 
 
 def test_a_hook_that_changes_gradients_later_is_an_error() -> None:
