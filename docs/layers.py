@@ -38,7 +38,8 @@ RAY_LAYERS: list[list[Package]] = [
         Package(
             "train",
             "where the workers of a run live: Ray Train, its cluster, preemption notices",
-            "trainer backend driver_channel driver_updates stop_request gauges retry run_lock pickling network cluster",
+            "trainer backend driver_channel driver_updates beats heartbeat hang_watch stop_request gauges retry run_lock "
+            "pickling network cluster",
         )
     ],
 ]
@@ -63,7 +64,7 @@ TORCH_LAYERS: list[list[Package]] = [
             "what happens at a step boundary of one worker's loop",
             "loop assemble build passes step batch evaluation notices checkpointing reporting train_state "
             "schedule tau_schedule backend metrics advice "
-            "eta progress trace attach base_noise base_run failure",
+            "eta pulse progress trace attach base_noise base_run failure",
         ),
         Package("compat", "FairScale's and AdaptDL's interfaces", "adaptdl fairscale"),
     ],

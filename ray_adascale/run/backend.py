@@ -8,7 +8,7 @@ import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from .. import checkpoint
 from .._files import TRACE, check_folder
 from .eta import EtaTracker
+from .pulse import Pulse
 from .step import Listener, StepReport
 
 __all__ = ["CHECKPOINT", "Backend", "LocalBackend", "ReportPolicy"]
@@ -100,6 +101,10 @@ class Backend(ABC):
     def stop_requested(self) -> bool:
         """Whether this start of the run must end at the next step boundary, with a checkpoint. Only rank 0's value counts."""
         return False
+
+    def watch(self, pulse: Pulse) -> AbstractContextManager[object]:
+        """Return a context in which this worker's position is watched, so that a hang is found. By default it is not."""
+        return nullcontext()
 
     def listeners(self, tracker: EtaTracker) -> Sequence[Listener]:
         """Return this backend's listeners. Called on rank 0.

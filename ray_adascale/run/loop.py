@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from .assemble import assemble
 from .backend import Backend, LocalBackend
 from .build import set_batch
 from .metrics import plain_numbers, step_metrics
+from .pulse import Phase, Pulse
 from .step import BoundaryFlags, Step, StepReport, TakenStep
 
 __all__ = ["TOTAL_STEPS_REACHED", "Run"]
@@ -114,6 +116,7 @@ class Run:
         self._taken: TakenStep | None = None  # until it is read
         self._flags = BoundaryFlags(0)  # of the steps that were read since the stages last ran
         self._loop_seconds = 0.0
+        self._pulse = Pulse(parts.config.step_timeout_s)
 
     @classmethod
     def of(
@@ -272,19 +275,25 @@ class Run:
         """Yield micro-batches on the device until τ reaches T. Then evaluate, report and save for the last time."""
         self.module.train()
         entered = time.monotonic()
+        watch = ExitStack()
+        watch.enter_context(self.backend.watch(self._pulse))
         batches = iter(self.source)
         passes = self.parts.passes
         try:
             with passes.guard():
                 # The known τ decides: a step after which τ may have reached T is read at once.
                 while self.stopped is None and self.optimizer.known_effective_steps < self.total_steps:
+                    self._pulse.enter(Phase.DATA)
                     batch = next(batches)
+                    self._pulse.enter(Phase.PASS)
                     passes.begin(batch)
                     yield to_device(batch.batch, self.backend.device)
                     passes.check_ended()
+                self._pulse.enter(Phase.BOUNDARY)
                 if self.stopped is None:
                     self._finish(TOTAL_STEPS_REACHED)
         finally:
+            watch.close()
             self._loop_seconds = time.monotonic() - entered
             self.source.close()
 
@@ -298,6 +307,7 @@ class Run:
         passes.begin_backward(loss)
         if passes.is_last:
             self.optimizer.payload = self._payload()
+            self._pulse.enter(Phase.REDUCTION)
         passes.backward(loss, self.plan)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor | None:
@@ -340,7 +350,11 @@ class Run:
         self._taken = self._take_step(own)
         if self._must_synchronize():  # else step k is read as step k + 1 begins to step
             self._synchronize()
+            self._pulse.end_step(self.state.iterations)
             self._run_stages()
+        else:
+            self._pulse.end_step(self.state.iterations)
+        self._pulse.enter(Phase.BETWEEN)
         self.boundary_at = time.monotonic()
         return True
 

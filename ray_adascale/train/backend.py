@@ -24,10 +24,12 @@ from .._files import TRACE, room_in_words
 from ..analysis.tensorboard import LiveEvents
 from ..run.backend import Backend, ReportPolicy
 from ..run.eta import EtaTracker
+from ..run.pulse import Pulse
 from ..run.step import Listener, StepReport
 from .driver_channel import DriverClient
 from .driver_updates import DriverUpdates
 from .gauges import Gauges
+from .heartbeat import Heartbeat
 from .stop_request import StopRequest
 
 __all__ = ["RayTrainBackend"]
@@ -52,6 +54,8 @@ class RayTrainBackend(Backend):
 
     teller = DriverClient(None)
     """Rank 0's connection to the driver."""
+    channel: Any = None
+    """The channel to the driver, for this worker's heartbeats; None without one."""
     _stop: StopRequest | None = None
 
     def __init__(self) -> None:
@@ -193,6 +197,17 @@ class RayTrainBackend(Backend):
     @property
     def stop_requested(self) -> bool:
         return self._stop is not None and self._stop.requested
+
+    @contextmanager
+    def watch(self, pulse: Pulse) -> Iterator[None]:
+        if self.channel is None:
+            yield
+            return
+        heartbeat = Heartbeat(DriverClient(self.channel), pulse, self.rank, self.world_size)
+        try:
+            yield
+        finally:
+            heartbeat.stop()
 
     def listeners(self, tracker: EtaTracker) -> Sequence[Listener]:
         self._stop = StopRequest(self.teller)

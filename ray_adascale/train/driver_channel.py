@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ..run.failure import is_users
+from .beats import Beat, Beats, Hang
 
 __all__ = ["DriverChannel", "DriverClient", "News", "forward_warnings", "make_channel"]
 
@@ -36,12 +38,14 @@ class News(NamedTuple):
         running: Whether the workers are in their loop.
         events: The events since the last call: (level of ``logging``, text of one line).
         sent: Number of events so far.
+        hang: The hang of the run, as far as the heartbeats show; None without one.
     """
 
     metrics: dict[str, Any] | None
     running: bool
     events: list[tuple[int, str]]
     sent: int
+    hang: Hang | None = None
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -55,6 +59,11 @@ class DriverChannel:
         self._sent = 0
         self._stop = False
         self._sent_once: set[str] = set()
+        self._beats = Beats()
+
+    def beat(self, beat: Beat) -> None:
+        """Add a worker's heartbeat."""
+        self._beats.add(beat, time.monotonic())
 
     def put(self, metrics: dict[str, Any]) -> None:
         """Set the newest metrics."""
@@ -66,6 +75,7 @@ class DriverChannel:
         self._running = running
         if not running:
             self._metrics = None
+            self._beats.forget()
 
     def say(self, level: int, text: str, once: bool) -> None:
         """Add an event. With ``once`` the same text is added once in a run, also after restarts."""
@@ -78,9 +88,8 @@ class DriverChannel:
 
     def news(self, since: int) -> News:
         """Return the news, with the events after the first ``since``."""
-        return News(
-            self._metrics, self._running, self._events[max(len(self._events) - self._sent + since, 0) :], self._sent
-        )
+        events = self._events[max(len(self._events) - self._sent + since, 0) :]
+        return News(self._metrics, self._running, events, self._sent, self._beats.hang(time.monotonic()))
 
     def ask_to_stop(self) -> None:
         """Request that the workers stop at the next step boundary."""
@@ -104,6 +113,7 @@ class DriverClient:
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel
+        self._connected = channel is not None
 
     def say(self, level: int, text: str, *, once: bool = False) -> bool:
         """Send an event, as one line. Return whether it was sent.
@@ -118,6 +128,15 @@ class DriverClient:
     def put(self, metrics: dict[str, Any]) -> None:
         """Send the newest metrics."""
         self._send("put", metrics)
+
+    @property
+    def connected(self) -> bool:
+        """Whether the last message could be sent."""
+        return self._connected
+
+    def beat(self, beat: Beat) -> None:
+        """Send a heartbeat."""
+        self._send("beat", beat)
 
     def running(self) -> None:
         """Send that the loop begins."""
@@ -144,7 +163,10 @@ class DriverClient:
             return False
         try:
             getattr(self._channel, method).remote(*arguments)
-        except Exception:  # the actor is gone or full; the run goes on
+        except ray.exceptions.RayActorError:
+            self._connected = False
+            return False
+        except Exception:  # the actor is full; the run goes on
             return False
         return True
 

@@ -43,6 +43,7 @@ from .cluster import (
     start_in_words,
 )
 from .driver_channel import DriverClient, News, forward_warnings, make_channel
+from .hang_watch import HangWatch
 from .network import network_advice, with_interface
 from .retry import RepeatedMistake, RetryPolicy, failure_in_words
 from .run_lock import RunLock
@@ -114,6 +115,7 @@ def _train_workload(job: dict[str, Any]) -> dict[str, Any]:
     backend = RayTrainBackend()
     backend.kept_by = job["kept_by"]
     backend.report_policy = ReportPolicy(evaluations=job["reports_evaluations"])
+    backend.channel = job["channel"]
     with contextlib.ExitStack() as stack:
         if backend.rank == 0:
             backend.teller = DriverClient(job["channel"])
@@ -385,6 +387,7 @@ class DriverMonitor:
         self._logged_at: float | None = None
         self._wake = threading.Event()
         self._done = False
+        self._hangs = HangWatch()
         self._thread = threading.Thread(target=self._run, name="ray_adascale-listener", daemon=True)
 
     def interrupt(self) -> None:
@@ -419,6 +422,7 @@ class DriverMonitor:
         self.metrics, self._seen = news.metrics, news.sent
         if self._running and not news.running:
             self._waiting_since, self._logged_at = time.monotonic(), None
+        self._hangs.look(news.hang)
         began = news.running and not self._running
         self._running = news.running
         for level, text in news.events:

@@ -1,0 +1,144 @@
+"""Heartbeats of the workers as values, and a hang that follows from them: which worker holds up the others.
+
+A worker that is stopped, or whose node is cut off, sends no beats. A worker whose loader is stuck sends the same position again
+and again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..run.pulse import Phase
+
+__all__ = ["Beat", "Beats", "Hang"]
+
+_SILENT_S = 60.0
+"""Seconds without a beat after which a worker counts as silent in the description of a hang."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One heartbeat of one worker.
+
+    Attributes:
+        rank: The worker's number.
+        world_size: Number of workers.
+        steps: Optimizer steps of the run so far.
+        phase: What the worker does.
+        seconds: Seconds in this phase so far.
+        limit_s: Seconds that its step may take; None before the first step of this start has ended.
+        node: The node's id in Ray.
+        host: The node's address.
+        pid: The worker's process.
+    """
+
+    rank: int
+    world_size: int
+    steps: int
+    phase: Phase
+    seconds: float
+    limit_s: float | None
+    node: str
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A run that makes no step.
+
+    Attributes:
+        seconds: Seconds without a change of any worker's position.
+        limit_s: The limit.
+        held_up_by: The last beats of the workers that the others wait for; all workers, if no one is behind.
+        silent: Whether those workers send no beats.
+        others: The last beat of one worker that waits; None if none is ahead.
+    """
+
+    seconds: float
+    limit_s: float
+    held_up_by: tuple[Beat, ...]
+    silent: bool
+    others: Beat | None
+
+    def in_words(self) -> str:
+        """Return the hang as sentences, without what is done about it."""
+        first, count = self.held_up_by[0], len(self.held_up_by)
+        who = f"Worker {first.rank} on node {first.host} (process {first.pid})"
+        if count > 1:
+            who += f" and {count - 1} more"
+        does = "sends no heartbeat: it is stopped, or its node can't be reached" if self.silent else first.phase.value
+        if self.others is None and first.world_size > 1:
+            who, does = "No worker", f"is behind, and each of them {first.phase.value}: the network may be down"
+        text = f"The run has made no step for {self.seconds:.0f} s, after step {first.steps}. {who} {does}."
+        if self.others is not None:
+            text += f" Worker {self.others.rank} {self.others.phase.value}."
+        return text
+
+
+@dataclass
+class Beats:
+    """The last beat of each worker of a run, and when it came."""
+
+    _last: dict[int, tuple[Beat, float]] = field(default_factory=dict)
+
+    def add(self, beat: Beat, now: float) -> None:
+        """Add a beat.
+
+        Args:
+            beat: The beat.
+            now: The present time, in seconds.
+        """
+        self._last[beat.rank] = beat, now
+        for rank in [rank for rank in self._last if rank >= beat.world_size]:  # of a start with more workers
+            del self._last[rank]
+
+    def forget(self) -> None:
+        """Forget all beats, as when the workers start anew."""
+        self._last.clear()
+
+    def hang(self, now: float) -> Hang | None:
+        """Return the hang of the run; None if there is none, as far as the beats show.
+
+        No worker may have changed its position for longer than the limit. A worker that evaluates, writes a checkpoint, prepares
+        its first step or has ended may take any time, as long as it sends beats.
+
+        Args:
+            now: The present time, as for :meth:`add`.
+        """
+        if not self._last:
+            return None
+        beats = [beat for beat, _ in self._last.values()]
+        silence = {beat.rank: now - came for beat, came in self._last.values()}
+        limits = [beat.limit_s for beat in beats if beat.limit_s is not None]
+        if not limits or len(beats) < max(beat.world_size for beat in beats):
+            return None
+        limit = max(limits)
+        stands = {beat.rank: beat.seconds + silence[beat.rank] for beat in beats}
+        for beat in beats:
+            if beat.phase is Phase.ENDED or stands[beat.rank] < limit:
+                return None
+            if silence[beat.rank] < limit and not beat.phase.timed:
+                return None
+        silent = [beat for beat in beats if silence[beat.rank] >= min(_SILENT_S, limit)]
+        ahead = [beat for beat in beats if beat not in silent]
+        behind = silent or _behind(beats)
+        others = [beat for beat in ahead if beat not in behind]
+        return Hang(
+            min(stands.values()),
+            limit,
+            tuple(sorted(behind, key=lambda beat: beat.rank)),
+            bool(silent),
+            min(others, key=lambda beat: beat.rank, default=None),
+        )
+
+
+def _behind(beats: list[Beat]) -> list[Beat]:
+    """Return the workers that are furthest behind in the order of a step."""
+    order = (Phase.DATA, Phase.PASS, Phase.REDUCTION)
+
+    def place(beat: Beat) -> tuple[int, int]:
+        return beat.steps, order.index(beat.phase) if beat.phase in order else 0
+
+    last = min(map(place, beats))
+    return [beat for beat in beats if place(beat) == last]

@@ -1,0 +1,92 @@
+"""Which worker holds up a run, by the heartbeats of all."""
+
+from __future__ import annotations
+
+import pytest
+
+from ray_adascale.run.pulse import Phase
+from ray_adascale.train.beats import Beat, Beats
+
+
+def beat(rank: int, phase: Phase, seconds: float, *, steps: int = 57, limit: float | None = 120.0, of: int = 2) -> Beat:
+    return Beat(rank, of, steps, phase, seconds, limit, f"node{rank}", f"10.0.0.{rank}", 1000 + rank)
+
+
+def beats(*given: tuple[Beat, float]) -> Beats:
+    found = Beats()
+    for one, came in given:
+        found.add(one, came)
+    return found
+
+
+def test_a_worker_that_is_silent_holds_up_the_others() -> None:
+    found = beats((beat(1, Phase.PASS, 3.0), 10.0), (beat(0, Phase.REDUCTION, 121.0), 130.0))
+    assert found.hang(126.0) is None  # of worker 1 it is 119 s
+    hang = found.hang(130.0)
+    assert hang is not None
+    assert hang.in_words() == (
+        "The run has made no step for 121 s, after step 57. Worker 1 on node 10.0.0.1 (process 1001) sends no heartbeat: it is "
+        "stopped, or its node can't be reached. Worker 0 waits for the gradients of the other workers."
+    )
+
+
+def test_a_worker_whose_loader_is_stuck_is_behind() -> None:
+    found = beats(*((beat(r, p, 125.0, of=3), 500.0) for r, p in enumerate([Phase.REDUCTION, Phase.DATA, Phase.PASS])))
+    hang = found.hang(501.0)
+    assert hang is not None
+    assert [one.rank for one in hang.held_up_by] == [1]
+    assert "Worker 1 on node 10.0.0.1 (process 1001) waits for its next batch. Worker 0 waits" in hang.in_words()
+
+
+def test_if_all_are_at_the_same_place_no_worker_is_blamed() -> None:
+    found = beats(*((beat(r, Phase.REDUCTION, 200.0), 500.0) for r in range(2)))
+    hang = found.hang(501.0)
+    assert hang is not None
+    assert "No worker is behind, and each of them waits for the gradients" in hang.in_words()
+    assert [one.rank for one in hang.held_up_by] == [0, 1]
+
+
+def test_one_worker_alone() -> None:
+    hang = beats((beat(0, Phase.DATA, 200.0, of=1), 500.0)).hang(500.0)
+    assert hang is not None
+    assert "Worker 0 on node 10.0.0.0 (process 1000) waits for its next batch." in hang.in_words()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        beat(1, Phase.BOUNDARY, 999.0),  # evaluates alone
+        beat(1, Phase.BETWEEN, 999.0),
+        beat(1, Phase.START, 999.0, limit=None),
+        beat(1, Phase.PASS, 100.0),  # has moved since
+        beat(1, Phase.ENDED, 999.0),
+        beat(1, Phase.PASS, 999.0, limit=2000.0),  # its steps are as slow as that
+    ],
+)
+def test_no_hang_while_a_worker_may_take_its_time(other: Beat) -> None:
+    found = beats((beat(0, Phase.REDUCTION, 999.0), 500.0), (other, 500.0))
+    assert found.hang(500.0) is None
+
+
+def test_a_silent_worker_is_no_exception_in_a_phase_without_a_limit() -> None:
+    found = beats((beat(0, Phase.REDUCTION, 300.0), 500.0), (beat(1, Phase.BOUNDARY, 1.0), 379.0))
+    hang = found.hang(500.0)
+    assert hang is not None
+    assert hang.held_up_by[0].rank == 1
+
+
+def test_nothing_is_known_before_all_workers_have_ended_their_first_step() -> None:
+    assert Beats().hang(0.0) is None
+    assert beats((beat(0, Phase.PASS, 999.0), 0.0)).hang(0.0) is None
+    both = beats((beat(0, Phase.PASS, 999.0, limit=None), 0.0), (beat(1, Phase.PASS, 999.0, limit=None), 0.0))
+    assert both.hang(0.0) is None
+
+
+def test_workers_of_an_earlier_start_are_forgotten() -> None:
+    found = beats(*((beat(r, Phase.PASS, 999.0, of=3), 0.0) for r in range(3)))
+    assert found.hang(0.0) is not None
+    found.add(beat(0, Phase.PASS, 1.0, of=2), 400.0)
+    found.add(beat(1, Phase.PASS, 1.0, of=2), 400.0)
+    assert found.hang(400.0) is None
+    found.forget()
+    assert found.hang(9999.0) is None

@@ -1,0 +1,169 @@
+"""A worker that hangs: the driver finds it, ends it, and Ray restarts the run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray.train
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from ray_adascale import AdaScaleConfig, AdaScaleTrainer, Run, Workload, load_weights, seed_everything
+from ray_adascale.run.pulse import Phase
+from ray_adascale.train import hang_watch
+from ray_adascale.train.beats import Beat, Hang
+from ray_adascale.train.hang_watch import HangWatch
+from ray_adascale.workload import build
+
+from .test_trainer import flat
+
+T = 60
+
+
+class Stuck(TensorDataset):
+    """A dataset whose worker 1 stops or waits for ever, once, at its 20th example."""
+
+    def __init__(self, how: str, flag: str) -> None:
+        super().__init__(torch.randn(64, 6, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 2)
+        self._how, self._flag, self._count = how, Path(flag), 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self._count += 1
+        if self._count == 20 and dist.get_rank() == 1 and self._how != "no" and not self._flag.exists():
+            self._flag.touch()
+            if self._how == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            else:
+                time.sleep(3600)
+        return super().__getitem__(index)
+
+
+def workload(config: dict[str, Any]) -> Workload:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
+    return Workload(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        train_dataset=Stuck(config["how"], config["flag"]),
+        loss_fn=_loss,
+    )
+
+
+def _loss(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+CONFIG = AdaScaleConfig(
+    base_batch_size=2, total_steps=T, per_worker_batch_size=1, checkpoint_every_s=1e-9, step_timeout_s=4.0
+)
+
+
+def _left_alone() -> list[float]:
+    config: dict[str, Any] = {"how": "no", "flag": ""}
+    seed_everything(0)
+    built = build(workload, config, CONFIG)
+    run = Run.of(built, CONFIG)
+    for batch in run:
+        run.backward(built.loss_fn(run.model, batch))
+        run.step()
+    return flat(run.module.state_dict()).tolist()
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("stopped", "sends no heartbeat: it is stopped, or its node can't be reached."),
+        pytest.param("stuck", "waits for its next batch.", marks=pytest.mark.slow),
+    ],
+)
+def test_a_worker_that_hangs_is_named_and_ended_and_the_run_ends_as_if_nothing_happened(
+    how: str,
+    said: str,
+    ray_session: Path,
+    pool: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hang_watch, "_SURE_S", 1.0)
+    with caplog.at_level(logging.INFO, logger="ray_adascale"):
+        began = time.monotonic()
+        result = AdaScaleTrainer(
+            workload,
+            hyperparameters={"how": how, "flag": str(ray_session / f"{how}-was")},
+            config=CONFIG,
+            scaling_config=ScalingConfig(num_workers=2),
+            run_config=RunConfig(name=how, storage_path=str(ray_session), failure_config=FailureConfig(max_failures=1)),
+            progress=False,
+        ).fit()
+        seconds = time.monotonic() - began
+    assert flat(load_weights(result.checkpoint.path)).tolist() == pool(2).run(_left_alone)[0]
+    lines = [record.message for record in caplog.records if "made no step" in record.message]
+    assert len(lines) == 1, lines
+    assert "Worker 1 on node" in lines[0]
+    assert said in lines[0]
+    assert "Worker 0 waits for the gradients of the other workers." in lines[0]
+    assert "Its process is ended" in lines[0]
+    assert any("Restart 1 of 1, from the last checkpoint" in record.message for record in caplog.records)
+    assert seconds < 120  # gloo alone would have needed 300
+
+
+# ---- without Ray ---------------------------------------------------------------------------------------------------------
+
+
+def hang(pid: int = 1, limit_s: float = 120.0) -> Hang:
+    beat = Beat(1, 2, 7, Phase.DATA, 130.0, limit_s, "node", "10.0.0.1", pid)
+    return Hang(130.0, limit_s, (beat,), False, None)
+
+
+def test_a_hang_counts_only_if_it_is_seen_without_a_break(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[Hang] = []
+    clock = [0.0]
+    monkeypatch.setattr(HangWatch, "_end", lambda self, hang: ended.append(hang))
+    monkeypatch.setattr(hang_watch.time, "monotonic", lambda: clock[0])
+    watch = HangWatch()
+    for now, seen in ((0, True), (14, True), (14.5, False), (16, True), (30, True)):
+        clock[0] = now
+        watch.look(hang() if seen else None)
+        assert not ended
+    clock[0] = 31.0
+    watch.look(hang())
+    for _ in range(100):
+        if ended:
+            break
+        time.sleep(0.01)
+    assert len(ended) == 1
+
+
+def test_a_process_that_is_gone_is_no_hang(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    monkeypatch.setattr(hang_watch, "_on_node", lambda worker: hang_watch._end_process(worker.pid))
+    watch = HangWatch()
+    watch._busy.acquire()
+    watch._end(hang(gone.pid))
+    assert not caplog.records
+
+
+def test_a_node_that_is_not_reached_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def late(worker: Beat) -> bool:
+        raise ray.exceptions.GetTimeoutError
+
+    monkeypatch.setattr(hang_watch, "_on_node", late)
+    watch = HangWatch()
+    watch._busy.acquire()
+    watch._end(hang())
+    assert "can't be reached to end the process (GetTimeoutError)" in caplog.text
+    assert watch._busy.acquire(blocking=False)
