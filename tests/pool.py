@@ -1,4 +1,4 @@
-"""Local processes with a gloo process group, started once and shared by the whole test session.
+"""Local processes with a process group, started once and shared by the whole test session.
 
 ``pool(2).run(fn, *args)`` calls the module-level function ``fn(*args)`` on each of two ranks and returns the results in
 rank order. An exception on a rank is raised here, with its traceback. The pool then replaces its processes, since the
@@ -6,6 +6,10 @@ other ranks may be stuck in a collective.
 
 The processes are forks of one server process. The server imports torch and the package once and runs nothing, so that
 it has one thread: a fork would copy the locks of other threads, but not the threads.
+
+With the simulated GPU (``tests/simulated_gpu/``) the backend is NCCL's stand-in, rank r has the device ``cuda:r``, and tensors
+that the test's own functions make are there (``tests/placement.py``). These processes are spawned, since torch must be imported
+after that GPU. Tensors in results come back as tensors of the CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +22,8 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, SpawnContext
+from pathlib import Path
 from typing import Any
 
 # Longest wait for the results of a function, from the time when all workers run.
@@ -67,17 +72,28 @@ def fork_server() -> ForkServerContext:
     return context
 
 
-def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, port: int, pipe: Connection, simulated_gpu: Path | None = None) -> None:
+    import contextlib
     import warnings
 
+    if simulated_gpu is not None:
+        from .simulated_gpu import load
+
+        load(simulated_gpu)
     import torch
     import torch.distributed as dist
+    from torch.utils._pytree import tree_map_only
+
+    from .placement import Placed
 
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message="The batch of .* exceeds the gradient noise scale")  # advice, not a fault
+    if simulated_gpu is not None:
+        torch.cuda.set_device(rank)
+        warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")
     dist.init_process_group(
-        "gloo",
+        "gloo" if simulated_gpu is None else "nccl",
         init_method=f"tcp://127.0.0.1:{port}",
         rank=rank,
         world_size=world_size,
@@ -93,7 +109,11 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
         fn, args, kwargs = job
         try:
             torch.manual_seed(0)
-            pipe.send((True, fn(*args, **kwargs)))
+            with Placed(torch.device("cuda", rank)) if simulated_gpu is not None else contextlib.nullcontext():
+                result = fn(*args, **kwargs)
+            if simulated_gpu is not None:
+                result = tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), result)
+            pipe.send((True, result))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
 
@@ -105,18 +125,29 @@ def free_port() -> int:
 
 
 class ProcessPool:
-    def __init__(self, world_size: int) -> None:
+    """Processes with one process group.
+
+    Args:
+        world_size: Number of processes.
+        simulated_gpu: Library of the simulated GPU, whose devices the ranks then use with NCCL. None: the CPU, with gloo.
+    """
+
+    def __init__(self, world_size: int, simulated_gpu: Path | None = None) -> None:
         self.world_size = world_size
+        self.simulated_gpu = simulated_gpu
         self.patience_s = _TIMEOUT_S
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
     def _start(self) -> None:
-        context = fork_server()
+        context: ForkServerContext | SpawnContext = (
+            fork_server() if self.simulated_gpu is None else multiprocessing.get_context("spawn")
+        )
         port = free_port()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world_size, port, theirs), daemon=True)
+            args = (rank, self.world_size, port, theirs, self.simulated_gpu)
+            process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)

@@ -212,6 +212,7 @@ def _two_workers(fused: bool, kind: str, spoil: bool) -> list[float]:
     return [*figures(adascale), *weights(model).tolist()]
 
 
+@pytest.mark.also_simulated
 @pytest.mark.parametrize("spoil", [False, True], ids=["finite", "spoiled-on-one"])
 @pytest.mark.parametrize("kind", ["ddp", "oss", "sharded"])
 def test_two_workers(pool: Any, kind: str, spoil: bool) -> None:

@@ -254,5 +254,6 @@ def install() -> None:
         module.ProcessGroupNCCL = ProcessGroupNCCL
         module.is_nccl_available = lambda: True
     distributed_c10d._NCCL_AVAILABLE = True
+    distributed_c10d.default_pg_nccl_timeout = distributed_c10d.default_pg_timeout
     dist.Logger.set_runtime_stats_and_log = lambda self: None  # DDP's timer of a CUDA device is in CUDA builds only
     native.on_wait(_waited)
