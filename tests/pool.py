@@ -8,8 +8,8 @@ The processes are forks of one server process. The server imports torch and the 
 it has one thread: a fork would copy the locks of other threads, but not the threads.
 
 With the simulated GPU (``tests/simulated_gpu/``) the backend is NCCL's stand-in, rank r has the device ``cuda:r``, and tensors
-that the test's own functions make are there (``tests/placement.py``). These processes are spawned, since torch must be imported
-after that GPU. Tensors in results come back as tensors of the CPU.
+that the test's own functions make are there (``tests/placement.py``). These processes fork from a server of their own, which
+loaded that GPU before torch. Tensors in results come back as tensors of the CPU.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable
+import unittest.mock
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -51,35 +54,48 @@ class RankFailed(AssertionError):
     """A rank raised; the message is its traceback."""
 
 
+# The server with torch and the simulated GPU, beside multiprocessing's own with torch alone.
+_SIMULATED = forkserver.ForkServer()
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 def fork_server() -> ForkServerContext:
     """Return the context whose processes fork from the server. The server runs until this process ends.
 
     For tests with processes of their own, which a pool could not survive. Mark these tests ``pool``.
     """
-    from multiprocessing import forkserver
-
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    before = os.environ.get("OPENBLAS_NUM_THREADS")
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's BLAS starts threads when it is imported
-    try:
+    with _environment(OPENBLAS_NUM_THREADS="1"):  # numpy's BLAS starts threads when it is imported
         forkserver.ensure_running()
-    finally:
-        if before is None:
-            del os.environ["OPENBLAS_NUM_THREADS"]
-        else:
-            os.environ["OPENBLAS_NUM_THREADS"] = before
     return context
 
 
-def _serve(rank: int, world_size: int, port: int, pipe: Connection, simulated_gpu: Path | None = None) -> None:
-    import contextlib
+@contextmanager
+def simulated_fork_server(library: Path) -> Iterator[ForkServerContext]:
+    """Return the context whose processes fork from a server that has the simulated GPU."""
+    _SIMULATED.set_forkserver_preload(["tests.simulated_gpu.preloaded", *_PRELOADED])
+    root = str(Path(__file__).parents[1])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    with _environment(OPENBLAS_NUM_THREADS="1", PYTHONPATH=path, SIMULATED_GPU=str(library)):
+        _SIMULATED.ensure_running()
+    with unittest.mock.patch.object(forkserver, "connect_to_new_process", _SIMULATED.connect_to_new_process):
+        yield multiprocessing.get_context("forkserver")
+
+
+def _serve(rank: int, world_size: int, port: int, pipe: Connection, simulated_gpu: bool = False) -> None:
     import warnings
 
-    if simulated_gpu is not None:
-        from .simulated_gpu import load
-
-        load(simulated_gpu)
     import torch
     import torch.distributed as dist
     from torch.utils._pytree import tree_map_only
@@ -89,11 +105,11 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, simulated_gp
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message="The batch of .* exceeds the gradient noise scale")  # advice, not a fault
-    if simulated_gpu is not None:
+    if simulated_gpu:
         torch.cuda.set_device(rank)
         warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")
     dist.init_process_group(
-        "gloo" if simulated_gpu is None else "nccl",
+        "nccl" if simulated_gpu else "gloo",
         init_method=f"tcp://127.0.0.1:{port}",
         rank=rank,
         world_size=world_size,
@@ -109,9 +125,9 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, simulated_gp
         fn, args, kwargs = job
         try:
             torch.manual_seed(0)
-            with Placed(torch.device("cuda", rank)) if simulated_gpu is not None else contextlib.nullcontext():
+            with Placed(torch.device("cuda", rank)) if simulated_gpu else nullcontext():
                 result = fn(*args, **kwargs)
-            if simulated_gpu is not None:
+            if simulated_gpu:
                 result = tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), result)
             pipe.send((True, result))
         except BaseException:
@@ -140,18 +156,19 @@ class ProcessPool:
         self._pipes: list[Connection] = []
 
     def _start(self) -> None:
-        context: ForkServerContext | SpawnContext = (
-            fork_server() if self.simulated_gpu is None else multiprocessing.get_context("spawn")
-        )
         port = free_port()
-        for rank in range(self.world_size):
-            ours, theirs = context.Pipe()
-            args = (rank, self.world_size, port, theirs, self.simulated_gpu)
-            process = context.Process(target=_serve, args=args, daemon=True)
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._pipes.append(ours)
+        server: AbstractContextManager[ForkServerContext] = (
+            nullcontext(fork_server()) if self.simulated_gpu is None else simulated_fork_server(self.simulated_gpu)
+        )
+        with server as context:
+            for rank in range(self.world_size):
+                ours, theirs = context.Pipe()
+                args = (rank, self.world_size, port, theirs, self.simulated_gpu is not None)
+                process = context.Process(target=_serve, args=args, daemon=True)
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._pipes.append(ours)
         deadline = time.monotonic() + _START_S
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(max(deadline - time.monotonic(), 0)):

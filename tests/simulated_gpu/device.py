@@ -248,6 +248,7 @@ def install() -> None:
     for name, function in functions.items():
         setattr(torch.cuda, name, function)
     torch.cuda.graphs.is_current_stream_capturing = functions["is_current_stream_capturing"]
+    torch.cuda.nccl.version = lambda: (2, 0, 0)
     torch.UntypedStorage.resize_ = _resized(torch.UntypedStorage.resize_)  # type: ignore[method-assign]
 
     for module in (distributed_c10d, dist):
