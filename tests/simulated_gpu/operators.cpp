@@ -314,6 +314,13 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("set_.source_Storage", set_whole_storage);
   library.impl("set_.source_Storage_storage_offset", set_storage);
   library.impl("record_stream", record_stream);
+  // A GPU has kernels for lists of tensors. Without these lines torch would take one tensor after the other.
+  for (const auto& op : c10::Dispatcher::singleton().getAllOpNames()) {
+    if (op.name.rfind("aten::_foreach_", 0) == 0) {
+      auto name = op.name.substr(6) + (op.overload_name.empty() ? "" : "." + op.overload_name);
+      library.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+    }
+  }
 }
 
 }  // namespace
