@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -28,7 +29,7 @@ from ray_adascale.measure.ddp import measure_buckets
 from ..pool import ProcessPool
 
 LAYERS, WIDTH, SCALE = 80, 32, 4.0
-WARM_UP, COUNTED = 4, 2
+WARM_UP, COUNTED = 3, 1
 
 KINDS = ("ddp", "buckets", "oss", "zero2", "fsdp2")
 VARIANTS = ("unused", "passes", "scaler")
@@ -186,12 +187,14 @@ def measure(name: str) -> Found:
     """Count the steps of a case; runs on each rank."""
     from .device import counting
 
-    training = Training(CASES[name])
-    for _ in range(WARM_UP):
-        training.step()
-    with counting() as counts:
-        for _ in range(COUNTED):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of FSDP2 with a GradScaler
+        training = Training(CASES[name])
+        for _ in range(WARM_UP):
             training.step()
+        with counting() as counts:
+            for _ in range(COUNTED):
+                training.step()
     events = sum(reason == "event" for reason, _ in counts.waits)
     return Found(
         launches=math.ceil(sum(counts.launches.values()) / COUNTED),
