@@ -172,7 +172,9 @@ def _waited(reason: str) -> None:
 
 def _place() -> str:
     """Return the innermost places in ray_adascale; where there is none, the innermost outside torch."""
-    frames = [frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename and frame.filename != __file__]
+    frames = [
+        frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename and frame.filename != __file__
+    ]
     ours = [frame for frame in frames if "/ray_adascale/" in frame.filename]
     return " < ".join(
         f"{frame.filename.rpartition('/ray_adascale/')[2]}:{frame.lineno}" for frame in reversed((ours or frames)[-3:])

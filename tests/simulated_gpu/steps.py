@@ -109,7 +109,9 @@ class Training:
         self.optimizer = self._optimizer()
         self.parallel = self._parallel()
         if case.adascale and not isinstance(self.parallel, ShardedDataParallel):
-            self.optimizer = self._adascale(self.optimizer, self.parallel if case.kind in ("buckets", "fsdp2") else None)
+            self.optimizer = self._adascale(
+                self.optimizer, self.parallel if case.kind in ("buckets", "fsdp2") else None
+            )
         generator = torch.Generator().manual_seed(self.rank)
         self.batches = [torch.randn(8, WIDTH, generator=generator).cuda() for _ in range(case.passes)]
 
@@ -123,9 +125,7 @@ class Training:
 
     def _adascale(self, optimizer: Any, model: Any) -> AdaScale:
         kwargs = {} if self.scaler is None else {"grad_scaler": self.scaler}
-        return AdaScale(
-            optimizer, scale=SCALE, num_gradients_to_accumulate=self.case.passes, model=model, **kwargs
-        )
+        return AdaScale(optimizer, scale=SCALE, num_gradients_to_accumulate=self.case.passes, model=model, **kwargs)
 
     def _parallel(self) -> Any:
         if self.case.kind == "fsdp2":

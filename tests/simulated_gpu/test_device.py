@@ -47,7 +47,9 @@ def _same_training() -> list[list[float]]:
     ends = []
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 2)).to(device)
+        model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 2)).to(
+            device
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         for _ in range(5):
             model(torch.randn(8, 4, device=device)).square().mean().backward()
@@ -156,7 +158,9 @@ def _counted() -> tuple[dict[str, int], list[str], list[str]]:
     with counting() as counts:
         torch._foreach_mul_([torch.ones(2, device="cuda") for _ in range(150)], 2.0)
         (x * 2).sum().backward()
-    assert [(reason, "test_device.py" in place) for reason, place in counts.waits] == [("aten::_local_scalar_dense", True)]
+    assert [(reason, "test_device.py" in place) for reason, place in counts.waits] == [
+        ("aten::_local_scalar_dense", True)
+    ]
     with counting() as none:
         torch.zeros(3, device="cuda")[1:].view(2).t().to(torch.float64)
     reasons = []

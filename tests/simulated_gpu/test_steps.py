@@ -104,7 +104,9 @@ def found() -> dict[str, tuple[int, float, float]]:
     return {}
 
 
-def count(pool: ProcessPool, name: str, found: dict[str, tuple[int, float, float]]) -> tuple[tuple[int, float, float], str]:
+def count(
+    pool: ProcessPool, name: str, found: dict[str, tuple[int, float, float]]
+) -> tuple[tuple[int, float, float], str]:
     """Return what a step takes, and a message with its waits and most frequent launches."""
     ranks: list[Found] = pool.run(measure, name)
     found[name] = most(ranks)
@@ -121,7 +123,9 @@ def test_a_step_launches_and_waits_no_more_than_allowed(
     assert all(number <= most for number, most in zip(numbers, ALLOWED[name], strict=True)), message
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.adascale and case.variant in ("", "scaler")])
+@pytest.mark.parametrize(
+    "name", [name for name, case in CASES.items() if case.adascale and case.variant in ("", "scaler")]
+)
 def test_adascale_adds_few_launches(
     simulated_pool: Pool, name: str, found: dict[str, tuple[int, float, float]]
 ) -> None:

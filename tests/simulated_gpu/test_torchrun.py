@@ -99,4 +99,4 @@ def test_a_run_with_checkpoints(two: ProcessPool, tmp_path: Path, sharding: str)
     for rank, ((tau, devices), seen) in enumerate(results):
         assert tau >= 6
         assert devices == {f"cuda:{rank}"}
-        assert seen == {f"cuda:{rank}"}
+        assert seen - {"cpu"} == {f"cuda:{rank}"}  # what needs no GPU travels in a gloo group

@@ -70,7 +70,8 @@ def _copy_unwaited() -> Iterator[None]:
 
 @contextmanager
 def _event_unwaited(method: str) -> Iterator[None]:
-    with unittest.mock.patch.object(getattr(torch.cuda, method.split(".")[0]), method.split(".")[1], lambda *_: None):
+    name, _, of = method.partition(".")
+    with unittest.mock.patch.object(getattr(torch.cuda, name), of, return_value=None):
         yield
 
 
