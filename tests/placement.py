@@ -8,6 +8,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
@@ -15,6 +16,13 @@ from torch.utils._device import _device_constructors
 _TESTS = f"{Path(__file__).parent}/"
 # Their tensors are their caller's: a layer makes its parameters, functional and _VF make what a test asked of them.
 _TRANSPARENT = ("/torch/nn/modules/", "/torch/functional.py", "/torch/overrides.py", "/torch/_jit_internal.py")
+
+
+def here() -> torch.device:
+    """Return the device that this process's test is for: with a process group that of its backend, else the CPU."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 class Placed(TorchFunctionMode):

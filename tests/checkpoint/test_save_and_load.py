@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from ray_adascale import checkpoint
 from ray_adascale.checkpoint import CheckpointError, TensorShard
 
+from ..placement import here
 from .folders import NUMEL, STATE, Pool, borders, check_load, corrupt, flat, save_replicated, saved, weight
 
 V1 = Path(__file__).parents[1] / "samples" / "checkpoint_v1"
@@ -121,7 +122,7 @@ def test_a_process_group_of_some_ranks_saves_by_itself(tmp_path: Path, pool: Poo
 
 
 def dtensor(rows: int, placements: list[Any]) -> DTensor:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(here().type, (dist.get_world_size(),))
     return distribute_tensor(torch.arange(rows * 3.0).view(rows, 3), mesh, placements)
 
 

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ray_adascale import AdaScale
 from ray_adascale.measure import fsdp2
 
+from ..placement import here
 from ..reference import ReferenceAdaScale
 
 
@@ -69,7 +70,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def shard(model: Net, layout: str, **kwargs: Any) -> None:
     if layout == "hsdp":
-        kwargs["mesh"] = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+        kwargs["mesh"] = init_device_mesh(here().type, (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
     if layout == "nested":
         for block in model.blocks:
             fully_shard(block, **kwargs)
@@ -520,7 +521,7 @@ def refuse_constructions() -> None:
     with pytest.raises(ValueError, match="world_size=3: the process group has 2 workers"):
         wrap(params, model=net, world_size=3)
 
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(here().type, (2, 1), mesh_dim_names=("replicate", "shard"))
     part = Net()
     fully_shard(part, mesh=mesh["shard"])
     with pytest.raises(ValueError, match="sharded over 1 workers, but AdaScale has world_size=2"):
@@ -533,7 +534,7 @@ def refuse_constructions() -> None:
     left.head.weight.requires_grad_(False)
     wrap(left.parameters(), model=left)  # frozen, it does no harm
 
-    whole_mesh = init_device_mesh("cpu", (2,))
+    whole_mesh = init_device_mesh(here().type, (2,))
     parallel = nn.Linear(4, 4)
     parallel.weight = nn.Parameter(distribute_tensor(parallel.weight.data, whole_mesh, [Replicate()]))
     with pytest.raises(ValueError, match="tensor, expert or pipeline parallelism"):

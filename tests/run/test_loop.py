@@ -49,6 +49,7 @@ from ray_adascale.run.train_state import load_rng
 from ray_adascale.workload import build
 
 from ..host_reads import host_reads
+from ..placement import here
 from ..reference import ReferenceAdaScale
 
 # Advice on how far to scale, which toy data of 60 examples rightly gets; one test looks for it.
@@ -624,7 +625,7 @@ def _run_to_the_end(folder: str, fused: bool | None, **settings: Any) -> tuple[l
         evaluated.append(run.effective_steps)
         return {"seen": float(len(evaluated))}
 
-    backend = LocalBackend(folder, device="cpu")
+    backend = LocalBackend(folder, device=here())
     data = dataset(dtype=torch.float64)
     run = make_run(
         net,

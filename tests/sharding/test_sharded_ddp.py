@@ -22,6 +22,7 @@ from torch.optim import SGD
 
 from ray_adascale import OSS, AdaScale, ShardedDataParallel, ShardedDDP, register_elementwise
 
+from ..placement import here
 from ..pool import fork_server, free_port
 from ..uneven import assert_agree, batches, loss_of, weights
 from .against_ddp import OPTIMIZERS, SMALL, Lars, Pool, build, clip, default_dtype, default_tolerance, wrapped
@@ -279,7 +280,7 @@ def _mistakes() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
 
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(here().type, (2,))
     sharded = nn.Parameter(distribute_tensor(torch.ones(4), mesh))
     with pytest.raises(ValueError, match="DTensor"):
         OSS([sharded], lr=0.1)

@@ -214,6 +214,17 @@ def _resized(resize: Any) -> Any:
     return resize_
 
 
+def _cloned(clone: Any) -> Any:
+    def cloned(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        if storage.device.type != "cuda":
+            return clone(storage)
+        with torch.no_grad():
+            whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
+            return whole.set_(storage).clone().untyped_storage()
+
+    return cloned
+
+
 def install() -> None:
     """Replace what a CPU build of torch lacks, by assignment."""
     bindings = {
@@ -252,6 +263,8 @@ def install() -> None:
     torch.cuda.graphs.is_current_stream_capturing = functions["is_current_stream_capturing"]
     torch.cuda.nccl.version = lambda: (2, 0, 0)
     torch.UntypedStorage.resize_ = _resized(torch.UntypedStorage.resize_)  # type: ignore[method-assign]
+
+    torch.UntypedStorage.clone = _cloned(torch.UntypedStorage.clone)  # type: ignore[method-assign]
 
     for module in (distributed_c10d, dist):
         module.ProcessGroupNCCL = ProcessGroupNCCL

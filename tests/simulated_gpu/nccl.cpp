@@ -25,6 +25,7 @@ struct Collective final : Late {
   CollectiveThread& thread;
   std::function<void()> run;
   Clock::time_point due;
+  c10::DeviceIndex device = current_device();
   bool done = false;
   std::exception_ptr error;
   std::vector<at::Tensor> out;
@@ -33,7 +34,9 @@ struct Collective final : Late {
 
 namespace {
 
-void complete(c10::intrusive_ptr<c10::ivalue::Future> future, std::vector<at::Tensor> out, std::exception_ptr error) {
+void complete(c10::intrusive_ptr<c10::ivalue::Future> future, std::vector<at::Tensor> out, std::exception_ptr error,
+              c10::DeviceIndex device) {
+  set_device(device);  // for the callbacks
   if (error) future->setError(error); else future->markCompleted(c10::IValue(std::move(out)));
 }
 
@@ -96,7 +99,7 @@ c10::intrusive_ptr<c10::ivalue::Future> CollectiveThread::future(Collective& col
   if (!collective.future) {
     collective.future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
     collective.out = std::move(out);
-    if (collective.done) complete(collective.future, collective.out, collective.error);
+    if (collective.done) complete(collective.future, collective.out, collective.error, collective.device);
     hurry(collective, kPatienceWithFuture);
   }
   return collective.future;
@@ -123,7 +126,7 @@ void CollectiveThread::serve() {
     collective->done = true;
     changed_.notify_all();
     if (collective->future) {  // callbacks may wait for other collectives
-      std::thread(complete, collective->future, collective->out, error).detach();
+      std::thread(complete, collective->future, collective->out, error, collective->device).detach();
     }
   }
 }
@@ -213,7 +216,7 @@ Nccl::Work Nccl::_reduce_scatter_base(at::Tensor& out, at::Tensor& in, const c10
   });
 }
 
-void Nccl::gather(const at::Tensor& out, const at::Tensor& in) {
+void Nccl::gather_into(const at::Tensor& out, const at::Tensor& in) {
   auto value = read(in).view({-1});
   std::vector<Tensors> all{at::empty({size_, value.numel()}, value.options()).unbind()};
   Tensors mine{value};
@@ -224,7 +227,7 @@ void Nccl::gather(const at::Tensor& out, const at::Tensor& in) {
 Nccl::Work Nccl::_allgather_base(at::Tensor& out, at::Tensor& in, const c10d::AllgatherOptions&) {
   check({out, in});
   meet();
-  return launch(c10d::OpType::_ALLGATHER_BASE, {out}, [this, out, in] { gather(out, in); });
+  return launch(c10d::OpType::_ALLGATHER_BASE, {out}, [this, out, in] { gather_into(out, in); });
 }
 
 Nccl::Work Nccl::allgather_into_tensor_coalesced(Tensors& outs, Tensors& ins, const c10d::AllgatherOptions&) {
@@ -232,7 +235,7 @@ Nccl::Work Nccl::allgather_into_tensor_coalesced(Tensors& outs, Tensors& ins, co
   check(ins);
   meet();
   return launch(c10d::OpType::COALESCED, outs, [this, outs, ins] {
-    for (size_t i = 0; i < outs.size(); i++) gather(outs[i], ins[i]);
+    for (size_t i = 0; i < outs.size(); i++) gather_into(outs[i], ins[i]);
   });
 }
 
@@ -246,6 +249,34 @@ Nccl::Work Nccl::allgather(std::vector<Tensors>& outs, Tensors& ins, const c10d:
     Tensors mine{read(in)};
     gloo_->allgather(all, mine)->wait();
     for (size_t i = 0; i < out.size(); i++) write(out[i], all[0][i]);
+  });
+}
+
+Nccl::Work Nccl::gather(std::vector<Tensors>& outs, Tensors& ins, const c10d::GatherOptions& options) {
+  auto out = outs.empty() ? Tensors{} : outs[0];
+  check(out);
+  check(ins);
+  meet();
+  return launch(c10d::OpType::GATHER, out, [this, out, in = ins[0], options] {
+    std::vector<Tensors> all(out.empty() ? 0 : 1);
+    for (const auto& tensor : out) all[0].push_back(at::empty_like(on_host(tensor)));
+    Tensors mine{read(in)};
+    gloo_->gather(all, mine, options)->wait();
+    for (size_t i = 0; i < out.size(); i++) write(out[i], all[0][i]);
+  });
+}
+
+Nccl::Work Nccl::scatter(Tensors& outs, std::vector<Tensors>& ins, const c10d::ScatterOptions& options) {
+  auto in = ins.empty() ? Tensors{} : ins[0];
+  check(outs);
+  check(in);
+  meet();
+  return launch(c10d::OpType::SCATTER, outs, [this, out = outs[0], in, options] {
+    std::vector<Tensors> all(in.empty() ? 0 : 1);
+    for (const auto& tensor : in) all[0].push_back(read(tensor));
+    Tensors mine{at::empty_like(on_host(out))};
+    gloo_->scatter(mine, all, options)->wait();
+    write(out, mine[0]);
   });
 }
 

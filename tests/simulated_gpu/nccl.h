@@ -50,6 +50,8 @@ class Nccl : public c10d::Backend {
   Work _allgather_base(at::Tensor& out, at::Tensor& in, const c10d::AllgatherOptions& options) override;
   Work allgather_into_tensor_coalesced(Tensors& outs, Tensors& ins, const c10d::AllgatherOptions& options) override;
   Work allgather(std::vector<Tensors>& outs, Tensors& ins, const c10d::AllgatherOptions& options) override;
+  Work gather(std::vector<Tensors>& outs, Tensors& ins, const c10d::GatherOptions& options) override;
+  Work scatter(Tensors& outs, std::vector<Tensors>& ins, const c10d::ScatterOptions& options) override;
   Work send(Tensors& tensors, int to, int tag) override;
   Work recv(Tensors& tensors, int from, int tag) override;
   Work barrier(const c10d::BarrierOptions& options) override;
@@ -61,7 +63,7 @@ class Nccl : public c10d::Backend {
   void meet();
   Work launch(c10d::OpType kind, Tensors out, std::function<void()> run);
   at::Tensor sum(const at::Tensor& in, c10d::ReduceOp op);
-  void gather(const at::Tensor& out, const at::Tensor& in);
+  void gather_into(const at::Tensor& out, const at::Tensor& in);
 
   c10::intrusive_ptr<c10d::Store> store_;
   c10::intrusive_ptr<c10d::Backend> gloo_;

@@ -85,7 +85,7 @@ class Call {
 
   std::vector<c10::IValue> arguments_on_host() {
     std::vector<c10::IValue> host;
-    for (size_t i = 0; i < given_.size(); i++) host.push_back(as_on_host(given_[i], written(i)));
+    for (size_t i = 0; i < given_.size(); i++) host.push_back(as_on_host(given_[i], is_out(i)));
     return host;
   }
 
@@ -93,7 +93,7 @@ class Call {
   std::vector<c10::IValue> results(const std::vector<c10::IValue>& host, at::ArrayRef<c10::IValue> returned) {
     std::vector<c10::IValue> results;
     for (size_t i = 0; i < given_.size(); i++) {
-      if (written(i) && given_[i].isTensor() && given_[i].toTensor().defined()) grow(given_[i].toTensor(), host[i].toTensor());
+      if (is_out(i) && given_[i].isTensor()) grow(given_[i].toTensor(), host[i].toTensor());
     }
     for (size_t i = 0; i < returned.size(); i++) {
       const auto* alias = schema_.returns()[i].alias_info();
@@ -138,6 +138,8 @@ class Call {
     return alias != nullptr && alias->isWrite();
   }
 
+  bool is_out(size_t argument) const { return written(argument) && schema_.arguments()[argument].kwarg_only(); }
+
   size_t argument_of(const c10::AliasInfo& alias) const {
     for (size_t i = 0; i < given_.size(); i++) {
       const auto* its = schema_.arguments()[i].alias_info();
@@ -146,11 +148,11 @@ class Call {
     TORCH_CHECK(false, name_, " returns an alias of no argument");
   }
 
-  static c10::IValue as_on_host(const c10::IValue& value, bool written) {
+  static c10::IValue as_on_host(const c10::IValue& value, bool out) {
     if (value.isTensor()) {
       const auto& tensor = value.toTensor();
       if (!tensor.defined()) return value;
-      if (written && tensor.numel() == 0) return at::empty({0}, tensor.options().device(at::kCPU));  // out=, to be resized
+      if (out && tensor.numel() == 0) return at::empty({0}, tensor.options().device(at::kCPU));  // to be resized
       return on_host(tensor);
     }
     if (value.isTensorList()) {
@@ -298,26 +300,36 @@ void record_stream(at::Tensor&, at::Stream) {}
 TORCH_LIBRARY_IMPL(_, CUDA, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>()); }
 
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
-  library.impl("copy_", copy_);
-  library.impl("_copy_from", copy_from);
-  library.impl("_copy_from_and_resize", copy_from_and_resize);
-  library.impl("empty.memory_format", empty);
-  library.impl("empty_strided", empty_strided);
-  library.impl("resize_", resize_);
-  library.impl("as_strided", as_strided);
-  library.impl("view", view);
-  library.impl("_reshape_alias", reshape_alias);
-  library.impl("unfold", TORCH_FN(at::native::unfold));
-  library.impl("view_as_real", TORCH_FN(at::native::view_as_real));
-  library.impl("view_as_complex", TORCH_FN(at::native::view_as_complex));
-  library.impl("set_.source_Tensor", TORCH_FN(at::native::set_tensor_));
-  library.impl("set_.source_Storage", set_whole_storage);
-  library.impl("set_.source_Storage_storage_offset", set_storage);
-  library.impl("record_stream", record_stream);
-  // A GPU has kernels for lists of tensors. Without these lines torch would take one tensor after the other.
-  for (const auto& op : c10::Dispatcher::singleton().getAllOpNames()) {
-    if (op.name.rfind("aten::_foreach_", 0) == 0) {
-      auto name = op.name.substr(6) + (op.overload_name.empty() ? "" : "." + op.overload_name);
+  std::set<std::string> own{"_efficientzerotensor"};
+  auto implement = [&](const char* name, auto&& function) {
+    own.insert(name);
+    library.impl(name, function);
+  };
+  implement("copy_", copy_);
+  implement("_copy_from", copy_from);
+  implement("_copy_from_and_resize", copy_from_and_resize);
+  implement("empty.memory_format", empty);
+  implement("empty_strided", empty_strided);
+  implement("resize_", resize_);
+  implement("as_strided", as_strided);
+  implement("view", view);
+  implement("_reshape_alias", reshape_alias);
+  implement("unfold", at::native::unfold);
+  implement("view_as_real", at::native::view_as_real);
+  implement("view_as_complex", at::native::view_as_complex);
+  implement("set_.source_Tensor", at::native::set_tensor_);
+  implement("set_.source_Storage", set_whole_storage);
+  implement("set_.source_Storage_storage_offset", set_storage);
+  implement("record_stream", record_stream);
+
+  // The fallback is for operators that torch can't compose of others. A GPU has one kernel for each of these too.
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& op : dispatcher.getAllOpNames()) {
+    if (op.name.rfind("aten::", 0) != 0) continue;
+    auto name = op.name.substr(6) + (op.overload_name.empty() ? "" : "." + op.overload_name);
+    bool of_lists = name.rfind("_foreach_", 0) == 0;
+    bool on_cpu = dispatcher.findOp(op)->hasKernelForDispatchKey(c10::DispatchKey::CPU);
+    if ((of_lists || on_cpu) && own.count(name) == 0) {
       library.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
     }
   }

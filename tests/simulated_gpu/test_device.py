@@ -190,7 +190,7 @@ def test_launches_and_waits_are_counted(simulated_pool: Pool) -> None:
     assert none == []
     assert reasons == [
         "copy to the host",
-        "aten::nonzero",
+        "aten::index with a mask",
         "copy from the host",
         "copy from the host",
         "copy to the host",
