@@ -81,6 +81,7 @@ def test_whole_parameters_as_shards_load_by_element(tmp_path: Path) -> None:
     assert torch.cat(parts).tolist() == list(range(10))
 
 
+@pytest.mark.also_simulated
 def test_replicated_tensors_are_written_once_and_spread_over_ranks(tmp_path: Path, pool: Pool) -> None:
     pool(2).run(save_replicated, str(tmp_path))
     sizes = [file.stat().st_size for file in sorted(tmp_path.glob("*.distcp"))]
@@ -148,6 +149,7 @@ def load_dtensors(folder: str) -> None:
             assert torch.equal(target.to_local(), expected)
 
 
+@pytest.mark.also_simulated
 def test_dtensors_reshard_to_any_mesh_and_to_plain_tensors(tmp_path: Path, pool: Pool) -> None:
     pool(2).run(save_dtensors, str(tmp_path))
     weights = checkpoint.load_weights(tmp_path)

@@ -57,6 +57,7 @@ def _bucket_layouts(settle: bool, device_ids: bool) -> list[list[list[int]]]:
     return layouts
 
 
+@pytest.mark.also_simulated("cpu")
 @pytest.mark.parametrize("device_ids", [False, True], ids=["cpu", "gpu"])
 def test_buckets_of_the_first_step_are_those_of_all_later_ones(pool: Pool, device_ids: bool) -> None:
     (before, after), _ = pool(2).run(_bucket_layouts, False, device_ids)

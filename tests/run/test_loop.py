@@ -392,6 +392,7 @@ def _summed() -> dict[str, float]:
     return {**found, **swapped}
 
 
+@pytest.mark.also_simulated
 def test_numbers_are_summed_over_workers(pool: Any) -> None:
     assert pool(2).run(_summed) == [{"seen": 21.0, "correct": 10.5, "a": 11.0, "b": 22.0}] * 2
     run = make_run(model())
@@ -672,6 +673,7 @@ def test_a_fused_run_is_the_same_run(tmp_path: Path, kind: str, accumulation: in
     )
 
 
+@pytest.mark.also_simulated("sgd-none", "adamw-zero2")
 @pytest.mark.parametrize("sharding", ["none", "oss", "zero2"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fused_run_on_two_workers_is_the_same_run(pool: Any, tmp_path: Path, kind: str, sharding: str) -> None:
@@ -685,6 +687,7 @@ def test_a_fused_run_on_two_workers_is_the_same_run(pool: Any, tmp_path: Path, k
     _compare_fused(tmp_path, outcomes)
 
 
+@pytest.mark.also_simulated("sgd")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_is_the_same_under_every_sharding(pool: Any, tmp_path: Path, kind: str) -> None:
     rows, outcomes = {}, {}
@@ -879,6 +882,7 @@ def _two_workers(folder: str, stop: int | None, kind: str = "sgd") -> tuple[list
     return weights.tolist(), tau
 
 
+@pytest.mark.also_simulated("adamw")
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_a_resumed_run_on_two_workers_is_exact_and_sharded(pool: Any, tmp_path: Path, kind: str) -> None:
     whole = pool(2).run(_two_workers, str(tmp_path / "whole"), None, kind)
@@ -897,6 +901,7 @@ def _on_one(folder: str) -> tuple[float, float, int]:
     return start, run.effective_steps, position
 
 
+@pytest.mark.also_simulated
 def test_fewer_workers_continue_the_clock_and_the_data(pool: Any, tmp_path: Path) -> None:
     (_, tau), _ = pool(2).run(_two_workers, str(tmp_path), 6)
     with pytest.warns(UserWarning, match="One gradient sample"):

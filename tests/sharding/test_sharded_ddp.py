@@ -85,6 +85,7 @@ def _run_both(
     return ends[0], ends[1]
 
 
+@pytest.mark.also_simulated("adamw-2", "lars-3", "kinds-2")
 @pytest.mark.parametrize(
     ("name", "world_size"),
     # One worker shards nothing, and four have one more border between shards than three: one optimizer of each kind.
@@ -94,6 +95,7 @@ def test_equals_ddp_with_the_plain_optimizer(pool: Pool, world_size: int, name: 
     assert_agree(pool(world_size).run(_run_both, name), default_tolerance(world_size))
 
 
+@pytest.mark.also_simulated("no_sync-2", "synced-passes-2", "lars-clip-2")
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -125,6 +127,7 @@ def test_equals_ddp_in_float32_on_three_workers(pool: Pool) -> None:
     assert_agree(pool(3).run(_run_both, "momentum", dtype=torch.float32), 3e-6)
 
 
+@pytest.mark.also_simulated("2-*")
 @pytest.mark.parametrize(("world_size", "name"), [(2, "momentum"), (2, "lars"), (3, "adamw")])
 def test_equals_ddp_with_parameters_in_bfloat16(pool: Pool, world_size: int, name: str) -> None:
     # A CPU rounds bfloat16 differently at the end of a tensor than in its middle, and DDP rounds each partial sum: 20
@@ -132,6 +135,7 @@ def test_equals_ddp_with_parameters_in_bfloat16(pool: Pool, world_size: int, nam
     assert_agree(pool(world_size).run(_run_both, name, low=torch.bfloat16), 1e-2)
 
 
+@pytest.mark.also_simulated
 def test_reduce_fp16_equals_ddp_to_half_precision(pool: Pool) -> None:
     results = pool(2).run(_run_both, "momentum", reduce_fp16=True)
     # 20 gradients rounded to 2^-11 of themselves; not equal, or they did not travel as fp16.
