@@ -10,7 +10,7 @@ DEMO ?= runs/demo
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(if $(TMPDIR),$(TMPDIR),/tmp)/ray_adascale-pycache
 
-.PHONY: help setup demo test test-ray test-pool test-plain test-docs test-all test-oldest test-clients-newest docs check format bench \
+.PHONY: help setup demo test test-ray test-pool test-simulated test-plain test-docs test-all test-oldest test-clients-newest docs check format bench \
 	dist clean
 
 .DEFAULT_GOAL := help
@@ -33,8 +33,8 @@ $(VENV)/.installed-%: $(STAMP)
 demo: $(STAMP)  ## search at batch 8, then the same schedule on two workers, then the comparison table
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh $(DEMO)
 
-test: $(STAMP)  ## all tests but the slow ones and those of docs and benchmarks, in three lanes, two at a time
-	$(MAKE) --jobs=2 --output-sync=target test-ray test-pool test-plain
+test: $(STAMP)  ## all tests but the slow ones and those of docs and benchmarks, in four lanes, two at a time
+	$(MAKE) --jobs=2 --output-sync=target test-ray test-pool test-simulated test-plain
 
 # Each lane imports only what it needs (tests/conftest.py).
 LANE = $(BIN)/python -m pytest -q -m "not slow" --lane
@@ -45,7 +45,10 @@ test-ray: $(STAMP)  ## the tests that start Ray, which waits for processes most 
 test-pool: $(STAMP)  ## the tests that run functions on gloo processes
 	$(LANE)=pool
 
-test-plain: $(STAMP)  ## the tests that need neither
+test-simulated: $(STAMP)  ## the tests on the simulated GPU, which this compiles first where there is a C++ compiler
+	$(LANE)=simulated
+
+test-plain: $(STAMP)  ## the tests that need none of these
 	$(LANE)=plain
 
 test-docs: $(STAMP)  ## pages, examples and benchmarks, run small

@@ -1,12 +1,16 @@
 """Fixtures for all tests, and the lanes in which `make test` and `make test-docs` run them.
 
-Each test belongs to one lane: "docs" by its marker, else "ray" where it starts Ray, else "pool" where it runs functions on
-gloo processes, else "plain". ``pytest --lane=pool`` runs the tests of one lane. It imports no file without such tests, since
-an import of Ray Train or of a client library takes seconds.
+Each test belongs to one lane: "docs" by its marker, else "ray" where it starts Ray, else "simulated" where it runs on the
+simulated GPU, else "pool" where it runs functions on gloo processes, else "plain". ``pytest --lane=pool`` runs the tests of one
+lane. It imports no file without such tests, since an import of Ray Train or of a client library takes seconds.
+
+``@pytest.mark.also_simulated`` on a test (or a file) that uses ``pool`` adds the same test on the simulated GPU. With patterns,
+it adds only the cases whose parameters, joined as in the test's id, match one of them.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import os
 import re
@@ -39,6 +43,7 @@ torch.set_num_threads(1)
 _MENTIONS = {
     "docs": re.compile(r"\bmark\.docs\b"),
     "ray": re.compile(r"\bmark\.ray\b|\bray_session\b"),
+    "simulated": re.compile(r"\bmark\.(also_)?simulated\b|\bsimulated_pool\b"),
     "pool": re.compile(r"\bmark\.pool\b|\bpool\b|\bknowing\b"),
 }
 # A marker of all tests of a file.
@@ -65,14 +70,37 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "pool" not in metafunc.fixturenames:
+        return
+    if metafunc.definition.get_closest_marker("also_simulated") is not None:
+        metafunc.parametrize("pool", ["gloo", "simulated"], ids=[pytest.HIDDEN_PARAM, "simulated"], indirect=True)
+
+
+def _on_simulated_gpu(item: pytest.Item) -> bool:
+    return hasattr(item, "callspec") and item.callspec.params.get("pool") == "simulated"
+
+
+def _left_out(item: pytest.Item) -> bool:
+    """Whether the test on the simulated GPU is of a case that ``also_simulated`` does not name."""
+    marker = item.get_closest_marker("also_simulated")
+    if marker is None or not marker.args or not _on_simulated_gpu(item):
+        return False
+    case = "-".join(part for part in item.callspec.id.split("-") if part != "simulated")  # type: ignore[attr-defined]
+    return not any(fnmatch.fnmatchcase(case, pattern) for pattern in marker.args)
+
+
 def _lane_of(item: pytest.Item) -> str:
     return next((lane for lane in _MENTIONS if item.get_closest_marker(lane) is not None), "plain")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects tests by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items[:] = [item for item in items if not _left_out(item)]
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
+        if _on_simulated_gpu(item) or "simulated_pool" in fixtures:
+            item.add_marker(pytest.mark.simulated)
         if "ray_session" in fixtures:
             item.add_marker(pytest.mark.ray)
         if "pool" in fixtures:
@@ -91,19 +119,51 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if _lane_of(item) == lane]
 
 
+class _Pools(dict[int, ProcessPool]):
+    def __init__(self, simulated_gpu: Path | None) -> None:
+        self._simulated_gpu = simulated_gpu
+
+    def __missing__(self, world_size: int) -> ProcessPool:
+        self[world_size] = ProcessPool(world_size, self._simulated_gpu)
+        return self[world_size]
+
+    def close(self) -> None:
+        for pool in self.values():
+            pool.close()
+
+
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Callable[[int], ProcessPool]]:
-    """``pool(n).run(fn, *args)`` calls fn on n gloo processes, which live as long as the test session."""
-    pools: dict[int, ProcessPool] = {}
+def _gloo_pools() -> Iterator[_Pools]:
+    pools = _Pools(None)
+    yield pools
+    pools.close()
 
-    def get(world_size: int) -> ProcessPool:
-        if world_size not in pools:
-            pools[world_size] = ProcessPool(world_size)
-        return pools[world_size]
 
-    yield get
-    for p in pools.values():
-        p.close()
+@pytest.fixture(scope="session")
+def _simulated_pools() -> Iterator[_Pools]:
+    from .simulated_gpu import build
+
+    reason = build.reason_to_skip()
+    if reason is not None:
+        pytest.skip(reason)
+    pools = _Pools(build.build())
+    yield pools
+    pools.close()
+
+
+@pytest.fixture
+def pool(request: pytest.FixtureRequest) -> Callable[[int], ProcessPool]:
+    """``pool(n).run(fn, *args)`` calls fn on n processes, which live as long as the test session: of the CPU with gloo.
+
+    In tests with the marker ``also_simulated`` also of the simulated GPU.
+    """
+    return request.getfixturevalue(f"_{getattr(request, 'param', 'gloo')}_pools").__getitem__
+
+
+@pytest.fixture
+def simulated_pool(_simulated_pools: _Pools) -> Callable[[int], ProcessPool]:
+    """``simulated_pool(n).run(fn, *args)`` calls fn on n processes, each with a simulated GPU of its own."""
+    return _simulated_pools.__getitem__
 
 
 @pytest.fixture

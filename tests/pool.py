@@ -1,4 +1,4 @@
-"""Local processes with a gloo process group, started once and shared by the whole test session.
+"""Local processes with a process group, started once and shared by the whole test session.
 
 ``pool(2).run(fn, *args)`` calls the module-level function ``fn(*args)`` on each of two ranks and returns the results in
 rank order. An exception on a rank is raised here, with its traceback. The pool then replaces its processes, since the
@@ -6,6 +6,10 @@ other ranks may be stuck in a collective.
 
 The processes are forks of one server process. The server imports torch and the package once and runs nothing, so that
 it has one thread: a fork would copy the locks of other threads, but not the threads.
+
+With the simulated GPU (``tests/simulated_gpu/``) the backend is NCCL's stand-in, rank r has the device ``cuda:r``, and tensors
+that the test's own functions make are there (``tests/placement.py``). These processes fork from a server of their own, which
+loaded that GPU before torch. Tensors in results come back as tensors of the CPU.
 """
 
 from __future__ import annotations
@@ -16,9 +20,13 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable
+import unittest.mock
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any
 
 # Longest wait for the results of a function, from the time when all workers run.
@@ -46,38 +54,62 @@ class RankFailed(AssertionError):
     """A rank raised; the message is its traceback."""
 
 
+# The server with torch and the simulated GPU, beside multiprocessing's own with torch alone.
+_SIMULATED = forkserver.ForkServer()
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 def fork_server() -> ForkServerContext:
     """Return the context whose processes fork from the server. The server runs until this process ends.
 
     For tests with processes of their own, which a pool could not survive. Mark these tests ``pool``.
     """
-    from multiprocessing import forkserver
-
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    before = os.environ.get("OPENBLAS_NUM_THREADS")
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's BLAS starts threads when it is imported
-    try:
+    with _environment(OPENBLAS_NUM_THREADS="1"):  # numpy's BLAS starts threads when it is imported
         forkserver.ensure_running()
-    finally:
-        if before is None:
-            del os.environ["OPENBLAS_NUM_THREADS"]
-        else:
-            os.environ["OPENBLAS_NUM_THREADS"] = before
     return context
 
 
-def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
+@contextmanager
+def simulated_fork_server(library: Path) -> Iterator[ForkServerContext]:
+    """Return the context whose processes fork from a server that has the simulated GPU."""
+    _SIMULATED.set_forkserver_preload(["tests.simulated_gpu.preloaded", *_PRELOADED])
+    root = str(Path(__file__).parents[1])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    with _environment(OPENBLAS_NUM_THREADS="1", PYTHONPATH=path, SIMULATED_GPU=str(library)):
+        _SIMULATED.ensure_running()
+    with unittest.mock.patch.object(forkserver, "connect_to_new_process", _SIMULATED.connect_to_new_process):
+        yield multiprocessing.get_context("forkserver")
+
+
+def _serve(rank: int, world_size: int, port: int, pipe: Connection, simulated_gpu: bool = False) -> None:
     import warnings
 
     import torch
     import torch.distributed as dist
+    from torch.utils._pytree import tree_map_only
+
+    from .placement import Placed
 
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message="The batch of .* exceeds the gradient noise scale")  # advice, not a fault
+    if simulated_gpu:
+        torch.cuda.set_device(rank)
+        warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")
     dist.init_process_group(
-        "gloo",
+        "nccl" if simulated_gpu else "gloo",
         init_method=f"tcp://127.0.0.1:{port}",
         rank=rank,
         world_size=world_size,
@@ -93,7 +125,11 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
         fn, args, kwargs = job
         try:
             torch.manual_seed(0)
-            pipe.send((True, fn(*args, **kwargs)))
+            with Placed(torch.device("cuda", rank)) if simulated_gpu else nullcontext():
+                result = fn(*args, **kwargs)
+            if simulated_gpu:
+                result = tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), result)
+            pipe.send((True, result))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
 
@@ -105,22 +141,34 @@ def free_port() -> int:
 
 
 class ProcessPool:
-    def __init__(self, world_size: int) -> None:
+    """Processes with one process group.
+
+    Args:
+        world_size: Number of processes.
+        simulated_gpu: Library of the simulated GPU, whose devices the ranks then use with NCCL. None: the CPU, with gloo.
+    """
+
+    def __init__(self, world_size: int, simulated_gpu: Path | None = None) -> None:
         self.world_size = world_size
+        self.simulated_gpu = simulated_gpu
         self.patience_s = _TIMEOUT_S
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
     def _start(self) -> None:
-        context = fork_server()
         port = free_port()
-        for rank in range(self.world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world_size, port, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._pipes.append(ours)
+        server: AbstractContextManager[ForkServerContext] = (
+            nullcontext(fork_server()) if self.simulated_gpu is None else simulated_fork_server(self.simulated_gpu)
+        )
+        with server as context:
+            for rank in range(self.world_size):
+                ours, theirs = context.Pipe()
+                args = (rank, self.world_size, port, theirs, self.simulated_gpu is not None)
+                process = context.Process(target=_serve, args=args, daemon=True)
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._pipes.append(ours)
         deadline = time.monotonic() + _START_S
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(max(deadline - time.monotonic(), 0)):

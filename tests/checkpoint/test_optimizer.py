@@ -74,6 +74,7 @@ def _leg(name: str, wrap: str, low: torch.dtype, source: Path | None, target: Pa
     return weights(model), hyperparameters(optimizer)
 
 
+@pytest.mark.also_simulated("momentum-f32", "adamw-bf16", "tensor-lr-f32")
 @pytest.mark.parametrize("low", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("name", MAKERS)
 def test_goes_on_to_the_last_bit_over_every_split(pool: Pool, tmp_path: Path, name: str, low: torch.dtype) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from ray_adascale import checkpoint
 from ray_adascale.checkpoint import CheckpointError, TensorShard
 
+from ..placement import here
 from .folders import NUMEL, STATE, Pool, borders, check_load, corrupt, flat, save_replicated, saved, weight
 
 V1 = Path(__file__).parents[1] / "samples" / "checkpoint_v1"
@@ -80,6 +81,7 @@ def test_whole_parameters_as_shards_load_by_element(tmp_path: Path) -> None:
     assert torch.cat(parts).tolist() == list(range(10))
 
 
+@pytest.mark.also_simulated
 def test_replicated_tensors_are_written_once_and_spread_over_ranks(tmp_path: Path, pool: Pool) -> None:
     pool(2).run(save_replicated, str(tmp_path))
     sizes = [file.stat().st_size for file in sorted(tmp_path.glob("*.distcp"))]
@@ -121,7 +123,7 @@ def test_a_process_group_of_some_ranks_saves_by_itself(tmp_path: Path, pool: Poo
 
 
 def dtensor(rows: int, placements: list[Any]) -> DTensor:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(here().type, (dist.get_world_size(),))
     return distribute_tensor(torch.arange(rows * 3.0).view(rows, 3), mesh, placements)
 
 
@@ -147,6 +149,7 @@ def load_dtensors(folder: str) -> None:
             assert torch.equal(target.to_local(), expected)
 
 
+@pytest.mark.also_simulated
 def test_dtensors_reshard_to_any_mesh_and_to_plain_tensors(tmp_path: Path, pool: Pool) -> None:
     pool(2).run(save_dtensors, str(tmp_path))
     weights = checkpoint.load_weights(tmp_path)

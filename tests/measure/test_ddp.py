@@ -81,6 +81,7 @@ def ddp_buckets(adascale: AdaScale) -> set[tuple[int, ...]]:
     return set(adascale._statistics.observer._segments)
 
 
+@pytest.mark.also_simulated("two", "oss-static")
 @pytest.mark.parametrize(
     ("world", "options"),
     [
@@ -154,6 +155,7 @@ def _against_hooks(hook_name: str, dtype: torch.dtype = torch.float32, unused: b
     assert ((ends[0][:, :3] > 1.01) & (ends[0][:, :3] < 4.9)).any()  # not one of clipped ends
 
 
+@pytest.mark.also_simulated("default", "unused", "bf16", "own")
 @pytest.mark.parametrize(
     "options",
     [
@@ -190,6 +192,7 @@ def _two_optimizers() -> None:
     assert (ends[0] > 1.01).any(axis=0).all()
 
 
+@pytest.mark.also_simulated
 def test_two_optimizers_of_one_model_each_get_their_gain(pool: Pool) -> None:
     pool(2).run(_two_optimizers)
 
@@ -214,6 +217,7 @@ def _power_sgd(passes: int, measured: bool) -> float:
     return adascale.gain()
 
 
+@pytest.mark.also_simulated("1-True")
 @pytest.mark.parametrize(("passes", "measured"), [(1, True), (2, True), (1, False)])
 def test_a_hook_that_reduces_in_several_rounds(pool: Pool, passes: int, measured: bool) -> None:
     gains = pool(2).run(_power_sgd, passes, measured)
@@ -247,6 +251,7 @@ def _comes_and_goes() -> None:
     F.cross_entropy(ddp(x), y).backward()  # nobody listens
 
 
+@pytest.mark.also_simulated
 def test_the_observer_comes_and_goes_and_an_overflow_is_left_out(pool: Pool) -> None:
     pool(2).run(_comes_and_goes)
 

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ray_adascale import AdaScale
 from ray_adascale.measure import fsdp2
 
+from ..placement import here
 from ..reference import ReferenceAdaScale
 
 
@@ -69,7 +70,9 @@ def whole(tensor: Tensor) -> Tensor:
 
 def shard(model: Net, layout: str, **kwargs: Any) -> None:
     if layout == "hsdp":
-        kwargs["mesh"] = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+        kwargs["mesh"] = init_device_mesh(
+            here().type, (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard")
+        )
     if layout == "nested":
         for block in model.blocks:
             fully_shard(block, **kwargs)
@@ -207,12 +210,16 @@ def assert_same(results: list[Any], rtol: float = 1e-6, weights: float = 1e-5) -
 EXACT = {"dtype": torch.float64}
 
 
+@pytest.mark.also_simulated("1-last-nested", "3-last-separate", "3-keep-nested")
 @pytest.mark.parametrize("layout", ["root", "nested", "separate"])
 @pytest.mark.parametrize(("passes", "sync"), [(1, "last"), (3, "last"), (3, "each"), (3, "keep")])
 def test_two_workers_equal_ddp(pool: Any, layout: str, passes: int, sync: str) -> None:
     assert_same(pool(2).run(both, layout, {"passes": passes, "sync": sync}))
 
 
+@pytest.mark.also_simulated(
+    "nested-weighted-passes-sync", "nested-groups-single_gain-passes", "nested-divide", "nested-clip"
+)
 @pytest.mark.parametrize(
     "kwargs",
     [
@@ -249,6 +256,7 @@ def test_three_workers(pool: Any, layout: str) -> None:
     assert_same(pool(3).run(both, layout, {"passes": 2, "weighted": True}))
 
 
+@pytest.mark.also_simulated("3-all-reduce")
 @pytest.mark.parametrize(("passes", "sync"), [(1, "last"), (3, "last"), (3, "each"), (3, "all-reduce")])
 def test_hsdp_on_two_times_two_workers_counts_each_element_once(pool: Any, passes: int, sync: str) -> None:
     assert_same(pool(4).run(both, "hsdp", {"passes": passes, "sync": sync, "groups": 2, **EXACT}), 1e-9, 1e-8)
@@ -266,6 +274,7 @@ def quietly(fn: Any, *args: Any) -> Any:
         return fn(*args)
 
 
+@pytest.mark.also_simulated("nested")
 @pytest.mark.parametrize("layout", ["root", "nested"])
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(pool: Any, layout: str) -> None:
     trace = assert_same(pool(2).run(both, layout, {"inf_at": 4, "passes": 2, **EXACT}), 1e-9, 1e-8)
@@ -350,6 +359,7 @@ def test_equals_the_reference(pool: Any, case: str) -> None:
         assert 1 < gain < 4
 
 
+@pytest.mark.also_simulated("bf16")
 @pytest.mark.parametrize("case", ["bf16", "float32 in float64"])
 def test_parameters_computed_in_another_dtype_equal_the_reference(pool: Any, case: str) -> None:
     # Both take norms of the very same gradients, scaled by an exact half. The mean of four of them, summed in float32,
@@ -497,6 +507,7 @@ def resumed(folder: str) -> None:
     assert all(torch.equal(p, q) for p, q in zip(ends[0][2], ends[1][2], strict=True))
 
 
+@pytest.mark.also_simulated
 def test_state_goes_through_a_distributed_checkpoint(pool: Any, tmp_path: Path) -> None:
     pool(2).run(resumed, str(tmp_path))
 
@@ -520,7 +531,7 @@ def refuse_constructions() -> None:
     with pytest.raises(ValueError, match="world_size=3: the process group has 2 workers"):
         wrap(params, model=net, world_size=3)
 
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(here().type, (2, 1), mesh_dim_names=("replicate", "shard"))
     part = Net()
     fully_shard(part, mesh=mesh["shard"])
     with pytest.raises(ValueError, match="sharded over 1 workers, but AdaScale has world_size=2"):
@@ -533,7 +544,7 @@ def refuse_constructions() -> None:
     left.head.weight.requires_grad_(False)
     wrap(left.parameters(), model=left)  # frozen, it does no harm
 
-    whole_mesh = init_device_mesh("cpu", (2,))
+    whole_mesh = init_device_mesh(here().type, (2,))
     parallel = nn.Linear(4, 4)
     parallel.weight = nn.Parameter(distribute_tensor(parallel.weight.data, whole_mesh, [Replicate()]))
     with pytest.raises(ValueError, match="tensor, expert or pipeline parallelism"):

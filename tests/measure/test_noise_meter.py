@@ -67,6 +67,7 @@ def test_passes_and_a_loss_scale_change_nothing(how: dict[str, float]) -> None:
     assert run(**how)[0] == pytest.approx(run()[0], rel=1e-5)  # type: ignore[arg-type]
 
 
+@pytest.mark.also_simulated
 def test_workers_and_their_passes_change_nothing(pool: Callable[[int], ProcessPool]) -> None:
     found = pool(2).run(run, workers=2, passes=2)
     assert found[0] == found[1]

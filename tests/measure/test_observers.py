@@ -224,6 +224,7 @@ def _lacks_a_pass(lacking: int) -> list[float]:
     return [adascale.gain(), adascale.effective_steps]
 
 
+@pytest.mark.also_simulated
 @pytest.mark.parametrize("lacking", [0, 1])
 def test_a_pass_that_reaches_nothing_on_one_rank_is_a_sample_of_zero(pool: Pool, lacking: int) -> None:
     results = pool(2).run(_lacks_a_pass, lacking)

@@ -192,6 +192,7 @@ def _steps_against_reference(sharded: bool, passes: int, view: bool, shares: boo
     return gains, adascale.effective_steps, float(weights(model).sum())
 
 
+@pytest.mark.also_simulated("each-all-*-2")  # shares are for CPUs
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("shares", [False, True], ids=["each-all", "each-a-share"])
@@ -227,6 +228,7 @@ def test_workers_that_take_shares_agree_that_a_gradient_was_not_watched(pool: An
     assert first != second == third != fourth  # the third is no sample, on any worker
 
 
+@pytest.mark.also_simulated("bucket-view-3")
 @pytest.mark.parametrize("passes", [1, 3])
 @pytest.mark.parametrize("view", [False, True], ids=["copy", "bucket-view"])
 def test_gradients_that_are_views_of_buckets(pool: Any, passes: int, view: bool) -> None:
@@ -284,6 +286,7 @@ def _sub_group() -> tuple[float, float]:
     return adascale.scale, adascale.gain()
 
 
+@pytest.mark.also_simulated
 def test_a_process_group_smaller_than_the_world(pool: Any) -> None:
     first, second, _ = pool(3).run(_sub_group)
     assert first == second

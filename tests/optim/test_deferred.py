@@ -33,17 +33,17 @@ Batch = tuple[Tensor, Tensor]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def make_model(device: str = "cpu") -> nn.Sequential:
+def make_model(device: str | None = None) -> nn.Sequential:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).to(device, torch.float64)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).to(device=device, dtype=torch.float64)
 
 
-def batches(count: int, device: str = "cpu") -> list[Batch]:
+def batches(count: int, device: str | None = None) -> list[Batch]:
     generator = torch.Generator().manual_seed(2)
     return [
         (
-            torch.randn(4, 6, generator=generator, dtype=torch.float64).to(device),
-            (torch.rand(4, generator=generator) < 0.2).long().to(device),
+            torch.randn(4, 6, generator=generator, dtype=torch.float64).to(device=device),
+            (torch.rand(4, generator=generator) < 0.2).long().to(device=device),
         )
         for _ in range(count)
     ]
@@ -212,6 +212,7 @@ def _two_workers(fused: bool, kind: str, spoil: bool) -> list[float]:
     return [*figures(adascale), *weights(model).tolist()]
 
 
+@pytest.mark.also_simulated
 @pytest.mark.parametrize("spoil", [False, True], ids=["finite", "spoiled-on-one"])
 @pytest.mark.parametrize("kind", ["ddp", "oss", "sharded"])
 def test_two_workers(pool: Any, kind: str, spoil: bool) -> None:

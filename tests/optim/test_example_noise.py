@@ -148,6 +148,7 @@ def on_workers(kind: str) -> tuple[list[float], list[float]]:
     return gains, sigma2
 
 
+@pytest.mark.also_simulated
 @pytest.mark.parametrize("kind", ["ddp", "oss", "zero2", "fsdp2"])
 def test_workers_with_the_same_batch_have_the_same_gain(kind: str, pool: Callable[[int], ProcessPool]) -> None:
     expected = trained(one_worker(smoothing=1 - 2 / 1000))[0]  # θ of two workers

@@ -104,6 +104,7 @@ def _both(kind: str, adascale: bool, clip: bool) -> list[Any]:
     ]
 
 
+@pytest.mark.also_simulated("True-False-2-*")
 @pytest.mark.parametrize("kind", ["sharded", "oss"])
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(("adascale", "clip"), [(False, False), (True, False), (True, True), (False, True)])
@@ -182,6 +183,7 @@ def _only_its_gradient_is_infinite() -> None:
     assert not torch.equal(before, weights(model))
 
 
+@pytest.mark.also_simulated
 def test_an_overflow_in_one_shard_counts_for_all(pool: Pool) -> None:
     pool(2).run(_only_its_gradient_is_infinite)
 
@@ -202,6 +204,7 @@ def _more_ranks_than_elements() -> None:
     assert scaler.get_scale() == 512
 
 
+@pytest.mark.also_simulated
 def test_ranks_that_own_nothing_keep_in_step(pool: Pool) -> None:
     pool(3).run(_more_ranks_than_elements)
 
@@ -260,6 +263,7 @@ def _idle_rank(accumulate: int, clip: bool) -> tuple[Tensor, Tensor]:
     return ends[0], ends[1]
 
 
+@pytest.mark.also_simulated("1-*")
 @pytest.mark.parametrize(("accumulate", "clip"), [(1, False), (1, True), (2, False)])
 def test_a_rank_whose_backward_pass_reaches_nothing_keeps_in_step(pool: Pool, accumulate: int, clip: bool) -> None:
     """Its share of AdaScale's sums must be on its way before the scaler's own, or one meets the other."""

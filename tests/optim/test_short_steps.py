@@ -101,6 +101,7 @@ def two_workers(declares: str, sharded: bool) -> Any:
     return both(2, dist.get_rank(), declares, sharded)
 
 
+@pytest.mark.also_simulated("late-*")
 @pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "sharded"])
 @pytest.mark.parametrize("declares", ["before", "late", "asked"])
 def test_a_short_step_of_two_workers_does_so_too(pool: Any, declares: str, sharded: bool) -> None:

@@ -172,6 +172,7 @@ def _summed() -> list[Any]:
     return out
 
 
+@pytest.mark.also_simulated
 def test_a_payload_is_summed_over_workers_and_is_of_one_step(pool: Any) -> None:
     for found in pool(2).run(_summed):
         assert found == [[3.0, 0.0], [3.0, 20.0], []]

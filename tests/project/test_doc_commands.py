@@ -95,6 +95,8 @@ def check(words: list[str]) -> None:
         assert arguments[0] in targets, f"make {arguments[0]}"
     elif program == "pytest" or arguments[:2] == ["-m", "pytest"]:
         check_tests(arguments)
+    elif arguments[0] == "-m":
+        check_script([f"{arguments[1].replace('.', '/')}.py", *arguments[2:]])
     else:
         check_script(arguments)
 

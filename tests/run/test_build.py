@@ -22,6 +22,7 @@ from ray_adascale.run.build import _settle_buckets, check_built, check_recipe, c
 from ray_adascale.run.schedule import BaseSchedule
 from ray_adascale.scaling_rules import AdamScale, LEGWScale
 
+from ..placement import here
 from ..pool import ProcessPool, fork_server, free_port
 from ..samples_of import recipe
 
@@ -56,6 +57,7 @@ def _bucket_layouts(settle: bool, device_ids: bool) -> list[list[list[int]]]:
     return layouts
 
 
+@pytest.mark.also_simulated("cpu")
 @pytest.mark.parametrize("device_ids", [False, True], ids=["cpu", "gpu"])
 def test_buckets_of_the_first_step_are_those_of_all_later_ones(pool: Pool, device_ids: bool) -> None:
     (before, after), _ = pool(2).run(_bucket_layouts, False, device_ids)
@@ -83,7 +85,7 @@ def _wrapped(rule: Any, **kwargs: Any) -> Any:
     config = AdaScaleConfig(base_batch_size=4, total_steps=10, accumulation=2, rule=rule, **kwargs)
     module = nn.Linear(2, 1)
     optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
-    return wrap(module, optimizer, config, config.batch_policy.plan(1), device=torch.device("cpu"), total_steps=10)
+    return wrap(module, optimizer, config, config.batch_policy.plan(1), device=here(), total_steps=10)
 
 
 @pytest.mark.parametrize("rule", ["adamscale", AdamScale(), _OwnRule()], ids=["by name", "AdaptDL's", "own"])

@@ -49,6 +49,7 @@ from ray_adascale.run.train_state import load_rng
 from ray_adascale.workload import build
 
 from ..host_reads import host_reads
+from ..placement import here
 from ..reference import ReferenceAdaScale
 
 # Advice on how far to scale, which toy data of 60 examples rightly gets; one test looks for it.
@@ -391,6 +392,7 @@ def _summed() -> dict[str, float]:
     return {**found, **swapped}
 
 
+@pytest.mark.also_simulated
 def test_numbers_are_summed_over_workers(pool: Any) -> None:
     assert pool(2).run(_summed) == [{"seen": 21.0, "correct": 10.5, "a": 11.0, "b": 22.0}] * 2
     run = make_run(model())
@@ -624,7 +626,7 @@ def _run_to_the_end(folder: str, fused: bool | None, **settings: Any) -> tuple[l
         evaluated.append(run.effective_steps)
         return {"seen": float(len(evaluated))}
 
-    backend = LocalBackend(folder, device="cpu")
+    backend = LocalBackend(folder, device=here())
     data = dataset(dtype=torch.float64)
     run = make_run(
         net,
@@ -671,6 +673,7 @@ def test_a_fused_run_is_the_same_run(tmp_path: Path, kind: str, accumulation: in
     )
 
 
+@pytest.mark.also_simulated("sgd-none", "adamw-zero2")
 @pytest.mark.parametrize("sharding", ["none", "oss", "zero2"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fused_run_on_two_workers_is_the_same_run(pool: Any, tmp_path: Path, kind: str, sharding: str) -> None:
@@ -684,6 +687,7 @@ def test_a_fused_run_on_two_workers_is_the_same_run(pool: Any, tmp_path: Path, k
     _compare_fused(tmp_path, outcomes)
 
 
+@pytest.mark.also_simulated("sgd")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_is_the_same_under_every_sharding(pool: Any, tmp_path: Path, kind: str) -> None:
     rows, outcomes = {}, {}
@@ -878,6 +882,7 @@ def _two_workers(folder: str, stop: int | None, kind: str = "sgd") -> tuple[list
     return weights.tolist(), tau
 
 
+@pytest.mark.also_simulated("adamw")
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_a_resumed_run_on_two_workers_is_exact_and_sharded(pool: Any, tmp_path: Path, kind: str) -> None:
     whole = pool(2).run(_two_workers, str(tmp_path / "whole"), None, kind)
@@ -896,6 +901,7 @@ def _on_one(folder: str) -> tuple[float, float, int]:
     return start, run.effective_steps, position
 
 
+@pytest.mark.also_simulated
 def test_fewer_workers_continue_the_clock_and_the_data(pool: Any, tmp_path: Path) -> None:
     (_, tau), _ = pool(2).run(_two_workers, str(tmp_path), 6)
     with pytest.warns(UserWarning, match="One gradient sample"):

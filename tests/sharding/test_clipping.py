@@ -69,6 +69,7 @@ def _two_by_two(kind: str, replicas: int, norm_type: float, adascale: bool) -> t
     return float(norm), [-float(x) / gain for p in (model.own, model.more, model.copied) for x in p.detach()]
 
 
+@pytest.mark.also_simulated("*-2-2.0-False")
 @pytest.mark.parametrize(
     ("kind", "world_size", "norm_type", "adascale"),
     [
@@ -207,6 +208,7 @@ class Signs(SGD):
     """Not known to be elementwise, so that parameters stay whole."""
 
 
+@pytest.mark.also_simulated
 @pytest.mark.parametrize(("norm_type", "norm"), [(2.0, 5.0), (math.inf, 4.0)])
 def test_a_worker_without_a_gradient_clips_with_the_others(pool: Pool, norm_type: float, norm: float) -> None:
     assert pool(2).run(_clip_where_only_one_has_a_gradient, norm_type) == [norm, norm]

@@ -91,6 +91,7 @@ def _sharpness_aware(kind: str, options: dict[str, Any], clears: bool) -> tuple[
     return ends[0], ends[1]
 
 
+@pytest.mark.also_simulated("in-place-2-*")
 @pytest.mark.parametrize("kind", ["zero2", "oss"])
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(

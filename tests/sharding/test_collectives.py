@@ -82,6 +82,7 @@ def _reduces(backend: str | None) -> dict[str, list[torch.Tensor]]:
         collectives._backend = real
 
 
+@pytest.mark.also_simulated("2")
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_every_worker_gets_the_sum_of_its_shard_and_all_get_the_whole(pool: Pool, world_size: int) -> None:
     results = pool(world_size).run(_reduces, None)

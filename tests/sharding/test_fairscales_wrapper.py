@@ -51,6 +51,7 @@ def _reduced_on_request(name: str, passes: int, clip_at: float | None, idle: boo
     return ends[0], ends[1]
 
 
+@pytest.mark.also_simulated("lars-3-None-False-2")
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
     ("name", "passes", "clip_at", "idle"),
@@ -157,6 +158,7 @@ def _adascale(passes: int, idle: bool) -> tuple[Tensor, Tensor]:
     return ends[0], ends[1]
 
 
+@pytest.mark.also_simulated("3-False")
 @pytest.mark.parametrize(("passes", "idle"), [(1, False), (3, False), (1, True), (2, True)])
 def test_reduce_under_adascale_leaves_the_gains_of_ddp(pool: Pool, passes: int, idle: bool) -> None:
     for plain, sharded in pool(2).run(_adascale, passes, idle):

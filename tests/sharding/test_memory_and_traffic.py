@@ -48,6 +48,7 @@ def _held(name: str) -> dict[str, int]:
     }
 
 
+@pytest.mark.also_simulated("2")
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_each_worker_holds_its_share_of_gradients_and_state(pool: Pool, world_size: int) -> None:
     results = pool(world_size).run(_held, "adamw")

@@ -156,6 +156,7 @@ def _pictures(passes: int) -> tuple[Tensor, Tensor]:
     return ends[0], ends[1]
 
 
+@pytest.mark.also_simulated("2")
 @pytest.mark.parametrize("passes", [1, 2])
 def test_channels_last_convolutions_and_buffers_of_rank_0(pool: Pool, passes: int) -> None:
     assert_agree(pool(2).run(_pictures, passes))
@@ -232,6 +233,7 @@ def _loops(kind: str) -> tuple[Tensor, Tensor]:
     return ends[0], ends[1]
 
 
+@pytest.mark.also_simulated("2-*")
 @pytest.mark.parametrize("kind", ["two-forwards", "closure", "data", "load", "retained"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_loops_of_all_kinds(pool: Pool, world_size: int, kind: str) -> None:
@@ -267,6 +269,7 @@ def _checkpointed() -> tuple[Tensor, Tensor]:
     return ends[0], ends[1]
 
 
+@pytest.mark.also_simulated
 def test_activation_checkpointing(pool: Pool) -> None:
     assert_agree(pool(2).run(_checkpointed))
 
@@ -339,6 +342,7 @@ def _exception(accumulate: int) -> tuple[Tensor, Tensor]:
     return ends[0], ends[1]
 
 
+@pytest.mark.also_simulated("2")
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_an_exception_in_the_backward_pass_can_be_survived(pool: Pool, accumulate: int) -> None:
     assert_agree(pool(2).run(_exception, accumulate), ROUNDING)

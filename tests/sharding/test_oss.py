@@ -78,6 +78,7 @@ def _run_both(
     return ends[0], ends[1]
 
 
+@pytest.mark.also_simulated("momentum-2", "tensor-lr-2", "named-3", "odd-3")
 @pytest.mark.parametrize(
     ("name", "world_size"),
     # One worker shards nothing: one optimizer of torch's and one unlike them.
@@ -87,6 +88,7 @@ def test_equals_ddp_with_the_plain_optimizer(pool: Pool, world_size: int, name: 
     assert_agree(pool(world_size).run(_run_both, name))
 
 
+@pytest.mark.also_simulated("bf16-adamw-2", "accumulate-2", "thawed-2")
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -192,6 +194,7 @@ def _other_layouts() -> tuple[Tensor, Tensor]:
     return ends[0], ends[1]
 
 
+@pytest.mark.also_simulated
 def test_any_dtype_and_memory_format(pool: Pool) -> None:
     assert_agree(pool(2).run(_other_layouts))
 
@@ -266,6 +269,7 @@ def _sub_group() -> Any:
             dist.destroy_process_group(group)
 
 
+@pytest.mark.also_simulated
 def test_sub_process_group(pool: Pool) -> None:
     outside, *results = pool(3).run(_sub_group)
     assert outside is None
@@ -299,6 +303,7 @@ def _add_param_group(name: str) -> tuple[Tensor, Tensor]:
     return ends[0], ends[1]
 
 
+@pytest.mark.also_simulated("adamw-3")
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("name", ["momentum", "adamw"])
 def test_groups_added_later_are_sharded_too(pool: Pool, world_size: int, name: str) -> None:

@@ -172,6 +172,7 @@ def _consolidated(name: str, recipient: int) -> tuple[Any, bytes] | None:
     return weights(twin), file.getvalue()
 
 
+@pytest.mark.also_simulated("2-1-*")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(("world_size", "recipient"), [(1, 0), (2, 1), (3, 0), (3, -1)])
 def test_consolidated_state_is_the_plain_optimizers(pool: Pool, world_size: int, recipient: int, name: str) -> None:
@@ -279,6 +280,7 @@ def _rare_dtypes(recipient: int) -> None:
         ours.consolidate_state_dict(recipient)
 
 
+@pytest.mark.also_simulated
 @pytest.mark.parametrize("recipient", [0, -1])
 def test_state_of_any_dtype_and_kind_is_collected(pool: Pool, recipient: int) -> None:
     pool(2).run(_rare_dtypes, recipient)
@@ -324,5 +326,6 @@ def _adascale_state() -> tuple[Tensor, Tensor]:
     return ends[0], ends[1]
 
 
+@pytest.mark.also_simulated
 def test_adascale_resumes_over_a_sharded_optimizer(pool: Pool) -> None:
     assert_agree(pool(2).run(_adascale_state))

@@ -109,6 +109,7 @@ def _adascale(
     return both[0], both[1]
 
 
+@pytest.mark.also_simulated("plain-2", "accumulate-3", "lars-2", "idle-2", "single-gain-2")
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
     "options",
@@ -178,6 +179,7 @@ def _lacks_a_synced_pass(lacking: int | None, clips: bool) -> tuple[Tensor, Tens
     return ends[0], ends[1]
 
 
+@pytest.mark.also_simulated("2-1-*")
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("lacking", [None, 0, 1])
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -214,6 +216,7 @@ def _overflow(unhooked: bool) -> tuple[Tensor, Tensor]:
     return ends[0], ends[1]
 
 
+@pytest.mark.also_simulated("2-*")
 @pytest.mark.parametrize("unhooked", [False, True])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(pool: Pool, world_size: int, unhooked: bool) -> None:
@@ -267,6 +270,7 @@ def _two_adascales() -> tuple[Tensor, Tensor]:
     return ends[0], ends[1]
 
 
+@pytest.mark.also_simulated("2")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_two_adascales_each_watch_their_own_parameters(pool: Pool, world_size: int) -> None:
     assert_agree(pool(world_size).run(_two_adascales), ROUNDING)

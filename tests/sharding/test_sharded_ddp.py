@@ -22,6 +22,7 @@ from torch.optim import SGD
 
 from ray_adascale import OSS, AdaScale, ShardedDataParallel, ShardedDDP, register_elementwise
 
+from ..placement import here
 from ..pool import fork_server, free_port
 from ..uneven import assert_agree, batches, loss_of, weights
 from .against_ddp import OPTIMIZERS, SMALL, Lars, Pool, build, clip, default_dtype, default_tolerance, wrapped
@@ -84,6 +85,7 @@ def _run_both(
     return ends[0], ends[1]
 
 
+@pytest.mark.also_simulated("adamw-2", "lars-3", "kinds-2")
 @pytest.mark.parametrize(
     ("name", "world_size"),
     # One worker shards nothing, and four have one more border between shards than three: one optimizer of each kind.
@@ -93,6 +95,7 @@ def test_equals_ddp_with_the_plain_optimizer(pool: Pool, world_size: int, name: 
     assert_agree(pool(world_size).run(_run_both, name), default_tolerance(world_size))
 
 
+@pytest.mark.also_simulated("no_sync-2", "synced-passes-2", "lars-clip-2")
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -124,6 +127,7 @@ def test_equals_ddp_in_float32_on_three_workers(pool: Pool) -> None:
     assert_agree(pool(3).run(_run_both, "momentum", dtype=torch.float32), 3e-6)
 
 
+@pytest.mark.also_simulated("2-*")
 @pytest.mark.parametrize(("world_size", "name"), [(2, "momentum"), (2, "lars"), (3, "adamw")])
 def test_equals_ddp_with_parameters_in_bfloat16(pool: Pool, world_size: int, name: str) -> None:
     # A CPU rounds bfloat16 differently at the end of a tensor than in its middle, and DDP rounds each partial sum: 20
@@ -131,6 +135,7 @@ def test_equals_ddp_with_parameters_in_bfloat16(pool: Pool, world_size: int, nam
     assert_agree(pool(world_size).run(_run_both, name, low=torch.bfloat16), 1e-2)
 
 
+@pytest.mark.also_simulated
 def test_reduce_fp16_equals_ddp_to_half_precision(pool: Pool) -> None:
     results = pool(2).run(_run_both, "momentum", reduce_fp16=True)
     # 20 gradients rounded to 2^-11 of themselves; not equal, or they did not travel as fp16.
@@ -279,7 +284,7 @@ def _mistakes() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
 
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(here().type, (2,))
     sharded = nn.Parameter(distribute_tensor(torch.ones(4), mesh))
     with pytest.raises(ValueError, match="DTensor"):
         OSS([sharded], lr=0.1)

@@ -106,6 +106,7 @@ def loaded(
     return by_name(model, optimizer), clock(optimizer)
 
 
+@pytest.mark.also_simulated("adamw-full*-adascale")
 @pytest.mark.parametrize("adascale", [False, True], ids=["bare", "adascale"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS)
@@ -151,6 +152,7 @@ def load_from(folder: str, kind: str) -> tuple[dict[str, torch.Tensor], tuple[fl
     return {**found, "clock": torch.tensor(clock(optimizer), dtype=torch.float64)}, asked, same
 
 
+@pytest.mark.also_simulated
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fresh_optimizer_is_a_template_for_a_distributed_checkpoint(pool: Pool, tmp_path: Path, kind: str) -> None:
     expected, *_ = pool(2).run(save_to, str(tmp_path / "state"), kind)

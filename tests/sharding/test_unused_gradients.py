@@ -46,6 +46,7 @@ def _branches(name: str, plan: str) -> tuple[Tensor, Tensor, bool]:
     return ends[0], ends[1], rested
 
 
+@pytest.mark.also_simulated("2-*")
 @pytest.mark.parametrize("name", ["nesterov", "adamw", "lars"])
 @pytest.mark.parametrize(("world_size", "plan"), [(2, "all"), (2, "some"), (3, "some"), (3, "all"), (2, "first")])
 def test_unused_parameters_are_treated_as_ddp_does(pool: Pool, world_size: int, plan: str, name: str) -> None:
@@ -75,6 +76,7 @@ def _idle_rank() -> tuple[Tensor, Tensor]:
     return ends[0], ends[1]
 
 
+@pytest.mark.also_simulated("2")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_rank_whose_backward_pass_reaches_nothing_takes_part(pool: Pool, world_size: int) -> None:
     assert_agree(pool(world_size).run(_idle_rank), default_tolerance(world_size))
