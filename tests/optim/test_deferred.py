@@ -30,8 +30,6 @@ from ..host_reads import HostReads, host_reads
 STEPS = 30
 Batch = tuple[Tensor, Tensor]
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 
 def make_model(device: str = "cpu") -> nn.Sequential:
     torch.manual_seed(1)
@@ -491,7 +489,7 @@ def test_an_inner_step_that_raises_leaves_the_rate_as_it_was(tensor: bool) -> No
 
 @pytest.mark.parametrize("shape", [(), (1,)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_tensor_learning_rate_on_the_host(device: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     model = make_model(device)
     rate = torch.full(shape, 0.05, dtype=dtype)
@@ -576,13 +574,13 @@ def test_what_is_changed_after_a_step_comes_after_that_step(change: Callable[[Ad
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_numbers_come_to_the_host_whatever_the_default_device_is() -> None:
     with torch.device("cuda"):
         assert HostCopy(torch.arange(3.0)).read() == [0.0, 1.0, 2.0]
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_a_step_on_a_gpu_synchronises_nothing() -> None:
     model = make_model("cuda")
     adascale = wrapped(model, fused=True, split=True, averaging_window=0.05, total_steps=200)
@@ -603,7 +601,7 @@ def test_a_step_on_a_gpu_synchronises_nothing() -> None:
     assert adascale.steps == 6
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_a_step_on_a_gpu_waits_for_one_event() -> None:
     model = make_model("cuda")
     adascale = wrapped(model, fused=True)
@@ -619,7 +617,7 @@ def test_a_step_on_a_gpu_waits_for_one_event() -> None:
     assert counts.get("cudaEventSynchronize", 0) == 1
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_both_paths_on_a_gpu_take_the_same_steps_also_where_one_is_skipped() -> None:
     traces = []
     for device, fused in (("cpu", False), ("cuda", False), ("cuda", True)):
@@ -631,7 +629,7 @@ def test_both_paths_on_a_gpu_take_the_same_steps_also_where_one_is_skipped() -> 
     np.testing.assert_allclose(traces[2], traces[0], rtol=1e-6, atol=1e-8)
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_parameters_on_several_devices_count_together() -> None:
     ends = []
     for fused in (False, True):
