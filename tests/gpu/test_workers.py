@@ -71,8 +71,8 @@ def on_one_gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]
 
 @pytest.fixture(scope="module")
 def on_two_gpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """The results of two NCCL workers, which find their GPUs by themselves."""
-    return run_jobs("nccl", 2, _jobs(None, tmp_path_factory.mktemp("nccl"), NCCL_CASES))
+    """The results of two NCCL workers, which find their GPUs by themselves, after ``init_process_group()`` as in the docs."""
+    return run_jobs(None, 2, _jobs(None, tmp_path_factory.mktemp("nccl"), NCCL_CASES))
 
 
 def _compare(found: list[Any], expected: list[Any], name: str) -> None:

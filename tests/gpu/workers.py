@@ -18,7 +18,7 @@ Jobs = dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]
 """Function and arguments by name."""
 
 
-def _serve(rank: int, world_size: int, backend: str, port: int, jobs: Jobs, results: Any) -> None:
+def _serve(rank: int, world_size: int, backend: str | None, port: int, jobs: Jobs, results: Any) -> None:
     import torch
     import torch.distributed as dist
 
@@ -44,7 +44,7 @@ def _serve(rank: int, world_size: int, backend: str, port: int, jobs: Jobs, resu
     os._exit(0)  # without destructors, which may wait for a rank that failed
 
 
-def run_jobs(backend: str, world_size: int, jobs: Jobs) -> dict[str, list[Any]]:
+def run_jobs(backend: str | None, world_size: int, jobs: Jobs) -> dict[str, list[Any]]:
     """Run jobs one after the other on each rank of a new group; return the results of each, in rank order.
 
     A job that raised has an exception in place of its result. Each rank takes all jobs in the same order, so that after an
