@@ -24,9 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import TensorDataset
 
-from ray_adascale import AdaScale, AdaScaleConfig, LocalBackend, Run
+from ray_adascale import AdaScale
 from ray_adascale.measure import fsdp2
 
 from ..reference import ReferenceAdaScale
@@ -543,55 +542,6 @@ def refuse_constructions() -> None:
 
 def test_what_cannot_be_right_is_refused(pool: Any) -> None:
     pool(2).run(refuse_constructions)
-
-
-def fused(kind: str) -> bool:
-    """Whether torch steps shards with its fused kernel. AdaScale must refuse where it does not, else step as without it."""
-    make = getattr(torch.optim, kind)
-    ends = []
-    for in_one_kernel in (True, False):
-        net, tried = Net(), Net()
-        for model in (net, tried):
-            shard(model, "nested")
-        optimizer = make(net.parameters(), lr=0.05, fused=in_one_kernel)
-        known = len(optimizer.state)
-        tried(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
-        try:
-            make(tried.parameters(), lr=0.05, fused=in_one_kernel).step()
-        except NotImplementedError:
-            with pytest.raises(ValueError, match=rf"{kind}\(fused=True\).*fully_shard.*foreach=True"):
-                AdaScale(optimizer, scale=4.0, num_gradients_to_accumulate=2, model=net)
-            assert len(optimizer.state) == known  # what was tried left nothing behind
-            return False
-        adascale = AdaScale(optimizer, scale=4.0, num_gradients_to_accumulate=2, model=net)
-        for step in range(3):
-            one_step(net, adascale, step)
-        ends.append(torch.cat([whole(p.detach()).reshape(-1) for p in net.parameters()]))
-    torch.testing.assert_close(ends[0], ends[1], rtol=1e-9, atol=1e-12)  # float64; the kernels add in another order
-    return True
-
-
-@pytest.mark.parametrize("kind", ["SGD", "Adagrad", "Adam", "AdamW"])
-def test_a_fused_kernel_that_torch_has_not_for_shards_is_refused_before_the_first_step(pool: Any, kind: str) -> None:
-    by_rank = pool(2).run(fused, kind)
-    assert by_rank[0] == by_rank[1]
-    if kind in ("Adam", "AdamW"):
-        assert by_rank[0]
-
-
-def fused_run() -> None:
-    if fused("SGD"):
-        return  # a torch that has the kernel
-    data = TensorDataset(torch.randn(32, 6), torch.zeros(32, dtype=torch.long))
-    net = Net(torch.float32)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, fused=True)
-    settings = AdaScaleConfig(base_batch_size=8, total_steps=4, sharding="fsdp2")
-    with pytest.raises(ValueError, match="fused=True"):
-        Run(net, optimizer, None, data, settings, backend=LocalBackend(device="cpu"))
-
-
-def test_a_run_with_such_a_kernel_is_refused_as_well(pool: Any) -> None:
-    pool(2).run(fused_run)
 
 
 def unreduced(first: bool, set_to_none: bool, all_reduce: bool) -> None:
