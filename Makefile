@@ -1,4 +1,4 @@
-# Every target sets up what it needs in .venv, from nothing but python3.
+# Every target but test-gpu sets up what it needs in .venv, from nothing but python3.
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
@@ -10,7 +10,7 @@ DEMO ?= runs/demo
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(if $(TMPDIR),$(TMPDIR),/tmp)/ray_adascale-pycache
 
-.PHONY: help setup demo test test-ray test-pool test-simulated test-plain test-docs test-all test-oldest test-clients-newest docs check format bench \
+.PHONY: help setup demo test test-ray test-pool test-simulated test-plain test-docs test-gpu test-all test-oldest test-clients-newest docs check format bench \
 	dist clean
 
 .DEFAULT_GOAL := help
@@ -53,6 +53,13 @@ test-plain: $(STAMP)  ## the tests that need none of these
 
 test-docs: $(STAMP)  ## pages, examples and benchmarks, run small
 	$(LANE)=docs
+
+# The Python that is given, else that of .venv, else python3. It needs torch, numpy, pytest and pytest-timeout, and no Ray; nothing is
+# installed, because a machine with a GPU usually has a torch that fits it.
+GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(firstword $(wildcard $(BIN)/python) $(PYTHON)),$(PYTHON))
+
+test-gpu:  ## what a first session on a GPU must settle, in ten minutes; PYTHON=python3 names the Python; results in runs/gpu
+	$(GPU_PYTHON) benchmarks/first_gpu.py
 
 test-all: $(STAMP)  ## every test, also the slow ones, one after the other
 	$(BIN)/python -m pytest -q

@@ -152,6 +152,8 @@ def join_group(rank: int, workers: int, scratch: str, device: str = "cpu") -> No
     import torch
 
     torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     backend = "nccl" if device == "cuda" else "gloo"
     torch.distributed.init_process_group(
         backend, init_method=f"file://{scratch}/rendezvous", rank=rank, world_size=workers

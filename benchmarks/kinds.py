@@ -40,6 +40,7 @@ class Spec:
         input_shape: Shape of one example.
         classes: Number of classes.
         batch: Examples in a micro-batch.
+        tokens: Whether the input is token numbers below ``classes``, each with a class of its own.
         bf16: Whether forward passes run under autocast.
         layout: Arguments of ``.to`` for the model and its input.
     """
@@ -48,6 +49,7 @@ class Spec:
     input_shape: tuple[int, ...]
     classes: int
     batch: int
+    tokens: bool = False
     bf16: bool = False
     layout: dict[str, Any] = field(default_factory=dict)
 
@@ -117,6 +119,42 @@ def resnet50(width: int = 64, blocks: Sequence[int] = (3, 4, 6, 3), classes: int
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
 
 
+class TransformerBlock(nn.Module):
+    """Causal attention and a two-layer network, each after a norm and beside a shortcut."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.network = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU("tanh"), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
+        x = x + self.project(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+        return x + self.network(self.norm2(x))
+
+
+class GPT2(nn.Module):
+    """GPT-2 small: 124.4 M parameters in 148 tensors, the head tied to the embedding. Returns a row of logits for each token."""
+
+    def __init__(
+        self, depth: int = 12, width: int = 768, heads: int = 12, vocabulary: int = 50257, positions: int = 1024
+    ) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(positions, width)
+        self.blocks = nn.Sequential(*(TransformerBlock(width, heads) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        for embedding in (self.tokens, self.positions):
+            nn.init.normal_(embedding.weight, std=0.02)  # else the tied head's first loss is in the hundreds
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.blocks(self.tokens(x) + self.positions.weight[: x.shape[1]]))
+        return F.linear(y, self.tokens.weight).flatten(0, 1)
+
+
 def specs(*, smoke: bool) -> dict[str, Spec]:
     """Return the models by name; with ``smoke``, tiny ones of the same architectures."""
     narrow, wide, channels = (16, 32, 4) if smoke else (256, 1024, 16)
@@ -138,10 +176,19 @@ def specs(*, smoke: bool) -> dict[str, Spec]:
             bf16=True,
             layout={"memory_format": torch.channels_last},
         ),
+        "gpt2": Spec(
+            build=(lambda: GPT2(2, 16, 2, 32, 8)) if smoke else GPT2,
+            input_shape=(8,) if smoke else (1024,),
+            classes=32 if smoke else 50257,
+            batch=2 if smoke else 8,
+            tokens=True,
+            bf16=True,
+        ),
     }
 
 
 ON_CPU = ["narrow", "wide", "resnet"]
+ON_GPU = ["resnet50", "gpt2"]
 
 
 # ---- kinds --------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
     python benchmarks/overhead.py                                   # three models, 1 and 4 accumulation passes
     python benchmarks/overhead.py --models narrow --kinds adascale --rounds 40 --json overhead.json
-    python benchmarks/overhead.py --device cuda                     # ResNet-50 in bf16, one process, two passes (n = 2)
+    python benchmarks/overhead.py --device cuda                     # ResNet-50 and GPT-2 in bf16, one process, two passes (n = 2)
 
 All kinds run *interleaved*, in the same two processes. A round is one block of steps of each kind in shuffled order. Reported is
 the median over rounds of (kind's block / baseline's block of the same round). If the machine becomes slower or faster during the
@@ -21,15 +21,15 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from bench import in_words, join_group, leave, machine, run_workers, write_json
-from kinds import BASELINE, KINDS, ON_CPU, Batch, Place, Spec, Stepper, specs
-from torch.profiler import ProfilerActivity, profile
+from kinds import BASELINE, KINDS, ON_CPU, ON_GPU, Batch, Place, Spec, Stepper, specs
+from torch.profiler import ProfilerActivity, profile, supported_activities
 
 Also = Callable[[str, Stepper, Sequence[Batch], Place], object]
 
@@ -58,6 +58,7 @@ class Settings:
         device: "cpu" or "cuda".
         world_size: Number of workers.
         smoke: Whether the models are tiny.
+        shrink: Number that each micro-batch is divided by.
     """
 
     models: list[str]
@@ -68,6 +69,7 @@ class Settings:
     device: str
     world_size: int
     smoke: bool
+    shrink: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,13 +115,17 @@ def synchronize(device: torch.device) -> None:
 def make_batches(spec: Spec, place: Place, count: int) -> list[Batch]:
     """Return random micro-batches, different on every worker."""
     generator = torch.Generator().manual_seed(place.rank)
-    return [
-        (
-            torch.randn(spec.batch, *spec.input_shape, generator=generator).to(place.device, **spec.layout),
-            torch.randint(spec.classes, (spec.batch,), generator=generator).to(place.device),
-        )
-        for _ in range(count)
-    ]
+
+    def batch() -> Batch:
+        shape = (spec.batch, *spec.input_shape)
+        if spec.tokens:
+            x = torch.randint(spec.classes, shape, generator=generator)
+        else:
+            x = torch.randn(shape, generator=generator)
+        y = torch.randint(spec.classes, (x.numel() if spec.tokens else spec.batch,), generator=generator)
+        return x.to(place.device, **spec.layout), y.to(place.device)
+
+    return [batch() for _ in range(count)]
 
 
 def run_block(stepper: Stepper, batches: Sequence[Batch], passes: int, steps: int) -> None:
@@ -148,7 +154,7 @@ def count_calls(stepper: Stepper, batches: Sequence[Batch], place: Place) -> dic
     if place.rank != 0:
         run_block(stepper, batches, place.passes, _PROFILED_STEPS)
         return {}
-    on_gpu = place.device.type == "cuda"
+    on_gpu = place.device.type == "cuda" and ProfilerActivity.CUDA in supported_activities()  # not without CUPTI
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as profiler:
         run_block(stepper, batches, place.passes, _PROFILED_STEPS)
@@ -185,8 +191,8 @@ def measure(name: str, spec: Spec, place: Place, settings: Settings, also: Also 
         also: Called with each kind after everything was timed.
     """
     torch.manual_seed(0)
-    original = spec.build().to(place.device, **spec.layout)
-    models = {kind: copy.deepcopy(original) for kind in settings.kinds}
+    original = spec.build()
+    models = {kind: copy.deepcopy(original).to(place.device, **spec.layout) for kind in settings.kinds}
     steppers = {kind: KINDS[kind].build(models[kind], place) for kind in settings.kinds}
     for stepper in steppers.values():
         stepper.bf16 = spec.bf16
@@ -266,7 +272,9 @@ def worker(rank: int, workers: int, scratch: str, settings: Settings) -> None:
         for passes in settings.accumulation:
             start = time.perf_counter()
             place = Place(rank=rank, world_size=workers, device=device, passes=passes)
-            results += measure(name, specs(smoke=settings.smoke)[name], place, settings)
+            spec = specs(smoke=settings.smoke)[name]
+            spec = replace(spec, batch=max(spec.batch // settings.shrink, 1))
+            results += measure(name, spec, place, settings)
             if rank == 0:
                 taken = time.perf_counter() - start
                 print(f"{name}, {passes} pass(es) a step: {taken:.0f} s", file=sys.stderr, flush=True)
@@ -321,7 +329,7 @@ def table(results: Sequence[Result]) -> str:
 def parse(argv: Sequence[str] | None) -> tuple[Settings, Path | None, dict[str, str]]:
     """Return settings, the path of the JSON file, and the kinds that can't run here with the reason."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    help_models = "default: the three first ones (cuda: resnet50)"
+    help_models = f"default: {' '.join(ON_CPU)} (cuda: {' '.join(ON_GPU)})"
     parser.add_argument("--models", nargs="+", choices=list(specs(smoke=False)), help=help_models)
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), help=f"default: all; {BASELINE} always runs")
     parser.add_argument("--accumulation", nargs="+", type=int, help="passes a step; default: 1 4 (cuda: 2)")
@@ -329,6 +337,7 @@ def parse(argv: Sequence[str] | None) -> tuple[Settings, Path | None, dict[str, 
     help_steps = f"optimizer steps in a block; default: about {_BLOCK_S:g} s of them (--smoke: 2)"
     parser.add_argument("--steps-per-round", type=int, help=help_steps)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cpu: 2 processes; cuda: 1")
+    parser.add_argument("--shrink", type=int, default=1, help="divide each micro-batch by this, where memory is short")
     parser.add_argument("--json", type=Path, help="also write everything to this file")
     parser.add_argument("--smoke", action="store_true", help="tiny models, a few steps: only check that it runs")
     args = parser.parse_args(argv)
@@ -343,10 +352,10 @@ def parse(argv: Sequence[str] | None) -> tuple[Settings, Path | None, dict[str, 
     accumulation = args.accumulation or ([2] if args.device == "cuda" else [1, 4])
     rounds = (2 if args.smoke else 20) if args.rounds is None else args.rounds
     steps = 2 if args.smoke and args.steps_per_round is None else args.steps_per_round
-    if rounds < 1 or min(accumulation) < 1 or (steps is not None and steps < 1):
-        parser.error("--rounds, --steps-per-round and --accumulation must be at least 1")
+    if min(rounds, args.shrink, *accumulation) < 1 or (steps is not None and steps < 1):
+        parser.error("--rounds, --steps-per-round, --accumulation and --shrink must be at least 1")
     settings = Settings(
-        models=list(dict.fromkeys(args.models or (["resnet50"] if args.device == "cuda" else ON_CPU))),
+        models=list(dict.fromkeys(args.models or (ON_GPU if args.device == "cuda" else ON_CPU))),
         kinds=[name for name in dict.fromkeys(asked) if name not in reasons],
         accumulation=list(dict.fromkeys(accumulation)),
         rounds=rounds,
@@ -354,6 +363,7 @@ def parse(argv: Sequence[str] | None) -> tuple[Settings, Path | None, dict[str, 
         device=args.device,
         world_size=1 if args.device == "cuda" else 2,
         smoke=args.smoke,
+        shrink=args.shrink,
     )
     return settings, args.json, reasons
 

@@ -1,8 +1,9 @@
 """Fixtures for all tests, and the lanes in which `make test` and `make test-docs` run them.
 
-Each test belongs to one lane: "docs" by its marker, else "ray" where it starts Ray, else "simulated" where it runs on the
-simulated GPU, else "pool" where it runs functions on gloo processes, else "plain". ``pytest --lane=pool`` runs the tests of one
-lane. It imports no file without such tests, since an import of Ray Train or of a client library takes seconds.
+Each test belongs to one lane: "gpu" and "docs" by their markers, else "ray" where it starts Ray, else "simulated" where it runs on
+the simulated GPU, else "pool" where it runs functions on gloo processes, else "plain". ``pytest --lane=pool`` runs the tests of
+one lane. It imports no file without such tests, since an import of Ray Train or of a client library takes seconds. The lane
+"gpu" must run where Ray is not installed.
 
 ``@pytest.mark.also_simulated`` on a test (or a file) that uses ``pool`` adds the same test on the simulated GPU. With patterns,
 it adds only the cases whose parameters, joined as in the test's id, match one of them.
@@ -41,13 +42,14 @@ torch.set_num_threads(1)
 
 # Whether a file may hold tests of a lane, by its text; of "plain" every file may.
 _MENTIONS = {
+    "gpu": re.compile(r"\bmark\.gpu\b"),
     "docs": re.compile(r"\bmark\.docs\b"),
     "ray": re.compile(r"\bmark\.ray\b|\bray_session\b"),
     "simulated": re.compile(r"\bmark\.(also_)?simulated\b|\bsimulated_pool\b"),
     "pool": re.compile(r"\bmark\.pool\b|\bpool\b|\bknowing\b"),
 }
 # A marker of all tests of a file.
-_WHOLE_FILE = re.compile(r"^pytestmark = (?:\[[^]]*)?pytest\.mark\.(docs|ray)\b", re.MULTILINE)
+_WHOLE_FILE = re.compile(r"^pytestmark = (?:\[[^]]*)?pytest\.mark\.(docs|ray|gpu)\b", re.MULTILINE)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -101,6 +103,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         fixtures = getattr(item, "fixturenames", ())
         if _on_simulated_gpu(item) or "simulated_pool" in fixtures:
             item.add_marker(pytest.mark.simulated)
+        gpu = item.get_closest_marker("gpu")
+        if gpu is not None:
+            needed = gpu.args[0] if gpu.args else 1
+            found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+            if found < needed:
+                item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), and torch finds {found}"))
         if "ray_session" in fixtures:
             item.add_marker(pytest.mark.ray)
         if "pool" in fixtures:

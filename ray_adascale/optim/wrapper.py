@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections import defaultdict
 from typing import Any
 
+import torch
 from torch.optim import LBFGS, Optimizer
 
+from .._torch import is_dtensor
 from ..sharding.oss import OSS
 
 __all__ = ["OptimizerWrapper"]
@@ -98,3 +102,33 @@ def _check(optimizer: Optimizer) -> None:
             f"AdaScale can't wrap {type(inner).__name__}, whose step needs the closure: it evaluates the model within the "
             "step, and the gain is that of the gradients before it. Use it without AdaScale."
         )
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            _check_fused(optimizer, group)
+
+
+def _check_fused(optimizer: Optimizer, group: dict[str, Any]) -> None:
+    """Raise if torch can't step this group's shards (DTensors) with the optimizer's fused kernel, by trying it on one tensor.
+
+    Raises:
+        ValueError: It can't. Without this check the first step would fail.
+    """
+    shards = [p for p in group["params"] if is_dtensor(p)]
+    if not shards:
+        return
+    smallest = min(shards, key=lambda p: p.numel())
+    shard = torch.zeros_like(smallest, requires_grad=False)
+    shard.grad = torch.zeros_like(shard)
+    twin = copy.copy(optimizer)  # without the user's hooks, which torch leaves out of copies
+    twin.state, twin.param_groups = defaultdict(dict), [{**group, "params": [shard]}]
+    if smallest in optimizer.state:  # some have state from the start
+        state = optimizer.state[smallest].items()
+        twin.state[shard] = {key: value.clone() if torch.is_tensor(value) else value for key, value in state}
+    try:
+        twin.step()
+    except NotImplementedError as e:
+        name = type(optimizer).__name__
+        raise ValueError(
+            f"{name}(fused=True) can't step the shards of fully_shard: torch {torch.__version__} has no sharding strategy for "
+            f"its kernel. Use {name}(foreach=True)."
+        ) from e

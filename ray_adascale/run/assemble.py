@@ -152,7 +152,9 @@ def assemble(
         check_recipe(recipe, base_schedule)
 
     module = model.to(device)
-    on_cpu = dist.new_group(backend="gloo") if plan.world_size > 1 and dist.get_backend() == "nccl" else None
+    # By the configuration: init_process_group() without a backend leaves the name "undefined", and has NCCL alone on a GPU.
+    only_nccl = plan.world_size > 1 and "gloo" not in dist.get_backend_config()
+    on_cpu = dist.new_group(backend="gloo") if only_nccl else None
     wrapped = wrap(module, optimizer, config, plan, device=device, total_steps=total_steps)
     passes = Passes(
         wrapped.model,

@@ -130,11 +130,13 @@ class LocalBackend(Backend):
 
     Args:
         folder: The folder of the checkpoints. A run resumes from the newest complete one. None keeps no checkpoints.
-        device: Default: the current CUDA device if there is one, else the CPU.
+        device: Default: a CUDA device if there is one, else the CPU. Of several CUDA devices it is the one that the process group
+            is bound to, or that the program chose with ``torch.cuda.set_device``, or else number LOCAL_RANK, which torchrun sets.
+            A CUDA device becomes the current one, because NCCL's object collectives and ``fully_shard`` use the current one.
         keep: Number of checkpoints to keep.
 
     Raises:
-        ValueError: Files can't be written in the folder, or ``keep`` is out of range.
+        ValueError: Files can't be written in the folder, ``keep`` is out of range, or the CUDA device is not there.
     """
 
     def __init__(
@@ -145,9 +147,7 @@ class LocalBackend(Backend):
         initialized = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if initialized else 0
         self.world_size = dist.get_world_size() if initialized else 1
-        if device is None:
-            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-        self.device = torch.device(device)
+        self.device = _own_device(device)
         self.folder = None if folder is None else Path(folder)
         if self.folder is not None:
             try:
@@ -207,3 +207,44 @@ class LocalBackend(Backend):
     def trace_store(self) -> Callable[[Path], object] | None:
         folder = self.folder
         return None if folder is None else lambda path: shutil.copyfile(path, folder / TRACE)
+
+
+def _own_device(device: str | torch.device | None) -> torch.device:
+    """Return this process's device, with an index if it is a CUDA device, and make that the current one.
+
+    Args:
+        device: The user's choice; None or "cuda" leaves the index open.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return device
+    visible = torch.cuda.device_count()
+    index = _own_index(visible) if device.index is None else device.index
+    if index >= visible:
+        raise ValueError(f"Invalid device='cuda:{index}'. This process sees {visible} CUDA device(s), numbered from 0.")
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _own_index(visible: int) -> int:
+    """Return the number of this process's CUDA device among the visible ones."""
+    if dist.is_available() and dist.is_initialized():
+        bound = getattr(dist.group.WORLD, "bound_device_id", None)  # init_process_group(device_id=)
+        if bound is not None and bound.index is not None:
+            return int(bound.index)
+    # The current device is 0 until the program sets another. Asking before CUDA is in use would start it on device 0.
+    if torch.cuda.is_initialized() and torch.cuda.current_device() != 0:
+        return torch.cuda.current_device()
+    local_rank = os.environ.get("LOCAL_RANK", "0")
+    index = int(local_rank) if local_rank.isdigit() else 0
+    if index < visible:
+        return index
+    if visible == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return 0  # the launcher shows each process a device of its own
+    raise ValueError(
+        f"LOCAL_RANK is {index}, and this process sees {visible} CUDA device(s). Start at most {visible} process(es) on this "
+        "machine (torchrun --nproc-per-node), or let each see a device of its own (CUDA_VISIBLE_DEVICES). To let several "
+        "processes share a device, with gloo, pass LocalBackend(device='cuda:0')."
+    )

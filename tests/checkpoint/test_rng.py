@@ -129,6 +129,6 @@ def test_a_state_without_a_gpu_leaves_one_alone() -> None:
     restore_rng(state, DEVICE)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_only_the_given_gpus_generator_is_captured() -> None:
     assert "cuda" in capture_rng(torch.device("cuda"))

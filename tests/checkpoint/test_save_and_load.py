@@ -198,7 +198,7 @@ def test_targets_may_be_views_and_parameters(tmp_path: Path) -> None:
     assert base.tolist() == [0, 1, 0, 2, 0, 3, 0, 0]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_tensors_on_a_gpu(tmp_path: Path) -> None:
     device = torch.device("cuda")
     checkpoint.save(tmp_path, {"a": weight().to(device), "b": TensorShard(flat().to(device), 0, NUMEL)})

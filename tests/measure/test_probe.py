@@ -633,7 +633,7 @@ def test_what_cannot_be_cut_is_not_probed(batch: Any) -> None:
     assert halves_of(batch) == []
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_on_a_gpu_the_generator_and_the_statistics_are_as_on_the_cpu() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4, dtype=torch.float64), nn.Tanh(), nn.Linear(4, 1, dtype=torch.float64))

@@ -115,8 +115,27 @@ def test_the_resnet_has_the_tensors_of_resnet18() -> None:
     assert sum(p.numel() for p in model.parameters()) == 11_689_512 - 64 * 3 * (49 - 9)
 
 
+def test_the_gpt2_has_the_tensors_of_gpt2_small() -> None:
+    kinds = load("kinds")
+    with torch.device("meta"):
+        model = kinds.GPT2()
+    # transformers' GPT2LMHeadModel has 124 439 808 parameters in 148 tensors, the head being the embedding.
+    assert (sum(p.numel() for p in model.parameters()), len(list(model.parameters()))) == (124_439_808, 148)
+    spec = kinds.specs(smoke=True)["gpt2"]
+    (x, y), _ = load_overhead().make_batches(
+        spec, kinds.Place(rank=0, world_size=1, device=torch.device("cpu"), passes=2), 2
+    )
+    small = spec.build()
+    loss = torch.nn.functional.cross_entropy(small(x), y)
+    assert loss.item() == pytest.approx(
+        math.log(spec.classes), rel=0.1
+    )  # at first each token is as likely as any other
+    loss.backward()
+    assert all(p.grad is not None for p in small.parameters())
+
+
 @pytest.mark.parametrize(
-    "wrong", [["--kinds", "nothing"], ["--rounds", "0"], ["--accumulation", "0"], ["--models", "x"]]
+    "wrong", [["--kinds", "nothing"], ["--rounds", "0"], ["--accumulation", "0"], ["--models", "x"], ["--shrink", "0"]]
 )
 def test_wrong_arguments_are_refused_before_anything_starts(
     wrong: list[str], capsys: pytest.CaptureFixture[str]

@@ -301,6 +301,7 @@ OTHERS_OWN = (
     "No such file or directory",
     "401",
     "Gloo connectFullMesh failed ... remote=[127.0.1.1]",
+    "Duplicate GPU detected",
 )
 
 

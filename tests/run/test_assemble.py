@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ray_adascale import AdaScaleConfig, EarlyStop, LocalBackend
 from ray_adascale.run.advice import NoiseWarning, UsefulWorkers
@@ -111,6 +112,33 @@ def test_workers_beside_rank_0_have_the_stages_and_no_listeners(pool: Any, tmp_p
     assert second[0] == []
     assert first[1] == second[1] == [stage.__name__ for stage in STAGES]
     assert (first[2], second[2]) == (1, 0)  # rank 0 warns of doubts
+
+
+def _groups_of_checkpoints(backends: str, name: str) -> str:
+    """The backends of the group that writes checkpoints, if the default group had ``backends`` and this ``name``."""
+    whole = dist.group.WORLD
+    with pytest.MonkeyPatch.context() as patched:
+        asked = dist.get_backend_config
+        patched.setattr(dist, "get_backend_config", lambda group=None: asked(group) if group else backends)
+        patched.setattr(dist, "get_backend", lambda group=None: name)
+        group = built(sharding="none", per_worker_batch_size=2).checkpointing.saver._group
+    assert group is not whole
+    return "default" if group is None else asked(group)
+
+
+@pytest.mark.parametrize(
+    ("backends", "name", "expected"),
+    [
+        ("cuda:nccl", "nccl", "cpu:gloo"),  # init_process_group("nccl")
+        ("cuda:nccl", "undefined", "cpu:gloo"),  # init_process_group()
+        ("cpu:gloo,cuda:nccl", "undefined", "default"),
+        ("cpu:gloo", "gloo", "default"),
+    ],
+)
+def test_checkpoints_have_a_group_for_tensors_on_the_cpu(pool: Any, backends: str, name: str, expected: str) -> None:
+    """A checkpoint in the background must not share NCCL's communicator with the steps."""
+    for found in pool(2).run(_groups_of_checkpoints, backends, name):
+        assert found.startswith(expected)
 
 
 def test_a_resume_loads_every_part_of_a_checkpoint(tmp_path: Path) -> None:

@@ -220,3 +220,99 @@ def test_rank_0_looks_and_takes_away_and_all_know_what_it_found(pool: Pool, tmp_
     assert same == found
     assert len(warned) == 1
     assert silent == []
+
+
+# ---- the device ------------------------------------------------------------------------------------------------------
+
+
+class Cuda:
+    """torch.cuda with a number of visible devices, of which none is in use yet unless ``current`` says so."""
+
+    def __init__(self, patched: pytest.MonkeyPatch, visible: int, current: int | None = None) -> None:
+        self.chosen: list[int] = []
+        patched.setattr(torch.cuda, "is_available", lambda: visible > 0)
+        patched.setattr(torch.cuda, "device_count", lambda: visible)
+        patched.setattr(torch.cuda, "is_initialized", lambda: current is not None)
+        patched.setattr(torch.cuda, "current_device", lambda: current or 0)
+        patched.setattr(torch.cuda, "set_device", lambda device: self.chosen.append(torch.device("cuda", device).index))
+        patched.delenv("LOCAL_RANK", raising=False)
+        patched.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.parametrize("asked", [None, "cuda"])
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_each_of_torchruns_workers_has_a_gpu_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, local_rank: int, asked: str | None
+) -> None:
+    cuda = Cuda(monkeypatch, visible=2)
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    assert LocalBackend(device=asked).device == torch.device("cuda", local_rank)
+    assert cuda.chosen == [local_rank]  # NCCL's object collectives use the current device
+
+
+def test_without_a_launcher_the_current_gpu_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    Cuda(monkeypatch, visible=2)
+    assert LocalBackend().device == torch.device("cuda", 0)
+    Cuda(monkeypatch, visible=2, current=1)
+    assert LocalBackend().device == torch.device("cuda", 1)
+
+
+def test_a_gpu_that_the_program_chose_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch, visible=4, current=3)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert LocalBackend().device == torch.device("cuda", 3)
+    assert LocalBackend(device="cuda:2").device == torch.device("cuda", 2)
+    assert cuda.chosen == [3, 2]
+
+
+def test_a_gpu_in_use_by_default_is_not_one_that_the_program_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    Cuda(monkeypatch, visible=2, current=0)  # by a tensor.cuda() before
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert LocalBackend().device == torch.device("cuda", 1)
+
+
+def test_the_gpu_of_the_process_group_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch, visible=4)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    group = type("Group", (), {"bound_device_id": torch.device("cuda", 2)})()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(type(dist.group), "WORLD", group)
+    assert LocalBackend().device == torch.device("cuda", 2)
+    assert cuda.chosen == [2]
+
+
+def test_one_visible_gpu_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch, visible=1)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert LocalBackend().device == torch.device("cuda", 0)
+    assert cuda.chosen == [0]
+
+
+@pytest.mark.parametrize("visible", [1, 2])
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, visible: int) -> None:
+    cuda = Cuda(monkeypatch, visible=visible)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ValueError, match=rf"LOCAL_RANK is 2, .* {visible} CUDA device.*--nproc-per-node"):
+        LocalBackend()
+    assert LocalBackend(device="cuda:0").device == torch.device("cuda", 0)  # several may share one, with gloo
+    assert LocalBackend(device="cpu").device == torch.device("cpu")
+    assert cuda.chosen == [0]
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch, visible=2)
+    with pytest.raises(ValueError, match=r"Invalid device='cuda:2'.*2 CUDA device"):
+        LocalBackend(device="cuda:2")
+    assert cuda.chosen == []
+
+
+def test_no_gpu_is_touched_for_a_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch, visible=2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert LocalBackend(device="cpu").device == torch.device("cpu")
+    Cuda(monkeypatch, visible=0)
+    assert LocalBackend().device == torch.device("cpu")
+    assert cuda.chosen == []
