@@ -1,8 +1,8 @@
 """Fixtures for all tests, and the lanes in which `make test` and `make test-docs` run them.
 
-Each test belongs to one lane: "gpu" and "docs" by their markers, else "ray" where it starts Ray, else "simulated" where it runs on
-the simulated GPU, else "pool" where it runs functions on gloo processes, else "plain". ``pytest --lane=pool`` runs the tests of
-one lane. It imports no file without such tests, since an import of Ray Train or of a client library takes seconds. The lane
+Each test belongs to one lane: "gpu" and "docs" by their markers, else "ray" where it starts Ray, else "simulated" where it runs
+on the simulated GPU, else "pool" where it runs functions on gloo processes, else "plain". ``pytest --lane=pool`` runs the tests
+of one lane. It imports no file without such tests, since an import of Ray Train or of a client library takes seconds. The lane
 "gpu" must run where Ray is not installed.
 
 ``@pytest.mark.also_simulated`` on a test (or a file) that uses ``pool`` adds the same test on the simulated GPU. With patterns,

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from .norms import GroupSums, take_norm, worth_sharing
+from .norms import GroupSums, take_norm, take_norms, worth_sharing
 from .observers import GradientObserver, PassListener, queue_end_of_backward, refuse_compiled
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with the classes, not with their names.
@@ -234,7 +234,5 @@ def _norms(
     """Return (parameter group, norm) of this worker's share of each segment."""
     if flat.is_sparse:  # a bucket of its own
         return [(g, take_norm(flat)) for g, _, _ in segments] if rank == 0 else []
-    return [
-        (g, take_norm(flat[a + (b - a) * rank // world_size : a + (b - a) * (rank + 1) // world_size]))
-        for g, a, b in segments
-    ]
+    parts = [flat[a + (b - a) * rank // world_size : a + (b - a) * (rank + 1) // world_size] for _, a, b in segments]
+    return [(g, norm) for (g, _, _), norm in zip(segments, take_norms(parts), strict=True)]

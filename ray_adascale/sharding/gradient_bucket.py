@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..measure.norms import take_norm
+from ..measure.norms import take_norms
 from .buckets import Bucket, memory_view
 from .collectives import Buffers, Reduction
 
@@ -245,7 +245,8 @@ class GradientBucket:
         assert self.shard is not None
         if self._norms is None:
             shard = self.shard
-            self._norms = [(g, take_norm(shard[start:end])) for g, start, end in self._own_segments]
+            norms = take_norms([shard[start:end] for _, start, end in self._own_segments])
+            self._norms = [(g, norm) for (g, _, _), norm in zip(self._own_segments, norms, strict=True)]
         return self._norms
 
     def _parts_of(self, shard: Tensor) -> list[Tensor]:

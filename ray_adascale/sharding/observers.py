@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..measure.norms import GroupSums, take_norm
+from ..measure.norms import GroupSums, take_norms
 from ..measure.observers import GradientObserver, HookObserver, PassListener
 from .gradient_bucket import GradientBucket
 from .oss import OSS
@@ -86,7 +86,8 @@ class BucketObserver(GradientObserver):
 
     def add_bucket(self, bucket: GradientBucket, flat: Tensor) -> None:
         """Take the norms of one bucket of a gradient sample."""
-        self._norms += [(g, take_norm(flat[start:end])) for g, start, end in bucket.segments]
+        norms = take_norms([flat[start:end] for _, start, end in bucket.segments])
+        self._norms += [(g, norm) for (g, _, _), norm in zip(bucket.segments, norms, strict=True)]
 
     def local_sq_norms(self) -> Tensor:
         norms, self._norms = self._norms, []
