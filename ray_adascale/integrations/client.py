@@ -16,7 +16,8 @@ from .._torch import called_to_make_state
 from .._warn import warn_at_user
 from ..batch_policy import BatchPlan
 from ..config import AdaScaleConfig
-from ..measure.probe import probe_noise
+from ..measure.per_example import not_covered
+from ..measure.probe import probe_examples, probe_noise
 from ..optim.adascale import AdaScale
 from ..optim.step_shape import StepEnd, StepShape
 from ..recipe import NoiseProbe, Recipe
@@ -285,8 +286,8 @@ class StepsToGo:
 class RecipeRecorder:
     """Records the recipe of a client's base run: one worker at the base batch, with probes of the noise.
 
-    A probe is one more forward and backward pass over the batch, in halves. It changes no state, so the run is bit-identical to
-    one without probes.
+    A probe is one more forward and backward pass over the batch: with its single examples as gradient samples, where per-example
+    norms are available for the model, else in halves. It changes no state, so the run is bit-identical to one without probes.
 
     Args:
         loss_fn: ``loss_fn(model, batch)``, the mean loss over the batch's examples, of the bare model.
@@ -305,6 +306,7 @@ class RecipeRecorder:
     def forget(self) -> None:
         """Drop the probes. An adapter calls this before a new run."""
         self._noise: list[NoiseProbe] = []
+        self._by_examples: bool | None = None  # None before the first probe
         self._started = time.monotonic()
 
     def begin(self, schedule: TauSchedule, config: AdaScaleConfig) -> None:
@@ -338,7 +340,15 @@ class RecipeRecorder:
         if tau % self._probe_every or (self._noise and self._noise[-1].effective_steps >= tau):
             return
         trained = [p for group in self._schedule.optimizer.param_groups for p in group["params"] if p.requires_grad]
-        probed = probe_noise(model, self._loss_fn, batch, parameters=trained)
+        if self._by_examples is None:
+            self._by_examples = not not_covered(model, [trained])
+        probed: tuple[float, float] | str | None = None
+        if self._by_examples:
+            probed = probe_examples(model, self._loss_fn, batch, parameters=trained)
+            self._by_examples = not isinstance(probed, str)
+        if not self._by_examples:
+            probed = probe_noise(model, self._loss_fn, batch, parameters=trained)
+        assert not isinstance(probed, str)
         if probed is None:
             warn_at_user(
                 "The batch can't be split in two, so its noise is not probed. The recipe will have no forecast."
@@ -378,6 +388,8 @@ class RecipeRecorder:
                 schedule=self._schedule.base_schedule,
                 noise=self._noise,
                 momentum=self._momentum,
+                noise_source="examples" if self._by_examples else "halves",
+                noise_every=self._probe_every,
             ),
             workload=workload,
             hyperparameters=hyperparameters,

@@ -1,8 +1,9 @@
-"""The noise of one batch's gradient, measured on its two halves without an effect on training.
+"""The noise of one batch's gradient, measured in an extra pass without an effect on training: by its halves, or by its examples.
 
 A search runs at the base batch on one worker: one gradient sample per step, so the variance cannot be read off the step
-itself. The probe makes one extra pass over the batch, cut in two: with ``w_i = m_i/m`` and the halves' mean gradients
-``g_1, g_2``, :func:`ray_adascale.gain.gradient_moments` gives unbiased σ² and μ² (n = 2).
+itself. :func:`probe_noise` makes one extra pass over the batch, cut in two: with ``w_i = m_i/m`` and the halves' mean gradients
+``g_1, g_2``, :func:`ray_adascale.gain.gradient_moments` gives unbiased σ² and μ² (n = 2). :func:`probe_examples` has the m
+examples of the batch as gradient samples (n = m), where per-example norms are available.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..gain import gradient_moments
 from .norms import take_norm
+from .per_example import ExampleNorms, MeasuredPasses
 
-__all__ = ["examples_of", "halves_of", "probe_noise"]
+__all__ = ["examples_of", "halves_of", "probe_examples", "probe_noise"]
 
 
 def probe_noise(
@@ -100,6 +102,61 @@ def probe_noise(
     return sigma2.item(), mu2.item()
 
 
+def probe_examples(
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    batch: Any,
+    *,
+    parameters: Sequence[nn.Parameter] | None = None,
+) -> tuple[float, float] | str:
+    """Return unbiased σ² and μ² of one base batch at the model's present weights, with its examples as gradient samples.
+
+    What is restored, and the cost, are those of :func:`probe_noise`.
+
+    Args:
+        model: The bare model: not wrapped by DDP, not compiled.
+        loss_fn: ``loss_fn(model, batch)`` is the *mean* loss over the batch's examples, a scalar. Called once.
+        batch: The base batch. Its examples are in the first dimension of each layer's input.
+        parameters: Parameters to measure the gradient of. Default: all trainable ones of the model.
+
+    Returns:
+        ``(σ², μ²)``; or a phrase that says why the pass can't be measured.
+
+    Raises:
+        ValueError: As for :func:`probe_noise`; or per-example norms are not available for a parameter, which
+            :func:`ray_adascale.measure.per_example.not_covered` names.
+    """
+    measured = _measured(model, parameters)
+    norms = ExampleNorms(model, [measured])
+    found: list[MeasuredPasses] = []
+    reduced: dict[Tensor, Tensor] = {}
+
+    @contextmanager
+    def watched() -> Iterator[None]:
+        norms.begin(verify=True)  # within the pass, where the layers have the parameters that it differentiates by
+        try:
+            yield
+            found.append(norms.end())
+        finally:
+            norms.cancel()
+
+    def receive(parameter: Tensor, gradient: Tensor) -> None:
+        reduced[parameter] = _sq_norm(gradient)
+
+    tensors = [*model.parameters(), *model.buffers(), *(x for x in _leaves(batch) if isinstance(x, Tensor))]
+    with _generators_kept(tensors):
+        _gradients(model, loss_fn, batch, measured, receive, watched())
+    (passes,) = found
+    if passes.problem is not None:
+        return passes.problem
+    if passes.examples < 2:
+        return "a batch of one example"
+    mean = passes.sq_norms.sum().cpu() * passes.examples
+    c = torch.stack([reduced[parameter].cpu() for parameter in measured if parameter in reduced]).sum()
+    sigma2, mu2 = gradient_moments(mean, c, scale=1.0, count=passes.examples)
+    return sigma2.item(), mu2.item()
+
+
 def examples_of(batch: Any, count: int) -> tuple[Any, int] | None:
     """Return the first examples of a batch, and their number; None if the batch can't be cut.
 
@@ -165,13 +222,23 @@ class _Pass(nn.Module):
     The backward pass is inside as well: activation checkpointing runs the model again there.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[[nn.Module, Any], Tensor],
+        watched: AbstractContextManager[object],
+    ) -> None:
         super().__init__()
+        self.watched = watched
         self.model = model
         self.loss_fn = loss_fn
         self.inputs: list[Tensor] = []  # the aliases to differentiate by
 
     def forward(self, batch: Any) -> None:
+        with self.watched:
+            self._run(batch)
+
+    def _run(self, batch: Any) -> None:
         loss = self.loss_fn(self.model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -189,6 +256,7 @@ def _gradients(
     batch: Any,
     measured: Sequence[Tensor],
     receive: Callable[[Tensor, Tensor], None],
+    watched: AbstractContextManager[object] | None = None,
 ) -> None:
     """Call ``receive(parameter, gradient)`` for every measured parameter that the loss depends on.
 
@@ -203,7 +271,7 @@ def _gradients(
     and ``tie_weights=False`` keeps torch from adding the others. A loss that is a module may hold the model, or parameters of
     the model, as well.
     """
-    call = _Pass(model, loss_fn)
+    call = _Pass(model, loss_fn, nullcontext() if watched is None else watched)
     parameters, buffers = _held(call, nn.Module.named_parameters), _held(call, nn.Module.named_buffers)
     lent_parameters = dict.fromkeys(_held(model, nn.Module.named_parameters).values())  # not the loss's own
     wanted = set(measured)

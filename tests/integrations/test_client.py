@@ -189,3 +189,23 @@ def test_what_the_optimizer_does_not_train_is_not_probed() -> None:
     # w's gradient is -1 in one half and -3 in the other: mean of squares 5, square of the mean 4, so σ² = 1 and μ² = 4 - 1 = 3.
     # b's is the same, and would make it 2 and 6.
     assert (probe.sigma2, probe.mu2) == pytest.approx((1.0, 3.0), rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["examples", "halves"])
+def test_a_base_run_is_probed_by_examples_where_the_model_is_covered(kind: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), *([nn.BatchNorm1d(4)] if kind == "halves" else []), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = AdaScaleConfig(base_batch_size=8, total_steps=4)
+    adascale, schedule = attach(model, optimizer, None, config)
+    recorder = RecipeRecorder(lambda model, batch: model(batch).square().mean(), probe_every=2)
+    recorder.begin(schedule, config)
+    for _ in range(4):
+        batch = torch.randn(8, 3)
+        recorder.before_step(model, batch)
+        model(batch).square().mean().backward()
+        adascale.step()
+        adascale.zero_grad()
+    recipe = recorder.recipe({}, metric="loss", mode="min", score=0.0, workload=Offset)
+    assert [probe.effective_steps for probe in recipe.noise] == [0, 2]
+    assert recipe.search["noise"] == {"from": kind, "every": 2}

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 from ray_adascale.gain import gradient_moments
-from ray_adascale.measure.probe import probe_noise
+from ray_adascale.measure.probe import probe_examples, probe_noise
 
 Batch = tuple[Tensor, Tensor]
 
@@ -644,3 +644,69 @@ def test_on_a_gpu_the_generator_and_the_statistics_are_as_on_the_cpu() -> None:
     before = torch.cuda.get_rng_state()
     assert probe_noise(noisy, mean_output, x.cuda()) is not None
     assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+# ---- by the examples of a batch ------------------------------------------------------------------------------------------
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Dropout(0.0), nn.Linear(5, 1)).double()
+
+
+def test_examples_are_the_samples_of_the_formula() -> None:
+    model, batch = network(), (torch.randn(7, 6).double(), torch.randn(7).double())
+    samples = []
+    for i in range(7):
+        grads = torch.autograd.grad(mse(model, (batch[0][i : i + 1], batch[1][i : i + 1])), list(model.parameters()))
+        samples.append(torch.cat([g.flatten() for g in grads]))
+    stacked = torch.stack(samples)
+    a, c = stacked.square().sum(1).mean(), stacked.mean(0).square().sum()
+    expected = gradient_moments(a, c, scale=1.0, count=7)
+    assert probe_examples(model, mse, batch) == pytest.approx([x.item() for x in expected], rel=1e-12)
+
+
+def test_a_part_of_the_parameters_by_examples() -> None:
+    model, batch = network(), (torch.randn(7, 6).double(), torch.randn(7).double())
+    whole = probe_examples(model, mse, batch)
+    last = probe_examples(model, mse, batch, parameters=list(model[3].parameters()))
+    model[0].requires_grad_(False)
+    assert probe_examples(model, mse, batch) == last != whole
+
+
+def test_a_probe_by_examples_leaves_no_trace() -> None:
+    model, batch = network(), (torch.randn(8, 6).double(), torch.randn(8).double())
+    mse(model, batch).backward()
+    fired: list[int] = []
+    model[0].weight.register_hook(lambda grad: fired.append(1))
+    before = [(p.detach().clone(), p.grad.clone()) for p in model.parameters()]  # type: ignore[union-attr]
+    parameters, state = list(model.parameters()), torch.get_rng_state()
+    assert isinstance(probe_examples(model, mse, batch), tuple)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not fired
+    for p, was, (weight, grad) in zip(model.parameters(), parameters, before, strict=True):
+        assert p is was
+        assert torch.equal(p, weight)
+        assert torch.equal(p.grad, grad)  # type: ignore[arg-type]
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+class UsedTwice(nn.Module):
+    """A linear layer whose weight is used once more outside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6, bias=False, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(torch.tanh(self.layer(x)), self.layer.weight).sum(-1)
+
+
+def test_what_examples_can_not_measure_is_said_or_refused() -> None:
+    batch = (torch.randn(8, 6).double(), torch.randn(8).double())
+    found = probe_examples(UsedTwice(), mse, batch)
+    assert isinstance(found, str)
+    assert "used elsewhere" in found
+    assert probe_examples(network(), mse, (batch[0][:1], batch[1][:1])) == "a batch of one example"
+    with pytest.raises(ValueError, match="BatchNorm1d"):
+        probe_examples(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double(), mse, batch)

@@ -34,6 +34,7 @@ WORKERS, NODES, BATCH = 2, 3, 4
 STEP_TIMEOUT_S = 20.0
 HANG_S = 240.0
 """Seconds without a step after which a run counts as hung."""
+_MOST_DRIVERS = 25
 _LAST_LINE = re.compile(r"goes on from the last checkpoint|interrupted|Checkpoint: ")
 WORKLOAD = f"{Path(__file__).with_name('chaos_workload.py')}:workload"
 
@@ -120,7 +121,7 @@ class Surroundings:
         """Start the command line, ``train`` or ``resume``."""
         common = ["--storage-path", str(self.storage), "--address", self.cluster.address]
         if resume:
-            words = ["resume", self.name, *common]
+            words = ["resume", self.name, "--no-check", *common]
         else:
             words = ["train", WORKLOAD, f"record={self.record}", "--name", self.name, *common]
             words += ["--base-batch-size", str(BATCH), "--total-steps", str(T), "--per-worker-batch-size", str(BATCH)]
@@ -138,6 +139,8 @@ class Surroundings:
 
     def _start(self, words: Sequence[str]) -> None:
         number = len(self.drivers)
+        if number == _MOST_DRIVERS:
+            raise Broken(f"{number} drivers have ended; the last one: {self.log().read_text()[-500:]}")
         with (self.folder / f"driver-{number}.log").open("wb") as out:
             command = [sys.executable, "-m", "ray_adascale", *words]
             self.drivers.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True))
@@ -528,14 +531,21 @@ def inject(around: Surroundings, kind: str, chance: random.Random) -> Injected:
         Broken: It does not, or a step is lost that a checkpoint had.
     """
     at, kept, starts = around.step(), around.kept_step(), len(around.starts())
+    workers = [worker for worker in map(around.worker, range(WORKERS)) if worker is not None]
+    drivers = len(around.drivers)
     FAULTS[kind](around, chance)
-    began, drivers = time.monotonic(), len(around.drivers)
+    began = time.monotonic()
 
     def goes_on() -> bool:
         status = around.driver.poll()
         if status is not None and status != 0:
             around.start_driver(resume=True)
-        return around.ended or around.step() > at
+        if around.ended:
+            return True
+        if len(around.drivers) > drivers or not all(_lives(worker.pid) for worker in workers):
+            # The workers of a dead driver take some more steps.
+            return sum(len(start.examples) > 1 for start in around.starts()[starts:]) >= WORKERS
+        return around.step() > at + 1
 
     wait_for(f"step after {kind!r} at step {at}", goes_on)
     seconds = time.monotonic() - began
