@@ -86,8 +86,8 @@ def surroundings(kept: Path, *, disk: bool) -> Iterator[Surroundings]:
     shutil.rmtree(around.folder)
 
 
-def one_run(seed: int, kinds: Sequence[str], count: int, alone: Outcome, data: Path, *, disk: bool) -> None:
-    """Make one run with faults; add a line for each to the kept ones."""
+def one_run(seed: int, kinds: Sequence[str], count: int, alone: Outcome, data: Path, *, disk: bool) -> bool:
+    """Make one run with faults; add a line for each to the kept ones. Return whether every promise was kept."""
     chance = random.Random(seed)
     plan = sorted((chance.randrange(20, T - 60), chance.choice(list(kinds))) for _ in range(count))
     lines: list[dict[str, Any]] = []
@@ -112,6 +112,7 @@ def one_run(seed: int, kinds: Sequence[str], count: int, alone: Outcome, data: P
     finally:
         with (data / "faults.jsonl").open("a") as out:
             out.writelines(json.dumps(line) + "\n" for line in lines)
+    return not any("broken" in line for line in lines)
 
 
 def table(data: Path) -> str:
@@ -177,12 +178,13 @@ def main() -> None:
     with surroundings(args.data, disk=False) as around:
         alone = faults.left_alone(around)
         assert not faults.broken(alone, alone, around)
-    seed = args.seed
+    seed, kept = args.seed, True
     while time.monotonic() < ends_at and (args.runs is None or seed < args.seed + args.runs):
         print(f"seed {seed}", flush=True)
-        one_run(seed, kinds, args.faults, alone, args.data, disk=disk)
+        kept = one_run(seed, kinds, args.faults, alone, args.data, disk=disk) and kept
         seed += 1
     print(f"\n{table(args.data)}")
+    sys.exit(0 if kept else 1)
 
 
 if __name__ == "__main__":
