@@ -32,6 +32,7 @@ MOST_HELD = 32 << 20
 
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
+_NORMED = frozenset({torch.float32, torch.float64})
 _AT_ONCE = 4 * _BLOCK  # elements up to which a norm on a CPU is one call
 _SHARED = 1 << 20  # elements above which, on a CPU, reading the reduced gradient costs more than waiting for the others
 _vector_norm = torch.linalg.vector_norm
@@ -157,8 +158,8 @@ class _Held:
     taken: bool
 
 
-def _is_held(grad: Tensor) -> bool:
-    return grad.is_cuda
+def _is_held(param: Tensor) -> bool:
+    return param.is_cuda
 
 
 def _stream_of(device: torch.device) -> Any:
@@ -262,15 +263,23 @@ class SampleNorms:
     def taker(self, param: Tensor) -> Callable[[Tensor], None]:
         """Return a function that takes a gradient of a parameter, and its norm now or at :meth:`flush`."""
         index, norms, holders, most_bytes = self._index[param], self._norms, self._holders, self._most_bytes
+        if _is_held(param):
+
+            def hold(grad: Tensor) -> None:
+                holder = holders.get(grad.device)
+                if holder is None:  # each device has a thread of its own
+                    holder = holders[grad.device] = _Holder(norms, most_bytes)
+                holder.add(index, grad)
+
+            return hold
+        dtype, simple = param.dtype, param.dtype in _NORMED and param.numel() <= _AT_ONCE
 
         def take(grad: Tensor) -> None:
-            if not _is_held(grad):
+            # The first case is take_norm() without its checks: this runs for every parameter in every pass.
+            if simple and grad.dtype is dtype and grad.layout is torch.strided:
+                norms[index] = _vector_norm(grad)
+            else:
                 norms[index] = take_norm(grad)
-                return
-            holder = holders.get(grad.device)
-            if holder is None:  # each device has a thread of its own
-                holder = holders[grad.device] = _Holder(norms, most_bytes)
-            holder.add(index, grad)
 
         return take
 

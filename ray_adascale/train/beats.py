@@ -50,6 +50,7 @@ class Hang:
     Attributes:
         seconds: Seconds without a change of any worker's position.
         limit_s: The limit.
+        steps: Optimizer steps that the furthest worker has taken.
         held_up_by: The last beats of the workers that the others wait for; all workers, if no one is behind.
         silent: Whether those workers send no beats.
         others: The last beat of one worker that waits; None if none is ahead.
@@ -57,6 +58,7 @@ class Hang:
 
     seconds: float
     limit_s: float
+    steps: int
     held_up_by: tuple[Beat, ...]
     silent: bool
     others: Beat | None
@@ -70,7 +72,7 @@ class Hang:
         does = "sends no heartbeat: it is stopped, or its node can't be reached" if self.silent else first.phase.value
         if self.others is None and first.world_size > 1:
             who, does = "No worker", f"is behind, and each of them {first.phase.value}: the network may be down"
-        text = f"The run has made no step for {self.seconds:.0f} s, after step {first.steps}. {who} {does}."
+        text = f"The run has made no step for {self.seconds:.0f} s, after step {self.steps}. {who} {does}."
         if self.others is not None:
             text += f" Worker {self.others.rank} {self.others.phase.value}."
         return text
@@ -127,6 +129,7 @@ class Beats:
         return Hang(
             min(stands.values()),
             limit,
+            max(beat.steps for beat in beats),
             tuple(sorted(behind, key=lambda beat: beat.rank)),
             bool(silent),
             min(others, key=lambda beat: beat.rank, default=None),

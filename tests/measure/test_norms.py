@@ -74,7 +74,7 @@ def held(most_bytes: int = norms.MOST_HELD) -> Iterator[list[int]]:
         return together(tensors)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(norms, "_is_held", lambda grad: True)
+        patched.setattr(norms, "_is_held", lambda param: True)
         patched.setattr(norms, "take_norms", counted)
         patched.setattr(norms.SampleNorms.__init__, "__kwdefaults__", {"most_bytes": most_bytes})
         yield calls

@@ -20,7 +20,7 @@ def beats(*given: tuple[Beat, float]) -> Beats:
 
 
 def test_a_worker_that_is_silent_holds_up_the_others() -> None:
-    found = beats((beat(1, Phase.PASS, 3.0), 10.0), (beat(0, Phase.REDUCTION, 121.0), 130.0))
+    found = beats((beat(1, Phase.PASS, 3.0, steps=55), 10.0), (beat(0, Phase.REDUCTION, 121.0), 130.0))
     assert found.hang(126.0) is None  # of worker 1 it is 119 s
     hang = found.hang(130.0)
     assert hang is not None

@@ -125,7 +125,7 @@ def test_a_worker_that_hangs_is_named_and_ended_and_the_run_ends_as_if_nothing_h
 
 def hang(pid: int = 1, limit_s: float = 120.0) -> Hang:
     beat = Beat(1, 2, 7, Phase.DATA, 130.0, limit_s, "node", "10.0.0.1", pid)
-    return Hang(130.0, limit_s, (beat,), False, None)
+    return Hang(130.0, limit_s, 7, (beat,), False, None)
 
 
 def test_a_hang_counts_only_if_it_is_seen_without_a_break(monkeypatch: pytest.MonkeyPatch) -> None:
