@@ -72,18 +72,21 @@ def take_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
 
     On a CPU they are those of :func:`take_norm`, to the bit. On a GPU those of several tensors are float64.
     """
-    found: dict[int, Tensor] = {}
-    together: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    found: list[Any] = [None] * len(tensors)
+    together: dict[tuple[int, torch.dtype], list[int]] = {}
     for i, tensor in enumerate(tensors):
         if _is_plain(tensor):
-            together.setdefault((tensor.device, tensor.dtype), []).append(i)
+            together.setdefault((tensor.get_device(), tensor.dtype), []).append(i)  # −1 is the CPU
         else:
             found[i] = take_norm(tensor)
     for (device, _), some in together.items():
         # A GPU's kernel adds up in the dtype of the result, without a copy. The norm of an fp16 gradient may overflow fp16.
-        dtype = None if device.type == "cpu" else torch.float64
-        found.update(zip(some, torch._foreach_norm([tensors[i] for i in some], 2, dtype), strict=True))
-    return [found[i] for i in range(len(tensors))]
+        dtype = None if device < 0 else torch.float64
+        if len(some) == len(tensors):
+            return list(torch._foreach_norm([*tensors], 2, dtype))
+        for i, norm in zip(some, torch._foreach_norm([tensors[i] for i in some], 2, dtype), strict=True):
+            found[i] = norm
+    return found
 
 
 def all_finite(grads: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -118,19 +121,10 @@ class GroupSums:
         """Return float64 ``[groups]`` from pairs (parameter group, norm), summed in this order. GPUs are not waited for."""
         if not norms:
             return torch.zeros(self._groups, dtype=torch.float64, device=self._device)
-        by_place: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
-        for g, norm in norms:
-            by_place.setdefault((norm.device, norm.dtype), []).append((g, norm))
-        parts = [self._on_host(some) if at.type == "cpu" else self._on(some) for (at, _), some in by_place.items()]
-        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
-
-    def _on_host(self, norms: Sequence[tuple[int, Tensor]]) -> Tensor:
-        sums = [0.0] * self._groups  # of plain numbers, as stacking tensors takes longer
-        for g, norm in norms:
-            sums[g] += norm.item() ** 2
-        return torch.tensor(sums, dtype=torch.float64).to(self._device)
-
-    def _on(self, norms: Sequence[tuple[int, Tensor]]) -> Tensor:
+        devices = {norm.get_device() for _, norm in norms}
+        if len(devices) > 1:
+            parts = [self([(g, norm) for g, norm in norms if norm.get_device() == device]) for device in devices]
+            return torch.stack(parts).sum(0)
         numbers = torch.stack([norm for _, norm in norms]).to(self._device, torch.float64)
         if self._groups == 1:
             return torch.dot(numbers, numbers).view(1)
@@ -174,7 +168,7 @@ class _Holder:
         most_bytes: Bytes of gradients to hold.
     """
 
-    def __init__(self, norms: dict[int, Tensor], most_bytes: int) -> None:
+    def __init__(self, norms: list[Tensor | None], most_bytes: int) -> None:
         self._norms, self._most_bytes = norms, most_bytes
         self._held: list[_Held] = []
         self._bytes = 0
@@ -230,6 +224,33 @@ class _Holder:
             self._norms[one.index] = norm
 
 
+class _Slots:
+    """Slots for the norms of small gradients on the CPU. A hook writes one number there, and nothing has to be collected later.
+
+    Args:
+        params: (parameter group, parameter), all of one dtype.
+        groups: Number of parameter groups.
+        device: Device of the sums.
+    """
+
+    def __init__(self, params: Sequence[tuple[int, Tensor]], groups: int, device: torch.device) -> None:
+        self._groups, self._device = groups, device
+        self._buffer = torch.zeros(len(params), dtype=params[0][1].dtype)
+        self._group_of = torch.tensor([g for g, _ in params])
+        self.of = dict(zip((p for _, p in params), self._buffer.unbind(), strict=True))
+
+    def clear(self) -> None:
+        self._buffer.zero_()
+
+    def sums_of_squares(self) -> Tensor:
+        """Return the sum of squared norms per group, float64 ``[groups]``."""
+        squares = self._buffer.double().square_()
+        if self._groups == 1:
+            return squares.sum().view(1).to(self._device)
+        sums = torch.zeros(self._groups, dtype=torch.float64)
+        return sums.index_add_(0, self._group_of, squares).to(self._device)
+
+
 class SampleNorms:
     """The norms of the gradients of the pass that runs, by parameter.
 
@@ -246,14 +267,21 @@ class SampleNorms:
         self._group_of = [g for g, _ in params]
         self._index = {p: i for i, (_, p) in enumerate(params)}
         self._sums = GroupSums(len(groups), device)
-        self._norms: dict[int, Tensor] = {}
+        self._norms: list[Tensor | None] = [None] * len(params)
         self._holders: dict[torch.device, _Holder] = {}
         self._most_bytes = most_bytes
+        small = [(g, p) for g, p in params if p.is_cpu and p.dtype in _NORMED and p.numel() <= _AT_ONCE]
+        self._slots = [
+            _Slots([(g, p) for g, p in small if p.dtype is dtype], len(groups), device)
+            for dtype in dict.fromkeys(p.dtype for _, p in small)
+        ]
 
     def clear(self) -> None:
         """Forget all norms: a parameter that gets no gradient in the next pass counts as zero."""
         self.flush()
-        self._norms.clear()
+        self._norms[:] = [None] * len(self._norms)
+        for slots in self._slots:
+            slots.clear()
 
     def flush(self) -> None:
         """Take the norms of the gradients that are held, before anything else changes them."""
@@ -272,12 +300,12 @@ class SampleNorms:
                 holder.add(index, grad)
 
             return hold
-        dtype, simple = param.dtype, param.dtype in _NORMED and param.numel() <= _AT_ONCE
+        slot = next((slots.of[param] for slots in self._slots if param in slots.of), None)
+        dtype = None if slot is None else slot.dtype
 
         def take(grad: Tensor) -> None:
-            # The first case is take_norm() without its checks: this runs for every parameter in every pass.
-            if simple and grad.dtype is dtype and grad.layout is torch.strided:
-                norms[index] = _vector_norm(grad)
+            if grad.dtype is dtype and grad.layout is torch.strided and grad.is_cpu:
+                _vector_norm(grad, out=slot)
             else:
                 norms[index] = take_norm(grad)
 
@@ -290,10 +318,18 @@ class SampleNorms:
     def multiply(self, param: Tensor, factor: float) -> None:
         """Multiply a parameter's norm, if it has one."""
         index = self._index[param]
-        if index in self._norms:
-            self._norms[index] = self._norms[index] * factor
+        norm = self._norms[index]
+        if norm is not None:
+            self._norms[index] = norm * factor
+        for slots in self._slots:
+            if param in slots.of:
+                slots.of[param].mul_(factor)
 
     def sums_of_squares(self) -> Tensor:
         """Return the sum of squared norms per group, float64 ``[groups]``."""
         self.flush()
-        return self._sums([(self._group_of[i], self._norms[i]) for i in sorted(self._norms)])
+        parts = [slots.sums_of_squares() for slots in self._slots]
+        norms = [(g, norm) for g, norm in zip(self._group_of, self._norms, strict=True) if norm is not None]
+        if norms or not parts:
+            parts.append(self._sums(norms))
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)

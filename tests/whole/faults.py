@@ -221,12 +221,16 @@ def _lives(pid: int) -> bool:
 
 
 def processes(text: str) -> list[int]:
-    """Return the processes whose command line contains a text."""
+    """Return the processes of this cluster whose command line contains a text."""
+    mine = f"RAY_TMPDIR={os.environ['RAY_TMPDIR']}"
     found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if text in path.read_bytes().replace(b"\0", b" ").decode(errors="replace"):
-                found.append(int(path.parent.name))
+            command, variables = (
+                (path / name).read_bytes().decode(errors="replace") for name in ("cmdline", "environ")
+            )
+            if text in command.replace("\0", " ") and mine in variables.split("\0"):
+                found.append(int(path.name))
     return found
 
 
