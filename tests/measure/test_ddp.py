@@ -11,6 +11,7 @@ import math
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -278,22 +279,31 @@ def test_what_cannot_be_measured_is_refused(pool: Pool) -> None:
     pool(2).run(_refused)
 
 
-def _fails_at_times(state: list[bool], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+@dataclass
+class Link:
+    """State of a hook: whether its reductions fail, and those that it has started."""
+
+    down: bool = False
+    started: list[torch.futures.Future[list[Tensor]]] = field(default_factory=list)
+
+
+def _fails_at_times(state: Link, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """A user's hook whose reduction may fail, which DDP finds as it waits, and can go on after."""
-    fails = state[0]
+    fails = state.down
 
     def mean(future: torch.futures.Future[list[Tensor]]) -> Tensor:
         if fails:
             raise ConnectionError("the link is down")
         return future.value()[0] / dist.get_world_size()
 
-    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(mean)
+    state.started.append(dist.all_reduce(bucket.buffer(), async_op=True).get_future())
+    return state.started[-1].then(mean)
 
 
 def _a_pass_fails() -> list[list[float]]:
     results = []
     for broken in (False, True):
-        model, state = make_model(), [False]
+        model, state = make_model(), Link()
         ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4)
         measure_buckets(ddp, _fails_at_times, state)
         adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), scale=6.0, model=ddp)
@@ -302,10 +312,12 @@ def _a_pass_fails() -> list[list[float]]:
         for step in range(4):
             x, y = batches(8, 4)[2 * step + dist.get_rank()]
             if broken and step == 2:
-                state[0] = True
+                state.down = True
                 with pytest.raises(Exception, match="the link is down"):
                     F.cross_entropy(ddp(x), y).backward()
-                state[0] = False
+                state.down = False
+                torch.futures.wait_all(state.started)  # DDP does not, and they write into its buckets
+                dist.barrier()
                 adascale.zero_grad()
             F.cross_entropy(ddp(x), y).backward()
             adascale.step()
