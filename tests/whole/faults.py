@@ -338,11 +338,16 @@ def fill_disk(around: Surroundings, random: random.Random) -> None:
 
 @fault("read-only storage")
 def make_read_only(around: Surroundings, random: random.Random) -> None:
-    subprocess.run(["mount", "-o", "remount,ro", str(around.storage)], check=True)
+    def remount(how: str) -> bool:
+        command = ["mount", "-o", f"remount,{how}", str(around.storage)]
+        return subprocess.run(command, capture_output=True).returncode == 0
+
+    # While a file is being written there, the kernel refuses.
+    wait_for("chance to make the storage read-only", lambda: remount("ro"), 30)
     try:
         time.sleep(6)
     finally:
-        subprocess.run(["mount", "-o", "remount,rw", str(around.storage)], check=True)
+        wait_for("chance to make the storage writable", lambda: remount("rw"), 30)
 
 
 def _damaged(around: Surroundings, random: random.Random, damage: Callable[[Path], None]) -> None:
@@ -456,14 +461,21 @@ def outcome(around: Surroundings) -> Outcome:
     examples = [
         [i for rank in range(WORKERS) for i in steps.get(step, {}).get(rank, [])] for step in range(1, last + 1)
     ]
-    logs = [around.log(number).read_text().strip() for number in range(len(around.drivers))]
+    logs = [_without_rays(around.log(number).read_text()) for number in range(len(around.drivers))]
     return Outcome(
         torch.cat([state[key].double().reshape(-1) for key in sorted(state)]),
         trace,
         examples,
         around.driver.wait(),
-        [text.splitlines()[-1] if text else "" for text in logs],
+        [lines[-1] if lines else "" for lines in logs],
     )
+
+
+def _without_rays(text: str) -> list[str]:
+    """Return the lines of a driver's log without Ray's own, which may come last: its processes are killed."""
+    return [
+        line for line in text.splitlines() if line.strip() and "(raylet)" not in line and "[state-dump]" not in line
+    ]
 
 
 def broken(found: Outcome, alone: Outcome, around: Surroundings | None = None) -> list[str]:
