@@ -137,7 +137,7 @@ class GroupSums:
 
 @dataclass(frozen=True)
 class _Held:
-    """A gradient of which the norm is still to be taken, or that must not change until the others' are.
+    """A gradient that is kept until :meth:`_Holder.flush`.
 
     Attributes:
         index: Number of the parameter.
@@ -173,8 +173,8 @@ class _Holder:
         self._held: list[_Held] = []
         self._bytes = 0
         self._stream: Any = None  # of the gradients that are held
-        self._steady: set[int] = set()  # parameters whose gradient stayed as it was, in an earlier pass
-        self._changing: set[int] = set()  # parameters whose gradient a hook of the user's changes in place
+        self._steady: set[int] = set()  # parameters whose gradients are not changed in place
+        self._changing: set[int] = set()  # parameters whose gradients a hook of the user changes in place
 
     def add(self, index: int, grad: Tensor) -> None:
         stream = _stream_of(grad.device)

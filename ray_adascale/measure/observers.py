@@ -230,7 +230,7 @@ class HookObserver(GradientObserver):
                     self.hook(param, param)
 
     def taker(self, param: Tensor) -> Callable[[Tensor], object]:
-        """Return a function that takes a gradient of a parameter, of which :attr:`samples` then has the norm."""
+        """Return a function that computes the norm of a gradient of this parameter and stores it in :attr:`samples`."""
         precondition, samples = self._precondition, self.samples
         if not self._local:
             return lambda grad: None

@@ -127,7 +127,7 @@ class DeviceArithmetic:
         if scale is not None:
             c_and_a = c_and_a / scale.square()
         sample = constants.moments @ torch.cat([c_and_a, constants.ones]).view(3, gains)  # (σ², μ², 1)
-        # A gradient that is not finite makes A or C so, and then σ² or μ², whose sum is NaN, or infinite: never −∞.
+        # If A or C is not finite, σ² + μ² is NaN or +∞. It is never −∞.
         check = sample.sum()
         finite = check < math.inf
         averages = self._averages

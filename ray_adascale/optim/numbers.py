@@ -43,10 +43,6 @@ class Numbers:
             raise KeyError(name)
         return found
 
-    def with_tensor(self, tensor: Tensor) -> Numbers:
-        """Return the same names for other numbers."""
-        return replace(self, tensor=tensor)
-
     def between(self, before: dict[str, Tensor], after: dict[str, Tensor]) -> Numbers:
         """Return these parts with others before and after them, in one new tensor; this object if there are none."""
         if not before and not after:

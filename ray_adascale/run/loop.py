@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -275,12 +274,10 @@ class Run:
         """Yield micro-batches on the device until τ reaches T. Then evaluate, report and save for the last time."""
         self.module.train()
         entered = time.monotonic()
-        watch = ExitStack()
-        watch.enter_context(self.backend.watch(self._pulse))
         batches = iter(self.source)
         passes = self.parts.passes
         try:
-            with passes.guard():
+            with passes.guard(), self.backend.watch(self._pulse):
                 # The known τ decides: a step after which τ may have reached T is read at once.
                 while self.stopped is None and self.optimizer.known_effective_steps < self.total_steps:
                     self._pulse.enter(Phase.DATA)
@@ -293,7 +290,6 @@ class Run:
                 if self.stopped is None:
                     self._finish(TOTAL_STEPS_REACHED)
         finally:
-            watch.close()
             self._loop_seconds = time.monotonic() - entered
             self.source.close()
 

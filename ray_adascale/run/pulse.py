@@ -10,7 +10,7 @@ from enum import Enum
 __all__ = ["Phase", "Position", "Pulse"]
 
 _LAST_STEPS = 20
-"""Steps of which the slowest sets the limit."""
+"""Number of steps whose slowest sets the limit."""
 _TIMES = 10.0
 """A step may take this many times as long as the slowest of the last steps."""
 _AT_LEAST_S = 120.0

@@ -1,7 +1,7 @@
 """Heartbeats of the workers as values, and a hang that follows from them: which worker holds up the others.
 
-A worker that is stopped, or whose node is cut off, sends no beats. A worker whose loader is stuck sends the same position again
-and again.
+A stopped worker sends no beats. A worker on an unreachable node sends none either. A worker with a stuck loader sends the same
+position in each beat.
 """
 
 from __future__ import annotations
