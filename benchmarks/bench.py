@@ -11,6 +11,7 @@ import os
 import platform
 import shlex
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -158,6 +159,20 @@ def join_group(rank: int, workers: int, scratch: str, device: str = "cpu") -> No
     torch.distributed.init_process_group(
         backend, init_method=f"file://{scratch}/rendezvous", rank=rank, world_size=workers
     )
+
+
+def leave_group() -> None:
+    """Leave the workers' process group and end this process.
+
+    A ``DistributedDataParallel`` keeps its gloo group alive past ``destroy_process_group``. Under load a thread of the group may
+    then release a tensor while the interpreter ends, and the process aborts. So the interpreter's own end is left out.
+    """
+    import torch
+
+    torch.distributed.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def leave(scratch: str, rows: Sequence[Mapping[str, Any]]) -> None:

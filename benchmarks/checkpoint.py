@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench import in_words, join_group, leave, machine, markdown, run_workers, write_json
+from bench import in_words, join_group, leave, leave_group, machine, markdown, run_workers, write_json
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -201,7 +201,7 @@ def worker(rank: int, workers: int, scratch: str, settings: Settings) -> None:
     if rank == 0:
         leave(scratch, [asdict(result) for result in results])
     dist.barrier()
-    dist.destroy_process_group()
+    leave_group()
 
 
 def table(results: Sequence[Result]) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from bench import in_words, join_group, machine, run_workers
+from bench import in_words, join_group, leave_group, machine, run_workers
 from torch import Tensor
 
 _BUFFERS = 5
@@ -122,7 +122,7 @@ def worker(rank: int, workers: int, scratch: str, args: argparse.Namespace) -> N
                 row = f"{1e3 * statistics.median(wall[name]):.1f} | {1e3 * statistics.median(cpu[name]):.1f}"
                 print(f"| {_BUFFERS} × {megabytes} MiB | {name} | {row} |", flush=True)
     dist.barrier()
-    dist.destroy_process_group()
+    leave_group()
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from bench import in_words, join_group, leave, machine, run_workers, write_json
+from bench import in_words, join_group, leave, leave_group, machine, run_workers, write_json
 from kinds import KINDS, FairScaleKind, Kind, Place, Stepper, adascale, ddp, mlp
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -153,7 +153,7 @@ def worker(rank: int, workers: int, scratch: str, kind: str, optimizer: str, arg
     if rank == 0:
         leave(scratch, rows)
     dist.barrier()
-    dist.destroy_process_group()
+    leave_group()
 
 
 def main() -> int:

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from bench import in_words, join_group, leave, machine, run_workers, write_json
+from bench import in_words, join_group, leave, leave_group, machine, run_workers, write_json
 from kinds import BASELINE, KINDS, ON_CPU, ON_GPU, Batch, Place, Spec, Stepper, specs
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
@@ -280,7 +280,7 @@ def worker(rank: int, workers: int, scratch: str, settings: Settings) -> None:
                 print(f"{name}, {passes} pass(es) a step: {taken:.0f} s", file=sys.stderr, flush=True)
     if rank == 0:
         leave(scratch, [asdict(result) for result in results])
-    dist.destroy_process_group()
+    leave_group()
 
 
 # ---- reporting ----------------------------------------------------------------------------------------------------

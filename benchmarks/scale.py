@@ -42,6 +42,7 @@ from bench import (
     command_line,
     join_group,
     leave,
+    leave_group,
     machine,
     markdown,
     page_parser_options,
@@ -203,7 +204,7 @@ def steps_worker(rank: int, workers: int, scratch: str, settings: overhead.Setti
         ]
         leave(scratch, [asdict(f) for f in found])
     dist.barrier()
-    dist.destroy_process_group()
+    leave_group()
 
 
 def measure_steps(workers: int, kinds: Sequence[str], rounds: int, *, smoke: bool) -> list[Steps]:

@@ -33,7 +33,7 @@ from torch.utils.data import TensorDataset
 from ray_adascale import AdaScaleConfig, LocalBackend, Run, seed_everything
 
 sys.path.append(str(Path(__file__).parents[1]))
-from bench import join_group, markdown
+from bench import join_group, leave_group, markdown
 
 BASE, WORKERS, LARGEST_PASS = 16, 2, 128
 MODELS = ("sync", "compute")
@@ -114,7 +114,7 @@ def worker(rank: int, scratch: str, cells: Sequence[tuple[str, str, int, int]], 
         if rank == 0:
             out.put((cell, found))
     dist.barrier()
-    dist.destroy_process_group()
+    leave_group()
 
 
 def report(rows: Sequence[dict[str, Any]], choices: Sequence[str]) -> str:

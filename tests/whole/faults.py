@@ -353,9 +353,10 @@ def make_read_only(around: Surroundings, random: random.Random) -> None:
 def _damaged(around: Surroundings, random: random.Random, damage: Callable[[Path], None]) -> None:
     newest = around.newest_checkpoint()
     if newest is not None:
-        files = sorted(p for p in newest.iterdir() if p.is_file() and p.stat().st_size)
-        with suppress(OSError):  # Ray may have removed it
-            damage(files[random.randrange(len(files))])
+        with suppress(OSError):  # Ray may be removing it
+            files = sorted(p for p in newest.iterdir() if p.is_file() and p.stat().st_size)
+            if files:
+                damage(files[random.randrange(len(files))])
     kill_worker(around, random)
 
 
