@@ -190,7 +190,7 @@ def picture(plan: Plan, page: Path, name: str, title: str, draw: Draw) -> Path:
     for panel, workload in zip(axes[0], plan.workloads, strict=True):
         draw(panel, workload)
         case = plan.case(workload)
-        panel.set(title=workload, yscale="log")
+        panel.set(title=workload, yscale="log" if panel.has_data() else "linear")
         panel.set_ylabel(f"1 − {case.metric}" if case.perfect else case.metric)
         decimals(panel.yaxis)
         panel.tick_params(axis="both", which="both", labelsize=7)

