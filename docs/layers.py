@@ -39,7 +39,7 @@ RAY_LAYERS: list[list[Package]] = [
             "train",
             "where the workers of a run live: Ray Train, its cluster, preemption notices",
             "trainer backend driver_channel driver_updates beats heartbeat hang_watch stop_request gauges retry run_lock "
-            "pickling network cluster",
+            "ray_record pickling network cluster",
         )
     ],
 ]

@@ -36,6 +36,7 @@ from .files import (
     MANIFEST,
     STATE,
     CheckpointError,
+    NoUsableCheckpoint,
     TensorShard,
     check_file,
     check_size,
@@ -53,6 +54,7 @@ __all__ = [
     "MANIFEST",
     "WEIGHTS_PREFIX",
     "CheckpointError",
+    "NoUsableCheckpoint",
     "Save",
     "TensorInfo",
     "TensorShard",
@@ -411,7 +413,7 @@ def _chosen(directory: StrPath) -> Path:
         return path
     newest = latest_valid(inside)
     if newest is None:
-        raise CheckpointError(f"None of the {len(inside)} checkpoints in {path} can be used; the warnings say why.")
+        raise NoUsableCheckpoint(f"None of the {len(inside)} checkpoints in {path} can be used; the warnings say why.")
     return newest
 
 

@@ -39,6 +39,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint is incomplete, damaged or does not fit, or it could not be written. Names the file and the cause."""
 
 
+class NoUsableCheckpoint(CheckpointError):
+    """A run has checkpoints, and none of them verifies. A resume would fail alike."""
+
+
 @dataclass(frozen=True)
 class TensorShard:
     """Elements ``[offset, offset + len(tensor))`` of a logical one-dimensional tensor of ``numel`` elements.

@@ -212,8 +212,9 @@ def _train(args: argparse.Namespace) -> int:
     import ray.exceptions
     import ray.train
 
+    from ..checkpoint import NoUsableCheckpoint
     from ..recipe import Recipe
-    from ..train.retry import failure_in_words, whole_failure
+    from ..train.retry import failure_in_words, whole_failure, worker_failure
     from ..train.trainer import AdaScaleTrainer
     from ..workload_source import resolve
 
@@ -267,7 +268,9 @@ def _train(args: argparse.Namespace) -> int:
     except (ray.train.TrainingFailedError, ray.exceptions.RayError) as e:
         _print_error(f"run {name!r} failed. {failure_in_words(e)}")
         print(f"The whole traceback: {run_folder.keep_failure(folder, whole_failure(e))}", file=sys.stderr)
-        print_resume_command()
+        cause = worker_failure(e)
+        if cause is None or not isinstance(cause[1], NoUsableCheckpoint):
+            print_resume_command()
         return 1
     except KeyboardInterrupt as e:
         print(f"ray-adascale: interrupted. {e}".rstrip(), file=sys.stderr)

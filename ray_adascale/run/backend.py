@@ -179,7 +179,7 @@ class LocalBackend(Backend):
         if self.world_size > 1:
             dist.broadcast_object_list(found, src=0)
         if found[1] is not None:
-            raise checkpoint.CheckpointError(found[1])
+            raise checkpoint.NoUsableCheckpoint(found[1])
         yield found[0]
 
     def checkpoint_folder(self, step: int) -> Path | None:

@@ -30,6 +30,7 @@ from .driver_channel import DriverClient
 from .driver_updates import DriverUpdates
 from .gauges import Gauges
 from .heartbeat import Heartbeat
+from .ray_record import UnlistedCheckpoint
 from .stop_request import StopRequest
 
 __all__ = ["RayTrainBackend"]
@@ -52,6 +53,9 @@ class RayTrainBackend(Backend):
     kept_by: str | None = None
     """The metric that decides which checkpoints Ray keeps, or None."""
 
+    unlisted: Sequence[UnlistedCheckpoint] = ()
+    """Checkpoints of this run that Ray's record lacks."""
+
     teller = DriverClient(None)
     """Rank 0's connection to the driver."""
     channel: Any = None
@@ -70,7 +74,7 @@ class RayTrainBackend(Backend):
     @contextmanager
     def latest_checkpoint(self) -> Iterator[Path | None]:
         newest = ray.train.get_checkpoint()
-        if newest is None:
+        if newest is None and not self.unlisted:
             yield None
             return
         with ExitStack() as held:  # a folder downloaded for the check is kept until it has been loaded
@@ -84,26 +88,32 @@ class RayTrainBackend(Backend):
                 dist.broadcast_object_list(found, src=0)
             path, error = found
             if path is None:
-                raise checkpoint.CheckpointError(error)
-            yield Path(held.enter_context(ray.train.Checkpoint(path, newest.filesystem).as_directory()))
+                raise checkpoint.NoUsableCheckpoint(error)
+            filesystem = self._storage.storage_filesystem
+            yield Path(held.enter_context(ray.train.Checkpoint(path, filesystem).as_directory()))
 
-    def _newest_usable(self, newest: ray.train.Checkpoint, held: ExitStack) -> ray.train.Checkpoint:
+    def _newest_usable(self, newest: ray.train.Checkpoint | None, held: ExitStack) -> ray.train.Checkpoint:
         """Return the newest checkpoint that verifies. Called on rank 0, since it reads the whole checkpoint."""
-        mode = ray.train.CheckpointConsistencyMode.COMMITTED
-        reported = ray.train.get_all_reported_checkpoints(consistency_mode=mode, timeout_s=60)
-        steps = {r.checkpoint.path: int(r.metrics.get("optimizer_steps", 0)) for r in reported}
-        others = sorted(
-            (r.checkpoint for r in reported if r.checkpoint.path != newest.path), key=lambda c: steps[c.path]
-        )
+        filesystem = self._storage.storage_filesystem
+        steps = {unlisted.path: unlisted.step for unlisted in self.unlisted}
+        candidates = [ray.train.Checkpoint(path, filesystem) for path in steps]
+        if newest is not None:
+            mode = ray.train.CheckpointConsistencyMode.COMMITTED
+            reported = ray.train.get_all_reported_checkpoints(consistency_mode=mode, timeout_s=60)
+            steps |= {r.checkpoint.path: int(r.metrics.get("optimizer_steps", 0)) for r in reported}
+            candidates += [r.checkpoint for r in reported if r.checkpoint.path != newest.path]
+        candidates.sort(key=lambda c: steps[c.path])
+        if newest is not None:
+            candidates.append(newest)
         found = checkpoint.latest_valid(
-            [*others, newest],
+            candidates,
             fetch=lambda candidate: held.enter_context(candidate.as_directory()),
             called=lambda candidate: f"{candidate.path} of optimizer step {steps.get(candidate.path, '?')}",
         )
         if found is not None:
             return found
-        raise checkpoint.CheckpointError(
-            f"None of the {len(others) + 1} checkpoints of run {self._name!r} can be used; the warnings say why. Put a good "
+        raise checkpoint.NoUsableCheckpoint(
+            f"None of the {len(candidates)} checkpoints of run {self._name!r} can be used; the warnings say why. Put a good "
             "copy back, or begin anew under another RunConfig(name)."
         )
 

@@ -58,7 +58,8 @@ def failure_in_words(error: BaseException, *, lines: bool = True) -> str:
     """
     found = worker_failure(error)
     if found is None:
-        return "\n".join(filter(None, [str(error), network_advice(str(error))]))
+        notes = [*getattr(error, "__notes__", ()), network_advice(str(error))]
+        return "\n".join(dict.fromkeys(filter(None, [str(error), *notes])))
     rank, failure = found
     text = _RAYS_ADVICE.sub("", str(failure).strip())
     if is_rays(failure) and text:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .._errors import SettingError
+from .._files import room_in_words
 from ..config import AdaScaleConfig
 from ..recipe import Recipe
 from ..run.backend import ReportPolicy
@@ -45,6 +46,7 @@ from .cluster import (
 from .driver_channel import DriverClient, News, forward_warnings, make_channel
 from .hang_watch import HangWatch
 from .network import network_advice, with_interface
+from .ray_record import unlisted_checkpoints
 from .retry import RepeatedMistake, RetryPolicy, failure_in_words
 from .run_lock import RunLock
 
@@ -116,6 +118,7 @@ def _train_workload(job: dict[str, Any]) -> dict[str, Any]:
     backend.kept_by = job["kept_by"]
     backend.report_policy = ReportPolicy(evaluations=job["reports_evaluations"])
     backend.channel = job["channel"]
+    backend.unlisted = job["unlisted"]
     with contextlib.ExitStack() as stack:
         if backend.rank == 0:
             backend.teller = DriverClient(job["channel"])
@@ -238,6 +241,7 @@ class AdaScaleTrainer(TorchTrainer):
             "config": config,
             "recipe": recipe,
             "channel": None,
+            "unlisted": (),
             "reports_evaluations": bool(run_config.callbacks),
             "lengths": None if datasets is None else {name: _known_length(data) for name, data in datasets.items()},
             "kept_by": getattr(getattr(run_config, "checkpoint_config", None), "checkpoint_score_attribute", None),
@@ -285,6 +289,7 @@ class AdaScaleTrainer(TorchTrainer):
         config = self.run_config
         folder = f"{config.storage_path}/{config.name}"
         with RunLock(folder, str(config.name), filesystem=config.storage_filesystem) as lock:
+            self._job["unlisted"] = unlisted_checkpoints(folder, str(config.name), config.storage_filesystem)
             channel = make_channel()
             self._job["channel"] = self._retry_policy.channel = channel
             self._monitor = DriverMonitor(channel, needs, lock, self._on_start)
@@ -323,6 +328,11 @@ class AdaScaleTrainer(TorchTrainer):
         except ray.train.ControllerError as e:
             mistake = e.controller_failure
             if not isinstance(mistake, RepeatedMistake):
+                if isinstance(mistake, OSError):
+                    config = self.run_config
+                    folder = f"{config.storage_path}/{config.name}"
+                    room = "" if "://" in folder or config.storage_filesystem else room_in_words(mistake, folder)
+                    e.add_note(f"Ray's controller could not write to the run's folder {folder}{room}.")
                 if advice := network_advice(str(e)):
                     e.add_note(advice)
                 raise

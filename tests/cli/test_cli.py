@@ -481,6 +481,12 @@ def test_every_end_that_leaves_a_checkpoint_says_how_to_go_on(
             said = capsys.readouterr().err
             assert (f"`ray-adascale resume {folder}` goes on from the last checkpoint.\n" in said) == saved
             assert ("The run was interrupted." in said) == (code == 130)
+    # Where every checkpoint is damaged, a resume would fail as well.
+    called["error"] = ray.train.WorkerGroupError("", {0: checkpoint.NoUsableCheckpoint("None of the 2 checkpoints")})
+    assert main.main([*TRAIN, "--name=x", f"--storage-path={folder.parent}"]) == 1
+    said = capsys.readouterr().err
+    assert "None of the 2 checkpoints" in said
+    assert "goes on" not in said
 
 
 def test_the_whole_traceback_is_in_a_file_that_is_named(

@@ -236,6 +236,7 @@ class _Reported:
 def test_the_newest_usable_of_rays_checkpoints_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ray_adascale import checkpoint
     from ray_adascale.train import backend as worker
+    from ray_adascale.train.ray_record import UnlistedCheckpoint
 
     reported = []
     for number in (20, 10, 30):  # in the order of a score, say
@@ -245,6 +246,7 @@ def test_the_newest_usable_of_rays_checkpoints_is_found(tmp_path: Path, monkeypa
     monkeypatch.setattr(ray.train, "get_all_reported_checkpoints", lambda **_: reported)
     backend = object.__new__(worker.RayTrainBackend)
     backend.rank, backend.world_size, backend._name = 0, 1, "mine"
+    backend._storage = SimpleNamespace(storage_filesystem=pyarrow.fs.LocalFileSystem())
 
     def found() -> str:
         with backend.latest_checkpoint() as path:
@@ -259,8 +261,19 @@ def test_the_newest_usable_of_rays_checkpoints_is_found(tmp_path: Path, monkeypa
     with pytest.warns(RuntimeWarning):
         assert found() == "10"
     (tmp_path / "10" / "__0_0.distcp").unlink()
-    with pytest.warns(RuntimeWarning), pytest.raises(checkpoint.CheckpointError, match="None of the 3 checkpoints"):
+    with pytest.warns(RuntimeWarning), pytest.raises(checkpoint.NoUsableCheckpoint, match="None of the 3 checkpoints"):
         found()
+    # Checkpoints that Ray's record lacks: an older and a newer one than those in the record.
+    for number in (5, 25):
+        checkpoint.save(tmp_path / str(number), {"x": torch.ones(1)})
+    backend.unlisted = [UnlistedCheckpoint(str(tmp_path / "5"), 5), UnlistedCheckpoint(str(tmp_path / "25"), 25)]
+    with pytest.warns(RuntimeWarning):
+        assert found() == "25"
     monkeypatch.setattr(ray.train, "get_checkpoint", lambda: None)
+    assert found() == "25"
+    (tmp_path / "25" / "manifest.json").unlink()
+    with pytest.warns(RuntimeWarning, match="of optimizer step 25"):
+        assert found() == "5"
+    backend.unlisted = ()
     with backend.latest_checkpoint() as path:
         assert path is None

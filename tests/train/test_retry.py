@@ -12,8 +12,10 @@ import pytest
 import ray.train
 from ray import cloudpickle
 from ray.exceptions import RayActorError
+from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
+from ray_adascale import AdaScaleConfig, AdaScaleTrainer
 from ray_adascale.checkpoint import CheckpointError
 from ray_adascale.run.failure import annotate_exceptions, lines_of, users_lines, was_building
 from ray_adascale.train import retry as module
@@ -234,3 +236,22 @@ def test_an_error_without_a_note_is_rays_to_count(told: list[str]) -> None:
 def test_ray_takes_the_callback() -> None:
     assert isinstance(RetryPolicy(3), ray.train.UserCallback)
     assert pickle.loads(cloudpickle.dumps(RetryPolicy(3)))._max_failures == 3
+
+
+def test_a_controller_that_cannot_write_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fit(self: Any) -> None:
+        raise ray.train.ControllerError(OSError(28, "Error writing bytes to file. Detail: No space left on device"))
+
+    monkeypatch.setattr(TorchTrainer, "fit", fit)
+    trainer = AdaScaleTrainer(
+        lambda config: None,
+        config=AdaScaleConfig(base_batch_size=4, total_steps=4),
+        scaling_config=ray.train.ScalingConfig(num_workers=1),
+        run_config=ray.train.RunConfig(name="mine", storage_path=str(tmp_path)),
+    )
+    with pytest.raises(ray.train.ControllerError) as caught:
+        trainer._fit()
+    last = failure_in_words(caught.value).splitlines()[-1]
+    assert last.startswith(
+        f"Ray's controller could not write to the run's folder {tmp_path}/mine; the disk of {tmp_path} is full: "
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import signal
@@ -28,6 +29,7 @@ from ray_adascale.cli.main import main
 from ray_adascale.data.order import epoch_order
 from ray_adascale.run.metrics import METRICS
 from ray_adascale.run.trace import read_trace
+from ray_adascale.train.ray_record import RECORD
 from ray_adascale.train.run_lock import LOCK
 from ray_adascale.workload_source import resolve
 
@@ -156,7 +158,11 @@ def _recipe(**changes: Any) -> Recipe:
 
 
 def test_a_recipe_runs_on_two_workers_fails_resumes_and_ends_as_if_nothing_happened(
-    ray_session: Path, pool: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ray_session: Path,
+    pool: Any,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     from ..samples_of import scalars  # here, as the command line loads this file outside its package
 
@@ -176,7 +182,10 @@ def test_a_recipe_runs_on_two_workers_fails_resumes_and_ends_as_if_nothing_happe
         trainer().fit()
     assert set(caught.value.worker_failures) <= {0, 1}
     damaged = _damage_the_newest(ray_session / "recipe")
-    result = trainer().fit()
+    (ray_session / "recipe" / RECORD).write_bytes(b"")  # as after a full disk
+    with caplog.at_level(logging.WARNING, "ray_adascale"):
+        result = trainer().fit()
+    assert "Ray's record of the checkpoints of run 'recipe' was cut off" in caplog.text
 
     assert set(result.metrics) == {*METRICS, "spread"}
     assert result.metrics["effective_steps"] >= 60

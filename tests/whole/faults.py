@@ -198,10 +198,13 @@ class Surroundings:
         """Wait until the run is at a step, or has ended."""
         wait_for(f"step {step}", lambda: self.step() >= step or self.ended)
 
+    def complete_checkpoints(self) -> list[Path]:
+        """Return the complete checkpoints."""
+        return [path.parent for path in self.run.glob("checkpoint_*/manifest.json")]
+
     def newest_checkpoint(self) -> Path | None:
         """Return the newest complete checkpoint."""
-        whole = [path.parent for path in self.run.glob("checkpoint_*/manifest.json")]
-        return max(whole, key=lambda path: path.name, default=None)
+        return max(self.complete_checkpoints(), key=lambda path: path.name, default=None)
 
     def kept_step(self) -> int:
         """Return the steps of the newest checkpoint that the drivers logged as complete."""
@@ -351,6 +354,8 @@ def make_read_only(around: Surroundings, random: random.Random) -> None:
 
 
 def _damaged(around: Surroundings, random: random.Random, damage: Callable[[Path], None]) -> None:
+    # With all checkpoints damaged nothing is promised.
+    wait_for("second checkpoint", lambda: len(around.complete_checkpoints()) > 1 or around.ended)
     newest = around.newest_checkpoint()
     if newest is not None:
         with suppress(OSError):  # Ray may be removing it

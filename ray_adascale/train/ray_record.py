@@ -1,0 +1,99 @@
+"""Ray's record of a run's checkpoints, where it is cut off or missing.
+
+Ray's controller rewrites the record in place at every checkpoint. A full disk or a kill meanwhile cuts the file off, and then
+Ray can't start the run again. So the driver sets such a file aside before it starts Ray's controller, and lists the checkpoints
+in the run's folder for the workers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+
+import pyarrow.fs
+
+from .._files import absolute
+from ..checkpoint.files import MANIFEST, STATE
+
+__all__ = ["RECORD", "UnlistedCheckpoint", "unlisted_checkpoints"]
+
+_log = logging.getLogger(__name__)
+
+RECORD = "checkpoint_manager_snapshot.json"
+"""Ray's file in the run's folder. The name is private to Ray; a test fails when it changes."""
+SET_ASIDE = "checkpoint_manager_snapshot.cut-off.json"
+
+
+@dataclass(frozen=True)
+class UnlistedCheckpoint:
+    """A complete checkpoint that Ray's record does not list.
+
+    Attributes:
+        path: Its folder, on the run's storage.
+        step: Optimizer steps in it.
+    """
+
+    path: str
+    step: int
+
+
+def unlisted_checkpoints(
+    folder: str, name: str, filesystem: pyarrow.fs.FileSystem | None = None
+) -> list[UnlistedCheckpoint]:
+    """Return the complete checkpoints in a run's folder if Ray's record of them is cut off or missing, else none.
+
+    A record that is cut off is renamed, and a warning says so. The result is sorted by step. Contents are not verified.
+
+    Args:
+        folder: Absolute path or URI of the run's folder.
+        name: The run's name, for the warning.
+        filesystem: The storage, if the folder is a path within one.
+    """
+    if filesystem is None:
+        filesystem, folder = pyarrow.fs.FileSystem.from_uri(absolute(folder))
+    selector = pyarrow.fs.FileSelector(folder, allow_not_found=True)
+    names = {info.base_name for info in filesystem.get_file_info(selector)}
+    if RECORD in names:
+        if _is_json(_read(filesystem, f"{folder}/{RECORD}")):
+            return []
+        filesystem.move(f"{folder}/{RECORD}", f"{folder}/{SET_ASIDE}")
+    found = sorted(_complete(filesystem, folder, names), key=lambda c: c.step)
+    if found:
+        _log.warning(
+            "Ray's record of the checkpoints of run %r %s, as after a full disk or a kill during a write. %d checkpoints were "
+            "found in the run's folder; the newest is of optimizer step %s. Ray does not delete these any more.",
+            name,
+            f"was cut off and is now {SET_ASIDE}" if RECORD in names else "is missing",
+            len(found),
+            f"{found[-1].step:,}",
+        )
+    return found
+
+
+def _complete(filesystem: pyarrow.fs.FileSystem, folder: str, names: set[str]) -> list[UnlistedCheckpoint]:
+    found = []
+    for name in names:
+        if not name.startswith("checkpoint_") or name in (RECORD, SET_ASIDE):
+            continue
+        path = f"{folder}/{name}"
+        try:
+            _read(filesystem, f"{path}/{MANIFEST}")
+            step = int(json.loads(_read(filesystem, f"{path}/{STATE}"))["iterations"])
+        except (OSError, ValueError, LookupError, TypeError):
+            continue  # it was never finished, or is damaged
+        found.append(UnlistedCheckpoint(path, step))
+    return found
+
+
+def _read(filesystem: pyarrow.fs.FileSystem, path: str) -> bytes:
+    with filesystem.open_input_stream(path) as file:
+        return file.read()
+
+
+def _is_json(content: bytes) -> bool:
+    try:
+        json.loads(content)
+    except ValueError:
+        return False
+    return True
