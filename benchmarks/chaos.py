@@ -38,7 +38,7 @@ from tests.whole.faults import Broken, Outcome, Surroundings
 FAULTS_PER_RUN = 5
 MEGABYTES = 64  # of the storage, where it is a file system of its own
 ENVIRONMENT = {
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "15",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
     "RAY_TRAIN_METRICS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",

@@ -19,6 +19,8 @@ The kept results are in ``benchmarks/studies/kept/at_size.jsonl``.
 from __future__ import annotations
 
 import argparse
+import json
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -41,6 +43,8 @@ from comparison_page import (
 )
 from real_data import Unavailable
 from real_workloads import AT_SIZE
+from wall_clock import BYTES_PER_S, LATENCY_S, WORKERS, read_steps, share
+from wall_clock import table as workers_table
 
 from ray_adascale import LinearRule, UnscaledRule
 
@@ -131,6 +135,35 @@ def examples_table(plan: Plan, results: Results, workload: str) -> str:
     return markdown([*head, "better than S = 1 by"], rows)
 
 
+def seconds_table(plan: Plan, results: Results) -> str:
+    """Return a table of the seconds to T on S separate machines with B0 examples each, and with a batch that is kept fixed."""
+    measured, _ = read_steps()
+    rows = []
+    for workload in plan.workloads:
+        base, clock = plan.case(workload).base_batch_size, measured[f"at size {workload}"]
+        alone = plan.steps(workload) * clock.of(base, 1)
+        for scale in plan.scales:
+            found = [
+                r for r in comparison.seeds_of(plan, results, workload, scale, "AdaScale").values() if not r.failed
+            ]
+            if scale == 1 or not found:
+                continue
+            own = statistics.mean(r.optimizer_steps for r in found) * clock.of(base, scale)
+            fixed = plan.steps(workload) * clock.of(share(base, scale), scale)
+            row = [
+                workload,
+                f"{scale}",
+                f"{alone:.1f}",
+                f"{fixed:.1f}",
+                f"{own:.1f}",
+                f"{own / fixed:.2f}",
+                f"{alone / own:.1f}",
+            ]
+            rows.append(row)
+    head = ["workload", "machines", "s on one machine", "s, batch kept fixed", "s, AdaScale", "AdaScale / fixed"]
+    return markdown([*head, "× faster than one machine"], rows)
+
+
 HOW = """\
 - Every run is one process with one thread. The n = min(S, 8) gradient samples of a step are accumulation passes, not workers.
   Batch norm sees one pass: B0 examples up to S = 8, and 2·B0 and 8·B0 at S = 16 and 64, as on eight workers.
@@ -149,6 +182,8 @@ HOW = """\
 def write(plan: Plan, results: Results, page: Path, command: str) -> None:
     """Write the page and its pictures; the part by hand stays."""
     kept = by_hand(page)
+    _, about = read_steps()
+    ran = json.loads(WORKERS.read_text())
     page.parent.mkdir(parents=True, exist_ok=True)
     narrow = replace(plan, comparison=replace(LONGER, methods={name: LONGER.methods[name] for name in EQUAL_STEPS}))
     scale, curves = (draw(narrow, results, page) for draw in (picture_by_scale, picture_by_tau))
@@ -180,6 +215,17 @@ def write(plan: Plan, results: Results, page: Path, command: str) -> None:
         "## How",
         HOW,
         *sections,
+        "## Seconds on separate machines",
+        "Computed: optimizer steps × (the seconds of a plain step with a machine's examples, measured on one core + a ring "
+        f"all-reduce over {BYTES_PER_S * 8 / 1e9:g} Gbit/s with {LATENCY_S * 1e6:g} µs a message). AdaScale has B0 examples a "
+        "machine, the fixed batch B0 / machines, rounded up. What AdaScale adds to a step (2 to 20 % on CPUs, "
+        "[benchmarks](../../benchmarks/README.md#overhead-cpu)) is not included. "
+        f"`wall_clock.py --steps`, {about['date'][:10]}, {about['cpu']}, load {about['load']} before.",
+        seconds_table(plan, results),
+        "## Measured: two workers on two cores",
+        "One thread and one core a worker, gloo, seconds from the first to the last but one step, median over three seeds. "
+        f"`wall_clock.py --workers`, {ran['machine']['date'][:10]}, load {ran['machine']['load']} before.",
+        workers_table(ran["rows"]),
         "## The same curve over effective steps",
         f"![metric against effective steps]({curves.name})",
     ]

@@ -3,7 +3,7 @@
     python benchmarks/studies/resize_rules.py --page                   all of it, or what is missing
     python benchmarks/studies/resize_rules.py --smoke                  check that it runs
     python benchmarks/studies/resize_rules.py --report-only --page p.md    write the page of the kept runs
-    python benchmarks/studies/resize_rules.py --seconds                measure the seconds of a step, which the page needs
+    python benchmarks/studies/wall_clock.py --steps                    measure the seconds of a step, which the page needs
 
 The schedule, a warm-up and a linear decay, is tuned on one worker: five peak LRs, two seeds, the search split. Then the number
 of workers follows ``PLAN``, which was fixed before the first run. Each worker has B0 examples a step, so N workers are S = N.
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import functools
 import itertools
 import math
 import multiprocessing
@@ -42,17 +41,17 @@ from typing import Any
 import torch
 from real_data import Unavailable
 from real_workloads import SMALL
-from study import KeptRuns, announce, kept, prepare_process, read_runs
+from study import KeptRuns, announce, prepare_process, read_runs
 from study import parser as study_parser
+from wall_clock import BYTES_PER_S, LATENCY_S, StepSeconds, read_steps, share
 
 from ray_adascale import AdaScaleConfig, LinearRule, LocalBackend, Run, SquareRootRule, UnscaledRule, seed_everything
 
 sys.path.append(str(Path(__file__).parents[1]))
-from bench import ROOT, by_hand, command_line, count, machine, markdown, page_parser_options
+from bench import ROOT, by_hand, command_line, count, markdown, page_parser_options
 
 PAGE = ROOT / "docs" / "results" / "resizes.md"
 KEPT = "benchmarks/studies/kept/resize_rules.jsonl"
-SECONDS = ROOT / "benchmarks" / "studies" / "kept" / "step_seconds.json"
 
 PLAN = (4, 2, 6, 8, 3, 1, 5, 8, 2, 7, 4)
 """Numbers of workers, one after the other."""
@@ -65,8 +64,6 @@ RULES: dict[str, Callable[[], Any]] = {
     "AdaScale": lambda: "adascale",
 }
 FIXED = "batch kept fixed"
-LATENCY_S, BYTES_PER_S = 50e-6, 1.25e9
-"""Of a message between two machines: 10 Gbit/s Ethernet."""
 SHAPE = "warmup"
 GRID_SEEDS = (101, 102)
 
@@ -211,53 +208,18 @@ def ways() -> list[tuple[str, tuple[int, ...]]]:
 # ---- seconds ---------------------------------------------------------------------------------------------------------
 
 
-def measure_seconds(rounds: int = 15) -> dict[str, Any]:
-    """Return the seconds of a plain step on one core for 1 to B0 examples, by workload, and the number of parameters.
-
-    The sizes are interleaved; each figure is the median of ``rounds`` blocks of 20 steps.
-    """
-    about = machine()
-    found: dict[str, Any] = {}
-    for name, case in SMALL.items():
-        built = case.workload({"lr": 1e-4, "schedule": SHAPE, "total_steps": 10**6, "split": "search"})
-        data: Any = built.train_dataset
-        sizes = sorted({max(1, math.ceil(case.base_batch_size / workers)) for workers in range(1, 9)})
-        batches = {size: data[torch.arange(size)] for size in sizes}
-        seconds: dict[int, list[float]] = {size: [] for size in sizes}
-        for number in range(rounds + 2):
-            for size in sizes:
-                began = time.perf_counter()
-                for _ in range(20):
-                    built.optimizer.zero_grad()
-                    built.loss_fn(built.model, batches[size]).backward()
-                    built.optimizer.step()
-                if number >= 2:
-                    seconds[size].append((time.perf_counter() - began) / 20)
-        parameters = sum(p.numel() for p in built.model.parameters())
-        found[name] = {"parameters": parameters, "seconds": {str(k): statistics.median(v) for k, v in seconds.items()}}
-    return {"machine": about, "workloads": found}
-
-
-def exchange(parameters: int, workers: int) -> float:
-    """Return the seconds of a ring all-reduce of float32 gradients, by ``LATENCY_S`` and ``BYTES_PER_S``."""
-    if workers == 1:
-        return 0.0
-    return 2 * (workers - 1) * (LATENCY_S + 4 * parameters / workers / BYTES_PER_S)
-
-
 def examples_a_worker(workload: str, rule: str, workers: int) -> int:
     """Return the examples of one worker in one step."""
     base = SMALL[workload].base_batch_size
-    return max(1, math.ceil(base / workers)) if rule == FIXED else base
+    return share(base, workers) if rule == FIXED else base
 
 
-def seconds_of(workload: str, rule: str, workers: Sequence[int], steps: Sequence[float], measured: Any) -> float:
+def seconds_of(
+    workload: str, rule: str, workers: Sequence[int], steps: Sequence[float], measured: StepSeconds
+) -> float:
     """Return the seconds of a run: steps × (measured seconds of a worker's examples + the model's all-reduce)."""
-    of = measured["workloads"][workload]
-    return sum(
-        number * (of["seconds"][str(examples_a_worker(workload, rule, n))] + exchange(of["parameters"], n))
-        for n, number in zip(workers, steps, strict=True)
-    )
+    pairs = zip(workers, steps, strict=True)
+    return sum(number * measured.of(examples_a_worker(workload, rule, n), n) for n, number in pairs)
 
 
 def worker_examples(workload: str, rule: str, workers: Sequence[int], steps: Sequence[float]) -> float:
@@ -318,7 +280,7 @@ def rows_of(plan: Plan, results: Results, workload: str) -> list[Row]:
     return rows
 
 
-def workload_table(plan: Plan, results: Results, workload: str, measured: Any) -> str:
+def workload_table(plan: Plan, results: Results, workload: str, measured: StepSeconds) -> str:
     """Return a workload's table."""
     case = SMALL[workload]
     rows = rows_of(plan, results, workload)
@@ -383,7 +345,7 @@ HOW = f"""\
   models that are limited by compute alone, and there a fixed batch is the fastest, because it needs the fewest examples."""
 
 
-def write(plan: Plan, results: Results, measured: Any, page: Path, command: str) -> None:
+def write(plan: Plan, results: Results, page: Path, command: str) -> None:
     """Write the page; the part by hand stays."""
     kept_part = by_hand(page)
     mine = [
@@ -392,7 +354,7 @@ def write(plan: Plan, results: Results, measured: Any, page: Path, command: str)
         if job.workload in plan.workloads and job.total_steps == plan.steps(job.workload)
     ]
     dates = sorted({r.date for r in mine})
-    about = measured["machine"]
+    measured, about = read_steps()
     sections: list[str] = []
     for workload in plan.workloads:
         case = SMALL[workload]
@@ -400,7 +362,7 @@ def write(plan: Plan, results: Results, measured: Any, page: Path, command: str)
             f"## {workload}",
             f"{case.about[0].upper()}{case.about[1:]}. B0 = {case.base_batch_size}, T = {plan.steps(workload):,}, peak LR "
             f"{plan.best(results, workload):g}. The best answer without a look at the input scores {case.chance():.3f}.",
-            workload_table(plan, results, workload, measured),
+            workload_table(plan, results, workload, measured[f"small {workload}"]),
         ]
     parts = [
         "# What do changes of the number of workers do to a run?",
@@ -408,7 +370,7 @@ def write(plan: Plan, results: Results, measured: Any, page: Path, command: str)
         "ways to treat batch and learning rate.",
         f"`{command}`, {' to '.join(dict.fromkeys([*dates[:1], *dates[-1:]]))}, torch {torch.__version__}, Python "
         f"{platform.python_version()}; {len(mine)} runs of one thread each, {sum(r.cpu_s for r in mine) / 60:.0f} minutes of CPU "
-        f"time. Seconds of a step: `--seconds`, {about['date'][:10]}, {about['cpu']}, load {about['load']} before.",
+        f"time. Seconds of a step: `wall_clock.py --steps`, {about['date'][:10]}, {about['cpu']}, load {about['load']} before.",
         "## What it says",
         kept_part,
         *sections,
@@ -423,7 +385,6 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
     parser = study_parser(__doc__, seeds=20, runs=KEPT, smoke="one seed, two LRs, 40 steps")
     parser.add_argument("--workloads", nargs="+", choices=list(SMALL), default=list(SMALL))
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
-    parser.add_argument("--seconds", action="store_true", help="only measure the seconds of a step, and keep them")
     page_parser_options(parser, PAGE)
     args = parser.parse_args(argv)
     if args.seeds < 1 or args.jobs < 1:
@@ -440,11 +401,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepare_process()
     announce(args.json)
     try:
-        if args.seconds:
-            SECONDS.unlink(missing_ok=True)
-        measured = kept(SECONDS, functools.partial(measure_seconds, 2 if args.smoke else 15))
-        if args.seconds:
-            return 0
         runs = KeptRuns(args.json, Job, Result, train) if not args.report_only else None
         results = read_runs(args.json, Job, Result) if runs is None else runs.results
         context = multiprocessing.get_context("spawn")
@@ -466,9 +422,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"This study needs public data: {error}", file=sys.stderr)
         return 1
     if args.page is not None:
-        write(plan, results, measured, args.page, command_line(argv, "benchmarks/studies/resize_rules.py"))
+        write(plan, results, args.page, command_line(argv, "benchmarks/studies/resize_rules.py"))
+    measured, _ = read_steps()
     for workload in plan.workloads:
-        print(f"\n{workload}\n\n{workload_table(plan, results, workload, measured)}")
+        print(f"\n{workload}\n\n{workload_table(plan, results, workload, measured[f'small {workload}'])}")
     return 0
 
 

@@ -238,6 +238,29 @@ def test_a_run_at_size_takes_its_steps(at_size: Any) -> None:
     assert at_size.train(replace(job, method="√, T·B0", steps=None)).optimizer_steps == 2  # T/S
 
 
+# ---- wall_clock.py ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("made_up")
+def test_a_step_is_measured_for_every_share_of_the_batch(workloads: Any) -> None:
+    clock = load("wall_clock")
+    case = workloads.SMALL["flights"]
+    found = clock._measure(case, rounds=1)
+    assert sorted(map(int, found["seconds"])) == [1, 2, 3, 4, 6, 8, 16]  # 16 examples over 1 to 64 workers, rounded up
+    assert all(value > 0 for value in found["seconds"].values())
+
+
+def test_two_workers_are_compared_with_one() -> None:
+    clock = load("wall_clock")
+    rows = [
+        {"workload": "smiles", "way": way, "seed": seed, "seconds": seconds * seed, "steps": 100, "score": 0.5}
+        for way, seconds in zip(clock.WAYS, (10.0, 8.0, 5.0), strict=True)
+        for seed in (1, 2, 3)
+    ]
+    lines = clock.table(rows).splitlines()
+    assert lines[-1] == "| smiles | 2 workers, AdaScale | 100 | 10.0 | 0.50 | 0.5000, 0.5000, 0.5000 |"
+
+
 # ---- resize_rules.py -------------------------------------------------------------------------------------------------
 
 
@@ -251,10 +274,11 @@ def test_steps_of_a_fixed_batch_are_those_of_the_schedule(resizes: Any) -> None:
 
 
 def test_seconds_follow_steps_examples_and_messages(resizes: Any) -> None:
-    measured = {"workloads": {"mnist": {"parameters": 2500, "seconds": {"16": 0.01, "4": 0.004}}}}
-    assert resizes.exchange(2500, 1) == 0
+    clock = load("wall_clock")
+    measured = clock.StepSeconds(2500, {16: 0.01, 4: 0.004})
+    assert clock.exchange(2500, 1) == 0
     ring = 6 * (50e-6 + 2500 / 1.25e9)  # four workers: six messages of a quarter of 10 kB
-    assert resizes.exchange(2500, 4) == pytest.approx(ring)
+    assert clock.exchange(2500, 4) == pytest.approx(ring)
     both = resizes.seconds_of("mnist", "AdaScale", (1, 4), (100, 10), measured)
     assert both == pytest.approx(100 * 0.01 + 10 * (0.01 + ring))
     fixed = resizes.seconds_of("mnist", resizes.FIXED, (1, 4), (100, 10), measured)
@@ -292,7 +316,7 @@ def test_the_table_compares_each_rule_with_undisturbed_runs(resizes: Any) -> Non
             results[plan.job(results, "mnist", rule, workers, seed)] = resizes.Result(
                 score, steps, 3200, 0.0, "2026-11-25"
             )
-    measured = {"workloads": {"mnist": {"parameters": 10, "seconds": dict.fromkeys(map(str, range(1, 17)), 0.01)}}}
+    measured = load("wall_clock").StepSeconds(10, dict.fromkeys(range(1, 17), 0.01))
     lines = resizes.workload_table(plan, results, "mnist", measured).splitlines()
     cells = {line.split(" | ")[0].strip("| "): line.split(" | ") for line in lines[2:]}
     assert cells["linear"][1] == "**failed** (2 of 2)"
