@@ -207,13 +207,10 @@ class Surroundings:
         return max(self.complete_checkpoints(), key=lambda path: path.name, default=None)
 
     def kept_step(self) -> int:
-        """Return the steps of the newest checkpoint that the drivers logged as complete."""
-        steps = [0]
-        for path in self.folder.glob("driver-*.log"):
-            steps += [
-                int(n.replace(",", "")) for n in re.findall(r"Checkpoint of optimizer step ([\d,]+),", path.read_text())
-            ]
-        return max(steps)
+        """Return the steps of the newest checkpoint that the drivers logged as complete, since one was found damaged."""
+        text = "".join(self.log(number).read_text() for number in range(len(self.drivers)))
+        found = re.findall(r"optimizer step ([\d,]+), effective", text[max(text.rfind("Skipped the checkpoint"), 0) :])
+        return max((int(steps.replace(",", "")) for steps in found), default=0)
 
 
 def _lives(pid: int) -> bool:

@@ -72,6 +72,22 @@ def test_a_damaged_checkpoint_breaks_a_promise_only_if_it_is_accepted(
     assert broken(alone(), alone(), around) == [f"4: {newest.name} is accepted, and differs from its manifest"]
 
 
+def test_a_start_may_go_back_before_a_damaged_checkpoint_and_no_further(tmp_path: Path) -> None:
+    around = Surroundings(tmp_path, drivers=[object(), object()])  # type: ignore[list-item]
+    lines = [
+        "run: Checkpoint of optimizer step 1,032, effective step 61.44.",
+        "Checkpoint of optimizer step 1,064, effective",
+    ]
+    (tmp_path / "driver-0.log").write_text("\n".join(lines))
+    (tmp_path / "driver-1.log").write_text("")
+    assert around.kept_step() == 1064
+    (tmp_path / "driver-1.log").write_text(
+        "Skipped the checkpoint x of optimizer step 1,064: x/state.json is missing\n"
+        "Resumed from y: optimizer step 1,032, effective step 61.44 of 600, start 1\n"
+    )
+    assert around.kept_step() == 1032
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
