@@ -195,8 +195,14 @@ class Surroundings:
         return 0 if start is None else max(start.examples, default=0)
 
     def wait_until(self, step: int) -> None:
-        """Wait until the run is at a step, or has ended."""
-        wait_for(f"step {step}", lambda: self.step() >= step or self.ended)
+        """Wait until the run is at a step, or has ended. A driver that fails meanwhile is followed by `resume`."""
+
+        def there() -> bool:
+            if self.driver.poll() not in (None, 0):
+                self.start_driver(resume=True)
+            return self.step() >= step or self.ended
+
+        wait_for(f"step {step}", there)
 
     def complete_checkpoints(self) -> list[Path]:
         """Return the complete checkpoints."""
