@@ -71,11 +71,11 @@ class Chunks(Dataset[tuple[Tensor, Tensor]]):
 class CharacterModel(nn.Module):
     """Two causal convolutions that predict a letter from the seven before it."""
 
-    def __init__(self, width: int = 96, reach: int = 4) -> None:
+    def __init__(self, width: int = 96, reach: int = 4, letters: int = len(LETTERS)) -> None:
         super().__init__()
-        self.embed = nn.Embedding(len(LETTERS), width)
+        self.embed = nn.Embedding(letters, width)
         self.layers = nn.ModuleList(nn.Conv1d(width, width, reach) for _ in range(2))
-        self.out = nn.Linear(width, len(LETTERS))
+        self.out = nn.Linear(width, letters)
         self._padding = reach - 1, 0
 
     def forward(self, codes: Tensor) -> Tensor:

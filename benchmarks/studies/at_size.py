@@ -1,4 +1,4 @@
-"""The experiment of ``transfer.py`` on public data, with networks of 0.08 to 1.26 M parameters.
+"""The experiment of ``transfer.py`` on public data, with networks of 0.08 to 1.25 M parameters.
 
     python benchmarks/studies/at_size.py --page                             all of it, or what is missing
     python benchmarks/studies/at_size.py --workloads flights --scales 4 16  some of it

@@ -144,7 +144,7 @@ def _read_smiles() -> dict[str, Tensor]:
         for name in names:
             text = gzip.decompress(wheel.read(f"moses/dataset/data/{name}.csv.gz")).decode("ascii")
             lines[name] = text.splitlines()[1:]
-    # The package's files are in no order that matters, but for what it is sorted by nobody says.
+    # Neighbours in the file may be alike, and would then share an example.
     order = torch.randperm(len(lines["train"]), generator=torch.Generator().manual_seed(0)).tolist()
     lines["train"] = [lines["train"][i] for i in order]
     codes, letters = encode(line for name in names for line in lines[name])

@@ -74,14 +74,14 @@ def unlisted_checkpoints(
 def _complete(filesystem: pyarrow.fs.FileSystem, folder: str, names: set[str]) -> list[UnlistedCheckpoint]:
     found = []
     for name in names:
-        if not name.startswith("checkpoint_") or name in (RECORD, SET_ASIDE):
+        if not name.startswith("checkpoint_"):
             continue
         path = f"{folder}/{name}"
         try:
             _read(filesystem, f"{path}/{MANIFEST}")
             step = int(json.loads(_read(filesystem, f"{path}/{STATE}"))["iterations"])
         except (OSError, ValueError, LookupError, TypeError):
-            continue  # it was never finished, or is damaged
+            continue  # it was never finished, or is damaged, or is Ray's record
         found.append(UnlistedCheckpoint(path, step))
     return found
 

@@ -327,3 +327,21 @@ def test_the_table_compares_each_rule_with_undisturbed_runs(resizes: Any) -> Non
     assert cells["batch kept fixed"][4] == "100"
     assert cells["batch kept fixed"][6].endswith("(1.00)")
     assert cells["batch kept fixed"][7].startswith("1.00")
+
+
+# ---- the pages -------------------------------------------------------------------------------------------------------
+
+
+def test_the_pages_have_the_tables_of_the_kept_results(at_size: Any, resizes: Any) -> None:
+    page = at_size.PAGE.read_text()
+    plan = at_size.Plan(at_size.LONGER, ("smiles", "group norm", "flights"), (1, 4, 16), (1, 2, 3), 1, ("warmup",))
+    results = load("comparison").read(at_size.ROOT / at_size.KEPT)
+    for workload in plan.workloads:
+        assert at_size.examples_table(plan, results, workload) in page
+    assert at_size.seconds_table(plan, results) in page
+    page = resizes.PAGE.read_text()
+    kept = load("study").read_runs(resizes.ROOT / resizes.KEPT, resizes.Job, resizes.Result)
+    steps, _ = load("wall_clock").read_steps()
+    for workload in ("smiles", "mnist", "flights"):
+        every = resizes.Plan((workload,), tuple(range(1, 21)))
+        assert resizes.workload_table(every, kept, workload, steps[f"small {workload}"]) in page

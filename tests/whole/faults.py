@@ -284,7 +284,9 @@ def _signal_worker(around: Surroundings, random: random.Random, number: int) -> 
 
 @fault("worker killed")
 def kill_worker(around: Surroundings, random: random.Random) -> None:
-    _signal_worker(around, random, signal.SIGKILL)
+    pid = _signal_worker(around, random, signal.SIGKILL)
+    if pid is not None:  # else the run may seem to go on, and the next fault is charged with the restart
+        wait_for("end of a killed worker", lambda: not _lives(pid))
 
 
 @fault("node lost, and a new one")
