@@ -117,10 +117,16 @@ class LinearRule:
 
 @dataclass(frozen=True)
 class SquareRootRule:
-    """(√S, S): Krizhevsky, arXiv 1404.5997."""
+    """(√S, S): Krizhevsky, arXiv 1404.5997.
+
+    Attributes:
+        steps: Optimizer steps for the whole run: the clock then advances by T/N instead of S.
+    """
+
+    steps: int | None = None
 
     def __call__(self, now: RuleInput) -> tuple[float, float]:
-        return math.sqrt(now.scale), now.scale
+        return math.sqrt(now.scale), _stretch(now, self.steps, now.scale, "SquareRootRule")
 
 
 @dataclass(frozen=True)

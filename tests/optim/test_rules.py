@@ -29,6 +29,8 @@ def now(gain: float = 3.0, scale: float = 4.0, **kwargs: Any) -> RuleInput:
         (LinearRule(warmup=0), (4.0, 4.0)),
         (LinearRule(warmup=0, steps=125), (4.0, 8.0)),
         (SquareRootRule(), (2.0, 4.0)),
+        (SquareRootRule(steps=250), (2.0, 4.0)),
+        (SquareRootRule(steps=125), (2.0, 8.0)),
         (UnscaledRule(), (1.0, 4.0)),
         (UnscaledRule(steps=400), (1.0, 2.5)),
         (LEGWRule(2, 1000), (2.0 * 20 / 80, 4.0)),
