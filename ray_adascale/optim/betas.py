@@ -161,7 +161,7 @@ class BetaRule:
             for group, new in zip(groups, changes, strict=True):
                 group.update(new)
             yield
-            if not counts:
+            if not counts and not isinstance(optimizer, SGD):
                 _refuse_counter(optimizer, groups, numbers)
         finally:
             for group, old in zip(groups, kept, strict=True):
