@@ -22,7 +22,7 @@ import numpy as np
 from .adaptive_batch import BatchSizeController
 from .batch_policy import BatchPlan, BatchPolicy
 from .gain import plain_effective_decay, plain_gain
-from .optim.rules import RuleInput, ScalingRule, make_rule
+from .optim.rules import RuleInput, ScalingRule, betas_of, make_rule
 from .recipe import NoiseProbe, Recipe
 
 __all__ = [
@@ -175,7 +175,9 @@ class Law:
     the replay uses the base run's noise at p + L·(1 − e^(−p/L)), where p is the sum of the gains as momentum averages them.
 
     The law is empirical, from some 200 settings on 20 workloads, six of them held out (docs/results/forecast.md). It was
-    found for SGD. For an optimizer with betas, such as Adam, m = β1 (docs/results/adam.md has four workloads).
+    found for SGD. For an optimizer with betas, such as Adam, m = β1 (docs/results/adam.md has four workloads). Under a rule
+    that changes betas, f has m^e of the step before, e ≥ 1, and the weights do not lag: their memory is that of the base run on
+    the clock.
 
     Attributes:
         momentum: m, 0 ≤ m < 1.
@@ -194,9 +196,10 @@ class Law:
         """L, the lag of the weights in steps."""
         return self.momentum / (1 - self.momentum)
 
-    def factor(self, ratio: float, gain: float, scale: float) -> float:
-        """Return f, from q at the base batch and from r and S of the step before."""
-        averaged = (1 - self.momentum) / (1 + self.momentum)
+    def factor(self, ratio: float, gain: float, scale: float, exponent: float = 1.0) -> float:
+        """Return f, from q at the base batch and from r, S and the exponent of betas of the step before."""
+        momentum = self.momentum**exponent
+        averaged = (1 - momentum) / (1 + momentum)
         shaken = min(self.shake * ratio * (gain - 1) * averaged, self.most_shake)
         return 1 - self.calm + self.calm * gain / scale + shaken
 
@@ -294,7 +297,8 @@ def replay(
     taus: list[float] = []
     gains: list[float] = []
     pushed, moved = 0.0, 0.0  # u and p of the law
-    memory = 0.0 if law is None else law.memory / stride
+    betas, exponent = betas_of(advance), 1.0
+    memory = 0.0 if law is None or betas is not None else law.memory / stride
     momentum = memory / (1 + memory)  # m, where a stride is a step
     stepped_at = scale  # of the step before
     while tau < length:
@@ -305,7 +309,7 @@ def replay(
             if memory > 0:
                 now = min(now, int(moved + memory * -math.expm1(-moved / memory)))
             if law is not None and taus:
-                factor = law.factor(ratio[now], r, stepped_at)
+                factor = law.factor(ratio[now], r, stepped_at, exponent)
             variance = theta * variance + (1 - theta) * sigma2[now]
             square = theta * square + (1 - theta) * mu2[now] * factor
             weight = theta * weight + (1 - theta)
@@ -320,6 +324,8 @@ def replay(
         increment = advance(seen)[1]
         if not increment > 0:
             raise ValueError(f"Invalid rule: its clock increment is {increment!r} at effective step {tau * stride:g}.")
+        if law is not None and betas is not None:
+            exponent = betas.exponent((law.momentum,), increment)
         taus.append(tau * stride)
         gains.append(r)
         tau, progress = tau + increment, progress + r
