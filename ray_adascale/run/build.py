@@ -88,7 +88,9 @@ def _doubt(rule: ScalingRule, optimizer: Optimizer) -> str | None:
     if betas_of(rule) is not None:
         tried = "AdamW" if isinstance(optimizer, Adam | AdamW) else f"AdamW; with {name} it was not tried"
         return (
-            "rule='adascale_betas' has no derivation. It was measured on four small workloads with " + tried + ". There it "
+            "rule='adascale_betas' has no derivation. It was measured on four small workloads with "
+            + tried
+            + ". There it "
             "was better than 'adascale' and took more steps (docs/results/adam.md)."
         )
     if isinstance(optimizer, SGD):

@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from ray_adascale import AdamScaleRule, AdaScaleBetasRule, AdaScaleRule, LEGWRule, LinearRule, RuleInput, SquareRootRule, UnscaledRule
+from ray_adascale import (
+    AdamScaleRule,
+    AdaScaleBetasRule,
+    AdaScaleRule,
+    LEGWRule,
+    LinearRule,
+    RuleInput,
+    SquareRootRule,
+    UnscaledRule,
+)
 from ray_adascale.optim.rules import RULES, ScalingRule, legw_factor, make_rule, metric_of
 from ray_adascale.scaling_rules import LEGWScale, LinearScale
 

@@ -100,7 +100,9 @@ def make_run(
     config = AdaScaleConfig(**(defaults | settings))
     with warnings.catch_warnings():
         if kind == "adamw":  # which is no SGD
-            warnings.filterwarnings("ignore", message="AdaScale is derived for SGD|rule='adamscale' is exp|rule='adascale_betas'")
+            warnings.filterwarnings(
+                "ignore", message="AdaScale is derived for SGD|rule='adamscale' is exp|rule='adascale_betas'"
+            )
         return Run(net, optimizer, schedule, dataset() if data is None else data, config, backend=backend, **extra)
 
 
@@ -1201,7 +1203,11 @@ def test_wrapped_optimizers_are_refused() -> None:
         (torch.optim.RMSprop, "adascale", r"with RMSprop it was not tried"),
         (torch.optim.NAdam, "adascale", r"with NAdam it was not tried"),
         (torch.optim.AdamW, "adamscale", r"did not carry over.*'adascale'.*docs/results/adam\.md"),
-        (torch.optim.AdamW, "adascale_betas", r"has no derivation.*with AdamW\. There it was better.*docs/results/adam\.md"),
+        (
+            torch.optim.AdamW,
+            "adascale_betas",
+            r"has no derivation.*with AdamW\. There it was better.*docs/results/adam\.md",
+        ),
         (torch.optim.Adamax, "adascale_betas", r"with AdamW; with Adamax it was not tried"),
         (torch.optim.AdamW, "sqrt", None),
     ],
