@@ -14,7 +14,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -196,10 +196,9 @@ class Law:
         """L, the lag of the weights in steps."""
         return self.momentum / (1 - self.momentum)
 
-    def factor(self, ratio: float, gain: float, scale: float, exponent: float = 1.0) -> float:
-        """Return f, from q at the base batch and from r, S and the exponent of betas of the step before."""
-        momentum = self.momentum**exponent
-        averaged = (1 - momentum) / (1 + momentum)
+    def factor(self, ratio: float, gain: float, scale: float) -> float:
+        """Return f, from q at the base batch and from r and S of the step before."""
+        averaged = (1 - self.momentum) / (1 + self.momentum)
         shaken = min(self.shake * ratio * (gain - 1) * averaged, self.most_shake)
         return 1 - self.calm + self.calm * gain / scale + shaken
 
@@ -297,7 +296,8 @@ def replay(
     taus: list[float] = []
     gains: list[float] = []
     pushed, moved = 0.0, 0.0  # u and p of the law
-    betas, exponent = betas_of(advance), 1.0
+    betas = betas_of(advance)
+    law_of_step = law  # with the momentum of the step before
     memory = 0.0 if law is None or betas is not None else law.memory / stride
     momentum = memory / (1 + memory)  # m, where a stride is a step
     stepped_at = scale  # of the step before
@@ -308,8 +308,8 @@ def replay(
             now = int(tau)
             if memory > 0:
                 now = min(now, int(moved + memory * -math.expm1(-moved / memory)))
-            if law is not None and taus:
-                factor = law.factor(ratio[now], r, stepped_at, exponent)
+            if law_of_step is not None and taus:
+                factor = law_of_step.factor(ratio[now], r, stepped_at)
             variance = theta * variance + (1 - theta) * sigma2[now]
             square = theta * square + (1 - theta) * mu2[now] * factor
             weight = theta * weight + (1 - theta)
@@ -325,7 +325,7 @@ def replay(
         if not increment > 0:
             raise ValueError(f"Invalid rule: its clock increment is {increment!r} at effective step {tau * stride:g}.")
         if law is not None and betas is not None:
-            exponent = betas.exponent((law.momentum,), increment)
+            law_of_step = replace(law, momentum=law.momentum ** betas.exponent((law.momentum,), increment))
         taus.append(tau * stride)
         gains.append(r)
         tau, progress = tau + increment, progress + r

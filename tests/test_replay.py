@@ -78,8 +78,6 @@ def test_the_laws_factor() -> None:
     assert Law(momentum=0.9).factor(0.5, 2, 4) == pytest.approx(0.7 + 0.1 / 1.9)
     assert Law().factor(3, 16, 16) == pytest.approx(3)  # 2·3·15 counts as 2
     assert Law().factor(0, 2, 8) == pytest.approx(0.55)  # no signal: nothing to shake, and less to tremble
-    # m² = ¼ in a step with β²: 0.7 + (1 − ¼)/(1 + ¼).
-    assert Law(momentum=0.5).factor(0.5, 2, 4, exponent=2) == pytest.approx(1.3)
     for momentum in (0.0, 0.5, 0.95):
         assert Law(momentum=momentum).factor(1.3, 1, 1) == 1  # the base run is itself
 
