@@ -113,6 +113,11 @@ class BetaRule:
                 raise ValueError(
                     f"Invalid betas={group['betas']} of {name}. Betas that a rule changes must be numbers."
                 )
+            if group.get("capturable"):
+                raise ValueError(
+                    f"{name}(capturable=True) is for CUDA graphs, and a graph would keep the betas of its capture. Use "
+                    f"{name}(foreach=True) or {name}(fused=True)."
+                )
             return tuple(group["betas"])
         if not (self.momentum and "momentum" in group):
             return None

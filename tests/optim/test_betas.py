@@ -393,6 +393,7 @@ def test_sharded_groups_are_changed_and_put_back() -> None:
         (SGD, BetaRule(momentum=True), {"momentum": 0.9, "nesterov": True}, r"nesterov=True, dampening=0"),
         (SGD, BetaRule(momentum=True), {"momentum": 0.9, "dampening": 0.5}, r"nesterov=False, dampening=0\.5"),
         (Adam, BetaRule(), {"betas": (torch.tensor(0.9), torch.tensor(0.99)), "foreach": False}, "must be numbers"),
+        (AdamW, BetaRule(), {"capturable": True}, r"CUDA graphs.*AdamW\(foreach=True\)"),
     ],
 )
 def test_optimizers_that_a_rule_for_betas_does_not_suit(
