@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def outcome(demo: Any, way: str, steps: int, bits: float, trace: Path = Path("none"), scale: float = 16) -> Any:
-    return demo.Outcome(way, scale, steps, 100.0, 2.0, bits, trace)
+    return demo.Outcome(way, scale, steps, 100.0, bits, trace)
 
 
 def test_the_other_rules_get_the_steps_that_adascale_took_with_the_same_seed(
@@ -35,26 +36,27 @@ def test_the_other_rules_get_the_steps_that_adascale_took_with_the_same_seed(
 ) -> None:
     configs: list[tuple[str, AdaScaleConfig]] = []
 
-    def run_scaled(way: str, recipe: Recipe, folder: Path, config: AdaScaleConfig) -> Any:
+    def run(way: str, recipe: Recipe, folder: Path, config: AdaScaleConfig) -> Any:
         configs.append((way, config))
         return outcome(demo, way, 40 + config.seed, 2.5)
 
-    monkeypatch.setattr(demo, "run_scaled", run_scaled)
-    monkeypatch.setattr(demo, "run_base", lambda recipe, folder, seed: outcome(demo, demo.BASE, 100, 2.6, scale=1))
+    monkeypatch.setattr(demo, "run_scaled", run)
+    monkeypatch.setattr(demo, "run_here", run)
     outcomes = demo.compare(None, tmp_path, 64, [1, 2])
-    assert [o.way for o in outcomes] == 2 * [demo.BASE, demo.ADASCALE, demo.LINEAR, demo.ROOT, demo.UNSCALED]
-    assert [(way, c.seed) for way, c in configs[:4]] == [(o.way, 1) for o in outcomes[1:5]]
-    assert all(c.per_worker_batch_size == 64 for _, c in configs)
-    assert [c.rule for _, c in configs] == [
-        rule
-        for steps in (41, 42)
-        for rule in ("adascale", LinearRule(steps=steps), SquareRootRule(steps=steps), UnscaledRule(steps=steps))
-    ]
+    ways = [demo.BASE, demo.ADASCALE, demo.LINEAR, demo.ROOT, demo.UNSCALED]
+    assert [o.way for o in outcomes] == 2 * ways
+    for seed, steps in ((1, 41), (2, 42)):
+        found = {way: config for way, config in configs if config.seed == seed}
+        assert found[demo.BASE] == AdaScaleConfig(seed=seed)
+        large = AdaScaleConfig(per_worker_batch_size=64, seed=seed)
+        assert found[demo.ADASCALE] == large  # on two workers
+        for way, rule in zip(ways[2:], (LinearRule, SquareRootRule, UnscaledRule), strict=True):
+            assert found[way] == replace(large, accumulation=2, rule=rule(steps=steps))
 
 
 def test_the_base_run_follows_the_recipe_and_starts_anew(demo: Any, tmp_path: Path) -> None:
     recipe = record_recipe(demo.workload, {"lr": 0.1}, base_batch_size=8, total_steps=20)
-    first, again = (demo.run_base(recipe, tmp_path, 1) for _ in range(2))
+    first, again = (demo.run_here(demo.BASE, recipe, tmp_path, AdaScaleConfig(seed=1)) for _ in range(2))
     assert (first.scale, first.optimizer_steps, first.effective_steps) == (1, 20, 20)
     assert first.trace.exists()
     assert again.bits == first.bits < 6.6  # 96 letters are 6.6 bits
@@ -71,8 +73,8 @@ def test_the_table_has_means_over_seeds_and_the_plot_every_way(demo: Any, tmp_pa
         outcome(demo, demo.ADASCALE, 50, 2.35, trace),
     ]
     assert demo.table(outcomes).splitlines()[2:] == [
-        "| base batch | 1 | 100 | 100 | 2.0 | 2.50 | 2.00, 3.00 |",
-        "| AdaScale | 16 | 40 | 100 | 2.0 | 2.30 | 2.25, 2.35 |",
+        "| base batch | 1 | 100 | 100 | 2.50 | 2.00, 3.00 |",
+        "| AdaScale | 16 | 40 | 100 | 2.30 | 2.25, 2.35 |",
     ]
     demo.plot(outcomes, tmp_path / "demo.png")
     assert (tmp_path / "demo.png").stat().st_size > 10_000
