@@ -82,16 +82,7 @@ def run_here(way: str, recipe: Recipe, folder: Path, config: AdaScaleConfig) -> 
     built = workload({**recipe.hyperparameters, "total_steps": recipe.total_steps, "split": "test"})
     target = folder / f"{way.replace(' ', '-')}-{config.seed}"
     shutil.rmtree(target, ignore_errors=True)  # otherwise an earlier call's run would be resumed
-    run = Run(
-        built.model,
-        built.optimizer,
-        built.scheduler,
-        built.train_dataset,
-        config,
-        evaluate=built.evaluate,
-        recipe=recipe,
-        backend=LocalBackend(target),
-    )
+    run = Run.of(built, config, recipe=recipe, backend=LocalBackend(target))
     for batch in run:
         run.backward(built.loss_fn(run.model, batch))
         run.step()

@@ -135,14 +135,7 @@ def train(config: AdaScaleConfig) -> dict[str, Any]:
     """Train in this process. On Ray workers: ``AdaScaleTrainer(workload, config=config, ...)``."""
     torch.manual_seed(0)
     built = workload({"total_steps": config.total_steps})
-    run = Run(
-        built.model,
-        built.optimizer,
-        built.scheduler,
-        built.train_dataset,
-        replace(config, scheduler_unit=built.scheduler_unit),
-        evaluate=built.evaluate,
-    )
+    run = Run.of(built, config)
     for batch in run:
         run.backward(built.loss_fn(run.model, batch))
         run.step()

@@ -91,7 +91,7 @@ def wanted_batch(
         step_time: Seconds of a step, for "goodput".
     """
     batch = now.global_batch_size
-    if math.isnan(sigma2) or math.isnan(mu2):
+    if not plans[1:] or math.isnan(sigma2) or math.isnan(mu2):
         return batch
     if target_efficiency != "goodput":
         scale = scale_at_efficiency(sigma2, mu2, target_efficiency)

@@ -237,6 +237,14 @@ def test_goodput_times_three_plans_and_takes_rank_0s_numbers() -> None:
     assert decided(it, 400, 3.0, 1.0) == 64
 
 
+def test_bounds_that_leave_one_batch_leave_goodput_nothing_to_time_or_choose() -> None:
+    config = AdaScaleConfig(base_batch_size=16, target_efficiency="goodput", max_global_batch_size=16)
+    it = BatchSizeController(config.batch_policy, 2, window=50)
+    assert len(it.plans) == 1
+    assert not it.measuring
+    assert decided(it, 400, 3.0, 1.0) == 16
+
+
 def test_goodputs_seconds_are_measured_once_and_anew_on_other_workers() -> None:
     it = follower("goodput")
     while it.measuring:

@@ -27,17 +27,17 @@ _INSTEAD = "Use Adam, AdamW or Adamax, or a rule that leaves the betas, such as 
 
 @dataclass(frozen=True)
 class BetaRule:
-    """What becomes of an optimizer's betas in a step of c effective steps: β ↦ β^e, for that step.
+    """Rule for an optimizer's betas: in a step of c effective steps β becomes β^e, for that step alone.
 
-    Adam's averages forget by a factor β in each optimizer step. With β^r in a step of gain r they forget by β in each effective
-    step, so their memory is that of the base run at any scale. Measured for Adam: docs/results/adam.md.
+    Adam's averages decay by the factor β in each optimizer step. With β^r in a step of gain r they decay by β in each effective
+    step, as in the base run. Measured for Adam: docs/results/adam.md.
 
-    The exponent e is c, but at most the exponent at which the first beta reaches ``floor``, and at most 1 where a beta lies below
+    The exponent e is c, limited to the exponent at which the first beta reaches ``floor``. It is at most 1 if a beta lies below
     the floor from the start. All betas of a parameter group have the same exponent. A beta of 0 stays 0 and sets no limit.
     With e = 1, as at S = 1, nothing changes.
 
     Adam's bias correction is exact: 1 − Π β^e over the steps, which is 1 − β^(Σe). ``state["step"]`` is therefore Σe, the
-    effective steps of a parameter, so a run with other betas can go on from it, and this rule from theirs.
+    effective steps of a parameter. A checkpoint can be continued with another rule, and a checkpoint of another rule with this.
 
     Attributes:
         floor: Smallest beta that a larger batch may lead to, 0 ≤ floor < 1.
@@ -94,18 +94,18 @@ class BetaRule:
                 f"{name} holds another optimizer, in {held!r}, whose step counts a rule for betas can't correct. Use that one "
                 "without it, or rule='adascale'."
             )
-        if not any(self._memories(optimizer, group) is not None for group in optimizer.param_groups):
+        if not any(self._decay_factors(optimizer, group) is not None for group in optimizer.param_groups):
             if isinstance(optimizer, SGD):
                 remedy = "BetaRule(momentum=True) changes SGD's momentum. For SGD rule='adascale' needs no such change."
             else:
                 remedy = _INSTEAD
             raise ValueError(f"The rule changes betas, and the parameter groups of {name} have none. {remedy}")
 
-    def _memories(self, optimizer: Optimizer, group: dict[str, Any]) -> tuple[float, ...] | None:
-        """Return the factors by which the averages of a group forget in a step; None if the rule changes none.
+    def _decay_factors(self, optimizer: Optimizer, group: dict[str, Any]) -> tuple[float, ...] | None:
+        """Return the decay factors of a parameter group: its betas, or SGD's momentum. None: the rule leaves the group alone.
 
         Raises:
-            ValueError: They can't be changed.
+            ValueError: The rule can't change these factors.
         """
         name = type(optimizer).__name__
         if "betas" in group:
@@ -138,7 +138,7 @@ class BetaRule:
     def applied(
         self, groups: Sequence[dict[str, Any]], optimizer: Optimizer, increments: Sequence[float]
     ) -> Iterator[None]:
-        """Change the betas for the optimizer step in the context; put them back afterwards, also if the step raises.
+        """Change the betas for the optimizer step in the context; restore them afterwards, also if the step raises.
 
         Args:
             groups: The parameter groups whose entries the step reads; the full ones if the optimizer is sharded.
@@ -146,17 +146,18 @@ class BetaRule:
             increments: c of each group, or one for all.
 
         Raises:
-            ValueError: The betas can't be changed; or, after a step, the optimizer turned out to count its steps in a way that
-                is not known.
+            ValueError: The betas can't be changed; or an optimizer of an unknown class counts its steps, which its first step
+                shows.
         """
         exponents, changes = [], []
         for i, group in enumerate(groups):
-            memories = self._memories(optimizer, group)
-            e = 1.0 if memories is None else self.exponent(memories, increments[i % len(increments)])
+            factors = self._decay_factors(optimizer, group)
+            e = 1.0 if factors is None else self.exponent(factors, increments[i % len(increments)])
             exponents.append(e)
-            changes.append({} if memories is None or e == 1 else _changed(group, memories, e))
+            changes.append({} if factors is None or e == 1 else _changed(group, factors, e))
         kept = [{key: group[key] for key in new} for group, new in zip(groups, changes, strict=True)]
-        numbers = [_numbers(group) for group in groups]
+        known = isinstance(optimizer, (*_COUNTING, SGD))
+        numbers = [] if known else [_numbers(group) for group in groups]
         if isinstance(optimizer, SGD) and any(changes):
             fill_momentum(optimizer)  # torch's first step would add the gradient without the dampening
         counts = isinstance(optimizer, _COUNTING)
@@ -166,7 +167,7 @@ class BetaRule:
             for group, new in zip(groups, changes, strict=True):
                 group.update(new)
             yield
-            if not counts and not isinstance(optimizer, SGD):
+            if not known:
                 _refuse_counter(optimizer, groups, numbers)
         finally:
             for group, old in zip(groups, kept, strict=True):
@@ -175,13 +176,13 @@ class BetaRule:
                 _multiply_steps(optimizer, exponents)
 
 
-def _changed(group: dict[str, Any], memories: tuple[float, ...], exponent: float) -> dict[str, Any]:
-    """Return the entries of a parameter group with another memory."""
-    new = tuple(beta**exponent for beta in memories)
+def _changed(group: dict[str, Any], factors: tuple[float, ...], exponent: float) -> dict[str, Any]:
+    """Return the changed entries of a parameter group: each decay factor to the power of the exponent."""
+    new = tuple(beta**exponent for beta in factors)
     if "betas" in group:
         return {"betas": new}
     # torch: buffer ← m·buffer + (1 − dampening)·g. A gradient's weights add up to 1/(1 − m) if 1 − dampening is this ratio.
-    return {"momentum": new[0], "dampening": 1 - (1 - new[0]) / (1 - memories[0])}
+    return {"momentum": new[0], "dampening": 1 - (1 - new[0]) / (1 - factors[0])}
 
 
 def _multiply_steps(optimizer: Optimizer, factors: Sequence[float]) -> None:
@@ -200,13 +201,14 @@ def _multiply_steps(optimizer: Optimizer, factors: Sequence[float]) -> None:
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, float]:
+    """Return the entries of a parameter group that are numbers, without flags."""
     return {
         key: value for key, value in group.items() if isinstance(value, int | float) and not isinstance(value, bool)
     }
 
 
 def _refuse_counter(optimizer: Optimizer, groups: Sequence[dict[str, Any]], before: Sequence[dict[str, float]]) -> None:
-    """Raise if an optimizer keeps a number beside its averages: it may be a step count that corrects a bias.
+    """Raise if an optimizer keeps a number beside its averages, which may be the step count of a bias correction.
 
     Args:
         optimizer: An optimizer after a step.
@@ -214,7 +216,7 @@ def _refuse_counter(optimizer: Optimizer, groups: Sequence[dict[str, Any]], befo
         before: :func:`_numbers` of each group before the step.
 
     Raises:
-        ValueError: It does.
+        ValueError: The optimizer keeps a number. The message names its key.
     """
     found = {key for group, old in zip(groups, before, strict=True) for key in old if group.get(key) != old[key]}
     for p, state in optimizer.state.items():

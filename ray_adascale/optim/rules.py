@@ -77,7 +77,7 @@ def metric_of(rule: ScalingRule) -> Metric:
 
 
 def betas_of(rule: ScalingRule) -> BetaRule | None:
-    """Return what becomes of the optimizer's betas under a rule; None if they stay.
+    """Return a rule's :class:`BetaRule`; None if the optimizer's betas stay the same.
 
     The clock increment that the rule returns for a parameter group is the effective steps of that group's step.
 
