@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from adam_candidates import Changing
+from adam_candidates import Attached
 from study import Case, KeptRuns, announce, check_scales, prepare_process, read_runs
 from study import parser as study_parser
 from torch import nn
@@ -46,7 +46,7 @@ class Method:
 
     Attributes:
         rule: Makes the scaling rule, given the number of optimizer steps or None.
-        given_steps: Whether it is given the number of steps of AdaScale's run.
+        given_steps: Whether it is given the number of steps of the run of :attr:`Comparison.own`.
         about: Its LR factor and clock, for the page.
     """
 
@@ -104,8 +104,8 @@ class Comparison:
     Attributes:
         optimizer: Name of the optimizer in :class:`Job`.
         cases: Workloads, by name.
-        methods: By name; the first is AdaScale.
-        against: Names of the methods that AdaScale is compared with, beside S = 1.
+        methods: By name; "AdaScale" is one of them, and its runs at S = 1 are those of all methods.
+        against: Names of the methods that ``own`` is compared with, beside S = 1.
         pictured: Names of the methods in the picture of the metric against scale.
         stages: Scales and numbers of seeds, in the order in which they run.
         shapes: Shapes of the grid's schedules.
@@ -113,6 +113,7 @@ class Comparison:
         evaluations: Number of evaluations in a run.
         loss_examples: Number of examples in the final training loss; None for all.
         with_optimizer: Puts the optimizer into a built workload.
+        own: Name of the method that is compared with the others.
     """
 
     optimizer: str
@@ -126,6 +127,7 @@ class Comparison:
     evaluations: int
     loss_examples: int | None = None
     with_optimizer: Callable[[Workload, Job], Workload] = as_built
+    own: str = "AdaScale"
 
 
 # ---- one run ---------------------------------------------------------------------------------------------------------
@@ -139,7 +141,7 @@ def train(comparison: Comparison, job: Job) -> Result:
     config = {"lr": job.lr, "schedule": job.shape, "total_steps": job.total_steps, "split": job.split}
     built = comparison.with_optimizer(case.workload(config), job)
     rule = comparison.methods[job.method].rule(job.steps)
-    if isinstance(rule, Changing):
+    if isinstance(rule, Attached):
         rule.attach(built.optimizer)
     curve: list[tuple[float, int, float]] = []
 
@@ -268,8 +270,8 @@ def best_schedule(plan: Plan, results: Results, workload: str) -> tuple[float, s
 
 
 def stretched(plan: Plan, results: Results, workload: str, scale: int, seed: int, best: tuple[float, str]) -> list[Job]:
-    """Return the runs of methods that are given the steps of AdaScale's run; none if that run is missing or failed."""
-    own = results.get(plan.job(workload, "AdaScale", scale, seed, best))
+    """Return the runs of methods that are given the steps of the comparison's own; none if that run is missing or failed."""
+    own = results.get(plan.job(workload, plan.comparison.own, scale, seed, best))
     if own is None or own.failed:
         return []
     given = [name for name, method in plan.comparison.methods.items() if method.given_steps]

@@ -45,7 +45,7 @@ def cells(found: Sequence[Result]) -> list[str]:
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean by which AdaScale is better than another method, paired by seed, with its 95 % interval.
+    """Mean by which a method is better than another one, paired by seed, with its 95 % interval.
 
     Attributes:
         mean: The mean; NaN if there is no pair of runs.
@@ -115,14 +115,14 @@ def workload_table(plan: Plan, results: Results, workload: str) -> str:
 
 
 def differences(plan: Plan, results: Results) -> list[tuple[str, int, str, Difference]]:
-    """Compare AdaScale at each scale with S = 1 and with the other methods at that scale."""
-    out = []
+    """Compare the comparison's own method at each scale with S = 1 and with the other methods at that scale."""
+    out, name = [], plan.comparison.own
     for workload in plan.workloads:
         for scale in plan.scales:
             if scale == 1:
                 continue
-            own = seeds_of(plan, results, workload, scale, "AdaScale")
-            base = seeds_of(plan, results, workload, 1, "AdaScale")
+            own = seeds_of(plan, results, workload, scale, name)
+            base = seeds_of(plan, results, workload, 1, name)
             out.append((workload, scale, "S = 1", difference(plan.case(workload), own, base)))
             for method in plan.comparison.against:
                 other = seeds_of(plan, results, workload, scale, method)
@@ -131,8 +131,8 @@ def differences(plan: Plan, results: Results) -> list[tuple[str, int, str, Diffe
 
 
 def verdicts(plan: Plan, results: Results) -> str:
-    """Return a table of all differences, and in words where AdaScale is clearly worse."""
-    found = differences(plan, results)
+    """Return a table of all differences, and in words where the comparison's own method is clearly worse."""
+    found, name = differences(plan, results), plan.comparison.own
     lost = [
         f"- {workload}, S = {scale}: worse than {against} by {-d.mean:.4f} {plan.case(workload).metric} "
         f"(95 % interval {-d.high:.4f} to {-d.low:.4f})."
@@ -141,9 +141,9 @@ def verdicts(plan: Plan, results: Results) -> str:
     ]
     for workload in plan.workloads:
         for scale in plan.scales:
-            failed = sum(r.failed for r in seeds_of(plan, results, workload, scale, "AdaScale").values())
+            failed = sum(r.failed for r in seeds_of(plan, results, workload, scale, name).values())
             if failed:
-                lost.append(f"- {workload}, S = {scale}: {failed} of {len(plan.seeds)} AdaScale runs failed.")
+                lost.append(f"- {workload}, S = {scale}: {failed} of {len(plan.seeds)} runs of {name} failed.")
     against = ["S = 1", *plan.comparison.against]
     rows = [
         [workload, f"{scale}", *(str(d) for w, s, _, d in found if (w, s) == (workload, scale))]
@@ -153,13 +153,13 @@ def verdicts(plan: Plan, results: Results) -> str:
     ]
     return "\n".join(
         [
-            "By how much AdaScale is better (positive) or worse (negative) in the test metric, paired by seed, with the 95 % "
+            f"By how much {name} is better (positive) or worse (negative) in the test metric, paired by seed, with the 95 % "
             "interval of the mean. A difference is called one where the interval doesn't hold 0; of as many intervals as "
             "these, one or two do so by chance.",
             "",
             markdown(["workload", "S", *(f"against {a}" for a in against)], rows),
             "",
-            "**Where AdaScale loses:**" if lost else "AdaScale is nowhere clearly worse.",
+            f"**Where {name} loses:**" if lost else f"{name} is nowhere clearly worse.",
             "",
             *lost,
         ]
@@ -250,13 +250,14 @@ def picture_by_tau(plan: Plan, results: Results, page: Path) -> Path:
     def draw(panel: Any, workload: str) -> None:
         case = plan.case(workload)
         for number, scale in enumerate(plan.scales):
-            for first, r in enumerate(seeds_of(plan, results, workload, scale, "AdaScale").values()):
+            for first, r in enumerate(seeds_of(plan, results, workload, scale, plan.comparison.own).values()):
                 losses = [case.loss(score) for score in r.curve_score]
                 label = f"S = {scale}" if first == 0 else None
                 panel.plot(r.curve_tau, losses, color=f"C{number}", lw=0.9, alpha=0.7, label=label)
         panel.set(xlabel="effective steps τ")
 
-    return picture(plan, page, "curves", "Test metric against effective steps, AdaScale, each seed", draw)
+    title = f"Test metric against effective steps, {plan.comparison.own}, each seed"
+    return picture(plan, page, "curves", title, draw)
 
 
 # ---- sections of a page ----------------------------------------------------------------------------------------------

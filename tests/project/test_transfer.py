@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from ray_adascale import RuleInput
-from ray_adascale.optim.rules import metric_of
+from ray_adascale import BetaRule, RuleInput
+from ray_adascale.optim.rules import betas_of, metric_of
 from ray_adascale.workload import build
 from ray_adascale.workload_source import resolve
 from tests.project.benchmarks import STUDIES, load
@@ -244,6 +244,47 @@ def test_what_a_candidate_changes_is_in_adams_step_and_nowhere_after(candidates:
     assert stepped(candidates.betas_per_effective_step)[1] == pytest.approx((1 - 0.6561) * 3)
 
 
+def test_candidates_with_betas_on_the_clock_by_hand(candidates: Any) -> None:
+    now = RuleInput(gain=6.0, scale=16.0, effective_steps=0.0, total_steps=100)
+    assert candidates.surge(now) == (1.5, 6.0)
+    assert candidates.CappedBetas()(now) == (4.0, 6.0)
+    assert candidates.PowerBetas(0.5)(replace(now, gain=9.0)) == (3.0, 9.0)
+    for rule in (candidates.CappedBetas(), candidates.PowerBetas(0.75), candidates.SignGain()):
+        assert betas_of(rule) == BetaRule()
+
+
+def test_the_gain_in_the_l1_norm_by_hand(candidates: Any) -> None:
+    p = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    rule = candidates.SignGain()
+    rule.attach(torch.optim.SGD([p], lr=0.1))
+    now = RuleInput(gain=2.0, scale=4.0, effective_steps=0.0, total_steps=100)
+
+    def step(*gradients: tuple[float, float]) -> float:
+        for gradient in gradients:
+            (p * torch.tensor(gradient, dtype=torch.float64) / len(gradients)).sum().backward()
+        clock, factor = rule(now)
+        assert rule(replace(now, group=0)) == (clock, factor)  # once more for the group, of the same step
+        assert clock == factor
+        return clock
+
+    # ḡ = (2, 3), variance (1, 0) · 2 of one pass, (4, 0) of a base batch: a pass is 2 base batches. ‖σ‖₁ = 2, ‖ḡ‖₁ = 5.
+    first = (4 + 25 - 2 / math.pi) / (1 + 25 - 2 / math.pi)
+    assert step((1, 3), (3, 3)) == pytest.approx(first)
+    # The second step has no noise and ‖ḡ‖₁ = 1. The weights are 1 − e^(−1/5), times θ = e^(−r/5) by then, and 1 − θ.
+    theta = math.exp(-first / 5)
+    before = (1 - math.exp(-1 / 5)) * theta
+    share = before / (before + 1 - theta)
+    noise, square = 4 * share, 25 * share + 1 - share
+    signal = square - 2 / math.pi * noise / 4
+    assert step((1, 0), (1, 0)) == pytest.approx((noise + signal) / (noise / 4 + signal))
+    assert candidates.SignGain()(replace(now, scale=1.0)) == (1.0, 1.0)
+    noisy = candidates.SignGain()
+    noisy.attach(torch.optim.SGD([p], lr=0.1))
+    for sign in (1, -1):
+        (p * sign).sum().backward()
+    assert noisy(now) == (4.0, 4.0)  # noise alone: S
+
+
 def test_divergence_is_a_result(transfer: Any, comparison: Any, pages: Any) -> None:
     job = transfer.Job("tabular", "AdaScale", 1, 1, 10.0, "cosine", 80, "test")
     lost = transfer.train(job)
@@ -271,7 +312,7 @@ def test_divergence_is_a_result(transfer: Any, comparison: Any, pages: Any) -> N
     table = pages.workload_table(plan, results, "tabular")
     assert "| 4 | AdaScale | **failed** (1 of 1) |" in table
     assert "| 4 | LSW+ | not run |" in table
-    assert "tabular, S = 4: 1 of 1 AdaScale runs failed." in pages.verdicts(plan, results)
+    assert "tabular, S = 4: 1 of 1 runs of AdaScale failed." in pages.verdicts(plan, results)
 
 
 @pytest.mark.filterwarnings("ignore:typing:DeprecationWarning")  # the text is made of all of typing's docstrings

@@ -1,0 +1,190 @@
+"""Which rule carries AdamW's schedules: candidates beside β^r, a choice on two workloads, and the choice on five.
+
+    python benchmarks/studies/adam_betas.py --page                      all of it, or what is missing
+    python benchmarks/studies/adam_betas.py --workloads vision text     some of it
+    python benchmarks/studies/adam_betas.py --smoke                     check that it runs
+    python benchmarks/studies/adam_betas.py --report-only --page p.md   write the page of the kept runs
+
+Five peak LRs run at S = 1 with two seeds, and are scored on the search split. All candidates run at S = 16 on vision and text
+with two seeds. The candidate that was chosen there, AdaScale with fixed betas, and the unscaled LR with the choice's number of
+steps then run on five workloads at S = 4, 16 and 64. ``adam.py`` has AdamW, ``comparison.py`` the runs.
+
+The kept results are in ``benchmarks/studies/kept/adam_betas.jsonl``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import comparison
+from adam import ADAMW, standing
+from adam_candidates import CappedBetas, Changing, Power, PowerBetas, SignGain, sde_square_root, surge
+from comparison import Comparison, Job, Method, Plan, Result, Results, Rounds, report_seconds, results_of, stage_jobs
+from comparison_page import (
+    picture_by_scale,
+    picture_by_tau,
+    print_tables,
+    provenance,
+    verdicts,
+    workload_sections,
+    write_page,
+)
+from real_data import Unavailable
+from real_workloads import AT_SIZE
+
+from ray_adascale import AdaScaleBetasRule, BetaRule, UnscaledRule
+
+sys.path.append(str(Path(__file__).parents[1]))
+from bench import ROOT, by_hand, command_line, count
+
+PAGE = ROOT / "docs" / "results" / "adam-betas.md"
+KEPT = "benchmarks/studies/kept/adam_betas.jsonl"
+CHOSEN_ON = ("vision", "text")
+CHOICE_SEEDS = 2
+CHOSEN = "β^r"
+UNSCALED = "unscaled"
+FINAL = ("AdaScale", CHOSEN, UNSCALED)
+
+BETAS = Comparison(
+    optimizer="adamw",
+    cases={
+        **ADAMW.cases,
+        "smiles": replace(AT_SIZE["smiles"], lrs=(0.0005, 0.001, 0.002, 0.004, 0.008)),
+    },
+    methods={
+        "AdaScale": Method(lambda steps: "adascale", about="(r, r)"),
+        "β^r": Method(lambda steps: AdaScaleBetasRule(), about="(r, r), both betas to the power r"),
+        "β^r, floor": Method(
+            lambda steps: AdaScaleBetasRule(BetaRule(floor=0.5)),
+            about="the same, no beta below 0.5",
+        ),
+        "ℓ1": Method(lambda steps: SignGain(), about="(r₁, r₁), r₁ in the ℓ1 norm, betas to the power r₁"),
+        "r^¾": Method(lambda steps: PowerBetas(0.75), about="(r^¾, r), betas to the power r"),
+        "capped": Method(lambda steps: CappedBetas(), about="(min(r, √S), r), betas to the power r"),
+        "surge": Method(lambda steps: surge, about="(r/√S, r)"),
+        "SDE": Method(
+            lambda steps: Changing(Power(0.5), sde_square_root),
+            about="(√r, r), 1 − β times r, ε by √r",
+        ),
+        UNSCALED: Method(
+            lambda steps: UnscaledRule(steps=steps),
+            given_steps=True,
+            about=f"1, as many steps as {CHOSEN} took with this seed",
+        ),
+    },
+    against=("AdaScale", UNSCALED),
+    pictured=FINAL,
+    stages=((1, 5), (16, 2), (4, 2), (16, 3), (4, 3), (64, 3), (16, 5), (4, 5), (64, 5)),
+    shapes=("warmup",),
+    grid_scale=1,
+    evaluations=10,
+    loss_examples=500,
+    with_optimizer=ADAMW.with_optimizer,
+    own=CHOSEN,
+)
+
+
+def train(job: Job) -> Result:
+    """Run a job."""
+    return comparison.train(BETAS, job)
+
+
+def choice(plan: Plan) -> Plan:
+    """Return the part of the plan that the choice is made on."""
+    workloads = tuple(w for w in plan.workloads if w in CHOSEN_ON)
+    return replace(plan, workloads=workloads, scales=(1, 16), seeds=plan.seeds[:CHOICE_SEEDS])
+
+
+def final(plan: Plan) -> Plan:
+    """Return the part of the plan with the rules that run on all workloads."""
+    return replace(plan, comparison=replace(BETAS, methods={name: BETAS.methods[name] for name in FINAL}))
+
+
+def rounds(plan: Plan, results: Results) -> Rounds:
+    """Yield the grid, the candidates, and then the stages of the final rules."""
+    yield "grid", plan.grid_jobs()
+    first = choice(plan)
+    for scale in (1, 16) if 16 in plan.scales else plan.scales:
+        candidates = stage_jobs(first, results, scale, CHOICE_SEEDS, BETAS.methods, given_steps=False)
+        yield f"candidates, S = {scale}", candidates
+    for scale, seeds in plan.stages():
+        yield from comparison.stage(final(plan), results, scale, seeds)
+
+
+HOW = f"""\
+- `torch.optim.AdamW`, betas (0.9, 0.999), ε 1e-8, weight decay 0.1, decoupled. Four workloads are those of [Adam](adam.md), with
+  the schedule "warm-up over a tenth, then linear to zero" alone. The fifth is the transformer of 1.25 M parameters of
+  [public data](at-size.md). Every run is one process with one thread; the n = min(S, 8) gradient samples of a step are
+  accumulation passes.
+- The peak LR is the best at S = 1 of five, a factor of two apart, on the search split with two other seeds.
+- **AdaScale** is `rule="adascale"`, **β^r** is `rule="adascale_betas"`, **floor** is
+  `AdaScaleBetasRule(BetaRule(floor=0.5))`. The others are in `benchmarks/studies/adam_candidates.py`. **{UNSCALED}** has as
+  many optimizer steps as {CHOSEN} took with this seed, which nobody knows beforehand.
+- **The choice** was made on vision and text, at S = 16, with two seeds: the metric first, then the steps. The other three
+  workloads had no influence.
+- Training loss: of the first 500 examples. Failed: as in [transfer](transfer.md)."""
+
+
+def write(plan: Plan, results: Results, page: Path, command: str) -> None:
+    """Write the page and its pictures; the part by hand stays."""
+    kept = by_hand(page)
+    page.parent.mkdir(parents=True, exist_ok=True)
+    last = final(plan)
+    scale, curves = (draw(last, results, page) for draw in (picture_by_scale, picture_by_tau))
+    parts = [
+        "# Which rule for AdamW?",
+        "One schedule, tuned at the base batch, carried to larger batches by rules that also set AdamW's betas. Validation "
+        "metric on a test split that no choice was made on, mean ± standard deviation over "
+        f"{count(plan.seeds, 'seed')} or fewer, where that is said.",
+        provenance(plan, results, command),
+        "## What it says",
+        kept,
+        "## All candidates at S = 16, for the choice",
+        "By how much each rule is better (positive) or worse (negative) than S = 1 with the same seeds, ± the standard error of "
+        "the mean at S = 1; in how many optimizer steps. Bold: worse by more than that error, or failed.",
+        standing(choice(plan), results, 16),
+        *(
+            part
+            for s in plan.scales[1:]
+            for part in (f"## The choice on all workloads, S = {s}", standing(last, results, s))
+        ),
+        f"![metric against scale]({scale.name})",
+        f"## {CHOSEN} against the others",
+        verdicts(last, results),
+        "## How",
+        HOW,
+        *workload_sections(last, results),
+        "## The same curve over effective steps",
+        f"![metric against effective steps]({curves.name})",
+    ]
+    write_page(page, parts)
+
+
+def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
+    return comparison.parse(argv, __doc__, BETAS, KEPT, PAGE)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    args, plan = parse(argv)
+    began = time.monotonic()
+    try:
+        results = results_of(args, train, partial(rounds, plan))
+    except Unavailable as error:
+        print(f"This study needs public data: {error}", file=sys.stderr)
+        return 1
+    if args.page is not None:
+        write(plan, results, args.page, command_line(argv, "benchmarks/studies/adam_betas.py"))
+    print_tables(final(plan), results, standing(choice(plan), results, 16))
+    report_seconds(began)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
