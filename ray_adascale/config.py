@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Literal
 
 from ._errors import SettingError
 from ._warn import warn_at_user
-from .batch_policy import BatchPolicy
+from .adaptive_batch import EfficiencyBatch, GoodputBatch
+from .batch_policy import BatchLimits, BatchPolicy, FixedBatch, check_positive
 from .optim.rules import ScalingRule, follows_gain, make_rule
 from .throughput import Throughput
 
@@ -231,8 +232,30 @@ class AdaScaleConfig:
         return self._policy_of(self.base_batch_size)
 
     def _policy_of(self, base_batch_size: int) -> BatchPolicy:
-        shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(BatchPolicy)}
-        return BatchPolicy(**shared | {"base_batch_size": base_batch_size})
+        check_positive(global_batch_size=self.global_batch_size)
+        shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(BatchLimits)}
+        limits = BatchLimits(**shared | {"base_batch_size": base_batch_size})
+        if self.throughput is not None and self.target_efficiency != "goodput":
+            raise SettingError("{} is for target_efficiency='goodput'. Leave it out.", throughput=...)
+        if self.target_efficiency is None:
+            for name in ("max_global_batch_size", "max_accumulation"):
+                if getattr(self, name) is not None:
+                    raise SettingError(
+                        "Invalid {}: it bounds the batch that target_efficiency chooses. Give target_efficiency as well, or "
+                        "per_worker_batch_size, accumulation or global_batch_size instead.",
+                        **{name: getattr(self, name)},
+                    )
+            return FixedBatch(limits=limits, global_batch_size=self.global_batch_size, elastic=self.elastic)
+        if self.global_batch_size is not None:
+            raise SettingError(
+                "Invalid {}. Give one of them, not both: target_efficiency changes the batch as the run goes on, and "
+                "max_global_batch_size bounds it.",
+                target_efficiency=self.target_efficiency,
+                global_batch_size=self.global_batch_size,
+            )
+        if self.target_efficiency == "goodput":
+            return GoodputBatch(limits=limits, throughput=self.throughput, elastic=self.elastic)
+        return EfficiencyBatch(limits=limits, target_efficiency=self.target_efficiency, elastic=self.elastic)
 
     def with_recipe(self, recipe: Recipe | None) -> AdaScaleConfig:
         """Return these settings with the base batch size, total steps and scheduler unit of a recipe.

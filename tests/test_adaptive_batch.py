@@ -20,12 +20,13 @@ from torch.utils.data import DataLoader, Dataset
 from ray_adascale import AdaScaleConfig, LocalBackend, Run, Throughput, adaptive_batch
 from ray_adascale.adaptive_batch import (
     BatchSizeController,
+    EfficiencyBatch,
+    GoodputBatch,
     fit_step_time,
     useful_workers,
     useful_workers_over,
-    wanted_batch,
 )
-from ray_adascale.batch_policy import BatchPlan
+from ray_adascale.batch_policy import BatchLimits, BatchPlan
 from ray_adascale.data.order import epoch_order
 from ray_adascale.run.metrics import state_of
 from ray_adascale.run.trace import read_trace
@@ -45,6 +46,7 @@ def seconds(time: Throughput, plan: BatchPlan) -> float:
 
 # ---- the decision ----------------------------------------------------------------------------------------------------
 
+LIMITS = BatchLimits(base_batch_size=10)
 PLANS = [BatchPlan(10, batch, 2, 1) for batch in (10, 12, 14, 20, 40, 80)]
 
 
@@ -71,7 +73,8 @@ PLANS = [BatchPlan(10, batch, 2, 1) for batch in (10, 12, 14, 20, 40, 80)]
 )
 def test_the_batch_that_is_wanted(now: int, sigma2: float, mu2: float, efficiency: float, wanted: float) -> None:
     plan = next(p for p in PLANS if p.global_batch_size == now)
-    assert wanted_batch(efficiency, PLANS, plan, sigma2, mu2) == pytest.approx(wanted, abs=1e-12)
+    policy = EfficiencyBatch(limits=LIMITS, target_efficiency=efficiency)
+    assert policy.wanted(PLANS, plan, sigma2, mu2) == pytest.approx(wanted, abs=1e-12)
 
 
 def test_a_step_takes_as_long_as_the_worker_with_the_most_examples() -> None:
@@ -86,7 +89,7 @@ def test_goodput_wants_the_most_progress_a_second() -> None:
     # ν = 3. r(S) = 4/(3/S + 1): 1, 8/5 at S = 2, 16/7 at 4, 32/11 at 8.
     def wanted(now: int, time: Throughput) -> float:
         plan = next(p for p in PLANS if p.global_batch_size == now)
-        return wanted_batch("goodput", PLANS, plan, 3.0, 1.0, time)
+        return GoodputBatch(limits=LIMITS, throughput=time).wanted(PLANS, plan, 3.0, 1.0)
 
     # On two workers B = 10, 20, 40, 80 has passes of 5, 10, 20, 40: with 1 s an example and 20 s a step these take 25, 30, 40
     # and 60 s: 0.04, 0.0533, 0.0571 and 0.0485 a second.
@@ -101,7 +104,7 @@ def test_goodput_wants_the_most_progress_a_second() -> None:
     # 20 s → 21 s a step: B = 40 is 2.6 % better than B = 20 is with 7 s, which is not worth a change.
     # 20: 1.6/17 = 0.0941; 40: 2.286/27 = 0.0847; 14: r = 4/(3/1.4 + 1) = 1.273, /14 = 0.0909.
     assert wanted(14, step_time(0.0, 1.0, 7.0)) == 14  # 3.5 % less than B = 20
-    assert wanted_batch("goodput", PLANS, PLANS[2], math.nan, math.nan, time) == 14
+    assert GoodputBatch(limits=LIMITS, throughput=time).wanted(PLANS, PLANS[2], math.nan, math.nan) == 14
 
 
 def test_seconds_of_a_step_are_found_again_from_three_plans() -> None:
@@ -128,9 +131,9 @@ def following_of(run: Run) -> dict[str, Any]:
     return run.parts.stages[0].state_dict()["following"]
 
 
-def follower(efficiency: Any = 0.5, workers: int = 2, **settings: Any) -> BatchSizeController:
+def follower(efficiency: Any = 0.5, workers: int = 2, **settings: Any) -> Any:
     config = AdaScaleConfig(base_batch_size=16, target_efficiency=efficiency, max_global_batch_size=256, **settings)
-    return BatchSizeController(config.batch_policy, workers, window=50)
+    return config.batch_policy.controller(workers, window=50)
 
 
 def decided(follower: BatchSizeController, tau: float, sigma2: float, mu2: float) -> int:
@@ -207,10 +210,10 @@ def test_efficiency_one_is_the_base_batch_whatever_the_noise() -> None:
 
 def test_without_bounds_no_step_moves_the_clock_by_more_than_the_window() -> None:
     policy = AdaScaleConfig(base_batch_size=16, target_efficiency=0.5).batch_policy
-    assert BatchSizeController(policy, 2, window=50).plans[-1].scale <= 50
-    assert BatchSizeController(policy, 2, window=50).plans[-1].scale > 45
-    assert BatchSizeController(policy, 2, window=0.5).plans[-1].scale == 8  # a short run may grow all the same
-    assert BatchSizeController(policy, 2, window=50, largest=100).plans[-1].global_batch_size <= 100
+    assert isinstance(policy, EfficiencyBatch)
+    assert 45 < policy.controller(2, window=50).plans[-1].scale <= 50
+    assert policy.controller(2, window=0.5).plans[-1].scale == 8  # a short run may grow all the same
+    assert policy.controller(2, window=50, largest=100).plans[-1].global_batch_size <= 100
 
 
 def test_goodput_times_three_plans_and_takes_rank_0s_numbers() -> None:
@@ -249,6 +252,13 @@ def test_goodputs_seconds_are_measured_once_and_anew_on_other_workers() -> None:
     fewer.resume(it.state(), 30.0, (3.0, 1.0))
     assert fewer.measuring
     assert fewer.step_time is None
+
+
+def test_bounds_that_leave_one_batch_leave_goodput_nothing_to_time_or_choose() -> None:
+    config = AdaScaleConfig(base_batch_size=16, target_efficiency="goodput", max_global_batch_size=16)
+    it = config.batch_policy.controller(2, window=50)
+    assert it is not None
+    assert [it.after_step(tau, lambda: (3.0, 1.0)).global_batch_size for tau in (1.0, 13.0, 26.0)] == [16, 16, 16]
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .._files import TRACE
 from .._warn import warn_at_user
-from ..adaptive_batch import controller_of
 from ..batch_policy import BatchPlan
 from ..config import AdaScaleConfig
 from ..data import make_source
@@ -119,12 +118,11 @@ def assemble(
         num_workers=config.num_loader_workers,
         pin_memory=config.pin_memory,
         length=config.dataset_length,
-        splits_change=policy.follows_noise,
+        splits_change=policy.changes_batch,
     )
     per_epoch = source.base_steps_per_epoch(plan.base_batch_size)
     total_steps = config.resolve_total_steps(per_epoch)
-    controller = controller_of(
-        policy,
+    controller = policy.controller(
         backend.world_size,
         window=config.averaging_window * total_steps,
         largest=math.inf if per_epoch is None else per_epoch * plan.base_batch_size,
@@ -279,14 +277,14 @@ def _listeners(
         scale=plan.scale,
         rule=config.rule,
         averaging_window=config.averaging_window,
-        following=(policy, plan.world_size) if policy.follows_noise else None,
+        following=(policy, plan.world_size) if policy.changes_batch else None,
     )
     tracker = EtaTracker(remaining)
     line = ProgressLine(config.show_progress, total_steps, tracker)
     listeners: list[Listener] = []
-    if not policy.follows_noise:
+    if not policy.changes_batch:
         listeners.append(NoiseWarning(window, remaining, train_state.base_schedule.highest_at))
-    if policy.batch_may_change:
+    if policy.changes_batch or policy.elastic:
         before = state.metrics.get(USEFUL_WORKERS) if same_workers else None
         listeners.append(UsefulWorkers(policy, window, tau, before))
         if recipe is not None and state.stopped is None:

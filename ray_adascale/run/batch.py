@@ -1,4 +1,4 @@
-"""The stage that changes the batch of a run as the noise changes. :mod:`ray_adascale.adaptive_batch` decides; the stage acts."""
+"""The stage that changes the batch of a run. A controller of the batch policy decides; the stage acts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..adaptive_batch import BatchSizeController
+from ..batch_policy import BatchController
 from ..optim.adascale import AdaScale
 from .step import BoundaryFlags, RunAtBoundary, Stage
 
@@ -17,7 +17,7 @@ __all__ = ["AdaptiveBatch"]
 
 
 class AdaptiveBatch(Stage):
-    """Chooses the batch of the next step from the gradient noise.
+    """Sets the batch of the next step.
 
     Args:
         controller: Decides, from the optimizer's averages.
@@ -25,7 +25,7 @@ class AdaptiveBatch(Stage):
         device: The device of this worker.
     """
 
-    def __init__(self, controller: BatchSizeController, optimizer: AdaScale, device: torch.device) -> None:
+    def __init__(self, controller: BatchController, optimizer: AdaScale, device: torch.device) -> None:
         self.controller = controller
         self._optimizer = optimizer
         self._device = device
