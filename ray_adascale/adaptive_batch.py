@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ._errors import SettingError
-from .batch_policy import BatchController, BatchLimits, BatchPlan, BatchPolicy, nearest_plan
+from .batch_policy import BatchController, BatchLimits, BatchPlan, BatchPolicy, Position, nearest_plan
 from .gain import plain_gain, scale_at_efficiency
 from .throughput import Throughput
 
@@ -42,8 +42,6 @@ _GROWTH = 2.0
 """Largest growth of the batch in one decision, so that averages of a few samples can't throw it far."""
 _BETTER = 1.05
 """Hysteresis for goodput: keep the batch unless another one makes this many times the progress a second."""
-_ROOM = 8.0
-"""Scales up to this one are allowed in any run, however short."""
 _TRIAL_STEPS, _WARM_UP = 8, 3
 """Steps that are timed with each plan, and the number of them that are left out as warm-up."""
 
@@ -123,7 +121,9 @@ class NoiseBatch(BatchPolicy):
         fewest = 2 if world_size == 1 else 1
         return self.limits.grid(self.limits.smallest(world_size, fewest, **self.setting), largest)
 
-    def controller(self, world_size: int, *, window: float, largest: float = math.inf) -> BatchSizeController:
+    def controller(
+        self, world_size: int, *, total_steps: float, window: float, largest: float = math.inf
+    ) -> BatchSizeController:
         return BatchSizeController(self, world_size, window=window, largest=largest)
 
     def wanted(self, plans: Sequence[BatchPlan], now: BatchPlan, sigma2: float, mu2: float) -> float:
@@ -186,7 +186,7 @@ class EfficiencyBatch(NoiseBatch):
         wanted = max(wanted, plans[0].global_batch_size)
         return wanted if max(wanted / batch, batch / wanted) >= _STEADY else batch
 
-    def speed(self, world_size: int, sigma2: float, mu2: float) -> float:
+    def speed(self, world_size: int, sigma2: float, mu2: float, batch: int) -> float:
         wanted = scale_at_efficiency(sigma2, mu2, self.target_efficiency) * self.limits.base_batch_size
         plan = nearest_plan(self.plans(world_size), wanted)
         return plain_gain(sigma2, mu2, plan.scale) / plan.accumulation
@@ -218,7 +218,9 @@ class GoodputBatch(NoiseBatch):
     def timed_by(self, throughput: Throughput | None) -> GoodputBatch:
         return replace(self, throughput=throughput) if self.needs_times else self
 
-    def controller(self, world_size: int, *, window: float, largest: float = math.inf) -> GoodputController:
+    def controller(
+        self, world_size: int, *, total_steps: float, window: float, largest: float = math.inf
+    ) -> GoodputController:
         return GoodputController(self, world_size, window=window, largest=largest)
 
     def _better(self, plans: Sequence[BatchPlan], now: BatchPlan, sigma2: float, mu2: float) -> float:
@@ -231,7 +233,7 @@ class GoodputBatch(NoiseBatch):
         best = max((plan for plan in plans if plan.global_batch_size <= _GROWTH * batch), key=goodput)
         return best.global_batch_size if goodput(best) > _BETTER * goodput(now) else batch
 
-    def speed(self, world_size: int, sigma2: float, mu2: float) -> float:
+    def speed(self, world_size: int, sigma2: float, mu2: float, batch: int) -> float:
         model = self.throughput
 
         def speed(plan: BatchPlan) -> float:
@@ -257,27 +259,27 @@ class BatchSizeController(BatchController):
     def __init__(self, policy: NoiseBatch, world_size: int, *, window: float, largest: float = math.inf) -> None:
         self._policy = policy
         self._world_size = world_size
-        if not policy.limits.bounded:
-            # r ≤ S, so no step advances the clock by more than the averages reach back.
-            largest = min(largest, max(window, _ROOM) * policy.limits.base_batch_size)
-        self.plans = policy.plans(world_size, largest)
+        self.plans = policy.plans(world_size, policy.limits.largest_choice(window, largest))
         self._interval = _INTERVAL * window
         self._wanted = policy.first_batch
         self._last_interval = 0
         self.plan = nearest_plan(self.plans, self._wanted)
 
-    def due_by(self, effective_steps: float) -> bool:
-        return math.floor(effective_steps / self._interval) > self._last_interval
+    def due_by(self, at: Position) -> bool:
+        return self._interval_of(at) > self._last_interval
+
+    def _interval_of(self, at: Position) -> int:
+        return math.floor(at.effective_steps / self._interval)
 
     def after_step(
         self,
-        effective_steps: float,
+        at: Position,
         moments: Callable[[], tuple[float, float]],
         seconds: float = 0.0,
         agree: Callable[[tuple[float, ...]], tuple[float, ...]] = tuple,
     ) -> BatchPlan:
-        if self.due_by(effective_steps):
-            self._last_interval = math.floor(effective_steps / self._interval)
+        if self.due_by(at):
+            self._last_interval = self._interval_of(at)
             self._decide(moments())
         return self.plan
 
@@ -290,9 +292,9 @@ class BatchSizeController(BatchController):
     def state(self) -> dict[str, Any]:
         return {"batch": self._wanted, "step_time": None, "world_size": self._world_size}
 
-    def resume(self, state: Mapping[str, Any], effective_steps: float, moments: tuple[float, float]) -> None:
+    def resume(self, state: Mapping[str, Any], at: Position, moments: tuple[float, float]) -> None:
         """Continue from a checkpoint. On another number of workers the run continues towards the same batch."""
-        self._last_interval = math.floor(effective_steps / self._interval)
+        self._last_interval = self._interval_of(at)
         if state:
             self._wanted = state["batch"]
             self.plan = nearest_plan(self.plans, self._wanted)
@@ -323,19 +325,19 @@ class GoodputController(BatchSizeController):
         """Whether steps are still timed."""
         return bool(self._trials)
 
-    def due_by(self, effective_steps: float) -> bool:
-        return self.measuring or super().due_by(effective_steps)
+    def due_by(self, at: Position) -> bool:
+        return self.measuring or super().due_by(at)
 
     def after_step(
         self,
-        effective_steps: float,
+        at: Position,
         moments: Callable[[], tuple[float, float]],
         seconds: float = 0.0,
         agree: Callable[[tuple[float, ...]], tuple[float, ...]] = tuple,
     ) -> BatchPlan:
         """Return the plan of the next step. ``agree`` is called once in a run, at the end of the measurement."""
         if not self.measuring:
-            return super().after_step(effective_steps, moments)
+            return super().after_step(at, moments)
         if self.plan == self._trials[0]:
             self._times.setdefault(self.plan, []).append(seconds)
         if len(self._times.get(self._trials[0], ())) >= _TRIAL_STEPS:
@@ -346,7 +348,7 @@ class GoodputController(BatchSizeController):
         fitted = fit_step_time({plan: statistics.median(times[_WARM_UP:]) for plan, times in self._times.items()})
         self._policy = self._policy.timed_by(_from_numbers(agree(_as_numbers(fitted))))
         self.plan = nearest_plan(self.plans, self._wanted)
-        self._last_interval = math.floor(effective_steps / self._interval)
+        self._last_interval = self._interval_of(at)
         self._decide(moments())
         return self.plan
 
@@ -354,14 +356,14 @@ class GoodputController(BatchSizeController):
         step_time = self.step_time
         return super().state() | {"step_time": None if step_time is None else list(_as_numbers(step_time))}
 
-    def resume(self, state: Mapping[str, Any], effective_steps: float, moments: tuple[float, float]) -> None:
+    def resume(self, state: Mapping[str, Any], at: Position, moments: tuple[float, float]) -> None:
         """Continue from a checkpoint. On another number of workers the seconds of a step are measured again."""
         if self._trials and state and state["step_time"] is not None and state["world_size"] == self._world_size:
             self._policy, self._trials = self._policy.timed_by(_from_numbers(state["step_time"])), []
         if state or not self._trials:  # while steps are timed, their plans are given
-            super().resume(state, effective_steps, moments)
+            super().resume(state, at, moments)
         else:
-            self._last_interval = math.floor(effective_steps / self._interval)
+            self._last_interval = self._interval_of(at)
 
 
 def _as_numbers(fitted: Throughput) -> tuple[float, float, float]:
@@ -417,20 +419,21 @@ def max_useful_workers(speedup: Callable[[int], float], most: int) -> int | None
     return None
 
 
-def useful_workers(policy: BatchPolicy, sigma2: float, mu2: float, *, most: int) -> int:
+def useful_workers(policy: BatchPolicy, sigma2: float, mu2: float, *, batch: int, most: int) -> int:
     """Return the number of workers up to which each one adds at least half as much as the first, at the present noise.
 
     Args:
         policy: Of the run.
         sigma2: Averaged gradient variance of one base batch.
         mu2: Averaged squared gradient norm.
+        batch: Examples of the present step.
         most: Largest number to try.
     """
 
     @functools.cache
     def speed_of(workers: int) -> float:
         try:
-            return policy.speed(workers, sigma2, mu2)
+            return policy.speed(workers, sigma2, mu2, batch)
         except ValueError:  # more workers than the bounds allow
             return 0.0
 
@@ -438,7 +441,7 @@ def useful_workers(policy: BatchPolicy, sigma2: float, mu2: float, *, most: int)
 
 
 def useful_workers_over(
-    policy: BatchPolicy, noise: Callable[[float], tuple[float, float]], total_steps: float, *, most: int
+    policy: BatchPolicy, noise: Callable[[float], tuple[float, float]], total_steps: float, *, batch: int, most: int
 ) -> list[tuple[float, int]]:
     """Return the useful number of workers over a run as (share of the run, workers), one pair for each change.
 
@@ -446,11 +449,12 @@ def useful_workers_over(
         policy: As for :func:`useful_workers`.
         noise: Returns σ² and μ² at τ. It is asked at each twentieth of the run.
         total_steps: T.
+        batch: Examples of the first step.
         most: Largest number to try.
     """
     found: list[tuple[float, int]] = []
     for share in (i / 20 for i in range(20)):
-        useful = useful_workers(policy, *noise(share * total_steps), most=most)
+        useful = useful_workers(policy, *noise(share * total_steps), batch=batch, most=most)
         if not found or found[-1][1] != useful:
             found.append((share, useful))
     return found

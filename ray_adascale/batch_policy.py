@@ -1,6 +1,7 @@
 """The batch policy: which batch a number of workers makes. This module has the policy of a fixed batch.
 
-Policies that change the batch as the run goes on are in :mod:`ray_adascale.adaptive_batch`.
+Policies that change the batch as the run goes on are in :mod:`ray_adascale.adaptive_batch` and
+:mod:`ray_adascale.batch_schedule`.
 """
 
 from __future__ import annotations
@@ -15,12 +16,23 @@ from .data.order import BatchSplit
 from .gain import plain_gain
 from .throughput import Throughput
 
-__all__ = ["BatchController", "BatchLimits", "BatchPlan", "BatchPolicy", "FixedBatch", "check_positive", "nearest_plan"]
+__all__ = [
+    "BatchController",
+    "BatchLimits",
+    "BatchPlan",
+    "BatchPolicy",
+    "FixedBatch",
+    "Position",
+    "check_positive",
+    "nearest_plan",
+]
 
 _RATIO = 2**0.25
 """Ratio of neighbouring pass sizes in the grid: few sizes, and one of them near to any wanted size."""
 _NEAR = 2**0.125
 """Smallest ratio of neighbouring batches in the grid."""
+_ROOM = 8.0
+"""Scales up to this one are allowed in any run, however short."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +69,19 @@ class BatchPlan:
     def split(self, rank: int) -> BatchSplit:
         """Return the micro-batches of one worker."""
         return BatchSplit(self.global_batch_size, rank=rank, world_size=self.world_size, accumulation=self.accumulation)
+
+
+@dataclass(frozen=True)
+class Position:
+    """The place of a run at a step boundary.
+
+    Attributes:
+        effective_steps: τ.
+        examples: Examples that the run has taken.
+    """
+
+    effective_steps: float
+    examples: float
 
 
 def check_positive(**settings: int | None) -> None:
@@ -103,10 +128,18 @@ class BatchLimits:
         """Most examples of one pass on one worker."""
         return self.base_batch_size if self.per_worker_batch_size is None else self.per_worker_batch_size
 
-    @property
-    def bounded(self) -> bool:
-        """Whether a field bounds the largest batch."""
-        return self.max_global_batch_size is not None or self.max_accumulation is not None
+    def largest_choice(self, window: float, largest: float) -> float:
+        """Return the examples of the largest batch that a policy may choose which is not given its batches.
+
+        Where no field bounds the batch, no step advances the clock by more than the averages reach back, because r ≤ S.
+
+        Args:
+            window: Effective steps that the averages of σ² and μ² reach back over.
+            largest: Examples of the largest sensible batch.
+        """
+        if self.max_global_batch_size is not None or self.max_accumulation is not None:
+            return largest
+        return min(largest, max(window, _ROOM) * self.base_batch_size)
 
     def plan(self, batch: int, world_size: int, fewest: int = 1) -> BatchPlan:
         """Return the plan of this batch in as few passes as possible; of a larger batch where a pass would be too small.
@@ -119,6 +152,23 @@ class BatchLimits:
         accumulation = max(self.accumulation, fewest, math.ceil(batch / (self.per_pass * world_size)))
         smallest = self.min_examples_per_worker * world_size * accumulation
         return BatchPlan(self.base_batch_size, max(batch, smallest), world_size, accumulation)
+
+    def bounded_plan(self, batch: int, world_size: int, fewest: int = 1) -> BatchPlan:
+        """Return :meth:`plan` of this batch, or of the largest one within the bounds. The smallest plan is within them.
+
+        Args:
+            batch: Examples.
+            world_size: Workers.
+            fewest: Fewest passes, beside the field.
+        """
+        full = self.per_pass * world_size
+        passes = math.inf if self.max_accumulation is None else self.max_accumulation
+        bound = math.inf if self.max_global_batch_size is None else self.max_global_batch_size
+        plan = self.plan(int(min(batch, bound, full * passes)), world_size, fewest)
+        if plan.global_batch_size <= bound:
+            return plan
+        # The last pass would be too small for the workers, and the batch has grown: full passes without the last one.
+        return self.plan(full * (plan.accumulation - 1), world_size, fewest)
 
     def smallest(self, world_size: int, fewest: int, **setting: Any) -> BatchPlan:
         """Return the plan of the base batch, or of the next larger batch that the workers can make.
@@ -181,13 +231,13 @@ class BatchController(Protocol):
 
     plan: BatchPlan
 
-    def due_by(self, effective_steps: float) -> bool:
-        """Return whether a decision is due at the boundary where τ has reached this value."""
+    def due_by(self, at: Position) -> bool:
+        """Return whether a decision is due at a boundary at this position."""
         ...
 
     def after_step(
         self,
-        effective_steps: float,
+        at: Position,
         moments: Callable[[], tuple[float, float]],
         seconds: float = 0.0,
         agree: Callable[[tuple[float, ...]], tuple[float, ...]] = tuple,
@@ -195,7 +245,7 @@ class BatchController(Protocol):
         """Return the plan of the next step.
 
         Args:
-            effective_steps: τ after the last step.
+            at: The position after the last step.
             moments: Returns the averaged σ² and μ²; NaN where they are unknown.
             seconds: Duration of the last step on this worker.
             agree: Returns rank 0's numbers on all workers, a collective.
@@ -206,12 +256,12 @@ class BatchController(Protocol):
         """Return the state as JSON values, the same on every worker."""
         ...
 
-    def resume(self, state: Mapping[str, Any], effective_steps: float, moments: tuple[float, float]) -> None:
+    def resume(self, state: Mapping[str, Any], at: Position, moments: tuple[float, float]) -> None:
         """Continue from a checkpoint, on the same workers exactly.
 
         Args:
             state: The result of :meth:`state`; empty where the run did not choose its batch so far.
-            effective_steps: τ.
+            at: The position of the checkpoint.
             moments: The averages in the checkpoint.
         """
         ...
@@ -251,11 +301,14 @@ class BatchPolicy(Protocol):
         """
         ...
 
-    def controller(self, world_size: int, *, window: float, largest: float = math.inf) -> BatchController | None:
+    def controller(
+        self, world_size: int, *, total_steps: float, window: float, largest: float = math.inf
+    ) -> BatchController | None:
         """Return a fresh controller for a run; None for a policy that keeps one batch.
 
         Args:
             world_size: Workers.
+            total_steps: T.
             window: Effective steps that the averages of σ² and μ² reach back over.
             largest: Examples of the largest sensible batch: those of an epoch.
         """
@@ -265,7 +318,7 @@ class BatchPolicy(Protocol):
         """Return this policy with a model of a step's seconds, if it needs one."""
         return self
 
-    def speed(self, world_size: int, sigma2: float, mu2: float) -> float:
+    def speed(self, world_size: int, sigma2: float, mu2: float, batch: int) -> float:
         """Return the effective steps per unit of time that this number of workers makes at a noise.
 
         Unless the policy has a model of a step's seconds, the unit is the duration of one pass.
@@ -274,6 +327,7 @@ class BatchPolicy(Protocol):
             world_size: Workers.
             sigma2: Averaged gradient variance of one base batch.
             mu2: Averaged squared gradient norm.
+            batch: Examples of the present step, for a policy whose batch does not depend on noise and workers.
 
         Raises:
             SettingError: The workers can't make a batch.
@@ -316,7 +370,7 @@ class FixedBatch(BatchPolicy):
             )
         return BatchPlan(base, batch, world_size, accumulation)
 
-    def speed(self, world_size: int, sigma2: float, mu2: float) -> float:
+    def speed(self, world_size: int, sigma2: float, mu2: float, batch: int) -> float:
         plan = replace(self, elastic=True).plan(world_size)
         return plain_gain(sigma2, mu2, plan.scale) / plan.accumulation
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from .batch_policy import BatchController, BatchPlan, BatchPolicy
+from .batch_policy import BatchController, BatchPlan, BatchPolicy, Position
 from .gain import plain_effective_decay, plain_gain
 from .optim.rules import RuleInput, ScalingRule, make_rule
 from .recipe import NoiseProbe, Recipe
@@ -289,7 +289,7 @@ def replay(
     sigma2, mu2 = (values.tolist() for values in curve.at(at))
     ratio = curve.ratio_at(at).tolist()
     variance, square, weight = 0.0, 0.0, 0.0
-    tau, progress, r, factor = 0.0, 0.0, 1.0, 1.0
+    tau, progress, r, factor, examples = 0.0, 0.0, 1.0, 1.0, 0.0
     taus: list[float] = []
     gains: list[float] = []
     pushed, moved = 0.0, 0.0  # u and p of the law
@@ -324,8 +324,9 @@ def replay(
         tau, progress = tau + increment, progress + r
         if controller is not None:
             plans.append(controller.plan)
+            examples += controller.plan.global_batch_size * stride
             read = functools.partial(_clipped, variance, square, weight)
-            stepped_at, scale = scale, controller.after_step(tau * stride, read).scale
+            stepped_at, scale = scale, controller.after_step(Position(tau * stride, examples), read).scale
         pushed = momentum * pushed + (1 - momentum) * r
         moved += pushed
     return Replay(tau * stride, progress * stride, tuple(taus), tuple(gains), total_steps, stride, tuple(plans))
@@ -415,7 +416,10 @@ class Forecaster:
         largest = math.inf if per_epoch is None else per_epoch * self._recipe.base_batch_size
 
         def controller() -> BatchController | None:
-            return policy.controller(workers, window=self._window * self._recipe.total_steps, largest=largest)
+            total_steps = self._recipe.total_steps
+            return policy.controller(
+                workers, total_steps=total_steps, window=self._window * total_steps, largest=largest
+            )
 
         if policy.changes_batch:
             return self._steps(1.0, 1, most_steps, controller)

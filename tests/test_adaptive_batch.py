@@ -26,7 +26,7 @@ from ray_adascale.adaptive_batch import (
     useful_workers,
     useful_workers_over,
 )
-from ray_adascale.batch_policy import BatchLimits, BatchPlan
+from ray_adascale.batch_policy import BatchLimits, BatchPlan, Position
 from ray_adascale.data.order import epoch_order
 from ray_adascale.run.metrics import state_of
 from ray_adascale.run.trace import read_trace
@@ -133,11 +133,11 @@ def following_of(run: Run) -> dict[str, Any]:
 
 def follower(efficiency: Any = 0.5, workers: int = 2, **settings: Any) -> Any:
     config = AdaScaleConfig(base_batch_size=16, target_efficiency=efficiency, max_global_batch_size=256, **settings)
-    return config.batch_policy.controller(workers, window=50)
+    return config.batch_policy.controller(workers, total_steps=1000, window=50)
 
 
 def decided(follower: BatchSizeController, tau: float, sigma2: float, mu2: float) -> int:
-    plan = follower.after_step(tau, lambda: (sigma2, mu2), 0.0, lambda numbers: numbers)
+    plan = follower.after_step(Position(tau, 0), lambda: (sigma2, mu2), 0.0, lambda numbers: numbers)
     return plan.global_batch_size
 
 
@@ -166,7 +166,7 @@ def test_a_resumed_follower_decides_as_one_that_was_never_stopped() -> None:
         assert decided(cut, tau, *both) == batches[-1]
         if number % 7 == 0:
             state, cut = cut.state(), follower()
-            cut.resume(state, tau, (math.nan, math.nan))
+            cut.resume(state, Position(tau, 0), (math.nan, math.nan))
             assert cut.plan == whole.plan
     assert len(set(batches)) > 4
 
@@ -178,7 +178,7 @@ def test_other_workers_go_on_towards_the_same_batch() -> None:
     assert two.plan.scale == 8
     one, three = follower(workers=1, max_accumulation=16), follower(workers=3, max_accumulation=16)
     for it in (one, three):
-        it.resume(two.state(), 39.0, (6.4, 1.0))
+        it.resume(two.state(), Position(39.0, 0), (6.4, 1.0))
         assert it.plan.scale == pytest.approx(8, rel=0.1)  # the nearest that they can make
 
 
@@ -191,13 +191,13 @@ def test_other_workers_take_the_batch_nearest_to_the_wanted_one_not_to_the_one_t
     two = follower(max_accumulation=16)
     assert [decided(two, tau, 11.125, 1.0) for tau in (13, 26, 39)] == [64, 128, 224]
     it = follower(workers=workers, max_accumulation=16)
-    it.resume(two.state(), 39.0, (11.125, 1.0))
+    it.resume(two.state(), Position(39.0, 0), (11.125, 1.0))
     assert it.plan.global_batch_size == batch
 
 
 def test_a_run_that_had_a_fixed_batch_decides_as_it_resumes() -> None:
     it = follower()
-    it.resume({}, 500.0, (3.0, 1.0))  # S = 5, from 2 on: at most twice as much at once
+    it.resume({}, Position(500.0, 0), (3.0, 1.0))  # S = 5, from 2 on: at most twice as much at once
     assert it.plan.global_batch_size == 64
 
 
@@ -211,9 +211,9 @@ def test_efficiency_one_is_the_base_batch_whatever_the_noise() -> None:
 def test_without_bounds_no_step_moves_the_clock_by_more_than_the_window() -> None:
     policy = AdaScaleConfig(base_batch_size=16, target_efficiency=0.5).batch_policy
     assert isinstance(policy, EfficiencyBatch)
-    assert 45 < policy.controller(2, window=50).plans[-1].scale <= 50
-    assert policy.controller(2, window=0.5).plans[-1].scale == 8  # a short run may grow all the same
-    assert policy.controller(2, window=50, largest=100).plans[-1].global_batch_size <= 100
+    assert 45 < policy.controller(2, total_steps=1000, window=50).plans[-1].scale <= 50
+    assert policy.controller(2, total_steps=1000, window=0.5).plans[-1].scale == 8  # a short run may grow all the same
+    assert policy.controller(2, total_steps=1000, window=50, largest=100).plans[-1].global_batch_size <= 100
 
 
 def test_goodput_times_three_plans_and_takes_rank_0s_numbers() -> None:
@@ -227,11 +227,11 @@ def test_goodput_times_three_plans_and_takes_rank_0s_numbers() -> None:
     tried = []
     true = step_time(0.01, 0.002, 0.1)
     while it.measuring:
-        assert it.due_by(0.0)  # at each boundary
+        assert it.due_by(Position(0.0, 0))  # at each boundary
         tried.append(it.plan)
         # The first steps with a plan warm up, and one of the others is slow, which a median leaves out.
         slow = 10.0 if tried.count(it.plan) <= 3 or tried.count(it.plan) == 6 else 0.0
-        it.after_step(len(tried), lambda: (3.0, 1.0), seconds(true, it.plan) + slow, agree)
+        it.after_step(Position(len(tried), 0), lambda: (3.0, 1.0), seconds(true, it.plan) + slow, agree)
     assert [(p.global_batch_size, p.accumulation) for p, _ in itertools.groupby(tried)] == [(16, 1), (64, 1), (32, 2)]
     assert told == [pytest.approx((0.01, 0.002, 0.1))]
     assert it.step_time == step_time(0.0, 0.001, 0.5)
@@ -243,22 +243,26 @@ def test_goodput_times_three_plans_and_takes_rank_0s_numbers() -> None:
 def test_goodputs_seconds_are_measured_once_and_anew_on_other_workers() -> None:
     it = follower("goodput")
     while it.measuring:
-        it.after_step(1.0, lambda: (3.0, 1.0), 0.1, lambda numbers: (0.0, 0.001, 0.5))
+        it.after_step(Position(1.0, 0), lambda: (3.0, 1.0), 0.1, lambda numbers: (0.0, 0.001, 0.5))
     again, fewer = follower("goodput"), follower("goodput", workers=1)
-    again.resume(it.state(), 30.0, (3.0, 1.0))
+    again.resume(it.state(), Position(30.0, 0), (3.0, 1.0))
     assert not again.measuring
     assert again.step_time == step_time(0.0, 0.001, 0.5)
     assert again.plan == it.plan
-    fewer.resume(it.state(), 30.0, (3.0, 1.0))
+    fewer.resume(it.state(), Position(30.0, 0), (3.0, 1.0))
     assert fewer.measuring
     assert fewer.step_time is None
 
 
 def test_bounds_that_leave_one_batch_leave_goodput_nothing_to_time_or_choose() -> None:
     config = AdaScaleConfig(base_batch_size=16, target_efficiency="goodput", max_global_batch_size=16)
-    it = config.batch_policy.controller(2, window=50)
+    it = config.batch_policy.controller(2, total_steps=1000, window=50)
     assert it is not None
-    assert [it.after_step(tau, lambda: (3.0, 1.0)).global_batch_size for tau in (1.0, 13.0, 26.0)] == [16, 16, 16]
+    assert [it.after_step(Position(tau, 0), lambda: (3.0, 1.0)).global_batch_size for tau in (1.0, 13.0, 26.0)] == [
+        16,
+        16,
+        16,
+    ]
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -628,28 +632,28 @@ def test_workers_pay_while_each_adds_half_of_the_first_ones_speed() -> None:
     # Each brings a base batch: S = k, r = (ν + 1)/(ν/k + 1). With ν = 3 that is 1, 1.6, 2, 2.286: the second adds 0.6, the third
     # 0.4. With ν = 100 they are 1, 1.98, 2.94, 3.88, 4.81, 5.72, 6.61, 7.48; the eighth adds 0.87.
     config = AdaScaleConfig(base_batch_size=8, elastic=True)
-    assert useful_workers(config.batch_policy, 3.0, 1.0, most=16) == 2
-    assert useful_workers(config.batch_policy, 0.0, 1.0, most=16) == 1
-    assert useful_workers(config.batch_policy, 100.0, 1.0, most=8) == 8
-    assert useful_workers(config.batch_policy, 1.0, 0.0, most=100) == 100  # nothing but noise
+    assert useful_workers(config.batch_policy, 3.0, 1.0, batch=8, most=16) == 2
+    assert useful_workers(config.batch_policy, 0.0, 1.0, batch=8, most=16) == 1
+    assert useful_workers(config.batch_policy, 100.0, 1.0, batch=8, most=8) == 8
+    assert useful_workers(config.batch_policy, 1.0, 0.0, batch=8, most=100) == 100  # nothing but noise
 
     # With E = 0.5 and ν = 3 a step has S = 5: 40 examples, or 42, 48 and 45 on 2, 3 and more workers, in 5, 3, 2, 2 passes of 8
     # on one to four workers, and in one on five. r is about 2.5 throughout: speeds of 1/5, 1/3, 1/2, 1/2 and 1.
     config = AdaScaleConfig(base_batch_size=8, target_efficiency=0.5, max_global_batch_size=256)
-    assert useful_workers(config.batch_policy, 3.0, 1.0, most=32) == 5
+    assert useful_workers(config.batch_policy, 3.0, 1.0, batch=8, most=32) == 5
     # Passes of up to 16 examples need half as many workers; steps that take 10 s whatever they hold need one.
     config = AdaScaleConfig(
         base_batch_size=8, target_efficiency=0.5, max_global_batch_size=256, per_worker_batch_size=16
     )
-    assert useful_workers(config.batch_policy, 3.0, 1.0, most=32) == 3
+    assert useful_workers(config.batch_policy, 3.0, 1.0, batch=8, most=32) == 3
     slow = Throughput(example_s=0.01 / 8, step_s=10.0)
     config = AdaScaleConfig(
         base_batch_size=8, target_efficiency="goodput", max_global_batch_size=256, throughput=slow, max_accumulation=64
     )
-    assert useful_workers(config.batch_policy, 3.0, 1.0, most=32) == 1
+    assert useful_workers(config.batch_policy, 3.0, 1.0, batch=8, most=32) == 1
     # The base batch is all that E = 1 takes; and more workers than examples are no help.
     config = AdaScaleConfig(base_batch_size=8, target_efficiency=1, max_global_batch_size=8)
-    assert useful_workers(config.batch_policy, 3.0, 1.0, most=32) == 1
+    assert useful_workers(config.batch_policy, 3.0, 1.0, batch=8, most=32) == 1
 
 
 def test_a_recipes_noise_tells_from_when_on_more_workers_pay(caplog: pytest.LogCaptureFixture) -> None:
@@ -658,7 +662,7 @@ def test_a_recipes_noise_tells_from_when_on_more_workers_pay(caplog: pytest.LogC
         return (0.0 if tau < 40 else 3.0 if tau < 70 else 100.0), 1.0
 
     config = AdaScaleConfig(base_batch_size=8, elastic=True)
-    assert useful_workers_over(config.batch_policy, noise, 100, most=8) == [(0.0, 1), (0.4, 2), (0.7, 8)]
+    assert useful_workers_over(config.batch_policy, noise, 100, batch=8, most=8) == [(0.0, 1), (0.4, 2), (0.7, 8)]
 
     points = [(t, noise(t)[0], 1.0) for t in range(100)]
     made = recipe(points, base_batch_size=4, total_steps=100, lr_curve=[[0.1]])

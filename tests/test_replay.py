@@ -315,7 +315,7 @@ def test_a_rule_that_measures_nothing_has_no_interval() -> None:
 
 def following(efficiency: float = 0.5) -> BatchController | None:
     config = AdaScaleConfig(base_batch_size=8, target_efficiency=efficiency, max_global_batch_size=64)
-    return config.batch_policy.controller(2, window=5)
+    return config.batch_policy.controller(2, total_steps=100, window=5)
 
 
 def test_a_run_that_follows_the_noise_is_replayed_as_it_runs() -> None:

@@ -124,6 +124,7 @@ def assemble(
     total_steps = config.resolve_total_steps(per_epoch)
     controller = policy.controller(
         backend.world_size,
+        total_steps=total_steps,
         window=config.averaging_window * total_steps,
         largest=math.inf if per_epoch is None else per_epoch * plan.base_batch_size,
     )
@@ -164,7 +165,7 @@ def assemble(
         device=device,
         fully_sharded=wrapped.sharding == "fsdp2",
     )
-    adaptive = None if controller is None else AdaptiveBatch(controller, wrapped.optimizer, device)
+    adaptive = None if controller is None else AdaptiveBatch(controller, wrapped.optimizer, source, device)
     evaluation = Evaluation(
         evaluate, module, every=config.evaluate_every or total_steps / 10, early_stop=config.early_stop
     )
@@ -287,7 +288,8 @@ def _listeners(
     if policy.changes_batch or policy.elastic:
         before = state.metrics.get(USEFUL_WORKERS) if same_workers else None
         listeners.append(UsefulWorkers(policy, window, tau, before))
-        if recipe is not None and state.stopped is None:
+        # The later batches of a schedule are not those of the plan.
+        if recipe is not None and state.stopped is None and (policy.follows_noise or not policy.changes_batch):
             log_useful_workers(policy, config.rule, recipe, plan, total_steps)
     listeners.append(tracker)
     if trace is not None:

@@ -76,6 +76,11 @@ def attach(
             "AdaScaleConfig(global_batch_size=..., elastic=...) need ray_adascale.Run, which makes the batches by them. Give the "
             "loop's per_worker_batch_size and accumulation."
         )
+    if config.batch_policy.changes_batch:
+        raise ValueError(
+            "AdaScaleConfig(target_efficiency=..., batch_schedule=...) need ray_adascale.Run: the loop that owns the data loader "
+            "decides the batch. Leave them out. Where the client itself changes its passes, S follows."
+        )
     plan = config.batch_policy.plan(workers)
     per_epoch = None if config.dataset_length is None else config.dataset_length / plan.base_batch_size
     total_steps = config.resolve_total_steps(per_epoch)
