@@ -98,9 +98,9 @@ class Seesaw(BatchSchedule):
     """Double the batch each time the base schedule has halved its learning rate.
 
     Seesaw decides the batch only. The scaling rule multiplies the base schedule's LR: "adascale" by the measured gain, which a
-    doubling raises by a factor between 1 and 2. Under the published rule the LR falls by √2 at each doubling for Adam, which is
-    ``rule="sqrt"``, and stays for SGD, which is ``rule=LinearRule(warmup=0)``. Source: *Seesaw: Accelerating Training by Balancing
-    Learning Rate and Batch Size Scheduling*, arXiv 2510.14717.
+    doubling raises by a factor between 1 and 2. Under the published rule the LR falls by √2 at a doubling for Adam, which is
+    ``rule="sqrt"``, and stays for SGD, which is ``rule=LinearRule(warmup=0)``. Source: Meterez et al., *Seesaw: Accelerating
+    Training by Balancing Learning Rate and Batch Size Scheduling*, 2025 (arXiv 2510.14717).
 
     Attributes:
         halvings: Effective steps at which the batch doubles, ascending. Two equal ones double it twice at once. None:
