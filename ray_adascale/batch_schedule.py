@@ -275,13 +275,13 @@ class ScheduledBatch(BatchPolicy):
             SettingError: The bounds leave no batch.
         """
         limits = self.limits
-        fewest = self._fewest(world_size, max(batches.sizes))
+        fewest = self._fewest(world_size, batches)
         limits.smallest(world_size, fewest, batch_schedule=str(batches))  # refuses bounds that leave no batch
         return [limits.bounded_plan(size, world_size, fewest) for size in batches.sizes]
 
-    def _fewest(self, world_size: int, largest: int) -> int:
-        """Return the fewest passes of a run up to this batch."""
-        return 2 if world_size == 1 and largest > self.limits.base_batch_size else 1
+    def _fewest(self, world_size: int, batches: GivenBatches) -> int:
+        """Return the fewest passes of a step in a run with these batches."""
+        return 2 if world_size == 1 and max(batches.sizes) > self.limits.base_batch_size else 1
 
     def controller(
         self, world_size: int, *, total_steps: float, window: float, largest: float = math.inf
@@ -291,7 +291,8 @@ class ScheduledBatch(BatchPolicy):
         return ScheduleController(batches, self.plans(world_size, batches), total_steps)
 
     def speed(self, world_size: int, sigma2: float, mu2: float, batch: int) -> float:
-        plan = self.limits.bounded_plan(batch, world_size, self._fewest(world_size, batch))
+        fewest = self._fewest(world_size, self.schedule.batches(self.limits.base_batch_size))
+        plan = self.limits.bounded_plan(batch, world_size, fewest)
         return plain_gain(sigma2, mu2, plan.scale) / plan.accumulation
 
 
