@@ -78,8 +78,8 @@ def attach(
         )
     if config.batch_policy.changes_batch:
         raise ValueError(
-            "AdaScaleConfig(target_efficiency=..., batch_schedule=...) need ray_adascale.Run: the loop that owns the data loader "
-            "decides the batch. Leave them out. Where the client itself changes its passes, S follows."
+            "AdaScaleConfig(target_efficiency=..., batch_schedule=...) need ray_adascale.Run: here the loop that owns the data "
+            "loader decides the batch. Leave them out. If an adapter's client changes its batch or passes, S follows."
         )
     plan = config.batch_policy.plan(workers)
     per_epoch = None if config.dataset_length is None else config.dataset_length / plan.base_batch_size
