@@ -297,6 +297,24 @@ def test_under_the_rules_of_seesaw_the_lr_falls_by_the_square_root_or_stays(rule
     assert rates == pytest.approx([0.1] * 8 + [0.05 * factor] * 4 + [0.025 * factor**2] * 2)
 
 
+def test_a_run_of_a_recipe_doubles_its_batch_where_the_recipes_lr_halves() -> None:
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [8, 16], 0.5)
+    curve = [0.1] * 8 + [0.05] * 8 + [0.025] * 8
+    found = recipe([(0, 3, 1)], 24, base_batch_size=4, lr_curve=[curve], scheduler_unit="step")
+    config = AdaScaleConfig(batch_schedule="seesaw")
+    run = Run(net, optimizer, schedule, Numbered(), config, recipe=found, backend=LocalBackend(device="cpu"))
+    seen: dict[float, float] = {}
+    while run.stopped is None:
+        seen.setdefault(run.scale, run.effective_steps)
+        drive(run, 1)
+    assert list(seen) == [1, 2, 4]
+    # A step of scale 2 moves τ by 2 at most.
+    assert seen[2] == 8
+    assert 16 <= seen[4] < 18
+
+
 def change_steps(steps: list[Step]) -> list[int]:
     """The numbers of the optimizer steps after which the batch is another one."""
     return [i for i in range(1, len(steps)) if steps[i][0] != steps[i - 1][0]]
