@@ -116,7 +116,7 @@ class Seesaw(BatchSchedule):
         if self.halvings is None:
             return
         halvings = tuple(self.halvings)
-        if not halvings or halvings[0] <= 0 or any(a > b for a, b in itertools.pairwise(halvings)):
+        if not halvings or not halvings[0] > 0 or not all(a <= b for a, b in itertools.pairwise(halvings)):
             raise ValueError(
                 f"Invalid Seesaw(halvings={self.halvings!r}). Must be positive effective steps, ascending."
             )

@@ -216,7 +216,7 @@ def test_seesaw_takes_its_halvings_from_the_recipe_of_the_run() -> None:
     assert AdaScaleConfig(batch_schedule="0:8").with_recipe(found).batch_policy.plan(2) == BatchPlan(8, 8, 2, 1)
     # Two equal halvings are one change of the batch.
     assert Seesaw((2, 4, 4)).batches(8) == GivenBatches("steps", (0, 2, 4), (8, 16, 64))
-    for wrong in ((), (0,), (3, 2), (-1, 2)):
+    for wrong in ((), (0,), (3, 2), (-1, 2), (math.nan,), (1, math.nan)):
         with pytest.raises(ValueError, match="Must be positive effective steps, ascending"):
             Seesaw(wrong)
 
