@@ -93,7 +93,7 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "optim",
             "how weights move",
-            "adascale algorithm step_shape gradient_statistics previous_gradient observing workers averages rules deferred "
+            "adascale algorithm step_shape gradient_statistics previous_gradient observing workers averages rules betas deferred "
             "wrapper grad_scaler adam_metric example_noise numbers sample device_step",
         )
     ],

@@ -1,18 +1,19 @@
 """A workload: a character-level language model on text that comes with Python.
 
-    python examples/language_model.py                       # the base run in this process, then S = 8 with 4 passes
+    ray-adascale tune  examples/language_model.py:workload --base-batch-size 8 --total-steps 1500 -o recipe.json
+    ray-adascale train examples/language_model.py:workload --recipe recipe.json --num-workers 2 --per-worker-batch-size 64
+
+    python examples/language_model.py                       # without Ray: the base run, then S = 8 with 4 passes
     python examples/language_model.py --smoke               # short runs
 
-    ray-adascale tune  examples/language_model.py:workload --base-batch-size 8 --total-steps 600 -o recipe.json
-    ray-adascale train examples/language_model.py:workload --recipe recipe.json --num-workers 2 --per-worker-batch-size 32
-
 The text consists of the standard library's docstrings. The model has two causal convolutions, trained with momentum SGD. For
-Adam see docs/results/adam.md.
+Adam see docs/results/adam.md. ``make demo`` (``demo.py``) compares five ways to run the workload.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import inspect
 import math
@@ -71,7 +72,7 @@ class Chunks(Dataset[tuple[Tensor, Tensor]]):
 class CharacterModel(nn.Module):
     """Two causal convolutions that predict a letter from the seven before it."""
 
-    def __init__(self, width: int = 96, reach: int = 4, letters: int = len(LETTERS)) -> None:
+    def __init__(self, width: int = 48, reach: int = 4, letters: int = len(LETTERS)) -> None:
         super().__init__()
         self.embed = nn.Embedding(letters, width)
         self.layers = nn.ModuleList(nn.Conv1d(width, width, reach) for _ in range(2))
@@ -85,18 +86,25 @@ class CharacterModel(nn.Module):
         return self.out(x.transpose(1, 2))
 
 
+@functools.cache
+def splits() -> tuple[Chunks, Chunks, Chunks]:
+    """Split the text, from its beginning to its end: 8 tenths for training, 1 for the search, 1 for the test."""
+    code_of = {letter: code for code, letter in enumerate(LETTERS)}
+    codes = torch.tensor([code_of[letter] for letter in text() if letter in code_of])
+    tenth = len(codes) // 10
+    return Chunks(codes[: 8 * tenth]), Chunks(codes[8 * tenth : 9 * tenth]), Chunks(codes[9 * tenth :])
+
+
 def workload(config: dict[str, Any]) -> Workload:
     """Return the model with momentum SGD, a short warm-up and a cosine schedule."""
-    letter = {c: i for i, c in enumerate(LETTERS)}
-    codes = torch.tensor([letter[c] for c in text() if c in letter])
-    cut = len(codes) * 9 // 10
-    train, test = Chunks(codes[:cut]), Chunks(codes[cut:])
-    x_test = torch.stack([test[i][0] for i in range(min(len(test), 256))])
-    y_test = torch.stack([test[i][1] for i in range(min(len(test), 256))])
+    train, search, test = splits()
+    # The search scores on another split than the comparison.
+    scored = test if config.get("split") == "test" else search
+    x_scored, y_scored = (torch.stack(part) for part in zip(*map(scored.__getitem__, range(256)), strict=True))
     model = CharacterModel()
     optimizer = torch.optim.SGD(model.parameters(), lr=config.get("lr", 0.2), momentum=0.9)
     # The schedule of the base run counts its steps.
-    total = config.get("total_steps", 600)
+    total = config.get("total_steps", 1500)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda t: min(1.0, (t + 1) / (0.05 * total)) * (1 + math.cos(math.pi * min(t / total, 1.0))) / 2
     )
@@ -107,7 +115,7 @@ def workload(config: dict[str, Any]) -> Workload:
 
     def evaluate(model: nn.Module) -> dict[str, float]:
         device = next(model.parameters()).device
-        nats = F.cross_entropy(model(x_test.to(device)).flatten(0, 1), y_test.to(device).flatten())
+        nats = F.cross_entropy(model(x_scored.to(device)).flatten(0, 1), y_scored.to(device).flatten())
         return {"bits": nats.item() / math.log(2)}  # per character
 
     return Workload(
@@ -127,14 +135,7 @@ def train(config: AdaScaleConfig) -> dict[str, Any]:
     """Train in this process. On Ray workers: ``AdaScaleTrainer(workload, config=config, ...)``."""
     torch.manual_seed(0)
     built = workload({"total_steps": config.total_steps})
-    run = Run(
-        built.model,
-        built.optimizer,
-        built.scheduler,
-        built.train_dataset,
-        replace(config, scheduler_unit=built.scheduler_unit),
-        evaluate=built.evaluate,
-    )
+    run = Run.of(built, config)
     for batch in run:
         run.backward(built.loss_fn(run.model, batch))
         run.step()
@@ -143,8 +144,8 @@ def train(config: AdaScaleConfig) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--smoke", action="store_true", help="a fifth of the steps")
-    total = 120 if parser.parse_args().smoke else 600
+    parser.add_argument("--smoke", action="store_true", help="a twelfth of the steps")
+    total = 125 if parser.parse_args().smoke else 1500
     base = AdaScaleConfig(base_batch_size=8, total_steps=total)
     for name, config in (
         ("base batch", base),

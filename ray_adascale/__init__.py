@@ -28,8 +28,10 @@ if TYPE_CHECKING:  # the same again, as type checkers read no tables
     from .measure.ddp import measure_buckets as measure_buckets
     from .measure.noise_meter import NoiseMeter as NoiseMeter
     from .optim.adascale import AdaScale as AdaScale
+    from .optim.betas import BetaRule as BetaRule
     from .optim.grad_scaler import ShardedGradScaler as ShardedGradScaler
     from .optim.rules import AdamScaleRule as AdamScaleRule
+    from .optim.rules import AdaScaleBetasRule as AdaScaleBetasRule
     from .optim.rules import AdaScaleRule as AdaScaleRule
     from .optim.rules import LEGWRule as LEGWRule
     from .optim.rules import LinearRule as LinearRule
@@ -71,7 +73,9 @@ _NAMES = {
     "measure.noise_meter": ["NoiseMeter"],
     "optim.adascale": ["AdaScale"],
     "optim.grad_scaler": ["ShardedGradScaler"],
+    "optim.betas": ["BetaRule"],
     "optim.rules": [
+        "AdaScaleBetasRule",
         "AdaScaleRule",
         "AdamScaleRule",
         "LEGWRule",

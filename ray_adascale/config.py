@@ -98,8 +98,9 @@ class AdaScaleConfig:
         elastic: The number of workers may change. Where few workers would make less than a base batch, the run accumulates
             more passes until S ≥ 1. Without this setting it refuses. ``AdaScaleTrainer`` sets it for
             ``num_workers=(min, max)``.
-        rule: How the LR follows the scale: "adascale", for SGD, Adam and AdamW alike. For comparisons "linear", "sqrt",
-            "unscaled", and "adamscale" (AdaptDL's for Adam, which does worse: docs/results/adam.md). Or a rule such as
+        rule: How the LR follows the scale: "adascale", for SGD, Adam and AdamW alike. "adascale_betas", for Adam and AdamW: the
+            same and β^r for the betas, which was better and took more steps (docs/results/adam.md). For comparisons "linear",
+            "sqrt", "unscaled", and "adamscale" (AdaptDL's for Adam, which does worse: the same page). Or a rule such as
             ``LEGWRule(5, 50_000)``, or a callable (RuleInput) -> (LR factor, clock increment).
         sharding: Where gradients and optimizer state live. "none": all on every worker (DDP). "oss": each worker holds 1/N of
             the state. "zero2": and 1/N of the gradients (ShardedDataParallel). "fsdp2": and 1/N of the weights between uses

@@ -14,14 +14,14 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from .batch_policy import BatchController, BatchPlan, BatchPolicy, Position
 from .gain import plain_effective_decay, plain_gain
-from .optim.rules import RuleInput, ScalingRule, make_rule
+from .optim.rules import RuleInput, ScalingRule, betas_of, make_rule
 from .recipe import NoiseProbe, Recipe
 
 __all__ = [
@@ -174,7 +174,9 @@ class Law:
     the replay uses the base run's noise at p + L·(1 − e^(−p/L)), where p is the sum of the gains as momentum averages them.
 
     The law is empirical, from some 200 settings on 20 workloads, six of them held out (docs/results/forecast.md). It was
-    found for SGD. For an optimizer with betas, such as Adam, m = β1 (docs/results/adam.md has four workloads).
+    found for SGD. For an optimizer with betas, such as Adam, m = β1 (docs/results/adam.md has four workloads). Under a rule
+    that changes betas, f has m^e of the step before, e ≥ 1, and the weights do not lag: their memory is that of the base run on
+    the clock.
 
     Attributes:
         momentum: m, 0 ≤ m < 1.
@@ -293,7 +295,9 @@ def replay(
     taus: list[float] = []
     gains: list[float] = []
     pushed, moved = 0.0, 0.0  # u and p of the law
-    memory = 0.0 if law is None else law.memory / stride
+    betas = betas_of(advance)
+    law_of_step = law  # with the momentum of the step before
+    memory = 0.0 if law is None or betas is not None else law.memory / stride
     momentum = memory / (1 + memory)  # m, where a stride is a step
     stepped_at = scale  # of the step before
     while tau < length:
@@ -303,8 +307,8 @@ def replay(
             now = int(tau)
             if memory > 0:
                 now = min(now, int(moved + memory * -math.expm1(-moved / memory)))
-            if law is not None and taus:
-                factor = law.factor(ratio[now], r, stepped_at)
+            if law_of_step is not None and taus:
+                factor = law_of_step.factor(ratio[now], r, stepped_at)
             variance = theta * variance + (1 - theta) * sigma2[now]
             square = theta * square + (1 - theta) * mu2[now] * factor
             weight = theta * weight + (1 - theta)
@@ -319,6 +323,8 @@ def replay(
         increment = advance(seen)[1]
         if not increment > 0:
             raise ValueError(f"Invalid rule: its clock increment is {increment!r} at effective step {tau * stride:g}.")
+        if law is not None and betas is not None:
+            law_of_step = replace(law, momentum=law.momentum ** betas.exponent((law.momentum,), increment))
         taus.append(tau * stride)
         gains.append(r)
         tau, progress = tau + increment, progress + r

@@ -218,3 +218,47 @@ class ReferenceAdaScale:
             return [clock] * groups, clock
         pairs = zip(sigma2, mu2, strict=True)
         return [gain(float(s), float(m), self.scale, self.variance_floor) for s, m in pairs], clock
+
+
+def adam_with_changing_betas(
+    start: Vector,
+    gradients: Sequence[Vector | None],
+    exponents: Sequence[float],
+    lrs: Sequence[float],
+    *,
+    betas: tuple[float, float],
+    weight_decay: float = 0.0,
+    eps: float = 1e-8,
+    infinity: bool = False,
+) -> list[Vector]:
+    """A parameter after each step of AdamW, of which step k has the betas ``β^e_k``; the products of betas written out.
+
+    Args:
+        start: The parameter.
+        gradients: One each step; None: the step leaves the parameter alone.
+        exponents: e of each step.
+        lrs: Learning rate of each step.
+        betas: β1, β2 at e = 1.
+        weight_decay: Decoupled.
+        eps: ε.
+        infinity: Adamax in place of Adam, for which ε is added to |g|.
+    """
+    x = start.copy()
+    m, v = np.zeros_like(x), np.zeros_like(x)
+    product1 = product2 = 1.0
+    out = []
+    for g, e, lr in zip(gradients, exponents, lrs, strict=True):
+        if g is not None:
+            b1, b2 = betas[0] ** e, betas[1] ** e
+            # 1 − Π β: the sum of the weights that an average has given to gradients so far
+            product1, product2 = product1 * b1, product2 * b2
+            m = b1 * m + (1 - b1) * g
+            if infinity:
+                v = np.maximum(b2 * v, np.abs(g) + eps)
+                x = x - lr * m / (1 - product1) / v
+            else:
+                v = b2 * v + (1 - b2) * g * g
+                x = x * (1 - lr * weight_decay)
+                x = x - lr * (m / (1 - product1)) / (np.sqrt(v / (1 - product2)) + eps)
+        out.append(x)
+    return out

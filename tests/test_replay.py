@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from ray_adascale import AdaScaleConfig, LEGWRule, Recipe, Run
+from ray_adascale import AdaScaleBetasRule, AdaScaleConfig, BetaRule, LEGWRule, Recipe, Run
 from ray_adascale.analysis.forecast import forecast_recipe
 from ray_adascale.batch_policy import BatchController
 from ray_adascale.checkpoint.rng import seed_everything
@@ -90,6 +90,23 @@ def test_the_gain_settles_where_the_law_says(momentum: float, settled: float) ->
     again = replay(noise, law=Law(momentum=momentum), scale=4, count=2, total_steps=1000, averaging_window=1e-3)
     assert again.gains[-1] == pytest.approx(settled, rel=1e-5)
     assert again.gains[0] == pytest.approx(16 / 7)  # the weights begin as those of the base run
+
+
+def test_under_betas_on_the_clock_momentum_averages_less_and_nothing_lags() -> None:
+    noise = NoiseCurve(np.array([0.0]), np.array([3.0]), np.array([1.0]), np.array([1 / 3]))
+    given: dict[str, Any] = {"scale": 4, "count": 2, "total_steps": 1000, "averaging_window": 1e-3}
+    r = replay(noise, law=Law(momentum=0.9), rule="adascale_betas", **given).gains[-1]
+    m = 0.9**r
+    f = 0.4 + 0.15 * r + 2 / 3 * (r - 1) * (1 - m) / (1 + m)
+    assert r == pytest.approx((3 + f) / (3 / 4 + f), rel=1e-5)
+    assert 2.04 < r < 2.43  # between the gains without momentum and with that of the base run
+    floor = AdaScaleBetasRule(BetaRule(floor=0.9))
+    kept = replay(noise, law=Law(momentum=0.9), rule=floor, **given).gains[-1]
+    assert kept == pytest.approx(replay(noise, law=Law(momentum=0.9), **given).gains[-1], rel=1e-9)
+    ends = curve((0, 1, 0), (19, 1, 0), (20, 0, 1))
+    given = {"scale": 4, "count": 2, "total_steps": 40, "averaging_window": 1e-9}
+    again = replay(ends, law=Law(momentum=0.5), rule="adascale_betas", **given)
+    assert again.gains[:6] == pytest.approx([4.0] * 5 + [1.0])  # as without momentum, where τ is 20
 
 
 def test_weights_lag_behind_the_clock_by_the_momentums_memory() -> None:

@@ -30,7 +30,6 @@ import transfer
 from adam_candidates import (
     Changing,
     Power,
-    SquareRoot,
     betas_per_effective_step,
     decay_per_effective_step,
     sde_square_root,
@@ -62,7 +61,7 @@ from comparison_page import (
 )
 from study import CASES, Case, transformer
 
-from ray_adascale import LinearRule, Recipe, UnscaledRule, Workload, forecast_recipe, record_recipe
+from ray_adascale import LinearRule, Recipe, SquareRootRule, UnscaledRule, Workload, forecast_recipe, record_recipe
 
 sys.path.append(str(Path(__file__).parents[1]))
 from bench import ROOT, by_hand, command_line, count, markdown
@@ -119,13 +118,13 @@ ADAMW = Comparison(
             about="(√r, r), 1 − β times r, ε by √r",
         ),
         "SDE, κ = S": Method(
-            lambda steps: Changing(SquareRoot(), sde_square_root),
+            lambda steps: Changing(SquareRootRule(), sde_square_root),
             about="(√S, S), 1 − β times S, ε by √S",
         ),
         "linear": Method(lambda steps: LinearRule(), about="(S, S), warm-up over 5/90 of the run"),
-        "sqrt": Method(lambda steps: SquareRoot(), about="(√S, S)"),
+        "sqrt": Method(lambda steps: SquareRootRule(), about="(√S, S)"),
         "sqrt+": Method(
-            SquareRoot,
+            lambda steps: SquareRootRule(steps=steps),
             given_steps=True,
             about="√S, as many steps as AdaScale took with this seed",
         ),

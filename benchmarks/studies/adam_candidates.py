@@ -36,23 +36,6 @@ class Power:
         return now.gain**self.power, now.gain
 
 
-@dataclass(frozen=True)
-class SquareRoot:
-    """(√S, T/N): the square root of the scale, in N optimizer steps.
-
-    Attributes:
-        steps: N; None for T/S.
-    """
-
-    steps: int | None = None
-
-    def __call__(self, now: RuleInput) -> tuple[float, float]:
-        if self.steps is None:
-            return math.sqrt(now.scale), now.scale
-        assert now.total_steps is not None
-        return math.sqrt(now.scale), now.total_steps / self.steps
-
-
 @dataclass
 class Changing:
     """A rule that also changes other hyperparameters of the optimizer, for one step at a time.

@@ -29,7 +29,6 @@ from functools import partial
 from pathlib import Path
 
 import comparison
-from adam_candidates import SquareRoot
 from comparison import Comparison, Job, Method, Plan, Result, Results, Rounds, best_schedule, report_seconds, results_of
 from comparison_page import (
     cells,
@@ -46,7 +45,7 @@ from real_workloads import AT_SIZE
 from wall_clock import BYTES_PER_S, LATENCY_S, WORKERS, read_steps, share
 from wall_clock import table as workers_table
 
-from ray_adascale import LinearRule, UnscaledRule
+from ray_adascale import LinearRule, SquareRootRule, UnscaledRule
 
 sys.path.append(str(Path(__file__).parents[1]))
 from bench import ROOT, by_hand, command_line, count, markdown
@@ -59,12 +58,12 @@ LONGER = Comparison(
     methods={
         "AdaScale": Method(lambda steps: "adascale"),
         "linear": Method(lambda steps: LinearRule(steps=steps), given_steps=True),
-        "√": Method(SquareRoot, given_steps=True),
+        "√": Method(lambda steps: SquareRootRule(steps=steps), given_steps=True),
         "unscaled": Method(lambda steps: UnscaledRule(steps=steps), given_steps=True),
         # At equal examples:
         "AdaScale, T·B0": Method(lambda steps: "adascale"),
         "linear, T·B0": Method(lambda steps: LinearRule()),
-        "√, T·B0": Method(lambda steps: SquareRoot()),
+        "√, T·B0": Method(lambda steps: SquareRootRule()),
         "unscaled, T·B0": Method(lambda steps: UnscaledRule()),
     },
     against=("linear", "√", "unscaled"),

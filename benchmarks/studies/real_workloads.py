@@ -121,8 +121,8 @@ def bits_of_a_character() -> float:
 
 
 def convolutions(letters: int) -> nn.Module:
-    """Return the two causal convolutions of ``examples/language_model.py``, with a width of 48."""
-    return example("language_model.py:CharacterModel")(width=48, letters=letters)
+    """Return the two causal convolutions of ``examples/language_model.py``."""
+    return example("language_model.py:CharacterModel")(letters=letters)
 
 
 # ---- MNIST -----------------------------------------------------------------------------------------------------------

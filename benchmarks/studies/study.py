@@ -67,12 +67,12 @@ def text(
 
     Args:
         config: ``lr``, ``schedule``, ``total_steps`` and ``split``.
-        model: The model; default: that of ``examples/language_model.py``, half as wide.
+        model: The model; default: that of ``examples/language_model.py``.
         chunks: Number of chunks to score on; default: all of the split.
         schedule: Makes the scheduler.
     """
     if model is None:
-        model = example("language_model.py:CharacterModel")(width=48)
+        model = example("language_model.py:CharacterModel")()
     optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9)
     train, search, test = text_splits()
     scored = [part[:chunks] for part in (test if config["split"] == "test" else search).tensors]

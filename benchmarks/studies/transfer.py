@@ -11,6 +11,7 @@ schedule runs with other seeds, scored on a test split:
     AdaScale   LR and clock by the gain r
     LSW        linear scaling with warm-up (5/90 of the run), T/S steps
     LSW+       LSW stretched to as many optimizer steps as AdaScale took with this seed
+    √          the LR by √S, stretched to as many optimizer steps as AdaScale took with this seed
     unscaled   the base schedule's LR, stretched to as many optimizer steps as AdaScale took with this seed
 
 ``comparison.py`` has the runs, ``comparison_page.py`` the tables that ``adam.py`` needs as well.
@@ -44,12 +45,15 @@ from comparison_page import (
 )
 from study import CASES
 
-from ray_adascale import LinearRule, UnscaledRule
+from ray_adascale import LinearRule, SquareRootRule, UnscaledRule
 
 sys.path.append(str(Path(__file__).parents[1]))
 from bench import ROOT, by_hand, command_line, count, markdown
 
 PAGE = ROOT / "docs" / "results" / "transfer.md"
+KEPT = "benchmarks/studies/kept/transfer.jsonl"
+PICTURED = "text"
+"""The workload of README's picture."""
 SGD = Comparison(
     optimizer="sgd",
     cases=CASES,
@@ -57,10 +61,11 @@ SGD = Comparison(
         "AdaScale": Method(lambda steps: "adascale"),
         "LSW": Method(lambda steps: LinearRule()),
         "LSW+": Method(lambda steps: LinearRule(steps=steps), given_steps=True),
+        "√": Method(lambda steps: SquareRootRule(steps=steps), given_steps=True),
         "unscaled": Method(lambda steps: UnscaledRule(steps=steps), given_steps=True),
     },
-    against=("LSW", "LSW+", "unscaled"),
-    pictured=("AdaScale", "LSW", "LSW+", "unscaled"),
+    against=("LSW", "LSW+", "√", "unscaled"),
+    pictured=("AdaScale", "LSW", "LSW+", "√", "unscaled"),
     stages=((64, 5), (16, 5), (4, 5), (1, 5)),
     shapes=("cosine", "step", "warmup"),
     grid_scale=16,
@@ -175,7 +180,8 @@ HOW = """\
 - **unscaled**: the base LR, the schedule stretched to that same number of steps. There are two other readings of "no scaling":
   T/S steps, which saves examples and is far too short, and T steps, which saves no step and so is no way to scale. With
   AdaScale's own number everything but the LR is the same.
-- LSW+ and unscaled so are given what no one knows beforehand: how long AdaScale will run.
+- **√**: the base LR times √S, stretched to that same number of steps.
+- LSW+, √ and unscaled are given what no one knows beforehand: how long AdaScale will run.
 - Training loss: the mean over the training split at the end, in eval mode. Mean gain: Σ r / steps, measured under every method,
   used only by AdaScale.
 - A run has failed when its gradient wasn't finite for 50 steps in a row, or when it ends no more than 5 % of the way from
@@ -188,9 +194,13 @@ def write(plan: Plan, results: Results, page: Path, command: str) -> None:
     kept = by_hand(page)
     page.parent.mkdir(parents=True, exist_ok=True)
     scale, curves, grid = (draw(plan, results, page) for draw in (picture_by_scale, picture_by_tau, picture_of_grid))
+    if PICTURED in plan.workloads:
+        seeds = count(plan.seeds, "seed")
+        title = f"One schedule at larger batches: test bits a\ncharacter, less is better, mean ± sd of {seeds}"
+        picture_by_scale(replace(plan, workloads=(PICTURED,)), results, page, "one", title)
     parts = [
         "# Does the schedule transfer?",
-        "One schedule, tuned at the base batch, carried to larger batches by four methods, on three workloads of different "
+        "One schedule, tuned at the base batch, carried to larger batches by five methods, on three workloads of different "
         "kinds. Validation metric on a test split that no choice was made on, mean ± standard deviation over "
         f"{count(plan.seeds, 'seed')}.",
         provenance(plan, results, command),
@@ -216,7 +226,7 @@ def write(plan: Plan, results: Results, page: Path, command: str) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
-    return comparison.parse(argv, __doc__, SGD, "runs/transfer.jsonl", PAGE)
+    return comparison.parse(argv, __doc__, SGD, KEPT, PAGE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -310,7 +310,8 @@ def _add_batch(parser: argparse._ActionsContainer) -> None:
     )
     parser.add_argument(
         "--rule",
-        help="how the learning rate follows the batch: adascale, adamscale, linear, sqrt, unscaled (default: adascale)",
+        help="how the learning rate follows the batch: adascale, adascale_betas (Adam and AdamW: betas follow too), adamscale, "
+        "linear, sqrt, unscaled (default: adascale)",
     )
 
 

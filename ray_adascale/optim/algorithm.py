@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from .averages import Averages, NoiseReadout
 from .deferred import HostCopy, skippable_step, steps_on_device
 from .device_step import DeviceArithmetic, DeviceStep
 from .gradient_statistics import GradientStatistics
-from .rules import AdaScaleRule, RuleInput, ScalingRule
+from .rules import AdaScaleRule, RuleInput, ScalingRule, betas_of
 from .sample import Outcome, Sample, unpack_outcome
 from .step_shape import StepResult
 
@@ -82,6 +83,18 @@ class AdaScaleAlgorithm:
         self._pending: _PendingStep | None = None
 
     @property
+    def rule(self) -> ScalingRule:
+        """The scaling rule; setting one checks that it can be used with the optimizer."""
+        return self._rule
+
+    @rule.setter
+    def rule(self, rule: ScalingRule) -> None:
+        betas = betas_of(rule)
+        if betas is not None:
+            betas.check(self._inner)
+        self._rule = rule
+
+    @property
     def pending(self) -> bool:
         """Whether the numbers of the last step are not on the host yet."""
         return self._pending is not None
@@ -140,9 +153,11 @@ class AdaScaleAlgorithm:
             self._leave_out(outcome)
             return
         clock = self.last.effective_steps
-        factors = [self._apply_rule(r, scale, group)[0] for group, r in enumerate(readout.gains)]
+        answers = [self._apply_rule(r, scale, group) for group, r in enumerate(readout.gains)]
         factor, increment = self._apply_rule(readout.gain, scale, None)
-        self._step_inner(factors, scale)
+        betas, groups = betas_of(self.rule), self._optimizer.param_groups
+        with nullcontext() if betas is None else betas.applied(groups, self._inner, [c for _, c in answers]):
+            self._step_inner([f for f, _ in answers], scale)
         self._averages.keep(averages, sample.usual_samples)
         self._advance(outcome, readout.gain, factor, clock + increment)
 

@@ -16,7 +16,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from .._torch import is_dtensor
 
-__all__ = ["HostCopy", "skippable_step", "steps_on_device"]
+__all__ = ["HostCopy", "fill_momentum", "skippable_step", "steps_on_device"]
 
 # These classes only, since a subclass may override step(). Adagrad's kernel was never tried on a GPU.
 _FUSED: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW)
@@ -57,7 +57,7 @@ def steps_on_device(kind: type[Optimizer], groups: Sequence[dict[str, Any]]) -> 
     return (
         kind in _FUSED
         and all(group["fused"] for group in groups)
-        # A first momentum buffer is undamped in torch, which `_fill_momentum` could not reproduce.
+        # A first momentum buffer is undamped in torch, which `fill_momentum` could not reproduce.
         and all(group.get("dampening", 0) == 0 for group in groups)
         # The kernels want LR and found_inf where the parameters are.
         and len({p.device for p in params}) == 1
@@ -74,7 +74,7 @@ def skippable_step(optimizer: Optimizer, skip: Tensor, step: Callable[[], Any]) 
         skip: 1 or 0: float32, 0-dim, on the parameters' device.
         step: Usually ``optimizer.step``.
     """
-    _fill_momentum(optimizer)
+    fill_momentum(optimizer)
     optimizer.found_inf = skip  # type: ignore[attr-defined]
     try:
         step()
@@ -82,7 +82,7 @@ def skippable_step(optimizer: Optimizer, skip: Tensor, step: Callable[[], Any]) 
         del optimizer.found_inf  # type: ignore[attr-defined]
 
 
-def _fill_momentum(optimizer: Optimizer) -> None:
+def fill_momentum(optimizer: Optimizer) -> None:
     """Make SGD's missing momentum buffers, as zeros, after which the first step is torch's own.
 
     torch's fused SGD makes them in its first step without filling them. If the kernel then skips that step, the next step

@@ -1,7 +1,7 @@
 """Scaling rules of the trainer: how the learning rate and the clock move when the batch is S times the base batch.
 
 A rule returns a pair: the factor on ``lr(⌊τ⌋)`` and the increment of the clock τ for one optimizer step. The run ends when τ
-reaches T, so the increment determines the number of optimizer steps in a run.
+reaches T, so the increment determines the number of optimizer steps in a run. A rule may also change the optimizer's betas.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
 
 from .._warn import warn_at_user
+from .betas import BetaRule
 
 __all__ = [
     "RULES",
+    "AdaScaleBetasRule",
     "AdaScaleRule",
     "AdamScaleRule",
     "LEGWRule",
@@ -24,6 +26,7 @@ __all__ = [
     "ScalingRule",
     "SquareRootRule",
     "UnscaledRule",
+    "betas_of",
     "follows_gain",
     "legw_factor",
     "make_rule",
@@ -53,8 +56,9 @@ class RuleInput:
 
 
 ScalingRule = Callable[[RuleInput], tuple[float, float]]
-"""A callable from the input to (LR factor, clock increment). It may have two attributes: ``metric``, which :func:`metric_of`
-reads, and ``check_curve(curve)``, which gets the base run's learning rates and warns if rule and schedule would do the same."""
+"""A callable from the input to (LR factor, clock increment). It may have three attributes: ``metric``, which :func:`metric_of`
+reads; ``betas``, which :func:`betas_of` reads; and ``check_curve(curve)``, which gets the base run's learning rates and warns if
+rule and schedule would do the same."""
 
 Metric = Literal["euclidean", "adam"]
 """Metric of gradient norms: of the plain gradients, or of gradients divided by √v as in Adam's step."""
@@ -72,12 +76,42 @@ def metric_of(rule: ScalingRule) -> Metric:
     return metric
 
 
+def betas_of(rule: ScalingRule) -> BetaRule | None:
+    """Return a rule's :class:`BetaRule`; None if the optimizer's betas stay the same.
+
+    The clock increment that the rule returns for a parameter group is the effective steps of that group's step.
+
+    Raises:
+        ValueError: The rule has an attribute ``betas`` of another type.
+    """
+    betas = getattr(rule, "betas", None)
+    if betas is not None and not isinstance(betas, BetaRule):
+        raise ValueError(f"Invalid {betas=} of the rule {rule!r}. Must be a BetaRule, or None.")
+    return betas
+
+
 @dataclass(frozen=True)
 class AdaScaleRule:
     """(r, r): Johnson et al., ICML 2020. Derived for SGD; for Adam and AdamW by measurement (docs/results/adam.md)."""
 
     def __call__(self, now: RuleInput) -> tuple[float, float]:
         return now.gain, now.gain
+
+
+@dataclass(frozen=True)
+class AdaScaleBetasRule(AdaScaleRule):
+    """(r, r), and β^r for the optimizer's betas: AdaScale with the averages of Adam on the effective clock.
+
+    For Adam, AdamW and Adamax. Under :class:`AdaScaleRule` the averages reach over r times as many effective steps as in the
+    base run; here their reach stays. In the study of docs/results/adam.md ("AdaScale, β^r", with AdamW) the metric at S = 16 was
+    better than AdaScale's on all four workloads, in 16 to 28 % more optimizer steps; at S = 4 in 2 to 6 % more. There is
+    no derivation. A step needs r on the host before it begins, so a fused optimizer is waited for once a step.
+
+    Attributes:
+        betas: The exponent's bounds. By default there is none: the study had none.
+    """
+
+    betas: BetaRule = field(default_factory=BetaRule)
 
 
 def _stretch(now: RuleInput, steps: int | None, increment: float, name: str) -> float:
@@ -117,10 +151,16 @@ class LinearRule:
 
 @dataclass(frozen=True)
 class SquareRootRule:
-    """(√S, S): Krizhevsky, arXiv 1404.5997."""
+    """(√S, S): Krizhevsky, arXiv 1404.5997.
+
+    Attributes:
+        steps: Optimizer steps for the whole run: the clock then advances by T/N instead of S.
+    """
+
+    steps: int | None = None
 
     def __call__(self, now: RuleInput) -> tuple[float, float]:
-        return math.sqrt(now.scale), now.scale
+        return math.sqrt(now.scale), _stretch(now, self.steps, now.scale, "SquareRootRule")
 
 
 @dataclass(frozen=True)
@@ -249,6 +289,7 @@ class UnscaledRule:
 RULES: dict[str, Callable[..., ScalingRule]] = {
     "adamscale": AdamScaleRule,
     "adascale": AdaScaleRule,
+    "adascale_betas": AdaScaleBetasRule,
     "linear": LinearRule,
     "sqrt": SquareRootRule,
     "unscaled": UnscaledRule,

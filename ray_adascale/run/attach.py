@@ -77,9 +77,11 @@ def attach(
             "loop's per_worker_batch_size and accumulation."
         )
     if config.batch_policy.changes_batch:
-        raise ValueError(
-            "AdaScaleConfig(target_efficiency=..., batch_schedule=...) need ray_adascale.Run: here the loop that owns the data "
-            "loader decides the batch. Leave them out. If an adapter's client changes its batch or passes, S follows."
+        chosen = {"target_efficiency": config.target_efficiency, "batch_schedule": config.batch_schedule}
+        raise SettingError(
+            "Invalid {}: it changes the batch as the run goes on, and here the loop that owns the data loader decides the batch. "
+            "Leave it out, or use ray_adascale.Run.",
+            **{name: value for name, value in chosen.items() if value is not None},
         )
     plan = config.batch_policy.plan(workers)
     per_epoch = None if config.dataset_length is None else config.dataset_length / plan.base_batch_size

@@ -19,7 +19,7 @@ from ..config import AdaScaleConfig
 from ..data.source import BatchSource
 from ..optim.adam_metric import adam_preconditioner
 from ..optim.adascale import AdaScale
-from ..optim.rules import AdamScaleRule, AdaScaleRule, ScalingRule, make_rule, metric_of
+from ..optim.rules import AdamScaleRule, AdaScaleRule, ScalingRule, betas_of, make_rule, metric_of
 from ..recipe import Recipe
 from ..sharding.oss import OSS
 from ..sharding.partition import has_state
@@ -83,7 +83,17 @@ def _doubt(rule: ScalingRule, optimizer: Optimizer) -> str | None:
             "rule='adamscale' is experimental: schedules did not carry over with it, but did with rule='adascale' and the same "
             "AdamW (docs/results/adam.md). Use 'adascale', or compare with a base run before you trust it."
         )
-    if not isinstance(rule, AdaScaleRule) or isinstance(optimizer, SGD):
+    if not isinstance(rule, AdaScaleRule):
+        return None
+    if betas_of(rule) is not None:
+        tried = "AdamW" if isinstance(optimizer, Adam | AdamW) else f"AdamW; with {name} it was not tried"
+        return (
+            "rule='adascale_betas' has no derivation. It was measured on four small workloads with "
+            + tried
+            + ". There it "
+            "was better than 'adascale' and took more steps (docs/results/adam.md)."
+        )
+    if isinstance(optimizer, SGD):
         return None
     if isinstance(optimizer, Adam | AdamW):
         return (

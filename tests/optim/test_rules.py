@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from ray_adascale import AdamScaleRule, AdaScaleRule, LEGWRule, LinearRule, RuleInput, SquareRootRule, UnscaledRule
+from ray_adascale import (
+    AdamScaleRule,
+    AdaScaleBetasRule,
+    AdaScaleRule,
+    LEGWRule,
+    LinearRule,
+    RuleInput,
+    SquareRootRule,
+    UnscaledRule,
+)
 from ray_adascale.optim.rules import RULES, ScalingRule, legw_factor, make_rule, metric_of
 from ray_adascale.scaling_rules import LEGWScale, LinearScale
 
@@ -21,6 +30,7 @@ def now(gain: float = 3.0, scale: float = 4.0, **kwargs: Any) -> RuleInput:
     ("rule", "pair"),
     [
         (AdaScaleRule(), (3.0, 3.0)),
+        (AdaScaleBetasRule(), (3.0, 3.0)),
         (AdamScaleRule(), (math.sqrt(3), 3.0)),
         (AdamScaleRule(power=0.3), (3**0.3, 3.0)),
         # The warm-up is a tenth of T = 1000, and 20 a fifth of that: 1 + 3/5.
@@ -29,6 +39,8 @@ def now(gain: float = 3.0, scale: float = 4.0, **kwargs: Any) -> RuleInput:
         (LinearRule(warmup=0), (4.0, 4.0)),
         (LinearRule(warmup=0, steps=125), (4.0, 8.0)),
         (SquareRootRule(), (2.0, 4.0)),
+        (SquareRootRule(steps=250), (2.0, 4.0)),
+        (SquareRootRule(steps=125), (2.0, 8.0)),
         (UnscaledRule(), (1.0, 4.0)),
         (UnscaledRule(steps=400), (1.0, 2.5)),
         (LEGWRule(2, 1000), (2.0 * 20 / 80, 4.0)),
@@ -51,12 +63,13 @@ def test_at_the_base_batch_every_named_rule_is_the_base_run(name: str) -> None:
 def test_rules_by_name_and_refused_ones() -> None:
     assert RULES["adamscale"]()(now(gain=9.0)) == (3.0, 9.0)
     assert make_rule("adamscale") == AdamScaleRule()
-    named = [AdamScaleRule(), AdaScaleRule(), LinearRule(), SquareRootRule(), UnscaledRule()]
-    assert [make_rule(name) for name in ("adamscale", "adascale", "linear", "sqrt", "unscaled")] == named
+    named = [AdamScaleRule(), AdaScaleRule(), AdaScaleBetasRule(), LinearRule(), SquareRootRule(), UnscaledRule()]
+    names = ("adamscale", "adascale", "adascale_betas", "linear", "sqrt", "unscaled")
+    assert [make_rule(name) for name in names] == named
     for cls in (LinearRule, LinearScale):
         with pytest.raises(ValueError, match=rf"{cls.__name__}\(\.\.\.\)"):
             make_rule(cls)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"rule='cubic'\. Known rules: adamscale, adascale, linear, sqrt, unscaled"):
+    with pytest.raises(ValueError, match=r"rule='cubic'\. Known rules: adamscale, adascale, adascale_betas, linear"):
         make_rule("cubic")
     with pytest.raises(ValueError, match=r"rule=3\. Must be one of"):
         make_rule(3)  # type: ignore[arg-type]

@@ -333,8 +333,15 @@ def test_the_table_compares_each_rule_with_undisturbed_runs(resizes: Any) -> Non
 
 
 def test_the_pages_have_the_tables_of_the_kept_results(at_size: Any, resizes: Any) -> None:
+    transfer = load("transfer")
+    plan = transfer.parse([])[1]
+    results = load("comparison").read(transfer.ROOT / transfer.KEPT)
+    for workload in plan.workloads:
+        assert load("comparison_page").workload_table(plan, results, workload) in transfer.PAGE.read_text()
     page = at_size.PAGE.read_text()
-    plan = at_size.Plan(at_size.LONGER, ("smiles", "group norm", "flights"), (1, 4, 16), (1, 2, 3), 1, ("warmup",))
+    plan = at_size.Plan(
+        at_size.LONGER, ("smiles", "group norm", "batch norm", "flights"), (1, 4, 16), (1, 2, 3), 1, ("warmup",)
+    )
     results = load("comparison").read(at_size.ROOT / at_size.KEPT)
     for workload in plan.workloads:
         assert at_size.examples_table(plan, results, workload) in page

@@ -29,11 +29,13 @@ def test_the_readmes_workload_trains_at_its_base_batch(tmp_path: Path) -> None:
     assert run.summary()["accuracy"] > 0.85
 
 
-def test_the_workload_stands_at_the_top_and_the_commands_run_it() -> None:
+def test_a_figure_comes_first_then_the_commands_the_loop_and_the_workload_whose_commands_run_it() -> None:
     text, code = (readme.ROOT / "README.md").read_text(), readme.workload()
+    order = ["](docs/results/transfer-one.png)", "\nmake demo ", "```diff\n def train_loop_per_worker", code]
+    assert [text.count(mark) for mark in order] == [1, 1, 1, 1]
+    assert sorted(order, key=text.index) == order
+    assert "|" not in text[: text.index(order[0])]  # no table
     before, _, after = text.partition(code)
-    assert "```diff" not in before
-    assert before.count("```python") == 1  # its own
     assert len([line for line in code.splitlines() if line]) <= 30
     file = re.findall(r"`(\w+\.py)`:\n\n```python\n$", before)
     tune, train = (_parser().parse_args(words) for words in readme.commands_of_the_workload())
@@ -43,6 +45,16 @@ def test_the_workload_stands_at_the_top_and_the_commands_run_it() -> None:
     assert "base_batch_size=32, total_steps=2000" in after  # the same in Python
     scale = int(train.num_workers) * train.per_worker_batch_size / tune.base_batch_size
     assert f"on two workers at S = {scale:g}:" in after
+
+
+def test_the_table_of_measurements_has_at_most_eight_rows() -> None:
+    section = (readme.ROOT / "README.md").read_text().partition("\n## What was measured\n")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ")][2:]
+    assert 1 <= len(rows) <= 8
+    conclusions = [row.strip("| ").split(" | ")[-1] for row in rows]
+    assert all(re.fullmatch("(holds|holds where .+|does not hold|not shown)", words) for words in conclusions), (
+        conclusions
+    )
 
 
 def test_the_readme_defines_its_symbols_before_it_uses_them() -> None:

@@ -100,7 +100,9 @@ def make_run(
     config = AdaScaleConfig(**(defaults | settings))
     with warnings.catch_warnings():
         if kind == "adamw":  # which is no SGD
-            warnings.filterwarnings("ignore", message="AdaScale is derived for SGD|rule='adamscale' is experimental")
+            warnings.filterwarnings(
+                "ignore", message="AdaScale is derived for SGD|rule='adamscale' is exp|rule='adascale_betas'"
+            )
         return Run(net, optimizer, schedule, dataset() if data is None else data, config, backend=backend, **extra)
 
 
@@ -131,7 +133,7 @@ KINDS = ["sgd", "adamw"]
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_scale_one_is_the_plain_loop_bit_for_bit(kind: str, rule: str) -> None:
-    if (kind, rule) == ("sgd", "adamscale"):
+    if kind == "sgd" and rule in ("adamscale", "adascale_betas"):
         pytest.skip("for Adam alone, and refused")
 
     class Order:
@@ -688,13 +690,14 @@ def test_a_fused_run_on_two_workers_is_the_same_run(pool: Any, tmp_path: Path, k
 
 
 @pytest.mark.also_simulated("sgd")
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_is_the_same_under_every_sharding(pool: Any, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "rule"), [("sgd", "adascale"), ("adamw", "adascale"), ("adamw", "adascale_betas")], ids=[*KINDS, "betas"]
+)
+def test_a_run_is_the_same_under_every_sharding(pool: Any, tmp_path: Path, kind: str, rule: str) -> None:
     rows, outcomes = {}, {}
+    settings: dict[str, Any] = {"per_worker_batch_size": 4, "kind": kind, "rule": rule}
     for sharding in ("none", "oss", "zero2", "fsdp2"):
-        both = pool(2).run(
-            _run_to_the_end, str(tmp_path / sharding), None, per_worker_batch_size=4, sharding=sharding, kind=kind
-        )
+        both = pool(2).run(_run_to_the_end, str(tmp_path / sharding), None, sharding=sharding, **settings)
         assert both[0] == both[1]
         outcomes[sharding] = both[0]
         rows[sharding] = list(read_trace(tmp_path / sharding / "trace.jsonl"))
@@ -843,8 +846,9 @@ def _same(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> bool:
         {"per_worker_batch_size": 8, "accumulation": 2, "fused": True},
         {"kind": "adamw", "per_worker_batch_size": 8, "accumulation": 2},
         {"kind": "adamw", "per_worker_batch_size": 8, "accumulation": 2, "fused": True},
+        {"kind": "adamw", "per_worker_batch_size": 8, "accumulation": 2, "rule": "adascale_betas"},
     ],
-    ids=["base", "scaled", "fused", "adamw", "adamw-fused"],
+    ids=["base", "scaled", "fused", "adamw", "adamw-fused", "betas"],
 )
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, settings: dict[str, Any]) -> None:
     whole, rows, tau = _interrupted(None, None, **settings)
@@ -1199,6 +1203,12 @@ def test_wrapped_optimizers_are_refused() -> None:
         (torch.optim.RMSprop, "adascale", r"with RMSprop it was not tried"),
         (torch.optim.NAdam, "adascale", r"with NAdam it was not tried"),
         (torch.optim.AdamW, "adamscale", r"did not carry over.*'adascale'.*docs/results/adam\.md"),
+        (
+            torch.optim.AdamW,
+            "adascale_betas",
+            r"has no derivation.*with AdamW\. There it was better.*docs/results/adam\.md",
+        ),
+        (torch.optim.Adamax, "adascale_betas", r"with AdamW; with Adamax it was not tried"),
         (torch.optim.AdamW, "sqrt", None),
     ],
 )

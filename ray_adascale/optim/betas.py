@@ -1,0 +1,235 @@
+"""Betas on the effective clock: in a step of e effective steps a beta β is β^e, and Adam's bias correction stays exact."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import SGD, Adam, Adamax, NAdam, Optimizer, RAdam, SparseAdam
+
+from .deferred import fill_momentum
+
+__all__ = ["BetaRule"]
+
+# Their bias correction is 1 − β^step alone, so a step count in effective steps makes it exact. AdamW is an Adam.
+_COUNTING = (Adam, Adamax)
+_REFUSED: dict[type[Optimizer], str] = {
+    NAdam: "multiplies each step's own β1, which it derives from the number of steps, into mu_product",
+    RAdam: "rectifies by a formula of one constant β2 and the number of steps",
+    SparseAdam: "counts the steps of a parameter, not those of a row with a gradient",
+}
+_INSTEAD = "Use Adam, AdamW or Adamax, or a rule that leaves the betas, such as rule='adascale'."
+
+
+@dataclass(frozen=True)
+class BetaRule:
+    """Rule for an optimizer's betas: in a step of c effective steps β becomes β^e, for that step alone.
+
+    Adam's averages decay by the factor β in each optimizer step. With β^r in a step of gain r they decay by β in each effective
+    step, as in the base run. Measured for Adam: docs/results/adam.md.
+
+    The exponent e is c, limited to the exponent at which the first beta reaches ``floor``. It is at most 1 if a beta lies below
+    the floor from the start. All betas of a parameter group have the same exponent. A beta of 0 stays 0 and sets no limit.
+    With e = 1, as at S = 1, nothing changes.
+
+    Adam's bias correction is exact: 1 − Π β^e over the steps, which is 1 − β^(Σe). ``state["step"]`` is therefore Σe, the
+    effective steps of a parameter. A checkpoint can be continued with another rule, and a checkpoint of another rule with this.
+
+    Attributes:
+        floor: Smallest beta that a larger batch may lead to, 0 ≤ floor < 1.
+        momentum: Whether SGD's momentum m becomes m^e as well. The gradient is then added with the weight
+            (1 − m^e)/(1 − m), as the dampening of that step, so that the LR means the same. Not measured.
+
+    Raises:
+        ValueError: ``floor`` is out of its range.
+    """
+
+    floor: float = 0.0
+    momentum: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.floor < 1:
+            raise ValueError(f"Invalid BetaRule(floor={self.floor}). Must be at least 0 and below 1.")
+
+    def exponent(self, betas: Sequence[float], increment: float) -> float:
+        """Return e.
+
+        Args:
+            betas: The betas of a parameter group at S = 1.
+            increment: c, effective steps of the step.
+
+        Raises:
+            ValueError: ``increment`` is not a positive number.
+        """
+        if not 0 < increment < math.inf:
+            raise ValueError(
+                f"Invalid rule: its clock increment is {increment!r}, an exponent of betas. Must be positive."
+            )
+        limit = math.inf
+        if self.floor > 0:
+            # β^e = floor  ⇔  e = log(floor) / log(β)
+            limit = min((math.log(self.floor) / math.log(beta) for beta in betas if 0 < beta < 1), default=math.inf)
+        return min(increment, max(limit, 1.0))
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Raise if the rule can't be used with an optimizer.
+
+        Args:
+            optimizer: The user's own, or the part of it that a sharded optimizer steps.
+
+        Raises:
+            ValueError: It can't. The message names the reason and what to use instead.
+        """
+        name = type(optimizer).__name__
+        for kind, reason in _REFUSED.items():
+            if isinstance(optimizer, kind):
+                raise ValueError(f"Betas that change with the gain are not exact with {name}: it {reason}. {_INSTEAD}")
+        held = next((key for key, value in vars(optimizer).items() if isinstance(value, Optimizer)), None)
+        if held is not None:
+            raise ValueError(
+                f"{name} holds another optimizer, in {held!r}, whose step counts a rule for betas can't correct. Use that one "
+                "without it, or rule='adascale'."
+            )
+        if not any(self._decay_factors(optimizer, group) is not None for group in optimizer.param_groups):
+            if isinstance(optimizer, SGD):
+                remedy = "BetaRule(momentum=True) changes SGD's momentum. For SGD rule='adascale' needs no such change."
+            else:
+                remedy = _INSTEAD
+            raise ValueError(f"The rule changes betas, and the parameter groups of {name} have none. {remedy}")
+
+    def _decay_factors(self, optimizer: Optimizer, group: dict[str, Any]) -> tuple[float, ...] | None:
+        """Return the decay factors of a parameter group: its betas, or SGD's momentum. None: the rule leaves the group alone.
+
+        Raises:
+            ValueError: The rule can't change these factors.
+        """
+        name = type(optimizer).__name__
+        if "betas" in group:
+            if any(isinstance(beta, Tensor) for beta in group["betas"]):
+                raise ValueError(
+                    f"Invalid betas={group['betas']} of {name}. Betas that a rule changes must be numbers."
+                )
+            if group.get("capturable"):
+                raise ValueError(
+                    f"{name}(capturable=True) is for CUDA graphs, and a graph would keep the betas of its capture. Use "
+                    f"{name}(foreach=True) or {name}(fused=True)."
+                )
+            return tuple(group["betas"])
+        if not (self.momentum and "momentum" in group):
+            return None
+        if not isinstance(optimizer, SGD):
+            raise ValueError(
+                f"BetaRule(momentum=True) is for SGD. {name} does not weigh the gradient by a dampening, so its LR would mean "
+                "something else with each momentum. Use rule='adascale'."
+            )
+        if group["nesterov"] or group["dampening"] != 0:
+            raise ValueError(
+                f"Invalid nesterov={group['nesterov']}, dampening={group['dampening']} with BetaRule(momentum=True): the step "
+                "sets a dampening of its own, and torch's Nesterov momentum allows none. Use SGD without both, or "
+                "rule='adascale'."
+            )
+        return (float(group["momentum"]),)
+
+    @contextmanager
+    def applied(
+        self, groups: Sequence[dict[str, Any]], optimizer: Optimizer, increments: Sequence[float]
+    ) -> Iterator[None]:
+        """Change the betas for the optimizer step in the context; restore them afterwards, also if the step raises.
+
+        Args:
+            groups: The parameter groups whose entries the step reads; the full ones if the optimizer is sharded.
+            optimizer: The optimizer whose state counts the steps: the user's own, or the part that a sharded one steps.
+            increments: c of each group, or one for all.
+
+        Raises:
+            ValueError: The betas can't be changed; or an optimizer of an unknown class counts its steps, which its first step
+                shows.
+        """
+        exponents, changes = [], []
+        for i, group in enumerate(groups):
+            factors = self._decay_factors(optimizer, group)
+            e = 1.0 if factors is None else self.exponent(factors, increments[i % len(increments)])
+            exponents.append(e)
+            changes.append({} if factors is None or e == 1 else _changed(group, factors, e))
+        kept = [{key: group[key] for key in new} for group, new in zip(groups, changes, strict=True)]
+        known = isinstance(optimizer, (*_COUNTING, SGD))
+        numbers = [] if known else [_numbers(group) for group in groups]
+        if isinstance(optimizer, SGD) and any(changes):
+            fill_momentum(optimizer)  # torch's first step would add the gradient without the dampening
+        counts = isinstance(optimizer, _COUNTING)
+        if counts:
+            _multiply_steps(optimizer, [1 / e for e in exponents])
+        try:
+            for group, new in zip(groups, changes, strict=True):
+                group.update(new)
+            yield
+            if not known:
+                _refuse_counter(optimizer, groups, numbers)
+        finally:
+            for group, old in zip(groups, kept, strict=True):
+                group.update(old)
+            if counts:
+                _multiply_steps(optimizer, exponents)
+
+
+def _changed(group: dict[str, Any], factors: tuple[float, ...], exponent: float) -> dict[str, Any]:
+    """Return the changed entries of a parameter group: each decay factor to the power of the exponent."""
+    new = tuple(beta**exponent for beta in factors)
+    if "betas" in group:
+        return {"betas": new}
+    # torch: buffer ← m·buffer + (1 − dampening)·g. A gradient's weights add up to 1/(1 − m) if 1 − dampening is this ratio.
+    return {"momentum": new[0], "dampening": 1 - (1 - new[0]) / (1 - factors[0])}
+
+
+def _multiply_steps(optimizer: Optimizer, factors: Sequence[float]) -> None:
+    """Multiply the step count of each parameter by its group's factor.
+
+    Before a step the count Σe becomes Σe/e. torch adds 1 and takes (β^e)^(Σe/e + 1) = β^(Σe + e). After the step the count
+    becomes Σe + e, or Σe again for a parameter that was not stepped.
+    """
+    for group, factor in zip(optimizer.param_groups, factors, strict=True):
+        if factor == 1:
+            continue  # bit-identical
+        for p in group["params"]:
+            step = optimizer.state.get(p, {}).get("step")
+            if step is not None:
+                step.mul_(factor)
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, float]:
+    """Return the entries of a parameter group that are numbers, without flags."""
+    return {
+        key: value for key, value in group.items() if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+def _refuse_counter(optimizer: Optimizer, groups: Sequence[dict[str, Any]], before: Sequence[dict[str, float]]) -> None:
+    """Raise if an optimizer keeps a number beside its averages, which may be the step count of a bias correction.
+
+    Args:
+        optimizer: An optimizer after a step.
+        groups: Its parameter groups.
+        before: :func:`_numbers` of each group before the step.
+
+    Raises:
+        ValueError: The optimizer keeps a number. The message names its key.
+    """
+    found = {key for group, old in zip(groups, before, strict=True) for key in old if group.get(key) != old[key]}
+    for p, state in optimizer.state.items():
+        if isinstance(p, Tensor) and p.numel() > 1:
+            found |= {key for key, value in state.items() if _is_number(value)}
+    if found:
+        raise ValueError(
+            f"{type(optimizer).__name__} keeps {min(found)!r} beside its averages, as a bias correction does that is not exact "
+            f"with betas that change. {_INSTEAD}"
+        )
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float) and not isinstance(value, bool)

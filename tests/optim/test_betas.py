@@ -1,0 +1,439 @@
+"""Betas on the effective clock: the exponent by hand, Adam against explicit products of betas, and what stays as it was."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, SparseAdam
+
+from ray_adascale import OSS, AdaScale, AdaScaleBetasRule, AdaScaleRule, BetaRule
+from ray_adascale.optim.rules import betas_of
+
+from ..classifier import backward, batches, make_model, two_groups, weights
+from ..reference import adam_with_changing_betas
+
+
+@pytest.fixture
+def doubles() -> Iterator[None]:
+    """Float64 as torch's default, in which it then counts steps too."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class Lion(Optimizer):
+    """An optimizer with betas that corrects no bias. A group with ``plain`` has no betas, and takes plain steps."""
+
+    def __init__(self, params: Any, lr: float = 0.01, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+        for group in self.param_groups:
+            if group.get("plain"):
+                del group["betas"]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if "betas" not in group:
+                    p.sub_(p.grad, alpha=group["lr"])
+                    continue
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                first, second = group["betas"]
+                p.sub_(m.lerp(p.grad, 1 - first).sign(), alpha=group["lr"])
+                m.lerp_(p.grad, 1 - second)
+
+
+class Counting(Lion):
+    """It counts its steps in the group or in the state of each parameter."""
+
+    where = "group"
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            if self.where == "group":
+                group["k"] = group.get("k", 0) + 1
+            for p in group["params"] if self.where == "state" else ():
+                self.state[p]["step"] = self.state[p].get("step", torch.tensor(0.0)) + 1
+
+
+class Failing(AdamW):
+    """Raises after the step, when its parameters and counts have moved."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        if self.fails:
+            raise RuntimeError("disk on fire")
+
+
+def scaled(
+    kind: Any = AdamW, *, scale: float = 4.0, groups: bool = False, rule: Any = None, **kwargs: Any
+) -> tuple[nn.Sequential, AdaScale]:
+    """The classifier under AdaScale with β^r, two passes a step."""
+    model = make_model()
+    optimizer = kind(two_groups(model) if groups else model.parameters(), **{"lr": 0.02, **kwargs})
+    rule = AdaScaleBetasRule() if rule is None else rule
+    return model, AdaScale(optimizer, scale=scale, num_gradients_to_accumulate=2, rule=rule)
+
+
+def take_steps(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
+    data = batches(2 * last, 4)
+    for i in range(first, last):
+        backward(model, data[2 * i : 2 * i + 2])
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def state_of(optimizer: Any) -> list[Any]:
+    return [value for state in optimizer.state.values() for _, value in sorted(state.items())]
+
+
+def counts_of(optimizer: Any) -> list[float]:
+    return [float(state["step"]) for state in optimizer.state.values()]
+
+
+def equal(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# ---- the exponent ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("floor", "betas", "increment", "exponent"),
+    [
+        (0.0, (0.9, 0.999), 3.7, 3.7),
+        (0.25, (0.5, 0.9), 1.5, 1.5),  # 0.5^1.5 = 0.35
+        (0.25, (0.5, 0.9), 3.0, 2.0),  # 0.5² = 0.25
+        (0.25, (0.9, 0.5), 3.0, 2.0),  # whichever comes first
+        (0.25, (0.2, 0.9), 3.0, 1.0),  # below it from the start
+        (0.25, (0.25, 0.9), 3.0, 1.0),
+        (0.25, (0.0, 0.5), 3.0, 2.0),  # 0 stays 0
+        (0.25, (0.0, 0.0), 3.0, 3.0),
+        (0.25, (0.2, 0.9), 0.5, 0.5),  # S < 1: the betas rise
+        (0.99, (0.9, 0.999), 1.0, 1.0),
+    ],
+)
+def test_no_beta_falls_below_the_floor(
+    floor: float, betas: tuple[float, float], increment: float, exponent: float
+) -> None:
+    assert BetaRule(floor).exponent(betas, increment) == pytest.approx(exponent, rel=1e-15)
+
+
+def test_bad_bounds_and_clocks_are_named() -> None:
+    for floor in (-0.1, 1.0, math.nan):
+        with pytest.raises(ValueError, match=rf"floor={floor}\)\. Must be at least 0 and below 1"):
+            BetaRule(floor)
+    for increment in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match=rf"clock increment is {increment}, an exponent"):
+            BetaRule().exponent((0.9,), increment)
+
+
+def test_a_rule_carries_what_becomes_of_betas() -> None:
+    assert betas_of(AdaScaleBetasRule(BetaRule(0.5))) == BetaRule(0.5)
+    assert betas_of(AdaScaleRule()) is None
+    rule = AdaScaleBetasRule((0.5, 0.9))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"betas=\(0\.5, 0\.9\).*Must be a BetaRule"):
+        betas_of(rule)
+
+
+# ---- Adam's averages and their bias ----------------------------------------------------------------------------------
+
+EXPONENTS = (1.0, 3.7, 1.0, 2.2, 1.5, 40.0, 1.3, 0.5, 6.0)
+KINDS: dict[str, tuple[type[Optimizer], dict[str, Any], float]] = {
+    # Float64 all through. The product of nine powers and the power of their sum differ by rounding.
+    "adam": (Adam, {}, 1e-12),
+    "adamw": (AdamW, {"weight_decay": 0.1}, 1e-12),
+    "foreach": (AdamW, {"weight_decay": 0.1, "foreach": True}, 1e-12),
+    "loop": (AdamW, {"weight_decay": 0.1, "foreach": False}, 1e-12),
+    "adamax": (Adamax, {}, 1e-12),
+    # Its count is float32, whose rounding of 6e-8 is that of 1 − β2^count too.
+    "fused": (AdamW, {"weight_decay": 0.1, "fused": True}, 1e-6),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bias_correction_is_that_of_the_product_of_the_betas(doubles: None, kind: str) -> None:
+    cls, options, tolerance = KINDS[kind]
+    generator = torch.Generator().manual_seed(3)
+    starts = [torch.randn(5, generator=generator) for _ in range(2)]
+    gradients = [[torch.randn(5, generator=generator) for _ in EXPONENTS] for _ in range(2)]
+    given: list[list[Any]] = [list(of_one) for of_one in gradients]
+    given[1][0] = given[1][3] = given[1][4] = None  # it begins late, and pauses
+    params = [nn.Parameter(start.clone()) for start in starts]
+    optimizer: Any = cls(params, lr=0.1, betas=(0.9, 0.99), **options)  # type: ignore[call-arg]
+    seen = []
+    for k, e in enumerate(EXPONENTS):
+        for p, of_one in zip(params, given, strict=True):
+            p.grad = None if of_one[k] is None else of_one[k].clone()
+        with BetaRule().applied(optimizer.param_groups, optimizer, [e]):
+            optimizer.step()
+        seen.append([p.detach().numpy().copy() for p in params])
+    for i in range(2):
+        expected = adam_with_changing_betas(
+            starts[i].numpy(),
+            [None if g is None else g.numpy() for g in given[i]],
+            EXPONENTS,
+            [0.1] * len(EXPONENTS),
+            betas=(0.9, 0.99),
+            weight_decay=options.get("weight_decay", 0.0),
+            infinity=cls is Adamax,
+        )
+        np.testing.assert_allclose([row[i] for row in seen], expected, rtol=tolerance, atol=tolerance)
+        stepped = sum(e for e, g in zip(EXPONENTS, given[i], strict=True) if g is not None)
+        assert float(optimizer.state[params[i]]["step"]) == pytest.approx(stepped, rel=tolerance)
+
+
+def test_a_step_of_two_effective_steps_moves_the_averages_as_two_steps_do(doubles: None) -> None:
+    averages = []
+    for exponents in ((2.0,), (1.0, 1.0)):
+        p = nn.Parameter(torch.tensor([1.0]))
+        optimizer = Adam([p], betas=(0.5, 0.75))
+        for e in exponents:
+            p.grad = torch.tensor([4.0])
+            with BetaRule().applied(optimizer.param_groups, optimizer, [e]):
+                optimizer.step()
+        state = optimizer.state[p]
+        averages.append([float(state[key]) for key in ("exp_avg", "exp_avg_sq", "step")])
+    # m = 4·(1 − 0.5²), v = 16·(1 − 0.75²)
+    assert averages == [pytest.approx([3.0, 7.0, 2.0], rel=1e-15)] * 2
+
+
+def test_momentum_moves_as_in_the_steps_that_a_step_stands_for(doubles: None) -> None:
+    buffers = []
+    for exponents in ((2.0, 3.0), (1.0,) * 5):
+        p = nn.Parameter(torch.tensor([1.0]))
+        optimizer = SGD([p], lr=0.1, momentum=0.5)
+        for e in exponents:
+            p.grad = torch.tensor([4.0])
+            with BetaRule(momentum=True).applied(optimizer.param_groups, optimizer, [e]):
+                optimizer.step()
+        assert (optimizer.param_groups[0]["momentum"], optimizer.param_groups[0]["dampening"]) == (0.5, 0)
+        buffers.append(float(optimizer.state[p]["momentum_buffer"]))
+    # 4 · (1 + 1/2 + 1/4 + 1/8 + 1/16)
+    assert buffers == [pytest.approx(7.75, rel=1e-15)] * 2
+
+
+# ---- under AdaScale --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}, {"amsgrad": True}], ids=str)
+def test_scale_one_is_the_plain_optimizer_bit_for_bit(options: dict[str, Any]) -> None:
+    model, adascale = scaled(scale=1.0, **options)
+    plain = make_model()
+    optimizer = AdamW(plain.parameters(), lr=0.02, **options)
+    take_steps(model, adascale, 0, 10)
+    take_steps(plain, optimizer, 0, 10)
+    assert torch.equal(weights(model), weights(plain))
+    assert equal(state_of(adascale), state_of(optimizer))
+    assert counts_of(adascale) == [10.0] * 4
+
+
+@pytest.mark.parametrize("groups", [False, True])
+@pytest.mark.parametrize("fused", [None, True])
+def test_betas_are_powers_of_the_gain_for_the_step_alone(groups: bool, fused: bool | None) -> None:
+    model, adascale = scaled(groups=groups, fused=fused)
+    seen: list[list[tuple[float, float]]] = []
+    adascale.wrapped.register_step_pre_hook(
+        lambda optimizer, *_: seen.append([g["betas"] for g in optimizer.param_groups])
+    )
+    before = [group["betas"] for group in adascale.param_groups]
+    clocks = [0.0] * len(before)
+    for step in range(6):
+        take_steps(model, adascale, step, step + 1)
+        for i, (first, second) in enumerate(seen[step]):
+            r = adascale.gain(i)
+            assert (first, second) == (0.9**r, 0.999**r)
+            clocks[i] += r
+        assert all(group["betas"] is old for group, old in zip(adascale.param_groups, before, strict=True))
+    assert 1.1 < adascale.gain() < 3.9
+    # Each parameter's count is the clock of its group, in float32.
+    expected = [clock for clock, group in zip(clocks, adascale.param_groups, strict=True) for _ in group["params"]]
+    assert counts_of(adascale) == pytest.approx(expected, rel=1e-6)
+    if not groups:
+        assert clocks[0] == adascale.effective_steps
+
+
+def test_the_weights_are_those_of_adam_with_products_of_betas(doubles: None) -> None:
+    model, adascale = scaled(weight_decay=0.1)
+    start, gradients, gains, ends = weights(model).numpy(), [], [], []
+    for step in range(8):
+        backward(model, batches(16, 4)[2 * step : 2 * step + 2])
+        gradients.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]).numpy())
+        adascale.step()
+        adascale.zero_grad()
+        gains.append(adascale.gain())
+        ends.append(weights(model).numpy())
+    expected = adam_with_changing_betas(
+        start, gradients, gains, [0.02 * r for r in gains], betas=(0.9, 0.999), weight_decay=0.1
+    )
+    np.testing.assert_allclose(ends, expected, rtol=1e-12)  # float64, of eight steps
+    assert max(gains) > 1.1
+
+
+def test_the_floor_holds_in_a_run() -> None:
+    model, adascale = scaled(scale=16.0, rule=AdaScaleBetasRule(BetaRule(floor=0.85)))
+    seen: list[tuple[float, float]] = []
+    adascale.wrapped.register_step_pre_hook(lambda optimizer, *_: seen.append(optimizer.param_groups[0]["betas"]))
+    take_steps(model, adascale, 0, 4)
+    limit = math.log(0.85) / math.log(0.9)  # 1.54
+    assert adascale.gain() > limit
+    assert seen[-1] == pytest.approx((0.85, 0.999**limit), rel=1e-12)
+    assert adascale.last_step.lr_factor == adascale.gain()  # the LR follows r
+
+
+def test_a_group_without_betas_stays_as_it_is() -> None:
+    model = make_model()
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "plain": True}]
+    adascale = AdaScale(Lion(groups), scale=4.0, num_gradients_to_accumulate=2, rule=AdaScaleBetasRule())
+    seen: list[Any] = []
+    adascale.wrapped.register_step_pre_hook(
+        lambda optimizer, *_: seen.append([dict(g) for g in optimizer.param_groups])
+    )
+    take_steps(model, adascale, 0, 3)
+    r = adascale.gain(0)
+    assert r > 1.1
+    assert seen[-1][0]["betas"] == (0.9**r, 0.99**r)
+    assert set(seen[-1][1]) == {"params", "lr", "plain"}
+    assert set(adascale.param_groups[1]) == {"params", "lr", "plain"}
+    assert adascale.param_groups[0]["betas"] == (0.9, 0.99)
+
+
+def test_betas_and_counts_are_put_back_if_the_step_raises() -> None:
+    model, adascale = scaled(Failing)
+    take_steps(model, adascale, 0, 3)
+    betas, clock = adascale.param_groups[0]["betas"], counts_of(adascale)
+    adascale.wrapped.fails = True
+    backward(model, batches(2, 4))
+    with pytest.raises(RuntimeError, match="disk on fire"):
+        adascale.step()
+    assert adascale.param_groups[0]["betas"] is betas
+    # The optimizer had taken its step, so each count has the step's exponent, which is r.
+    assert counts_of(adascale) == pytest.approx([c + adascale.gain() for c in clock], rel=1e-6)
+    assert adascale.gain() > 1.1
+
+
+@pytest.mark.parametrize("how", ["gradient", "skip_step"])
+def test_a_skipped_step_leaves_betas_and_counts(how: str) -> None:
+    model, adascale = scaled()
+    take_steps(model, adascale, 0, 3)
+    betas, before = adascale.param_groups[0]["betas"], [v.clone() for v in state_of(adascale)]
+    if how == "gradient":
+        for x, y in batches(2, 4):
+            (F.cross_entropy(model(x), y) * math.inf).backward()
+        adascale.step()
+    else:
+        backward(model, batches(2, 4))
+        adascale.skip_step()
+    assert adascale.last_step.skipped
+    assert adascale.param_groups[0]["betas"] is betas
+    assert equal(state_of(adascale), before)
+    adascale.zero_grad()
+    take_steps(model, adascale, 3, 4)
+    assert counts_of(adascale) == pytest.approx([adascale.effective_steps] * 4, rel=1e-6)
+
+
+def test_a_resume_is_exact_and_may_change_the_rule() -> None:
+    model, adascale = scaled()
+    take_steps(model, adascale, 0, 4)
+    saved = copy.deepcopy((model.state_dict(), adascale.state_dict()))
+    take_steps(model, adascale, 4, 8)
+    again, resumed = scaled()
+    again.load_state_dict(saved[0])
+    resumed.load_state_dict(copy.deepcopy(saved[1]))  # torch's loader aliases the counts
+    take_steps(again, resumed, 4, 8)
+    assert torch.equal(weights(again), weights(model))
+    assert equal(state_of(resumed), state_of(adascale))
+
+    other, plain = scaled(rule=AdaScaleRule())
+    other.load_state_dict(saved[0])
+    plain.load_state_dict(saved[1])
+    take_steps(other, plain, 4, 5)
+    # The averages' weights so far are 1 − β^Σe, and after one more step with β 1 − β^(Σe + 1).
+    clock = float(saved[1]["adascale"]["effective_steps"])
+    assert counts_of(plain) == pytest.approx([clock + 1] * 4, rel=1e-6)
+
+
+def test_sharded_groups_are_changed_and_put_back() -> None:
+    ends = []
+    for wrap in (False, True):
+        model = make_model()
+        inner: Any = AdamW(two_groups(model))
+        adascale = AdaScale(
+            OSS.wrap(inner) if wrap else inner, scale=4.0, num_gradients_to_accumulate=2, rule=AdaScaleBetasRule()
+        )
+        take_steps(model, adascale, 0, 5)
+        assert [group["betas"] for group in adascale.param_groups] == [(0.9, 0.999)] * 2
+        ends.append(weights(model))
+    assert torch.equal(ends[0], ends[1])
+
+
+# ---- what can't be ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule", "options", "message"),
+    [
+        (NAdam, BetaRule(), {}, r"not exact with NAdam.*mu_product.*Use Adam, AdamW or Adamax"),
+        (RAdam, BetaRule(), {}, r"not exact with RAdam.*one constant β2"),
+        (SparseAdam, BetaRule(), {}, r"not exact with SparseAdam.*row"),
+        (RMSprop, BetaRule(), {}, r"groups of RMSprop have none\. Use Adam"),
+        (SGD, BetaRule(), {"momentum": 0.9}, r"groups of SGD have none\. BetaRule\(momentum=True\)"),
+        (RMSprop, BetaRule(momentum=True), {}, r"BetaRule\(momentum=True\) is for SGD\. RMSprop"),
+        (SGD, BetaRule(momentum=True), {"momentum": 0.9, "nesterov": True}, r"nesterov=True, dampening=0"),
+        (SGD, BetaRule(momentum=True), {"momentum": 0.9, "dampening": 0.5}, r"nesterov=False, dampening=0\.5"),
+        (Adam, BetaRule(), {"betas": (torch.tensor(0.9), torch.tensor(0.99)), "foreach": False}, "must be numbers"),
+        (AdamW, BetaRule(), {"capturable": True}, r"CUDA graphs.*AdamW\(foreach=True\)"),
+    ],
+)
+def test_optimizers_that_a_rule_for_betas_does_not_suit(
+    kind: Any, rule: BetaRule, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        scaled(kind, rule=AdaScaleBetasRule(rule), **options)
+
+
+def test_an_optimizer_around_another_one_is_refused_and_a_rule_set_later_is_checked() -> None:
+    class Around(Lion):
+        def __init__(self, params: Any, lr: float) -> None:
+            params = list(params)
+            super().__init__(params, lr)
+            self.base = Adam(params)
+
+    with pytest.raises(ValueError, match=r"Around holds another optimizer, in 'base'"):
+        scaled(Around)
+    _, adascale = scaled(SGD, rule=AdaScaleRule())
+    with pytest.raises(ValueError, match="groups of SGD have none"):
+        adascale.rule = AdaScaleBetasRule()
+    assert adascale.rule == AdaScaleRule()
+
+
+@pytest.mark.parametrize(("where", "name"), [("group", "k"), ("state", "step")])
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+def test_a_count_of_an_unknown_optimizer_is_refused_from_its_first_step_on(
+    where: str, name: str, scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Counting, "where", where)
+    model, adascale = scaled(Counting, scale=scale)
+    with pytest.raises(ValueError, match=rf"Counting keeps '{name}' beside its averages.*rule='adascale'"):
+        take_steps(model, adascale, 0, 2)
+    assert adascale.param_groups[0]["betas"] == (0.9, 0.99)
+
+
+def test_a_scalar_parameters_average_is_no_count() -> None:
+    p: Tensor = nn.Parameter(torch.tensor(2.0))
+    optimizer = Lion([p])
+    p.grad = torch.tensor(1.0)
+    with BetaRule().applied(optimizer.param_groups, optimizer, [2.0]):
+        optimizer.step()
+    assert float(optimizer.state[p]["m"]) == pytest.approx(1 - 0.99**2, rel=1e-6)
