@@ -74,9 +74,12 @@ TORCH_LAYERS: list[list[Package]] = [
         Package("", "how many steps a recipe takes at another scale", "replay"),
     ],
     [
-        Package("", "the batch of a run that follows the noise", "adaptive_batch"),
         Package("", "the settings of a run", "config"),
         Package("", "AdaptDL's scaling rules under AdaptDL's path", "scaling_rules"),
+    ],
+    [
+        Package("", "the batch of a run that follows the noise", "adaptive_batch"),
+        Package("", "the batch of a run with a schedule of batches", "batch_schedule"),
     ],
     [
         Package("", "the frozen result of a search", "recipe"),

@@ -1,4 +1,4 @@
-"""A batch that follows the noise, and the number of workers that is useful at that noise.
+"""The policies of a batch that follows the noise, and the number of workers that is useful at that noise.
 
 Decisions are made at step boundaries, at intervals in τ, from the averages of σ² and μ² alone. So all ranks decide alike without
 a further collective, and a resumed run decides like one that was never stopped. "goodput" also needs a model of a step's seconds.
@@ -10,22 +10,25 @@ from __future__ import annotations
 import functools
 import math
 import statistics
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
-from .batch_policy import BatchPlan, BatchPolicy, nearest_plan
+from ._errors import SettingError
+from .batch_policy import BatchController, BatchLimits, BatchPlan, BatchPolicy, Position, nearest_plan
 from .gain import plain_gain, scale_at_efficiency
 from .throughput import Throughput
 
 __all__ = [
     "BatchSizeController",
-    "controller_of",
+    "EfficiencyBatch",
+    "GoodputBatch",
+    "NoiseBatch",
     "fit_step_time",
     "max_useful_workers",
     "useful_workers",
     "useful_workers_over",
-    "wanted_batch",
 ]
 
 PAYS = 0.5
@@ -39,8 +42,6 @@ _GROWTH = 2.0
 """Largest growth of the batch in one decision, so that averages of a few samples can't throw it far."""
 _BETTER = 1.05
 """Hysteresis for goodput: keep the batch unless another one makes this many times the progress a second."""
-_ROOM = 8.0
-"""Scales up to this one are allowed in any run, however short."""
 _TRIAL_STEPS, _WARM_UP = 8, 3
 """Steps that are timed with each plan, and the number of them that are left out as warm-up."""
 
@@ -72,118 +73,271 @@ def _seconds(model: Throughput, plan: BatchPlan) -> float:
     return model.step_seconds(plan.world_size, plan.accumulation, plan.largest_pass)
 
 
-def wanted_batch(
-    target_efficiency: float | Literal["goodput"],
-    plans: list[BatchPlan],
-    now: BatchPlan,
-    sigma2: float,
-    mu2: float,
-    step_time: Throughput | None = None,
-) -> float:
-    """Return the examples of the next steps: the present batch, unless there is enough reason for another one.
+@dataclass(frozen=True, kw_only=True)
+class NoiseBatch(BatchPolicy):
+    """Base class of the policies that choose the batch by the gradient noise. :class:`BatchSizeController` decides when.
 
-    Args:
-        target_efficiency: As in :class:`ray_adascale.AdaScaleConfig`.
-        plans: The plans that the workers can run, smallest first.
-        now: The present plan, one of them.
-        sigma2: Averaged gradient variance of one base batch; NaN where it is unknown.
-        mu2: Averaged squared gradient norm; NaN where it is unknown.
-        step_time: Seconds of a step, for "goodput".
+    Attributes:
+        limits: The batches that workers can make, and the bounds of the largest one.
+        elastic: As in :class:`ray_adascale.AdaScaleConfig`.
     """
-    batch = now.global_batch_size
-    if not plans[1:] or math.isnan(sigma2) or math.isnan(mu2):
-        return batch
-    if target_efficiency != "goodput":
-        scale = scale_at_efficiency(sigma2, mu2, target_efficiency)
+
+    limits: BatchLimits
+    elastic: bool = False
+
+    @property
+    def changes_batch(self) -> bool:
+        return True
+
+    @property
+    def follows_noise(self) -> bool:
+        return True
+
+    @property
+    @abstractmethod
+    def setting(self) -> dict[str, Any]:
+        """The field of ``AdaScaleConfig`` that makes this policy, for error messages."""
+
+    @property
+    @abstractmethod
+    def first_batch(self) -> float:
+        """Examples of a step while the noise is unknown."""
+
+    def plan(self, world_size: int) -> BatchPlan:
+        return nearest_plan(self.plans(world_size), self.first_batch)
+
+    def plans(self, world_size: int, largest: float = math.inf) -> list[BatchPlan]:
+        """Return the batches to choose from, smallest first. Each is about a fifth larger than the one before.
+
+        Each step has at least two gradient samples, since one sample tells nothing about the noise.
+
+        Args:
+            world_size: Workers.
+            largest: Examples of the largest batch, beside the bounds of the limits. The smallest batch is always there.
+
+        Raises:
+            SettingError: The bounds leave no batch.
+        """
+        fewest = 2 if world_size == 1 else 1
+        return self.limits.grid(self.limits.smallest(world_size, fewest, **self.setting), largest)
+
+    def controller(
+        self, world_size: int, *, total_steps: float, window: float, largest: float = math.inf
+    ) -> BatchSizeController:
+        return BatchSizeController(self, world_size, window=window, largest=largest)
+
+    def wanted(self, plans: Sequence[BatchPlan], now: BatchPlan, sigma2: float, mu2: float) -> float:
+        """Return the examples of the next steps: the present batch, unless there is enough reason for another one.
+
+        Args:
+            plans: The plans to choose from, smallest first.
+            now: The present plan, one of them.
+            sigma2: Averaged gradient variance of one base batch; NaN where it is unknown.
+            mu2: Averaged squared gradient norm; NaN where it is unknown.
+        """
+        known = not (math.isnan(sigma2) or math.isnan(mu2))
+        return self._better(plans, now, sigma2, mu2) if known and len(plans) > 1 else now.global_batch_size
+
+    @abstractmethod
+    def _better(self, plans: Sequence[BatchPlan], now: BatchPlan, sigma2: float, mu2: float) -> float:
+        """Return :meth:`wanted` of a known noise, among several plans."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EfficiencyBatch(NoiseBatch):
+    """The policy of the largest batch with an expected efficiency r/S of at least a target.
+
+    Attributes:
+        target_efficiency: E, above 0 and at most 1. An E of 1 keeps the base batch.
+
+    Raises:
+        SettingError: The efficiency is out of its range.
+    """
+
+    target_efficiency: float
+
+    def __post_init__(self) -> None:
+        chosen: object = self.target_efficiency
+        if isinstance(chosen, bool) or not isinstance(chosen, int | float) or not 0 < chosen <= 1:
+            raise SettingError(
+                "Invalid {}. Must be a number above 0 and at most 1 (0.6: the progress of a step is to be 60 % of the progress "
+                "that its examples make at the base batch), 'goodput', or None.",
+                target_efficiency=chosen,
+            )
+
+    @property
+    def setting(self) -> dict[str, Any]:
+        return {"target_efficiency": self.target_efficiency}
+
+    @property
+    def first_batch(self) -> float:
+        """Examples of a step while the noise is unknown: the batch that reaches the target without any noise."""
+        return self.limits.base_batch_size / self.target_efficiency
+
+    def plans(self, world_size: int, largest: float = math.inf) -> list[BatchPlan]:
+        if self.target_efficiency == 1:
+            return [self.limits.smallest(world_size, 1, **self.setting)]
+        return super().plans(world_size, largest)
+
+    def _better(self, plans: Sequence[BatchPlan], now: BatchPlan, sigma2: float, mu2: float) -> float:
+        batch = now.global_batch_size
+        scale = scale_at_efficiency(sigma2, mu2, self.target_efficiency)
         wanted = min(scale * now.base_batch_size, plans[-1].global_batch_size, _GROWTH * batch)
         wanted = max(wanted, plans[0].global_batch_size)
         return wanted if max(wanted / batch, batch / wanted) >= _STEADY else batch
-    assert step_time is not None
 
-    def goodput(plan: BatchPlan) -> float:
-        return plain_gain(sigma2, mu2, plan.scale) / max(_seconds(step_time, plan), 1e-12)
-
-    best = max((plan for plan in plans if plan.global_batch_size <= _GROWTH * batch), key=goodput)
-    return best.global_batch_size if goodput(best) > _BETTER * goodput(now) else batch
+    def speed(self, world_size: int, sigma2: float, mu2: float, batch: int) -> float:
+        wanted = scale_at_efficiency(sigma2, mu2, self.target_efficiency) * self.limits.base_batch_size
+        plan = nearest_plan(self.plans(world_size), wanted)
+        return plain_gain(sigma2, mu2, plan.scale) / plan.accumulation
 
 
-class BatchSizeController:
-    """Chooses the batch of each step, for a run that follows the noise.
+@dataclass(frozen=True, kw_only=True)
+class GoodputBatch(NoiseBatch):
+    """The policy of the batch with the most progress a second.
+
+    Attributes:
+        throughput: Seconds of a step; None: to be measured in the run's first steps.
+    """
+
+    throughput: Throughput | None = None
+
+    @property
+    def setting(self) -> dict[str, Any]:
+        return {"target_efficiency": "goodput"}
+
+    @property
+    def needs_times(self) -> bool:
+        return self.throughput is None
+
+    @property
+    def first_batch(self) -> float:
+        """Examples of a step while the noise is unknown: the base batch."""
+        return self.limits.base_batch_size
+
+    def timed_by(self, throughput: Throughput | None) -> GoodputBatch:
+        return replace(self, throughput=throughput) if self.needs_times else self
+
+    def controller(
+        self, world_size: int, *, total_steps: float, window: float, largest: float = math.inf
+    ) -> GoodputController:
+        return GoodputController(self, world_size, window=window, largest=largest)
+
+    def _better(self, plans: Sequence[BatchPlan], now: BatchPlan, sigma2: float, mu2: float) -> float:
+        batch, model = now.global_batch_size, self.throughput
+        assert model is not None
+
+        def goodput(plan: BatchPlan) -> float:
+            return plain_gain(sigma2, mu2, plan.scale) / max(_seconds(model, plan), 1e-12)
+
+        best = max((plan for plan in plans if plan.global_batch_size <= _GROWTH * batch), key=goodput)
+        return best.global_batch_size if goodput(best) > _BETTER * goodput(now) else batch
+
+    def speed(self, world_size: int, sigma2: float, mu2: float, batch: int) -> float:
+        model = self.throughput
+
+        def speed(plan: BatchPlan) -> float:
+            return plain_gain(sigma2, mu2, plan.scale) / (plan.accumulation if model is None else _seconds(model, plan))
+
+        return max(map(speed, self.plans(world_size)))
+
+
+class BatchSizeController(BatchController):
+    """Chooses the batch of each step at intervals in τ, for a run that follows the noise.
 
     Args:
-        policy: The target efficiency and the bounds.
+        policy: Chooses the batch of a noise.
         world_size: Workers.
         window: Effective steps that the averages of σ² and μ² reach back over.
         largest: Examples of the largest batch, beside the policy's bounds.
 
     Attributes:
+        plans: The plans to choose from, smallest batch first.
         plan: The plan of the next step.
-        step_time: Seconds of a step, for "goodput"; None until they are measured.
     """
 
-    def __init__(self, policy: BatchPolicy, world_size: int, *, window: float, largest: float = math.inf) -> None:
-        assert policy.target_efficiency is not None
-        self._efficiency: float | Literal["goodput"] = policy.target_efficiency
+    def __init__(self, policy: NoiseBatch, world_size: int, *, window: float, largest: float = math.inf) -> None:
+        self._policy = policy
         self._world_size = world_size
-        if policy.max_global_batch_size is None and policy.max_accumulation is None:
-            # r ≤ S, so no step advances the clock by more than the averages reach back.
-            largest = min(largest, max(window, _ROOM) * policy.base_batch_size)
-        self.plans = policy.plans(world_size, largest)
+        self.plans = policy.plans(world_size, policy.limits.largest_choice(window, largest))
         self._interval = _INTERVAL * window
         self._wanted = policy.first_batch
         self._last_interval = 0
-        self.step_time = policy.throughput
-        self._trials: list[BatchPlan] = []
-        self._times: dict[BatchPlan, list[float]] = {}
-        if self._efficiency == "goodput" and self.step_time is None:
-            self._trials = _trials(self.plans, policy.max_accumulation)
         self.plan = nearest_plan(self.plans, self._wanted)
+
+    def due_by(self, at: Position) -> bool:
+        return self._interval_of(at) > self._last_interval
+
+    def _interval_of(self, at: Position) -> int:
+        return math.floor(at.effective_steps / self._interval)
+
+    def after_step(
+        self,
+        at: Position,
+        moments: Callable[[], tuple[float, float]],
+        seconds: float = 0.0,
+        agree: Callable[[tuple[float, ...]], tuple[float, ...]] = tuple,
+    ) -> BatchPlan:
+        if self.due_by(at):
+            self._last_interval = self._interval_of(at)
+            self._decide(moments())
+        return self.plan
+
+    def _decide(self, moments: tuple[float, float]) -> None:
+        wanted = self._policy.wanted(self.plans, self.plan, *moments)
+        if wanted != self.plan.global_batch_size:
+            self._wanted = wanted
+            self.plan = nearest_plan(self.plans, wanted)
+
+    def state(self) -> dict[str, Any]:
+        return {"batch": self._wanted, "step_time": None, "world_size": self._world_size}
+
+    def resume(self, state: Mapping[str, Any], at: Position, moments: tuple[float, float]) -> None:
+        """Continue from a checkpoint. On another number of workers the run continues towards the same batch."""
+        self._last_interval = self._interval_of(at)
+        if state:
+            self._wanted = state["batch"]
+            self.plan = nearest_plan(self.plans, self._wanted)
+        else:
+            self._decide(moments)
+
+
+class GoodputController(BatchSizeController):
+    """Chooses the batch with the most progress a second. Without a model of a step's seconds, the run's first steps are timed.
+
+    The arguments and attributes are those of :class:`BatchSizeController`.
+    """
+
+    _policy: GoodputBatch
+
+    def __init__(self, policy: GoodputBatch, world_size: int, *, window: float, largest: float = math.inf) -> None:
+        super().__init__(policy, world_size, window=window, largest=largest)
+        self._trials = _trials(self.plans, policy.limits.max_accumulation) if policy.needs_times else []
+        self._times: dict[BatchPlan, list[float]] = {}
+
+    @property
+    def step_time(self) -> Throughput | None:
+        """Seconds of a step; None until they are measured."""
+        return self._policy.throughput
 
     @property
     def measuring(self) -> bool:
         """Whether steps are still timed."""
         return bool(self._trials)
 
-    def due_by(self, effective_steps: float) -> bool:
-        """Return whether a decision is due at the boundary where τ has reached this value."""
-        return self.measuring or math.floor(effective_steps / self._interval) > self._last_interval
+    def due_by(self, at: Position) -> bool:
+        return self.measuring or super().due_by(at)
 
     def after_step(
         self,
-        effective_steps: float,
+        at: Position,
         moments: Callable[[], tuple[float, float]],
         seconds: float = 0.0,
         agree: Callable[[tuple[float, ...]], tuple[float, ...]] = tuple,
     ) -> BatchPlan:
-        """Return the plan of the next step.
-
-        Args:
-            effective_steps: τ after the last step.
-            moments: Returns the averaged σ² and μ².
-            seconds: Duration of the last step on this worker.
-            agree: Returns rank 0's numbers on all workers, a collective. Called once in a run, at the end of the measurement.
-        """
-        if not self.due_by(effective_steps):
-            return self.plan
-        if self.measuring:
-            return self._after_trial_step(effective_steps, moments, seconds, agree)
-        self._last_interval = math.floor(effective_steps / self._interval)
-        self._decide(moments())
-        return self.plan
-
-    def _decide(self, moments: tuple[float, float]) -> None:
-        wanted = wanted_batch(self._efficiency, self.plans, self.plan, *moments, self.step_time)
-        if wanted != self.plan.global_batch_size:
-            self._wanted = wanted
-            self.plan = nearest_plan(self.plans, wanted)
-
-    def _after_trial_step(
-        self,
-        effective_steps: float,
-        moments: Callable[[], tuple[float, float]],
-        seconds: float,
-        agree: Callable[[tuple[float, ...]], tuple[float, ...]],
-    ) -> BatchPlan:
+        """Return the plan of the next step. ``agree`` is called once in a run, at the end of the measurement."""
+        if not self.measuring:
+            return super().after_step(at, moments)
         if self.plan == self._trials[0]:
             self._times.setdefault(self.plan, []).append(seconds)
         if len(self._times.get(self._trials[0], ())) >= _TRIAL_STEPS:
@@ -192,40 +346,24 @@ class BatchSizeController:
             self.plan = self._trials[0]
             return self.plan
         fitted = fit_step_time({plan: statistics.median(times[_WARM_UP:]) for plan, times in self._times.items()})
-        self.step_time = _from_numbers(agree(_as_numbers(fitted)))
+        self._policy = self._policy.timed_by(_from_numbers(agree(_as_numbers(fitted))))
         self.plan = nearest_plan(self.plans, self._wanted)
-        self._last_interval = math.floor(effective_steps / self._interval)
+        self._last_interval = self._interval_of(at)
         self._decide(moments())
         return self.plan
 
-    # ---- state ---------------------------------------------------------------------------------------------------
-
     def state(self) -> dict[str, Any]:
-        """Return the state as JSON values, the same on every worker."""
-        return {
-            "batch": self._wanted,
-            "step_time": None if self.step_time is None else list(_as_numbers(self.step_time)),
-            "world_size": self._world_size,
-        }
+        step_time = self.step_time
+        return super().state() | {"step_time": None if step_time is None else list(_as_numbers(step_time))}
 
-    def resume(self, state: Mapping[str, Any], effective_steps: float, moments: tuple[float, float]) -> None:
-        """Continue from a checkpoint, on the same workers exactly.
-
-        On another number of workers the run continues towards the same batch, and measures the seconds of a step again.
-
-        Args:
-            state: The result of :meth:`state`; empty where the run did not choose its scale so far.
-            effective_steps: τ.
-            moments: The averages in the checkpoint.
-        """
-        self._last_interval = math.floor(effective_steps / self._interval)
-        if state:
-            self._wanted = state["batch"]
-            if self._trials and state["step_time"] is not None and state["world_size"] == self._world_size:
-                self.step_time, self._trials = _from_numbers(state["step_time"]), []
-            self.plan = nearest_plan(self.plans, self._wanted)
-        elif not self._trials:
-            self._decide(moments)
+    def resume(self, state: Mapping[str, Any], at: Position, moments: tuple[float, float]) -> None:
+        """Continue from a checkpoint. On another number of workers the seconds of a step are measured again."""
+        if self._trials and state and state["step_time"] is not None and state["world_size"] == self._world_size:
+            self._policy, self._trials = self._policy.timed_by(_from_numbers(state["step_time"])), []
+        if state or not self._trials:  # while steps are timed, their plans are given
+            super().resume(state, at, moments)
+        else:
+            self._last_interval = self._interval_of(at)
 
 
 def _as_numbers(fitted: Throughput) -> tuple[float, float, float]:
@@ -252,13 +390,6 @@ def _trials(plans: list[BatchPlan], max_accumulation: int | None) -> list[BatchP
         if batch <= plans[-1].global_batch_size:
             found.append(BatchPlan(first.base_batch_size, batch, first.world_size, passes))
     return found if plans[1:] else []
-
-
-def controller_of(
-    policy: BatchPolicy, world_size: int, *, window: float, largest: float = math.inf
-) -> BatchSizeController | None:
-    """Return the controller of a run that follows the noise; None where the settings fix the scale."""
-    return BatchSizeController(policy, world_size, window=window, largest=largest) if policy.follows_noise else None
 
 
 # ---- how many workers are useful -------------------------------------------------------------------------------------
@@ -288,41 +419,29 @@ def max_useful_workers(speedup: Callable[[int], float], most: int) -> int | None
     return None
 
 
-def useful_workers(policy: BatchPolicy, sigma2: float, mu2: float, *, most: int) -> int:
+def useful_workers(policy: BatchPolicy, sigma2: float, mu2: float, *, batch: int, most: int) -> int:
     """Return the number of workers up to which each one adds at least half as much as the first, at the present noise.
-
-    The speed of k workers is r(S) over the time of a step: by ``policy.throughput``, or without one the number of its passes,
-    as in a forecast. S is the scale of k workers.
 
     Args:
         policy: Of the run.
         sigma2: Averaged gradient variance of one base batch.
         mu2: Averaged squared gradient norm.
+        batch: Examples of the present step.
         most: Largest number to try.
     """
-    model, elastic = policy.throughput, replace(policy, elastic=True)
-
-    def speed(plan: BatchPlan) -> float:
-        return plain_gain(sigma2, mu2, plan.scale) / (plan.accumulation if model is None else _seconds(model, plan))
 
     @functools.cache
     def speed_of(workers: int) -> float:
         try:
-            if policy.target_efficiency is None:
-                return speed(elastic.plan(workers))
-            plans = policy.plans(workers)
+            return policy.speed(workers, sigma2, mu2, batch)
         except ValueError:  # more workers than the bounds allow
             return 0.0
-        if policy.target_efficiency == "goodput":
-            return max(map(speed, plans))
-        wanted = scale_at_efficiency(sigma2, mu2, policy.target_efficiency) * policy.base_batch_size
-        return speed(nearest_plan(plans, wanted))
 
     return max_useful_workers(speed_of, most) or most
 
 
 def useful_workers_over(
-    policy: BatchPolicy, noise: Callable[[float], tuple[float, float]], total_steps: float, *, most: int
+    policy: BatchPolicy, noise: Callable[[float], tuple[float, float]], total_steps: float, *, batch: int, most: int
 ) -> list[tuple[float, int]]:
     """Return the useful number of workers over a run as (share of the run, workers), one pair for each change.
 
@@ -330,11 +449,12 @@ def useful_workers_over(
         policy: As for :func:`useful_workers`.
         noise: Returns σ² and μ² at τ. It is asked at each twentieth of the run.
         total_steps: T.
+        batch: Examples of the first step.
         most: Largest number to try.
     """
     found: list[tuple[float, int]] = []
     for share in (i / 20 for i in range(20)):
-        useful = useful_workers(policy, *noise(share * total_steps), most=most)
+        useful = useful_workers(policy, *noise(share * total_steps), batch=batch, most=most)
         if not found or found[-1][1] != useful:
             found.append((share, useful))
     return found

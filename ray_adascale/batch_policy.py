@@ -1,21 +1,38 @@
-"""The batch policy: which batch a number of workers makes, fixed by the settings or chosen as the run goes on."""
+"""The batch policy: which batch a number of workers makes. This module has the policy of a fixed batch.
+
+Policies that change the batch as the run goes on are in :mod:`ray_adascale.adaptive_batch` and
+:mod:`ray_adascale.batch_schedule`.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from ._errors import SettingError
 from .data.order import BatchSplit
+from .gain import plain_gain
 from .throughput import Throughput
 
-__all__ = ["BatchPlan", "BatchPolicy", "nearest_plan"]
+__all__ = [
+    "BatchController",
+    "BatchLimits",
+    "BatchPlan",
+    "BatchPolicy",
+    "FixedBatch",
+    "Position",
+    "check_positive",
+    "nearest_plan",
+]
 
 _RATIO = 2**0.25
 """Ratio of neighbouring pass sizes in the grid: few sizes, and one of them near to any wanted size."""
 _NEAR = 2**0.125
 """Smallest ratio of neighbouring batches in the grid."""
+_ROOM = 8.0
+"""Scales up to this one are allowed in any run, however short."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +71,33 @@ class BatchPlan:
         return BatchSplit(self.global_batch_size, rank=rank, world_size=self.world_size, accumulation=self.accumulation)
 
 
+@dataclass(frozen=True)
+class Position:
+    """The place of a run at a step boundary.
+
+    Attributes:
+        effective_steps: τ.
+        examples: Examples that the run has taken.
+    """
+
+    effective_steps: float
+    examples: float
+
+
+def check_positive(**settings: int | None) -> None:
+    """Check settings that are positive integers, or None where they are not given.
+
+    Raises:
+        SettingError: A setting is neither.
+    """
+    for name, value in settings.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise SettingError("Invalid {}. Must be a positive integer.", **{name: value})
+
+
 @dataclass(frozen=True, kw_only=True)
-class BatchPolicy:
-    """The fields of :class:`ray_adascale.AdaScaleConfig` that decide about the batch, with their names and meanings.
+class BatchLimits:
+    """The fields of :class:`ray_adascale.AdaScaleConfig` that say which batches workers can make, with their meanings there.
 
     Raises:
         SettingError: A field is out of its range, or two fields contradict each other.
@@ -65,61 +106,17 @@ class BatchPolicy:
     base_batch_size: int
     per_worker_batch_size: int | None = None
     accumulation: int = 1
-    global_batch_size: int | None = None
     min_examples_per_worker: int = 1
-    target_efficiency: float | Literal["goodput"] | None = None
     max_global_batch_size: int | None = None
     max_accumulation: int | None = None
-    throughput: Throughput | None = None
-    elastic: bool = False
 
     def __post_init__(self) -> None:
-        for name in (
-            "base_batch_size",
-            "per_worker_batch_size",
-            "accumulation",
-            "global_batch_size",
-            "min_examples_per_worker",
-            "max_global_batch_size",
-            "max_accumulation",
-        ):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise SettingError("Invalid {}. Must be a positive integer.", **{name: value})
+        check_positive(**vars(self))
         if self.per_worker_batch_size is not None and self.per_worker_batch_size < self.min_examples_per_worker:
             raise SettingError(
                 f"Invalid {{}}: more than per_worker_batch_size={self.per_worker_batch_size}.",
                 min_examples_per_worker=self.min_examples_per_worker,
             )
-        self._check_target_efficiency()
-
-    def _check_target_efficiency(self) -> None:
-        chosen = self.target_efficiency
-        if chosen is None:
-            for name in ("max_global_batch_size", "max_accumulation"):
-                if getattr(self, name) is not None:
-                    raise SettingError(
-                        "Invalid {}: it bounds the batch that target_efficiency chooses. Give target_efficiency as well, or "
-                        "per_worker_batch_size, accumulation or global_batch_size instead.",
-                        **{name: getattr(self, name)},
-                    )
-        elif chosen != "goodput" and (
-            isinstance(chosen, bool | str) or not isinstance(chosen, int | float) or not 0 < chosen <= 1
-        ):
-            raise SettingError(
-                "Invalid {}. Must be a number above 0 and at most 1 (0.6: the progress of a step is to be 60 % of the progress "
-                "that its examples make at the base batch), 'goodput', or None.",
-                target_efficiency=chosen,
-            )
-        elif self.global_batch_size is not None:
-            raise SettingError(
-                "Invalid {}. Give one of them, not both: target_efficiency changes the batch as the run goes on, and "
-                "max_global_batch_size bounds it.",
-                target_efficiency=chosen,
-                global_batch_size=self.global_batch_size,
-            )
-        if self.throughput is not None and chosen != "goodput":
-            raise SettingError("{} is for target_efficiency='goodput'. Leave it out.", throughput=...)
         if self.max_accumulation is not None and self.max_accumulation < self.accumulation:
             raise SettingError(
                 f"Invalid {{}}: fewer than accumulation={self.accumulation}, the fewest passes.",
@@ -127,37 +124,240 @@ class BatchPolicy:
             )
 
     @property
-    def follows_noise(self) -> bool:
-        """Whether the run chooses its batch as it goes on."""
-        return self.target_efficiency is not None
-
-    @property
-    def batch_may_change(self) -> bool:
-        """Whether the batch or the number of workers may change while the run goes on."""
-        return self.elastic or self.follows_noise
-
-    @property
-    def _per_pass(self) -> int:
+    def per_pass(self) -> int:
         """Most examples of one pass on one worker."""
         return self.base_batch_size if self.per_worker_batch_size is None else self.per_worker_batch_size
 
-    @property
-    def first_batch(self) -> float:
-        """Examples of a step while the noise is unknown: the batch that reaches the target efficiency without any noise."""
-        assert self.target_efficiency is not None
-        return self.base_batch_size / (1.0 if self.target_efficiency == "goodput" else self.target_efficiency)
+    def largest_choice(self, window: float, largest: float) -> float:
+        """Return the examples of the largest batch that a policy may choose which is not given its batches.
 
-    def plan(self, world_size: int) -> BatchPlan:
-        """Return the batch of this number of workers. With ``target_efficiency``, the batch at the start of the run.
+        Where no field bounds the batch, no step advances the clock by more than the averages reach back, because r ≤ S.
+
+        Args:
+            window: Effective steps that the averages of σ² and μ² reach back over.
+            largest: Examples of the largest sensible batch.
+        """
+        if self.max_global_batch_size is not None or self.max_accumulation is not None:
+            return largest
+        return min(largest, max(window, _ROOM) * self.base_batch_size)
+
+    def plan(self, batch: int, world_size: int, fewest: int = 1) -> BatchPlan:
+        """Return the plan of this batch in as few passes as possible; of a larger batch where a pass would be too small.
+
+        Args:
+            batch: Examples.
+            world_size: Workers.
+            fewest: Fewest passes, beside the field.
+        """
+        accumulation = max(self.accumulation, fewest, math.ceil(batch / (self.per_pass * world_size)))
+        smallest = self.min_examples_per_worker * world_size * accumulation
+        return BatchPlan(self.base_batch_size, max(batch, smallest), world_size, accumulation)
+
+    def bounded_plan(self, batch: int, world_size: int, fewest: int = 1) -> BatchPlan:
+        """Return :meth:`plan` of this batch, or of the largest one within the bounds. The smallest plan is within them.
+
+        Args:
+            batch: Examples.
+            world_size: Workers.
+            fewest: Fewest passes, beside the field.
+        """
+        full = self.per_pass * world_size
+        passes = math.inf if self.max_accumulation is None else self.max_accumulation
+        bound = math.inf if self.max_global_batch_size is None else self.max_global_batch_size
+        plan = self.plan(int(min(batch, bound, full * passes)), world_size, fewest)
+        if plan.global_batch_size <= bound:
+            return plan
+        # The last pass would be too small for the workers, and the batch has grown: full passes without the last one.
+        return self.plan(full * (plan.accumulation - 1), world_size, fewest)
+
+    def smallest(self, world_size: int, fewest: int, **setting: Any) -> BatchPlan:
+        """Return the plan of the base batch, or of the next larger batch that the workers can make.
+
+        Args:
+            world_size: Workers.
+            fewest: Fewest passes, beside the field.
+            **setting: The setting that needs the bounds, for the message.
 
         Raises:
-            SettingError: The base batch is larger than the global batch, or the bounds leave no batch.
+            SettingError: The bounds leave no batch.
         """
-        if self.target_efficiency is not None:
-            return nearest_plan(self.plans(world_size), self.first_batch)
-        base, per_worker, accumulation = self.base_batch_size, self._per_pass, self.accumulation
+        most = math.inf if self.max_accumulation is None else self.max_accumulation
+        bound = math.inf if self.max_global_batch_size is None else self.max_global_batch_size
+        plan = self.plan(self.base_batch_size, world_size, fewest)
+        if plan.global_batch_size > bound or plan.accumulation > most:
+            raise SettingError(
+                f"The bounds of {{}} leave no batch on {world_size} workers: the smallest is {plan.global_batch_size} "
+                f"examples in {plan.accumulation} passes a worker (base_batch_size={self.base_batch_size}, "
+                f"per_worker_batch_size={self.per_pass}, min_examples_per_worker={self.min_examples_per_worker}, "
+                f"accumulation={self.accumulation}), the largest {bound:g} in {most:g} "
+                "(max_global_batch_size, max_accumulation). Raise these, or per_worker_batch_size.",
+                **setting,
+            )
+        return plan
+
+    def grid(self, smallest: BatchPlan, largest: float = math.inf) -> list[BatchPlan]:
+        """Return batches from the smallest one on, each about a fifth larger than the one before.
+
+        Each batch is made in as few passes as ``per_worker_batch_size`` allows. The sizes of a pass lie on a grid of their own,
+        so that few of them occur. A larger batch takes larger passes first, and then more of them.
+
+        Args:
+            smallest: The smallest plan, which is always there.
+            largest: Examples of the largest batch, beside the bounds of the fields.
+        """
+        base, per_worker, world_size = self.base_batch_size, self.per_pass, smallest.world_size
+        most = math.inf if self.max_accumulation is None else self.max_accumulation
+        bound = math.inf if self.max_global_batch_size is None else self.max_global_batch_size
+        largest = min(largest, bound, base * 1e6)  # no run reaches a millionfold batch
+        plans, passes = [smallest], smallest.accumulation
+        sizes = _grid_below(per_worker, self.min_examples_per_worker)
+        while passes <= most and plans[-1].global_batch_size * _NEAR < largest:
+            for size in sizes:
+                batch = size * world_size * passes
+                if plans[-1].global_batch_size * _NEAR < batch <= largest:
+                    plans.append(BatchPlan(base, batch, world_size, passes))
+            if passes * world_size * per_worker >= largest:
+                break
+            passes = max(passes, math.floor(plans[-1].global_batch_size * _NEAR / (world_size * per_worker))) + 1
+        return plans
+
+
+class BatchController(Protocol):
+    """Chooses the batch of each step of one run. All workers choose alike.
+
+    Attributes:
+        plan: The plan of the next step.
+    """
+
+    plan: BatchPlan
+
+    def due_by(self, at: Position) -> bool:
+        """Return whether a decision is due at a boundary at this position."""
+        ...
+
+    def after_step(
+        self,
+        at: Position,
+        moments: Callable[[], tuple[float, float]],
+        seconds: float = 0.0,
+        agree: Callable[[tuple[float, ...]], tuple[float, ...]] = tuple,
+    ) -> BatchPlan:
+        """Return the plan of the next step.
+
+        Args:
+            at: The position after the last step.
+            moments: Returns the averaged σ² and μ²; NaN where they are unknown.
+            seconds: Duration of the last step on this worker.
+            agree: Returns rank 0's numbers on all workers, a collective.
+        """
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Return the state as JSON values, the same on every worker."""
+        ...
+
+    def resume(self, state: Mapping[str, Any], at: Position, moments: tuple[float, float]) -> None:
+        """Continue from a checkpoint, on the same workers exactly.
+
+        Args:
+            state: The result of :meth:`state`; empty where the run did not choose its batch so far.
+            at: The position of the checkpoint.
+            moments: The averages in the checkpoint.
+        """
+        ...
+
+
+class BatchPolicy(Protocol):
+    """Decides which batch a number of workers makes. :attr:`ray_adascale.AdaScaleConfig.batch_policy` makes it.
+
+    The members with a body are those of a policy that keeps one batch.
+    """
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the number of workers may change."""
+        ...
+
+    @property
+    def changes_batch(self) -> bool:
+        """Whether the batch may change while the number of workers stays."""
+        return False
+
+    @property
+    def follows_noise(self) -> bool:
+        """Whether the batch is chosen by the measured gain, so that the clock must follow the gain as well."""
+        return False
+
+    @property
+    def needs_times(self) -> bool:
+        """Whether the batch depends on seconds of a step that are yet to be measured."""
+        return False
+
+    def plan(self, world_size: int) -> BatchPlan:
+        """Return the batch of this number of workers at the start of a run.
+
+        Raises:
+            SettingError: The workers can't make the batch.
+        """
+        ...
+
+    def controller(
+        self, world_size: int, *, total_steps: float, window: float, largest: float = math.inf
+    ) -> BatchController | None:
+        """Return a fresh controller for a run; None for a policy that keeps one batch.
+
+        Args:
+            world_size: Workers.
+            total_steps: T.
+            window: Effective steps that the averages of σ² and μ² reach back over.
+            largest: Examples of the largest sensible batch: those of an epoch.
+        """
+        return None
+
+    def timed_by(self, throughput: Throughput | None) -> BatchPolicy:
+        """Return this policy with a model of a step's seconds, if it needs one."""
+        return self
+
+    def speed(self, world_size: int, sigma2: float, mu2: float, batch: int) -> float:
+        """Return the effective steps per unit of time that this number of workers makes at a noise.
+
+        Unless the policy has a model of a step's seconds, the unit is the duration of one pass.
+
+        Args:
+            world_size: Workers.
+            sigma2: Averaged gradient variance of one base batch.
+            mu2: Averaged squared gradient norm.
+            batch: Examples of the present step, for a policy whose batch does not depend on noise and workers.
+
+        Raises:
+            SettingError: The workers can't make a batch.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedBatch(BatchPolicy):
+    """The policy of one batch throughout: each worker's share of it stays, or the whole batch.
+
+    Attributes:
+        limits: The batches that workers can make.
+        global_batch_size: B on any number of workers; None: B grows with the workers.
+        elastic: As in :class:`ray_adascale.AdaScaleConfig`.
+    """
+
+    limits: BatchLimits
+    global_batch_size: int | None = None
+    elastic: bool = False
+
+    def plan(self, world_size: int) -> BatchPlan:
+        base, per_worker, accumulation = self.limits.base_batch_size, self.limits.per_pass, self.limits.accumulation
         if self.global_batch_size is not None:
-            return self._fixed_plan(self.global_batch_size, world_size)
+            if self.global_batch_size < base:
+                raise SettingError(
+                    f"Invalid {{}}: smaller than base_batch_size={base}, so the scale would be below 1.",
+                    global_batch_size=self.global_batch_size,
+                )
+            return self.limits.plan(self.global_batch_size, world_size)
         if self.elastic:
             accumulation = max(accumulation, math.ceil(base / (per_worker * world_size)))
         batch = per_worker * world_size * accumulation
@@ -170,61 +370,9 @@ class BatchPolicy:
             )
         return BatchPlan(base, batch, world_size, accumulation)
 
-    def _fixed_plan(self, batch: int, world_size: int) -> BatchPlan:
-        """Return the plan of ``global_batch_size``, in as few passes as possible."""
-        base = self.base_batch_size
-        if batch < base:
-            raise SettingError(
-                f"Invalid {{}}: smaller than base_batch_size={base}, so the scale would be below 1.",
-                global_batch_size=batch,
-            )
-        accumulation = max(self.accumulation, math.ceil(batch / (self._per_pass * world_size)))
-        smallest = self.min_examples_per_worker * world_size * accumulation
-        return BatchPlan(base, max(batch, smallest), world_size, accumulation)
-
-    def plans(self, world_size: int, largest: float = math.inf) -> list[BatchPlan]:
-        """Return the batches among which ``target_efficiency`` chooses, smallest first. Each is about a fifth larger.
-
-        Each batch is made in as few passes as ``per_worker_batch_size`` allows. The sizes of a pass lie on a grid of their own,
-        so that few of them occur. A larger batch takes larger passes first, and then more of them. Where the scale may grow,
-        each step has at least two gradient samples, since one sample tells nothing about the noise.
-
-        Args:
-            world_size: Workers.
-            largest: Examples of the largest batch, beside the bounds of the fields. The smallest batch is always there.
-
-        Raises:
-            SettingError: The bounds leave no batch.
-        """
-        base, per_worker = self.base_batch_size, self._per_pass
-        fewest, least = self.accumulation, self.min_examples_per_worker
-        if world_size == 1 and self.target_efficiency != 1:
-            fewest = max(fewest, 2)
-        most = math.inf if self.max_accumulation is None else self.max_accumulation
-        bound = math.inf if self.max_global_batch_size is None else self.max_global_batch_size
-        passes = max(fewest, math.ceil(base / (per_worker * world_size)))
-        smallest = BatchPlan(base, max(base, least * world_size * passes), world_size, passes)
-        if smallest.global_batch_size > bound or passes > most:
-            raise SettingError(
-                f"The bounds of {{}} leave no batch on {world_size} workers: the smallest is {smallest.global_batch_size} "
-                f"examples in {passes} passes a worker (base_batch_size={base}, per_worker_batch_size={per_worker}, "
-                f"min_examples_per_worker={least}, accumulation={self.accumulation}), the largest {bound:g} in {most:g} "
-                "(max_global_batch_size, max_accumulation). Raise these, or per_worker_batch_size.",
-                target_efficiency=self.target_efficiency,
-            )
-        if self.target_efficiency == 1:
-            return [smallest]
-        largest = min(largest, bound, base * 1e6)  # no run reaches a millionfold batch
-        plans, sizes = [smallest], _grid_below(per_worker, least)
-        while passes <= most and plans[-1].global_batch_size * _NEAR < largest:
-            for size in sizes:
-                batch = size * world_size * passes
-                if plans[-1].global_batch_size * _NEAR < batch <= largest:
-                    plans.append(BatchPlan(base, batch, world_size, passes))
-            if passes * world_size * per_worker >= largest:
-                break
-            passes = max(passes, math.floor(plans[-1].global_batch_size * _NEAR / (world_size * per_worker))) + 1
-        return plans
+    def speed(self, world_size: int, sigma2: float, mu2: float, batch: int) -> float:
+        plan = replace(self, elastic=True).plan(world_size)
+        return plain_gain(sigma2, mu2, plan.scale) / plan.accumulation
 
 
 def _grid_below(largest: int, smallest: int) -> list[int]:

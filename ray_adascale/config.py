@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from ._errors import SettingError
 from ._warn import warn_at_user
-from .batch_policy import BatchPolicy
+from .adaptive_batch import EfficiencyBatch, GoodputBatch
+from .batch_policy import BatchLimits, BatchPolicy, FixedBatch, check_positive
+from .batch_schedule import BatchSchedule, ScheduledBatch, read_schedule
 from .optim.rules import ScalingRule, follows_gain, make_rule
 from .throughput import Throughput
 
@@ -83,8 +86,14 @@ class AdaScaleConfig:
             ``per_worker_batch_size`` is the most examples of one pass and ``accumulation`` the fewest passes. The next two
             fields bound the batch. Without them the batch is bounded by the dataset, and no step advances the clock by more
             than ``averaging_window``. Needs a map-style dataset, and a rule that follows the gain.
-        max_global_batch_size: Examples of the largest batch that ``target_efficiency`` may choose.
-        max_accumulation: Most backward passes per optimizer step that ``target_efficiency`` may choose.
+        batch_schedule: The batch from each start on: pairs of start and examples of all workers, ``[(0, 32), (0.2, 128)]``, or as
+            text ``"0:32,20%:128"``. The first start is 0, and no batch is below B0. The other starts have one unit. A float below
+            1 or "20%" is a share of T, an integer is effective steps, and "5000 examples" counts the examples taken. Or "seesaw"
+            (:class:`ray_adascale.Seesaw`): the batch doubles each time the recipe's LR has halved. ``per_worker_batch_size``,
+            ``accumulation`` and the next two fields mean the same as with ``target_efficiency``; a batch above a bound is cut to
+            it. Needs a map-style dataset.
+        max_global_batch_size: Examples of the largest batch with ``target_efficiency`` or ``batch_schedule``.
+        max_accumulation: Most backward passes per optimizer step with ``target_efficiency`` or ``batch_schedule``.
         throughput: For "goodput", a model of a step's seconds (:class:`ray_adascale.Throughput`), instead of measuring them.
         elastic: The number of workers may change. Where few workers would make less than a base batch, the run accumulates
             more passes until S ≥ 1. Without this setting it refuses. ``AdaScaleTrainer`` sets it for
@@ -144,6 +153,7 @@ class AdaScaleConfig:
     global_batch_size: int | None = None
     min_examples_per_worker: int = 1
     target_efficiency: float | Literal["goodput"] | None = None
+    batch_schedule: str | Sequence[tuple[float | str, int]] | BatchSchedule | None = None
     max_global_batch_size: int | None = None
     max_accumulation: int | None = None
     throughput: Throughput | None = None
@@ -232,8 +242,42 @@ class AdaScaleConfig:
         return self._policy_of(self.base_batch_size)
 
     def _policy_of(self, base_batch_size: int) -> BatchPolicy:
-        shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(BatchPolicy)}
-        return BatchPolicy(**shared | {"base_batch_size": base_batch_size})
+        shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(BatchLimits)}
+        limits = BatchLimits(**shared | {"base_batch_size": base_batch_size})
+        self._check_one_decides()
+        if self.batch_schedule is not None:
+            return ScheduledBatch(limits=limits, schedule=read_schedule(self.batch_schedule), elastic=self.elastic)
+        if self.target_efficiency == "goodput":
+            return GoodputBatch(limits=limits, throughput=self.throughput, elastic=self.elastic)
+        if self.target_efficiency is not None:
+            return EfficiencyBatch(limits=limits, target_efficiency=self.target_efficiency, elastic=self.elastic)
+        return FixedBatch(limits=limits, global_batch_size=self.global_batch_size, elastic=self.elastic)
+
+    def _check_one_decides(self) -> None:
+        """Check that one setting at most decides the batch, and that no field is given which belongs to another one."""
+        check_positive(global_batch_size=self.global_batch_size)
+        if self.throughput is not None and self.target_efficiency != "goodput":
+            raise SettingError("{} is for target_efficiency='goodput'. Leave it out.", throughput=...)
+        given = {
+            name: getattr(self, name)
+            for name in ("target_efficiency", "batch_schedule", "global_batch_size")
+            if getattr(self, name) is not None
+        }
+        if len(given) > 1:
+            raise SettingError(
+                "Invalid {}. Give one of them, not both: each decides the batch of a step. max_global_batch_size bounds the "
+                "batch of target_efficiency and of batch_schedule.",
+                **given,
+            )
+        if "target_efficiency" in given or "batch_schedule" in given:
+            return
+        for name in ("max_global_batch_size", "max_accumulation"):
+            if getattr(self, name) is not None:
+                raise SettingError(
+                    "Invalid {}: it bounds the batch that target_efficiency chooses. Give target_efficiency as well, or "
+                    "batch_schedule, or per_worker_batch_size, accumulation or global_batch_size instead.",
+                    **{name: getattr(self, name)},
+                )
 
     def with_recipe(self, recipe: Recipe | None) -> AdaScaleConfig:
         """Return these settings with the base batch size, total steps and scheduler unit of a recipe.
@@ -255,11 +299,13 @@ class AdaScaleConfig:
                 total_epochs=self.total_epochs,
             )
         self._warn_of_other_settings(recipe)
+        schedule = self.batch_schedule
         return replace(
             self,
             base_batch_size=recipe.base_batch_size,
             total_steps=recipe.total_steps,
             scheduler_unit=recipe.scheduler_unit,
+            batch_schedule=None if schedule is None else read_schedule(schedule).with_recipe(recipe),
         )
 
     def _warn_of_other_settings(self, recipe: Recipe) -> None:

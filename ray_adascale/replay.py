@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from .adaptive_batch import BatchSizeController
-from .batch_policy import BatchPlan, BatchPolicy
+from .batch_policy import BatchController, BatchPlan, BatchPolicy, Position
 from .gain import plain_effective_decay, plain_gain
 from .optim.rules import RuleInput, ScalingRule, betas_of, make_rule
 from .recipe import NoiseProbe, Recipe
@@ -214,7 +213,7 @@ class Replay:
         gains: r of each stride.
         total_steps: T.
         stride: Optimizer steps in each stride; above 1 in long runs only.
-        plans: The plan of each stride in a run that follows the noise; otherwise empty.
+        plans: The plan of each stride in a run that changes its batch; otherwise empty.
     """
 
     effective_steps: float
@@ -243,7 +242,7 @@ class Replay:
 
     @property
     def mean_batch(self) -> float:
-        """Mean examples a step, for a run that follows the noise."""
+        """Mean examples a step, for a run that changes its batch."""
         return sum(plan.global_batch_size for plan in self.plans) / len(self.plans)
 
 
@@ -258,7 +257,7 @@ def replay(
     rule: str | ScalingRule = "adascale",
     averaging_window: float = 0.05,
     most_steps: int | None = None,
-    controller: BatchSizeController | None = None,
+    controller: BatchController | None = None,
 ) -> Replay:
     """Replay a run over a noise curve, with the loop's arithmetic.
 
@@ -292,7 +291,7 @@ def replay(
     sigma2, mu2 = (values.tolist() for values in curve.at(at))
     ratio = curve.ratio_at(at).tolist()
     variance, square, weight = 0.0, 0.0, 0.0
-    tau, progress, r, factor = 0.0, 0.0, 1.0, 1.0
+    tau, progress, r, factor, examples = 0.0, 0.0, 1.0, 1.0, 0.0
     taus: list[float] = []
     gains: list[float] = []
     pushed, moved = 0.0, 0.0  # u and p of the law
@@ -331,8 +330,9 @@ def replay(
         tau, progress = tau + increment, progress + r
         if controller is not None:
             plans.append(controller.plan)
+            examples += controller.plan.global_batch_size * stride
             read = functools.partial(_clipped, variance, square, weight)
-            stepped_at, scale = scale, controller.after_step(tau * stride, read).scale
+            stepped_at, scale = scale, controller.after_step(Position(tau * stride, examples), read).scale
         pushed = momentum * pushed + (1 - momentum) * r
         moved += pushed
     return Replay(tau * stride, progress * stride, tuple(taus), tuple(gains), total_steps, stride, tuple(plans))
@@ -408,12 +408,12 @@ class Forecaster:
         return self._found[key]
 
     def following(self, policy: BatchPolicy, workers: int, *, most_steps: int = MOST_STEPS) -> Steps:
-        """Return the steps of a run that follows the noise, on this number of workers.
+        """Return the steps of a run with this policy, on this number of workers.
 
         Raises:
-            ValueError: The bounds leave no batch, or the policy has no throughput for "goodput".
+            ValueError: The workers can't make the batch, or the policy has no throughput for "goodput".
         """
-        if policy.target_efficiency == "goodput" and policy.throughput is None:
+        if policy.needs_times:
             raise ValueError(
                 "A forecast with target_efficiency='goodput' needs the time of a step: give throughput=, from "
                 "measure_throughput() or Throughput.fit() (on the command line --measure WORKLOAD or --run RUN)."
@@ -421,13 +421,23 @@ class Forecaster:
         per_epoch = self._recipe.base_steps_per_epoch
         largest = math.inf if per_epoch is None else per_epoch * self._recipe.base_batch_size
 
-        def controller() -> BatchSizeController:
-            return BatchSizeController(policy, workers, window=self._window * self._recipe.total_steps, largest=largest)
+        def controller() -> BatchController | None:
+            total_steps = self._recipe.total_steps
+            return policy.controller(
+                workers, total_steps=total_steps, window=self._window * total_steps, largest=largest
+            )
 
-        return self._steps(1.0, 1, most_steps, controller)
+        if policy.changes_batch:
+            return self._steps(1.0, 1, most_steps, controller)
+        plan = policy.plan(workers)
+        return self.at(plan.scale, plan.num_samples, most_steps=most_steps)
 
     def _steps(
-        self, scale: float, count: int, most_steps: int, controller: Callable[[], BatchSizeController] | None = None
+        self,
+        scale: float,
+        count: int,
+        most_steps: int,
+        controller: Callable[[], BatchController | None] = lambda: None,
     ) -> Steps:
         replays = [
             replay(
@@ -440,7 +450,7 @@ class Forecaster:
                 rule=self._rule,
                 averaging_window=self._window,
                 most_steps=most_steps,
-                controller=None if controller is None else controller(),
+                controller=controller(),
             )
             for curve in self._curves
             for momentum in self.momenta

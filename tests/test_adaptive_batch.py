@@ -15,21 +15,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from ray_adascale import AdaScaleConfig, LocalBackend, Run, Throughput, adaptive_batch
+from ray_adascale import AdaScaleConfig, Run, Throughput, adaptive_batch
 from ray_adascale.adaptive_batch import (
     BatchSizeController,
+    EfficiencyBatch,
+    GoodputBatch,
     fit_step_time,
     useful_workers,
     useful_workers_over,
-    wanted_batch,
 )
-from ray_adascale.batch_policy import BatchPlan
-from ray_adascale.data.order import epoch_order
+from ray_adascale.batch_policy import BatchLimits, BatchPlan, Position
 from ray_adascale.run.metrics import state_of
 from ray_adascale.run.trace import read_trace
 
+from . import changing_batch
+from .changing_batch import Numbered, Step, assert_exactly_once, drive, flat, network
 from .reference import moments
 from .samples_of import recipe
 
@@ -45,6 +47,7 @@ def seconds(time: Throughput, plan: BatchPlan) -> float:
 
 # ---- the decision ----------------------------------------------------------------------------------------------------
 
+LIMITS = BatchLimits(base_batch_size=10)
 PLANS = [BatchPlan(10, batch, 2, 1) for batch in (10, 12, 14, 20, 40, 80)]
 
 
@@ -71,7 +74,8 @@ PLANS = [BatchPlan(10, batch, 2, 1) for batch in (10, 12, 14, 20, 40, 80)]
 )
 def test_the_batch_that_is_wanted(now: int, sigma2: float, mu2: float, efficiency: float, wanted: float) -> None:
     plan = next(p for p in PLANS if p.global_batch_size == now)
-    assert wanted_batch(efficiency, PLANS, plan, sigma2, mu2) == pytest.approx(wanted, abs=1e-12)
+    policy = EfficiencyBatch(limits=LIMITS, target_efficiency=efficiency)
+    assert policy.wanted(PLANS, plan, sigma2, mu2) == pytest.approx(wanted, abs=1e-12)
 
 
 def test_a_step_takes_as_long_as_the_worker_with_the_most_examples() -> None:
@@ -86,7 +90,7 @@ def test_goodput_wants_the_most_progress_a_second() -> None:
     # ν = 3. r(S) = 4/(3/S + 1): 1, 8/5 at S = 2, 16/7 at 4, 32/11 at 8.
     def wanted(now: int, time: Throughput) -> float:
         plan = next(p for p in PLANS if p.global_batch_size == now)
-        return wanted_batch("goodput", PLANS, plan, 3.0, 1.0, time)
+        return GoodputBatch(limits=LIMITS, throughput=time).wanted(PLANS, plan, 3.0, 1.0)
 
     # On two workers B = 10, 20, 40, 80 has passes of 5, 10, 20, 40: with 1 s an example and 20 s a step these take 25, 30, 40
     # and 60 s: 0.04, 0.0533, 0.0571 and 0.0485 a second.
@@ -101,7 +105,7 @@ def test_goodput_wants_the_most_progress_a_second() -> None:
     # 20 s → 21 s a step: B = 40 is 2.6 % better than B = 20 is with 7 s, which is not worth a change.
     # 20: 1.6/17 = 0.0941; 40: 2.286/27 = 0.0847; 14: r = 4/(3/1.4 + 1) = 1.273, /14 = 0.0909.
     assert wanted(14, step_time(0.0, 1.0, 7.0)) == 14  # 3.5 % less than B = 20
-    assert wanted_batch("goodput", PLANS, PLANS[2], math.nan, math.nan, time) == 14
+    assert GoodputBatch(limits=LIMITS, throughput=time).wanted(PLANS, PLANS[2], math.nan, math.nan) == 14
 
 
 def test_seconds_of_a_step_are_found_again_from_three_plans() -> None:
@@ -128,13 +132,13 @@ def following_of(run: Run) -> dict[str, Any]:
     return run.parts.stages[0].state_dict()["following"]
 
 
-def follower(efficiency: Any = 0.5, workers: int = 2, **settings: Any) -> BatchSizeController:
+def follower(efficiency: Any = 0.5, workers: int = 2, **settings: Any) -> Any:
     config = AdaScaleConfig(base_batch_size=16, target_efficiency=efficiency, max_global_batch_size=256, **settings)
-    return BatchSizeController(config.batch_policy, workers, window=50)
+    return config.batch_policy.controller(workers, total_steps=1000, window=50)
 
 
 def decided(follower: BatchSizeController, tau: float, sigma2: float, mu2: float) -> int:
-    plan = follower.after_step(tau, lambda: (sigma2, mu2), 0.0, lambda numbers: numbers)
+    plan = follower.after_step(Position(tau, 0), lambda: (sigma2, mu2), 0.0, lambda numbers: numbers)
     return plan.global_batch_size
 
 
@@ -163,7 +167,7 @@ def test_a_resumed_follower_decides_as_one_that_was_never_stopped() -> None:
         assert decided(cut, tau, *both) == batches[-1]
         if number % 7 == 0:
             state, cut = cut.state(), follower()
-            cut.resume(state, tau, (math.nan, math.nan))
+            cut.resume(state, Position(tau, 0), (math.nan, math.nan))
             assert cut.plan == whole.plan
     assert len(set(batches)) > 4
 
@@ -175,7 +179,7 @@ def test_other_workers_go_on_towards_the_same_batch() -> None:
     assert two.plan.scale == 8
     one, three = follower(workers=1, max_accumulation=16), follower(workers=3, max_accumulation=16)
     for it in (one, three):
-        it.resume(two.state(), 39.0, (6.4, 1.0))
+        it.resume(two.state(), Position(39.0, 0), (6.4, 1.0))
         assert it.plan.scale == pytest.approx(8, rel=0.1)  # the nearest that they can make
 
 
@@ -188,13 +192,13 @@ def test_other_workers_take_the_batch_nearest_to_the_wanted_one_not_to_the_one_t
     two = follower(max_accumulation=16)
     assert [decided(two, tau, 11.125, 1.0) for tau in (13, 26, 39)] == [64, 128, 224]
     it = follower(workers=workers, max_accumulation=16)
-    it.resume(two.state(), 39.0, (11.125, 1.0))
+    it.resume(two.state(), Position(39.0, 0), (11.125, 1.0))
     assert it.plan.global_batch_size == batch
 
 
 def test_a_run_that_had_a_fixed_batch_decides_as_it_resumes() -> None:
     it = follower()
-    it.resume({}, 500.0, (3.0, 1.0))  # S = 5, from 2 on: at most twice as much at once
+    it.resume({}, Position(500.0, 0), (3.0, 1.0))  # S = 5, from 2 on: at most twice as much at once
     assert it.plan.global_batch_size == 64
 
 
@@ -207,10 +211,10 @@ def test_efficiency_one_is_the_base_batch_whatever_the_noise() -> None:
 
 def test_without_bounds_no_step_moves_the_clock_by_more_than_the_window() -> None:
     policy = AdaScaleConfig(base_batch_size=16, target_efficiency=0.5).batch_policy
-    assert BatchSizeController(policy, 2, window=50).plans[-1].scale <= 50
-    assert BatchSizeController(policy, 2, window=50).plans[-1].scale > 45
-    assert BatchSizeController(policy, 2, window=0.5).plans[-1].scale == 8  # a short run may grow all the same
-    assert BatchSizeController(policy, 2, window=50, largest=100).plans[-1].global_batch_size <= 100
+    assert isinstance(policy, EfficiencyBatch)
+    assert 45 < policy.controller(2, total_steps=1000, window=50).plans[-1].scale <= 50
+    assert policy.controller(2, total_steps=1000, window=0.5).plans[-1].scale == 8  # a short run may grow all the same
+    assert policy.controller(2, total_steps=1000, window=50, largest=100).plans[-1].global_batch_size <= 100
 
 
 def test_goodput_times_three_plans_and_takes_rank_0s_numbers() -> None:
@@ -224,11 +228,11 @@ def test_goodput_times_three_plans_and_takes_rank_0s_numbers() -> None:
     tried = []
     true = step_time(0.01, 0.002, 0.1)
     while it.measuring:
-        assert it.due_by(0.0)  # at each boundary
+        assert it.due_by(Position(0.0, 0))  # at each boundary
         tried.append(it.plan)
         # The first steps with a plan warm up, and one of the others is slow, which a median leaves out.
         slow = 10.0 if tried.count(it.plan) <= 3 or tried.count(it.plan) == 6 else 0.0
-        it.after_step(len(tried), lambda: (3.0, 1.0), seconds(true, it.plan) + slow, agree)
+        it.after_step(Position(len(tried), 0), lambda: (3.0, 1.0), seconds(true, it.plan) + slow, agree)
     assert [(p.global_batch_size, p.accumulation) for p, _ in itertools.groupby(tried)] == [(16, 1), (64, 1), (32, 2)]
     assert told == [pytest.approx((0.01, 0.002, 0.1))]
     assert it.step_time == step_time(0.0, 0.001, 0.5)
@@ -237,110 +241,43 @@ def test_goodput_times_three_plans_and_takes_rank_0s_numbers() -> None:
     assert decided(it, 400, 3.0, 1.0) == 64
 
 
-def test_bounds_that_leave_one_batch_leave_goodput_nothing_to_time_or_choose() -> None:
-    config = AdaScaleConfig(base_batch_size=16, target_efficiency="goodput", max_global_batch_size=16)
-    it = BatchSizeController(config.batch_policy, 2, window=50)
-    assert len(it.plans) == 1
-    assert not it.measuring
-    assert decided(it, 400, 3.0, 1.0) == 16
-
-
 def test_goodputs_seconds_are_measured_once_and_anew_on_other_workers() -> None:
     it = follower("goodput")
     while it.measuring:
-        it.after_step(1.0, lambda: (3.0, 1.0), 0.1, lambda numbers: (0.0, 0.001, 0.5))
+        it.after_step(Position(1.0, 0), lambda: (3.0, 1.0), 0.1, lambda numbers: (0.0, 0.001, 0.5))
     again, fewer = follower("goodput"), follower("goodput", workers=1)
-    again.resume(it.state(), 30.0, (3.0, 1.0))
+    again.resume(it.state(), Position(30.0, 0), (3.0, 1.0))
     assert not again.measuring
     assert again.step_time == step_time(0.0, 0.001, 0.5)
     assert again.plan == it.plan
-    fewer.resume(it.state(), 30.0, (3.0, 1.0))
+    fewer.resume(it.state(), Position(30.0, 0), (3.0, 1.0))
     assert fewer.measuring
     assert fewer.step_time is None
+
+
+def test_bounds_that_leave_one_batch_leave_goodput_nothing_to_time_or_choose() -> None:
+    config = AdaScaleConfig(base_batch_size=16, target_efficiency="goodput", max_global_batch_size=16)
+    it = config.batch_policy.controller(2, total_steps=1000, window=50)
+    assert it is not None
+    assert [it.after_step(Position(tau, 0), lambda: (3.0, 1.0)).global_batch_size for tau in (1.0, 13.0, 26.0)] == [
+        16,
+        16,
+        16,
+    ]
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
-class Numbered(Dataset[tuple[Tensor, Tensor, int]]):
-    """Examples that say which they are, with noise that a loader process draws."""
-
-    def __init__(self, length: int = 90, *, noisy: bool = False) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.x = torch.randn(length, 6, generator=generator)
-        self.y = (self.x[:, 0] + 0.5 * self.x[:, 1] + 0.7 * torch.randn(length, generator=generator) > 0).long()
-        self.noisy = noisy
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
-        x = self.x[index]
-        return x + 0.1 * torch.randn(6) if self.noisy else x, self.y[index], index
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 2))
+FOLLOWS: dict[str, Any] = {"target_efficiency": 0.6, "max_global_batch_size": 48}
 
 
 def make_run(net: nn.Module, folder: str | None = None, *, fused: bool | None = None, **settings: Any) -> Run:
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, fused=fused)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 17, 0.9)
-    data = settings.pop("data", None) or Numbered()
-    backend = settings.pop("backend", None) or LocalBackend(folder, device="cpu")
-    defaults: dict[str, Any] = {
-        "base_batch_size": 4,
-        "total_steps": 200,
-        "scheduler_unit": "step",
-        "target_efficiency": 0.6,
-        "max_global_batch_size": 48,
-        "per_worker_batch_size": 8,
-    }
-    return Run(net, optimizer, schedule, data, AdaScaleConfig(**(defaults | settings)), backend=backend)
+    return changing_batch.make_run(net, folder, fused=fused, **(FOLLOWS | settings))
 
 
-Step = tuple[float, int, int, list[int]]
-
-
-def drive(run: Run, stop_after: int | None = None) -> list[Step]:
-    """S, passes and position after each step, and the examples that this worker saw in it."""
-    steps: list[Step] = []
-    indices: list[int] = []
-    for x, y, index in run:
-        indices += index.tolist()
-        scale, passes = run.scale, run.plan.accumulation
-        run.backward(F.cross_entropy(run.model(x), y))
-        if run.step():
-            steps.append((scale, passes, run.source.position, indices))
-            indices = []
-            if len(steps) == stop_after:
-                break
-    return steps
-
-
-def flat(net: nn.Module) -> list[float]:
-    weights = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in net.parameters()]
-    return torch.cat([p.detach().reshape(-1) for p in weights]).tolist()
-
-
-def stream(length: int, count: int) -> list[int]:
-    """The first examples of the data's order, by its definition."""
-    epochs = [epoch_order(length, seed=0, epoch=e) for e in range(-(-count // length))]
-    return torch.cat(epochs).tolist()[:count]
-
-
-def assert_exactly_once(workers: list[list[Step]], *, base: int = 4, begin: int = 0) -> None:
-    """Each step takes the next S·B0 examples of the stream, over all workers, and no other."""
-    position = begin
-    for parts in zip(*workers, strict=True):
-        scale, _, after, _ = parts[0]
-        batch = round(scale * base)
-        assert [part[:3] for part in parts] == [parts[0][:3]] * len(parts)
-        assert after == position + batch
-        taken = sorted(i for part in parts for i in part[3])
-        assert taken == sorted(stream(90, after)[position:])
-        position = after
+def stopped_at(folder: str | None, stops: tuple[int, ...], **settings: Any) -> tuple[list[float], list[Step], float]:
+    return changing_batch.stopped_at(folder, stops, **(FOLLOWS | settings))
 
 
 @pytest.mark.parametrize("loaders", [0, 2])
@@ -427,23 +364,6 @@ def test_efficiency_one_is_the_base_run_bit_for_bit() -> None:
         assert [step[:2] for step in steps] == [(1.0, 1)] * 200
         outcomes.append((flat(net), steps, run.effective_steps))
     assert outcomes[0] == outcomes[1]
-
-
-def stopped_at(folder: str | None, stops: tuple[int, ...], **settings: Any) -> tuple[list[float], list[Step], float]:
-    """A run that is left at each of these optimizer steps and taken up from its checkpoint there."""
-    done: list[Step] = []
-    every = {"checkpoint_every_s": 1e-9, "async_checkpoint": False} if stops else {}
-    for stop in (*stops, None):
-        net = network()
-        seeded = not done
-        if seeded:
-            torch.manual_seed(7)
-        run = make_run(net, folder, **every, **settings)
-        if seeded:
-            torch.manual_seed(100 + run.backend.rank)
-        assert run.source.position == (done[-1][2] if done else 0)
-        done += drive(run, None if stop is None else stop - len(done))
-    return flat(run.module), done, run.effective_steps
 
 
 @pytest.mark.parametrize("efficiency", [0.6, "goodput"])
@@ -626,28 +546,28 @@ def test_workers_pay_while_each_adds_half_of_the_first_ones_speed() -> None:
     # Each brings a base batch: S = k, r = (ν + 1)/(ν/k + 1). With ν = 3 that is 1, 1.6, 2, 2.286: the second adds 0.6, the third
     # 0.4. With ν = 100 they are 1, 1.98, 2.94, 3.88, 4.81, 5.72, 6.61, 7.48; the eighth adds 0.87.
     config = AdaScaleConfig(base_batch_size=8, elastic=True)
-    assert useful_workers(config.batch_policy, 3.0, 1.0, most=16) == 2
-    assert useful_workers(config.batch_policy, 0.0, 1.0, most=16) == 1
-    assert useful_workers(config.batch_policy, 100.0, 1.0, most=8) == 8
-    assert useful_workers(config.batch_policy, 1.0, 0.0, most=100) == 100  # nothing but noise
+    assert useful_workers(config.batch_policy, 3.0, 1.0, batch=8, most=16) == 2
+    assert useful_workers(config.batch_policy, 0.0, 1.0, batch=8, most=16) == 1
+    assert useful_workers(config.batch_policy, 100.0, 1.0, batch=8, most=8) == 8
+    assert useful_workers(config.batch_policy, 1.0, 0.0, batch=8, most=100) == 100  # nothing but noise
 
     # With E = 0.5 and ν = 3 a step has S = 5: 40 examples, or 42, 48 and 45 on 2, 3 and more workers, in 5, 3, 2, 2 passes of 8
     # on one to four workers, and in one on five. r is about 2.5 throughout: speeds of 1/5, 1/3, 1/2, 1/2 and 1.
     config = AdaScaleConfig(base_batch_size=8, target_efficiency=0.5, max_global_batch_size=256)
-    assert useful_workers(config.batch_policy, 3.0, 1.0, most=32) == 5
+    assert useful_workers(config.batch_policy, 3.0, 1.0, batch=8, most=32) == 5
     # Passes of up to 16 examples need half as many workers; steps that take 10 s whatever they hold need one.
     config = AdaScaleConfig(
         base_batch_size=8, target_efficiency=0.5, max_global_batch_size=256, per_worker_batch_size=16
     )
-    assert useful_workers(config.batch_policy, 3.0, 1.0, most=32) == 3
+    assert useful_workers(config.batch_policy, 3.0, 1.0, batch=8, most=32) == 3
     slow = Throughput(example_s=0.01 / 8, step_s=10.0)
     config = AdaScaleConfig(
         base_batch_size=8, target_efficiency="goodput", max_global_batch_size=256, throughput=slow, max_accumulation=64
     )
-    assert useful_workers(config.batch_policy, 3.0, 1.0, most=32) == 1
+    assert useful_workers(config.batch_policy, 3.0, 1.0, batch=8, most=32) == 1
     # The base batch is all that E = 1 takes; and more workers than examples are no help.
     config = AdaScaleConfig(base_batch_size=8, target_efficiency=1, max_global_batch_size=8)
-    assert useful_workers(config.batch_policy, 3.0, 1.0, most=32) == 1
+    assert useful_workers(config.batch_policy, 3.0, 1.0, batch=8, most=32) == 1
 
 
 def test_a_recipes_noise_tells_from_when_on_more_workers_pay(caplog: pytest.LogCaptureFixture) -> None:
@@ -656,7 +576,7 @@ def test_a_recipes_noise_tells_from_when_on_more_workers_pay(caplog: pytest.LogC
         return (0.0 if tau < 40 else 3.0 if tau < 70 else 100.0), 1.0
 
     config = AdaScaleConfig(base_batch_size=8, elastic=True)
-    assert useful_workers_over(config.batch_policy, noise, 100, most=8) == [(0.0, 1), (0.4, 2), (0.7, 8)]
+    assert useful_workers_over(config.batch_policy, noise, 100, batch=8, most=8) == [(0.0, 1), (0.4, 2), (0.7, 8)]
 
     points = [(t, noise(t)[0], 1.0) for t in range(100)]
     made = recipe(points, base_batch_size=4, total_steps=100, lr_curve=[[0.1]])

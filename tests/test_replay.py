@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from ray_adascale import AdaScaleBetasRule, AdaScaleConfig, BetaRule, LEGWRule, Recipe, Run
-from ray_adascale.adaptive_batch import BatchSizeController
 from ray_adascale.analysis.forecast import forecast_recipe
+from ray_adascale.batch_policy import BatchController
 from ray_adascale.checkpoint.rng import seed_everything
 from ray_adascale.gain import plain_gain
 from ray_adascale.recipe import Repeat
@@ -330,9 +330,9 @@ def test_a_rule_that_measures_nothing_has_no_interval() -> None:
 # ---- a run that chooses its scale ------------------------------------------------------------------------------------
 
 
-def following(efficiency: float = 0.5) -> BatchSizeController:
+def following(efficiency: float = 0.5) -> BatchController | None:
     config = AdaScaleConfig(base_batch_size=8, target_efficiency=efficiency, max_global_batch_size=64)
-    return BatchSizeController(config.batch_policy, 2, window=5)
+    return config.batch_policy.controller(2, total_steps=100, window=5)
 
 
 def test_a_run_that_follows_the_noise_is_replayed_as_it_runs() -> None:

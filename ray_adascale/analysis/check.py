@@ -95,6 +95,7 @@ def _at_base_batch(config: AdaScaleConfig, recipe: Recipe | None) -> AdaScaleCon
         accumulation=1,
         global_batch_size=None,
         target_efficiency=None,
+        batch_schedule=None,
         max_global_batch_size=None,
         max_accumulation=None,
         throughput=None,

@@ -41,7 +41,7 @@ class ForecastRow:
         workers: k.
         accumulation: Passes a step on each worker.
         global_batch_size: B, examples a step.
-        scale: S = B / B0; the mean over the steps for a run that follows the noise. ``accumulation``, ``global_batch_size``
+        scale: S = B / B0; the mean over the steps for a run that changes its batch. ``accumulation``, ``global_batch_size``
             and ``num_samples`` of such a run are the last step's.
         last_scale: S of the last step.
         num_samples: n = k · accumulation.
@@ -158,7 +158,7 @@ class Forecast:
                 columns["passes"] = [f"{row.accumulation}" for row in rows]
             columns["batch"] = [f"{row.global_batch_size:,}" for row in rows]
             columns["S"] = [f"{row.scale:g}" for row in rows]
-        else:  # the runs follow the noise
+        else:  # the runs change their batch
             base = self.total_steps * self.base_batch_size
             columns["mean\nS"] = [f"{row.scale:.3g}" for row in rows]
             columns["last\nS"] = [f"{row.last_scale:.3g}" for row in rows]
@@ -245,9 +245,7 @@ def forecast_recipe(
             f"Invalid rule={config.rule!r}: its gain is taken in Adam's metric, and a search probes plain gradients. There "
             "is no forecast for it."
         )
-    policy = config.batch_policy
-    if policy.target_efficiency == "goodput" and policy.throughput is None:
-        policy = replace(policy, throughput=throughput)
+    policy = config.batch_policy.timed_by(throughput)
     forecaster = Forecaster(recipe, rule=made, averaging_window=config.averaging_window)
     base = recipe.total_steps * _step_time(throughput, BatchPlan(recipe.base_batch_size, recipe.base_batch_size, 1, 1))
 
@@ -257,11 +255,9 @@ def forecast_recipe(
 
     def run_on(k: int, most_steps: int = MOST_STEPS) -> tuple[Steps, float]:
         """Return the steps on k workers, and the mean time of one step."""
-        if policy.follows_noise:
-            found = forecaster.following(policy, k, most_steps=most_steps)
-            return found, statistics.fmean(_step_time(throughput, plan) for plan in found.expected.plans)
-        plan = policy.plan(k)
-        return forecaster.at(plan.scale, plan.num_samples, most_steps=most_steps), _step_time(throughput, plan)
+        found = forecaster.following(policy, k, most_steps=most_steps)
+        plans = found.expected.plans or [policy.plan(k)]
+        return found, statistics.fmean(_step_time(throughput, plan) for plan in plans)
 
     def speedup(k: int, edge: str = "expected") -> float:
         found, step_s = roughly(k)

@@ -67,7 +67,7 @@ class Panel:
 def make_panels(runs: list[RunTrace]) -> list[Panel]:
     """Return the plots for which at least one run has numbers."""
     metrics = dict.fromkeys(key for run in runs for key in run.metrics)
-    chosen = any(run.chose_its_scale for run in runs)
+    chosen = any(run.changed_its_batch for run in runs)
     panels = [
         Panel(
             "Training loss, means (single steps faint)", "loss", ("loss",), log=_all_positive(runs, "loss"), noisy=True

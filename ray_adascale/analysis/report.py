@@ -136,9 +136,9 @@ def _outcome(run: RunTrace, metrics: Iterable[str]) -> list[str]:
 
 
 def _scales_in_words(run: RunTrace) -> str:
-    """Return S, or all its values; for a run that followed the noise the first and last one, and the mean."""
+    """Return S, or all its values; for a run that changed its batch the first and last one, and the mean."""
     scales = run.column("scale")
-    if not run.chose_its_scale:
+    if not run.changed_its_batch:
         return _changes(scales.tolist())
     return f"{scales[0]:.3g} … {scales[-1]:.3g}, mean {np.nanmean(scales):.3g}"
 
@@ -186,8 +186,8 @@ def _comparisons(
         found: tuple[int, int, int] | str
         if (scales == 1).all():
             continue
-        if run.chose_its_scale:
-            found = _following_steps(forecast, last) if forecast is not None else "chose its scale: see below"
+        if run.changed_its_batch:
+            found = _following_steps(forecast, last) if forecast is not None else "changed its batch: see below"
         elif len(set(scales)) > 1:
             found = "resized"
         elif recipe is not None and not _follows(run, recipe):
@@ -215,7 +215,7 @@ def _forecast_steps(forecast: Forecast, last: dict[str, Any]) -> tuple[int, int,
 
 
 def _following_steps(forecast: Forecast, last: dict[str, Any]) -> tuple[int, int, int] | str:
-    """Return the steps and their interval for a run that followed the noise, or why there are none."""
+    """Return the steps and their interval for a run that changed its batch, or why there are none."""
     for row in forecast.rows:
         if row.scale != row.last_scale and row.workers == last["world_size"]:
             return row.steps, row.low, row.high
@@ -223,7 +223,7 @@ def _following_steps(forecast: Forecast, last: dict[str, Any]) -> tuple[int, int
 
 
 def _saved(runs: list[RunTrace], recipe: Recipe | None) -> Iterator[tuple[int, list[str]]]:
-    """Yield the savings of finished runs that followed the noise, compared with a fixed batch of as many steps.
+    """Yield the savings of finished runs that changed their batch, compared with a fixed batch of as many steps.
 
     The fixed batch is that of the page's other runs where they enclose the steps, else that of the recipe's forecast. Each item
     is (index of a run, [steps, examples, in base runs, the fixed S, its examples, saved]).
@@ -238,7 +238,7 @@ def _saved(runs: list[RunTrace], recipe: Recipe | None) -> Iterator[tuple[int, l
     ]
     for i, run in enumerate(runs):
         steps, examples = run.last["optimizer_steps"], run.last.get("position")
-        if not (run.chose_its_scale and _has_finished(run, recipe) and isinstance(examples, int)):
+        if not (run.changed_its_batch and _has_finished(run, recipe) and isinstance(examples, int)):
             continue
         cells = [f"{steps:,}", f"{examples:,}", f"{examples / base:.2f}×"]
         fixed = fixed_scale_measured(fixed_runs, recipe, steps) or fixed_scale_forecast(forecaster, steps)

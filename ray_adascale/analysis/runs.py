@@ -64,8 +64,8 @@ class RunTrace:
         return [key for key in found if key not in METRICS and key not in COUNTERS]
 
     @property
-    def chose_its_scale(self) -> bool:
-        """Whether the run followed the noise: its scale has changed within a start, on a fixed number of workers."""
+    def changed_its_batch(self) -> bool:
+        """Whether the run changed its batch by a policy: its scale has changed within a start, on a fixed number of workers."""
         return any(
             now.get("scale") != before.get("scale")
             and all(now.get(key) == before.get(key) for key in ("attempt", "world_size"))
@@ -76,7 +76,7 @@ class RunTrace:
     def events(self) -> list[tuple[float, str]]:
         """(τ, event): restarts, and changes of the number of workers, or of a scale that did not follow the noise."""
         found = []
-        sizes = ("world_size",) if self.chose_its_scale else ("world_size", "scale")
+        sizes = ("world_size",) if self.changed_its_batch else ("world_size", "scale")
         for before, now in itertools.pairwise(self.rows):
             if any(now.get(key) != before.get(key) for key in sizes):
                 text = f"resized from {_size_in_words(before)} to {_size_in_words(now)}"

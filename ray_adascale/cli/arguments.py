@@ -34,7 +34,7 @@ __all__ = [
 
 Command = Callable[[argparse.Namespace], int]
 
-BATCH_OPTIONS = ("per_worker_batch_size", "accumulation", "target_efficiency", "rule")
+BATCH_OPTIONS = ("per_worker_batch_size", "accumulation", "target_efficiency", "batch_schedule", "rule")
 """The fields of ``AdaScaleConfig`` that decide about a step's batch and have options of their own."""
 
 ELASTIC_FAILURES = 20
@@ -301,6 +301,12 @@ def _add_batch(parser: argparse._ActionsContainer) -> None:
         help="let the run choose its scale: the largest one with at least this efficiency r/S, such as 0.6; or goodput: the most "
         "progress a second. --per-worker-batch-size is then the most examples of one pass, --accumulation the fewest passes, "
         "and -c max_global_batch_size=... a bound (default: the scale follows from those two and the workers)",
+    )
+    parser.add_argument(
+        "--batch-schedule",
+        metavar="START:B,...",
+        help="the batch from each start on, in examples of all workers: 0:32,20%%:128 (a share of the run), 0:32,300:128 "
+        "(effective steps) or '0:32,5000 examples:128'; or seesaw: the batch doubles where the recipe's learning rate halves",
     )
     parser.add_argument(
         "--rule",

@@ -35,8 +35,8 @@ def fixed_batches(dataset: Any) -> str:
     """Return the error text for data with batches of a fixed size."""
     return (
         f"A {type(dataset).__name__} has batches of a fixed size, which can't change while the run goes on. Leave "
-        "target_efficiency out and choose per_worker_batch_size and accumulation; or give a map-style dataset, with "
-        "__getitem__ and __len__ (of a DataLoader: loader.dataset)."
+        "target_efficiency and batch_schedule out and choose per_worker_batch_size and accumulation; or give a map-style "
+        "dataset, with __getitem__ and __len__ (of a DataLoader: loader.dataset)."
     )
 
 

@@ -115,7 +115,9 @@ class UsefulWorkers(Listener):
         if (self._useful is None or quarters != self._computed_at) and known:
             self._computed_at = quarters
             sigma2, mu2 = step.metrics["sigma2"], step.metrics["mu2"]
-            self._useful = useful_workers(self._policy, sigma2, mu2, most=2 * step.plan.world_size)
+            self._useful = useful_workers(
+                self._policy, sigma2, mu2, batch=step.plan.global_batch_size, most=2 * step.plan.world_size
+            )
         elif quarters != self._computed_at:
             return
         if self._useful is not None:
@@ -133,7 +135,11 @@ def log_useful_workers(
     if not recipe.noise or metric_of(make_rule(rule)) != "euclidean":
         return
     found: Sequence[tuple[float, int]] = useful_workers_over(
-        policy, noise_curves(recipe)[0].at, total_steps, most=2 * plan.world_size
+        policy,
+        noise_curves(recipe)[0].at,
+        total_steps,
+        batch=plan.global_batch_size,
+        most=2 * plan.world_size,
     )
     later = "".join(f", {useful} from τ = {share:.0%}" for share, useful in found[1:])
     _log.info(

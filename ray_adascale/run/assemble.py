@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .._files import TRACE
 from .._warn import warn_at_user
-from ..adaptive_batch import controller_of
 from ..batch_policy import BatchPlan
 from ..config import AdaScaleConfig
 from ..data import make_source
@@ -119,13 +118,13 @@ def assemble(
         num_workers=config.num_loader_workers,
         pin_memory=config.pin_memory,
         length=config.dataset_length,
-        splits_change=policy.follows_noise,
+        splits_change=policy.changes_batch,
     )
     per_epoch = source.base_steps_per_epoch(plan.base_batch_size)
     total_steps = config.resolve_total_steps(per_epoch)
-    controller = controller_of(
-        policy,
+    controller = policy.controller(
         backend.world_size,
+        total_steps=total_steps,
         window=config.averaging_window * total_steps,
         largest=math.inf if per_epoch is None else per_epoch * plan.base_batch_size,
     )
@@ -166,7 +165,7 @@ def assemble(
         device=device,
         fully_sharded=wrapped.sharding == "fsdp2",
     )
-    adaptive = None if controller is None else AdaptiveBatch(controller, wrapped.optimizer, device)
+    adaptive = None if controller is None else AdaptiveBatch(controller, wrapped.optimizer, source, device)
     evaluation = Evaluation(
         evaluate, module, every=config.evaluate_every or total_steps / 10, early_stop=config.early_stop
     )
@@ -279,17 +278,18 @@ def _listeners(
         scale=plan.scale,
         rule=config.rule,
         averaging_window=config.averaging_window,
-        following=(policy, plan.world_size) if policy.follows_noise else None,
+        following=(policy, plan.world_size) if policy.changes_batch else None,
     )
     tracker = EtaTracker(remaining)
     line = ProgressLine(config.show_progress, total_steps, tracker)
     listeners: list[Listener] = []
-    if not policy.follows_noise:
+    if not policy.changes_batch:
         listeners.append(NoiseWarning(window, remaining, train_state.base_schedule.highest_at))
-    if policy.batch_may_change:
+    if policy.changes_batch or policy.elastic:
         before = state.metrics.get(USEFUL_WORKERS) if same_workers else None
         listeners.append(UsefulWorkers(policy, window, tau, before))
-        if recipe is not None and state.stopped is None:
+        # The later batches of a schedule are not those of the plan.
+        if recipe is not None and state.stopped is None and (policy.follows_noise or not policy.changes_batch):
             log_useful_workers(policy, config.rule, recipe, plan, total_steps)
     listeners.append(tracker)
     if trace is not None:

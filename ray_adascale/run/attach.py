@@ -76,11 +76,12 @@ def attach(
             "AdaScaleConfig(global_batch_size=..., elastic=...) need ray_adascale.Run, which makes the batches by them. Give the "
             "loop's per_worker_batch_size and accumulation."
         )
-    if config.target_efficiency is not None:
+    if config.batch_policy.changes_batch:
+        chosen = {"target_efficiency": config.target_efficiency, "batch_schedule": config.batch_schedule}
         raise SettingError(
             "Invalid {}: it changes the batch as the run goes on, and here the loop that owns the data loader decides the batch. "
             "Leave it out, or use ray_adascale.Run.",
-            target_efficiency=config.target_efficiency,
+            **{name: value for name, value in chosen.items() if value is not None},
         )
     plan = config.batch_policy.plan(workers)
     per_epoch = None if config.dataset_length is None else config.dataset_length / plan.base_batch_size

@@ -249,6 +249,7 @@ def base_config(
         global_batch_size=None,
         accumulation=1,
         target_efficiency=None,
+        batch_schedule=None,
         max_global_batch_size=None,
         max_accumulation=None,
         throughput=None,

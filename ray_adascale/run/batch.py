@@ -1,4 +1,4 @@
-"""The stage that changes the batch of a run as the noise changes. :mod:`ray_adascale.adaptive_batch` decides; the stage acts."""
+"""The stage that changes the batch of a run. A controller of the batch policy decides; the stage acts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..adaptive_batch import BatchSizeController
+from ..batch_policy import BatchController, Position
+from ..data.source import BatchSource
 from ..optim.adascale import AdaScale
 from .step import BoundaryFlags, RunAtBoundary, Stage
 
@@ -17,25 +18,29 @@ __all__ = ["AdaptiveBatch"]
 
 
 class AdaptiveBatch(Stage):
-    """Chooses the batch of the next step from the gradient noise.
+    """Sets the batch of the next step.
 
     Args:
         controller: Decides, from the optimizer's averages.
         optimizer: The optimizer of the run.
+        source: The data of the run.
         device: The device of this worker.
     """
 
-    def __init__(self, controller: BatchSizeController, optimizer: AdaScale, device: torch.device) -> None:
+    def __init__(
+        self, controller: BatchController, optimizer: AdaScale, source: BatchSource, device: torch.device
+    ) -> None:
         self.controller = controller
         self._optimizer = optimizer
+        self._source = source
         self._device = device
 
     def due_by(self, effective_steps: float) -> bool:
-        return self.controller.due_by(effective_steps)
+        return self.controller.due_by(self._at(effective_steps))
 
     def act(self, run: RunAtBoundary, flags: BoundaryFlags) -> str | None:
         plan = self.controller.after_step(
-            run.effective_steps,
+            self._at(run.effective_steps),
             self._optimizer.average_moments,
             time.monotonic() - run.boundary_at,
             self._from_rank_0,
@@ -48,9 +53,12 @@ class AdaptiveBatch(Stage):
         return {"following": self.controller.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load this stage's part of a checkpoint's state, after the optimizer has loaded its own."""
-        optimizer = self._optimizer
-        self.controller.resume(state.get("following", {}), optimizer.effective_steps, optimizer.average_moments())
+        """Load this stage's part of a checkpoint's state, after optimizer and data have loaded theirs."""
+        at, moments = self._at(self._optimizer.effective_steps), self._optimizer.average_moments()
+        self.controller.resume(state.get("following", {}), at, moments)
+
+    def _at(self, effective_steps: float) -> Position:
+        return Position(effective_steps, self._source.position)
 
     def _from_rank_0(self, numbers: tuple[float, ...]) -> tuple[float, ...]:
         if self.controller.plan.world_size == 1:

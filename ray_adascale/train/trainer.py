@@ -220,8 +220,7 @@ class AdaScaleTrainer(TorchTrainer):
         workers = scaling_config.num_workers
         if isinstance(workers, tuple):
             config = replace(config, elastic=True)
-            if config.batch_policy.follows_noise:
-                config.batch_policy.plan(workers[1])  # refuses bounds that leave no batch for this number
+            config.batch_policy.plan(workers[1])  # refuses bounds that leave no batch for this number
             workers = workers[0]
         if workers < 1:
             raise SettingError(

@@ -199,7 +199,7 @@ def test_forecast_against_actual(make: Callable[..., Page], tmp_path: Path) -> N
     ]
 
 
-def test_a_run_that_chose_its_scale(make: Callable[..., Page], tmp_path: Path) -> None:
+def test_a_run_that_changed_its_batch(make: Callable[..., Page], tmp_path: Path) -> None:
     # Nothing but noise: r = S. So 20 steps of T = 100 are those of a fixed S = 5, of 40 examples each; where the gain is the same
     # at every S there is nothing to save, and this run goes beyond T.
     scales = [2.0, 3.0, *[5.5] * 18]
@@ -212,9 +212,9 @@ def test_a_run_that_chose_its_scale(make: Callable[..., Page], tmp_path: Path) -
     half = write_rows(tmp_path / "half" / "trace.jsonl", rows[:9])
     made = recipe([(0, 1, 0)])
     page = make(done, half, recipe=made)
-    assert page.headings[:3] == ["Runs", "Forecast and actual", "Scales that followed the noise"]
+    assert page.headings[:3] == ["Runs", "Forecast and actual", "Runs that changed their batch"]
     assert page.tables[0][1][1:5] == ["2", "2 … 5.5, mean 5.2", "20", "832"]
-    assert page.tables[1][1][1:] == ["2 … 5.5, mean 5.2", "", "", "20", "chose its scale: see below"]
+    assert page.tables[1][1][1:] == ["2 … 5.5, mean 5.2", "", "", "20", "changed its batch: see below"]
     (found,) = page.tables[2][1:]  # the other has not ended
     assert found[:4] == ["done", "20", "832", "1.04×"]
     scale, how = found[4].split()

@@ -73,7 +73,7 @@ def test_a_search_is_read_as_its_best_trial(tmp_path: Path) -> None:
     np.testing.assert_array_equal(run.column("effective_steps"), [1, 2, 3, 4])
     np.testing.assert_array_equal(run.column("error"), [math.nan, 1.0, math.nan, 0.25])
     np.testing.assert_array_equal(run.column("lr")[[0, 2]], [0.1, 0.05])  # of the steps taken from τ = 0 and τ = 2
-    assert (run.events, run.chose_its_scale) == ([], False)
+    assert (run.events, run.changed_its_batch) == ([], False)
     (tmp_path / "best" / "result.json").write_text("no JSON")
     with pytest.raises(ValueError, match="does not hold the results of a trial"):
         load_run(tmp_path)
@@ -123,9 +123,9 @@ def test_events_are_restarts_and_changes_of_size() -> None:
 
 def test_a_change_of_scale_with_a_change_of_workers_is_no_choice_of_the_run() -> None:
     rows = [row(1, attempt=0, world_size=2, scale=2.0), row(2, attempt=0, world_size=4, scale=4.0)]
-    assert not RunTrace("x", rows).chose_its_scale
+    assert not RunTrace("x", rows).changed_its_batch
     rows = [row(1, attempt=0, world_size=2, scale=2.0), row(2, attempt=0, world_size=2, scale=4.0)]
-    assert RunTrace("x", rows).chose_its_scale
+    assert RunTrace("x", rows).changed_its_batch
 
 
 def test_a_scale_that_the_run_chose_is_no_event() -> None:
@@ -133,7 +133,7 @@ def test_a_scale_that_the_run_chose_is_no_event() -> None:
     smaller = {"world_size": 1, "attempt": 1}
     rows = [row(1), row(2, scale=5.0), row(3, scale=8.0, **smaller), row(4, scale=9.0, **smaller)]
     run = RunTrace("x", rows)
-    assert run.chose_its_scale
+    assert run.changed_its_batch
     assert run.events == [(4.0, "resized from 2 workers (S = 5) to 1 worker (S = 8)")]
-    assert not RunTrace("x", [rows[0], rows[2]]).chose_its_scale
-    assert not RunTrace("x", [row(1)]).chose_its_scale
+    assert not RunTrace("x", [rows[0], rows[2]]).changed_its_batch
+    assert not RunTrace("x", [row(1)]).changed_its_batch

@@ -28,6 +28,7 @@ from ray_adascale import AdaScaleConfig, Recipe, Throughput, _files, checkpoint
 from ray_adascale._errors import SettingError
 from ray_adascale._version import __version__
 from ray_adascale.analysis import throughput
+from ray_adascale.batch_schedule import GivenBatches
 from ray_adascale.cli import main, run_folder
 from ray_adascale.cli.arguments import error_text
 from ray_adascale.cli.checking import file_and_function
@@ -137,6 +138,43 @@ def test_an_efficiency_that_there_is_not_is_told_in_flags(
     for said in (["--target-efficiency=1.5"], ["--target-efficiency=fast"], ["-c", "target_efficiency=0"]):
         assert main.main([*arguments, *said]) == 2
         assert "Invalid --target-efficiency" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("said", [["--batch-schedule", "0:8,20%:16"], ["-c", "batch_schedule=0:8,20%:16"]])
+def test_train_may_be_told_a_schedule_of_batches(called: dict[str, Any], said: list[str]) -> None:
+    arguments = ["train", WORKLOAD, "--base-batch-size=8", "--total-steps=20", "--name=mine"]
+    assert main.main([*arguments, *said]) == 0
+    assert called["config"].batch_policy.schedule == GivenBatches("share", (0, 0.2), (8, 16))
+
+
+def test_a_schedule_of_batches_that_cannot_be_is_told_in_flags(
+    called: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train", WORKLOAD, "--base-batch-size=8", "--total-steps=20", "--name=mine"]
+    assert main.main([*arguments, "--batch-schedule", "20%:8"]) == 2
+    assert "Invalid --batch-schedule 20%:8: the first batch begins at 20%" in capsys.readouterr().err
+    assert main.main([*arguments, "--batch-schedule=seesaw", "--target-efficiency=0.5"]) == 2
+    assert "Invalid --target-efficiency 0.5 --batch-schedule seesaw. Give one" in capsys.readouterr().err
+
+
+def test_forecast_replays_a_schedule_of_batches(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    halving = dataclasses.replace(
+        Recipe.load(RECIPE), lr_curve=[[0.1] * 50 + [0.05] * 50], scheduler_unit="step", settings=None
+    )
+    assert halving.total_steps == 100
+    halving.save(tmp_path / "recipe.json")
+    rows = []
+    for said in ("0:32,50%:64", "seesaw"):
+        assert (
+            main.main(["forecast", str(tmp_path / "recipe.json"), "--workers=2", "--json", f"--batch-schedule={said}"])
+            == 0
+        )
+        rows += json.loads(capsys.readouterr().out)["rows"]
+    given, seesaw = rows
+    assert given == seesaw
+    assert (given["last_scale"], given["accumulation"]) == (2, 1)
+    assert 75 <= given["steps"] < 100
+    assert 1 < given["scale"] < 2
 
 
 def test_forecast_replays_a_run_that_chooses_its_scale(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ray_adascale.batch_policy import BatchPolicy
+from ray_adascale.batch_policy import BatchLimits, FixedBatch
 from ray_adascale.run.advice import NoiseWarning, UnreadHyperparameters, UsefulWorkers, log_useful_workers
 from ray_adascale.run.metrics import USEFUL_WORKERS
 from ray_adascale.workload import ConfigAccessLog
@@ -82,7 +82,7 @@ def test_a_forecast_that_is_efficient_as_a_whole_silences_the_warning(whole: int
     assert warned_at(NoiseWarning(2.0, remaining), lambda _: SMALL, total_steps=100) == at
 
 
-ELASTIC = BatchPolicy(base_batch_size=8, elastic=True)
+ELASTIC = FixedBatch(limits=BatchLimits(base_batch_size=8), elastic=True)
 TWO, ONE, UNKNOWN = {"sigma2": 3.0, "mu2": 1.0}, {"sigma2": 0.0, "mu2": 1.0}, {"sigma2": math.nan, "mu2": math.nan}
 """Moments with which two workers, or one worker, are useful at this base batch."""
 

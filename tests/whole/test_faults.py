@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import errno
+import itertools
 import logging
 import math
 import os
@@ -290,6 +291,12 @@ FOLLOWING: dict[str, Any] = {"target_efficiency": 0.6, "max_global_batch_size": 
 def test_a_run_that_follows_the_noise_is_killed_a_few_times(tmp_path: Path) -> None:
     kill_and_compare(tmp_path, 2, 2, seed=4, points=("backward", "bytes", "optimizer"), total_steps=300, **FOLLOWING)
     assert len({row["scale"] for row in rows_of(tmp_path / "quiet")}) > 3
+
+
+def test_a_run_with_a_schedule_of_batches_is_killed(tmp_path: Path) -> None:
+    schedule = {"batch_schedule": "0:8,30%:16,60%:40", "min_examples_per_worker": 2}
+    kill_and_compare(tmp_path, 2, 1, seed=4, points=("backward", "optimizer"), total_steps=200, **schedule)
+    assert [scale for scale, _ in itertools.groupby(row["scale"] for row in rows_of(tmp_path / "quiet"))] == [2, 4, 10]
 
 
 @pytest.mark.slow

@@ -1,0 +1,430 @@
+"""A given schedule of batches and Seesaw's: how they are read, their plans, and runs in one process and on gloo workers."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from ray_adascale import AdaScaleConfig, LinearRule, LocalBackend, Run, Seesaw
+from ray_adascale.adaptive_batch import useful_workers
+from ray_adascale.batch_policy import BatchPlan, Position
+from ray_adascale.batch_schedule import GivenBatches, read_schedule
+from ray_adascale.replay import Forecaster, Law, noise_curves, replay
+from ray_adascale.run.eta import forecast_remaining_steps
+from ray_adascale.run.trace import read_trace
+
+from .changing_batch import Numbered, Step, assert_exactly_once, drive, make_run, network, stopped_at
+from .samples_of import recipe
+
+# ---- what is read ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "unit", "starts"),
+    [
+        ([(0, 32), (0.2, 128), (0.6, 512)], "share", (0, 0.2, 0.6)),
+        ([(0.0, 32), ("20%", 128), ("60 %", 512)], "share", (0, 0.2, 0.6)),
+        ("0:32,20%:128,60%:512", "share", (0, 0.2, 0.6)),
+        (" 0:32, 0.2:128, .6:512", "share", (0, 0.2, 0.6)),
+        ([[0, 32], [200, 128], ["600", 512]], "steps", (0, 200, 600)),
+        ("0:32,200:128,600:512", "steps", (0, 200, 600)),
+        ("0%:32,1:128,2:512", "steps", (0, 1, 2)),
+        ([(0, 32), ("5000 examples", 128), ("9000examples", 512)], "examples", (0, 5000, 9000)),
+    ],
+)
+def test_starts_are_shares_or_effective_steps_or_examples(given: Any, unit: Any, starts: tuple[float, ...]) -> None:
+    found = read_schedule(given)
+    assert found == GivenBatches(unit, starts, (32, 128, 512))
+    assert read_schedule(str(found)) == found == read_schedule(found)
+    assert AdaScaleConfig(base_batch_size=32, batch_schedule=given).batch_policy.plan(1).global_batch_size == 32
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ([], "no pairs"),
+        ("", "no pairs|no start"),
+        (32, "no pairs"),
+        ([32, 128], "no pairs"),
+        ([(0, 32, 1)], "no pairs"),
+        ("32", "'' is no start"),
+        ([(0, 32), (1.0, 64)], r"1\.0 is no start"),
+        ([(0, 32), (-1, 64)], "-1 is no start"),
+        ([(0, 32), (True, 64)], "True is no start"),
+        ([(0, 32), (math.nan, 64)], "nan is no start"),
+        ([(0, 32), ("100%", 64)], "'100%' is no start"),
+        ("0:32,2 epochs:64", "'2 epochs' is no start"),
+        ("0:32,0.5examples:64", "is no start"),
+        ([(0, 32.0)], r"32\.0 is no batch"),
+        ([(0, True)], "True is no batch"),
+        ("0:0", "0 is no batch"),
+        ("0:many", "'many' is no batch"),
+        ("20%:32", "the first batch begins at 20%"),
+        ("0:32,20%:64,300:128", "several units"),
+        ("0:32,20%:64,20%:128", "do not ascend"),
+        ("0:32,0:64", "do not ascend"),
+        ("0:32,60%:64,20%:128", "do not ascend"),
+    ],
+)
+def test_other_schedules_are_refused_with_the_forms_there_are(given: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=why) as refused:
+        AdaScaleConfig(base_batch_size=8, batch_schedule=given)
+    assert f"batch_schedule={given!r}" in str(refused.value)
+    assert "Must be pairs of start and batch" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"target_efficiency": 0.5}, "target_efficiency=0.5, batch_schedule='0:8'.*not both"),
+        ({"global_batch_size": 8}, "batch_schedule='0:8', global_batch_size=8.*not both"),
+        ({"throughput": object()}, "is for target_efficiency='goodput'"),
+        ({"base_batch_size": 9}, "batch of 8 is smaller than base_batch_size=9"),
+        ({"max_global_batch_size": 7}, r"bounds of AdaScaleConfig\(batch_schedule='0:8'\) leave no batch on 1 workers"),
+        ({"per_worker_batch_size": 2, "max_accumulation": 3}, "leave no batch on 1 workers"),
+    ],
+)
+def test_settings_that_contradict_a_schedule_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AdaScaleConfig(**({"base_batch_size": 8, "batch_schedule": "0:8"} | settings)).batch_policy.plan(1)
+
+
+# ---- the plans -------------------------------------------------------------------------------------------------------
+
+
+def phases(schedule: Any, workers: int, **settings: Any) -> list[tuple[int, int]]:
+    """(B, passes) of each batch of a schedule."""
+    policy: Any = AdaScaleConfig(**({"base_batch_size": 8, "batch_schedule": schedule} | settings)).batch_policy
+    batches = policy.schedule.batches(8, policy.limits.largest_choice(4.0, math.inf))
+    return [(plan.global_batch_size, plan.accumulation) for plan in policy.plans(workers, batches)]
+
+
+def test_each_batch_is_made_in_as_few_passes_as_possible() -> None:
+    # Passes of at most 8 examples. A worker alone makes two of them at least, also at the base batch, to measure the noise.
+    given = "0:8,10:33,20:16,30:64"
+    assert phases(given, 1) == [(8, 2), (33, 5), (16, 2), (64, 8)]
+    assert phases(given, 2) == [(8, 1), (33, 3), (16, 1), (64, 4)]
+    assert phases(given, 3, accumulation=2) == [(8, 2), (33, 2), (16, 2), (64, 3)]
+    assert phases(given, 1, per_worker_batch_size=64) == [(8, 2), (33, 2), (16, 2), (64, 2)]
+    # Nothing is to be measured where the base batch stays.
+    assert phases("0:8,10:8", 1) == [(8, 1), (8, 1)]
+    # Three examples of each of 4 workers: 12. In two passes, as 33 need: 24.
+    assert phases(given, 4, min_examples_per_worker=3) == [(12, 1), (33, 2), (16, 1), (64, 2)]
+    assert phases("0:8,10:9", 1, min_examples_per_worker=7) == [(14, 2), (14, 2)]
+
+
+def test_bounds_cut_the_batches_above_them() -> None:
+    given = "0:8,10:33,20:64"
+    assert phases(given, 2, max_global_batch_size=40) == [(8, 1), (33, 3), (40, 3)]
+    assert phases(given, 2, max_accumulation=2) == [(8, 1), (32, 2), (32, 2)]
+    assert phases(given, 4, max_accumulation=2) == [(8, 1), (33, 2), (64, 2)]
+    # 35 in passes of 16 on two workers are two passes of 17, fewer than the 22 that two full-enough passes need: one of 32.
+    few = {"per_worker_batch_size": 16, "min_examples_per_worker": 11, "max_global_batch_size": 40}
+    assert phases("0:22,10:64", 2, **few) == [(22, 1), (32, 1)]
+
+
+def test_a_batch_begins_at_the_first_boundary_that_has_reached_its_start() -> None:
+    def batches(schedule: str, *positions: tuple[float, float]) -> list[int]:
+        policy = AdaScaleConfig(base_batch_size=8, batch_schedule=schedule).batch_policy
+        it = policy.controller(2, total_steps=10, window=1.0)
+        assert it is not None
+        seen = [it.plan.global_batch_size]
+        for position in positions:
+            at, before = Position(*position), it.plan
+            due = it.due_by(at)
+            assert it.after_step(at, lambda: (math.nan, math.nan)) == it.plan
+            assert due or it.plan == before
+            seen.append(it.plan.global_batch_size)
+            again = policy.controller(2, total_steps=10, window=1.0)
+            assert again is not None
+            again.resume(json.loads(json.dumps(it.state())), at, (1.0, 1.0))
+            assert again.plan == it.plan
+            assert not again.due_by(at)
+        return seen
+
+    # 0.7·10 is 7.000000000000001 in floats: τ = 7 is 70 % of 10 all the same.
+    assert batches("0:8,70%:16", (6.9, 0), (7.0, 0), (9.0, 0)) == [8, 8, 16, 16]
+    assert batches("0:8,3:32,5:16", (2.99, 0), (3.0, 0), (4.9, 0), (5.5, 0), (9.0, 0)) == [8, 8, 32, 32, 16, 16]
+    assert batches("0:8,3:32,5:8", (6.0, 0)) == [8, 8]  # one step went over the batch of 32
+    assert batches("0:8,100examples:16", (9.0, 99), (9.0, 100), (9.5, 116)) == [8, 8, 16, 16]
+
+
+def test_a_step_that_may_end_in_the_second_of_two_equal_batches_is_read() -> None:
+    """τ may be at most 6 by then, but it may be 4 as well, where the batch is 32."""
+    it = AdaScaleConfig(base_batch_size=8, batch_schedule="0:8,3:32,5:8").batch_policy.controller(
+        2, total_steps=10, window=1.0
+    )
+    assert it is not None
+    assert it.due_by(Position(6.0, 0))
+    assert it.after_step(Position(4.0, 0), lambda: (1.0, 1.0)).global_batch_size == 32
+
+
+def test_useful_workers_are_those_that_the_present_batch_has_passes_for() -> None:
+    # 64 examples in passes of 8: r is the same on 1, 2, 4 and 8 workers, in 8, 4, 2 and 1 passes; a ninth adds nothing.
+    policy = AdaScaleConfig(base_batch_size=8, batch_schedule="0:8,10:64").batch_policy
+    assert useful_workers(policy, 3.0, 1.0, batch=64, most=32) == 8
+    assert useful_workers(policy, 3.0, 1.0, batch=8, most=32) == 2  # one worker makes two passes of 8 examples
+
+
+# ---- Seesaw ----------------------------------------------------------------------------------------------------------
+
+
+def of_curve(curve: list[float], unit: Any = "step", **changes: Any) -> Any:
+    return recipe([(0, 3, 1)], len(curve), lr_curve=[curve], scheduler_unit=unit, **changes)
+
+
+def test_the_batch_doubles_where_the_curve_falls_by_another_factor_of_two() -> None:
+    # Warm-up to 0.8 at τ = 2; 0.4 at 4, 0.2 at 7. 0.39 and 0.3 are no further halving.
+    curve = [0.2, 0.4, 0.8, 0.7, 0.4, 0.39, 0.3, 0.2, 0.15, 0.11]
+    assert Seesaw.of(of_curve(curve)) == Seesaw((4, 7))
+    # A fall by ten is three halvings at once, and one by a hundred six; an LR that rises again takes nothing back.
+    assert Seesaw.of(of_curve([1.0, 1.0, 0.1, 0.1, 0.5, 0.01])) == Seesaw((2, 2, 2, 5, 5, 5))
+    assert Seesaw.of(of_curve([1.0, 0.5, 0.0, 0.0])) == Seesaw((1,))  # an LR of 0 moves nothing at any batch
+    by_epoch = recipe([(0, 3, 1)], 30, lr_curve=[[1.0, 0.6, 0.5]], scheduler_unit="epoch", base_steps_per_epoch=12.5)
+    assert Seesaw.of(by_epoch) == Seesaw((25.0,))
+    with pytest.raises(ValueError, match=r"batch_schedule='seesaw'.*never falls to half"):
+        Seesaw.of(of_curve([1.0, 0.9, 0.51]))
+
+
+def test_rounding_does_not_put_off_a_halving() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5 ** (1 / 3))
+    curve = []
+    for _ in range(12):
+        curve.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert Seesaw.of(of_curve(curve)) == Seesaw((3, 6, 9))
+
+
+def test_seesaw_takes_its_halvings_from_the_recipe_of_the_run() -> None:
+    found = of_curve([0.8, 0.8, 0.4, 0.4, 0.1, 0.1])
+    for given in ("seesaw", Seesaw()):
+        config = AdaScaleConfig(batch_schedule=given)
+        with pytest.raises(ValueError, match=r"batch_schedule='seesaw'.* needs a recipe"):
+            AdaScaleConfig(base_batch_size=8, batch_schedule=given).batch_policy.plan(1)
+        resolved = config.with_recipe(found)
+        assert resolved.batch_schedule == Seesaw((2, 4, 4))
+        assert resolved.with_recipe(found) == resolved
+    assert AdaScaleConfig(batch_schedule=Seesaw((3,))).with_recipe(found).batch_schedule == Seesaw((3,))
+    assert AdaScaleConfig(batch_schedule="0:8").with_recipe(found).batch_policy.plan(2) == BatchPlan(8, 8, 2, 1)
+    # Two equal halvings are one change of the batch.
+    assert Seesaw((2, 4, 4)).batches(8) == GivenBatches("steps", (0, 2, 4), (8, 16, 64))
+    for wrong in ((), (0,), (3, 2), (-1, 2), (math.nan,), (1, math.nan)):
+        with pytest.raises(ValueError, match="Must be positive effective steps, ascending"):
+            Seesaw(wrong)
+
+
+def test_seesaw_doubles_up_to_the_bounds_of_a_batch_that_is_chosen() -> None:
+    many = Seesaw(tuple(range(1, 20)))
+    assert phases(many, 2)[-1] == (64, 4)  # S = 8, as in any short run
+    assert phases(many, 2, max_global_batch_size=200)[-1] == (200, 13)
+    assert [size for size, _ in phases(many, 2, max_global_batch_size=40)][:4] == [8, 16, 32, 40]
+    it: Any = AdaScaleConfig(base_batch_size=8, batch_schedule=many).batch_policy.controller(
+        2, total_steps=1000, window=50.0, largest=130
+    )
+    assert (
+        it.after_step(Position(900.0, 0), lambda: (1.0, 1.0)).global_batch_size == 128
+    )  # no more than the dataset has
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+GIVEN = "0:4,20%:15,60%:8"
+
+
+@pytest.mark.parametrize("fused", [None, True])
+@pytest.mark.parametrize("loaders", [0, 2])
+def test_a_run_takes_each_batch_from_its_start_on_and_every_example_once(
+    tmp_path: Path, fused: bool | None, loaders: int
+) -> None:
+    run = make_run(network(), str(tmp_path), fused=fused, num_loader_workers=loaders, batch_schedule=GIVEN)
+    steps = drive(run)
+    assert_exactly_once([steps])
+    rows = read_trace(tmp_path / "trace.jsonl")
+    taus = [0.0, *(row["effective_steps"] for row in rows)]
+    # T = 200: 15 examples from τ = 40 on, in two passes of at most 8, and 8 from τ = 120 on.
+    for tau, (scale, passes, *_) in zip(taus, steps, strict=False):
+        assert (scale, passes) == ((1, 2) if tau < 40 else (15 / 4, 2) if tau < 120 else (2, 2))
+    assert {scale for scale, *_ in steps} == {1, 15 / 4, 2}
+    # The gain is measured at each step's own scale, and the run ends by τ = Σ r.
+    for row in rows:
+        expected = (row["sigma2"] + row["mu2"]) / (row["sigma2"] / row["scale"] + row["mu2"])
+        assert row["gain"] == pytest.approx(expected)
+    assert sum(row["gain"] for row in rows) == pytest.approx(run.effective_steps)
+    assert 200 <= run.effective_steps < 202
+
+
+@pytest.mark.parametrize("fused", [None, True])
+def test_starts_in_examples_count_what_the_run_has_taken(fused: bool | None) -> None:
+    run = make_run(network(), fused=fused, batch_schedule="0:4,100 examples:16,330examples:8")
+    steps = drive(run)
+    assert_exactly_once([steps])
+    begin = 0
+    for scale, _, after, _ in steps:
+        assert scale == (1 if begin < 100 else 4 if begin < 330 else 2)
+        begin = after
+
+
+def test_a_schedule_of_the_base_batch_is_the_base_run_bit_for_bit() -> None:
+    outcomes = []
+    for settings in ({"batch_schedule": "0:4,50%:4"}, {"per_worker_batch_size": 4}):
+        outcomes.append(stopped_at(None, (), **settings))
+    assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("sqrt", 2**0.5), (LinearRule(warmup=0), 2)])
+def test_under_the_rules_of_seesaw_the_lr_falls_by_the_square_root_or_stays(rule: Any, factor: float) -> None:
+    """The published rule: the LR falls by √2 at a doubling for Adam, and stays for SGD, and every example counts."""
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    rates: list[float] = []
+    optimizer.register_step_pre_hook(lambda stepping, *_: rates.append(stepping.param_groups[0]["lr"]))
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [8, 16], 0.5)
+    config = AdaScaleConfig(
+        base_batch_size=4, total_steps=24, scheduler_unit="step", batch_schedule=Seesaw((8, 16)), rule=rule
+    )
+    run = Run(net, optimizer, schedule, Numbered(), config, backend=LocalBackend(device="cpu"))
+    steps = drive(run)
+    assert [scale for scale, *_ in steps] == [1] * 8 + [2] * 4 + [4] * 2
+    assert steps[-1][2] == 24 * 4  # as many examples as the base run
+    assert rates == pytest.approx([0.1] * 8 + [0.05 * factor] * 4 + [0.025 * factor**2] * 2)
+
+
+def test_a_run_of_a_recipe_doubles_its_batch_where_the_recipes_lr_halves() -> None:
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [8, 16], 0.5)
+    curve = [0.1] * 8 + [0.05] * 8 + [0.025] * 8
+    found = recipe([(0, 3, 1)], 24, base_batch_size=4, lr_curve=[curve], scheduler_unit="step")
+    config = AdaScaleConfig(batch_schedule="seesaw")
+    run = Run(net, optimizer, schedule, Numbered(), config, recipe=found, backend=LocalBackend(device="cpu"))
+    seen: dict[float, float] = {}
+    while run.stopped is None:
+        seen.setdefault(run.scale, run.effective_steps)
+        drive(run, 1)
+    assert list(seen) == [1, 2, 4]
+    # A step of scale 2 moves τ by 2 at most.
+    assert seen[2] == 8
+    assert 16 <= seen[4] < 18
+
+
+def change_steps(steps: list[Step]) -> list[int]:
+    """The numbers of the optimizer steps after which the batch is another one."""
+    return [i for i in range(1, len(steps)) if steps[i][0] != steps[i - 1][0]]
+
+
+@pytest.mark.parametrize("schedule", [GIVEN, "0:4,160examples:15,500examples:8"])
+def test_stops_at_a_change_and_within_a_batch_leave_the_run_as_it_was_bit_for_bit(
+    tmp_path: Path, schedule: str
+) -> None:
+    whole = stopped_at(None, (), batch_schedule=schedule)
+    first, second = change_steps(whole[1])
+    stops = (first - 1, first, first + 1, (first + second) // 2, second - 1, second, second + 1, len(whole[1]) - 1)
+    assert stopped_at(str(tmp_path), stops, batch_schedule=schedule) == whole
+
+
+def _on_two(folder: str | None, stops: tuple[int, ...], settings: dict[str, Any]) -> Any:
+    return stopped_at(folder, stops, **settings)
+
+
+@pytest.mark.parametrize("sharding", ["none", "zero2"])
+def test_two_workers_change_their_batch_together(pool: Any, tmp_path: Path, sharding: str) -> None:
+    settings = {"sharding": sharding, "total_steps": 80, "batch_schedule": "0:4,20%:15,60%:37"}
+    whole = pool(2).run(_on_two, None, (), settings)
+    (weights, steps, tau), (weights_1, _, tau_1) = whole
+    assert (weights, tau) == (weights_1, tau_1)
+    assert_exactly_once([steps for _, steps, _ in whole])
+    # 37 examples on two workers in passes of 8 are three passes each.
+    assert list(dict.fromkeys(step[:2] for step in steps)) == [(1, 1), (15 / 4, 1), (37 / 4, 3)]
+    first, second = change_steps(steps)
+    assert pool(2).run(_on_two, str(tmp_path), (first, second - 1), settings) == whole
+
+
+def test_other_workers_go_on_with_the_same_schedule(pool: Any, tmp_path: Path) -> None:
+    """Two workers begin, one goes on in the first batch and past a change, and two end the run."""
+    settings: dict[str, Any] = {"batch_schedule": "0:8,25%:24,70%:12", "total_steps": 120}
+    folder, every = str(tmp_path), {"checkpoint_every_s": 1e-9, "async_checkpoint": False}
+    two = pool(2).run(_part, folder, 0.2 * 120, settings | every)
+    one = _part(folder, 0.5 * 120, settings | every)
+    both = pool(2).run(_part, folder, 120.0, settings | every)
+    begin = 0
+    for part in (two, [one], both):
+        assert_exactly_once([steps for _, steps, _ in part], begin=begin)
+        begin = part[0][1][-1][2]
+    assert [part[0] for part in (two[0], one, both[0])] == [0.0, two[0][2], one[2]]  # τ goes on where it was
+    assert [list(dict.fromkeys(step[:2] for step in part[1])) for part in (two[0], one, both[0])] == [
+        [(2, 1)],
+        [(2, 2), (6, 3)],
+        [(6, 2), (3, 1)],
+    ]
+
+
+def _part(folder: str, until: float, settings: dict[str, Any]) -> tuple[float, list[Step], float]:
+    torch.manual_seed(3)
+    run = make_run(network(), folder, **settings)
+    begin = run.effective_steps
+    steps: list[Step] = []
+    while run.effective_steps < until:
+        steps += drive(run, 1)
+    return begin, steps, run.effective_steps
+
+
+def test_a_run_may_resume_with_a_schedule_and_without_one(tmp_path: Path) -> None:
+    every = {"checkpoint_every_s": 1e-9, "async_checkpoint": False}
+    drive(make_run(network(), str(tmp_path), target_efficiency=0.5, max_global_batch_size=32, **every), 20)
+    given = make_run(network(), str(tmp_path), batch_schedule="0:12,50%:16", **every)
+    assert given.scale == 3
+    drive(given, 60)
+    assert given.effective_steps > 100
+    assert given.scale == 4
+    follows = make_run(network(), str(tmp_path), target_efficiency=0.5, max_global_batch_size=32)
+    assert follows.effective_steps == given.effective_steps
+    assert {scale for scale, *_ in drive(follows)} <= {plan.scale for plan in follows.parts.stages[0].controller.plans}
+
+
+# ---- forecast, time left, data, loops of others ----------------------------------------------------------------------
+
+
+def test_a_schedule_is_forecast_as_it_runs() -> None:
+    # Nothing but noise, so r = S: 10 steps at 8 examples, 10 at 16 up to τ = 30, and then (100 − 30)/8 at 64.
+    noise = recipe([(0, 1, 0)])
+    config = AdaScaleConfig(base_batch_size=8, batch_schedule="0:8,10%:16,30%:64")
+    found = Forecaster(noise).following(config.batch_policy, 2).expected
+    assert [plan.global_batch_size for plan in found.plans] == [8] * 10 + [16] * 10 + [64] * 9
+    assert found.tau[20:22] == (30, 38)
+    by_hand = replay(
+        noise_curves(noise)[0],
+        scale=1,
+        count=1,
+        total_steps=100,
+        law=Law(),
+        base_batch_size=8,
+        controller=config.batch_policy.controller(2, total_steps=100, window=5.0),
+    )
+    assert by_hand == found
+    # The same changes by examples: 80 in the first 10 steps, 160 in the next 10.
+    counted = AdaScaleConfig(base_batch_size=8, batch_schedule="0:8,80examples:16,240examples:64").batch_policy
+    assert Forecaster(noise).following(counted, 2).expected == found
+    left = forecast_remaining_steps(
+        noise, [], scale=1, rule="adascale", averaging_window=0.05, following=(config.batch_policy, 2)
+    )
+    assert left is not None
+    assert [left.at(tau) for tau in (0, 10, 30, 100)] == pytest.approx([28.75, 18.75, 8.75, 0])
+
+
+class OnlyBatches(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([])
+
+
+@pytest.mark.parametrize("data", [DataLoader(Numbered(), batch_size=4), iter([1]), OnlyBatches()])
+def test_data_whose_batches_cannot_change_is_refused(data: Any) -> None:
+    with pytest.raises(ValueError, match=r"can't change while the run goes on.*batch_schedule out.*map-style"):
+        make_run(network(), data=data, batch_schedule=GIVEN)
