@@ -1,4 +1,4 @@
-"""A batch that follows the noise against fixed batches: steps, examples and metric, on four workloads.
+"""A batch that follows the noise or a given schedule against fixed batches: steps, examples, metric, on four workloads.
 
     python benchmarks/studies/autobatch.py --page                             all of it: about an hour of one thread
     python benchmarks/studies/autobatch.py --workloads mnist1d --seeds 2      a part; kept runs are not repeated
@@ -8,6 +8,8 @@
 The workloads are those of ``transfer.py``, each with the schedule that was tuned there at S = 1, and one like MNIST-1D.
 Each runs at fixed scales, with ``target_efficiency`` E, and with "goodput" at a price P: a step is assumed to cost as much as P
 base batches beside its own examples. Such a run minimizes examples + P·B0·steps, step by step, at S = √(P·ν).
+A given schedule of batches is written in base batches, G=0:1,20%:4,60%:16. "G=seesaw" doubles the batch where the schedule of
+the learning rate has halved it.
 
 The frontier of the fixed scales shows how many examples a fixed batch needs for the same number of steps, and which metric it
 reaches. Both are interpolated over the logarithm of the steps, for each seed. A run is one single-threaded process; gradient
@@ -34,14 +36,17 @@ import torch
 import torch.nn.functional as F
 from study import CASES, Case, KeptRuns, announce, check_scales, prepare_process, read_runs, schedule
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import TensorDataset
 
-from ray_adascale import AdaScaleConfig, Run, Throughput, Workload, seed_everything
+from ray_adascale import AdaScaleConfig, Run, Seesaw, Throughput, Workload, seed_everything
 
 sys.path.append(str(Path(__file__).parents[1]))
 from bench import ROOT, command_line, markdown, page_parser_options
 
 PAGE = ROOT / "runs" / "adaptive-batch.md"  # its tables are copied into docs/results/adaptive-batch.md
+
+KEPT = "benchmarks/studies/kept/autobatch.jsonl"
 
 SCHEDULES = {
     "vision": (0.05, "warmup"),
@@ -140,7 +145,7 @@ WORKLOADS: dict[str, Case] = {
 
 @dataclass(frozen=True)
 class Job:
-    """One run. ``choice`` is "S=4", "E=0.6" or "P=8"."""
+    """One run. ``choice`` is "S=4", "E=0.6", "P=8", "G=0:1,50%:4" or "G=seesaw"."""
 
     workload: str
     choice: str
@@ -167,10 +172,13 @@ def config_of(job: Job) -> AdaScaleConfig:
     kind, _, value = job.choice.partition("=")
     if kind == "S":
         return case.config(int(value), 8, job.total_steps, seed=job.seed, evaluate_every=math.inf)
-    chosen: dict[str, Any] = {"target_efficiency": float(value)}
+    if kind == "G":
+        chosen: dict[str, Any] = {"batch_schedule": given_batches(job, value)}
+    else:
+        chosen = {"target_efficiency": "goodput" if kind == "P" else float(value)}
     if kind == "P":  # beside its own examples, a step costs as much as this number of base batches
         price = Throughput(example_s=1 / case.base_batch_size, step_s=float(value))
-        chosen = {"target_efficiency": "goodput", "throughput": price}
+        chosen["throughput"] = price
     return AdaScaleConfig(
         base_batch_size=case.base_batch_size,
         total_steps=job.total_steps,
@@ -182,14 +190,45 @@ def config_of(job: Job) -> AdaScaleConfig:
     )
 
 
+def given_batches(job: Job, value: str) -> list[tuple[str, int]] | Seesaw:
+    """Return the schedule of a run: in examples, where ``value`` has base batches; or the doublings of Seesaw."""
+    if value == "seesaw":
+        scheduler = build(job).scheduler
+        assert isinstance(scheduler, LRScheduler)
+        rates = []
+        for _ in range(job.total_steps):
+            rates.append(float(scheduler.get_last_lr()[0]))
+            scheduler.optimizer.step()
+            scheduler.step()
+        return Seesaw(tuple(halvings(rates)))
+    pairs = [pair.split(":") for pair in value.split(",")]
+    return [(start, int(size) * WORKLOADS[job.workload].base_batch_size) for start, size in pairs]
+
+
+def halvings(rates: Sequence[float]) -> list[float]:
+    """Return the steps at which a learning rate first is 1/2, 1/4, ... of its peak, as ``Seesaw.of`` does for a recipe."""
+    found: list[float] = []
+    peak = max(rates)
+    for step in range(rates.index(peak), len(rates)):
+        while 0 < rates[step] <= peak / 2 ** (len(found) + 1) * (1 + 1e-9):
+            found.append(step)
+    return found
+
+
+def build(job: Job) -> Workload:
+    """Return the workload of a run."""
+    lr, shape = SCHEDULES[job.workload]
+    config = {"lr": lr, "schedule": shape, "total_steps": job.total_steps, "split": "test"}
+    return WORKLOADS[job.workload].workload(config)
+
+
 def train(job: Job) -> Result:
     """Run a job in this process."""
     began = time.process_time()
-    case = WORKLOADS[job.workload]
-    lr, shape = SCHEDULES[job.workload]
+    config = config_of(job)
     seed_everything(job.seed)
-    built = case.workload({"lr": lr, "schedule": shape, "total_steps": job.total_steps, "split": "test"})
-    run = Run.of(built, config_of(job))
+    built = build(job)
+    run = Run.of(built, config)
     seen: list[tuple[float, float]] = []
     for batch in run:
         scale = run.scale
@@ -302,7 +341,7 @@ def against(
 
 
 def table(results: dict[Job, Result], workload: str, total_steps: int, choices: Sequence[str]) -> str:
-    """Return a table with a row for every choice; for each E it has the comparison with the fixed frontier."""
+    """Return a table with a row for every choice; a choice that changes its batch is compared with the fixed frontier."""
     case = WORKLOADS[workload]
     scales = [int(c[2:]) for c in choices if c.startswith("S=")]
     rows = []
@@ -349,6 +388,7 @@ def plot(results: dict[Job, Result], plan: dict[str, int], choices: Sequence[str
             ("S", "0.5", "fixed S"),
             ("E", "C0", "efficiency E"),
             ("P", "C1", "goodput, price P"),
+            ("G", "C2", "given"),
         ):
             points = []
             for choice in choices:
@@ -383,16 +423,19 @@ def plot(results: dict[Job, Result], plan: dict[str, int], choices: Sequence[str
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = study.parser(
-        __doc__, seeds=5, runs="runs/autobatch.jsonl", smoke="one seed, S = 1 and 4, E = 0.6, P = 8, 60 base steps"
+        __doc__, seeds=5, runs=KEPT, smoke="one seed, S = 1 and 4, E = 0.6, P = 8, a schedule, 60 base steps"
     )
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--efficiencies", type=float, nargs="+", default=[0.8, 0.6, 0.4])
     parser.add_argument(
         "--prices",
         type=float,
-        nargs="+",
+        nargs="*",
         default=[4, 16, 64],
         help="of a step, in base batches; see the script's docstring",
+    )
+    parser.add_argument(
+        "--schedules", nargs="*", default=["0:1,20%:4,60%:16", "seesaw"], help="of batches, in base batches"
     )
     scales = [1, 2, 4, 8, 16, 32, 64]
     parser.add_argument("--scales", type=int, nargs="+", default=scales, help="1 to 8 or multiples of 8")
@@ -402,7 +445,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--seeds must be at least 1")
     check_scales(parser, args.scales)
     if args.smoke:
-        args.seeds, args.scales, args.efficiencies, args.prices = 1, [1, 4], [0.6], [8]
+        args.seeds, args.scales, args.efficiencies, args.prices, args.schedules = 1, [1, 4], [0.6], [8], ["0:1,50%:4"]
     return args
 
 
@@ -415,6 +458,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         *(f"S={s}" for s in sorted(args.scales)),
         *(f"E={e:g}" for e in sorted(args.efficiencies, reverse=True)),
         *(f"P={p:g}" for p in sorted(args.prices)),
+        *(f"G={given}" for given in args.schedules),
     ]
     jobs = [
         Job(workload, choice, seed, total)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -215,7 +216,7 @@ def autobatch() -> Any:
 
 
 def test_the_adaptive_batch_runs_and_kept_runs_are_not_repeated(tmp_path: Path) -> None:
-    path, page = tmp_path / "runs.jsonl", tmp_path / "page.md"
+    path, page, given = tmp_path / "runs.jsonl", tmp_path / "page.md", "G=0:1,50%:4"
     command = [sys.executable, str(STUDIES / "autobatch.py"), "--smoke", "--workloads", "mnist1d", "tabular"]
     command += ["--json", str(path), "--page", str(page)]
     env = {**os.environ, "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1"}
@@ -223,9 +224,12 @@ def test_the_adaptive_batch_runs_and_kept_runs_are_not_repeated(tmp_path: Path) 
     assert run.returncode == 0, run.stderr
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(row["job"]["workload"], row["job"]["choice"]) for row in rows] == [
-        (workload, choice) for workload in ("mnist1d", "tabular") for choice in ("S=1", "S=4", "E=0.6", "P=8")
+        (workload, choice) for workload in ("mnist1d", "tabular") for choice in ("S=1", "S=4", "E=0.6", "P=8", given)
     ]
-    base, four, chosen = (row["result"] for row in rows[:3])
+    base, four, chosen, _, scheduled = (row["result"] for row in rows[:5])
+    assert [scale for scale, _ in itertools.groupby(scheduled["scale"])] == [1, 4]
+    changed_at = scheduled["tau"][scheduled["scale"].index(4) - 1]
+    assert 30 <= changed_at < 31  # half of T, at the first boundary that has reached it: S = 1 until there
     assert (base["steps"], base["examples"]) == (60, 60 * 32)
     assert four["examples"] == four["steps"] * 4 * 32
     assert set(four["scale"]) == {4}
@@ -236,6 +240,16 @@ def test_the_adaptive_batch_runs_and_kept_runs_are_not_repeated(tmp_path: Path) 
     again = subprocess.run(command, capture_output=True, text=True, timeout=110, env=env)
     assert again.returncode == 0, again.stderr
     assert path.read_text() == text
+
+
+def test_seesaws_doublings_lie_where_the_learning_rate_has_halved(autobatch: Any) -> None:
+    assert autobatch.halvings([0.2, 1.0, 0.6, 0.5, 0.3, 0.1, 0.0]) == [3, 5, 5]
+    assert autobatch.halvings([1.0, 0.51]) == []
+    # A cosine over 100 steps: (1 + cos πt)/2 is one half at t = 1/2 and a quarter at t = 2/3.
+    job = autobatch.Job("mnist1d", "G=seesaw", 1, 100)
+    assert autobatch.given_batches(job, "seesaw").halvings[:2] == (50, 67)
+    base = autobatch.WORKLOADS["mnist1d"].base_batch_size
+    assert autobatch.given_batches(job, "0:1,20%:4") == [("0", base), ("20%", 4 * base)]
 
 
 def test_efficiencies_are_compared_at_as_many_steps_seed_by_seed(autobatch: Any) -> None:
