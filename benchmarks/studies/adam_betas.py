@@ -57,7 +57,7 @@ BETAS = Comparison(
     optimizer="adamw",
     cases={
         **ADAMW.cases,
-        "smiles": replace(AT_SIZE["smiles"], lrs=(0.0005, 0.001, 0.002, 0.004, 0.008)),
+        "smiles": replace(AT_SIZE["smiles"], total_steps=500, lrs=(0.0005, 0.001, 0.002, 0.004, 0.008)),
     },
     methods={
         "AdaScale": Method(lambda steps: "adascale", about="(r, r)"),
