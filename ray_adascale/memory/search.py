@@ -82,20 +82,28 @@ def growth(trials: Sequence[Trial], noise: float) -> float:
 def predicted(trials: Sequence[Trial], most: float, noise: float) -> float:
     """Return the examples of the largest batch whose peak is predicted to stay below ``most`` bytes; not rounded.
 
+    It is 0 if the first trial was too large already.
+
     Args:
         trials: The trials so far, smallest size first; at least one.
         most: Bytes.
         noise: As for :func:`growth`.
     """
     last = trials[-1]
-    return last.size + (most - last.peak) / max(growth(trials, noise), 1.0)
+    if most >= last.peak:
+        return last.size + (most - last.peak) / max(growth(trials, noise), 1.0)
+    # Below a trial that was too large, the growth must not be taken for larger than it is.
+    for a, b in itertools.pairwise(trials):
+        if a.peak <= most < b.peak:
+            return a.size + (most - a.peak) / (b.peak - a.peak) * (b.size - a.size)
+    return 0.0
 
 
 def wanted(trials: Sequence[Trial], ceiling: Ceiling, noise: float) -> int:
     """Return the examples of the batch to use, by the trials so far: below the largest predicted one by the margin.
 
     Returns:
-        The examples; 0 if not even one fits.
+        The examples; 0 if not even the first size fits.
     """
     largest = predicted(trials, ceiling.run, noise)
     return 0 if largest < 1 else max(math.floor((1 - MARGIN) * largest), 1)
@@ -126,7 +134,7 @@ class Decision:
 def decide(
     trials: Sequence[Trial], ceiling: Ceiling, noise: float, *, largest: int, failed: int | None = None
 ) -> Decision:
-    """Return the size to try next, or the answer. An answer of 0 says that not even one example fits.
+    """Return the size to try next, or the answer. An answer of 0 says that not even the first size fits.
 
     Args:
         trials: The trials so far, smallest size first; at least one.

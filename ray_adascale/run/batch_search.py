@@ -330,7 +330,7 @@ class _Search:
         while True:
             tried += 1
             limit, _ = self._room()
-            outcome = self._trial.run(size, self._bounds.passes(size), limit.room)
+            outcome = self._try(size, limit)
             if self._agreement.least(outcome is not None):
                 assert outcome is not None
                 done.append(self._with_prefetched(outcome))
@@ -345,13 +345,16 @@ class _Search:
             noise, largest = self._meter.noise, self._bounds.largest
             mine = decide(done, ceiling, noise, largest=largest, failed=failed)
             decision = Decision.of(int(self._agreement.least(mine.as_number())))
+            if decision == Decision(0, final=True) and size > 1:
+                done, size = [], 1
+                continue
             if decision.final or tried == _MOST_TRIALS:
                 break
             size = decision.size
         answer = decision.size if decision.final else done[-1].size
         peak = done[-1].peak + (answer - done[-1].size) * growth(done, noise) - self._trial.copied
         if answer < 1:
-            needs = f"a step of one example needs about {(peak + growth(done, noise)) / (1 << 20):,.0f} MiB"
+            needs = f"a step of one example needs {(done[-1].peak - self._trial.copied) / (1 << 20):,.0f} MiB"
             _refuse(limit, needs, self._agreement, self._backend.rank, fits=mine.size > 0)
         facts = self._agreement.gather((mine.as_number(), self._backend.rank, str(limit), round(peak)))
         _, rank, name, needed = min(facts)
@@ -368,6 +371,20 @@ class _Search:
             peak=needed,
             trials=tried,
         )
+
+    def _try(self, size: int, limit: MemoryLimit) -> Trial | None:
+        """Return the trial of a size; None if memory ran out.
+
+        Raises:
+            SettingError: The size is 1, since the first size did not fit, and the model can't work with one example.
+        """
+        try:
+            return self._trial.run(size, self._bounds.passes(size), limit.room)
+        except Exception as error:
+            if size > 1 or self._bounds.largest == 1:
+                raise
+            why = f"{_FIRST} examples a pass do not fit, while one is too few: {type(error).__name__}: {error}"
+        _refuse(limit, why, self._agreement, self._backend.rank)
 
     def _room(self) -> tuple[MemoryLimit, Ceiling]:
         """Return the tightest limit of this worker, and the memory that it leaves, while no worker is in a trial."""

@@ -190,19 +190,30 @@ class BatchTrial:
         if self._in_collectives and not self._alone(size, shape):
             return None
         self._wrapped.optimizer.set_batch(scale=shape.scale, passes=shape.passes)
+        trial = self._measured(size, shape, room)
+        if trial is None or self._stepped:
+            return trial
+        # The first steps have made the optimizer's state, which is at rest from now on.
+        self._stepped = True
+        again = self._measured(size, shape, room - (self._meter.now() - trial.rest))
+        return None if again is None else replace(again, peak=max(trial.peak, again.peak))
+
+    def _measured(self, size: int, shape: _Shape, room: int) -> Trial | None:
+        """Take steps and measure them. Return None if memory ran out, after all of it is free again."""
         self._meter.release()
         rest = self._meter.now()
         self._meter.reset()
-        forward = 0
+        trial: Trial | None = None
         try:
             with self._meter.guard(room):
                 forward = self._step(size, shape)
+                tries = _RETRIES
+                while not self._stepped and self._wrapped.optimizer.last_step.skipped and tries > 0:
+                    tries -= 1
+                    self._step(size, shape)
                 for _ in range(_STEPS - 1):
                     self._step(size, shape)
-                tries = 0
-                while not self._stepped and self._wrapped.optimizer.last_step.skipped and tries < _RETRIES:
-                    tries += 1
-                    self._step(size, shape)
+            trial = Trial(size, rest, forward, self._meter.peak())
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -211,12 +222,8 @@ class BatchTrial:
                     f"Worker {dist.get_rank()} ran out of memory at {size} examples a pass, in the search for "
                     "per_worker_batch_size='auto', while the other workers waited for it. Give a number, smaller than that."
                 ) from error
-            peak = None
-        else:
-            peak = self._meter.peak()
         self._clear()
-        self._stepped = True
-        return None if peak is None else Trial(size, rest, forward, peak)
+        return trial
 
     @property
     def _in_collectives(self) -> bool:
