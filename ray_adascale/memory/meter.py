@@ -17,6 +17,10 @@ from .limits import MemoryLimit, cuda_limits, host_limits
 
 __all__ = ["CudaMeter", "HostMeter", "Meter", "is_out_of_memory", "meter_for"]
 
+_M_MMAP_THRESHOLD = -3  # of malloc.h
+_OWN_MAPPING = 1 << 20
+"""Bytes from which on an allocation has a mapping of its own, which goes back to the system when it is freed."""
+
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "could not create a memory object", "std::bad_alloc")
 """Parts of the messages of errors, beside torch's class for them, that say that memory ran out."""
 
@@ -29,6 +33,10 @@ class Meter(Protocol):
     """
 
     noise: int
+
+    def settle(self) -> None:
+        """Make the same work take the same memory, from now on and for the rest of the process."""
+        ...
 
     def limits(self) -> list[MemoryLimit]:
         """Return the limits, as they are now."""
@@ -70,6 +78,12 @@ class HostMeter:
 
     def __init__(self, usable: float = 1.0) -> None:
         self._usable = usable
+
+    def settle(self) -> None:
+        # glibc raises its threshold for memory of its own mapping to the largest tensor that was freed, up to 32 MiB. Tensors
+        # below it share a heap with gaps that are never given back: the peak of one and the same step then varied by half.
+        with contextlib.suppress(OSError, AttributeError):  # glibc alone has it
+            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _OWN_MAPPING)
 
     def limits(self) -> list[MemoryLimit]:
         return host_limits(usable=self._usable)
@@ -114,6 +128,9 @@ class CudaMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+
+    def settle(self) -> None:
+        pass
 
     def limits(self) -> list[MemoryLimit]:
         return cuda_limits(self._device)

@@ -137,6 +137,7 @@ def find_batch(
     assert meter is not None
     assert loss_fn is not None
     agreement = _Agreement(backend)
+    meter.settle()
     meter.release()
     owners = agreement.gather([limit.owner for limit in meter.limits()])
     mine = shared_limits(meter.limits(), owners)
@@ -326,27 +327,28 @@ class _Search:
         """
         done: list[Trial] = []
         failed: int | None = None
-        size, tried = min(_FIRST, self._bounds.largest), 0
+        size, tried, fits = min(_FIRST, self._bounds.largest), 0, True
         while True:
             tried += 1
             limit, _ = self._room()
-            outcome = self._try(size, limit)
+            outcome = self._try(size, limit, fits)
             if self._agreement.least(outcome is not None):
                 assert outcome is not None
                 done.append(self._with_prefetched(outcome))
             elif done:
                 failed = size
             elif size > 1:
-                size = 1
+                size, fits = 1, outcome is not None
                 continue
             else:
-                _refuse(limit, "a step of one example ran out of memory", self._agreement, self._backend.rank)
+                why = "a step of one example ran out of memory"
+                _refuse(limit, why, self._agreement, self._backend.rank, fits=outcome is not None)
             limit, ceiling = self._room()
             noise, largest = self._meter.noise, self._bounds.largest
             mine = decide(done, ceiling, noise, largest=largest, failed=failed)
             decision = Decision.of(int(self._agreement.least(mine.as_number())))
             if decision == Decision(0, final=True) and size > 1:
-                done, size = [], 1
+                done, size, fits = [], 1, mine.size > 0
                 continue
             if decision.final or tried == _MOST_TRIALS:
                 break
@@ -372,19 +374,29 @@ class _Search:
             trials=tried,
         )
 
-    def _try(self, size: int, limit: MemoryLimit) -> Trial | None:
+    def _try(self, size: int, limit: MemoryLimit, fits: bool) -> Trial | None:
         """Return the trial of a size; None if memory ran out.
+
+        Args:
+            size: Examples of a pass.
+            limit: The tightest limit of this worker.
+            fits: Whether the first size fitted on this worker.
 
         Raises:
             SettingError: The size is 1, since the first size did not fit, and the model can't work with one example.
         """
+        failure: Exception | None = None
+        trial = None
         try:
-            return self._trial.run(size, self._bounds.passes(size), limit.room)
+            trial = self._trial.run(size, self._bounds.passes(size), limit.room)
         except Exception as error:
             if size > 1 or self._bounds.largest == 1:
                 raise
-            why = f"{_FIRST} examples a pass do not fit, while one is too few: {type(error).__name__}: {error}"
-        _refuse(limit, why, self._agreement, self._backend.rank)
+            failure = error
+        if failure is not None:
+            why = f"{_FIRST} examples a pass do not fit, while one is too few: {type(failure).__name__}: {failure}"
+            _refuse(limit, why, self._agreement, self._backend.rank, fits=fits)
+        return trial
 
     def _room(self) -> tuple[MemoryLimit, Ceiling]:
         """Return the tightest limit of this worker, and the memory that it leaves, while no worker is in a trial."""
