@@ -391,3 +391,26 @@ def test_all_workers_refuse_where_nothing_fits_on_one(pool: Pool) -> None:
     for messages in pool(2).run(_refused):
         for message in messages:
             assert "nothing fits in the memory of worker 1. It has 5 MiB left" in message
+
+
+def _one_runs_out(limit: int) -> tuple[int | str | None, int]:
+    rank = dist.get_rank()
+    ledger = Ledger(10**6, owner=f"machine {rank}")
+
+    def loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+        ledger.hold(len(batch[0]))
+        value = F.cross_entropy(model(batch[0]), batch[1])
+        if rank == 1 and len(batch[0]) > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return value
+
+    run = started(ledger, loss_fn=loss, sharding="zero2", device=f"cuda:{rank}")
+    return run.config.per_worker_batch_size, max(ledger.seen)
+
+
+def test_a_worker_that_runs_out_of_memory_alone_leaves_no_other_waiting(simulated_pool: Pool) -> None:
+    found = simulated_pool(2).run(_one_runs_out, 100)
+    assert found[0] == found[1]
+    size, tried = found[0]
+    assert isinstance(size, int)
+    assert 0.9 * 100 <= size <= 100 < tried
