@@ -182,7 +182,11 @@ def train(name: str, size: int | str) -> None:
         return model.loss(called(batch[0]), batch[1])
 
     config = AdaScaleConfig(
-        base_batch_size=1, total_steps=10**9, per_worker_batch_size=size, show_progress=False, **model.settings
+        base_batch_size=1,
+        total_steps=10**9,
+        per_worker_batch_size="auto" if size == "auto" else int(size),
+        show_progress=False,
+        **model.settings,
     )
     began = time.monotonic()
     dataset = Repeated(*model.data())
@@ -235,8 +239,12 @@ def cage(limit: int) -> Iterator[Callable[[], None] | None]:
             folder.rmdir()
         yield None
         return
+
+    def enter() -> None:
+        (folder / "cgroup.procs").write_text(str(os.getpid()))
+
     try:
-        yield lambda: (folder / "cgroup.procs").write_text(str(os.getpid())) and None
+        yield enter
     finally:
         for _ in range(50):
             try:
