@@ -62,8 +62,8 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "run",
             "what happens at a step boundary of one worker's loop",
-            "loop assemble build passes step batch evaluation notices checkpointing reporting train_state "
-            "schedule tau_schedule backend metrics advice "
+            "loop assemble build passes step batch batch_search batch_trial evaluation notices checkpointing reporting "
+            "train_state schedule tau_schedule backend metrics advice "
             "eta pulse progress trace attach base_noise base_run failure",
         ),
         Package("compat", "FairScale's and AdaptDL's interfaces", "adaptdl fairscale"),
@@ -113,6 +113,7 @@ TORCH_LAYERS: list[list[Package]] = [
             "norms observers ddp fsdp2 probe layers per_example noise_meter",
         )
     ],
+    [Package("memory", "how much memory a worker has, and the largest batch that fits", "limits meter search")],
     [Package("", "how noisy a gradient is: the mathematics, as pure functions", "gain")],
     [
         Package(

@@ -69,6 +69,11 @@ def fit_step_time(times: Mapping[BatchPlan, float]) -> Throughput:
     return Throughput(example_s=example_s, pass_s=pass_s, step_s=step_s)
 
 
+def _fewest_passes(world_size: int) -> int:
+    """Return the fewest passes of a step with at least two gradient samples."""
+    return 2 if world_size == 1 else 1
+
+
 def _seconds(model: Throughput, plan: BatchPlan) -> float:
     return model.step_seconds(plan.world_size, plan.accumulation, plan.largest_pass)
 
@@ -118,13 +123,18 @@ class NoiseBatch(BatchPolicy):
         Raises:
             SettingError: The bounds leave no batch.
         """
-        fewest = 2 if world_size == 1 else 1
+        fewest = _fewest_passes(world_size)
         return self.limits.grid(self.limits.smallest(world_size, fewest, **self.setting), largest)
 
     def controller(
         self, world_size: int, *, total_steps: float, window: float, largest: float = math.inf
     ) -> BatchSizeController:
         return BatchSizeController(self, world_size, window=window, largest=largest)
+
+    def largest_pass(self, world_size: int, *, window: float, largest: int) -> int:
+        return self.limits.largest_pass(
+            self.limits.largest_choice(window, largest), world_size, _fewest_passes(world_size)
+        )
 
     def wanted(self, plans: Sequence[BatchPlan], now: BatchPlan, sigma2: float, mu2: float) -> float:
         """Return the examples of the next steps: the present batch, unless there is enough reason for another one.

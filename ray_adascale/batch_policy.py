@@ -141,6 +141,17 @@ class BatchLimits:
             return largest
         return min(largest, max(window, _ROOM) * self.base_batch_size)
 
+    def largest_pass(self, batch: float, world_size: int, fewest: int = 1) -> int:
+        """Return the examples of a pass on one worker, if this batch or the largest one within the bounds has the fewest passes.
+
+        Args:
+            batch: Examples.
+            world_size: Workers.
+            fewest: Fewest passes, beside the field.
+        """
+        bound = math.inf if self.max_global_batch_size is None else self.max_global_batch_size
+        return math.ceil(max(min(batch, bound), self.base_batch_size) / (world_size * max(self.accumulation, fewest)))
+
     def plan(self, batch: int, world_size: int, fewest: int = 1) -> BatchPlan:
         """Return the plan of this batch in as few passes as possible; of a larger batch where a pass would be too small.
 
@@ -314,6 +325,16 @@ class BatchPolicy(Protocol):
         """
         return None
 
+    def largest_pass(self, world_size: int, *, window: float, largest: int) -> int:
+        """Return the examples of the largest pass on one worker that the policy has a use for, with unlimited memory.
+
+        Args:
+            world_size: Workers.
+            window: Effective steps that the averages of σ² and μ² reach back over.
+            largest: Examples of the largest sensible batch: those of an epoch.
+        """
+        ...
+
     def timed_by(self, throughput: Throughput | None) -> BatchPolicy:
         """Return this policy with a model of a step's seconds, if it needs one."""
         return self
@@ -369,6 +390,12 @@ class FixedBatch(BatchPolicy):
                 base_batch_size=base,
             )
         return BatchPlan(base, batch, world_size, accumulation)
+
+    def largest_pass(self, world_size: int, *, window: float, largest: int) -> int:
+        parts = world_size * self.limits.accumulation
+        if self.global_batch_size is not None:
+            return math.ceil(self.global_batch_size / parts)
+        return max(largest // parts, math.ceil(self.limits.base_batch_size / parts))
 
     def speed(self, world_size: int, sigma2: float, mu2: float, batch: int) -> float:
         plan = replace(self, elastic=True).plan(world_size)

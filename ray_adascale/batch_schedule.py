@@ -290,6 +290,10 @@ class ScheduledBatch(BatchPolicy):
         batches = self.schedule.batches(base, self.limits.largest_choice(window, largest))
         return ScheduleController(batches, self.plans(world_size, batches), total_steps)
 
+    def largest_pass(self, world_size: int, *, window: float, largest: int) -> int:
+        batches = self.schedule.batches(self.limits.base_batch_size, self.limits.largest_choice(window, largest))
+        return self.limits.largest_pass(max(batches.sizes), world_size, self._fewest(world_size, batches))
+
     def speed(self, world_size: int, sigma2: float, mu2: float, batch: int) -> float:
         fewest = self._fewest(world_size, self.schedule.batches(self.limits.base_batch_size))
         plan = self.limits.bounded_plan(batch, world_size, fewest)

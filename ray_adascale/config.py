@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from ._errors import SettingError
 from ._warn import warn_at_user
@@ -20,7 +20,10 @@ from .throughput import Throughput
 if TYPE_CHECKING:
     from .recipe import Recipe
 
-__all__ = ["AdaScaleConfig", "EarlyStop"]
+__all__ = ["AUTO", "AdaScaleConfig", "EarlyStop"]
+
+AUTO: Final = "auto"
+"""The value of ``per_worker_batch_size`` for the largest one that fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +76,9 @@ class AdaScaleConfig:
         total_epochs: Length of the base run in passes over the dataset, instead of ``total_steps``.
         scheduler_unit: What one ``scheduler.step()`` meant in the base run, "step" or "epoch". Required with a
             scheduler, because a wrong guess is silently wrong.
-        per_worker_batch_size: Examples per backward pass on one worker. Default: the base batch size.
+        per_worker_batch_size: Examples per backward pass on one worker. Default: the base batch size. "auto": the most that fit
+            in the memory of every worker, found before the run by steps of growing size. The log names the number, and a resume
+            keeps it. Needs a map-style dataset, and in a loop of your own ``loss_fn`` (docs/guides/memory.md).
         accumulation: Backward passes per optimizer step.
         global_batch_size: B, the same on any number of workers. The number of passes depends on the workers then:
             ``accumulation`` is the fewest passes, and ``per_worker_batch_size`` the most examples of one. B need not divide
@@ -148,7 +153,7 @@ class AdaScaleConfig:
     total_steps: int | None = None
     total_epochs: float | None = None
     scheduler_unit: Literal["step", "epoch"] | None = None
-    per_worker_batch_size: int | None = None
+    per_worker_batch_size: int | Literal["auto"] | None = None
     accumulation: int = 1
     global_batch_size: int | None = None
     min_examples_per_worker: int = 1
@@ -221,7 +226,9 @@ class AdaScaleConfig:
                 raise SettingError(f"Invalid {{}}. Must be one of {allowed}.", **{name: getattr(self, name)})
         rule = make_rule(self.rule)
         # The policy checks its own fields. B0 may still come from a recipe, and any number serves for the check.
-        policy = self._policy_of(1 if self.base_batch_size is None else self.base_batch_size)
+        policy = self._policy_of(
+            1 if self.base_batch_size is None else self.base_batch_size, per_worker_batch_size=self._number
+        )
         if policy.follows_noise and not follows_gain(rule):
             raise SettingError(
                 "Invalid {}: the clock of that rule advances by the scale, not by the measured gain, so a larger batch would "
@@ -239,11 +246,27 @@ class AdaScaleConfig:
         """
         if self.base_batch_size is None:
             raise SettingError("{} is needed: the batch size the schedule was tuned at.", base_batch_size=...)
-        return self._policy_of(self.base_batch_size)
+        if self.per_worker_batch_size == AUTO:
+            raise SettingError(
+                "Invalid {} here: the number is found on the workers, when a run starts. Give a number, such as the one that "
+                "the log of a run names.",
+                per_worker_batch_size=AUTO,
+            )
+        return self._policy_of(self.base_batch_size, per_worker_batch_size=self.per_worker_batch_size)
 
-    def _policy_of(self, base_batch_size: int) -> BatchPolicy:
+    @property
+    def before_search(self) -> AdaScaleConfig:
+        """These settings for checks before the search of ``per_worker_batch_size="auto"``: with the base batch size instead."""
+        return replace(self, per_worker_batch_size=self._number)
+
+    @property
+    def _number(self) -> int | None:
+        return None if self.per_worker_batch_size == AUTO else self.per_worker_batch_size
+
+    def _policy_of(self, base_batch_size: int, per_worker_batch_size: int | None) -> BatchPolicy:
         shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(BatchLimits)}
-        limits = BatchLimits(**shared | {"base_batch_size": base_batch_size})
+        shared |= {"base_batch_size": base_batch_size, "per_worker_batch_size": per_worker_batch_size}
+        limits = BatchLimits(**shared)
         self._check_one_decides()
         if self.batch_schedule is not None:
             return ScheduledBatch(limits=limits, schedule=read_schedule(self.batch_schedule), elastic=self.elastic)

@@ -13,12 +13,13 @@ import numpy as np
 
 from .._files import SEARCH, TRACE
 from ..recipe import Recipe
+from ..run.batch_search import FOUND_BATCH
 from ..run.metrics import METRICS, USEFUL_WORKERS
 from ..run.trace import read_trace
 
 __all__ = ["COUNTERS", "RunTrace", "is_number", "load_run", "trace_path", "workers_in_words"]
 
-COUNTERS = ("step", "attempt", "position", "total_steps", "steps_left", USEFUL_WORKERS)
+COUNTERS = ("step", "attempt", "position", "total_steps", "steps_left", USEFUL_WORKERS, FOUND_BATCH)
 """The keys of a row, beside ``METRICS``, that the run writes itself. They give its position and measure nothing."""
 
 

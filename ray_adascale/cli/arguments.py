@@ -289,7 +289,11 @@ def _add_training(parser: argparse._ActionsContainer) -> None:
 
 def _add_batch(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
-        "--per-worker-batch-size", type=int, metavar="M", help="examples of one pass on one worker (default: B0)"
+        "--per-worker-batch-size",
+        type=_size_or_auto,
+        metavar="M",
+        help="examples of one pass on one worker, or auto: the most that fit in the memory of every worker, found when the run "
+        "starts (default: B0)",
     )
     parser.add_argument(
         "--accumulation", type=int, metavar="N", help="passes before each optimizer step, on each worker (default: 1)"
@@ -313,6 +317,16 @@ def _add_batch(parser: argparse._ActionsContainer) -> None:
         help="how the learning rate follows the batch: adascale, adascale_betas (Adam and AdamW: betas follow too), adamscale, "
         "linear, sqrt, unscaled (default: adascale)",
     )
+
+
+def _size_or_auto(text: str) -> int | str:
+    """Return a number, or "auto"."""
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid value: {text!r}. Must be a whole number, or auto") from None
 
 
 def _efficiency(text: str) -> float | str:

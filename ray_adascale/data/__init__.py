@@ -19,7 +19,7 @@ from .iterables import IterableSource, RayDataBatches, even_size, fixed_batches,
 from .order import BatchSplit, ExampleOrder
 from .source import BatchSource, MapSource, loader_generator
 
-__all__ = ["make_source", "to_device"]
+__all__ = ["is_map_style", "make_source", "to_device"]
 
 
 def make_source(
@@ -56,9 +56,8 @@ def make_source(
         ValueError: An argument is out of range, or this kind of dataset does not support it.
     """
     ray_data = hasattr(dataset, "iter_torch_batches")
-    loader = isinstance(dataset, DataLoader)
     bare_iterable = isinstance(dataset, IterableDataset)
-    if not (ray_data or loader or bare_iterable) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+    if is_map_style(dataset):
         if length is not None and length != len(dataset):
             raise ValueError(f"Invalid {length=}: the dataset has {len(dataset)} examples. Leave length out.")
         return MapSource(dataset, split, order, collate_fn=collate_fn, num_workers=num_workers, pin_memory=pin_memory)
@@ -98,6 +97,12 @@ def make_source(
     # Data that is batched here has no smaller batches, so the size is known for any collate_fn.
     known_size = (lambda _: batch_size) if ray_data or bare_iterable else None
     return IterableSource(batches, split, length=length, examples_of=known_size)
+
+
+def is_map_style(dataset: Any) -> bool:
+    """Return whether a dataset has examples by index, so that batches of any size can be made of it here."""
+    iterates = hasattr(dataset, "iter_torch_batches") or isinstance(dataset, DataLoader | IterableDataset)
+    return not iterates and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

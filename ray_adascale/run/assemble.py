@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from .. import checkpoint
 from .._files import TRACE
 from .._warn import warn_at_user
 from ..batch_policy import BatchPlan
-from ..config import AdaScaleConfig
+from ..config import AUTO, AdaScaleConfig
 from ..data import make_source
 from ..data.order import ExampleOrder
 from ..data.source import BatchSource
@@ -25,6 +26,7 @@ from ..recipe import Recipe
 from .advice import NoiseWarning, UsefulWorkers, log_useful_workers
 from .backend import Backend
 from .batch import AdaptiveBatch
+from .batch_search import FoundBatch, FoundBatchRow, find_batch, read_found
 from .build import check_built, check_recipe, check_rule, check_schedule, set_batch, wrap
 from .checkpointing import Checkpointing
 from .eta import EtaTracker, forecast_remaining_steps
@@ -97,6 +99,7 @@ def assemble(
     recipe: Recipe | None,
     extra_state: Mapping[str, Any] | None,
     backend: Backend,
+    loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
 ) -> Parts:
     """Build the parts of a run and load the newest checkpoint into them. Collective. The arguments are those of ``Run``.
 
@@ -107,6 +110,21 @@ def assemble(
     rank, device = backend.rank, backend.device
     check_built(model, optimizer, config)
     _check_early_stop(config, evaluate)
+    found: list[FoundBatch] = []
+    if config.per_worker_batch_size == AUTO:
+        with backend.latest_checkpoint() as folder:
+            known = [] if folder is None else read_found(checkpoint.load_state(folder))
+        found = find_batch(
+            model,
+            optimizer,
+            dataset,
+            config,
+            collate_fn=collate_fn,
+            loss_fn=loss_fn,
+            backend=backend,
+            known=known,
+        )
+        config = replace(config, per_worker_batch_size=found[-1].per_worker_batch_size)
 
     policy = config.batch_policy
     plan = policy.plan(backend.world_size)
@@ -185,6 +203,7 @@ def assemble(
         rank=rank,
         device=device,
         extra={} if extra_state is None else extra_state,
+        found_batches=found,
     )
     store = backend.trace_store() if rank == 0 else None
     trace = None if store is None else TraceFile.scratch(keep=config.trace_rows, store=store)
@@ -210,6 +229,8 @@ def assemble(
                 folder,
                 same_workers=workers_before == plan.world_size,
             )
+            if found:
+                listeners.insert(0, FoundBatchRow(found[-1]))
     # Built last, because their intervals begin now.
     checkpointing = Checkpointing(
         backend,

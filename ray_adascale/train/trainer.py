@@ -18,7 +18,7 @@ import ray.train
 import ray.train.torch
 from ray.train.torch import TorchTrainer
 from ray.util.annotations import PublicAPI
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -77,6 +77,7 @@ def prepare(
     recipe: Recipe | None = None,
     extra_state: Mapping[str, Any] | None = None,
     after_step: Callable[[nn.Module], object] | None = None,
+    loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
 ) -> Run:
     """Return the run for your own training loop inside a ``TorchTrainer`` worker function.
 
@@ -108,6 +109,7 @@ def prepare(
         extra_state=extra_state,
         after_step=after_step,
         backend=backend,
+        loss_fn=loss_fn,
     )
 
 
@@ -220,13 +222,13 @@ class AdaScaleTrainer(TorchTrainer):
         workers = scaling_config.num_workers
         if isinstance(workers, tuple):
             config = replace(config, elastic=True)
-            config.batch_policy.plan(workers[1])  # refuses bounds that leave no batch for this number
+            config.before_search.batch_policy.plan(workers[1])  # refuses bounds that leave no batch for this number
             workers = workers[0]
         if workers < 1:
             raise SettingError(
                 "Invalid {}. Must be ≥ 1; without Ray use ray_adascale.Run.", "ScalingConfig", num_workers=workers
             )
-        config.batch_policy.plan(workers)
+        config.before_search.batch_policy.plan(workers)
         if config.total_epochs is None:
             config.resolve_total_steps(None)
         run_config = ray.train.RunConfig() if run_config is None else run_config

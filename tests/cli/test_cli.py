@@ -131,6 +131,21 @@ def test_train_may_be_told_an_efficiency(called: dict[str, Any], said: list[str]
     assert (called["config"].target_efficiency, called["config"].max_global_batch_size) == (efficiency, 64)
 
 
+@pytest.mark.parametrize("given", [["--per-worker-batch-size", "auto"], ["-c", "per_worker_batch_size=auto"]])
+def test_train_may_search_for_the_largest_batch_and_a_forecast_may_not(
+    called: dict[str, Any], capsys: pytest.CaptureFixture[str], given: list[str]
+) -> None:
+    arguments = ["train", WORKLOAD, "--base-batch-size=8", "--total-steps=20", "--name=mine"]
+    assert main.main([*arguments, *given]) == 0
+    assert called["config"].per_worker_batch_size == "auto"
+    for more in ([], ["--measure", WORKLOAD]):
+        assert main.main(["forecast", str(RECIPE), *given, *more]) == 2
+        assert "Invalid --per-worker-batch-size auto" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main.main([*arguments, "--per-worker-batch-size", "most"])
+    assert "Must be a whole number, or auto" in capsys.readouterr().err
+
+
 def test_an_efficiency_that_there_is_not_is_told_in_flags(
     called: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from ray_adascale import AdaScaleConfig, attach, read_trace
-from ray_adascale.integrations.client import RecipeRecorder, StepLog, follow_batch
+from ray_adascale.integrations.client import RecipeRecorder, StepLog, follow_batch, with_clients_batch
 
 from .problem import BATCH, dataset, loss_of, make, settings
 
@@ -209,3 +209,15 @@ def test_a_base_run_is_probed_by_examples_where_the_model_is_covered(kind: str) 
     recipe = recorder.recipe({}, metric="loss", mode="min", score=0.0, workload=Offset)
     assert [probe.effective_steps for probe in recipe.noise] == [0, 2]
     assert recipe.search["noise"] == {"from": kind, "every": 2}
+
+
+def test_a_client_decides_the_size_of_its_batches() -> None:
+    with pytest.raises(
+        ValueError, match=r"per_worker_batch_size='auto'\): the client's loop makes the batches.*batch_size"
+    ):
+        with_clients_batch(
+            AdaScaleConfig(base_batch_size=8, per_worker_batch_size="auto"),
+            accumulation=(1, "accumulate_grad_batches"),
+            per_worker_batch_size=(8, "the dataloader's batch_size"),
+            dataset=dataset(16),
+        )

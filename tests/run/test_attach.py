@@ -147,5 +147,9 @@ def test_a_loop_that_cannot_cut_its_batches_says_so() -> None:
     ):
         with pytest.raises(ValueError, match=rf"{name}=.*{chosen}.*\): .*data loader decides.*ray_adascale\.Run"):
             attach(model, optimizer, scheduler, settings(10, **{name: chosen}))
+    with pytest.raises(
+        ValueError, match=r"per_worker_batch_size='auto'\): the loop that owns the data loader makes the batches"
+    ):
+        attach(model, optimizer, scheduler, replace(settings(10), per_worker_batch_size="auto"))
     with pytest.raises(ValueError, match="sharding='zero2'"):
         attach(model, optimizer, scheduler, settings(10, accumulation=2, sharding="zero2"))
