@@ -39,7 +39,7 @@ RAY_LAYERS: list[list[Package]] = [
             "train",
             "where the workers of a run live: Ray Train, its cluster, preemption notices",
             "trainer backend driver_channel driver_updates beats heartbeat hang_watch stop_request gauges retry run_lock "
-            "ray_record pickling network cluster",
+            "ray_record pickling network cluster worker_follow",
         )
     ],
 ]
@@ -68,6 +68,7 @@ TORCH_LAYERS: list[list[Package]] = [
         ),
         Package("compat", "FairScale's and AdaptDL's interfaces", "adaptdl fairscale"),
     ],
+    [Package("", "the number of workers that pays", "worker_policy")],
     [
         Package("", "the model, data and optimizer that a user's function returns", "workload"),
         Package("", "where a function is that the command line names", "workload_source"),
@@ -105,7 +106,10 @@ TORCH_LAYERS: list[list[Package]] = [
             "collectives fsdp2",
         )
     ],
-    [Package("", "how long a step takes", "throughput")],
+    [
+        Package("", "how long a step takes", "throughput"),
+        Package("", "the numbers of workers that a run has had", "worker_record"),
+    ],
     [
         Package(
             "measure",
