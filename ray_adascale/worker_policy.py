@@ -1,13 +1,12 @@
 """The number of workers of a run that asks for workers when they pay: settings and decision, without Ray.
 
-An hour of a run has a price: that of k worker hours, and what an hour of waiting is worth. So an effective step on k workers costs
-(value + k·cost)/v(k), with v effective steps an hour. The number with the cheapest effective steps pays best. A change of the
-number is a restart, in which all workers are paid for and none trains. :func:`plan_workers` weighs both over the rest of the run.
+An hour of a run has a price: that of k worker hours, and what an hour of waiting is worth. So an effective step on k workers
+costs (value + k·cost)/v(k), with v effective steps an hour. The number with the cheapest effective steps pays best. A change of
+the number is a restart, in which all workers are paid for and none trains. :func:`plan_workers` weighs both over the run's rest.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -204,7 +203,7 @@ class WorkerController:
         costs = self._costs(candidates, 0.0, total_steps, None, batch)
         restarts = self._restart_prices(candidates, restart_s)
         if self.settings.throughput is None and not self.times.seconds:
-            typical = float(np.median(costs.sum(axis=0))) / _RESTARTS
+            typical = MARGIN * float(np.median(costs.sum(axis=0))) / _RESTARTS
             restarts *= typical / max(float(np.median(restarts[restarts > 0])), 1e-300) if len(candidates) > 1 else 1.0
         found, _ = plan_workers(candidates, None, costs, restarts)
         by = "the noise of a typical run" if self._outlook is None else "the recipe's noise"
@@ -248,15 +247,17 @@ class WorkerController:
         return None
 
     def _seconds_left(self, now: Situation, noise: float) -> float:
-        return (now.total_steps - now.effective_steps) / max(self._speed(now.workers, noise, now.batch), 1e-300)
+        passes = (now.total_steps - now.effective_steps) / max(
+            self._steps_a_pass(now.workers, noise, now.batch), 1e-300
+        )
+        return passes * self._pass_seconds(now.workers)
 
-    def _speed(self, workers: int, noise: float, batch: int) -> float:
-        """Return effective steps a second; 0 for workers that can't make a batch."""
+    def _steps_a_pass(self, workers: int, noise: float, batch: int) -> float:
+        """Return effective steps in the time of a pass; 0 for workers that can't make a batch."""
         try:
-            speed = self.policy.speed(workers, noise, 1.0, batch)
+            return self.policy.speed(workers, noise, 1.0, batch)
         except ValueError:
             return 0.0
-        return speed / self._pass_seconds(workers)
 
     def _pass_seconds(self, workers: int) -> float:
         throughput = self.settings.throughput
@@ -279,14 +280,14 @@ class WorkerController:
         """Return the prices of the remaining parts of the run, shape (parts, candidates). The first parts are the shortest."""
         edges = tau + (total_steps - tau) * (np.arange(_CELLS + 1) / _CELLS) ** 2
         middles = (edges[:-1] + edges[1:]) / 2
-        price = self._value + self._cost * np.array(candidates, dtype=float)
-
-        @functools.cache  # without an outlook all parts have one noise
-        def prices(ratio: float) -> np.ndarray:
-            return price / np.maximum([self._speed(k, ratio, batch) for k in candidates], 1e-300)
-
-        ahead = self._noise_ahead(tau, total_steps, middles, noise)
-        return np.array([part * prices(ratio) for part, ratio in zip(np.diff(edges), ahead, strict=True)])
+        # The price of a pass; policies give effective steps a pass.
+        price = [(self._value + self._cost * k) * self._pass_seconds(k) for k in candidates]
+        speeds = [
+            [max(self._steps_a_pass(k, ratio, batch), 1e-300) for k in candidates]
+            for ratio in self._noise_ahead(tau, total_steps, middles, noise)
+        ]
+        costs: np.ndarray = np.diff(edges)[:, None] * np.array(price) / np.array(speeds)
+        return costs
 
     def _noise_ahead(self, tau: float, total_steps: float, at: np.ndarray, noise: float | None) -> list[float]:
         """Return ν at these τ: the expected one, corrected by the present one."""

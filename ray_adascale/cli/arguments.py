@@ -26,6 +26,7 @@ __all__ = [
     "make_parser",
     "read_best",
     "read_config",
+    "read_follow",
     "read_numbers",
     "read_overrides",
     "read_placement",
@@ -343,6 +344,16 @@ def _add_workers(parser: argparse._ActionsContainer, *, default: str | None) -> 
         help=f"Ray workers: 8, or 2..8 for as many as the cluster has at a time (default: {shown})",
     )
     parser.add_argument(
+        "--workers-follow",
+        nargs="?",
+        const="pay",
+        type=_efficiency,
+        metavar="HOURS",
+        help="with MIN..MAX: ask for workers when they pay at the run's noise, and restart with them; HOURS is what an hour of "
+        "the run is worth, in worker hours (without a value MAX); no: stop following (default: "
+        + ("as before)" if default is None else "as many as there are)"),
+    )
+    parser.add_argument(
         "--use-gpu",
         action=argparse.BooleanOptionalAction,
         default=None if default is None else False,
@@ -502,6 +513,21 @@ def read_workers(text: str) -> int | tuple[int, int]:
         return (int(low), int(high)) if dots else int(low)
     except ValueError:
         raise ValueError(f"Invalid --num-workers {text!r}. Must be a number, or MIN..MAX for an elastic run.") from None
+
+
+def read_follow(given: str | float | None) -> Any:
+    """Return the value of ``--workers-follow`` as ``AdaScaleTrainer(workers=...)``.
+
+    Raises:
+        ValueError: It is neither a number nor "pay" nor "no".
+    """
+    from ..worker_policy import WorkersFollow
+
+    if isinstance(given, float) and given > 0:
+        return WorkersFollow(value_per_hour=given)
+    if given not in (None, "pay", "no"):
+        raise ValueError(f"Invalid --workers-follow {given}. Must be a positive number of worker hours, pay, or no.")
+    return "pay" if given == "pay" else None
 
 
 def read_placement(args: argparse.Namespace) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from .arguments import (
     make_parser,
     read_best,
     read_config,
+    read_follow,
     read_numbers,
     read_overrides,
     read_placement,
@@ -255,6 +256,7 @@ def _train(args: argparse.Namespace) -> int:
         scaling_config=scaling_config,
         run_config=run_config,
         on_start=on_start,  # not earlier: a refused command must leave the options of an earlier one
+        workers=read_follow(args.workers_follow),
     )
     if not args.no_check and not passed(_request(args, config, storage_path=run_config.storage_path)):
         return 1
@@ -332,6 +334,7 @@ _CHECK_BATCH, _CHECK_STEPS = 8, 1000
 _OF_RESUME = (
     "no_check",
     "num_workers",
+    "workers_follow",
     "use_gpu",
     "cpus_per_worker",
     "placement",

@@ -137,8 +137,8 @@ def _train_workload(job: dict[str, Any]) -> dict[str, Any]:
         began = run.state.iterations
         if job["follows"] and not isinstance(run.source, MapSource):
             raise ValueError(
-                "workers='pay' needs a map-style train_dataset: other data begin their epoch anew at each change of the number of "
-                "workers, so examples would repeat."
+                "workers='pay' needs a map-style train_dataset: other data begin their epoch anew at each change of the number "
+                "of workers, so examples would repeat."
             )
         backend.teller.running()
         for batch in run:
