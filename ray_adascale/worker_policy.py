@@ -202,9 +202,11 @@ class WorkerController:
         candidates = _candidates(self.least, self.most)
         costs = self._costs(candidates, 0.0, total_steps, None, batch)
         restarts = self._restart_prices(candidates, restart_s)
-        if self.settings.throughput is None and not self.times.seconds:
-            typical = MARGIN * float(np.median(costs.sum(axis=0))) / _RESTARTS
-            restarts *= typical / max(float(np.median(restarts[restarts > 0])), 1e-300) if len(candidates) > 1 else 1.0
+        if self.settings.throughput is None and not self.times.seconds and len(candidates) > 1:
+            # The seconds of a pass are not known, so a restart has the price of a share of the run.
+            restarts = self._restart_prices(candidates, 1.0)
+            run = float(np.median(costs.sum(axis=0)))
+            restarts *= MARGIN * run / _RESTARTS / float(np.median(restarts[restarts > 0]))
         found, _ = plan_workers(candidates, None, costs, restarts)
         by = "the noise of a typical run" if self._outlook is None else "the recipe's noise"
         return WorkerDecision(found, f"cheapest by {by}")
@@ -221,7 +223,7 @@ class WorkerController:
         costs = self._costs(candidates, now.effective_steps, now.total_steps, noise, now.batch)
         here = candidates.index(now.workers)
         left = self._seconds_left(now, noise)
-        if left < FLOOR * now.restart_s:
+        if left <= FLOOR * now.restart_s:
             return WorkerDecision(now.workers, f"{left:.0f} s are left, too few for a restart of {now.restart_s:.0f} s")
         found, saved = plan_workers(candidates, now.workers, costs, self._restart_prices(candidates, now.restart_s))
         if found == now.workers:

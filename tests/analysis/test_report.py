@@ -163,7 +163,8 @@ def test_restarts_and_resizes_are_marked(make: Callable[..., Page], tmp_path: Pa
         ["mine", "6", "resized from 2 workers (S = 4) to 4 workers (S = 8)"],
     ]
     assert page.tables[2][1:] == [["mine", "4 → 8", "", "", "5", "resized"]]
-    assert page.tags.count("svg") == 6
+    assert page.tags.count("svg") == 7  # one of them the workers
+    assert (tmp_path / "out" / "report-workers.png").is_file()
     text = (tmp_path / "out" / "report.html").read_text()
     assert "Vertical lines" in text
     assert "<h2>Restarts and resizes</h2>" in text
