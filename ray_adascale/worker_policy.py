@@ -27,7 +27,7 @@ WORTH = 0.02
 """Smallest share of the price of the remaining run that a change must save."""
 STAY = 5.0
 """Shortest stay by default, in restarts."""
-FLOOR = 20.0
+FLOOR = 60.0
 """Remaining time of a run, in restarts, below which the number stays. docs/results/workers.md derives it."""
 SETTLED = 20
 """Optimizer steps of a start before its noise and the time of its steps count."""

@@ -128,6 +128,12 @@ def test_a_saving_that_a_restart_costs_is_left() -> None:
     assert control.decide(now(restart_s=600.0, stay_s=1e9, workers=24, asked=24)).workers == 24
 
 
+def test_a_restart_costs_its_time_on_the_larger_number_with_a_margin() -> None:
+    prices = controller(value_per_hour=10.0, cost_per_worker_hour=2.0)._restart_prices([1, 4], 5.0)
+    # 2 · 5 s · (10 + 2·4), in both directions.
+    assert prices.tolist() == [[0.0, 180.0], [180.0, 0.0]]
+
+
 def test_where_the_cluster_has_no_room_it_asks_for_no_more() -> None:
     control = controller(value_per_hour=64.0)
     assert control.decide(now(asked=8)).workers == 4
