@@ -32,14 +32,20 @@ class Package(NamedTuple):
 
 # A package imports from the layers below its own only: not from a higher layer, and not from another package of its layer.
 RAY_LAYERS: list[list[Package]] = [
-    [Package("cli", "options and output of the commands", "main run_folder checking connection arguments parser")],
+    [
+        Package(
+            "cli",
+            "options and output of the commands",
+            "main run_folder checking connection arguments batch_options parser",
+        )
+    ],
     [Package("search", "which settings win: trials on Ray Tune", "tune spec watch trial trial_workers")],
     [
         Package(
             "train",
             "where the workers of a run live: Ray Train, its cluster, preemption notices",
             "trainer backend driver_channel driver_updates beats heartbeat hang_watch stop_request gauges retry run_lock "
-            "ray_record pickling network cluster",
+            "ray_record pickling network cluster worker_follow",
         )
     ],
 ]
@@ -68,6 +74,7 @@ TORCH_LAYERS: list[list[Package]] = [
         ),
         Package("compat", "FairScale's and AdaptDL's interfaces", "adaptdl fairscale"),
     ],
+    [Package("", "the number of workers that pays", "worker_policy")],
     [
         Package("", "the model, data and optimizer that a user's function returns", "workload"),
         Package("", "where a function is that the command line names", "workload_source"),
@@ -105,7 +112,10 @@ TORCH_LAYERS: list[list[Package]] = [
             "collectives fsdp2",
         )
     ],
-    [Package("", "how long a step takes", "throughput")],
+    [
+        Package("", "how long a step takes", "throughput"),
+        Package("", "the numbers of workers that a run has had", "worker_record"),
+    ],
     [
         Package(
             "measure",

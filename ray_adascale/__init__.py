@@ -56,6 +56,7 @@ if TYPE_CHECKING:  # the same again, as type checkers read no tables
     from .throughput import Throughput as Throughput
     from .train.trainer import AdaScaleTrainer as AdaScaleTrainer
     from .train.trainer import prepare as prepare
+    from .worker_policy import WorkersFollow as WorkersFollow
     from .workload import Workload as Workload
 
 # The public names, by the module that each is from.
@@ -98,6 +99,7 @@ _NAMES = {
     "sharding.sharded_ddp": ["ShardedDDP", "ShardedDataParallel"],
     "throughput": ["Throughput"],
     "train.trainer": ["AdaScaleTrainer", "prepare"],
+    "worker_policy": ["WorkersFollow"],
     "workload": ["Workload"],
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

@@ -68,6 +68,7 @@ def make_panels(runs: list[RunTrace]) -> list[Panel]:
     """Return the plots for which at least one run has numbers."""
     metrics = dict.fromkeys(key for run in runs for key in run.metrics)
     chosen = any(run.changed_its_batch for run in runs)
+    resized = any(len({row.get("world_size") for row in run.rows}) > 1 for run in runs)
     panels = [
         Panel(
             "Training loss, means (single steps faint)", "loss", ("loss",), log=_all_positive(runs, "loss"), noisy=True
@@ -76,6 +77,7 @@ def make_panels(runs: list[RunTrace]) -> list[Panel]:
         Panel("Learning rate lr(⌊τ⌋), before the gain", "lr", ("lr",)),
         Panel("Gain r, with its ceiling S dashed", "gain", ("gain",), ceiling="scale"),
         *([Panel("Scale S, as the run chose it", "scale", ("scale",), log=True)] if chosen else []),
+        *([Panel("Workers", "workers", ("world_size",))] if resized else []),
         Panel("σ² of one base batch (solid) and μ² (dotted), averaged", "noise", ("sigma2", "mu2"), log=True),
         Panel("Efficiency r/S", "efficiency", ("efficiency",)),
         Panel("Steps of the whole run: forecast, and how the run corrected it", "forecast", ("steps_expected",)),

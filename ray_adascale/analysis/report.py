@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,6 +22,7 @@ from .._files import write_atomically
 from .._version import __version__
 from ..recipe import Recipe
 from ..replay import Forecaster
+from ..worker_record import WorkersRecord
 from .plots import color_of, draw_png, draw_svg, make_panels
 from .runs import RunTrace, load_run
 from .savings import LARGEST, Savings, fixed_scale_forecast, fixed_scale_measured
@@ -76,7 +78,7 @@ def _with_distinct_labels(runs: list[RunTrace]) -> list[RunTrace]:
     """Return the runs, with numbers added to equal labels."""
     labels = [run.label for run in runs]
     return [
-        RunTrace(f"{run.label} ({labels[: i + 1].count(run.label)})", run.rows) if labels.count(run.label) > 1 else run
+        replace(run, label=f"{run.label} ({labels[: i + 1].count(run.label)})") if labels.count(run.label) > 1 else run
         for i, run in enumerate(runs)
     ]
 
@@ -102,6 +104,9 @@ def _render(
         outcomes=[(key, _outcome(run, metrics)) for key, run in zip(keys, runs, strict=True)],
         chosen=[(keys[i], cells) for i, cells in _saved(runs, recipe)],
         events=[(key, [f"{tau:,.0f}", what]) for key, run in zip(keys, runs, strict=True) for tau, what in run.events],
+        followed=[
+            (key, _followed(run.workers)) for key, run in zip(keys, runs, strict=True) if run.workers is not None
+        ],
         comparisons=[(keys[i], cells) for i, cells in _comparisons(runs, recipe, forecast)],
         figures=figures,
         recipe=recipe,
@@ -132,6 +137,17 @@ def _outcome(run: RunTrace, metrics: Iterable[str]) -> list[str]:
         f"{run.mean_gain / float(np.nanmean(scales)):.0%}",
         _four_digits(losses.mean()) if len(losses) else "",
         *(_newest(run.column(key)) for key in metrics),
+    ]
+
+
+def _followed(record: WorkersRecord) -> list[str]:
+    """Return the row of a run that asked for workers when they pay: numbers, worker hours, changes, seconds of a restart."""
+    restarts = record.restarts_s
+    return [
+        _changes([stay.workers for stay in record.stays]),
+        f"{record.worker_hours:.3g}",
+        f"{len(record.changes)}",
+        f"{sum(restarts) / len(restarts):.0f} s" if restarts else "",
     ]
 
 

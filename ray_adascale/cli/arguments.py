@@ -13,19 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 from .._errors import SettingError
 from .._version import __version__
+from .batch_options import add_batch_options, number_or_word
 from .parser import OptionParser
 
 if TYPE_CHECKING:
     from ..config import AdaScaleConfig
 
 __all__ = [
-    "BATCH_OPTIONS",
     "ELASTIC_FAILURES",
     "error_text",
     "key_and_value",
     "make_parser",
     "read_best",
     "read_config",
+    "read_follow",
     "read_numbers",
     "read_overrides",
     "read_placement",
@@ -33,9 +34,6 @@ __all__ = [
 ]
 
 Command = Callable[[argparse.Namespace], int]
-
-BATCH_OPTIONS = ("per_worker_batch_size", "accumulation", "target_efficiency", "batch_schedule", "rule")
-"""The fields of ``AdaScaleConfig`` that decide about a step's batch and have options of their own."""
 
 ELASTIC_FAILURES = 20
 """Restarts of an elastic run: with a range of workers, lost nodes are expected. Otherwise the first failure ends the run."""
@@ -177,7 +175,7 @@ def _add_forecast(predict: argparse.ArgumentParser) -> None:
     predict.add_argument(
         "--workers", default="1,2,4,8,16,32", metavar="N,N,...", help="numbers of workers (default: %(default)s)"
     )
-    _add_batch(predict)
+    add_batch_options(predict)
     predict.add_argument(
         "--measure", metavar="WORKLOAD", help="time its steps on this machine for a few seconds: gives wall time"
     )
@@ -206,7 +204,7 @@ def _add_train(train: argparse.ArgumentParser) -> None:
     length.add_argument("--total-steps", type=int, metavar="T", help="optimizer steps of a run at that batch")
     length.add_argument("--total-epochs", type=float, metavar="E", help="or its passes over the dataset")
     how = train.add_argument_group("how")
-    _add_batch(how)
+    add_batch_options(how)
     how.add_argument(
         "--sharding",
         metavar="KIND",
@@ -287,56 +285,6 @@ def _add_training(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--seed", type=int, help="of weights and of the order of examples (default: 0)")
 
 
-def _add_batch(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--per-worker-batch-size",
-        type=_size_or_auto,
-        metavar="M",
-        help="examples of one pass on one worker, or auto: the most that fit in the memory of every worker, found when the run "
-        "starts (default: B0)",
-    )
-    parser.add_argument(
-        "--accumulation", type=int, metavar="N", help="passes before each optimizer step, on each worker (default: 1)"
-    )
-    parser.add_argument(
-        "--target-efficiency",
-        type=_efficiency,
-        metavar="E",
-        help="let the run choose its scale: the largest one with at least this efficiency r/S, such as 0.6; or goodput: the most "
-        "progress a second. --per-worker-batch-size is then the most examples of one pass, --accumulation the fewest passes, "
-        "and -c max_global_batch_size=... a bound (default: the scale follows from those two and the workers)",
-    )
-    parser.add_argument(
-        "--batch-schedule",
-        metavar="START:B,...",
-        help="the batch from each start on, in examples of all workers: 0:32,20%%:128 (a share of the run), 0:32,300:128 "
-        "(effective steps) or '0:32,5000 examples:128'; or seesaw: the batch doubles where the recipe's learning rate halves",
-    )
-    parser.add_argument(
-        "--rule",
-        help="how the learning rate follows the batch: adascale, adascale_betas (Adam and AdamW: betas follow too), adamscale, "
-        "linear, sqrt, unscaled (default: adascale)",
-    )
-
-
-def _size_or_auto(text: str) -> int | str:
-    """Return a number, or "auto"."""
-    if text == "auto":
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"invalid value: {text!r}. Must be a whole number, or auto") from None
-
-
-def _efficiency(text: str) -> float | str:
-    """Return a number, or a word, which ``AdaScaleConfig`` checks."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-c",
@@ -355,6 +303,16 @@ def _add_workers(parser: argparse._ActionsContainer, *, default: str | None) -> 
         default=default,
         metavar="N|MIN..MAX",
         help=f"Ray workers: 8, or 2..8 for as many as the cluster has at a time (default: {shown})",
+    )
+    parser.add_argument(
+        "--workers-follow",
+        nargs="?",
+        const="pay",
+        type=number_or_word,
+        metavar="HOURS",
+        help="with MIN..MAX: ask for workers when they pay at the run's noise, and restart with them; HOURS is what an hour of "
+        "the run is worth, in worker hours (without a value MAX); no: stop following (default: "
+        + ("as before)" if default is None else "as many as there are)"),
     )
     parser.add_argument(
         "--use-gpu",
@@ -516,6 +474,21 @@ def read_workers(text: str) -> int | tuple[int, int]:
         return (int(low), int(high)) if dots else int(low)
     except ValueError:
         raise ValueError(f"Invalid --num-workers {text!r}. Must be a number, or MIN..MAX for an elastic run.") from None
+
+
+def read_follow(given: str | float | None) -> Any:
+    """Return the value of ``--workers-follow`` as ``AdaScaleTrainer(workers=...)``.
+
+    Raises:
+        ValueError: It is neither a number nor "pay" nor "no".
+    """
+    from ..worker_policy import WorkersFollow
+
+    if isinstance(given, float) and given > 0:
+        return WorkersFollow(value_per_hour=given)
+    if given not in (None, "pay", "no"):
+        raise ValueError(f"Invalid --workers-follow {given}. Must be a positive number of worker hours, pay, or no.")
+    return "pay" if given == "pay" else None
 
 
 def read_placement(args: argparse.Namespace) -> dict[str, Any]:

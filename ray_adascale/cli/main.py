@@ -18,17 +18,18 @@ from .._errors import SettingError
 from .._files import absolute, check_writable, unique_name
 from . import run_folder
 from .arguments import (
-    BATCH_OPTIONS,
     ELASTIC_FAILURES,
     error_text,
     make_parser,
     read_best,
     read_config,
+    read_follow,
     read_numbers,
     read_overrides,
     read_placement,
     read_workers,
 )
+from .batch_options import BATCH_OPTIONS
 from .checking import Request, file_and_function, passed, run_check
 from .connection import check_address, connect
 
@@ -256,6 +257,7 @@ def _train(args: argparse.Namespace) -> int:
         scaling_config=scaling_config,
         run_config=run_config,
         on_start=on_start,  # not earlier: a refused command must leave the options of an earlier one
+        workers=read_follow(args.workers_follow),
     )
     if not args.no_check and not passed(_request(args, config, storage_path=run_config.storage_path)):
         return 1
@@ -333,6 +335,7 @@ _CHECK_BATCH, _CHECK_STEPS = 8, 1000
 _OF_RESUME = (
     "no_check",
     "num_workers",
+    "workers_follow",
     "use_gpu",
     "cpus_per_worker",
     "placement",

@@ -39,6 +39,7 @@ class News(NamedTuple):
         events: The events since the last call: (level of ``logging``, text of one line).
         sent: Number of events so far.
         hang: The hang of the run, as far as the heartbeats show; None without one.
+        failures: Number of failures so far after which the workers were restarted.
     """
 
     metrics: dict[str, Any] | None
@@ -46,6 +47,7 @@ class News(NamedTuple):
     events: list[tuple[int, str]]
     sent: int
     hang: Hang | None = None
+    failures: int = 0
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -57,6 +59,7 @@ class DriverChannel:
         self._running = False
         self._events: list[tuple[int, str]] = []
         self._sent = 0
+        self._failures = 0
         self._stop = False
         self._sent_once: set[str] = set()
         self._beats = Beats()
@@ -69,6 +72,15 @@ class DriverChannel:
         """Set the newest metrics."""
         self._metrics = metrics
         self._running = True
+
+    def begin(self) -> None:
+        """Prepare for workers of another start: no stop is requested, and there are no metrics."""
+        self._stop = False
+        self.set_running(False)
+
+    def count_failure(self) -> None:
+        """Count a failure after which the workers are restarted."""
+        self._failures += 1
 
     def set_running(self, running: bool) -> None:
         """Set whether the workers are in their loop."""
@@ -89,7 +101,9 @@ class DriverChannel:
     def news(self, since: int) -> News:
         """Return the news, with the events after the first ``since``."""
         events = self._events[max(len(self._events) - self._sent + since, 0) :]
-        return News(self._metrics, self._running, events, self._sent, self._beats.hang(time.monotonic()))
+        return News(
+            self._metrics, self._running, events, self._sent, self._beats.hang(time.monotonic()), self._failures
+        )
 
     def ask_to_stop(self) -> None:
         """Request that the workers stop at the next step boundary."""
@@ -143,8 +157,9 @@ class DriverClient:
         self._send("set_running", True)
 
     def restarting(self, why: str) -> None:
-        """Send that the workers restart, and why."""
+        """Send that the workers restart after a failure, and why."""
         self._send("set_running", False)
+        self._send("count_failure")
         self.say(logging.WARNING, why)
 
     def asked_to_stop(self) -> bool | None:

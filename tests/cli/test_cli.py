@@ -24,14 +24,15 @@ import torch
 from ray.exceptions import RayActorError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
 
-from ray_adascale import AdaScaleConfig, Recipe, Throughput, _files, checkpoint
+from ray_adascale import AdaScaleConfig, Recipe, Throughput, WorkersFollow, _files, checkpoint
 from ray_adascale._errors import SettingError
 from ray_adascale._version import __version__
 from ray_adascale.analysis import throughput
 from ray_adascale.batch_schedule import GivenBatches
 from ray_adascale.cli import main, run_folder
-from ray_adascale.cli.arguments import error_text
+from ray_adascale.cli.arguments import error_text, read_follow
 from ray_adascale.cli.checking import file_and_function
+from ray_adascale.cli.run_folder import options_of
 from ray_adascale.run.failure import annotate_exceptions
 from ray_adascale.run.metrics import METRICS
 from ray_adascale.search import tune
@@ -1174,3 +1175,28 @@ def test_trials_on_several_workers(called: dict[str, Any], tmp_path: Path, capsy
     ):
         assert main.main([*command, *more]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], None),
+        (["--workers-follow"], "pay"),
+        (["--workers-follow=pay"], "pay"),
+        (["--workers-follow=no"], None),
+        (["--workers-follow=4"], WorkersFollow(value_per_hour=4.0)),
+    ],
+)
+def test_workers_follow_is_a_word_or_worker_hours(given: list[str], expected: Any) -> None:
+    args = main._parse(["train", WORKLOAD, *given])
+    assert read_follow(args.workers_follow) == expected
+    # It is kept for `resume`, in the form in which it is read.
+    kept = options_of(args, ["workers_follow"])
+    assert read_follow(main._parse(["train", WORKLOAD, *kept]).workers_follow) == expected
+
+
+@pytest.mark.parametrize("value", ["some", "0", "-1"])
+def test_other_values_of_workers_follow_are_refused(value: str) -> None:
+    args = main._parse(["train", WORKLOAD, f"--workers-follow={value}"])
+    with pytest.raises(ValueError, match="Must be a positive number of worker hours, pay, or no"):
+        read_follow(args.workers_follow)
