@@ -102,7 +102,10 @@ TORCH_LAYERS: list[list[Package]] = [
             "collectives fsdp2",
         )
     ],
-    [Package("", "how long a step takes", "throughput")],
+    [
+        Package("", "how long a step takes", "throughput"),
+        Package("", "several optimizers as one", "chain"),
+    ],
     [
         Package(
             "measure",

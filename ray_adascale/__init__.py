@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # the same again, as type checkers read no tables
     from .analysis.forecast import forecast_recipe as forecast_recipe
     from .analysis.report import write_report as write_report
     from .analysis.throughput import measure_throughput as measure_throughput
+    from .chain import OptimizerChain as OptimizerChain
     from .checkpoint import CheckpointError as CheckpointError
     from .checkpoint import load_weights as load_weights
     from .checkpoint.rng import seed_everything as seed_everything
@@ -62,6 +63,7 @@ _NAMES = {
     "analysis.forecast": ["Forecast", "forecast_recipe"],
     "analysis.report": ["write_report"],
     "analysis.throughput": ["measure_throughput"],
+    "chain": ["OptimizerChain"],
     "checkpoint": ["CheckpointError", "load_weights"],
     "checkpoint.rng": ["seed_everything"],
     "compat.adaptdl": ["AdaptiveDataParallel", "GradientNoiseScale"],

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from .._errors import SettingError
 from .._version import __version__
+from ..chain import parts_of
 from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig
 from ..recipe import SETTINGS, NoiseProbe, Recipe, Repeat
@@ -264,10 +265,19 @@ def base_config(
 
 
 def momentum_of(optimizer: Optimizer) -> float | None:
-    """Return the momentum of the first parameter group; β1 if it has betas; 0 if it has neither; None if it is outside [0, 1)."""
-    group = optimizer.param_groups[0]
+    """Return the momentum of the first parameter group; β1 if it has betas; 0 if it has neither; None if it is outside [0, 1).
+
+    For a chain it is that of the optimizer with the most elements: the forecast uses one momentum for the whole model. Muon's
+    momentum counts as Adam's β1 does. Both are averages, and the size of a step does not depend on them.
+    """
+    largest = max((part for part, _ in parts_of(optimizer)), key=_elements)
+    group = largest.param_groups[0]
     value = group["momentum"] if "momentum" in group else group.get("betas", (0.0,))[0]
     return float(value) if 0 <= value < 1 else None
+
+
+def _elements(optimizer: Optimizer) -> int:
+    return sum(p.numel() for group in optimizer.param_groups for p in group["params"])
 
 
 def kept_settings(base: AdaScaleConfig) -> dict[str, Any]:

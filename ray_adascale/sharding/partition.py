@@ -25,6 +25,7 @@ from torch.optim import (
 )
 
 from .._torch import is_dtensor
+from ..chain import parts_of
 
 __all__ = ["TORCHS", "Owners", "check_shardable", "has_state", "is_elementwise", "partition", "register_elementwise"]
 
@@ -54,7 +55,10 @@ def is_elementwise(cls: type[Optimizer]) -> bool:
 
 def has_state(optimizer: Optimizer) -> bool:
     """Whether an optimizer keeps state beside the parameters, so that sharding it saves memory."""
-    return type(optimizer) is not SGD or any(group["momentum"] != 0 for group in optimizer.param_groups)
+    return any(
+        type(part) is not SGD or any(group["momentum"] != 0 for group in part.param_groups)
+        for part, _ in parts_of(optimizer)
+    )
 
 
 def check_shardable(p: Tensor) -> None:
