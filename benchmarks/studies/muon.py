@@ -192,8 +192,8 @@ STANDING = """\
 By how much each method is better (positive) or worse (negative) than S = 1 with the same seeds, ± the standard error of the mean
 at S = 1; in how many optimizer steps, and of how many seeds where not of all. Bold: worse by more than that error, or failed."""
 HOW = f"""\
-- `OptimizerChain([Muon(hidden matrices), AdamW(the rest)])`. Muon: momentum {MOMENTUM}, Nesterov, `adjust_lr_fn="match_rms_adamw"`.
-  AdamW: betas (0.9, 0.999), ε 1e-8. Both have weight decay {DECAY} and the same LR, which `match_rms_adamw` is made for.
+- `OptimizerChain([Muon(hidden matrices), AdamW(the rest)])`. Muon: momentum {MOMENTUM}, Nesterov,
+  `adjust_lr_fn="match_rms_adamw"`. AdamW: betas (0.9, 0.999), ε 1e-8. Both have weight decay {DECAY} and the same LR, which `match_rms_adamw` is made for.
 - Muon's matrices are those of the transformer's two layers (attention's three input projections as one matrix), and the middle
   one of the three linear layers of tabular.
 - Models, data, splits and lengths are those of [Adam]({ADAMS}). The schedule is the best at S = 1 of a grid of eight, four peak
@@ -222,8 +222,8 @@ def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) ->
         "## What it says",
         kept,
         "## The target",
-        "Set before the runs: at S = 16 the metric within a standard error of S = 1, in at most 0.4·T optimizer steps. The error is "
-        "that of the mean difference, paired by seed.",
+        "Set before the runs: at S = 16 the metric within a standard error of S = 1, in at most 0.4·T optimizer steps. The "
+        "error is that of the mean difference, paired by seed.",
         target(plan, results),
         *tables,
         f"![metric against optimizer steps]({steps.name})",
