@@ -193,7 +193,8 @@ By how much each method is better (positive) or worse (negative) than S = 1 with
 at S = 1; in how many optimizer steps, and of how many seeds where not of all. Bold: worse by more than that error, or failed."""
 HOW = f"""\
 - `OptimizerChain([Muon(hidden matrices), AdamW(the rest)])`. Muon: momentum {MOMENTUM}, Nesterov,
-  `adjust_lr_fn="match_rms_adamw"`. AdamW: betas (0.9, 0.999), ε 1e-8. Both have weight decay {DECAY} and the same LR, which `match_rms_adamw` is made for.
+  `adjust_lr_fn="match_rms_adamw"`. AdamW: betas (0.9, 0.999), ε 1e-8. Both have weight decay {DECAY} and the same LR, which is
+  what `match_rms_adamw` is made for.
 - Muon's matrices are those of the transformer's two layers (attention's three input projections as one matrix), and the middle
   one of the three linear layers of tabular.
 - Models, data, splits and lengths are those of [Adam]({ADAMS}). The schedule is the best at S = 1 of a grid of eight, four peak
