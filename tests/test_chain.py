@@ -17,7 +17,7 @@ from torch.optim import LBFGS, SGD, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
 from ray_adascale import OSS, AdaScale, AdaScaleBetasRule, BetaRule, OptimizerChain
-from ray_adascale.run.base_run import momentum_of
+from ray_adascale.run.base_run import Momentum, momentum_of
 from ray_adascale.sharding.partition import has_state
 
 from .uneven import assert_same
@@ -432,9 +432,9 @@ def test_a_member_of_a_sharded_chain_is_not_sharded_or_chained_again(part: int) 
 
 def test_the_forecasts_momentum_is_that_of_the_optimizer_with_the_most_elements() -> None:
     model = make_model()
-    assert momentum_of(make(model)) == 0.95  # 64 + 48 elements against 34
+    assert momentum_of(make(model)) == Momentum(0.95, is_beta=False)  # 64 + 48 elements against 34
     most_to_adamw = [Muon([model[4].weight], momentum=0.8), AdamW([model[0].weight, model[2].weight], betas=(0.7, 0.9))]
-    assert momentum_of(OptimizerChain(most_to_adamw)) == 0.7
+    assert momentum_of(OptimizerChain(most_to_adamw)) == Momentum(0.7, is_beta=True)
 
 
 def test_a_chain_has_state_if_one_of_its_optimizers_has() -> None:
