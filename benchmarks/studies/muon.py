@@ -4,8 +4,8 @@
     python benchmarks/studies/muon.py --smoke                      check that it runs
     python benchmarks/studies/muon.py --report-only --page p.md    write the page of the kept runs
 
-Muon steps the hidden matrices, AdamW the rest. Both have one LR. One base run of each workload is recorded with noise probes,
-and the page sets forecasts from it, with several momenta, beside the steps that AdaScale took.
+Muon steps the hidden matrices, AdamW the rest. Both have one LR. The kept results are in ``benchmarks/studies/kept``.
+One base run of each workload is recorded with noise probes, and the page sets forecasts from it beside the steps that were taken.
 """
 
 from __future__ import annotations
@@ -57,9 +57,11 @@ sys.path.append(str(Path(__file__).parents[1]))
 from bench import ROOT, by_hand, command_line, count, markdown
 
 PAGE = ROOT / "docs" / "results" / "muon.md"
+KEPT = "benchmarks/studies/kept/muon.jsonl"
 MOMENTUM = 0.95  # Muon's
 # Names of the matrices that Muon steps: neither embeddings nor the first or the last layer.
 HIDDEN = {"transformer": "layers.", "tabular": "2."}
+BETAS = ("AdaScale, β^r", "AdaScale, β^r, m^r")
 LRS = (0.004, 0.008, 0.016, 0.032)
 
 
@@ -185,6 +187,29 @@ def forecasts(plan: Plan, results: Results, path: Path) -> str:
     return markdown(head, rows)
 
 
+def forecasts_of_betas(plan: Plan, results: Results, path: Path) -> str:
+    """Return a table of the steps of the methods that change betas: forecast from one base run, and taken."""
+    rows = []
+    for workload in plan.workloads:
+        if not recipe_path(path, workload).exists():
+            continue
+        recipe = Recipe.load(recipe_path(path, workload))
+        for scale in plan.scales[1:]:
+            row = [workload, f"{scale}"]
+            for method in BETAS:
+                taken = [r.optimizer_steps for r in seeds_of(plan, results, workload, scale, method).values()]
+                if taken:
+                    rule = plan.comparison.methods[method].rule(None)
+                    config = plan.case(workload).config(scale, MOST_PASSES, plan.steps(workload), rule=rule)
+                    made, actual = forecast_recipe(recipe, workers=[1], config=config).rows[0], statistics.mean(taken)
+                    interval = f"{made.steps:,} ({made.low:,.0f} to {made.high:,.0f})"
+                    row.append(f"{interval}, taken {actual:,.0f}, {made.steps / actual - 1:+.0%}")
+                else:
+                    row.append("not run")
+            rows.append(row)
+    return markdown(["workload", "S", *BETAS], rows)
+
+
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 ADAMS = os.path.relpath(adam.PAGE, PAGE.parent)
@@ -236,12 +261,14 @@ def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) ->
         "## Forecasts",
         "Steps forecast from one base run (`record_recipe`, a probe every five steps) with three momenta, and steps taken.",
         forecasts(plan, results, runs),
+        "The same with the rules that change betas, with Muon's momentum.",
+        forecasts_of_betas(plan, results, runs),
     ]
     write_page(page, parts)
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
-    args, plan = comparison.parse(argv, __doc__, MUON, "runs/muon.jsonl", PAGE, seeds=3, scales=(1, 4, 16))
+    args, plan = comparison.parse(argv, __doc__, MUON, KEPT, PAGE, seeds=3, scales=(1, 4, 16))
     return args, replace(plan, grid_seeds=(101,))
 
 

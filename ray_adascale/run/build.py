@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .._errors import SettingError
@@ -87,14 +87,14 @@ def _doubt(rule: ScalingRule, optimizer: Optimizer) -> str | None:
     if not isinstance(rule, AdaScaleRule):
         return None
     if betas_of(rule) is not None:
-        tried = (
-            "AdamW" if all(isinstance(part, Adam | AdamW) for part in parts) else f"AdamW; with {name} it was not tried"
-        )
+        tried, page = "four small workloads with AdamW", "adam"
+        if not all(isinstance(part, Adam | AdamW | Muon) for part in parts):
+            tried += f"; with {name} it was not tried"
+        elif any(isinstance(part, Muon) for part in parts):
+            tried, page = "two small workloads with Muon and AdamW", "muon"
         return (
-            "rule='adascale_betas' has no derivation. It was measured on four small workloads with "
-            + tried
-            + ". There it "
-            "was better than 'adascale' and took more steps (docs/results/adam.md)."
+            f"rule='adascale_betas' has no derivation. It was measured on {tried}. There it was better than 'adascale' and took "
+            f"more steps (docs/results/{page}.md)."
         )
     if all(isinstance(part, SGD) for part in parts):
         return None
@@ -102,6 +102,11 @@ def _doubt(rule: ScalingRule, optimizer: Optimizer) -> str | None:
         return (
             f"AdaScale is derived for SGD. With {name} there is no proof, but it was measured on four small workloads that "
             "schedules carry over (docs/results/adam.md)."
+        )
+    if all(isinstance(part, SGD | Adam | AdamW | Muon) for part in parts):
+        return (
+            f"AdaScale is derived for SGD. With {name} there is no proof, but schedules of Muon and AdamW in one chain carried "
+            "over on two small workloads (docs/results/muon.md)."
         )
     return (
         f"AdaScale is derived for SGD, and was measured with Adam and AdamW (docs/results/adam.md); with {name} it was not "

@@ -57,7 +57,7 @@ def settings(**kwargs: Any) -> AdaScaleConfig:
 def drive(backend: LocalBackend | None = None, stop: int | None = None, config: Any = None, **kwargs: Any) -> Run:
     """The run, to its end or to a number of steps."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*Compare with a base run")
+        warnings.filterwarnings("ignore", message="AdaScale is derived for SGD")
         warnings.filterwarnings("ignore", message="rule='adascale_betas' has no derivation")
         warnings.filterwarnings("ignore", message="The batch of .* exceeds the gradient noise scale")
         built = workload({} if config is None else config)
@@ -144,11 +144,15 @@ def test_a_resume_on_other_workers_with_another_sharding_goes_on(pool: Any, tmp_
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_rule_is_not_tried_with_muon_and_says_so() -> None:
-    with pytest.warns(UserWarning, match="with Muon and AdamW it was not tried"):
+def test_the_warning_names_the_optimizers_and_their_evidence() -> None:
+    with pytest.warns(UserWarning, match=r"With Muon and AdamW there is no proof, .* on two small .*results/muon\.md"):
         Run.of(workload({}), settings())
-    with pytest.warns(UserWarning, match="AdamW; with Muon and AdamW it was not tried"):
+    with pytest.warns(UserWarning, match=r"measured on two small workloads with Muon and AdamW\. .*results/muon\.md"):
         Run.of(workload({}), settings(rule="adascale_betas"))
+    built = workload({})
+    other = OptimizerChain([torch.optim.RMSprop([built.model[0].bias]), AdamW([built.model[2].bias])])
+    with pytest.warns(UserWarning, match="with RMSprop and AdamW it was not tried"):
+        Run(built.model, other, None, built.train_dataset, settings())
 
 
 @pytest.mark.filterwarnings("error")
@@ -187,4 +191,4 @@ def test_a_check_of_the_workload_finds_nothing_but_the_rules_doubt() -> None:
     found = check_workload(workload, {}, settings())
     assert [f.text for f in found if f.level == "failed"] == []
     (doubt,) = (f.text for f in found if f.level == "warning")
-    assert "with Muon and AdamW it was not tried" in doubt
+    assert "With Muon and AdamW there is no proof" in doubt
