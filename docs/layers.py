@@ -115,6 +115,7 @@ TORCH_LAYERS: list[list[Package]] = [
     [
         Package("", "how long a step takes", "throughput"),
         Package("", "the numbers of workers that a run has had", "worker_record"),
+        Package("", "several optimizers as one", "chain"),
     ],
     [
         Package(

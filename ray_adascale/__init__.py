@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # the same again, as type checkers read no tables
     from .analysis.report import write_report as write_report
     from .analysis.throughput import measure_throughput as measure_throughput
     from .batch_schedule import Seesaw as Seesaw
+    from .chain import OptimizerChain as OptimizerChain
     from .checkpoint import CheckpointError as CheckpointError
     from .checkpoint import load_weights as load_weights
     from .checkpoint.rng import seed_everything as seed_everything
@@ -65,6 +66,7 @@ _NAMES = {
     "analysis.report": ["write_report"],
     "analysis.throughput": ["measure_throughput"],
     "batch_schedule": ["Seesaw"],
+    "chain": ["OptimizerChain"],
     "checkpoint": ["CheckpointError", "load_weights"],
     "checkpoint.rng": ["seed_everything"],
     "compat.adaptdl": ["AdaptiveDataParallel", "GradientNoiseScale"],

@@ -97,7 +97,8 @@ class Recipe:
             ``grad_clip``, ``shuffle``, ``drop_last``. A run with other values warns. A missing field is unknown; with None,
             all are.
         momentum: The momentum of the optimizer's first parameter group at the start of the base run, 0 ≤ m < 1. For Adam it
-            is β1, and 0 for an optimizer without momentum; None: unknown. The forecast uses it.
+            is β1, and 0 for an optimizer without momentum; None: unknown. The forecast uses it. For a chain it is that of the
+            optimizer with the most elements.
 
     Raises:
         RecipeError: A field of the wrong type or out of range, naming it.
@@ -166,6 +167,11 @@ class Recipe:
             f"total_steps={self.total_steps}, {self.metric}={self.score:.6g}, {len(self.noise)} probes, "
             f"{len(self.repeats)} repeats)"
         )
+
+    @property
+    def momentum_is_beta(self) -> bool:
+        """Whether :attr:`momentum` is β1, which a rule for betas changes. ``search["momentum_is_beta"]``, true if missing."""
+        return self.search.get("momentum_is_beta") is not False
 
     @property
     def fingerprint(self) -> str:

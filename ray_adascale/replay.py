@@ -175,17 +175,19 @@ class Law:
 
     The law is empirical, from some 200 settings on 20 workloads, six of them held out (docs/results/forecast.md). It was
     found for SGD. For an optimizer with betas, such as Adam, m = β1 (docs/results/adam.md has four workloads). Under a rule
-    that changes betas, f has m^e of the step before, e ≥ 1, and the weights do not lag: their memory is that of the base run on
+    that changes m, f has m^e of the step before, e ≥ 1, and the weights do not lag: their memory is that of the base run on
     the clock.
 
     Attributes:
         momentum: m, 0 ≤ m < 1.
+        momentum_is_beta: Whether m is β1. A rule for betas leaves another momentum as it is, unless ``BetaRule.momentum`` is set.
         calm: Share of the base run's random motion that disappears with the noise.
         shake: Growth of μ² with the larger LR.
         most_shake: Limit of that growth.
     """
 
     momentum: float = 0.0
+    momentum_is_beta: bool = True
     calm: float = 0.6
     shake: float = 2.0
     most_shake: float = 2.0
@@ -296,6 +298,8 @@ def replay(
     gains: list[float] = []
     pushed, moved = 0.0, 0.0  # u and p of the law
     betas = betas_of(advance)
+    if betas is not None and law is not None and not (law.momentum_is_beta or betas.momentum):
+        betas = None
     law_of_step = law  # with the momentum of the step before
     memory = 0.0 if law is None or betas is not None else law.memory / stride
     momentum = memory / (1 + memory)  # m, where a stride is a step
@@ -445,7 +449,7 @@ class Forecaster:
                 scale=scale,
                 count=count,
                 total_steps=self._recipe.total_steps,
-                law=Law(momentum=momentum),
+                law=Law(momentum=momentum, momentum_is_beta=self._recipe.momentum_is_beta),
                 base_batch_size=self._recipe.base_batch_size,
                 rule=self._rule,
                 averaging_window=self._window,

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ._errors import SettingError
+from .chain import SEVERAL_OPTIMIZERS
 from .config import AdaScaleConfig
 from .recipe import Recipe
 
@@ -172,9 +173,8 @@ class Workload:
     def _check_optimizer(self) -> None:
         if isinstance(self.optimizer, list | tuple | dict):
             raise ValueError(
-                f"Invalid optimizer: {type(self.optimizer).__name__} of {len(self.optimizer)}. Only one is supported: "
-                "there is one gain and one clock of effective steps, which several optimizers would advance several "
-                "times. Make one optimizer with several parameter groups."
+                f"Invalid optimizer: a {type(self.optimizer).__name__} of {len(self.optimizer)}. Must be one. "
+                + SEVERAL_OPTIMIZERS
             )
         if not isinstance(self.optimizer, Optimizer):
             raise ValueError(f"Invalid optimizer: {_kind(self.optimizer)}. Must be a torch.optim.Optimizer.")

@@ -109,6 +109,21 @@ def test_under_betas_on_the_clock_momentum_averages_less_and_nothing_lags() -> N
     assert again.gains[:6] == pytest.approx([4.0] * 5 + [1.0])  # as without momentum, where τ is 20
 
 
+def test_a_momentum_that_a_rule_for_betas_leaves_is_forecast_as_it_is() -> None:
+    noise = curve((0, 1, 0.5), (200, 1, 0.1))
+    given: dict[str, Any] = {"scale": 4, "count": 2, "total_steps": 200}
+    plain = replay(noise, law=Law(momentum=0.9), **given).gains
+    both = AdaScaleBetasRule(BetaRule(momentum=True))
+    for rule, is_beta, kept in (
+        ("adascale_betas", False, True),
+        ("adascale_betas", True, False),
+        (both, False, False),
+        (both, True, False),
+    ):
+        gains = replay(noise, law=Law(momentum=0.9, momentum_is_beta=is_beta), rule=rule, **given).gains
+        assert (gains == plain) == kept
+
+
 def test_weights_lag_behind_the_clock_by_the_momentums_memory() -> None:
     # Nothing but noise until 20, and then none, so r = 4 and then 1, with averages of a single step. For m = ½, L = 1:
     # u = 2, 3, 3.5, ..., so before the sixth and seventh step p = 16.125 and 20.0625, and k = ⌊p + 1 − e^−p⌋ = 17 and 21.

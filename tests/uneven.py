@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+
+from ray_adascale import OptimizerChain
 
 
 class Net(nn.Module):
@@ -102,6 +104,13 @@ def odd(model: Net) -> Optimizer:
     return Odd("odd", 0.002, over=split, warm=ramp)
 
 
+def chain(model: Net) -> OptimizerChain:
+    """Muon for two matrices, AdamW for the rest in two groups: one chain that is split by parameter and by element."""
+    matrices = [model.first.weight, model.middle.weight]
+    rest = [{"params": [model.first.bias, model.gain]}, {"params": [*model.last.parameters(), model.none], "lr": 0.02}]
+    return OptimizerChain([Muon(matrices, lr=0.02), AdamW(rest, lr=0.01)])
+
+
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda m: SGD(m.parameters(), lr=0.1),
     "momentum": lambda m: SGD(m.parameters(), lr=0.05, momentum=0.9),
@@ -113,6 +122,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "groups": lambda m: AdamW(groups(m), lr=0.01),
     "empty-group": lambda m: SGD([{"params": []}, *groups(m), {"params": [], "lr": 1.0}], lr=0.1, momentum=0.5),
     "odd": odd,
+    "chain": chain,
 }
 
 

@@ -372,7 +372,14 @@ def run_all(
 
 
 def parse(
-    argv: Sequence[str] | None, doc: str | None, comparison: Comparison, runs: str, page: Path
+    argv: Sequence[str] | None,
+    doc: str | None,
+    comparison: Comparison,
+    runs: str,
+    page: Path,
+    *,
+    seeds: int = 5,
+    scales: Sequence[int] = (1, 4, 16, 64),
 ) -> tuple[argparse.Namespace, Plan]:
     """Read the command line of a comparison, or end with an error.
 
@@ -382,10 +389,12 @@ def parse(
         comparison: The comparison.
         runs: Default path of the kept results.
         page: Path of the page in the repository.
+        seeds: Default number of seeds.
+        scales: Default scales.
     """
-    parser = study_parser(doc, seeds=5, runs=runs, smoke="S = 1 and 4, one seed, two schedules, 60 steps")
+    parser = study_parser(doc, seeds=seeds, runs=runs, smoke="S = 1 and 4, one seed, two schedules, 60 steps")
     parser.add_argument("--workloads", nargs="+", choices=list(comparison.cases), default=list(comparison.cases))
-    parser.add_argument("--scales", type=int, nargs="+", default=[1, 4, 16, 64], help="beside 1; 1 to 8 or 8·k")
+    parser.add_argument("--scales", type=int, nargs="+", default=list(scales), help="beside 1; 1 to 8 or 8·k")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
     page_parser_options(parser, page)
     args = parser.parse_args(argv)
@@ -398,8 +407,8 @@ def parse(
         shapes = comparison.shapes[:1]
         plan = Plan(comparison, workloads, (1, 4), (1,), grid_scale, shapes, grid_seeds=(101,), every=3, total_steps=60)
         return args, plan
-    scales, seeds = tuple(sorted({1, *args.scales})), tuple(range(1, args.seeds + 1))
-    return args, Plan(comparison, workloads, scales, seeds, comparison.grid_scale, comparison.shapes)
+    chosen, numbers = tuple(sorted({1, *args.scales})), tuple(range(1, args.seeds + 1))
+    return args, Plan(comparison, workloads, chosen, numbers, comparison.grid_scale, comparison.shapes)
 
 
 def results_of(

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from .. import checkpoint
 from .._torch import is_dtensor
 from .._warn import warn_at_user
+from ..chain import parts_of
 from ..optim.adascale import AdaScale
 from ..sharding.buckets import Fragment, memory_order
 from ..sharding.oss import OSS
@@ -229,9 +230,16 @@ def _restore_dtypes(optimizer: Optimizer, params: list[Tensor], saved: dict[int,
 
     The cast would lose float32 averages of bfloat16 weights, and counts. An optimizer with a loader of its own is left alone.
     """
-    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
-        return
+    own_loader = {
+        p
+        for part, _ in parts_of(optimizer)
+        for group in part.param_groups
+        for p in group["params"]
+        if type(part).load_state_dict is not Optimizer.load_state_dict
+    }
     for i, entries in saved.items():
+        if params[i] in own_loader:
+            continue
         live = optimizer.state[params[i]]
         for name, value in entries.items():
             if name != "step" and isinstance(value, Tensor) and live[name].dtype != value.dtype:

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .. import scaling_rules
 from .._torch import uncompiled
+from ..chain import SEVERAL_OPTIMIZERS
 from ..gain import plain_gain
 from ..optim.adam_metric import adam_preconditioner
 from ..optim.adascale import AdaScale
@@ -280,6 +281,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
                 "AdaptiveDataParallel needs a process group, also for one process. Call torch.distributed.init_process_group() "
                 "first; alone: init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)."
             )
+        if isinstance(optimizer, list | tuple):
+            raise ValueError(f"Invalid optimizer: a {type(optimizer).__name__}. Must be one. {SEVERAL_OPTIMIZERS}")
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, AdaScale):
             raise ValueError(
                 f"Invalid optimizer of type {type(optimizer).__name__}. Must be a plain torch.optim.Optimizer: the scaling rule "

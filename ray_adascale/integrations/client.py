@@ -22,7 +22,7 @@ from ..measure.probe import probe_examples, probe_noise
 from ..optim.adascale import AdaScale
 from ..optim.step_shape import StepEnd, StepShape
 from ..recipe import NoiseProbe, Recipe
-from ..run.base_run import BaseResult, freeze, momentum_of
+from ..run.base_run import BaseResult, Momentum, freeze, momentum_of
 from ..run.eta import RemainingSteps, forecast_remaining_steps
 from ..run.metrics import step_metrics
 from ..run.step import Step
@@ -306,7 +306,7 @@ class RecipeRecorder:
         self._loss_fn, self._probe_every = loss_fn, probe_every
         self._schedule: TauSchedule | None = None
         self._config: AdaScaleConfig | None = None
-        self._momentum: float | None = None
+        self._momentum = Momentum()
         self.forget()
 
     def forget(self) -> None:

@@ -15,6 +15,7 @@ except ModuleNotFoundError:  # the older name of the package
     from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
 
 from .._warn import warn_at_user
+from ..chain import SEVERAL_OPTIMIZERS
 from ..config import AdaScaleConfig
 from ..optim.adascale import AdaScale
 from ..recipe import Recipe
@@ -282,8 +283,7 @@ def _check(trainer: Trainer) -> None:
         )
     if len(trainer.optimizers) != 1:
         raise ValueError(
-            f"configure_optimizers returned {len(trainer.optimizers)} optimizers. Only one is supported: there is one gain and "
-            "one clock. Make one optimizer with several parameter groups."
+            f"configure_optimizers returned {len(trainer.optimizers)} optimizers. Must be one. {SEVERAL_OPTIMIZERS}"
         )
     if len(trainer.lr_scheduler_configs) > 1:
         raise ValueError(

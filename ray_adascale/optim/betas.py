@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.optim import SGD, Adam, Adamax, NAdam, Optimizer, RAdam, SparseAdam
+from torch.optim import SGD, Adam, Adamax, Muon, NAdam, Optimizer, RAdam, SparseAdam
 
+from ..chain import OptimizerChain, parts_of
 from .deferred import fill_momentum
 
 __all__ = ["BetaRule"]
@@ -39,10 +40,15 @@ class BetaRule:
     Adam's bias correction is exact: 1 − Π β^e over the steps, which is 1 − β^(Σe). ``state["step"]`` is therefore Σe, the
     effective steps of a parameter. A checkpoint can be continued with another rule, and a checkpoint of another rule with this.
 
+    In an :class:`ray_adascale.OptimizerChain` the rule changes the groups that have betas. Groups with a momentum in place of
+    betas keep it, unless ``momentum`` is set.
+
     Attributes:
         floor: Smallest beta that a larger batch may lead to, 0 ≤ floor < 1.
-        momentum: Whether SGD's momentum m becomes m^e as well. The gradient is then added with the weight
-            (1 − m^e)/(1 − m), as the dampening of that step, so that the LR means the same. Not measured.
+        momentum: Whether the momentum m of SGD and Muon becomes m^e as well. SGD then adds the gradient with the weight
+            (1 − m^e)/(1 − m), as the dampening of that step, so that the LR means the same. Muon needs no such weight: its
+            buffer is an average, and its step does not depend on the buffer's size. Not measured for SGD; for
+            Muon: docs/results/muon.md.
 
     Raises:
         ValueError: ``floor`` is out of its range.
@@ -84,25 +90,44 @@ class BetaRule:
         Raises:
             ValueError: It can't. The message names the reason and what to use instead.
         """
-        name = type(optimizer).__name__
-        for kind, reason in _REFUSED.items():
-            if isinstance(optimizer, kind):
-                raise ValueError(f"Betas that change with the gain are not exact with {name}: it {reason}. {_INSTEAD}")
-        held = next((key for key, value in vars(optimizer).items() if isinstance(value, Optimizer)), None)
-        if held is not None:
-            raise ValueError(
-                f"{name} holds another optimizer, in {held!r}, whose step counts a rule for betas can't correct. Use that one "
-                "without it, or rule='adascale'."
-            )
-        if not any(self._decay_factors(optimizer, group) is not None for group in optimizer.param_groups):
-            if isinstance(optimizer, SGD):
-                remedy = "BetaRule(momentum=True) changes SGD's momentum. For SGD rule='adascale' needs no such change."
+        parts = [part for part, _ in parts_of(optimizer)]
+        for part in parts:
+            name = type(part).__name__
+            for kind, reason in _REFUSED.items():
+                if isinstance(part, kind):
+                    raise ValueError(
+                        f"Betas that change with the gain are not exact with {name}: it {reason}. {_INSTEAD}"
+                    )
+            held = next((key for key, value in vars(part).items() if isinstance(value, Optimizer)), None)
+            if held is not None:
+                raise ValueError(
+                    f"{name} holds another optimizer, in {held!r}, whose step counts a rule for betas can't correct. Use that "
+                    "one without it, or rule='adascale'."
+                )
+        # Each part is looked at, since a part may have betas that can't be changed.
+        changes = [self._changes(part) for part in parts]
+        if not any(changes):
+            names = " and ".join(type(part).__name__ for part in parts)
+            if any(isinstance(part, SGD | Muon) for part in parts):
+                remedy = (
+                    "BetaRule(momentum=True) changes the momentum of SGD and Muon. For SGD rule='adascale' needs no such "
+                    "change."
+                )
             else:
                 remedy = _INSTEAD
-            raise ValueError(f"The rule changes betas, and the parameter groups of {name} have none. {remedy}")
+            raise ValueError(f"The rule changes betas, and the parameter groups of {names} have none. {remedy}")
+
+    def _changes(self, optimizer: Optimizer) -> bool:
+        """Return whether the rule changes any group of a plain optimizer.
+
+        Raises:
+            ValueError: The rule can't change the factors of a group.
+        """
+        factors = [self._decay_factors(optimizer, group) for group in optimizer.param_groups]
+        return any(of_group is not None for of_group in factors)
 
     def _decay_factors(self, optimizer: Optimizer, group: dict[str, Any]) -> tuple[float, ...] | None:
-        """Return the decay factors of a parameter group: its betas, or SGD's momentum. None: the rule leaves the group alone.
+        """Return the decay factors of a parameter group: its betas, or its momentum. None: the rule leaves the group alone.
 
         Raises:
             ValueError: The rule can't change these factors.
@@ -121,10 +146,12 @@ class BetaRule:
             return tuple(group["betas"])
         if not (self.momentum and "momentum" in group):
             return None
+        if isinstance(optimizer, Muon):
+            return (float(group["momentum"]),)
         if not isinstance(optimizer, SGD):
             raise ValueError(
-                f"BetaRule(momentum=True) is for SGD. {name} does not weigh the gradient by a dampening, so its LR would mean "
-                "something else with each momentum. Use rule='adascale'."
+                f"BetaRule(momentum=True) is for SGD and Muon. {name} does not weigh the gradient by a dampening, so its LR "
+                "would mean something else with each momentum. Use rule='adascale'."
             )
         if group["nesterov"] or group["dampening"] != 0:
             raise ValueError(
@@ -149,14 +176,26 @@ class BetaRule:
             ValueError: The betas can't be changed; or an optimizer of an unknown class counts its steps, which its first step
                 shows.
         """
+        with ExitStack() as stack:
+            for part, numbers in parts_of(optimizer):
+                if not isinstance(optimizer, OptimizerChain) or self._changes(part):
+                    own = [increments[i % len(increments)] for i in numbers]
+                    stack.enter_context(self._applied_to(part, [groups[i] for i in numbers], own))
+            yield
+
+    @contextmanager
+    def _applied_to(
+        self, optimizer: Optimizer, groups: Sequence[dict[str, Any]], increments: Sequence[float]
+    ) -> Iterator[None]:
+        """Change the betas of a plain optimizer, see :meth:`applied`."""
         exponents, changes = [], []
-        for i, group in enumerate(groups):
+        for group, increment in zip(groups, increments, strict=True):
             factors = self._decay_factors(optimizer, group)
-            e = 1.0 if factors is None else self.exponent(factors, increments[i % len(increments)])
+            e = 1.0 if factors is None else self.exponent(factors, increment)
             exponents.append(e)
-            changes.append({} if factors is None or e == 1 else _changed(group, factors, e))
+            changes.append({} if factors is None or e == 1 else _changed(optimizer, group, factors, e))
         kept = [{key: group[key] for key in new} for group, new in zip(groups, changes, strict=True)]
-        known = isinstance(optimizer, (*_COUNTING, SGD))
+        known = isinstance(optimizer, (*_COUNTING, SGD, Muon))
         numbers = [] if known else [_numbers(group) for group in groups]
         if isinstance(optimizer, SGD) and any(changes):
             fill_momentum(optimizer)  # torch's first step would add the gradient without the dampening
@@ -176,11 +215,15 @@ class BetaRule:
                 _multiply_steps(optimizer, exponents)
 
 
-def _changed(group: dict[str, Any], factors: tuple[float, ...], exponent: float) -> dict[str, Any]:
+def _changed(
+    optimizer: Optimizer, group: dict[str, Any], factors: tuple[float, ...], exponent: float
+) -> dict[str, Any]:
     """Return the changed entries of a parameter group: each decay factor to the power of the exponent."""
     new = tuple(beta**exponent for beta in factors)
     if "betas" in group:
         return {"betas": new}
+    if isinstance(optimizer, Muon):  # buffer ← m·buffer + (1 − m)·g, and the step is of the orthogonalized buffer
+        return {"momentum": new[0]}
     # torch: buffer ← m·buffer + (1 − dampening)·g. A gradient's weights add up to 1/(1 − m) if 1 − dampening is this ratio.
     return {"momentum": new[0], "dampening": 1 - (1 - new[0]) / (1 - factors[0])}
 
@@ -219,9 +262,11 @@ def _refuse_counter(optimizer: Optimizer, groups: Sequence[dict[str, Any]], befo
         ValueError: The optimizer keeps a number. The message names its key.
     """
     found = {key for group, old in zip(groups, before, strict=True) for key in old if group.get(key) != old[key]}
-    for p, state in optimizer.state.items():
-        if isinstance(p, Tensor) and p.numel() > 1:
-            found |= {key for key, value in state.items() if _is_number(value)}
+    for p in (
+        p for group in optimizer.param_groups for p in group["params"]
+    ):  # a sharded chain's state is of all its parts
+        if p.numel() > 1:
+            found |= {key for key, value in optimizer.state.get(p, {}).items() if _is_number(value)}
     if found:
         raise ValueError(
             f"{type(optimizer).__name__} keeps {min(found)!r} beside its averages, as a bias correction does that is not exact "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections import defaultdict
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch.optim import LBFGS, Optimizer
 
 from .._torch import is_dtensor
+from ..chain import SEVERAL_OPTIMIZERS, needs_closure, parts_of
 from ..sharding.oss import OSS
 
 __all__ = ["OptimizerWrapper"]
@@ -33,6 +33,9 @@ class OptimizerWrapper(Optimizer):
     """
 
     _parts: frozenset[str] = frozenset({"_optimizer"})
+
+    refuses_chain = "AdaScale can't be part of a chain: wrap the chain, AdaScale(OptimizerChain([...]))."
+    """Error message of :class:`ray_adascale.OptimizerChain`, which does not import this class."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         _check(optimizer)
@@ -89,6 +92,10 @@ def _check(optimizer: Optimizer) -> None:
     Raises:
         ValueError: It can't.
     """
+    if isinstance(optimizer, list | tuple | dict):
+        raise ValueError(
+            f"Invalid optimizer: a {type(optimizer).__name__} of {len(optimizer)}. Must be one. {SEVERAL_OPTIMIZERS}"
+        )
     if not isinstance(optimizer, Optimizer):
         raise ValueError(f"Invalid optimizer of type {type(optimizer).__name__}. Must be a torch.optim.Optimizer.")
     if isinstance(optimizer, OptimizerWrapper):
@@ -96,15 +103,15 @@ def _check(optimizer: Optimizer) -> None:
     if isinstance(optimizer, LBFGS):
         raise ValueError("AdaScale can't wrap LBFGS, which evaluates the model several times within one step.")
     inner = optimizer.optim if isinstance(optimizer, OSS) else optimizer
-    closure = inspect.signature(type(inner).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    if needs_closure(type(inner)):
         raise ValueError(
             f"AdaScale can't wrap {type(inner).__name__}, whose step needs the closure: it evaluates the model within the "
             "step, and the gain is that of the gradients before it. Use it without AdaScale."
         )
-    for group in optimizer.param_groups:
-        if group.get("fused"):
-            _check_fused(optimizer, group)
+    for part, _ in parts_of(optimizer):
+        for group in part.param_groups:
+            if group.get("fused"):
+                _check_fused(part, group)
 
 
 def _check_fused(optimizer: Optimizer, group: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from .._errors import SettingError
 from .._version import __version__
+from ..chain import parts_of
 from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig
 from ..recipe import SETTINGS, NoiseProbe, Recipe, Repeat
@@ -31,6 +32,7 @@ from .schedule import BaseSchedule
 __all__ = [
     "RESULT",
     "BaseResult",
+    "Momentum",
     "base_config",
     "freeze",
     "kept_settings",
@@ -43,6 +45,19 @@ __all__ = [
 
 RESULT = "outcome"
 """The key of a trial's :class:`BaseResult`, as JSON, in its last report to Tune."""
+
+
+@dataclass(frozen=True)
+class Momentum:
+    """The momentum of an optimizer, for the forecast.
+
+    Attributes:
+        value: m, 0 ≤ m < 1; None: unknown.
+        is_beta: Whether m is β1, which a rule for betas changes.
+    """
+
+    value: float | None = None
+    is_beta: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +85,7 @@ class BaseResult:
     noise: list[NoiseProbe]
     advice: list[str] = field(default_factory=list)
     unread: dict[str, str | None] = field(default_factory=dict)
-    momentum: float | None = None
+    momentum: Momentum = field(default_factory=Momentum)
     noise_source: str = "halves"
     noise_every: int = 20
 
@@ -88,7 +103,8 @@ class BaseResult:
         """Return the result from the JSON of :meth:`to_json`."""
         found = json.loads(text)
         noise = [NoiseProbe(**probe) for probe in found["noise"]]
-        return cls(**{**found, "schedule": BaseSchedule(**found["schedule"]), "noise": noise})
+        schedule, momentum = BaseSchedule(**found["schedule"]), Momentum(**found["momentum"])
+        return cls(**{**found, "schedule": schedule, "noise": noise, "momentum": momentum})
 
 
 def record_recipe(
@@ -204,6 +220,7 @@ def freeze(
             **search,
             "handed": list(injected_settings(config)),
             "noise": {"from": outcome.noise_source, "every": outcome.noise_every},
+            "momentum_is_beta": outcome.momentum.is_beta,
         },
         workload=workload_name(workload),
         versions={
@@ -215,7 +232,7 @@ def freeze(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         repeats=list(repeats),
         settings=kept_settings(config),
-        momentum=outcome.momentum,
+        momentum=outcome.momentum.value,
     )
 
 
@@ -264,11 +281,21 @@ def base_config(
     return base
 
 
-def momentum_of(optimizer: Optimizer) -> float | None:
-    """Return the momentum of the first parameter group; β1 if it has betas; 0 if it has neither; None if it is outside [0, 1)."""
-    group = optimizer.param_groups[0]
-    value = group["momentum"] if "momentum" in group else group.get("betas", (0.0,))[0]
-    return float(value) if 0 <= value < 1 else None
+def momentum_of(optimizer: Optimizer) -> Momentum:
+    """Return the momentum of the first parameter group; β1 if it has betas; 0 if it has neither; unknown if outside [0, 1).
+
+    For a chain it is that of the optimizer with the most elements: the forecast uses one momentum for the whole model. Muon's
+    momentum counts as Adam's β1 does. Both are averages, and the size of a step does not depend on them.
+    """
+    largest = max((part for part, _ in parts_of(optimizer)), key=_elements)
+    group = largest.param_groups[0]
+    is_beta = "momentum" not in group and "betas" in group
+    value = group["betas"][0] if is_beta else group.get("momentum", 0.0)
+    return Momentum(float(value) if 0 <= value < 1 else None, is_beta)
+
+
+def _elements(optimizer: Optimizer) -> int:
+    return sum(p.numel() for group in optimizer.param_groups for p in group["params"])
 
 
 def kept_settings(base: AdaScaleConfig) -> dict[str, Any]:

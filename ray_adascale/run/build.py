@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .._errors import SettingError
 from .._warn import warn_at_user
 from ..batch_policy import BatchPlan
+from ..chain import SEVERAL_OPTIMIZERS, parts_of
 from ..checkpoint.optimizer import parameter_names
 from ..config import AdaScaleConfig
 from ..data.source import BatchSource
@@ -58,8 +59,7 @@ def check_built(model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig) 
     """
     if isinstance(optimizer, list | tuple | dict):
         raise ValueError(
-            f"Invalid optimizer: a {type(optimizer).__name__} of {len(optimizer)}. Only one is supported: there is one gain "
-            "and one clock. Make one optimizer with several parameter groups."
+            f"Invalid optimizer: a {type(optimizer).__name__} of {len(optimizer)}. Must be one. {SEVERAL_OPTIMIZERS}"
         )
     if not isinstance(optimizer, Optimizer):
         raise ValueError(f"Invalid optimizer of type {type(optimizer).__name__}. Must be a torch.optim.Optimizer.")
@@ -77,7 +77,8 @@ def check_built(model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig) 
 
 def _doubt(rule: ScalingRule, optimizer: Optimizer) -> str | None:
     """Return a warning if the rule is unproven for this optimizer; None for SGD, which AdaScale is derived for."""
-    name = type(optimizer).__name__
+    parts = [part for part, _ in parts_of(optimizer)]
+    name = " and ".join(dict.fromkeys(type(part).__name__ for part in parts))
     if isinstance(rule, AdamScaleRule):
         return (
             "rule='adamscale' is experimental: schedules did not carry over with it, but did with rule='adascale' and the same "
@@ -86,19 +87,25 @@ def _doubt(rule: ScalingRule, optimizer: Optimizer) -> str | None:
     if not isinstance(rule, AdaScaleRule):
         return None
     if betas_of(rule) is not None:
-        tried = "AdamW" if isinstance(optimizer, Adam | AdamW) else f"AdamW; with {name} it was not tried"
-        return (
-            "rule='adascale_betas' has no derivation. It was measured on four small workloads with "
-            + tried
-            + ". There it "
-            "was better than 'adascale' and took more steps (docs/results/adam.md)."
-        )
-    if isinstance(optimizer, SGD):
+        tried = "four small workloads with AdamW"
+        found = "There it was better than 'adascale' and took more steps (docs/results/adam.md)."
+        if not all(isinstance(part, Adam | AdamW | Muon) for part in parts):
+            tried += f"; with {name} it was not tried"
+        elif any(isinstance(part, Muon) for part in parts):
+            tried = "two small workloads with Muon and AdamW"
+            found = "There it took more steps than 'adascale', and was clearly better on one (docs/results/muon.md)."
+        return f"rule='adascale_betas' has no derivation. It was measured on {tried}. {found}"
+    if all(isinstance(part, SGD) for part in parts):
         return None
-    if isinstance(optimizer, Adam | AdamW):
+    if all(isinstance(part, SGD | Adam | AdamW) for part in parts):
         return (
             f"AdaScale is derived for SGD. With {name} there is no proof, but it was measured on four small workloads that "
             "schedules carry over (docs/results/adam.md)."
+        )
+    if all(isinstance(part, SGD | Adam | AdamW | Muon) for part in parts):
+        return (
+            f"AdaScale is derived for SGD. With {name} there is no proof, but schedules of Muon and AdamW in one chain carried "
+            "over on two small workloads (docs/results/muon.md)."
         )
     return (
         f"AdaScale is derived for SGD, and was measured with Adam and AdamW (docs/results/adam.md); with {name} it was not "

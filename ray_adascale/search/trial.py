@@ -27,7 +27,7 @@ from ..config import AdaScaleConfig
 from ..recipe import NoiseProbe
 from ..run.backend import Backend, ReportPolicy
 from ..run.base_noise import NoiseEvery, NoiseRecorder
-from ..run.base_run import RESULT, BaseResult, momentum_of, train_base
+from ..run.base_run import RESULT, BaseResult, Momentum, momentum_of, train_base
 from ..run.failure import annotate_exceptions
 from ..run.loop import Run
 from ..run.step import StepReport
@@ -113,7 +113,7 @@ class Collected:
         self.evaluated: tuple[str, ...] = ()
         self.advice: list[str] = []
         self.reads: ConfigAccessLog | None = None
-        self.momentum: float | None = None
+        self.momentum = Momentum()
         self._metric = metric
         self._mode = mode
         self._loss: Tensor | float = 0.0

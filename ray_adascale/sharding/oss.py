@@ -2,14 +2,15 @@
 
 FairScale's name and constructor. Parameters lie in flat buckets (:mod:`ray_adascale.sharding.buckets`). An optimizer that
 is known to treat every element by itself is split by element, so that every worker holds exactly 1/N. Any other one is
-split by whole parameters, which is right for every optimizer that treats each parameter by itself.
+split by whole parameters, which is right for every optimizer that treats each parameter by itself. In a chain each optimizer's
+parameters are split in its own way.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -18,13 +19,14 @@ from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
 from .._torch import called_to_make_state
+from ..chain import OptimizerChain, empty_copy, parts_of
 from ..measure.norms import take_norm
 from ..measure.observers import GradientObserver, PassListener
 from .buckets import Bucket, Fragment, make_buckets
 from .clipping import NormOverWorkers
 from .collect_state import EVERYONE, collect_state
 from .collectives import gather_shards
-from .partition import TORCHS, Owners, check_shardable, is_elementwise
+from .partition import TORCHS, Owners, check_holds_none, check_shardable, is_elementwise
 from .share_state import NOT_COLLECTED, ShareState, copy_of, hyperparameters, packed, part_of_state
 
 __all__ = ["OSS", "GradientReducer", "ReducerListener"]
@@ -88,6 +90,9 @@ class OSS(Optimizer):
 
     _BUCKET_NUMEL = 1 << 22
 
+    refuses_chain = "OSS can't be part of a chain: shard the chain instead, OSS.wrap(OptimizerChain([...]))."
+    """Error message of :class:`ray_adascale.OptimizerChain`, which does not import this class."""
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -137,13 +142,9 @@ class OSS(Optimizer):
             )
         initialized = dist.is_available() and dist.is_initialized()
         world_size = dist.get_world_size(group) if initialized else 1
-        held = next((name for name, value in vars(optimizer).items() if isinstance(value, Optimizer)), None)
-        if held is not None and world_size > 1:
-            name = type(optimizer).__name__
-            raise ValueError(
-                f"{name} holds another optimizer, in {held!r}, and OSS would shard nothing of it. Shard that one, and wrap it, "
-                f"as in {name}(OSS(...)); or use {name} without OSS."
-            )
+        if world_size > 1:
+            for part, _ in parts_of(optimizer):
+                check_holds_none(part)
         if bucket_numel != -1 and bucket_numel < 1:
             raise ValueError(
                 f"Invalid bucket size of {bucket_numel} elements. Must be positive, or -1 for the default."
@@ -155,8 +156,8 @@ class OSS(Optimizer):
             raise ValueError("This worker is not in the process group that OSS is to shard over.")
         self._full = optimizer  # with the full groups, which schedulers drive
         super().__setstate__({})
-        self.splits_elements = is_elementwise(type(optimizer))
-        """Whether the split is by element; else it is by whole parameters."""
+        self.splits_elements = all(is_elementwise(type(part)) for part, _ in parts_of(optimizer))
+        """Whether the split of every parameter is by element; else it is, at least in part of a chain, by whole parameters."""
         self.buckets: list[Bucket] = []
         self.fragments: list[Fragment] = []
         """This worker's share, in parameter order."""
@@ -166,16 +167,15 @@ class OSS(Optimizer):
         self._reducer: weakref.ref[GradientReducer] | None = None
         self._reducer_listeners: weakref.WeakSet[ReducerListener] = weakref.WeakSet()
 
-        # The part that this worker updates: a copy of the object with groups and state of its own, so that any class works,
-        # with any constructor. A scheduler's patched `step` belongs to the original.
-        self._shard: Optimizer = object.__new__(type(optimizer))
-        self._shard.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
-        self._shard.param_groups = []
-        given, optimizer.state = optimizer.state, defaultdict(dict)
+        # The part that this worker updates.
+        self._shard = empty_copy(optimizer)
+        given = dict(optimizer.state)
+        optimizer.state = defaultdict(dict)
         self.state = {k: v for k, v in given.items() if not isinstance(k, Tensor)}
         self._shares.made = bool(given)
         self._distribute(0, given)
-        optimizer._sharded = True  # type: ignore[attr-defined]
+        for part in (optimizer, *(part for part, _ in parts_of(optimizer))):
+            part._sharded = True  # type: ignore[attr-defined]
 
     def _distribute(self, first: int, given: Mapping[Any, Any] | None = None) -> None:
         """Put the parameters of the groups from number ``first`` on into buckets, and give this worker its part of them.
@@ -192,14 +192,7 @@ class OSS(Optimizer):
         if self.world_size == 1:
             fragments = [Fragment(p, g, 0, p.numel(), p, 0) for p, g in zip(params, groups, strict=True)]
         else:
-            buckets = make_buckets(
-                params,
-                groups,
-                None if self.splits_elements else self._owners.add(params),
-                rank=self.rank,
-                world_size=self.world_size,
-                numel=self._bucket_numel,
-            )
+            buckets = self._make_buckets(params, groups)
             self.buckets += buckets
             place = {p: i for i, p in enumerate(params)}
             fragments = sorted((f for b in buckets for f in b.fragments), key=lambda f: place[f.param])
@@ -212,9 +205,30 @@ class OSS(Optimizer):
             if "param_names" in group:
                 names = dict(zip(group["params"], group["param_names"], strict=True))
                 local["param_names"] = [names[f.param] for f in mine]
-            self._shard.param_groups.append(local)
+            if isinstance(self._shard, OptimizerChain):
+                self._shard.append_share(local, cast(OptimizerChain, self._full))
+            else:
+                self._shard.param_groups.append(local)
         self._shares.numbers = self._numbers()
         self._take_share(fragments, given or {})
+
+    def _make_buckets(self, params: Sequence[Tensor], groups: Sequence[int]) -> list[Bucket]:
+        """Return buckets of parameters, those of elementwise optimizers apart from those that are owned whole."""
+        kinds = {g: is_elementwise(type(part)) for part, numbers in parts_of(self._full) for g in numbers}
+        buckets: list[Bucket] = []
+        for by_element in (True, False):
+            which = [i for i, g in enumerate(groups) if kinds[g] == by_element]
+            chosen = [params[i] for i in which]
+            buckets += make_buckets(
+                chosen,
+                [groups[i] for i in which],
+                None if by_element else self._owners.add(chosen),
+                rank=self.rank,
+                world_size=self.world_size,
+                numel=self._bucket_numel,
+            )
+        place = {p: i for i, p in enumerate(params)}
+        return sorted(buckets, key=lambda bucket: -min(place[p] for p in bucket.params))
 
     def _take_share(self, fragments: Iterable[Fragment], full: Mapping[Any, Any]) -> None:
         """Keep, of the full state of parameters, the part of each fragment."""
@@ -326,7 +340,8 @@ class OSS(Optimizer):
             in_place = True
         # Torch's schedulers look for this. A scheduler that was built on the wrapped optimizer patched a step() that is not
         # called any more, and would warn that the optimizer had not stepped before it.
-        self._full._opt_called = True  # type: ignore[attr-defined]
+        for part in (self._full, *(part for part, _ in parts_of(self._full))):
+            part._opt_called = True  # type: ignore[attr-defined]
         try:
             result = self._shard.step(**kwargs) if closure is None else self._shard.step(evaluate, **kwargs)
         finally:

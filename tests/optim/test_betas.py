@@ -389,7 +389,7 @@ def test_sharded_groups_are_changed_and_put_back() -> None:
         (SparseAdam, BetaRule(), {}, r"not exact with SparseAdam.*row"),
         (RMSprop, BetaRule(), {}, r"groups of RMSprop have none\. Use Adam"),
         (SGD, BetaRule(), {"momentum": 0.9}, r"groups of SGD have none\. BetaRule\(momentum=True\)"),
-        (RMSprop, BetaRule(momentum=True), {}, r"BetaRule\(momentum=True\) is for SGD\. RMSprop"),
+        (RMSprop, BetaRule(momentum=True), {}, r"BetaRule\(momentum=True\) is for SGD and Muon\. RMSprop"),
         (SGD, BetaRule(momentum=True), {"momentum": 0.9, "nesterov": True}, r"nesterov=True, dampening=0"),
         (SGD, BetaRule(momentum=True), {"momentum": 0.9, "dampening": 0.5}, r"nesterov=False, dampening=0\.5"),
         (Adam, BetaRule(), {"betas": (torch.tensor(0.9), torch.tensor(0.99)), "foreach": False}, "must be numbers"),

@@ -1145,7 +1145,7 @@ def test_several_optimizers_and_wrapped_models_are_refused() -> None:
     net = model()
     config = AdaScaleConfig(base_batch_size=4, total_steps=4)
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1)] * 2
-    with pytest.raises(ValueError, match="Only one is supported"):
+    with pytest.raises(ValueError, match=r"a list of 2\. Must be one\."):
         Run(net, optimizers, None, dataset(), config)  # type: ignore[arg-type]
 
 

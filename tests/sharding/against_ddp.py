@@ -20,7 +20,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from ray_adascale import OSS, ShardedDataParallel
 
 from ..pool import ProcessPool
-from ..uneven import Net, groups
+from ..uneven import Net, chain, groups
 
 Pool = Callable[[int], ProcessPool]
 
@@ -66,6 +66,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "layers": lambda m: AdamW(groups(m), lr=0.01),
     "kinds": lambda m: SGD(by_kind(m), lr=0.05, momentum=0.9),
     "lars": lambda m: Lars(m.parameters(), lr=0.01),
+    "chain": chain,
 }
 
 
