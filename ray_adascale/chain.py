@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-__all__ = ["SEVERAL_OPTIMIZERS", "OptimizerChain", "needs_closure", "parts_of"]
+__all__ = ["SEVERAL_OPTIMIZERS", "OptimizerChain", "empty_copy", "needs_closure", "parts_of"]
 
 SEVERAL_OPTIMIZERS = (
     "There is one gain and one clock, and several optimizers would each advance the clock. Make them one: "
@@ -178,15 +178,11 @@ class OptimizerChain(Optimizer):
 
     # ---- a worker's share of a sharded chain ---------------------------------------------------------------------
 
-    def empty_share(self, empty: Callable[[Optimizer], Optimizer]) -> OptimizerChain:
-        """Return a chain without groups, for a worker's share of this one.
-
-        Args:
-            empty: Returns a copy of an optimizer without groups and state.
-        """
+    def empty_share(self) -> OptimizerChain:
+        """Return a chain without groups, of copies of the optimizers, for a worker's share of this one."""
         share = object.__new__(type(self))
         own = {key: value for key, value in vars(self).items() if key != "step"}  # as patched by a scheduler
-        share.__setstate__({**own, "_optimizers": tuple(map(empty, self._optimizers)), "_order": []})
+        share.__setstate__({**own, "_optimizers": tuple(map(empty_copy, self._optimizers)), "_order": []})
         return share
 
     def append_share(self, group: dict[str, Any], of: OptimizerChain) -> None:
@@ -276,6 +272,17 @@ def parts_of(optimizer: Optimizer) -> list[tuple[Optimizer, list[int]]]:
     if isinstance(optimizer, OptimizerChain):
         return optimizer.parts()
     return [(optimizer, list(range(len(optimizer.param_groups))))]
+
+
+def empty_copy(optimizer: Optimizer) -> Optimizer:
+    """Return a copy of an optimizer of any class and any constructor, without groups, for a worker's share of it."""
+    if isinstance(optimizer, OptimizerChain):
+        return optimizer.empty_share()
+    copied: Optimizer = object.__new__(type(optimizer))
+    # A scheduler's patched `step` belongs to the original.
+    copied.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
+    copied.param_groups = []
+    return copied
 
 
 def needs_closure(kind: type[Optimizer]) -> bool:

@@ -82,9 +82,6 @@ class AdaScale(OptimizerWrapper):
     )
     """Error message of OSS for an optimizer of this class, which OSS does not import."""
 
-    refuses_chain: ClassVar[str] = "AdaScale can't be part of a chain: wrap the chain, AdaScale(OptimizerChain([...]))."
-    """Error message of :class:`ray_adascale.OptimizerChain`, which does not import this class."""
-
     saves_within_step: bool = False
     """Whether :meth:`state_dict` also works between the passes of a step. The state is that of the last step boundary, and a
     resume drops the passes after it. For a loop that chooses the moment itself, and steps after the passes that are left."""

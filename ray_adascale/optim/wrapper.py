@@ -34,6 +34,9 @@ class OptimizerWrapper(Optimizer):
 
     _parts: frozenset[str] = frozenset({"_optimizer"})
 
+    refuses_chain = "AdaScale can't be part of a chain: wrap the chain, AdaScale(OptimizerChain([...]))."
+    """Error message of :class:`ray_adascale.OptimizerChain`, which does not import this class."""
+
     def __init__(self, optimizer: Optimizer) -> None:
         _check(optimizer)
         self._optimizer = optimizer

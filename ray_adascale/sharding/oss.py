@@ -19,14 +19,14 @@ from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
 from .._torch import called_to_make_state
-from ..chain import OptimizerChain, parts_of
+from ..chain import OptimizerChain, empty_copy, parts_of
 from ..measure.norms import take_norm
 from ..measure.observers import GradientObserver, PassListener
 from .buckets import Bucket, Fragment, make_buckets
 from .clipping import NormOverWorkers
 from .collect_state import EVERYONE, collect_state
 from .collectives import gather_shards
-from .partition import TORCHS, Owners, check_shardable, is_elementwise
+from .partition import TORCHS, Owners, check_holds_none, check_shardable, is_elementwise
 from .share_state import NOT_COLLECTED, ShareState, copy_of, hyperparameters, packed, part_of_state
 
 __all__ = ["OSS", "GradientReducer", "ReducerListener"]
@@ -144,7 +144,7 @@ class OSS(Optimizer):
         world_size = dist.get_world_size(group) if initialized else 1
         if world_size > 1:
             for part, _ in parts_of(optimizer):
-                _check_holds_none(part)
+                check_holds_none(part)
         if bucket_numel != -1 and bucket_numel < 1:
             raise ValueError(
                 f"Invalid bucket size of {bucket_numel} elements. Must be positive, or -1 for the default."
@@ -168,9 +168,7 @@ class OSS(Optimizer):
         self._reducer_listeners: weakref.WeakSet[ReducerListener] = weakref.WeakSet()
 
         # The part that this worker updates.
-        self._shard = (
-            optimizer.empty_share(_empty_copy) if isinstance(optimizer, OptimizerChain) else _empty_copy(optimizer)
-        )
+        self._shard = empty_copy(optimizer)
         given = dict(optimizer.state)
         optimizer.state = defaultdict(dict)
         self.state = {k: v for k, v in given.items() if not isinstance(k, Tensor)}
@@ -596,27 +594,3 @@ class OSS(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("OSS belongs to a process group and can't be pickled or copied; use its state_dict().")
-
-
-def _check_holds_none(optimizer: Optimizer) -> None:
-    """Raise if a plain optimizer holds another one.
-
-    Raises:
-        ValueError: It does.
-    """
-    held = next((name for name, value in vars(optimizer).items() if isinstance(value, Optimizer)), None)
-    if held is not None:
-        name = type(optimizer).__name__
-        raise ValueError(
-            f"{name} holds another optimizer, in {held!r}, and OSS would shard nothing of it. Shard that one, and wrap it, "
-            f"as in {name}(OSS(...)); or use {name} without OSS."
-        )
-
-
-def _empty_copy(optimizer: Optimizer) -> Optimizer:
-    """Return a copy of an optimizer of any class and any constructor, without groups and state."""
-    copied: Optimizer = object.__new__(type(optimizer))
-    # A scheduler's patched `step` belongs to the original.
-    copied.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
-    copied.param_groups = []
-    return copied

@@ -27,7 +27,16 @@ from torch.optim import (
 from .._torch import is_dtensor
 from ..chain import parts_of
 
-__all__ = ["TORCHS", "Owners", "check_shardable", "has_state", "is_elementwise", "partition", "register_elementwise"]
+__all__ = [
+    "TORCHS",
+    "Owners",
+    "check_holds_none",
+    "check_shardable",
+    "has_state",
+    "is_elementwise",
+    "partition",
+    "register_elementwise",
+]
 
 TORCHS: frozenset[type[Optimizer]] = frozenset(
     {SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop, Adagrad, Adadelta, ASGD}
@@ -75,6 +84,21 @@ def check_shardable(p: Tensor) -> None:
         )
     if p.layout is not torch.strided:
         raise ValueError(f"Invalid parameter of layout {p.layout}. OSS shards dense parameters only.")
+
+
+def check_holds_none(optimizer: Optimizer) -> None:
+    """Raise if a plain optimizer holds another one.
+
+    Raises:
+        ValueError: It does.
+    """
+    held = next((name for name, value in vars(optimizer).items() if isinstance(value, Optimizer)), None)
+    if held is not None:
+        name = type(optimizer).__name__
+        raise ValueError(
+            f"{name} holds another optimizer, in {held!r}, and OSS would shard nothing of it. Shard that one, and wrap it, "
+            f"as in {name}(OSS(...)); or use {name} without OSS."
+        )
 
 
 def partition(sizes: list[int], parts: int, loads: list[int] | None = None) -> list[int]:

@@ -155,6 +155,12 @@ def test_the_warning_names_the_optimizers_and_their_evidence() -> None:
         Run(built.model, other, None, built.train_dataset, settings())
 
 
+@pytest.mark.filterwarnings("ignore:rule='adamscale' is experimental")
+def test_adams_metric_needs_adam_alone() -> None:
+    with pytest.raises(ValueError, match="not OptimizerChain"):
+        Run.of(workload({}), settings(rule="adamscale"))
+
+
 @pytest.mark.filterwarnings("error")
 def test_a_chain_of_sgd_is_sgd() -> None:
     built = workload({})
