@@ -87,8 +87,8 @@ def _doubt(rule: ScalingRule, optimizer: Optimizer) -> str | None:
     if not isinstance(rule, AdaScaleRule):
         return None
     if betas_of(rule) is not None:
-        tried = "four small workloads with AdamW"
-        found = "There it was better than 'adascale' and took more steps (docs/results/adam.md)."
+        tried = "five workloads with AdamW"
+        found = "There it was better than 'adascale' or as good, and took more steps (docs/results/adam-betas.md)."
         if not all(isinstance(part, Adam | AdamW | Muon) for part in parts):
             tried += f"; with {name} it was not tried"
         elif any(isinstance(part, Muon) for part in parts):

@@ -253,6 +253,15 @@ def test_candidates_with_betas_on_the_clock_by_hand(candidates: Any) -> None:
         assert betas_of(rule) == BetaRule()
 
 
+def test_the_page_on_rules_for_adamw_has_the_tables_of_the_kept_results(comparison: Any, adam: Any) -> None:
+    betas = load("adam_betas")
+    plan = betas.parse([])[1]
+    results, page = comparison.read(betas.ROOT / betas.KEPT), betas.PAGE.read_text()
+    assert adam.standing(betas.choice(plan), results, 16) in page
+    for scale in (4, 16, 64):
+        assert adam.standing(betas.final(plan), results, scale) in page
+
+
 def test_the_gain_in_the_l1_norm_by_hand(candidates: Any) -> None:
     p = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
     rule = candidates.SignGain()

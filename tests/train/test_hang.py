@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,12 @@ def workload(config: dict[str, Any]) -> Workload:
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
         train_dataset=Stuck(config["how"], config["flag"]),
-        loss_fn=_loss,
+        loss_fn=partial(_loss, pause_s=config.get("pause_s", 0.0)),
     )
 
 
-def _loss(model: nn.Module, batch: Any) -> Tensor:
+def _loss(model: nn.Module, batch: Any, *, pause_s: float) -> Tensor:
+    time.sleep(pause_s)
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
@@ -118,6 +120,41 @@ def test_a_worker_that_hangs_is_named_and_ended_and_the_run_ends_as_if_nothing_h
     assert "Its process is ended" in lines[0]
     assert any("Restart 1 of 1, from the last checkpoint" in record.message for record in caplog.records)
     assert seconds < 120  # gloo alone would have needed 300
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_busy_machine_is_no_hang(ray_session: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # Ray does not start at this load, so the loops begin with the first step. They have the priority of Ray's workers.
+    loops: list[subprocess.Popen[bytes]] = []
+
+    def load() -> None:
+        loops.extend(subprocess.Popen(["nice", "-n", "15", "sh", "-c", "while :; do :; done"]) for _ in range(20))
+
+    try:
+        with caplog.at_level(logging.INFO, logger="ray_adascale"):
+            result = AdaScaleTrainer(
+                workload,
+                hyperparameters={"how": "no", "flag": "", "pause_s": 0.02},
+                config=AdaScaleConfig(
+                    base_batch_size=2, total_steps=2000, per_worker_batch_size=1, step_timeout_s=10.0
+                ),
+                scaling_config=ScalingConfig(num_workers=2),
+                run_config=RunConfig(
+                    name="busy", storage_path=str(ray_session), failure_config=FailureConfig(max_failures=1)
+                ),
+                on_start=load,
+                progress=False,
+            ).fit()
+    finally:
+        for loop in loops:
+            loop.kill()
+    assert len(loops) == 20
+    assert result.metrics is not None
+    assert result.metrics["effective_steps"] >= 2000
+    assert not [record.message for record in caplog.records if "made no step" in record.message]
+    assert not [record.message for record in caplog.records if "Restart" in record.message]
 
 
 # ---- without Ray ---------------------------------------------------------------------------------------------------------
