@@ -39,7 +39,7 @@ from ray_adascale import AdaScaleConfig, LocalBackend, Run
 
 _MIB = 1 << 20
 _STEPS = 6
-_EXAMPLES = 1 << 14
+_EXAMPLES = 1 << 18
 _TOLERANCE = 0.01
 _DONE = "RESULT "
 

@@ -21,6 +21,9 @@ _M_MMAP_THRESHOLD = -3  # of malloc.h
 _OWN_MAPPING = 1 << 20
 """Bytes from which on an allocation has a mapping of its own, which goes back to the system when it is freed."""
 
+_UNTOUCHED = 0.25
+"""Share by which allocations may exceed the memory that they make resident: parts of buffers are never written."""
+
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "could not create a memory object", "std::bad_alloc")
 """Parts of the messages of errors, beside torch's class for them, that say that memory ran out."""
 
@@ -106,7 +109,7 @@ class HostMeter:
     @contextlib.contextmanager
     def guard(self, room: int) -> Iterator[None]:
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        most = _status("VmData") + max(room, 0)
+        most = _status("VmData") + round((1 + _UNTOUCHED) * max(room, 0))
         unlimited = resource.RLIM_INFINITY
         resource.setrlimit(resource.RLIMIT_DATA, (most if soft == unlimited else min(most, soft), hard))
         try:
