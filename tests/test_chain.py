@@ -455,7 +455,7 @@ def _share() -> tuple[list[tuple[str, int]], Tensor, float]:
 
 def test_muons_matrices_are_whole_and_adamws_parameters_in_equal_parts(pool: Any) -> None:
     (one, ends, lr), (other, same, _) = pool(2).run(_share)
-    # Parameters begin at multiples of 16 elements, the last of each group first: 2.bias at 0, 0.bias at 16, 4.bias at 32, 4.weight
+    # Parameters begin at multiples of 16 elements, the last of a group first: 2.bias at 0, 0.bias at 16, 4.bias at 32, 4.weight
     # at 64, the end is 224. So the border at 112 divides 4.weight. The larger matrix is dealt out first.
     assert one == [("2.weight", 64), ("0.bias", 8), ("2.bias", 8), ("4.weight", 112 - 64), ("4.bias", 20)]
     assert other == [("0.weight", 48), ("4.weight", 224 - 112)]
