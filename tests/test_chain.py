@@ -427,6 +427,47 @@ def test_a_member_of_a_sharded_chain_is_not_sharded_or_chained_again(part: int) 
         OptimizerChain([chain.optimizers[part]])
 
 
+# ---- a worker's share ------------------------------------------------------------------------------------------------
+
+
+def wide_head() -> nn.Sequential:
+    model = make_model()
+    model[4] = nn.Linear(8, 20)
+    return model
+
+
+def two_outputs(model: nn.Module) -> Any:
+    return lambda x: model(x)[:, :2]
+
+
+def _share() -> tuple[list[tuple[str, int]], Tensor, float]:
+    """Each fragment's parameter and elements, the weights after some steps, and a matrix's LR as its scheduler leaves it."""
+    model = wide_head()
+    chain = make(model)
+    scheduler = CosineAnnealingLR(chain, 12)  # it patches the step of the chain, which is not the one of a share
+    optimizer = OSS.wrap(chain)
+    names = {p: name for name, p in model.named_parameters()}
+    owned = [(names[f.param], f.numel) for f in optimizer.fragments]
+    assert all(f.tensor.shape == f.param.shape for f in optimizer.fragments if f.group == 0)
+    train(two_outputs(model), [optimizer], batches(0, 5), (scheduler,))
+    return owned, weights(model), chain.param_groups[0]["lr"]
+
+
+def test_muons_matrices_are_whole_and_adamws_parameters_in_equal_parts(pool: Any) -> None:
+    (one, ends, lr), (other, same, _) = pool(2).run(_share)
+    # Parameters begin at multiples of 16 elements, the last of a group first: 2.bias at 0, 0.bias at 16, 4.bias at 32, 4.weight
+    # at 64, the end is 224. So the border at 112 divides 4.weight. The larger matrix is dealt out first.
+    assert one == [("2.weight", 64), ("0.bias", 8), ("2.bias", 8), ("4.weight", 112 - 64), ("4.bias", 20)]
+    assert other == [("0.weight", 48), ("4.weight", 224 - 112)]
+    twin = wide_head()
+    plain = members(twin)
+    schedulers = tuple(CosineAnnealingLR(optimizer, 12) for optimizer in plain)
+    train(two_outputs(twin), list(plain), batches(0, 5), schedulers)
+    assert torch.equal(ends, weights(twin))
+    assert torch.equal(ends, same)
+    assert lr == plain[0].param_groups[0]["lr"]
+
+
 # ---- what else reads an optimizer ------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-from ray_adascale import OSS, AdaScale, checkpoint
+from ray_adascale import OSS, AdaScale, OptimizerChain, checkpoint
 from ray_adascale.checkpoint import CheckpointError, TensorShard
 from ray_adascale.checkpoint.optimizer import (
     hyperparameters,
@@ -280,6 +280,24 @@ class OwnLoader(SGD):
         super().load_state_dict(state_dict)
         for entry in self.state.values():
             entry["average"] = entry["average"].half()
+
+
+def test_each_optimizer_of_a_chain_loads_in_its_own_way(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2).to(torch.bfloat16)
+
+    def chain() -> OptimizerChain:
+        return OptimizerChain([SGD([model.weight], lr=0.1), OwnLoader([model.bias], lr=0.1)])
+
+    optimizer = chain()
+    optimizer.state[model.weight] = {"average": torch.full((2, 3), 1.001)}
+    optimizer.state[model.bias] = {"average": torch.ones(2)}
+    save(tmp_path, model, optimizer)
+    other = chain()
+    load(tmp_path, model, other)
+    assert_same(
+        other.state[model.weight]["average"], torch.full((2, 3), 1.001)
+    )  # not bfloat16, as torch's loader casts it
+    assert other.state[model.bias]["average"].dtype == torch.float16
 
 
 def test_an_optimizers_own_loader_has_the_last_word(tmp_path: Path) -> None:
