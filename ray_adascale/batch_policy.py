@@ -17,6 +17,7 @@ from .gain import plain_gain
 from .throughput import Throughput
 
 __all__ = [
+    "BatchChoice",
     "BatchController",
     "BatchLimits",
     "BatchPlan",
@@ -233,18 +234,14 @@ class BatchLimits:
         return plans
 
 
-class BatchController(Protocol):
-    """Chooses the batch of each step of one run. All workers choose alike.
+class BatchChoice(Protocol):
+    """Chooses the batch of each step, of a run or of its replay.
 
     Attributes:
         plan: The plan of the next step.
     """
 
     plan: BatchPlan
-
-    def due_by(self, at: Position) -> bool:
-        """Return whether a decision is due at a boundary at this position."""
-        ...
 
     def after_step(
         self,
@@ -261,6 +258,14 @@ class BatchController(Protocol):
             seconds: Duration of the last step on this worker.
             agree: Returns rank 0's numbers on all workers, a collective.
         """
+        ...
+
+
+class BatchController(BatchChoice, Protocol):
+    """Chooses the batch of each step of one run, and resumes. All workers choose alike."""
+
+    def due_by(self, at: Position) -> bool:
+        """Return whether a decision is due at a boundary at this position."""
         ...
 
     def state(self) -> dict[str, Any]:

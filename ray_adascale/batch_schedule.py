@@ -29,7 +29,7 @@ class BatchSchedule(Protocol):
         """Return the schedule of a run of this recipe.
 
         Raises:
-            SettingError: The recipe has no such schedule.
+            ValueError: The recipe has no such schedule.
         """
         ...
 
@@ -41,7 +41,7 @@ class BatchSchedule(Protocol):
             largest: Examples of the largest batch that a schedule chooses which is not given batch by batch.
 
         Raises:
-            SettingError: The schedule has no batches for this B0.
+            ValueError: The schedule has no batches for this B0.
         """
         ...
 

@@ -144,7 +144,7 @@ class OptimizerChain(Optimizer):
             raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a :meth:`state_dict`, each optimizer by its own loader. The argument is left unchanged.
+        """Load a ``state_dict``, each optimizer by its own loader. The argument is left unchanged.
 
         Raises:
             ValueError: The groups differ in number or size.
@@ -163,7 +163,7 @@ class OptimizerChain(Optimizer):
         for member, numbers in self.parts():
             groups = [saved[g] for g in numbers]
             own = {i for group in groups for i in group["params"]}
-            # Torch gives state without a parameter to an optimizer as it is.
+            # torch's loader copies entries that belong to no parameter, so each optimizer gets them.
             state = {i: value for i, value in state_dict["state"].items() if i in own or i not in everywhere}
             member.load_state_dict({"state": state, "param_groups": groups})
         for after in self._optimizer_load_state_dict_post_hooks.values():

@@ -17,13 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from study import announce
 from worker_noise import HELD_OUT, TUNED_ON, KeptNoise, read_kept
 
-from ray_adascale.batch_policy import BatchController, BatchLimits, BatchPlan, FixedBatch, Position
+from ray_adascale.batch_policy import BatchChoice, BatchLimits, BatchPlan, FixedBatch, Position
 from ray_adascale.replay import Law, NoiseCurve, replay
 from ray_adascale.throughput import Throughput
 from ray_adascale.worker_policy import Situation, WorkerController, WorkerDecision, WorkersFollow
@@ -76,7 +75,7 @@ class Ended:
     workers: tuple[tuple[float, int], ...]
 
 
-class Clock(BatchController):
+class Clock(BatchChoice):
     """Counts time and worker hours of a replayed run, and changes its workers as a decision says.
 
     Args:
@@ -98,9 +97,6 @@ class Clock(BatchController):
         self._throughput = setting.throughput
         self._steps, self._since = 0, 0.0
         self._tau, self._decided = 0.0, 0.0
-
-    def due_by(self, at: Position) -> bool:
-        return True
 
     def after_step(
         self,
@@ -147,12 +143,6 @@ class Clock(BatchController):
             self.worker_seconds += restart_s * max(now, decision.workers)
             self._steps, self._since = 0, self.seconds
             self.changes.append((at.effective_steps / self._total, decision.workers))
-
-    def state(self) -> dict[str, Any]:
-        raise NotImplementedError  # a replay has no checkpoints
-
-    def resume(self, state: Mapping[str, Any], at: Position, moments: tuple[float, float]) -> None:
-        raise NotImplementedError
 
     def ended(self) -> Ended:
         """Return what the run took, without the part of its last step beyond T."""
@@ -404,10 +394,10 @@ def page(smoke: bool) -> str:
     return "\n\n".join(f"## {title}\n\n{text}" for title, text in parts)
 
 
-HEAD = """# What do workers save that are asked for when they pay?
+HEAD = """# What does `workers="pay"` save?
 
-Worker hours of a run whose number of workers follows its noise, simulated, against a fixed number of workers that ends at the
-same time. Each cell has the difference in worker hours, and in brackets the number of changes.
+Simulated worker hours: a run with `workers="pay"` against a run with a fixed number of workers. Both runs take the same time.
+Each cell has the difference in worker hours, and in brackets the number of changes.
 
 `{command}`, {about}; {cpu:.0f} s of CPU time. The noise is that of twelve base runs, recorded by `worker_noise.py`.
 """

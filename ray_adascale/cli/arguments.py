@@ -480,7 +480,7 @@ def read_follow(given: str | float | None) -> Any:
     """Return the value of ``--workers-follow`` as ``AdaScaleTrainer(workers=...)``.
 
     Raises:
-        ValueError: It is neither a number nor "pay" nor "no".
+        ValueError: The value is not a positive number, "pay" or "no".
     """
     from ..worker_policy import WorkersFollow
 

@@ -22,7 +22,7 @@ _OWN_MAPPING = 1 << 20
 """Bytes from which on an allocation has a mapping of its own, which goes back to the system when it is freed."""
 
 _UNTOUCHED = 0.25
-"""Share by which allocations may exceed the memory that they make resident: parts of buffers are never written."""
+"""Memory that is allocated and never written, as a share of the resident memory. The guard leaves room for it."""
 
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "could not create a memory object", "std::bad_alloc")
 """Parts of the messages of errors, beside torch's class for them, that say that memory ran out."""

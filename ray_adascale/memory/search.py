@@ -62,7 +62,7 @@ class Ceiling:
 
 
 def growth(trials: Sequence[Trial], noise: float) -> float:
-    """Return the bytes by which the peak of a step grows with each example. Rather too large than too small.
+    """Return the growth of a step's peak, in bytes an example. An upper estimate.
 
     Args:
         trials: The trials so far, smallest size first; at least one.
@@ -80,9 +80,9 @@ def growth(trials: Sequence[Trial], noise: float) -> float:
 
 
 def predicted(trials: Sequence[Trial], most: float, noise: float) -> float:
-    """Return the examples of the largest batch whose peak is predicted to stay below ``most`` bytes; not rounded.
+    """Return the largest batch with a predicted peak of at most ``most`` bytes, in examples, not rounded.
 
-    It is 0 if the first trial was too large already.
+    The answer is 0 if the first trial was too large.
 
     Args:
         trials: The trials so far, smallest size first; at least one.

@@ -339,7 +339,7 @@ class AdaScaleTrainer(TorchTrainer):
             self._monitor = DriverMonitor(channel, needs, lock, self._on_start, follower)
             try:
                 with self._display() or contextlib.nullcontext(), self._monitor:
-                    return self._fit() if follower is None else self._fit_following(follower, channel)
+                    return self._fit() if follower is None else self._fit_following(follower)
             except (ray.exceptions.RayActorError, KeyboardInterrupt) as e:
                 if lock.lost is None:
                     raise
@@ -379,7 +379,7 @@ class AdaScaleTrainer(TorchTrainer):
             total_steps=config.total_steps,
         )
 
-    def _fit_following(self, follower: WorkerFollower, channel: Any) -> ray.train.Result:
+    def _fit_following(self, follower: WorkerFollower) -> ray.train.Result:
         """Run to the end, with a restart for each change of the number of workers."""
         given = self._given.run_config.failure_config or ray.train.FailureConfig()
         try:
@@ -388,8 +388,7 @@ class AdaScaleTrainer(TorchTrainer):
                 left = given.max_failures
                 left = left if left < 0 else max(left - self._monitor.failures, 0)
                 self._set_up((follower.least, follower.asked), replace(given, max_failures=left))
-                ray.get(channel.begin.remote())
-                follower.begin(channel)
+                self._monitor.begin(follower)
                 try:
                     return self._fit()
                 except KeyboardInterrupt:
@@ -483,8 +482,20 @@ class DriverMonitor:
         self._logged_at: float | None = None
         self._wake = threading.Event()
         self._done = False
+        self._reading = threading.Lock()
         self._hangs = HangWatch()
         self._thread = threading.Thread(target=self._run, name="ray_adascale-listener", daemon=True)
+
+    def begin(self, follower: WorkerFollower) -> None:
+        """Prepare for workers of another start, without metrics of the start before.
+
+        Args:
+            follower: Decides on the number of workers.
+        """
+        with self._reading:
+            ray.get(self._channel.begin.remote())
+            self.metrics = None
+            follower.begin(self._channel)
 
     def interrupt(self) -> None:
         """Register a Ctrl-C in the main thread. The monitor's thread handles it."""
@@ -509,12 +520,13 @@ class DriverMonitor:
             # A failure here must not fail the run, and Ray reports its own failures.
             with contextlib.suppress(Exception):
                 self._answer_interrupts()
-            with contextlib.suppress(Exception):
-                self._apply(ray.get(self._channel.news.remote(self._seen), timeout=_ANSWER_S))
+            with self._reading:
+                with contextlib.suppress(Exception):
+                    self._apply(ray.get(self._channel.news.remote(self._seen), timeout=_ANSWER_S))
+                if self._follower is not None and not last:
+                    self._follow(self._follower)
             with contextlib.suppress(Exception):
                 self._log_missing_resources()
-            if self._follower is not None and not last:
-                self._follow(self._follower)
 
     def _follow(self, follower: WorkerFollower) -> None:
         try:
