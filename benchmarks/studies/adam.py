@@ -43,7 +43,8 @@ from comparison import (
     Result,
     Results,
     Rounds,
-    best_schedule,
+    recipes,
+    record_recipes,
     report_seconds,
     results_of,
     seeds_of,
@@ -61,7 +62,7 @@ from comparison_page import (
 )
 from study import CASES, Case, transformer
 
-from ray_adascale import LinearRule, Recipe, SquareRootRule, UnscaledRule, Workload, forecast_recipe, record_recipe
+from ray_adascale import LinearRule, SquareRootRule, UnscaledRule, Workload, forecast_recipe
 
 sys.path.append(str(Path(__file__).parents[1]))
 from bench import ROOT, by_hand, command_line, count, markdown
@@ -171,32 +172,6 @@ def with_other_betas(plan: Plan) -> Plan:
     return replace(plan, beta2=OTHER_BETA2, scales=tuple(s for s in (1, 16) if s in plan.scales))
 
 
-def recipe_path(path: Path, workload: str) -> Path:
-    """Return the path of a workload's recipe beside the file of runs."""
-    return path.with_name(f"{path.stem}-{workload}-recipe.json")
-
-
-def record_recipes(plan: Plan, results: Results, path: Path) -> None:
-    """Record a base run of each workload with probes, unless its recipe exists."""
-    for workload in plan.workloads:
-        best = best_schedule(plan, results, workload)
-        if best is None or recipe_path(path, workload).exists():
-            continue
-        case, job = plan.case(workload), plan.job(workload, "AdaScale", 1, plan.seeds[0], best)
-
-        def workload_of(config: dict[str, Any], case: Case = case, job: Job = job) -> Workload:
-            return with_adamw(case.workload(config), job)
-
-        record_recipe(
-            workload_of,
-            {"lr": job.lr, "schedule": job.shape, "split": job.split},
-            base_batch_size=case.base_batch_size,
-            total_steps=job.total_steps,
-            seed=job.seed,
-            probe_every=5,
-        ).save(recipe_path(path, workload))
-
-
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
@@ -249,10 +224,7 @@ def betas_table(plan: Plan, results: Results) -> str:
 def forecasts(plan: Plan, results: Results, path: Path) -> str:
     """Return a table of AdaScale's steps: forecast from one base run, and taken."""
     rows = []
-    for workload in plan.workloads:
-        if not recipe_path(path, workload).exists():
-            continue
-        recipe = Recipe.load(recipe_path(path, workload))
+    for workload, recipe in recipes(plan, path):
         for scale in plan.scales[1:]:
             taken = [r.optimizer_steps for r in seeds_of(plan, results, workload, scale, "AdaScale").values()]
             if not taken:

@@ -29,7 +29,7 @@ from study import parser as study_parser
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
-from ray_adascale import Run, Workload, seed_everything
+from ray_adascale import Recipe, Run, Workload, record_recipe, seed_everything
 
 sys.path.append(str(Path(__file__).parents[1]))
 from bench import page_parser_options
@@ -332,6 +332,50 @@ def rounds(plan: Plan, results: Results) -> Rounds:
     yield "grid", plan.grid_jobs()
     for scale, seeds in plan.stages():
         yield from stage(plan, results, scale, seeds)
+
+
+def recipe_path(path: Path, workload: str) -> Path:
+    """Return the path of a workload's recipe beside the file of runs."""
+    return path.with_name(f"{path.stem}-{workload}-recipe.json")
+
+
+def recipes(plan: Plan, path: Path) -> Iterator[tuple[str, Recipe]]:
+    """Yield each workload of the plan that has a recipe, with the recipe.
+
+    Args:
+        plan: The plan.
+        path: The file of runs.
+    """
+    for workload in plan.workloads:
+        if recipe_path(path, workload).exists():
+            yield workload, Recipe.load(recipe_path(path, workload))
+
+
+def record_recipes(plan: Plan, results: Results, path: Path) -> None:
+    """Record a base run of each workload with probes, unless its recipe exists.
+
+    Args:
+        plan: The plan.
+        results: The results of the grid.
+        path: The file of runs.
+    """
+    for workload in plan.workloads:
+        best = best_schedule(plan, results, workload)
+        if best is None or recipe_path(path, workload).exists():
+            continue
+        case, job = plan.case(workload), plan.job(workload, "AdaScale", 1, plan.seeds[0], best)
+
+        def workload_of(config: dict[str, Any], case: Case = case, job: Job = job) -> Workload:
+            return plan.comparison.with_optimizer(case.workload(config), job)
+
+        record_recipe(
+            workload_of,
+            {"lr": job.lr, "schedule": job.shape, "split": job.split},
+            base_batch_size=case.base_batch_size,
+            total_steps=job.total_steps,
+            seed=job.seed,
+            probe_every=5,
+        ).save(recipe_path(path, workload))
 
 
 def read(path: Path) -> Results:

@@ -19,12 +19,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import adam
 import comparison
 import study
-from adam import ADAMW, DECAY, recipe_path, standing
+from adam import ADAMW, DECAY, standing
 from comparison import (
     MOST_PASSES,
     Comparison,
@@ -34,7 +33,8 @@ from comparison import (
     Result,
     Results,
     Rounds,
-    best_schedule,
+    recipes,
+    record_recipes,
     report_seconds,
     results_of,
     seeds_of,
@@ -46,11 +46,9 @@ from ray_adascale import (
     AdaScaleBetasRule,
     BetaRule,
     OptimizerChain,
-    Recipe,
     UnscaledRule,
     Workload,
     forecast_recipe,
-    record_recipe,
 )
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -117,27 +115,6 @@ def rounds(plan: Plan, path: Path, results: Results) -> Rounds:
     record_recipes(plan, results, path)
 
 
-def record_recipes(plan: Plan, results: Results, path: Path) -> None:
-    """Record a base run of each workload with probes, unless its recipe exists."""
-    for workload in plan.workloads:
-        best = best_schedule(plan, results, workload)
-        if best is None or recipe_path(path, workload).exists():
-            continue
-        case, job = plan.case(workload), plan.job(workload, "AdaScale", 1, plan.seeds[0], best)
-
-        def workload_of(config: dict[str, Any], case: study.Case = case, job: Job = job) -> Workload:
-            return with_muon(case.workload(config), job)
-
-        record_recipe(
-            workload_of,
-            {"lr": job.lr, "schedule": job.shape, "split": job.split},
-            base_batch_size=case.base_batch_size,
-            total_steps=job.total_steps,
-            seed=job.seed,
-            probe_every=5,
-        ).save(recipe_path(path, workload))
-
-
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
@@ -168,10 +145,7 @@ def target(plan: Plan, results: Results, scale: int = 16, share: float = 0.4) ->
 def forecasts(plan: Plan, results: Results, path: Path) -> str:
     """Return a table of AdaScale's steps: forecast from one base run with several momenta, and taken."""
     rows = []
-    for workload in plan.workloads:
-        if not recipe_path(path, workload).exists():
-            continue
-        recipe = Recipe.load(recipe_path(path, workload))
+    for workload, recipe in recipes(plan, path):
         for scale in plan.scales[1:]:
             taken = [r.optimizer_steps for r in seeds_of(plan, results, workload, scale, "AdaScale").values()]
             if not taken:
@@ -190,10 +164,7 @@ def forecasts(plan: Plan, results: Results, path: Path) -> str:
 def forecasts_of_betas(plan: Plan, results: Results, path: Path) -> str:
     """Return a table of the steps of the methods that change betas: forecast from one base run, and taken."""
     rows = []
-    for workload in plan.workloads:
-        if not recipe_path(path, workload).exists():
-            continue
-        recipe = Recipe.load(recipe_path(path, workload))
+    for workload, recipe in recipes(plan, path):
         for scale in plan.scales[1:]:
             row = [workload, f"{scale}"]
             for method in BETAS:
