@@ -148,10 +148,13 @@ def check_script(arguments: list[str]) -> None:
 
 
 def with_imported(script: Path) -> list[Path]:
-    """The script, and the modules of its folder and of the folder above that it imports: they may define its options."""
-    names = re.findall(r"^(?:from|import) (\w+)", script.read_text(), flags=re.MULTILINE)
-    folders = script.parent, script.parent.parent
-    return [script, *(path for name in names for folder in folders if (path := folder / f"{name}.py").exists())]
+    """The script, and the modules of its folder and of the folder above that are imported: they may define its options."""
+    found, folders = [script], (script.parent, script.parent.parent)
+    for path in found:  # grows meanwhile
+        names = re.findall(r"^(?:from|import) (\w+)", path.read_text(), flags=re.MULTILINE)
+        modules = (folder / f"{name}.py" for name in names for folder in folders)
+        found += [module for module in modules if module.exists() and module not in found]
+    return found
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
