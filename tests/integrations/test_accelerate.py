@@ -200,7 +200,7 @@ def refused(config: AdaScaleConfig, accumulation: int) -> str:
         ({"per_worker_batch_size": 8}, "per_worker_batch_size=8). Must be 4, as the dataloader's batch_size"),
         ({"sharding": "zero2"}, "sharding='zero2'"),
         ({"global_batch_size": 64}, "global_batch_size=..."),
-        ({"batch_schedule": "0:64,50%:128"}, "batch_schedule=..."),
+        ({"batch_schedule": "0:64,50%:128"}, "batch_schedule='0:64,50%:128'"),
     ],
 )
 def test_settings_that_say_otherwise_are_refused(knowing: Any, more: dict[str, Any], message: str) -> None:

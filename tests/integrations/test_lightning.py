@@ -528,7 +528,7 @@ def test_what_it_cannot_be_right_with_is_refused() -> None:
     two = module(10)
     two.configure_optimizers = lambda: [two.optimizer, torch.optim.SGD(two.parameters(), lr=0.1)]
     two.automatic_optimization = False
-    with pytest.raises(ValueError, match=r"2 optimizers\. Only one"):
+    with pytest.raises(ValueError, match=r"2 optimizers\. Must be one.*OptimizerChain"):
         fit(AdaScaleCallback(settings(10)), two, accumulation=1)
     with pytest.raises(ValueError, match="ModelParallelStrategy is not supported"):
         from lightning.pytorch.strategies import ModelParallelStrategy
