@@ -121,7 +121,6 @@ def waiting(run: Run, folder: Path) -> tuple[float, float, int]:
     began = time.perf_counter()
     path = run.save_checkpoint()
     assert path is not None
-    run.backend.report(run.step_report(), path)
     seconds = time.perf_counter() - began
     return seconds, seconds, size_of(path)
 

@@ -500,11 +500,16 @@ class Run:
         self.parts.reporting.report(self, save=save)
 
     def save_checkpoint(self) -> Path | None:
-        """Write this worker's share of a checkpoint and return its folder, not reported yet. Collective.
+        """Save a checkpoint, report it, and wait until it is stored. Collective, at a step boundary.
+
+        The next start of the run resumes from it, if no later one follows. Under Ray Train the report is Ray's.
+
+        Returns:
+            The checkpoint's folder. None under Ray Train, which has its own copy, and where no checkpoints are kept.
 
         Raises:
             RuntimeError: This is no step boundary, or workers disagree about τ, LR or step.
-            CheckpointError: A worker could not write this checkpoint or the previous one.
+            CheckpointError: A worker could not write this checkpoint or the previous one, or it could not be stored.
         """
         if not self.at_boundary:
             raise RuntimeError(
@@ -512,4 +517,5 @@ class Run:
                 "after run.step() has returned True, before the next backward pass (run.at_boundary)."
             )
         self._synchronize()
-        return self.parts.checkpointing.save(self)
+        folder = self.parts.reporting.report(self, save=True)
+        return folder if folder is not None and folder.is_dir() else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from .backend import Backend
 from .checkpointing import Checkpointing
 from .evaluation import Evaluation
@@ -47,15 +49,20 @@ class Reporting(Stage):
             self.report(run, save=save)
         return None
 
-    def report(self, run: RunAtBoundary, *, save: bool) -> None:
-        """Report the state of the run, with a checkpoint if ``save``. Collective."""
-        folder = run.save_checkpoint() if save else None
+    def report(self, run: RunAtBoundary, *, save: bool) -> Path | None:
+        """Report the state of the run, with a checkpoint if ``save``. Collective.
+
+        Returns:
+            The folder in which the checkpoint was written; None without one. The backend may have moved it.
+        """
+        folder = self._checkpointing.save(run) if save else None
         self._backend.report(run.step_report(), folder)
         self.reported_step = run.state.iterations
         self._timer.restart()
         self._examples = 0
         if save:
             self._checkpointing.restart_interval()
+        return folder
 
     def count(self, examples: int) -> None:
         """Count the examples of an optimizer step."""

@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntFlag
-from pathlib import Path
 from typing import Any, Protocol
 
 from ..batch_policy import BatchPlan
@@ -213,8 +212,6 @@ class RunAtBoundary(Protocol):
     def step_report(self) -> StepReport: ...
 
     def report(self, *, save: bool) -> None: ...
-
-    def save_checkpoint(self) -> Path | None: ...
 
 
 class Stage:

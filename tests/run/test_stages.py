@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,9 +63,6 @@ class FakeRun:
 
     def record(self, **metrics: Any) -> None:
         self.recorded.append(metrics)
-
-    def save_checkpoint(self) -> None:
-        self.reports.append(True)
 
     def step_report(self) -> Any:
         return SimpleNamespace(metrics={}, effective_steps=10.0)
@@ -196,14 +194,20 @@ def test_when_a_boundary_is_reported(
 ) -> None:
     class Backend(Told):
         def report(self, report: Any, folder: Any) -> None:
-            made.append(bool(run.reports))
+            made.append(folder is not None)
+
+    class Saving(Checkpointing):
+        def save(self, run: Any) -> Path:
+            return Path("checkpoint")
 
     made: list[bool] = []
+    state: Any = None
     backend = Backend()
     backend.report_policy = policy
     run, evaluation = FakeRun(backend), evaluating()
     evaluation.evaluated_step = 7 if evaluated else 6
-    stage = Reporting(backend, 10.0, evaluation, checkpointing(backend, in_background=False))
+    saving = Saving(backend, state, None, every_s=300.0, in_background=False, process_group=None)
+    stage = Reporting(backend, 10.0, evaluation, saving)
     stage.act(run, flags)  # type: ignore[arg-type]
     assert made == reports
     run.reported, made[:] = True, []

@@ -103,15 +103,27 @@ def own_loop(config: dict[str, Any]) -> str:
     for x, y in run:
         run.backward(F.cross_entropy(run.model(x), y))
         run.step(mine=1.5)
+        if run.effective_steps == config["leave_at"]:
+            assert run.save_checkpoint() is None  # Ray has it
+            break
     return str(run.stopped)
 
 
-def test_scale_one_is_the_plain_loop_bit_for_bit(ray_session: Path) -> None:
-    result = TorchTrainer(
-        own_loop,
-        scaling_config=ScalingConfig(num_workers=1),
-        run_config=RunConfig(name="own-loop", storage_path=str(ray_session)),
-    ).fit()
+def test_scale_one_is_the_plain_loop_bit_for_bit_over_a_stop_by_hand(ray_session: Path) -> None:
+    def fit(leave_at: int | None) -> Any:
+        return TorchTrainer(
+            own_loop,
+            train_loop_config={"leave_at": leave_at},
+            scaling_config=ScalingConfig(num_workers=1),
+            run_config=RunConfig(name="own-loop", storage_path=str(ray_session)),
+        ).fit()
+
+    left = fit(17)
+    assert left.return_value == "None"
+    assert load_state(left.checkpoint.path)["effective_steps"] == 17
+    result = fit(None)
+    assert len(read_trace(Path(result.path) / "trace.jsonl")) == 40
+    assert {row["attempt"] for row in read_trace(Path(result.path) / "trace.jsonl")} == {0, 1}
     assert result.return_value == "total_steps reached"
     assert set(result.metrics) == {*METRICS, "mine"}
     assert result.metrics["effective_steps"] == 40
