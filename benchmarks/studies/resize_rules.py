@@ -4,6 +4,7 @@
     python benchmarks/studies/resize_rules.py --smoke                  check that it runs
     python benchmarks/studies/resize_rules.py --report-only --page p.md    write the page of the kept runs
     python benchmarks/studies/wall_clock.py --steps                    measure the seconds of a step, which the page needs
+    python benchmarks/studies/resize_workers.py                        the same with Ray workers, once, which the page needs
 
 The schedule, a warm-up and a linear decay, is tuned on one worker: five peak LRs, two seeds, the search split. Then the number
 of workers follows ``PLAN``, which was fixed before the first run. Each worker has B0 examples a step, so N workers are S = N.
@@ -24,6 +25,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import itertools
+import json
 import math
 import multiprocessing
 import platform
@@ -347,7 +349,10 @@ HOW = f"""\
 
 def write(plan: Plan, results: Results, page: Path, command: str) -> None:
     """Write the page; the part by hand stays."""
+    import resize_workers  # which imports this module
+
     kept_part = by_hand(page)
+    workers = json.loads(resize_workers.KEPT.read_text())
     mine = [
         r
         for job, r in results.items()
@@ -374,6 +379,9 @@ def write(plan: Plan, results: Results, page: Path, command: str) -> None:
         "## What it says",
         kept_part,
         *sections,
+        "## Seconds of Ray workers on one machine",
+        resize_workers.about(workers),
+        resize_workers.table(workers),
         "## How",
         HOW,
     ]

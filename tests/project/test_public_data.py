@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import json
 import math
 import struct
 import subprocess
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,6 +97,20 @@ def test_the_format_of_mnist_is_read(data: Any) -> None:
         data.idx(b"\0\0\x0d\x01" + content[4:])
 
 
+def test_micrographs_are_read_in_the_order_of_their_energies(data: Any) -> None:
+    image = pytest.importorskip("PIL.Image", reason="Pillow reads the micrographs")
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        for name, grey in (("00001.png", 7), ("00000.png", 200)):
+            png = io.BytesIO()
+            image.new("L", (3, 2), grey).save(png, "png")
+            archive.writestr(name, png.getvalue())
+    images, energies = data.simulation(packed.getvalue(), "filenames,energy\n00000.png,586.5\n00001.png,1099.25\n")
+    assert images.shape == (2, 2, 3)
+    assert images[:, 0, 0].tolist() == [200, 7]
+    assert energies.tolist() == [586.5, 1099.25]
+
+
 def flight(**other: str) -> dict[str, str]:
     given = {
         "month": "2",
@@ -131,7 +148,7 @@ def test_flights_are_joined_with_weather_and_planes(data: Any) -> None:
 def test_the_packages_hold_what_the_pages_say(data: Any, workloads: Any) -> None:
     try:
         splits, letters = data.smiles()
-        images, flights = data.mnist(), data.flights()
+        images, micrographs, flights = data.mnist(), data.micrographs(), data.flights()
     except data.Unavailable as error:
         pytest.skip(f"public data can't be fetched: {error}")
     assert len(letters) == 27
@@ -142,8 +159,10 @@ def test_the_packages_hold_what_the_pages_say(data: Any, workloads: Any) -> None
         "scaffolds": 136_499,
     }
     assert {name: len(part) for name, part in images.items()} == {"train": 55_000, "search": 5_000, "test": 10_000}
+    assert {name: len(part) for name, part in micrographs.items()} == {"train": 12_904, "search": 1_982, "test": 2_980}
     assert {name: len(part) for name, part in flights.items()} == {"train": 191_777, "search": 52_229, "test": 83_340}
     assert workloads.bits_of_a_character() == pytest.approx(workloads.SMILES_CHANCE, abs=1e-4)
+    assert workloads.variance_of_energies() == pytest.approx(workloads.ENERGIES_CHANCE, abs=1e-4)
     assert workloads.variance_of_delays() == pytest.approx(workloads.FLIGHTS_CHANCE, abs=1e-4)
     assert torch.bincount(images["test"].tensors[1]).max().item() / 10_000 == workloads.MNIST_CHANCE
 
@@ -163,9 +182,12 @@ def made_up(data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = torch.randn(400, 16, generator=generator)
     digits = torch.randint(10, (64,), generator=generator)
     pictures = digits.view(-1, 1, 1, 1) / 10 + torch.rand(64, 1, 28, 28, generator=generator) / 10
+    grey = torch.randint(256, (64, 1, 64, 64), generator=generator, dtype=torch.uint8)
+    energies = grey.float().mean((1, 2, 3))[:, None] / 100
     table = three(numbers, torch.zeros(400, 4, dtype=torch.int64), numbers[:, :1] * 2)
     monkeypatch.setattr(data, "smiles", lambda: (three(codes, codes), "x" * 27))
     monkeypatch.setattr(data, "mnist", lambda: three(pictures, digits))
+    monkeypatch.setattr(data, "micrographs", lambda: three(grey, energies))
     monkeypatch.setattr(data, "flights", lambda: table)
 
 
@@ -329,6 +351,21 @@ def test_the_table_compares_each_rule_with_undisturbed_runs(resizes: Any) -> Non
     assert cells["batch kept fixed"][7].startswith("1.00")
 
 
+def test_the_table_of_ray_workers_adds_the_parts_of_a_run() -> None:
+    workers = load("resize_workers")
+    part = {"workload": "mnist", "workers": 2, "score": None}
+    rows = [
+        part | {"way": workers.FIXED, "step": 90, "seconds": 2.0, "whole": 12.0},
+        part | {"way": workers.ADASCALE, "step": 40, "seconds": 1.0, "whole": 10.0},
+        part | {"way": workers.ADASCALE, "step": 60, "seconds": 0.5, "whole": 5.5, "score": 0.95},
+        part | {"way": workers.FIXED, "step": 150, "seconds": 4.0, "whole": 12.0, "score": 0.9},
+    ]
+    assert workers.table({"rows": rows}).splitlines()[2:] == [
+        "| mnist | batch kept fixed | 150 | 6.0 (1.00) | 9.0 | 24 (1.00) | 0.9000 |",
+        "| mnist | AdaScale | 60 | 1.5 (0.25) | 7.0 | 16 (0.65) | 0.9500 |",
+    ]
+
+
 # ---- the pages -------------------------------------------------------------------------------------------------------
 
 
@@ -352,3 +389,7 @@ def test_the_pages_have_the_tables_of_the_kept_results(at_size: Any, resizes: An
     for workload in ("smiles", "mnist", "flights"):
         every = resizes.Plan((workload,), tuple(range(1, 21)))
         assert resizes.workload_table(every, kept, workload, steps[f"small {workload}"]) in page
+    workers = load("resize_workers")
+    kept = json.loads(workers.KEPT.read_text())
+    assert workers.table(kept) in page
+    assert workers.about(kept) in page
