@@ -387,7 +387,7 @@ def _from_numbers(numbers: Sequence[float]) -> Throughput:
 
 
 def _trials(plans: list[BatchPlan], max_accumulation: int | None) -> list[BatchPlan]:
-    """Return up to three plans to time. Their times tell those of all plans. They are small, since the noise is unknown yet."""
+    """Return up to three plans to time, from which the times of all plans follow. They are small: the noise is unknown yet."""
     first = plans[0]
     found = [first]
     larger = [p for p in plans if p.accumulation == first.accumulation and p.scale <= 4 * first.scale]

@@ -122,7 +122,7 @@ class RunDisplay:
             self._log.removeHandler(self._handler)
             self._log.setLevel(self._level)
 
-    def say(self, text: str) -> None:
+    def show_line(self, text: str) -> None:
         """Show a permanent line."""
         line = f"{self._label}: {text}" if self._label else text
         if self._console.is_terminal:
@@ -165,7 +165,7 @@ class _Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._display.say(record.getMessage())
+            self._display.show_line(record.getMessage())
         except Exception:
             self.handleError(record)
 

@@ -307,9 +307,9 @@ class RecipeRecorder:
         self._schedule: TauSchedule | None = None
         self._config: AdaScaleConfig | None = None
         self._momentum = Momentum()
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop the probes. An adapter calls this before a new run."""
         self._noise: list[NoiseProbe] = []
         self._by_examples: bool | None = None  # None before the first probe

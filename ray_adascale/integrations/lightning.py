@@ -236,10 +236,10 @@ def _unit_of(scheduler: Any, config: AdaScaleConfig, recipe: Recipe | None) -> A
         ValueError: The settings or the recipe have another unit, or ``frequency`` is not 1.
     """
     unit = scheduler.interval
-    said = {"AdaScaleConfig(scheduler_unit=...)": config.scheduler_unit}
+    units = {"AdaScaleConfig(scheduler_unit=...)": config.scheduler_unit}
     if recipe is not None and recipe.scheduler_unit is not None:
-        said["the recipe's scheduler_unit"] = recipe.scheduler_unit
-    for where, other in said.items():
+        units["the recipe's scheduler_unit"] = recipe.scheduler_unit
+    for where, other in units.items():
         if other is not None and other != unit:
             raise ValueError(
                 f"The scheduler of configure_optimizers has interval={unit!r}, and {where} is {other!r}. Lightning's default is "

@@ -142,7 +142,7 @@ class AdaScaleMixin(_Base):
         self._steps = StepLog(schedule, self._trace)
         self._remaining = StepsToGo(schedule, self._config, self._recipe)
         if self._recorder is not None:
-            self._recorder.forget()
+            self._recorder.reset()
         return adascale
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:

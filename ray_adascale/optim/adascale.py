@@ -204,7 +204,7 @@ class AdaScale(OptimizerWrapper):
         self._algorithm.skip()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, and forget the passes of an unfinished or skipped step."""
+        """Clear gradients and the passes of an unfinished or skipped step."""
         self.discard_samples()
         self._optimizer.zero_grad(set_to_none=set_to_none)
 
@@ -534,7 +534,7 @@ class AdaScale(OptimizerWrapper):
         return self._statistics.passes
 
     def discard_samples(self) -> None:
-        """Forget the passes of an unfinished or skipped step, and leave gradients unchanged."""
+        """Clear the passes of an unfinished or skipped step, and leave gradients unchanged."""
         self._statistics.begin_step()
 
     def complete_samples(self) -> None:

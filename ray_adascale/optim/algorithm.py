@@ -286,7 +286,7 @@ class AdaScaleAlgorithm:
             self._statistics.examples.load(state, self._statistics.device)
 
     def restart(self) -> None:
-        """Forget all steps: averages and clock start afresh."""
+        """Reset averages and clock."""
         self.synchronize()
         self._averages.restart()
         self.set_last(replace(self.last, gain=1.0, effective_steps=0.0, steps=0))

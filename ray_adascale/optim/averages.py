@@ -173,7 +173,7 @@ class Averages:
         self.keep(self.of_steps(num_samples), num_samples)
 
     def restart(self) -> None:
-        """Forget all samples."""
+        """Remove all samples."""
         self.now = self._empty()
 
     def add_gain(self, shape: StepShape) -> None:

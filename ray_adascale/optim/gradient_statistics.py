@@ -277,12 +277,12 @@ class GradientStatistics:
     # ---- the passes of a step ------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Forget the passes since the last step."""
+        """Clear the passes since the last step."""
         if self.passes and self.examples is not None:
             self.examples.begin_step()
-        self._forget_passes()
+        self._clear_passes()
 
-    def _forget_passes(self) -> None:
+    def _clear_passes(self) -> None:
         if not self.at_boundary:
             self._expected = None  # else it is of a step yet to begin: gradients may be cleared before it
         self.passes = 0
@@ -297,7 +297,7 @@ class GradientStatistics:
 
     def end_step(self) -> None:
         """End the step: it was taken, or is left out for good."""
-        self._forget_passes()
+        self._clear_passes()
         if self.examples is not None and self.observer is not None:
             self.examples.end_step()
         self._expected = self.payload = None
@@ -320,7 +320,7 @@ class GradientStatistics:
             grads = observer.gradients_left(self.params)
             too_many = any(bool(take_norm(_local(grad.detach())) != 0) for grad in grads)
             self.previous = None
-            self._forget_passes()
+            self._clear_passes()
             self._too_many = too_many
         self._ending = self._shape_if_last(self.passes + 1)
         return self._ending is not None

@@ -207,7 +207,7 @@ class GradientReduction:
         self._open_buckets()
         self._advance(to_the_end=True)
         for reducer in self.reducers:
-            reducer.forget_norms()  # that was no gradient sample
+            reducer.discard_norms()  # that was no gradient sample
         self._wait()
 
     def unsent(self) -> bool:
@@ -291,7 +291,7 @@ class ShardReducer:
             if bucket.held:
                 yield from (f.tensor.grad for f in bucket.bucket.fragments if f.tensor.grad is not None)
 
-    def forget_norms(self) -> None:
+    def discard_norms(self) -> None:
         """Drop the norms of buckets that belong to no gradient sample."""
         observer = self.bucket_observer
         if observer is not None:
@@ -326,7 +326,7 @@ class ShardReducer:
         """Forget the gradients, reduced or not."""
         self._reduction.abort_pass()
         self.reduced = self.overtaken = self._consumed = False
-        self.forget_norms()  # of a pass that did not come to its end
+        self.discard_norms()  # of a pass that did not come to its end
         for bucket in self._buckets():
             bucket.discard()
         if self.optimizer.world_size == 1:

@@ -65,7 +65,7 @@ class RayTrainBackend(Backend):
     unlisted: Sequence[UnlistedCheckpoint] = ()
     """Checkpoints of this run that Ray's record lacks."""
 
-    teller = DriverClient(None)
+    driver = DriverClient(None)
     """Rank 0's connection to the driver."""
     channel: Any = None
     """The channel to the driver, for this worker's heartbeats; None without one."""
@@ -131,7 +131,7 @@ class RayTrainBackend(Backend):
 
     def report(self, report: StepReport, folder: Path | None) -> None:
         if report.stopped is not None:
-            self.teller.put({**report.metrics, "total_steps": report.schedule.total_steps, "stopped": report.stopped})
+            self.driver.put({**report.metrics, "total_steps": report.schedule.total_steps, "stopped": report.stopped})
         if folder is None:
             ray.train.report(dict(report.metrics))
             return
@@ -229,10 +229,10 @@ class RayTrainBackend(Backend):
             heartbeat.stop()
 
     def listeners(self, tracker: EtaTracker) -> Sequence[Listener]:
-        self._stop = StopRequest(self.teller)
+        self._stop = StopRequest(self.driver)
         listeners: list[Listener] = [
             Gauges(self._name, self.rank, tracker),
-            DriverUpdates(self.teller, tracker),
+            DriverUpdates(self.driver, tracker),
             self._stop,
         ]
         return [self._event_files(), *listeners] if self.writes_events else listeners

@@ -95,8 +95,8 @@ class Beats:
         for rank in [rank for rank in self._last if rank >= beat.world_size]:  # of a start with more workers
             del self._last[rank]
 
-    def forget(self) -> None:
-        """Forget all beats, as when the workers start anew."""
+    def clear(self) -> None:
+        """Remove all beats, as when the workers start anew."""
         self._last.clear()
 
     def hang(self, now: float) -> Hang | None:

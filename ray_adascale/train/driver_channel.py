@@ -87,9 +87,9 @@ class DriverChannel:
         self._running = running
         if not running:
             self._metrics = None
-            self._beats.forget()
+            self._beats.clear()
 
-    def say(self, level: int, text: str, once: bool) -> None:
+    def log(self, level: int, text: str, once: bool) -> None:
         """Add an event. With ``once`` the same text is added once in a run, also after restarts."""
         if once and text in self._sent_once:
             return
@@ -105,11 +105,11 @@ class DriverChannel:
             self._metrics, self._running, events, self._sent, self._beats.hang(time.monotonic()), self._failures
         )
 
-    def ask_to_stop(self) -> None:
+    def request_stop(self) -> None:
         """Request that the workers stop at the next step boundary."""
         self._stop = True
 
-    def asked_to_stop(self) -> bool:
+    def stop_requested(self) -> bool:
         """Return whether a stop was requested."""
         return self._stop
 
@@ -129,7 +129,7 @@ class DriverClient:
         self._channel = channel
         self._connected = channel is not None
 
-    def say(self, level: int, text: str, *, once: bool = False) -> bool:
+    def log(self, level: int, text: str, *, once: bool = False) -> bool:
         """Send an event, as one line. Return whether it was sent.
 
         Args:
@@ -137,7 +137,7 @@ class DriverClient:
             text: The event.
             once: Log it once in a run, not at each start.
         """
-        return self._send("say", level, " ".join(text.split()), once)
+        return self._send("log", level, " ".join(text.split()), once)
 
     def put(self, metrics: dict[str, Any]) -> None:
         """Send the newest metrics."""
@@ -160,14 +160,14 @@ class DriverClient:
         """Send that the workers restart after a failure, and why."""
         self._send("set_running", False)
         self._send("count_failure")
-        self.say(logging.WARNING, why)
+        self.log(logging.WARNING, why)
 
-    def asked_to_stop(self) -> bool | None:
+    def stop_requested(self) -> bool | None:
         """Return whether a stop was requested; None if there is no channel to ask any more. Waits for the answer."""
         if self._channel is None:
             return None
         try:
-            return bool(ray.get(self._channel.asked_to_stop.remote(), timeout=_ANSWER_S))
+            return bool(ray.get(self._channel.stop_requested.remote(), timeout=_ANSWER_S))
         except ray.exceptions.RayActorError:
             return None
         except Exception:  # late, or the channel is full: the next call asks again
@@ -187,26 +187,26 @@ class DriverClient:
 
 
 class _ToDriver(logging.Handler):
-    def __init__(self, teller: DriverClient) -> None:
+    def __init__(self, driver: DriverClient) -> None:
         super().__init__(logging.INFO)
-        self._teller = teller
+        self._driver = driver
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._teller.say(record.levelno, record.getMessage())
+        self._driver.log(record.levelno, record.getMessage())
 
 
 @contextlib.contextmanager
-def forward_warnings(teller: DriverClient) -> Iterator[None]:
+def forward_warnings(driver: DriverClient) -> Iterator[None]:
     """Send all warnings of this process and the package's log to the driver, once each."""
     shown_before, level = warnings.showwarning, _package.level
 
     def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
         place = f" ({os.path.basename(filename)}:{lineno})" if is_users(filename) else ""
         text = f"{category.__name__}: {message}{place}"
-        if file is not None or not teller.say(logging.WARNING, text, once=True):
+        if file is not None or not driver.log(logging.WARNING, text, once=True):
             shown_before(message, category, filename, lineno, file, line)
 
-    handler = _ToDriver(teller)
+    handler = _ToDriver(driver)
     warnings.showwarning = show
     _package.addHandler(handler)
     _package.setLevel(logging.INFO)

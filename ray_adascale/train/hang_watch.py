@@ -1,4 +1,4 @@
-"""What the driver does about a run that makes no step: say which worker holds it up, and end that worker's process."""
+"""Part of the driver that handles a run without steps: it logs which worker holds the run up, and ends its process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class HangWatch:
         self._busy = threading.Lock()
 
     def look(self, hang: Hang | None) -> None:
-        """Process what the channel says of the run. Call it often; it waits for nothing.
+        """Process the hang that the channel reports. Call it often; it waits for nothing.
 
         Args:
             hang: The hang; None if there is none.

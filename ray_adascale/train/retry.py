@@ -121,7 +121,7 @@ class RetryPolicy(UserCallback):
         """Ray Train's callback: all workers have reported, and their checkpoint is stored."""
         if checkpoint is not None:
             steps, effective = metrics[0].get("optimizer_steps", 0), metrics[0].get("effective_steps", 0.0)
-            DriverClient(self.channel).say(logging.INFO, CHECKPOINT % (steps, effective))
+            DriverClient(self.channel).log(logging.INFO, CHECKPOINT % (steps, effective))
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         """Ray Train's callback: one or more workers have failed."""

@@ -185,7 +185,7 @@ def _words(text: str | None) -> str:
 
 
 def _place() -> str:
-    """Return what tells apart two machines, containers and boots in which a process number means another process."""
+    """Return an identifier of this machine, container and boot, within which a process number means one process."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):  # Linux only
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]

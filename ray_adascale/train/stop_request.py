@@ -39,7 +39,7 @@ class StopRequest(Listener):
 
     def _ask(self) -> None:
         while not self._ended.wait(_INTERVAL_S):
-            asked = self._client.asked_to_stop()
+            asked = self._client.stop_requested()
             if asked is None:
                 return
             if asked:

@@ -127,8 +127,8 @@ def _train_workload(job: dict[str, Any]) -> dict[str, Any]:
     backend.unlisted = job["unlisted"]
     with contextlib.ExitStack() as stack:
         if backend.rank == 0:
-            backend.teller = DriverClient(job["channel"])
-            stack.enter_context(forward_warnings(backend.teller))
+            backend.driver = DriverClient(job["channel"])
+            stack.enter_context(forward_warnings(backend.driver))
         run: Run | None = None
         began = 0
         stack.enter_context(annotate_exceptions(lambda: None if run is None else (began, run.state.iterations)))
@@ -142,7 +142,7 @@ def _train_workload(job: dict[str, Any]) -> dict[str, Any]:
                 "workers='pay' needs a map-style train_dataset: other data begin their epoch anew at each change of the number "
                 "of workers, so examples would repeat."
             )
-        backend.teller.running()
+        backend.driver.running()
         for batch in run:
             run.backward(workload.loss_fn(run.model, batch))
             run.step()
@@ -576,7 +576,7 @@ class DriverMonitor:
             first, self._answered = self._answered == 0, self.interrupts
             if first and self._running:
                 self._ends_at = now + _STOP_S
-                self._channel.ask_to_stop.remote()
+                self._channel.request_stop.remote()
                 _log.warning(
                     "Interrupted: a checkpoint is written at the next step boundary. Ctrl-C again ends at once."
                 )

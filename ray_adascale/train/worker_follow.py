@@ -367,7 +367,7 @@ class WorkerFollower:
         _log.info(
             "Workers %d → %d at effective step %.1f: %s.", before, change.after, change.effective_steps, change.reason
         )
-        self._channel.ask_to_stop.remote()
+        self._channel.request_stop.remote()
         self._stop_asking()  # last: until here the room is reserved
 
     def revert(self, why: str) -> bool:

@@ -88,5 +88,5 @@ def test_workers_of_an_earlier_start_are_forgotten() -> None:
     found.add(beat(0, Phase.PASS, 1.0, of=2), 400.0)
     found.add(beat(1, Phase.PASS, 1.0, of=2), 400.0)
     assert found.hang(400.0) is None
-    found.forget()
+    found.clear()
     assert found.hang(9999.0) is None

@@ -53,16 +53,16 @@ def test_the_channel_stays_on_the_drivers_node(monkeypatch: pytest.MonkeyPatch) 
 
 def test_events_come_once_and_in_order() -> None:
     here = Here()
-    teller = DriverClient(here)
-    assert teller.say(logging.INFO, "one", once=True)
-    assert teller.say(logging.INFO, "one", once=True)
-    teller.say(logging.WARNING, "two\n  lines")
-    assert DriverClient(here).say(logging.INFO, "one", once=True)  # by the next start
+    driver = DriverClient(here)
+    assert driver.log(logging.INFO, "one", once=True)
+    assert driver.log(logging.INFO, "one", once=True)
+    driver.log(logging.WARNING, "two\n  lines")
+    assert DriverClient(here).log(logging.INFO, "one", once=True)  # by the next start
     news = here.board.news(0)
     assert news.events == [(logging.INFO, "one"), (logging.WARNING, "two lines")]
     assert here.board.news(news.sent).events == []
     for i in range(1500):
-        teller.say(logging.INFO, str(i))
+        driver.log(logging.INFO, str(i))
     news = here.board.news(news.sent)
     assert news.sent == 1502
     assert [text for _, text in news.events] == [str(i) for i in range(500, 1500)]  # bounded: the newest stay
@@ -70,13 +70,13 @@ def test_events_come_once_and_in_order() -> None:
 
 def test_metrics_are_those_of_a_run_that_goes_on() -> None:
     here = Here()
-    teller = DriverClient(here)
+    driver = DriverClient(here)
     assert here.board.news(0)[:2] == (None, False)
-    teller.running()
+    driver.running()
     assert here.board.news(0)[:2] == (None, True)
-    teller.put({"gain": 2.0})
+    driver.put({"gain": 2.0})
     assert here.board.news(0)[:2] == ({"gain": 2.0}, True)
-    teller.restarting("Worker 1 died.")
+    driver.restarting("Worker 1 died.")
     news = here.board.news(0)
     assert news[:2] == (None, False)  # nothing stale is shown meanwhile
     assert news.events == [(logging.WARNING, "Worker 1 died.")]
@@ -87,12 +87,12 @@ def test_a_board_that_is_gone_costs_nothing() -> None:
         def __getattr__(self, name: str) -> Any:
             raise ray.exceptions.RayActorError(None, "the board is dead")
 
-    for teller in (DriverClient(None), DriverClient(Gone())):
-        assert not teller.say(logging.INFO, "text")
-        teller.put({})
-        teller.running()
-        teller.restarting("why")
-        assert teller.asked_to_stop() is None
+    for driver in (DriverClient(None), DriverClient(Gone())):
+        assert not driver.log(logging.INFO, "text")
+        driver.put({})
+        driver.running()
+        driver.restarting("why")
+        assert driver.stop_requested() is None
 
 
 def test_a_request_to_stop_is_read_and_a_late_answer_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,13 +105,13 @@ def test_a_request_to_stop_is_read_and_a_late_answer_is_asked_for_again(monkeypa
 
     monkeypatch.setattr(ray, "get", get)
     here = Here()
-    teller = DriverClient(here)
-    assert teller.asked_to_stop() is False
-    here.board.ask_to_stop()
+    driver = DriverClient(here)
+    assert driver.stop_requested() is False
+    here.board.request_stop()
     late[0] = True
-    assert teller.asked_to_stop() is False
+    assert driver.stop_requested() is False
     late[0] = False
-    assert teller.asked_to_stop() is True
+    assert driver.stop_requested() is True
 
 
 def test_warnings_and_what_the_package_logs_are_told_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -148,9 +148,9 @@ class Told:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    teller = Told()
-    monkeypatch.setattr(module, "DriverClient", lambda board: teller)
-    return teller.lines
+    driver = Told()
+    monkeypatch.setattr(module, "DriverClient", lambda board: driver)
+    return driver.lines
 
 
 def after(error: Exception, before: int | None, now: int) -> Exception:

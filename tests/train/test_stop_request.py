@@ -31,7 +31,7 @@ def test_a_request_is_seen_within_two_seconds_and_no_step_asks_for_it() -> None:
         asked.append(threading.current_thread().name)
         return answers[0]
 
-    client: Any = SimpleNamespace(asked_to_stop=ask)
+    client: Any = SimpleNamespace(stop_requested=ask)
     before = _asking()
     stop = StopRequest(client)
     assert _until(lambda: asked, 2.0)
@@ -45,7 +45,7 @@ def test_a_request_is_seen_within_two_seconds_and_no_step_asks_for_it() -> None:
 @pytest.mark.parametrize("end", ["of the run", "of the channel"])
 def test_the_thread_ends_with_the_run_and_with_the_channel(end: str) -> None:
     answers: list[bool | None] = [False]
-    client: Any = SimpleNamespace(asked_to_stop=lambda: answers[0])
+    client: Any = SimpleNamespace(stop_requested=lambda: answers[0])
     before = _asking()
     stop = StopRequest(client)
     assert _asking() == before + 1

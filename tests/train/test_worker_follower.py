@@ -24,7 +24,7 @@ class Channel:
 
     def __init__(self) -> None:
         self.stops = 0
-        self.ask_to_stop = self
+        self.request_stop = self
 
     def remote(self) -> None:
         self.stops += 1
