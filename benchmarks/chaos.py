@@ -27,13 +27,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from bench import in_words, machine, markdown
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.whole import faults
 from tests.whole.faults import Broken, Outcome, Surroundings
+
+Kind = TypeVar("Kind", bound=Surroundings)
 
 FAULTS_PER_RUN = 5
 MEGABYTES = 64  # of the storage, where it is a file system of its own
@@ -72,9 +74,9 @@ def has_own_disk() -> bool:
 
 
 @contextmanager
-def surroundings(kept: Path, *, disk: bool) -> Iterator[Surroundings]:
+def surroundings(kind: type[Kind], kept: Path, *, disk: bool) -> Iterator[Kind]:
     """Start a cluster for a run. Its folder stays if an exception ends the run."""
-    around = Surroundings(Path(tempfile.mkdtemp(prefix="run-", dir=kept)))
+    around = kind(Path(tempfile.mkdtemp(prefix="run-", dir=kept)))
     scratch = tempfile.mkdtemp(prefix="ray-")  # short: sockets lie in it
     os.environ["RAY_TMPDIR"] = scratch
     try:
@@ -93,7 +95,7 @@ def one_run(seed: int, kinds: Sequence[str], count: int, alone: Outcome, data: P
     lines: list[dict[str, Any]] = []
     kind = "end"
     try:
-        with surroundings(data, disk=disk) as around:
+        with surroundings(Surroundings, data, disk=disk) as around:
             around.start_driver(resume=False)
             for at, kind in plan:
                 around.wait_until(at)
@@ -175,7 +177,7 @@ def main() -> None:
     if not disk:
         print(f"Without {' and '.join(faults.NEED_A_DISK)}: they need a file system of their own.")
     ends_at = time.monotonic() + args.minutes * 60
-    with surroundings(args.data, disk=False) as around:
+    with surroundings(Surroundings, args.data, disk=False) as around:
         alone = faults.left_alone(around)
         assert not faults.broken(alone, alone, around)
     seed, kept = args.seed, True

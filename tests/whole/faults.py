@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -136,14 +136,14 @@ class Surroundings:
                 "--config",
                 f"step_timeout_s={STEP_TIMEOUT_S}",
             ]
-        self._start(words)
+        self.spawn(sys.executable, "-m", "ray_adascale", *words)
 
-    def _start(self, words: Sequence[str]) -> None:
+    def spawn(self, *command: str) -> None:
+        """Start a command as the driver, with its output in a log."""
         number = len(self.drivers)
         if number == _MOST_DRIVERS:
             raise Broken(f"{number} drivers have ended; the last one: {self.log().read_text()[-500:]}")
         with (self.folder / f"driver-{number}.log").open("wb") as out:
-            command = [sys.executable, "-m", "ray_adascale", *words]
             self.drivers.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True))
 
     def second_writer(self) -> subprocess.Popen[bytes]:
