@@ -61,7 +61,8 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "analysis",
             "what a person reads: forecast, report, display",
-            "check runs search_rows forecast throughput report savings plots describe tensorboard display",
+            "check runs search_rows forecast throughput worker_forecast worker_replay report savings plots describe tensorboard "
+            "display",
         )
     ],
     [
@@ -152,7 +153,7 @@ HEAVY = {
     "torch.distributed.fsdp": ["measure.fsdp2", "sharding.fsdp2", "optim.grad_scaler"],
     "matplotlib": [],
     "jinja2": ["analysis.report"],
-    "rich": ["analysis.display", "analysis.forecast"],
+    "rich": ["analysis.display", "analysis.forecast", "analysis.worker_forecast"],
 }
 # Importing these imports nothing heavy, since every worker imports them.
 LIGHT = ["run.loop", "train.backend"]

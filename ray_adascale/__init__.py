@@ -16,6 +16,8 @@ if TYPE_CHECKING:  # the same again, as type checkers read no tables
     from .analysis.forecast import forecast_recipe as forecast_recipe
     from .analysis.report import write_report as write_report
     from .analysis.throughput import measure_throughput as measure_throughput
+    from .analysis.worker_forecast import WorkersForecast as WorkersForecast
+    from .analysis.worker_forecast import forecast_workers as forecast_workers
     from .batch_schedule import Seesaw as Seesaw
     from .chain import OptimizerChain as OptimizerChain
     from .checkpoint import CheckpointError as CheckpointError
@@ -65,6 +67,7 @@ _NAMES = {
     "analysis.forecast": ["Forecast", "forecast_recipe"],
     "analysis.report": ["write_report"],
     "analysis.throughput": ["measure_throughput"],
+    "analysis.worker_forecast": ["WorkersForecast", "forecast_workers"],
     "batch_schedule": ["Seesaw"],
     "chain": ["OptimizerChain"],
     "checkpoint": ["CheckpointError", "load_weights"],

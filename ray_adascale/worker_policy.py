@@ -10,16 +10,29 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from ._errors import SettingError
 from .batch_policy import BatchPolicy
+from .config import AUTO, AdaScaleConfig
+from .optim.rules import follows_gain, make_rule
 from .replay import NoiseCurve
 from .throughput import Throughput
 
-__all__ = ["Situation", "StepTimes", "WorkerController", "WorkerDecision", "WorkersFollow", "plan_workers"]
+__all__ = [
+    "DECIDE_S",
+    "RESTART_S",
+    "Situation",
+    "StepTimes",
+    "WorkerController",
+    "WorkerDecision",
+    "WorkersFollow",
+    "follow_settings",
+    "numbers_to_compare",
+    "plan_workers",
+]
 
 MARGIN = 2.0
 """Factor of a restart's price in the comparison, since noise and restarts are not known exactly."""
@@ -29,6 +42,10 @@ STAY = 5.0
 """Shortest stay by default, in restarts."""
 FLOOR = 60.0
 """Remaining time of a run, in restarts, below which the number stays. docs/results/workers.md derives it."""
+DECIDE_S = 10.0
+"""Seconds between two decisions."""
+RESTART_S = 60.0
+"""Seconds of a restart, where nothing tells them."""
 SETTLED = 20
 """Optimizer steps of a start before its noise and the time of its steps count."""
 
@@ -83,6 +100,39 @@ class WorkersFollow:
             )
         if self.throughput is not None and not isinstance(self.throughput, Throughput):
             raise SettingError("Invalid {}. Must be a Throughput.", "WorkersFollow", throughput=self.throughput)
+
+
+def follow_settings(workers: Literal["pay"] | WorkersFollow, config: AdaScaleConfig) -> WorkersFollow:
+    """Return the settings of a run that asks for workers when they pay.
+
+    Args:
+        workers: "pay" for the defaults.
+        config: The settings of the run.
+
+    Raises:
+        ValueError: ``workers`` is something else, or the run's batch policy can't tell what a worker adds.
+    """
+    if workers != "pay" and not isinstance(workers, WorkersFollow):
+        raise SettingError('Invalid {}. Must be "pay", a WorkersFollow(...), or None.', "", workers=workers)
+    if config.per_worker_batch_size == AUTO:
+        raise SettingError(
+            "Invalid {} with workers='pay': what a worker adds depends on the number, which is found when the workers start. "
+            "Give the number that the log of a run names.",
+            per_worker_batch_size=AUTO,
+        )
+    if not follows_gain(make_rule(config.rule)):
+        raise SettingError(
+            "Invalid {} with workers='pay': the clock of that rule advances by the scale, not by the measured gain, so further "
+            "workers would always seem to pay. Use rule='adascale'.",
+            rule=config.rule,
+        )
+    if config.target_efficiency == "goodput":
+        raise SettingError(
+            "Invalid {} with workers='pay': that batch depends on seconds of a step, which are measured anew at each number of "
+            "workers. Give an efficiency such as 0.6, or leave it out.",
+            target_efficiency="goodput",
+        )
+    return WorkersFollow() if workers == "pay" else workers
 
 
 @dataclass
@@ -170,6 +220,9 @@ class WorkerController:
         most: Most workers.
         outlook: The noise of the base run over τ, from the recipe. None: that of a typical run, ν = 2·30^(τ/T).
         times: Seconds of a pass; the caller adds the measurements.
+
+    Attributes:
+        value_per_hour: What it is worth to end an hour earlier.
     """
 
     def __init__(
@@ -189,7 +242,7 @@ class WorkerController:
         self._outlook = outlook
         cost = settings.cost_per_worker_hour
         self._cost = cost
-        self._value = most * cost if settings.value_per_hour is None else settings.value_per_hour
+        self.value_per_hour = most * cost if settings.value_per_hour is None else settings.value_per_hour
 
     def first(self, total_steps: float, batch: int, restart_s: float) -> WorkerDecision:
         """Return the number to begin with, by the recipe's noise or that of a typical run.
@@ -199,7 +252,7 @@ class WorkerController:
             batch: Examples of the first step.
             restart_s: Seconds of a restart.
         """
-        candidates = _candidates(self.least, self.most)
+        candidates = numbers_to_compare(self.least, self.most)
         costs = self._costs(candidates, 0.0, total_steps, None, batch)
         restarts = self._restart_prices(candidates, restart_s)
         if self.settings.throughput is None and not self.times.seconds and len(candidates) > 1:
@@ -216,7 +269,7 @@ class WorkerController:
         refusal = self._refusal(now)
         if refusal is not None:
             return WorkerDecision(now.workers, refusal)
-        candidates = _candidates(self.least, self.most, now.workers)
+        candidates = numbers_to_compare(self.least, self.most, now.workers)
         if now.asked > now.workers:  # the cluster has no room for more
             candidates = [k for k in candidates if k <= now.workers]
         noise = min(max(now.sigma2 / max(now.mu2, 1e-300), 1 / _WIDEST), _WIDEST)
@@ -272,7 +325,7 @@ class WorkerController:
         """Return the prices of a restart, shape (from, to): time, and the larger number of workers, for the time of a restart."""
         k = np.array(candidates, dtype=float)
         larger = np.maximum(k[:, None], k[None, :])
-        prices: np.ndarray = MARGIN * restart_s * (self._value + self._cost * larger)
+        prices: np.ndarray = MARGIN * restart_s * (self.value_per_hour + self._cost * larger)
         np.fill_diagonal(prices, 0.0)
         return prices
 
@@ -283,7 +336,7 @@ class WorkerController:
         edges = tau + (total_steps - tau) * (np.arange(_CELLS + 1) / _CELLS) ** 2
         middles = (edges[:-1] + edges[1:]) / 2
         # The price of a pass; policies give effective steps a pass.
-        price = [(self._value + self._cost * k) * self._pass_seconds(k) for k in candidates]
+        price = [(self.value_per_hour + self._cost * k) * self._pass_seconds(k) for k in candidates]
         speeds = [
             [max(self._steps_a_pass(k, ratio, batch), 1e-300) for k in candidates]
             for ratio in self._noise_ahead(tau, total_steps, middles, noise)
@@ -309,8 +362,8 @@ class WorkerController:
         return ratio
 
 
-def _candidates(least: int, most: int, *more: int) -> list[int]:
-    """Return the numbers of workers to compare, in order."""
+def numbers_to_compare(least: int, most: int, *more: int) -> list[int]:
+    """Return the numbers of workers to compare, in order: few of the large ones, see :data:`_EXACT`."""
     found = [least]
     while found[-1] < most:
         found.append(min(found[-1] + max(1, (found[-1] - _EXACT) // 8 + 1 if found[-1] > _EXACT else 1), most))

@@ -13,7 +13,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -22,7 +22,8 @@ import numpy as np
 from study import announce
 from worker_noise import HELD_OUT, TUNED_ON, KeptNoise, read_kept
 
-from ray_adascale.batch_policy import BatchChoice, BatchLimits, BatchPlan, FixedBatch, Position
+from ray_adascale.analysis.worker_replay import ReplayedRun, WorkerClock
+from ray_adascale.batch_policy import BatchLimits, FixedBatch
 from ray_adascale.replay import Law, NoiseCurve, replay
 from ray_adascale.throughput import Throughput
 from ray_adascale.worker_policy import Situation, WorkerController, WorkerDecision, WorkersFollow
@@ -60,98 +61,6 @@ class Setting:
         return Throughput(pass_s=self.pass_s, volume_s=self.pass_s * self.sync)
 
 
-@dataclass(frozen=True)
-class Ended:
-    """What a simulated run took.
-
-    Attributes:
-        hours: Its time, restarts included.
-        worker_hours: Hours of all workers, restarts included.
-        workers: (share of T, workers) at the beginning and after each change.
-    """
-
-    hours: float
-    worker_hours: float
-    workers: tuple[tuple[float, int], ...]
-
-
-class Clock(BatchChoice):
-    """Counts time and worker hours of a replayed run, and changes its workers as a decision says.
-
-    Args:
-        policy: The batch of a number of workers.
-        total_steps: T.
-        workers: The number at the beginning.
-        setting: The surroundings.
-        decide: The decision; None for a fixed number.
-    """
-
-    def __init__(
-        self, policy: FixedBatch, total_steps: float, workers: int, setting: Setting, decide: WorkerController | None
-    ) -> None:
-        self.plan = policy.plan(workers)
-        self.seconds = self.worker_seconds = 0.0
-        self.changes = [(0.0, workers)]
-        self.last_step = (0.0, 0.0)
-        self._policy, self._total, self._setting, self._decide = policy, total_steps, setting, decide
-        self._throughput = setting.throughput
-        self._steps, self._since = 0, 0.0
-        self._tau, self._decided = 0.0, 0.0
-
-    def after_step(
-        self,
-        at: Position,
-        moments: Callable[[], tuple[float, float]],
-        seconds: float = 0.0,
-        agree: Callable[[tuple[float, ...]], tuple[float, ...]] = tuple,
-    ) -> BatchPlan:
-        plan = self.plan
-        step_s = self._throughput.step_seconds(plan.world_size, plan.accumulation, plan.largest_pass)
-        self.last_step = step_s, (at.effective_steps - self._total) / (at.effective_steps - self._tau)
-        self._tau = at.effective_steps
-        self.seconds += step_s
-        self.worker_seconds += step_s * plan.world_size
-        self._steps += 1
-        if self._decide is None or at.effective_steps >= self._total:
-            return self.plan
-        if self.seconds - self._decided >= self._setting.decide_s:
-            self._decided = self.seconds
-            self._follow(self._decide, at, moments(), step_s / plan.accumulation)
-        return self.plan
-
-    def _follow(self, decide: WorkerController, at: Position, moments: tuple[float, float], pass_s: float) -> None:
-        now, restart_s = self.plan.world_size, self._setting.restart_s
-        decide.times.add(now, pass_s)
-        decision = decide.decide(
-            Situation(
-                workers=now,
-                asked=now,
-                effective_steps=at.effective_steps,
-                total_steps=self._total,
-                sigma2=moments[0],
-                mu2=moments[1],
-                batch=self.plan.global_batch_size,
-                steps=self._steps,
-                stay_s=self.seconds - self._since,
-                restart_s=restart_s,
-                changes=len(self.changes) - 1,
-            )
-        )
-        if decision.workers != now:
-            self.plan = self._policy.plan(decision.workers)
-            self.seconds += restart_s
-            self.worker_seconds += restart_s * max(now, decision.workers)
-            self._steps, self._since = 0, self.seconds
-            self.changes.append((at.effective_steps / self._total, decision.workers))
-
-    def ended(self) -> Ended:
-        """Return what the run took, without the part of its last step beyond T."""
-        step_s, beyond = self.last_step
-        seconds = self.seconds - step_s * beyond
-        worker_seconds = self.worker_seconds - step_s * beyond * self.plan.world_size
-        return Ended(seconds / HOUR, worker_seconds / HOUR, tuple(self.changes))
-
-
 def stretched(curve: NoiseCurve) -> NoiseCurve:
     """Return the curve of a run that is longer by :data:`STRETCH`."""
     return replace(curve, tau=curve.tau * STRETCH)
@@ -174,10 +83,17 @@ class Simulated:
         """T of the simulated run."""
         return self.noise.total_steps * STRETCH
 
-    def run(self, workers: int, setting: Setting, decide: WorkerController | None = None) -> Ended:
+    def run(self, workers: int, setting: Setting, decide: WorkerController | None = None) -> ReplayedRun:
         """Simulate a run that begins on this number of workers."""
-        policy = FixedBatch(limits=BatchLimits(base_batch_size=self.noise.base_batch_size))
-        clock = Clock(policy, self.total_steps, workers, setting, decide)
+        clock = WorkerClock(
+            FixedBatch(limits=BatchLimits(base_batch_size=self.noise.base_batch_size)),
+            workers,
+            throughput=setting.throughput,
+            total_steps=self.total_steps,
+            decide=decide,
+            restart_s=setting.restart_s,
+            decide_s=setting.decide_s,
+        )
         replay(
             stretched(self.noise.curve),
             scale=1.0,
@@ -188,7 +104,7 @@ class Simulated:
         )
         return clock.ended()
 
-    def following(self, most: int, value: float, setting: Setting, kind: str) -> Ended:
+    def following(self, most: int, value: float, setting: Setting, kind: str) -> ReplayedRun:
         """Simulate a run that follows its noise.
 
         Args:
@@ -243,7 +159,7 @@ class Compared:
         fixed_worker_hours: Its worker hours.
     """
 
-    end: Ended
+    end: ReplayedRun
     fixed_workers: float
     fixed_worker_hours: float
 
@@ -302,7 +218,7 @@ class Cheapest(WorkerController):
             return WorkerDecision(now.workers, "the noise is not known yet")
         noise = max(now.sigma2, 1e-12) / max(now.mu2, 1e-12)
         k = np.arange(self.least, self.most + 1)
-        price = (self._value + k) * [self.times.at(int(n)) for n in k] * (1 + noise / k)
+        price = (self.value_per_hour + k) * [self.times.at(int(n)) for n in k] * (1 + noise / k)
         return WorkerDecision(int(k[price.argmin()]), "cheapest")
 
 
@@ -350,7 +266,7 @@ def table(cells: Mapping[str, Cell], names: Sequence[str]) -> str:
     """Return a table: a row for each workload, a column for each cell, and the mean and worst of each column."""
     columns = [column(cell, names) for cell in cells.values()]
     rows = [
-        [name, *(f"{found[name].change:+.1%} ({len(found[name].end.workers) - 1})" for found in columns)]
+        [name, *(f"{found[name].change:+.1%} ({len(found[name].end.parts) - 1})" for found in columns)]
         for name in names
     ]
     for label, of in (("mean", np.mean), ("worst", max)):

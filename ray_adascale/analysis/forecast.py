@@ -26,7 +26,7 @@ from ..replay import MOST_STEPS, Forecaster, Steps
 from ..throughput import Throughput
 from .plots import pyplot
 
-__all__ = ["Forecast", "ForecastRow", "forecast_recipe"]
+__all__ = ["Forecast", "ForecastRow", "forecast_recipe", "in_units"]
 
 _FAR = 16  # S above which a note advises to check the forecast during the run
 _ROUGH_STEPS = 2000  # in the replays for the useful number of workers, some hundred of them
@@ -169,7 +169,7 @@ class Forecast:
         columns["mean\ngain"] = [f"{row.mean_gain:.2f}" for row in rows]
         columns["effi-\nciency"] = [f"{row.efficiency:.0%}" for row in rows]
         if any(row.seconds is not None for row in rows):
-            columns["time"] = [_in_units(row.seconds) for row in rows]
+            columns["time"] = [in_units(row.seconds) for row in rows]
         columns["speed-\nup"] = [f"{row.speedup:.2f}" for row in rows]
         columns["last\nadds"] = [f"{row.marginal:.2f}" for row in rows]
         if any(row.cost is not None for row in rows):
@@ -354,7 +354,7 @@ def _notes(
     return [*notes, *time]
 
 
-def _in_units(seconds: float | None) -> str:
+def in_units(seconds: float | None) -> str:
     """Return a time in seconds, minutes or hours, whichever is shorter."""
     if seconds is None:
         return ""

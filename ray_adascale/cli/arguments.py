@@ -173,7 +173,16 @@ def _add_tune(tune: argparse.ArgumentParser) -> None:
 def _add_forecast(predict: argparse.ArgumentParser) -> None:
     predict.add_argument("recipe", help="the file that `ray-adascale tune` wrote")
     predict.add_argument(
-        "--workers", default="1,2,4,8,16,32", metavar="N,N,...", help="numbers of workers (default: %(default)s)"
+        "--workers",
+        default="1,2,4,8,16,32",
+        metavar="N,N,...",
+        help="numbers of workers (default: %(default)s); MIN..MAX with --workers-follow",
+    )
+    _add_follow(
+        predict, "with MIN..MAX: forecast a run that asks for workers when they pay; needs --measure", "leave it out"
+    )
+    predict.add_argument(
+        "--restart-s", type=float, metavar="SECONDS", help="with --workers-follow: what a restart takes (default: 60)"
     )
     add_batch_options(predict)
     predict.add_argument(
@@ -304,15 +313,10 @@ def _add_workers(parser: argparse._ActionsContainer, *, default: str | None) -> 
         metavar="N|MIN..MAX",
         help=f"Ray workers: 8, or 2..8 for as many as the cluster has at a time (default: {shown})",
     )
-    parser.add_argument(
-        "--workers-follow",
-        nargs="?",
-        const="pay",
-        type=number_or_word,
-        metavar="HOURS",
-        help="with MIN..MAX: ask for workers when they pay at the run's noise, and restart with them; HOURS is what an hour of "
-        "the run is worth, in worker hours (without a value MAX); no: stop following (default: "
-        + ("as before)" if default is None else "as many as there are)"),
+    _add_follow(
+        parser,
+        "with MIN..MAX: ask for workers when they pay at the run's noise, and restart with them",
+        "as before" if default is None else "as many as there are",
     )
     parser.add_argument(
         "--use-gpu",
@@ -339,6 +343,18 @@ def _add_workers(parser: argparse._ActionsContainer, *, default: str | None) -> 
         metavar="N",
         help="restarts after lost workers (default: "
         + ("as before)" if default is None else f"0; with MIN..MAX {ELASTIC_FAILURES})"),
+    )
+
+
+def _add_follow(parser: argparse._ActionsContainer, what: str, default: str) -> None:
+    parser.add_argument(
+        "--workers-follow",
+        nargs="?",
+        const="pay",
+        type=number_or_word,
+        metavar="HOURS",
+        help=f"{what}; HOURS is what an hour of the run is worth, in worker hours (without a value MAX); no: stop following "
+        f"(default: {default})",
     )
 
 
@@ -464,16 +480,18 @@ def read_numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"Invalid --workers {text!r}. Must be numbers with commas between them, as 1,2,4.") from None
+        raise ValueError(
+            f"Invalid --workers {text!r}. Must be numbers with commas between them, as 1,2,4; or MIN..MAX with --workers-follow."
+        ) from None
 
 
-def read_workers(text: str) -> int | tuple[int, int]:
-    """Return the number or the range of ``--num-workers``."""
+def read_workers(text: str, option: str = "--num-workers") -> int | tuple[int, int]:
+    """Return the number or the range of ``--num-workers``, or of another option."""
     low, dots, high = text.partition("..")
     try:
         return (int(low), int(high)) if dots else int(low)
     except ValueError:
-        raise ValueError(f"Invalid --num-workers {text!r}. Must be a number, or MIN..MAX for an elastic run.") from None
+        raise ValueError(f"Invalid {option} {text!r}. Must be a number, or MIN..MAX for an elastic run.") from None
 
 
 def read_follow(given: str | float | None) -> Any:

@@ -36,9 +36,12 @@ from .connection import check_address, connect
 if TYPE_CHECKING:
     from ray.train import CheckpointConfig
 
+    from ..analysis.forecast import Forecast
+    from ..analysis.worker_forecast import WorkersForecast
     from ..config import AdaScaleConfig
     from ..recipe import Recipe
     from ..throughput import Throughput
+    from ..worker_policy import WorkersFollow
 
 __all__ = ["main"]
 
@@ -176,11 +179,15 @@ def _forecast(args: argparse.Namespace) -> int:
 
     ray-adascale forecast recipe.json --workers 1,2,4,8 --measure my/file.py:workload --cost-per-worker-hour 2.5
 
-    A pass is one forward and backward. Nothing is started on Ray.
+    A pass is one forward and backward. Nothing is started on Ray. With --workers MIN..MAX --workers-follow it predicts the
+    numbers of workers of a run that asks for them when they pay, and what that saves:
+
+    ray-adascale forecast recipe.json --workers 1..8 --workers-follow 4 --measure my/file.py:workload --restart-s 60
     """
     from rich.console import Console
 
     from ..analysis.forecast import forecast_recipe
+    from ..analysis.worker_forecast import forecast_workers
     from ..recipe import Recipe
 
     recipe = Recipe.load(args.recipe)
@@ -189,13 +196,22 @@ def _forecast(args: argparse.Namespace) -> int:
         raise ValueError("--run needs --measure WORKLOAD: the time of a step on one worker, to compare with.")
     if args.cost_per_worker_hour is not None and not args.measure:
         raise ValueError("--cost-per-worker-hour needs --measure WORKLOAD: cost follows from the time of a step.")
-    made = forecast_recipe(
-        recipe,
-        workers=read_numbers(args.workers),
-        config=config,
-        throughput=_measure(args, recipe, config) if args.measure else None,
-        cost_per_worker_hour=args.cost_per_worker_hour,
-    )
+    follow = _follow_of_forecast(args)
+    made: Forecast | WorkersForecast
+    if follow is not None:
+        bounds = read_workers(args.workers, "--workers")
+        if not isinstance(bounds, tuple):
+            raise ValueError(f"Invalid --workers {args.workers} with --workers-follow. Must be a range, as 1..8.")
+        throughput = _measure(args, recipe, config)
+        made = forecast_workers(recipe, workers=bounds, follow=follow, config=config, throughput=throughput)
+    else:
+        made = forecast_recipe(
+            recipe,
+            workers=read_numbers(args.workers),
+            config=config,
+            throughput=_measure(args, recipe, config) if args.measure else None,
+            cost_per_worker_hour=args.cost_per_worker_hour,
+        )
     if args.plot:
         made.plot(args.plot)
     if args.json:
@@ -448,6 +464,23 @@ def _param_space(args: argparse.Namespace) -> Any:
         ) from e
     fixed = read_overrides(args)
     return {**space, **fixed} if isinstance(space, dict) else space
+
+
+def _follow_of_forecast(args: argparse.Namespace) -> WorkersFollow | None:
+    """Return the settings of a forecast with ``--workers-follow``; None without."""
+    from ..worker_policy import WorkersFollow
+
+    follow = read_follow(args.workers_follow)
+    if follow is None:
+        if args.restart_s is not None:
+            raise ValueError("--restart-s needs --workers-follow: only such a run restarts.")
+        return None
+    if not args.measure:
+        raise ValueError("--workers-follow needs --measure WORKLOAD: what a worker adds depends on the time of a step.")
+    follow = WorkersFollow() if follow == "pay" else follow
+    cost = 1.0 if args.cost_per_worker_hour is None else args.cost_per_worker_hour
+    value = None if follow.value_per_hour is None else follow.value_per_hour * cost
+    return WorkersFollow(cost_per_worker_hour=cost, value_per_hour=value, restart_s=args.restart_s)
 
 
 def _measure(args: argparse.Namespace, recipe: Recipe, config: AdaScaleConfig) -> Throughput:

@@ -22,21 +22,24 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from .._errors import SettingError
 from .._files import absolute
 from ..batch_policy import BatchLimits
-from ..config import AUTO, AdaScaleConfig
-from ..optim.rules import follows_gain, make_rule
-from ..worker_policy import Situation, WorkerController, WorkerDecision, WorkersFollow
+from ..config import AdaScaleConfig
+from ..worker_policy import (
+    DECIDE_S,
+    RESTART_S,
+    Situation,
+    WorkerController,
+    WorkerDecision,
+    WorkersFollow,
+    follow_settings,
+)
 from ..worker_record import WORKERS, Change, Stay, WorkersRecord
 
 __all__ = ["RecordFile", "Room", "WorkerFollower", "read_follow"]
 
 _log = logging.getLogger(__name__)
 
-_DECIDE_S = 10.0
-"""Seconds between two decisions."""
 _ROOM_S = 600.0
 """Seconds to wait for room for more workers, and then until they are asked for again."""
-_RESTART_S = 60.0
-"""Seconds of a restart for the choice of the first number, where nothing tells them."""
 
 
 def read_follow(
@@ -52,20 +55,13 @@ def read_follow(
     """
     if workers is None:
         return None
-    if workers != "pay" and not isinstance(workers, WorkersFollow):
-        raise SettingError('Invalid {}. Must be "pay", a WorkersFollow(...), or None.', "", workers=workers)
+    settings = follow_settings(workers, config)
     bounds = scaling_config.num_workers
     if not isinstance(bounds, tuple) or bounds[0] == bounds[1]:
         raise SettingError(
             "Invalid {} with workers='pay'. Must be a range (min, max), from which the run chooses (1..8 on the command line).",
             "ScalingConfig",
             num_workers=bounds,
-        )
-    if config.per_worker_batch_size == AUTO:
-        raise SettingError(
-            "Invalid {} with workers='pay': what a worker adds depends on the number, which is found when the workers start. "
-            "Give the number that the log of a run names.",
-            per_worker_batch_size=AUTO,
         )
     if isinstance(getattr(scaling_config, "label_selector", None), list):
         raise SettingError(
@@ -74,18 +70,6 @@ def read_follow(
             "ScalingConfig",
             label_selector=scaling_config.label_selector,
         )
-    if not follows_gain(make_rule(config.rule)):
-        raise SettingError(
-            "Invalid {} with workers='pay': the clock of that rule advances by the scale, not by the measured gain, so further "
-            "workers would always seem to pay. Use rule='adascale'.",
-            rule=config.rule,
-        )
-    if config.target_efficiency == "goodput":
-        raise SettingError(
-            "Invalid {} with workers='pay': that batch depends on seconds of a step, which are measured anew at each number of "
-            "workers. Give an efficiency such as 0.6, or leave it out.",
-            target_efficiency="goodput",
-        )
     if datasets is not None:
         raise SettingError(
             "Invalid {} with workers='pay': Ray Data shards begin their epoch anew at each change, so examples would repeat. Use "
@@ -93,7 +77,7 @@ def read_follow(
             "AdaScaleTrainer",
             datasets=...,
         )
-    return WorkersFollow() if workers == "pay" else workers
+    return settings
 
 
 # ---- the record ------------------------------------------------------------------------------------------------------
@@ -198,7 +182,7 @@ class WorkerFollower:
         self._narrow(self.record.least, self.record.most)
         first = self.record.workers
         if first is None:
-            guess = controller.settings.restart_s or _RESTART_S
+            guess = controller.settings.restart_s or RESTART_S
             decision = controller.first(total_steps or 1.0, limits.base_batch_size, guess)
             first, why = decision
             _log.info("Workers at the beginning: %d, %s.", first, why)
@@ -262,7 +246,7 @@ class WorkerFollower:
             self._tau = metrics["effective_steps"]
         if self._room is not None and self._planned is not None and self._room.ready:
             self._change(self._planned, metrics)
-        elif now - self._decided_at >= _DECIDE_S:
+        elif now - self._decided_at >= DECIDE_S:
             self._decided_at = now
             self._decide(metrics, now)
 
@@ -292,7 +276,7 @@ class WorkerFollower:
         measured, given = self.record.restarts_s, self._controller.settings.restart_s
         if measured:
             return sum(measured) / len(measured)
-        return given or self._start_s or _RESTART_S
+        return given or self._start_s or RESTART_S
 
     def _decide(self, metrics: Mapping[str, Any], now: float) -> None:
         workers, step_s = metrics["world_size"], metrics["seconds_per_step"]

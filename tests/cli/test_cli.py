@@ -854,6 +854,36 @@ def test_forecast_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     assert seen["runs"] == [tmp_path / "run" / "trace.jsonl"]
 
 
+def test_forecast_says_what_workers_that_follow_save(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(throughput, "measure_throughput", lambda *_, **__: Throughput(example_s=36 / 32))
+    common = ["forecast", str(RECIPE), "--workers=1..3"]
+    measured = [f"--measure={WORKLOAD}", "--restart-s=30"]
+    prices = ["--workers-follow=2", "--cost-per-worker-hour=5"]
+    assert main.main([*common, *measured, *prices, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    # An hour is worth 2 worker hours of 5 each.
+    assert (found["value_per_hour"], found["settings"]["cost_per_worker_hour"], found["restart_s"]) == (10, 5, 30)
+    assert [row["workers"] for row in found["fixed"]] == [1, 2, 3]
+    assert found["fixed"][0]["hours"] == pytest.approx(1)  # 100 steps of 36 s
+    assert main.main([*common, *measured, "--workers-follow", f"--plot={tmp_path / 'f.png'}"]) == 0
+    assert "Worker hours at equal time: it saves" in capsys.readouterr().out
+    assert (tmp_path / "f.png").is_file()
+    for words, message in (
+        ([*common, "--workers-follow"], "--workers-follow needs --measure WORKLOAD"),
+        ([*common, *measured], "--restart-s needs --workers-follow"),
+        (
+            [*common],
+            "Invalid --workers '1..3'. Must be numbers with commas between them, as 1,2,4; or MIN..MAX with --w",
+        ),
+        (["forecast", str(RECIPE), "--workers=3", "--workers-follow", *measured], "Must be a range, as 1..8"),
+        (["forecast", str(RECIPE), "--workers=1,3", "--workers-follow", *measured], "Invalid --workers '1,3'. Must be"),
+    ):
+        assert main.main(words) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_a_warning_is_a_line(called: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Trainer:
         def __init__(self, *_: Any, **__: Any) -> None:

@@ -83,7 +83,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decide often, and as if restarts were nearly free."""
     monkeypatch.setattr(worker_policy, "FLOOR", 0.0)
     monkeypatch.setattr(worker_policy, "MARGIN", 1e-3)
-    monkeypatch.setattr(worker_follow, "_DECIDE_S", 0.1)
+    monkeypatch.setattr(worker_follow, "DECIDE_S", 0.1)
 
 
 def trainer(storage: Path, name: str, seen: Path, total_steps: int, pause_s: float) -> AdaScaleTrainer:
