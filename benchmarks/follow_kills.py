@@ -113,7 +113,7 @@ def drive(folder: Path, address: str) -> None:
     from ray_adascale import AdaScaleConfig, AdaScaleTrainer, WorkersFollow, worker_policy
     from ray_adascale.train import worker_follow
 
-    worker_policy.FLOOR, worker_policy.MARGIN, worker_follow._DECIDE_S = 0.0, 1e-3, 0.5
+    worker_policy.FLOOR, worker_policy.MARGIN, worker_follow.DECIDE_S = 0.0, 1e-3, 0.5
     logging.basicConfig(level=logging.INFO, stream=sys.stdout)
     ray.init(address=address, log_to_driver=False)
     AdaScaleTrainer(
