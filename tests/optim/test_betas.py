@@ -16,6 +16,7 @@ from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSpr
 
 from ray_adascale import OSS, AdaScale, AdaScaleBetasRule, AdaScaleRule, BetaRule
 from ray_adascale.optim.rules import betas_of
+from ray_adascale.optim.step_counts import StepCounts
 
 from ..classifier import backward, batches, make_model, two_groups, weights
 from ..reference import adam_with_changing_betas
@@ -172,11 +173,12 @@ def test_the_bias_correction_is_that_of_the_product_of_the_betas(doubles: None, 
     given[1][0] = given[1][3] = given[1][4] = None  # it begins late, and pauses
     params = [nn.Parameter(start.clone()) for start in starts]
     optimizer: Any = cls(params, lr=0.1, betas=(0.9, 0.99), **options)  # type: ignore[call-arg]
+    step_counts = StepCounts(optimizer)
     seen = []
     for k, e in enumerate(EXPONENTS):
         for p, of_one in zip(params, given, strict=True):
             p.grad = None if of_one[k] is None else of_one[k].clone()
-        with BetaRule().applied(optimizer.param_groups, optimizer, [e]):
+        with BetaRule().applied(optimizer.param_groups, optimizer, [e], step_counts):
             optimizer.step()
         seen.append([p.detach().numpy().copy() for p in params])
     for i in range(2):
@@ -199,9 +201,10 @@ def test_a_step_of_two_effective_steps_moves_the_averages_as_two_steps_do(double
     for exponents in ((2.0,), (1.0, 1.0)):
         p = nn.Parameter(torch.tensor([1.0]))
         optimizer = Adam([p], betas=(0.5, 0.75))
+        step_counts = StepCounts(optimizer)
         for e in exponents:
             p.grad = torch.tensor([4.0])
-            with BetaRule().applied(optimizer.param_groups, optimizer, [e]):
+            with BetaRule().applied(optimizer.param_groups, optimizer, [e], step_counts):
                 optimizer.step()
         state = optimizer.state[p]
         averages.append([float(state[key]) for key in ("exp_avg", "exp_avg_sq", "step")])
@@ -214,9 +217,10 @@ def test_momentum_moves_as_in_the_steps_that_a_step_stands_for(doubles: None) ->
     for exponents in ((2.0, 3.0), (1.0,) * 5):
         p = nn.Parameter(torch.tensor([1.0]))
         optimizer = SGD([p], lr=0.1, momentum=0.5)
+        step_counts = StepCounts(optimizer)
         for e in exponents:
             p.grad = torch.tensor([4.0])
-            with BetaRule(momentum=True).applied(optimizer.param_groups, optimizer, [e]):
+            with BetaRule(momentum=True).applied(optimizer.param_groups, optimizer, [e], step_counts):
                 optimizer.step()
         assert (optimizer.param_groups[0]["momentum"], optimizer.param_groups[0]["dampening"]) == (0.5, 0)
         buffers.append(float(optimizer.state[p]["momentum_buffer"]))
@@ -434,6 +438,6 @@ def test_a_scalar_parameters_average_is_no_count() -> None:
     p: Tensor = nn.Parameter(torch.tensor(2.0))
     optimizer = Lion([p])
     p.grad = torch.tensor(1.0)
-    with BetaRule().applied(optimizer.param_groups, optimizer, [2.0]):
+    with BetaRule().applied(optimizer.param_groups, optimizer, [2.0], StepCounts(optimizer)):
         optimizer.step()
     assert float(optimizer.state[p]["m"]) == pytest.approx(1 - 0.99**2, rel=1e-6)
