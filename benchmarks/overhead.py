@@ -355,7 +355,8 @@ def parse(argv: Sequence[str] | None) -> tuple[Settings, Path | None, dict[str, 
     parser.add_argument("--rounds", type=int, help="default: 20 (--smoke: 2)")
     help_steps = f"optimizer steps in a block; default: about {_BLOCK_S:g} s of them (--smoke: 2)"
     parser.add_argument("--steps-per-round", type=int, help=help_steps)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cpu: 2 processes; cuda: 1")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default: %(default)s")
+    parser.add_argument("--workers", type=int, help="processes; default: 2 (cuda: 1)")
     parser.add_argument("--shrink", type=int, default=1, help="divide each micro-batch by this, where memory is short")
     parser.add_argument("--json", type=Path, help="also write everything to this file")
     parser.add_argument("--smoke", action="store_true", help="tiny models, a few steps: only check that it runs")
@@ -372,8 +373,9 @@ def parse(argv: Sequence[str] | None) -> tuple[Settings, Path | None, dict[str, 
     accumulation = args.accumulation or ([2] if args.device == "cuda" else [1, 4])
     rounds = (2 if args.smoke else 20) if args.rounds is None else args.rounds
     steps = 2 if args.smoke and args.steps_per_round is None else args.steps_per_round
-    if min(rounds, args.shrink, *accumulation) < 1 or (steps is not None and steps < 1):
-        parser.error("--rounds, --steps-per-round, --accumulation and --shrink must be at least 1")
+    workers = (1 if args.device == "cuda" else 2) if args.workers is None else args.workers
+    if min(rounds, args.shrink, workers, *accumulation) < 1 or (steps is not None and steps < 1):
+        parser.error("--rounds, --steps-per-round, --accumulation, --shrink and --workers must be at least 1")
     settings = Settings(
         models=list(dict.fromkeys(args.models or (ON_GPU if args.device == "cuda" else ON_CPU))),
         kinds=[name for name in dict.fromkeys(asked) if name not in reasons],
@@ -381,7 +383,7 @@ def parse(argv: Sequence[str] | None) -> tuple[Settings, Path | None, dict[str, 
         rounds=rounds,
         steps_per_round=steps,
         device=args.device,
-        world_size=1 if args.device == "cuda" else 2,
+        world_size=workers,
         smoke=args.smoke,
         shrink=args.shrink,
         optimizer=args.optimizer,

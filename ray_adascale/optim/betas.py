@@ -214,17 +214,16 @@ class BetaRule:
         # A count Σe becomes Σe/e. torch adds 1 and takes (β^e)^(Σe/e + 1) = β^(Σe + e). After the step the count becomes Σe + e,
         # or Σe again for a parameter that was not stepped.
         counted = exponents if isinstance(optimizer, _COUNTING) else {}
-        step_counts.multiply({number: 1 / e for number, e in counted.items()})
         try:
             for group, new in zip(groups, changes, strict=True):
                 group.update(new)
-            yield
+            with step_counts.divided(counted):
+                yield
             if not known:
                 _refuse_counter(optimizer, groups, before)
         finally:
             for group, old in zip(groups, kept, strict=True):
                 group.update(old)
-            step_counts.multiply(counted)
 
 
 def _changed(

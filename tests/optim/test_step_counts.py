@@ -81,17 +81,16 @@ def test_counts_are_those_of_a_loop_bit_for_bit(options: dict[str, Any], change:
     # A parameter's first gradient comes late, and it pauses; later a whole group does.
     missing = [(1,), (1, 4), (), (2,), (), (3, 4), (0,), ()]
     for step, absent in enumerate(missing):
-        factors = {0: 1 + 0.37 * step, 1: 1.9}
+        exponents = {0: 1 + 0.37 * step, 1: 1.9}
         for optimizer in (ours, theirs):
             if step == 5:
                 CHANGES[change](optimizer)
             give(optimizer, step, absent)
-        counts.multiply({i: 1 / e for i, e in factors.items()})
-        ours.step()
-        counts.multiply(factors)
-        one_by_one(theirs, {i: 1 / e for i, e in factors.items()})
+        with counts.divided(exponents):
+            ours.step()
+        one_by_one(theirs, {i: 1 / e for i, e in exponents.items()})
         theirs.step()
-        one_by_one(theirs, factors)
+        one_by_one(theirs, exponents)
     params = [[p for group in o.param_groups for p in group["params"]] for o in (ours, theirs)]
     for p, q in zip(*params, strict=True):
         assert torch.equal(p, q)
@@ -107,41 +106,42 @@ def test_a_count_keeps_its_dtype() -> None:
     give(optimizer, 0)
     optimizer.step()
     other_dtype(optimizer)
-    counts = StepCounts(optimizer)
-    counts.multiply({0: 1 / 3})
-    steps = [state["step"] for state in optimizer.state.values()]
+    with StepCounts(optimizer).divided({0: 3.0}):
+        steps = [state["step"].clone() for state in optimizer.state.values()]
     assert [step.dtype for step in steps] == [torch.float32, torch.float64, torch.float32]
     assert [float(step) for step in steps] == pytest.approx([1 / 3] * 3, rel=1e-6)
     assert float(steps[1]) == 1 / 3
 
 
-def test_a_factor_of_one_touches_nothing() -> None:
+def test_an_exponent_of_one_touches_nothing() -> None:
     optimizer = make([[2], [2]])
     give(optimizer, 0)
     optimizer.step()
     first, second = (state["step"] for state in optimizer.state.values())
-    StepCounts(optimizer).multiply({0: 1.0, 1: 2.0})
+    with StepCounts(optimizer).divided({0: 1.0, 1: 2.0}):
+        pass
     states = list(optimizer.state.values())
     assert states[0]["step"] is first
     assert states[1]["step"] is not second
 
 
 @pytest.mark.parametrize("parameters", [2, 40])
-def test_one_call_multiplies_the_counts_of_a_group(parameters: int) -> None:
+def test_two_calls_a_step_change_the_counts_of_a_group(parameters: int) -> None:
     optimizer = make([[2] * parameters])
     give(optimizer, 0)
     optimizer.step()
     counts = StepCounts(optimizer)
-    counts.multiply({0: 0.5})
-    with profile(activities=[ProfilerActivity.CPU]) as found:
-        counts.multiply({0: 3.0})
+    with counts.divided({0: 0.5}):
+        pass
+    with profile(activities=[ProfilerActivity.CPU]) as found, counts.divided({0: 3.0}):
+        pass
     assert {event.key: event.count for event in found.key_averages() if event.key.startswith("aten::")} == {
-        "aten::mul_": 1,
-        # the factor becomes a tensor
-        "aten::to": 1,
-        "aten::_to_copy": 1,
-        "aten::empty_strided": 1,
-        "aten::copy_": 1,
+        "aten::mul_": 2,
+        # a factor becomes a tensor
+        "aten::to": 2,
+        "aten::_to_copy": 2,
+        "aten::empty_strided": 2,
+        "aten::copy_": 2,
     }
 
 
