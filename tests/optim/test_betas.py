@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, SparseAdam
 
-from ray_adascale import OSS, AdaScale, AdaScaleBetasRule, AdaScaleRule, BetaRule
+from ray_adascale import OSS, AdaScale, AdaScaleBetasRule, AdaScaleRule, BetaRule, ShardedGradScaler
 from ray_adascale.optim.rules import betas_of
 from ray_adascale.optim.step_counts import StepCounts
 
@@ -380,6 +380,79 @@ def test_sharded_groups_are_changed_and_put_back() -> None:
         assert [group["betas"] for group in adascale.param_groups] == [(0.9, 0.999)] * 2
         ends.append(weights(model))
     assert torch.equal(ends[0], ends[1])
+
+
+# ---- with loss scaling and torch.compile ------------------------------------------------------------------------------
+
+OVERFLOWS = (2, 3, 6)
+
+
+def steps_with_loss_scaling(scaler: Any, fused: bool | None) -> tuple[Tensor, list[Any], float]:
+    """Steps of which some overflow, and are skipped. Without a scaler the overflowing batches are left out."""
+    model = make_model()
+    optimizer = AdamW(model.parameters(), lr=0.02, fused=fused)
+    adascale = AdaScale(
+        optimizer, scale=4.0, num_gradients_to_accumulate=2, rule=AdaScaleBetasRule(), grad_scaler=scaler
+    )
+    data = batches(20, 4)
+    for step in range(10):
+        adascale.zero_grad()
+        overflows = step in OVERFLOWS
+        if scaler is None:
+            if not overflows:
+                backward(model, data[2 * step : 2 * step + 2])
+                adascale.step()
+            continue
+        before, betas = [v.clone() for v in state_of(adascale)], adascale.param_groups[0]["betas"]
+        for x, y in data[2 * step : 2 * step + 2]:
+            scaler.scale(F.cross_entropy(model(x), y) / 2 * (math.inf if overflows else 1)).backward()
+        scaler.step(adascale)
+        scaler.update()
+        assert adascale.param_groups[0]["betas"] is betas
+        assert equal(state_of(adascale), before) == overflows
+    return weights(model), state_of(adascale), adascale.effective_steps
+
+
+@pytest.mark.parametrize("fused", [None, True])
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, ShardedGradScaler])
+def test_an_overflow_of_the_scaled_loss_leaves_betas_and_counts(kind: Any, fused: bool | None) -> None:
+    # Powers of two, which round nothing: the scale halves at an overflow and doubles after three steps without.
+    scaler = kind(device="cpu", init_scale=1024.0, growth_interval=3)
+    (ours, state, clock), (expected, others, other_clock) = (
+        steps_with_loss_scaling(which, fused) for which in (scaler, None)
+    )
+    assert torch.equal(ours, expected)
+    assert equal(state, others)
+    assert clock == other_clock > 8
+    assert scaler.get_scale() == 1024 / 2**3 * 2
+
+
+def compiled_steps(compiled: str | None) -> tuple[Tensor, Tensor, float]:
+    """Weights, step counts and clock after steps in which a part is compiled; graphs alone, without a C++ compiler's minute."""
+    torch._dynamo.reset()
+    model, adascale = scaled()
+    forward: Any = torch.compile(model, backend="aot_eager") if compiled == "model" else model
+    if compiled == "optimizer":
+        adascale.wrapped.step = torch.compile(adascale.wrapped.step, backend="eager")
+
+    def train(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> None:
+        adascale.zero_grad()
+        backward(forward, [first, second])
+        adascale.step()
+
+    step = torch.compile(train, backend="eager") if compiled == "training step" else train
+    for pair in zip(*[iter(batches(8, 4))] * 2, strict=True):
+        step(*pair)
+    return weights(model), torch.tensor(counts_of(adascale)), adascale.effective_steps
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # torch's own, where it compiles Adam
+@pytest.mark.parametrize("compiled", ["model", "optimizer", pytest.param("training step", marks=pytest.mark.slow)])
+def test_compiled_code_takes_the_same_steps(compiled: str) -> None:
+    for found, expected in zip(compiled_steps(compiled), compiled_steps(None), strict=True):
+        # In a compiled Adam 1 − β2^count is float32, as its count is: about 1e-5 of the first steps' 0.004.
+        tolerance = 1e-4 if compiled == "optimizer" else 1e-12
+        np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
 
 
 # ---- what can't be ---------------------------------------------------------------------------------------------------
