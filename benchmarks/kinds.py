@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
-from ray_adascale import OSS, AdaScale, ShardedDataParallel, measure_buckets
+from ray_adascale import OSS, AdaScale, AdaScaleBetasRule, ShardedDataParallel, measure_buckets
+from ray_adascale.optim.rules import ScalingRule
 
 Batch = tuple[Tensor, Tensor]
 
@@ -26,6 +27,13 @@ Batch = tuple[Tensor, Tensor]
 # denormals change the speed of a CPU, and losses near zero hide differences between two kinds.
 LR = 1e-5
 MOMENTUM = 0.9
+
+# Class and settings by the name of the option; None: those of Place.
+OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any] | None]] = {
+    "sgd": (SGD, None),
+    "adamw": (AdamW, {"lr": LR}),  # torch's default: a loop over parameters on the CPU
+    "adamw-fused": (AdamW, {"lr": LR, "fused": True}),
+}
 
 
 # ---- models -------------------------------------------------------------------------------------------------------
@@ -57,6 +65,17 @@ class Spec:
 def mlp(depth: int, width: int) -> nn.Module:
     """Return ``depth`` × (Linear + LayerNorm), with 4 · depth parameter tensors."""
     return nn.Sequential(*(layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.LayerNorm(width))))
+
+
+class Branches(nn.Module):
+    """The mean of ``count`` × (Linear + LayerNorm) of the same input. In a chain of as many, gradients would be denormal."""
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(mlp(1, width) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([branch(x) for branch in self.branches]).mean(0)
 
 
 class ResidualBlock(nn.Module):
@@ -166,6 +185,8 @@ def specs(*, smoke: bool) -> dict[str, Spec]:
         "narrow": Spec(build=lambda: mlp(deep, narrow), input_shape=(narrow,), classes=narrow, batch=small),
         # Few large tensors show the cost per element and per byte sent.
         "wide": Spec(build=lambda: mlp(shallow, wide), input_shape=(wide,), classes=wide, batch=large),
+        # The same with next to no arithmetic.
+        "small": Spec(build=lambda: Branches(deep if smoke else 250, 8), input_shape=(8,), classes=8, batch=small),
         # Much arithmetic per parameter, as in real training. With a quarter of the original's width a step takes about 0.1 s.
         "resnet": Spec(build=lambda: resnet18(channels, stages), input_shape=(3, side, side), classes=10, batch=small),
         "resnet50": Spec(
@@ -279,8 +300,8 @@ class Kind(ABC):
     name: ClassVar[str]
     trajectory: ClassVar[str | None] = "plain"
 
-    def unavailable(self, device: str) -> str | None:
-        """Return why this kind can't run here, or None."""
+    def unavailable(self, device: str, optimizer: type[Optimizer] = SGD) -> str | None:
+        """Return why this kind can't run on this device or with this class of optimizer, or None."""
         return None
 
     @abstractmethod
@@ -294,9 +315,11 @@ def ddp(model: nn.Module, place: Place) -> DistributedDataParallel:
     return DistributedDataParallel(model, device_ids=device_ids)
 
 
-def adascale(inner: Optimizer, place: Place, model: nn.Module | None = None) -> AdaScale:
+def adascale(
+    inner: Optimizer, place: Place, model: nn.Module | None = None, rule: ScalingRule | None = None
+) -> AdaScale:
     """Return AdaScale over an optimizer."""
-    return AdaScale(inner, num_gradients_to_accumulate=place.passes, model=model)
+    return AdaScale(inner, num_gradients_to_accumulate=place.passes, model=model, rule=rule)
 
 
 class DDP(Kind):
@@ -317,6 +340,20 @@ class AdaScaleKind(Kind):
     def build(self, model: nn.Module, place: Place) -> Stepper:
         inner = place.plain(model.parameters())
         return Stepper(ddp(model, place), adascale(inner, place))
+
+
+class AdaScaleBetas(Kind):
+    """AdaScale with betas to the power of the gain. Its trajectory is its own."""
+
+    name = "adascale_betas"
+    trajectory = None
+
+    def unavailable(self, device: str, optimizer: type[Optimizer] = SGD) -> str | None:
+        return None if issubclass(optimizer, AdamW) else f"{optimizer.__name__} has no betas"
+
+    def build(self, model: nn.Module, place: Place) -> Stepper:
+        inner = place.plain(model.parameters())
+        return Stepper(ddp(model, place), adascale(inner, place, rule=AdaScaleBetasRule()))
 
 
 class AdaScaleBuckets(Kind):
@@ -390,7 +427,7 @@ class FairScaleKind(Kind):
 
     trajectory = None
 
-    def unavailable(self, device: str) -> str | None:
+    def unavailable(self, device: str, optimizer: type[Optimizer] = SGD) -> str | None:
         return None if importlib.util.find_spec("fairscale") else "fairscale is not installed"
 
     def oss(self, model: nn.Module, place: Place) -> Optimizer:
@@ -442,6 +479,7 @@ KINDS: dict[str, Kind] = {
     for kind in (
         DDP(),
         AdaScaleKind(),
+        AdaScaleBetas(),
         AdaScaleBuckets(),
         AdaScaleSharded(),
         Sharded(),

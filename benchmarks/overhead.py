@@ -1,7 +1,8 @@
-"""Time that AdaScale and sharded optimizer state add to a step, relative to DDP + SGD(momentum).
+"""Time that AdaScale and sharded optimizer state add to a step, relative to DDP + SGD(momentum) or another kind.
 
     python benchmarks/overhead.py                                   # three models, 1 and 4 accumulation passes
     python benchmarks/overhead.py --models narrow --kinds adascale --rounds 40 --json overhead.json
+    python benchmarks/overhead.py --optimizer adamw --baseline adascale --kinds adascale_betas --models narrow small
     python benchmarks/overhead.py --device cuda                     # ResNet-50 and GPT-2 in bf16, one process, two passes (n = 2)
 
 All kinds run *interleaved*, in the same two processes. A round is one block of steps of each kind in shuffled order. Reported is
@@ -28,7 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from bench import in_words, join_group, leave, leave_group, machine, run_workers, write_json
-from kinds import BASELINE, KINDS, ON_CPU, ON_GPU, Batch, Place, Spec, Stepper, specs
+from kinds import BASELINE, KINDS, ON_CPU, ON_GPU, OPTIMIZERS, Batch, Place, Spec, Stepper, specs
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
 Also = Callable[[str, Stepper, Sequence[Batch], Place], object]
@@ -59,6 +60,7 @@ class Settings:
         world_size: Number of workers.
         smoke: Whether the models are tiny.
         shrink: Number that each micro-batch is divided by.
+        optimizer: Name of the optimizer.
     """
 
     models: list[str]
@@ -70,6 +72,12 @@ class Settings:
     world_size: int
     smoke: bool
     shrink: int = 1
+    optimizer: str = "sgd"
+
+    @property
+    def baseline(self) -> str:
+        """The kind that the others are compared with."""
+        return self.kinds[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,9 +210,9 @@ def measure(name: str, spec: Spec, place: Place, settings: Settings, also: Also 
         run_block(stepper, batches, place.passes, _WARMUP_STEPS)
     steps = settings.steps_per_round
     if steps is None:
-        steps = choose_steps(steppers[BASELINE], batches, place)
+        steps = choose_steps(steppers[settings.baseline], batches, place)
         for kind in settings.kinds:
-            if kind != BASELINE:
+            if kind != settings.baseline:
                 run_block(steppers[kind], batches, place.passes, 1)  # the others catch up
 
     seconds = torch.zeros(2, settings.rounds, len(settings.kinds), dtype=torch.float64)
@@ -225,9 +233,8 @@ def measure(name: str, spec: Spec, place: Place, settings: Settings, also: Also 
         with torch.no_grad():
             loss = F.cross_entropy(models[kind](batches[0][0]), batches[0][1])
         dist.all_reduce(loss)
-        baseline = settings.kinds.index(BASELINE)
-        ratios = (wall[:, index] / wall[:, baseline]).tolist()
-        cpu_ratios = (cpu[:, index] / cpu[:, baseline]).tolist()
+        ratios = (wall[:, index] / wall[:, 0]).tolist()
+        cpu_ratios = (cpu[:, index] / cpu[:, 0]).tolist()
         q1, _, q3 = quartiles(ratios)
         cpu_q1, _, cpu_q3 = quartiles(cpu_ratios)
         results.append(
@@ -271,7 +278,15 @@ def worker(rank: int, workers: int, scratch: str, settings: Settings) -> None:
     for name in settings.models:
         for passes in settings.accumulation:
             start = time.perf_counter()
-            place = Place(rank=rank, world_size=workers, device=device, passes=passes)
+            kind, hyperparameters = OPTIMIZERS[settings.optimizer]
+            place = Place(
+                rank=rank,
+                world_size=workers,
+                device=device,
+                passes=passes,
+                optimizer=kind,
+                settings=hyperparameters,
+            )
             spec = specs(smoke=settings.smoke)[name]
             spec = replace(spec, batch=max(spec.batch // settings.shrink, 1))
             results += measure(name, spec, place, settings)
@@ -308,9 +323,10 @@ def disagreements(results: Sequence[Result]) -> list[str]:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Return a padded Markdown table, for README.md."""
+    """Return a padded Markdown table, for README.md. The first kind is the baseline."""
     on_gpu = any(result.kernel_launches is not None for result in results)
-    header = ["model", "passes", "kind", "ms a step", "× ddp", "quartiles", "× ddp, CPU time", "aten calls", "loss"]
+    ratio = f"× {results[0].kind}"
+    header = ["model", "passes", "kind", "ms a step", ratio, "quartiles", f"{ratio}, CPU time", "aten calls", "loss"]
     rows = [header + (["launches", "stream synchronizations", "event waits"] if on_gpu else [])]
     for r in results:
         ratio, quartiles = f"{r.ratio:.3f}", f"{r.ratio_q1:.3f}–{r.ratio_q3:.3f}"
@@ -331,20 +347,25 @@ def parse(argv: Sequence[str] | None) -> tuple[Settings, Path | None, dict[str, 
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     help_models = f"default: {' '.join(ON_CPU)} (cuda: {' '.join(ON_GPU)})"
     parser.add_argument("--models", nargs="+", choices=list(specs(smoke=False)), help=help_models)
-    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), help=f"default: all; {BASELINE} always runs")
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), help="default: all; the baseline always runs")
+    help_baseline = "the kind that the others are compared with; default: %(default)s"
+    parser.add_argument("--baseline", choices=list(KINDS), default=BASELINE, help=help_baseline)
+    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="sgd", help="default: %(default)s")
     parser.add_argument("--accumulation", nargs="+", type=int, help="passes a step; default: 1 4 (cuda: 2)")
     parser.add_argument("--rounds", type=int, help="default: 20 (--smoke: 2)")
     help_steps = f"optimizer steps in a block; default: about {_BLOCK_S:g} s of them (--smoke: 2)"
     parser.add_argument("--steps-per-round", type=int, help=help_steps)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cpu: 2 processes; cuda: 1")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default: %(default)s")
+    parser.add_argument("--workers", type=int, help="processes; default: 2 (cuda: 1)")
     parser.add_argument("--shrink", type=int, default=1, help="divide each micro-batch by this, where memory is short")
     parser.add_argument("--json", type=Path, help="also write everything to this file")
     parser.add_argument("--smoke", action="store_true", help="tiny models, a few steps: only check that it runs")
     args = parser.parse_args(argv)
 
-    reasons = {name: reason for name, kind in KINDS.items() if (reason := kind.unavailable(args.device)) is not None}
-    asked = list(KINDS) if args.kinds is None else [BASELINE, *args.kinds]
-    if args.kinds is not None and (missing := [name for name in args.kinds if name in reasons]):
+    cls, _ = OPTIMIZERS[args.optimizer]
+    reasons = {name: why for name, kind in KINDS.items() if (why := kind.unavailable(args.device, cls)) is not None}
+    asked = [args.baseline, *(KINDS if args.kinds is None else args.kinds)]
+    if missing := [name for name in [args.baseline, *(args.kinds or [])] if name in reasons]:
         parser.error("; ".join(f"{name}: {reasons[name]}" for name in missing))
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no CUDA device")
@@ -352,8 +373,9 @@ def parse(argv: Sequence[str] | None) -> tuple[Settings, Path | None, dict[str, 
     accumulation = args.accumulation or ([2] if args.device == "cuda" else [1, 4])
     rounds = (2 if args.smoke else 20) if args.rounds is None else args.rounds
     steps = 2 if args.smoke and args.steps_per_round is None else args.steps_per_round
-    if min(rounds, args.shrink, *accumulation) < 1 or (steps is not None and steps < 1):
-        parser.error("--rounds, --steps-per-round, --accumulation and --shrink must be at least 1")
+    workers = (1 if args.device == "cuda" else 2) if args.workers is None else args.workers
+    if min(rounds, args.shrink, workers, *accumulation) < 1 or (steps is not None and steps < 1):
+        parser.error("--rounds, --steps-per-round, --accumulation, --shrink and --workers must be at least 1")
     settings = Settings(
         models=list(dict.fromkeys(args.models or (ON_GPU if args.device == "cuda" else ON_CPU))),
         kinds=[name for name in dict.fromkeys(asked) if name not in reasons],
@@ -361,9 +383,10 @@ def parse(argv: Sequence[str] | None) -> tuple[Settings, Path | None, dict[str, 
         rounds=rounds,
         steps_per_round=steps,
         device=args.device,
-        world_size=1 if args.device == "cuda" else 2,
+        world_size=workers,
         smoke=args.smoke,
         shrink=args.shrink,
+        optimizer=args.optimizer,
     )
     return settings, args.json, reasons
 
@@ -383,7 +406,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         write_json(path, document)
     print(in_words(about))
-    print(f"{settings.world_size} process(es) with one thread each, {settings.rounds} rounds, SGD with momentum\n")
+    print(f"{settings.world_size} process(es) with one thread each, {settings.rounds} rounds, {settings.optimizer}\n")
     print(table(results))
     for kind, reason in skipped.items():
         print(f"\nleft out: {kind} ({reason})")

@@ -101,8 +101,8 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "optim",
             "how weights move",
-            "adascale algorithm step_shape gradient_statistics previous_gradient observing workers averages rules betas deferred "
-            "wrapper grad_scaler adam_metric example_noise numbers sample device_step",
+            "adascale algorithm step_shape gradient_statistics previous_gradient observing workers averages rules betas "
+            "step_counts deferred wrapper grad_scaler adam_metric example_noise numbers sample device_step",
         )
     ],
     [

@@ -19,6 +19,7 @@ from .device_step import DeviceArithmetic, DeviceStep
 from .gradient_statistics import GradientStatistics
 from .rules import AdaScaleRule, RuleInput, ScalingRule, betas_of
 from .sample import Outcome, Sample, unpack_outcome
+from .step_counts import StepCounts
 from .step_shape import StepResult
 
 __all__ = ["AdaScaleAlgorithm"]
@@ -76,6 +77,7 @@ class AdaScaleAlgorithm:
         self._statistics = statistics
         self._averages = averages
         self._arithmetic = DeviceArithmetic(averages)
+        self._step_counts = StepCounts(self._inner)
         self.rule = rule
         self._total_steps = total_steps
         self._base_batch_size = base_batch_size
@@ -156,7 +158,8 @@ class AdaScaleAlgorithm:
         answers = [self._apply_rule(r, scale, group) for group, r in enumerate(readout.gains)]
         factor, increment = self._apply_rule(readout.gain, scale, None)
         betas, groups = betas_of(self.rule), self._optimizer.param_groups
-        with nullcontext() if betas is None else betas.applied(groups, self._inner, [c for _, c in answers]):
+        increments = [c for _, c in answers]
+        with nullcontext() if betas is None else betas.applied(groups, self._inner, increments, self._step_counts):
             self._step_inner([f for f, _ in answers], scale)
         self._averages.keep(averages, sample.usual_samples)
         self._advance(outcome, readout.gain, factor, clock + increment)

@@ -13,6 +13,7 @@ from torch.optim import SGD, Adam, Adamax, Muon, NAdam, Optimizer, RAdam, Sparse
 
 from ..chain import OptimizerChain, parts_of
 from .deferred import fill_momentum
+from .step_counts import StepCounts
 
 __all__ = ["BetaRule"]
 
@@ -163,7 +164,11 @@ class BetaRule:
 
     @contextmanager
     def applied(
-        self, groups: Sequence[dict[str, Any]], optimizer: Optimizer, increments: Sequence[float]
+        self,
+        groups: Sequence[dict[str, Any]],
+        optimizer: Optimizer,
+        increments: Sequence[float],
+        step_counts: StepCounts,
     ) -> Iterator[None]:
         """Change the betas for the optimizer step in the context; restore them afterwards, also if the step raises.
 
@@ -171,6 +176,7 @@ class BetaRule:
             groups: The parameter groups whose entries the step reads; the full ones if the optimizer is sharded.
             optimizer: The optimizer whose state counts the steps: the user's own, or the part that a sharded one steps.
             increments: c of each group, or one for all.
+            step_counts: The step counts of ``optimizer``. The same object in every step.
 
         Raises:
             ValueError: The betas can't be changed; or an optimizer of an unknown class counts its steps, which its first step
@@ -180,39 +186,44 @@ class BetaRule:
             for part, numbers in parts_of(optimizer):
                 if not isinstance(optimizer, OptimizerChain) or self._changes(part):
                     own = [increments[i % len(increments)] for i in numbers]
-                    stack.enter_context(self._applied_to(part, [groups[i] for i in numbers], own))
+                    stack.enter_context(self._applied_to(part, numbers, [groups[i] for i in numbers], own, step_counts))
             yield
 
     @contextmanager
     def _applied_to(
-        self, optimizer: Optimizer, groups: Sequence[dict[str, Any]], increments: Sequence[float]
+        self,
+        optimizer: Optimizer,
+        numbers: Sequence[int],
+        groups: Sequence[dict[str, Any]],
+        increments: Sequence[float],
+        step_counts: StepCounts,
     ) -> Iterator[None]:
         """Change the betas of a plain optimizer, see :meth:`applied`."""
-        exponents, changes = [], []
-        for group, increment in zip(groups, increments, strict=True):
+        exponents: dict[int, float] = {}
+        changes = []
+        for number, group, increment in zip(numbers, groups, increments, strict=True):
             factors = self._decay_factors(optimizer, group)
             e = 1.0 if factors is None else self.exponent(factors, increment)
-            exponents.append(e)
+            exponents[number] = e
             changes.append({} if factors is None or e == 1 else _changed(optimizer, group, factors, e))
         kept = [{key: group[key] for key in new} for group, new in zip(groups, changes, strict=True)]
         known = isinstance(optimizer, (*_COUNTING, SGD, Muon))
-        numbers = [] if known else [_numbers(group) for group in groups]
+        before = [] if known else [_numbers(group) for group in groups]
         if isinstance(optimizer, SGD) and any(changes):
             fill_momentum(optimizer)  # torch's first step would add the gradient without the dampening
-        counts = isinstance(optimizer, _COUNTING)
-        if counts:
-            _multiply_steps(optimizer, [1 / e for e in exponents])
+        # A count Σe becomes Σe/e. torch adds 1 and takes (β^e)^(Σe/e + 1) = β^(Σe + e). After the step the count becomes Σe + e,
+        # or Σe again for a parameter that was not stepped.
+        counted = exponents if isinstance(optimizer, _COUNTING) else {}
         try:
             for group, new in zip(groups, changes, strict=True):
                 group.update(new)
-            yield
+            with step_counts.divided(counted):
+                yield
             if not known:
-                _refuse_counter(optimizer, groups, numbers)
+                _refuse_counter(optimizer, groups, before)
         finally:
             for group, old in zip(groups, kept, strict=True):
                 group.update(old)
-            if counts:
-                _multiply_steps(optimizer, exponents)
 
 
 def _changed(
@@ -226,21 +237,6 @@ def _changed(
         return {"momentum": new[0]}
     # torch: buffer ← m·buffer + (1 − dampening)·g. A gradient's weights add up to 1/(1 − m) if 1 − dampening is this ratio.
     return {"momentum": new[0], "dampening": 1 - (1 - new[0]) / (1 - factors[0])}
-
-
-def _multiply_steps(optimizer: Optimizer, factors: Sequence[float]) -> None:
-    """Multiply the step count of each parameter by its group's factor.
-
-    Before a step the count Σe becomes Σe/e. torch adds 1 and takes (β^e)^(Σe/e + 1) = β^(Σe + e). After the step the count
-    becomes Σe + e, or Σe again for a parameter that was not stepped.
-    """
-    for group, factor in zip(optimizer.param_groups, factors, strict=True):
-        if factor == 1:
-            continue  # bit-identical
-        for p in group["params"]:
-            step = optimizer.state.get(p, {}).get("step")
-            if step is not None:
-                step.mul_(factor)
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, float]:

@@ -136,7 +136,17 @@ def test_the_gpt2_has_the_tensors_of_gpt2_small() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [["--kinds", "nothing"], ["--rounds", "0"], ["--accumulation", "0"], ["--models", "x"], ["--shrink", "0"]]
+    "wrong",
+    [
+        ["--kinds", "nothing"],
+        ["--rounds", "0"],
+        ["--accumulation", "0"],
+        ["--models", "x"],
+        ["--shrink", "0"],
+        ["--workers", "0"],
+        ["--kinds", "adascale_betas"],  # SGD has no betas
+        ["--baseline", "adascale_betas"],
+    ],
 )
 def test_wrong_arguments_are_refused_before_anything_starts(
     wrong: list[str], capsys: pytest.CaptureFixture[str]
@@ -147,8 +157,16 @@ def test_wrong_arguments_are_refused_before_anything_starts(
 
 
 def test_the_baseline_always_runs() -> None:
-    settings, _, _ = load_overhead().parse(["--kinds", "zero"])
+    overhead = load_overhead()
+    settings, _, left_out = overhead.parse(["--kinds", "zero"])
     assert settings.kinds == ["ddp", "zero"]
+    assert left_out["adascale_betas"] == "SGD has no betas"
+    settings, _, left_out = overhead.parse(
+        ["--kinds", "adascale_betas", "--baseline", "adascale", "--optimizer", "adamw"]
+    )
+    assert settings.kinds == ["adascale", "adascale_betas"]
+    assert settings.baseline == "adascale"
+    assert "adascale_betas" not in left_out
 
 
 def test_the_checkpoint_benchmark_measures_every_kind_at_every_size(tmp_path: Path) -> None:

@@ -123,20 +123,26 @@ def test_a_run_is_the_same_under_every_sharding(pool: Any, rule: str) -> None:
             torch.testing.assert_close(found, plain, rtol=0, atol=1e-9, msg=sharding)
 
 
-def _leg(folder: str, sharding: str, stop: int | None) -> Tensor:
+def _leg(folder: str, sharding: str, stop: int | None, rule: str) -> Tensor:
     backend = LocalBackend(folder, device="cpu")
-    kwargs: dict[str, Any] = {"global_batch_size": 6 * B0, "accumulation": 2, "checkpoint_every_s": 1e-6}
+    kwargs: dict[str, Any] = {
+        "global_batch_size": 6 * B0,
+        "accumulation": 2,
+        "checkpoint_every_s": 1e-6,
+        "rule": rule,
+    }
     with mock.patch.object(Tensor, "bfloat16", lambda t: t.clone()):
         run = drive(backend, stop, {"dtype": torch.float64}, sharding=sharding, **kwargs)
     whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in run.module.parameters()]
     return torch.cat([p.detach().reshape(-1) for p in whole])
 
 
-def test_a_resume_on_other_workers_with_another_sharding_goes_on(pool: Any, tmp_path: Path) -> None:
-    (expected, *_) = pool(2).run(_leg, str(tmp_path / "whole"), "none", None)
+@pytest.mark.parametrize("rule", ["adascale", "adascale_betas"])
+def test_a_resume_on_other_workers_with_another_sharding_goes_on(pool: Any, tmp_path: Path, rule: str) -> None:
+    (expected, *_) = pool(2).run(_leg, str(tmp_path / "whole"), "none", None, rule)
     legs: list[tuple[int, str, int | None]] = [(2, "oss", 4), (3, "zero2", 8), (2, "fsdp2", 11), (3, "oss", None)]
     for workers, sharding, stop in legs:
-        results = pool(workers).run(_leg, str(tmp_path / "run"), sharding, stop)
+        results = pool(workers).run(_leg, str(tmp_path / "run"), sharding, stop, rule)
     for found in results:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
 

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import ray_adascale
 from ray_adascale import (
+    OSS,
     AdaScale,
     AdaScaleConfig,
     LEGWRule,
@@ -913,6 +914,28 @@ def test_fewer_workers_continue_the_clock_and_the_data(pool: Any, tmp_path: Path
     assert start == tau
     assert position == 6 * 16
     assert end >= 60
+
+
+def _counts(folder: str, sharding: str, stop: int | None) -> tuple[list[float], float, float]:
+    """Step counts of this worker's share of the state after a leg of a run, the clock, and S."""
+    backend = LocalBackend(folder, device="cpu")
+    settings: dict[str, Any] = {"per_worker_batch_size": 8, "accumulation": 2, "sharding": sharding}
+    settings |= {"total_steps": 20, "checkpoint_every_s": 1e-9, "async_checkpoint": False}
+    run = make_run(model(), kind="adamw", rule="adascale_betas", backend=backend, **settings)
+    drive(run, stop_after=stop)
+    holder = run.optimizer.wrapped
+    state = (holder.optim if isinstance(holder, OSS) else holder).state
+    return [float(entry["step"]) for entry in state.values()], run.effective_steps, run.plan.scale
+
+
+def test_betas_on_other_workers_go_on_with_the_effective_steps(pool: Any, tmp_path: Path) -> None:
+    legs = [(2, "zero2", 2), (3, "oss", 2), (2, "fsdp2", None)]
+    for (workers, sharding, stop), scale in zip(legs, (8, 12, 8), strict=True):
+        for counts, clock, own_scale in pool(workers).run(_counts, str(tmp_path), sharding, stop):
+            assert own_scale == scale
+            # The count is the sum of all gains so far, in float32.
+            assert counts == pytest.approx([clock] * len(counts), rel=1e-6)
+    assert clock >= 20
 
 
 def test_checkpoints_are_refused_between_passes(tmp_path: Path) -> None:
