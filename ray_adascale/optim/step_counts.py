@@ -42,13 +42,20 @@ class StepCounts:
 
         Args:
             exponents: The exponents by the number of the group. The counts of these groups must be tensors.
+
+        Raises:
+            ValueError: The optimizer makes new counts in its step, which its first steps show.
         """
         changed: list[tuple[Tensor, float]] = []
         uncounted: list[tuple[Tensor, float]] = []
+        packed: list[tuple[int, list[dict[str, Any]]]] = []
         for number, e in exponents.items():
             if e != 1:  # bit-identical
                 states = self._states(number)
-                changed += [(tensor, e) for tensor in self._tensors(number, states)]
+                if not self._is_packed(number, states):
+                    self._pack(number, states)
+                    packed.append((number, states))
+                changed += [(tensor, e) for tensor in self._packed[number][1]]
                 params = self._optimizer.param_groups[number]["params"]
                 if len(states) < len(params):
                     uncounted += [(p, e) for p in params if "step" not in self._optimizer.state.get(p, {})]
@@ -57,26 +64,33 @@ class StepCounts:
         try:
             yield
         finally:
-            # Addresses are not compared again. After a step, with cold caches, that would take several times as long as before.
+            # After a step, with cold caches, to compare addresses takes several times as long as before. So it is done below, for
+            # new tensors only.
             first = ((self._optimizer.state.get(p, {}).get("step"), e) for p, e in uncounted)
             for count, e in [*changed, *first]:
                 if count is not None:
                     count.mul_(e)
+        if not all(self._is_packed(number, states) for number, states in packed):
+            raise ValueError(
+                f"{type(self._optimizer).__name__} makes new tensors for state['step'] in its step, and the bias correction of "
+                "betas that change with the gain needs those before it. Use Adam, AdamW or Adamax, or rule='adascale'."
+            )
 
     def _states(self, number: int) -> list[dict[str, Any]]:
         """Return the state of each parameter of a group that has a count."""
         params, states = self._optimizer.param_groups[number]["params"], self._optimizer.state
         return [state for p in params if "step" in (state := states.get(p, {}))]
 
-    def _tensors(self, number: int, states: Sequence[dict[str, Any]]) -> list[Tensor]:
-        """Return the tensors that hold the counts of a group."""
-        known, tensors = self._packed.get(number, (None, []))
-        if known != _addresses(states):
-            if not self._packed:
-                self._optimizer.register_state_dict_pre_hook(lambda _: self._unpack())
-            tensors = _pack(states)
-            self._packed[number] = _addresses(states), tensors
-        return tensors
+    def _is_packed(self, number: int, states: Sequence[dict[str, Any]]) -> bool:
+        """Return whether the counts of a group are the views that were made last."""
+        return number in self._packed and self._packed[number][0] == _addresses(states)
+
+    def _pack(self, number: int, states: Sequence[dict[str, Any]]) -> None:
+        """Make the counts of a group views of new tensors."""
+        if not self._packed:
+            self._optimizer.register_state_dict_pre_hook(lambda _: self._unpack())
+        tensors = _pack(states)
+        self._packed[number] = _addresses(states), tensors
 
     def _unpack(self) -> None:
         """Make each count a tensor of its own."""

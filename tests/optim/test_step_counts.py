@@ -245,3 +245,26 @@ def test_a_copy_counts_apart(copied: Any) -> None:
     assert torch.equal(weights(twin), weights(model))
     assert [float(c) for c in counts_of(other.state)] == [float(c) for c in counts_of(adascale.state)]
     assert all(count.untyped_storage().nbytes() == 4 for count in counts_of(other.state_dict()["state"]))
+
+
+class Replacing(AdamW):
+    """An optimizer that makes new counts in each step."""
+
+    def step(self, closure: Any = None) -> Any:
+        found = super().step(closure)
+        for state in self.state.values():
+            state["step"] = state["step"].clone()
+        return found
+
+
+def test_an_optimizer_that_makes_new_counts_is_refused() -> None:
+    optimizer = Replacing([nn.Parameter(torch.ones(3))])
+    counts = StepCounts(optimizer)
+    give(optimizer, 0)
+    optimizer.step()
+    give(optimizer, 1)
+    with (
+        pytest.raises(ValueError, match=r"Replacing makes new tensors for state\['step'\] in its step"),
+        counts.divided({0: 2.0}),
+    ):
+        optimizer.step()
