@@ -416,7 +416,7 @@ def plot(results: dict[Job, Result], plan: dict[str, int], choices: Sequence[str
             panel.spines[["top", "right"]].set_visible(False)
             panel.tick_params(labelsize=7)
         row[0].legend(frameon=False, fontsize=8)
-        row[2].legend(frameon=False, fontsize=8)
+        row[2].legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(path, dpi=90)
     plt.close(figure)
 
@@ -449,17 +449,22 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    args = parse(argv)
-    prepare_process()
-    plan = {w: 60 if args.smoke else WORKLOADS[w].total_steps for w in args.workloads}
-    choices = [
+def choices_of(args: argparse.Namespace) -> list[str]:
+    """Return the choices that the arguments ask for."""
+    return [
         *(f"S={s}" for s in sorted(args.scales)),
         *(f"E={e:g}" for e in sorted(args.efficiencies, reverse=True)),
         *(f"P={p:g}" for p in sorted(args.prices)),
         *(f"G={given}" for given in args.schedules),
     ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    args = parse(argv)
+    prepare_process()
+    plan = {w: 60 if args.smoke else WORKLOADS[w].total_steps for w in args.workloads}
+    choices = choices_of(args)
     jobs = [
         Job(workload, choice, seed, total)
         for seed in range(1, args.seeds + 1)

@@ -375,6 +375,12 @@ def test_the_pages_have_the_tables_of_the_kept_results(at_size: Any, resizes: An
     results = load("comparison").read(transfer.ROOT / transfer.KEPT)
     for workload in plan.workloads:
         assert load("comparison_page").workload_table(plan, results, workload) in transfer.PAGE.read_text()
+    autobatch = load("autobatch")
+    page, every = (autobatch.ROOT / "docs/results/adaptive-batch.md").read_text(), autobatch.parse([])
+    kept = load("study").read_runs(autobatch.ROOT / autobatch.KEPT, autobatch.Job, autobatch.Result)
+    for workload in every.workloads:
+        steps = autobatch.WORKLOADS[workload].total_steps
+        assert autobatch.table(kept, workload, steps, autobatch.choices_of(every)) in page
     page = at_size.PAGE.read_text()
     plan = at_size.Plan(
         at_size.LONGER, ("smiles", "group norm", "batch norm", "flights"), (1, 4, 16), (1, 2, 3), 1, ("warmup",)
