@@ -176,7 +176,7 @@ class Situation:
         asked: Most workers that the run has asked for; more than ``workers`` where the cluster lacks room.
         effective_steps: τ.
         total_steps: T.
-        sigma2: Averaged gradient variance of one base batch; NaN where it is unknown.
+        sigma2: Averaged gradient variance of one base batch; NaN where it is unknown, as on one worker with one pass at S = 1.
         mu2: Averaged squared gradient norm; NaN where it is unknown.
         batch: Examples of the present step.
         steps: Optimizer steps of this start.
@@ -240,6 +240,7 @@ class WorkerController:
         self.least, self.most = least, most
         self.times = StepTimes() if times is None else times
         self._outlook = outlook
+        self._known: tuple[float, float] | None = None  # τ and ν of the last decision with a known noise
         cost = settings.cost_per_worker_hour
         self._cost = cost
         self.value_per_hour = most * cost if settings.value_per_hour is None else settings.value_per_hour
@@ -253,7 +254,7 @@ class WorkerController:
             restart_s: Seconds of a restart.
         """
         candidates = numbers_to_compare(self.least, self.most)
-        costs = self._costs(candidates, 0.0, total_steps, None, batch)
+        costs = self._costs(candidates, 0.0, total_steps, batch)
         restarts = self._restart_prices(candidates, restart_s)
         if self.settings.throughput is None and not self.times.seconds and len(candidates) > 1:
             # The seconds of a pass are not known, so a restart has the price of a share of the run.
@@ -272,8 +273,8 @@ class WorkerController:
         candidates = numbers_to_compare(self.least, self.most, now.workers)
         if now.asked > now.workers:  # the cluster has no room for more
             candidates = [k for k in candidates if k <= now.workers]
-        noise = min(max(now.sigma2 / max(now.mu2, 1e-300), 1 / _WIDEST), _WIDEST)
-        costs = self._costs(candidates, now.effective_steps, now.total_steps, noise, now.batch)
+        noise = self._present_noise(now)
+        costs = self._costs(candidates, now.effective_steps, now.total_steps, now.batch)
         here = candidates.index(now.workers)
         left = self._seconds_left(now, noise)
         if left <= FLOOR * now.restart_s:
@@ -284,9 +285,10 @@ class WorkerController:
         share = saved / float(costs[:, here].sum())
         if share < WORTH:
             return WorkerDecision(now.workers, f"{found} workers would save {share:.1%} of the rest, too little")
+        which = "expected noise" if math.isnan(now.sigma2) else "noise"
         return WorkerDecision(
             found,
-            f"noise {noise:.3g} times the signal: saves {share:.0%} of the price of the rest, "
+            f"{which} {noise:.3g} times the signal: saves {share:.0%} of the price of the rest, "
             f"with a restart of {now.restart_s:.0f} s paid for",
         )
 
@@ -297,9 +299,25 @@ class WorkerController:
         stay = STAY * now.restart_s if self.settings.shortest_stay_s is None else self.settings.shortest_stay_s
         if now.stay_s < stay:
             return f"the last change was {now.stay_s:.0f} s ago, less than {stay:.0f} s"
-        if now.steps < SETTLED or math.isnan(now.sigma2 + now.mu2):
+        if now.steps < SETTLED or (math.isnan(now.sigma2 + now.mu2) and not self._is_noise_hidden(now.workers)):
             return "the noise is not known yet"
         return None
+
+    def _is_noise_hidden(self, workers: int) -> bool:
+        """Return whether the noise stays unknown on this number of workers: one gradient sample of the base batch."""
+        try:
+            plan = self.policy.plan(workers)
+        except ValueError:
+            return False
+        return plan.num_samples == 1 and plan.scale == 1
+
+    def _present_noise(self, now: Situation) -> float:
+        """Return ν: the measured one, or the expected one where it is hidden."""
+        if math.isnan(now.sigma2 + now.mu2):
+            return self._noise_ahead(now.total_steps, np.array([now.effective_steps]))[0]
+        noise = min(max(now.sigma2 / max(now.mu2, 1e-300), 1 / _WIDEST), _WIDEST)
+        self._known = now.effective_steps, noise
+        return noise
 
     def _seconds_left(self, now: Situation, noise: float) -> float:
         passes = (now.total_steps - now.effective_steps) / max(
@@ -329,9 +347,7 @@ class WorkerController:
         np.fill_diagonal(prices, 0.0)
         return prices
 
-    def _costs(
-        self, candidates: Sequence[int], tau: float, total_steps: float, noise: float | None, batch: int
-    ) -> np.ndarray:
+    def _costs(self, candidates: Sequence[int], tau: float, total_steps: float, batch: int) -> np.ndarray:
         """Return the prices of the remaining parts of the run, shape (parts, candidates). The first parts are the shortest."""
         edges = tau + (total_steps - tau) * (np.arange(_CELLS + 1) / _CELLS) ** 2
         middles = (edges[:-1] + edges[1:]) / 2
@@ -339,15 +355,16 @@ class WorkerController:
         price = [(self.value_per_hour + self._cost * k) * self._pass_seconds(k) for k in candidates]
         speeds = [
             [max(self._steps_a_pass(k, ratio, batch), 1e-300) for k in candidates]
-            for ratio in self._noise_ahead(tau, total_steps, middles, noise)
+            for ratio in self._noise_ahead(total_steps, middles)
         ]
         costs: np.ndarray = np.diff(edges)[:, None] * np.array(price) / np.array(speeds)
         return costs
 
-    def _noise_ahead(self, tau: float, total_steps: float, at: np.ndarray, noise: float | None) -> list[float]:
-        """Return ν at these τ: the expected one, corrected by the present one."""
+    def _noise_ahead(self, total_steps: float, at: np.ndarray) -> list[float]:
+        """Return ν at these τ: the expected one, corrected by the one that was measured last."""
         ahead = self._expected(at, total_steps)
-        if noise is not None:
+        if self._known is not None:
+            tau, noise = self._known
             off = math.log(noise / float(self._expected(np.array([tau]), total_steps)[0]))
             ahead = ahead * np.exp(off * np.exp(-(at - tau) / (_FADE * total_steps)))
         return [float(value) for value in ahead]

@@ -115,6 +115,36 @@ def test_the_number_stays_with_a_reason(changes: dict[str, Any], why: str) -> No
     assert why in found.reason
 
 
+def test_one_worker_that_measures_no_noise_acts_on_the_expected_one() -> None:
+    # One pass of the base batch on one worker is a single gradient sample at S = 1, so the number would stay 1 for ever.
+    hidden = {"workers": 1, "asked": 1, "batch": 8, "sigma2": math.nan, "mu2": math.nan, "restart_s": 0.01}
+    control = controller(value_per_hour=64.0)
+    found = control.decide(now(**hidden))
+    # A typical run has ν = 2·√30 = 11 in its middle.
+    assert found.workers > 1
+    assert "expected noise 11 times the signal" in found.reason
+    assert control.decide(now(**hidden | {"steps": 19})).workers == 1
+    # Two passes measure it, so an unknown noise is not known yet.
+    two = WorkerController(
+        WorkersFollow(value_per_hour=64.0), FixedBatch(limits=BatchLimits(base_batch_size=8, accumulation=2)), 1, 8
+    )
+    assert two.decide(now(**hidden)).reason == "the noise is not known yet"
+
+
+def test_the_noise_that_was_measured_last_corrects_the_expected_one() -> None:
+    hidden = {"workers": 1, "asked": 1, "batch": 8, "sigma2": math.nan, "mu2": math.nan, "restart_s": 0.01}
+    control = controller(1, 2, value_per_hour=0.1)
+    assert control.decide(now(workers=2, asked=2, sigma2=0.1)).workers == 1
+    # λ·ν = 0.1·11 would ask for a worker and a half, and here the noise was a hundredth of that.
+    found = control.decide(now(**hidden))
+    assert found.workers == 1
+    assert control._present_noise(now(**hidden)) == pytest.approx(0.1)
+    # The correction fades as e^(−Δτ/(T/4)).
+    later = control._present_noise(now(**hidden | {"effective_steps": 7_500.0}))
+    expected = 2 * 30**0.75
+    assert later == pytest.approx(expected * math.exp(math.log(0.1 / (2 * 30**0.5)) * math.exp(-1)))
+
+
 def test_the_floor_counts_in_restarts() -> None:
     # 4 workers at ν = 16 make 4·17/20 = 3.4 effective steps in 10 s, so 5,000 of them take 14,706 s.
     price = 14_706 / FLOOR

@@ -81,10 +81,23 @@ def test_the_clock_counts_time_worker_hours_and_the_restart() -> None:
     # Decisions are 30 s apart, at steps 10, 20, ... on one worker; then after the restart, at the first step.
     assert [now.effective_steps for now in script.seen[:6]] == [10, 20, 30, 40, 50, 52]
     last = script.seen[4]
-    assert (last.workers, last.steps, last.stay_s, last.changes, last.sigma2, last.mu2) == (1, 50, 150.0, 0, 3.0, 1.0)
+    assert (last.workers, last.steps, last.stay_s, last.changes) == (1, 50, 150.0, 0)
     after = script.seen[5]
     assert (after.workers, after.steps, after.stay_s, after.changes, after.batch) == (4, 1, 4.5, 1, 32)
     assert script.times.seconds == {1: 3.0, 4: 4.5}
+
+
+def test_the_decision_is_not_told_a_noise_that_a_run_would_not_measure() -> None:
+    script = Scripted()
+    clock = WorkerClock(POLICY, 1, throughput=SECOND, total_steps=100, decide=script, decide_s=1.0)
+    for tau in (49.0, 50.0, 52.0):
+        clock.after_step(Position(tau, 0.0), lambda: (3.0, 1.0))
+    # One pass on one worker, then four workers.
+    assert [math.isnan(now.sigma2) for now in script.seen] == [True, True, False]
+    two = FixedBatch(limits=BatchLimits(base_batch_size=8, accumulation=2))
+    clock = WorkerClock(two, 1, throughput=SECOND, total_steps=100, decide=script, decide_s=1.0)
+    clock.after_step(Position(1.0, 0.0), lambda: (3.0, 1.0))
+    assert script.seen[-1].sigma2 == 3.0
 
 
 def test_the_batch_that_follows_the_noise_stays_over_a_change_of_workers() -> None:
