@@ -8,11 +8,12 @@ First, on every workload, 15 schedules (five peak LRs, three shapes) run at S = 
 split. The best at S = 1 is the schedule to transfer; the correlation of both rankings shows how robust the choice is. Then that
 schedule runs with other seeds, scored on a test split:
 
-    AdaScale   LR and clock by the gain r
-    LSW        linear scaling with warm-up (5/90 of the run), T/S steps
-    LSW+       LSW stretched to as many optimizer steps as AdaScale took with this seed
-    √          the LR by √S, stretched to as many optimizer steps as AdaScale took with this seed
-    unscaled   the base schedule's LR, stretched to as many optimizer steps as AdaScale took with this seed
+    AdaScale       LR and clock by the gain r
+    AdaScale, m^r  AdaScale with the momentum m^r in a step of gain r
+    LSW            linear scaling with warm-up (5/90 of the run), T/S steps
+    LSW+           LSW stretched to as many optimizer steps as AdaScale took with this seed
+    √              the LR by √S, stretched to as many optimizer steps as AdaScale took with this seed
+    unscaled       the base schedule's LR, stretched to as many optimizer steps as AdaScale took with this seed
 
 ``comparison.py`` has the runs, ``comparison_page.py`` the tables that ``adam.py`` needs as well.
 """
@@ -45,7 +46,7 @@ from comparison_page import (
 )
 from study import CASES
 
-from ray_adascale import LinearRule, SquareRootRule, UnscaledRule
+from ray_adascale import AdaScaleBetasRule, BetaRule, LinearRule, SquareRootRule, UnscaledRule
 
 sys.path.append(str(Path(__file__).parents[1]))
 from bench import ROOT, by_hand, command_line, count, markdown
@@ -59,6 +60,7 @@ SGD = Comparison(
     cases=CASES,
     methods={
         "AdaScale": Method(lambda steps: "adascale"),
+        "AdaScale, m^r": Method(lambda steps: AdaScaleBetasRule(BetaRule(momentum=True))),
         "LSW": Method(lambda steps: LinearRule()),
         "LSW+": Method(lambda steps: LinearRule(steps=steps), given_steps=True),
         "√": Method(lambda steps: SquareRootRule(steps=steps), given_steps=True),

@@ -48,8 +48,8 @@ class BetaRule:
         floor: Smallest beta that a larger batch may lead to, 0 ≤ floor < 1.
         momentum: Whether the momentum m of SGD and Muon becomes m^e as well. SGD then adds the gradient with the weight
             (1 − m^e)/(1 − m), as the dampening of that step, so that the LR means the same. Muon needs no such weight: its
-            buffer is an average, and its step does not depend on the buffer's size. Not measured for SGD; for
-            Muon: docs/results/muon.md.
+            buffer is an average, and its step does not depend on the buffer's size. Measured for SGD, where
+            it does not pay: docs/results/transfer.md. For Muon: docs/results/muon.md.
 
     Raises:
         ValueError: ``floor`` is out of its range.
