@@ -123,7 +123,8 @@ class RunLock:
             if text is None:  # the owner has ended
                 return
             if text != first:
-                raise self._refusal(text)
+                # The owner may be writing the file right now, so that its text is cut off.
+                raise self._refusal(text if "owner" in _parsed(text) else first)
         _log.warning("Run %r: the lock of %s is taken over, since it was not renewed.", self._name, owner)
 
     def _refusal(self, text: str | None) -> SettingError:

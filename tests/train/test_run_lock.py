@@ -60,6 +60,17 @@ def test_a_second_writer_is_refused_until_the_first_has_ended(place: dict[str, A
         pass
 
 
+@pytest.mark.parametrize("cut_off", ["", '{"owner": "x", "ho'])
+def test_a_lock_that_is_being_written_names_its_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_off: str
+) -> None:
+    _left_by({}, tmp_path / "run")
+    texts = [(tmp_path / "run" / LOCK).read_text(), cut_off]
+    monkeypatch.setattr(RunLock, "_read", lambda lock: texts.pop(0))
+    with pytest.raises(ValueError, match=r"process 7 on far, .* writes to"), RunLock(str(tmp_path / "run"), "mine"):
+        pass
+
+
 def test_of_two_that_start_at_once_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     both = threading.Barrier(2, timeout=10)
     write = RunLock._write
