@@ -240,7 +240,7 @@ class WorkerController:
         self.least, self.most = least, most
         self.times = StepTimes() if times is None else times
         self._outlook = outlook
-        self._known: tuple[float, float] | None = None  # τ and ν of the last decision with a known noise
+        self._measured: tuple[float, float] | None = None  # τ and ν of the last decision with a measured noise
         cost = settings.cost_per_worker_hour
         self._cost = cost
         self.value_per_hour = most * cost if settings.value_per_hour is None else settings.value_per_hour
@@ -273,6 +273,10 @@ class WorkerController:
         candidates = numbers_to_compare(self.least, self.most, now.workers)
         if now.asked > now.workers:  # the cluster has no room for more
             candidates = [k for k in candidates if k <= now.workers]
+        measured = not math.isnan(now.sigma2 + now.mu2)
+        if measured:
+            ratio = now.sigma2 / max(now.mu2, 1e-300)
+            self._measured = now.effective_steps, min(max(ratio, 1 / _WIDEST), _WIDEST)
         noise = self._present_noise(now)
         costs = self._costs(candidates, now.effective_steps, now.total_steps, now.batch)
         here = candidates.index(now.workers)
@@ -285,7 +289,7 @@ class WorkerController:
         share = saved / float(costs[:, here].sum())
         if share < WORTH:
             return WorkerDecision(now.workers, f"{found} workers would save {share:.1%} of the rest, too little")
-        which = "expected noise" if math.isnan(now.sigma2) else "noise"
+        which = "noise" if measured else "expected noise"
         return WorkerDecision(
             found,
             f"{which} {noise:.3g} times the signal: saves {share:.0%} of the price of the rest, "
@@ -309,15 +313,11 @@ class WorkerController:
             plan = self.policy.plan(workers)
         except ValueError:
             return False
-        return plan.num_samples == 1 and plan.scale == 1
+        return not plan.measures_noise
 
     def _present_noise(self, now: Situation) -> float:
-        """Return ν: the measured one, or the expected one where it is hidden."""
-        if math.isnan(now.sigma2 + now.mu2):
-            return self._noise_ahead(now.total_steps, np.array([now.effective_steps]))[0]
-        noise = min(max(now.sigma2 / max(now.mu2, 1e-300), 1 / _WIDEST), _WIDEST)
-        self._known = now.effective_steps, noise
-        return noise
+        """Return ν: the expected one, corrected by the one that was measured last, which may be of now."""
+        return self._noise_ahead(now.total_steps, np.array([now.effective_steps]))[0]
 
     def _seconds_left(self, now: Situation, noise: float) -> float:
         passes = (now.total_steps - now.effective_steps) / max(
@@ -363,8 +363,8 @@ class WorkerController:
     def _noise_ahead(self, total_steps: float, at: np.ndarray) -> list[float]:
         """Return ν at these τ: the expected one, corrected by the one that was measured last."""
         ahead = self._expected(at, total_steps)
-        if self._known is not None:
-            tau, noise = self._known
+        if self._measured is not None:
+            tau, noise = self._measured
             off = math.log(noise / float(self._expected(np.array([tau]), total_steps)[0]))
             ahead = ahead * np.exp(off * np.exp(-(at - tau) / (_FADE * total_steps)))
         return [float(value) for value in ahead]

@@ -118,8 +118,7 @@ class WorkerClock(BatchChoice):
         if self._decide is not None and self._seconds - self._decided >= self._decide_s:
             self._decided = self._seconds
             self._decide.times.add(plan.world_size, step_s / plan.accumulation)
-            hidden = plan.num_samples == 1 and plan.scale == 1  # a run knows no noise from one sample of the base batch
-            self._follow(self._decide, at, (math.nan, math.nan) if hidden else moments())
+            self._follow(self._decide, at, moments() if plan.measures_noise else (math.nan, math.nan))
         return self.plan
 
     def _follow(self, decide: WorkerController, at: Position, moments: tuple[float, float]) -> None:
