@@ -202,7 +202,7 @@ def write(plan: Plan, results: Results, page: Path, command: str) -> None:
         picture_by_scale(replace(plan, workloads=(PICTURED,)), results, page, "one", title)
     parts = [
         "# Does the schedule transfer?",
-        "One schedule, tuned at the base batch, carried to larger batches by five methods, on three workloads of different "
+        "One schedule, tuned at the base batch, carried to larger batches by six methods, on three workloads of different "
         "kinds. Validation metric on a test split that no choice was made on, mean ± standard deviation over "
         f"{count(plan.seeds, 'seed')}.",
         provenance(plan, results, command),
