@@ -12,7 +12,7 @@ import torch
 from ray.train import RunConfig, ScalingConfig
 from torch import nn
 
-from ray_adascale import AdaScaleConfig, AdaScaleTrainer, WorkersFollow, Workload, worker_policy
+from ray_adascale import AdaScaleConfig, AdaScaleTrainer, Throughput, WorkersFollow, Workload, worker_policy
 from ray_adascale.data.order import epoch_order
 from ray_adascale.run.trace import read_trace
 from ray_adascale.train import worker_follow
@@ -96,7 +96,8 @@ def trainer(storage: Path, name: str, seen: Path, total_steps: int, pause_s: flo
         ),
         scaling_config=ScalingConfig(num_workers=(1, 3), resources_per_worker={"CPU": 0.5}),
         run_config=RunConfig(name=name, storage_path=str(storage)),
-        workers=WorkersFollow(value_per_hour=1.0, shortest_stay_s=1.0),
+        # The seconds of a pass are given, since on busy cores those of three workers would be longer, and two would pay.
+        workers=WorkersFollow(value_per_hour=1.0, shortest_stay_s=1.0, throughput=Throughput(pass_s=0.02)),
         progress=False,
     )
 
