@@ -5,7 +5,8 @@ The peak of a step grows with its examples along a line, once the batch matters 
     peak(m) ≈ fixed + m · slope
 
 So a trial of a larger batch is predicted from the trials of smaller ones, and is made only where the prediction stays below the
-limit. Sizes double as long as they are predicted to fit, and then approach the largest predicted size.
+limit. A size is four times the one before while half of the memory is predicted to hold it, then twice, and then approaches the
+largest predicted size. Few trials matter: kernels of each size that was tried stay in memory.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ _SAFETY = 0.02
 """Share of the memory above that of an empty batch which no trial is predicted to use."""
 _STEADY = 1.02
 """Ratio of two sizes from which on a further trial is worth its time."""
+_APART = 0.75
+"""Ratio of the sizes of two trials up to which their difference tells the growth."""
 _HIDDEN = 1.5
 """Growth of the whole peak relative to that of the forward pass, assumed while the whole peak does not show its growth.
 
@@ -71,9 +74,11 @@ def growth(trials: Sequence[Trial], noise: float) -> float:
     last = trials[-1]
     if len(trials) == 1:
         return _HIDDEN * (last.forward - last.rest + noise) / last.size
+    # Noise would be most of the growth between two small trials, or two of about the same size.
+    smaller = [trial for trial in trials[:-1] if trial.size <= _APART * last.size] or trials[:1]
     slopes = [
-        ((b.peak - a.peak + noise) / (b.size - a.size), (b.forward - a.forward + noise) / (b.size - a.size))
-        for a, b in itertools.pairwise(trials[-3:])
+        ((last.peak - a.peak + noise) / (last.size - a.size), (last.forward - a.forward + noise) / (last.size - a.size))
+        for a in smaller[-2:]
     ]
     whole, forward = (max(each) for each in zip(*slopes, strict=True))
     return whole if whole >= forward else _HIDDEN * forward
@@ -151,7 +156,8 @@ def decide(
         return Decision(min(best, last.size), final=True)
     fixed = last.peak - last.size * growth(trials, noise)
     safe = ceiling.trial - _SAFETY * max(ceiling.trial - fixed, 0.0)
-    size = min(best, 2 * last.size, math.floor(predicted(trials, safe, noise)))
+    half = predicted(trials, (last.rest + ceiling.trial) / 2, noise)
+    size = min(best, (4 if 4 * last.size <= half else 2) * last.size, math.floor(predicted(trials, safe, noise)))
     if size < _STEADY * last.size:
         # A trial, with its second copy of the weights, has no room for a size that the run has room for.
         return Decision(min(best, 2 * last.size), final=True)

@@ -21,8 +21,12 @@ def test_growth_of_trials_on_a_line_is_its_slope() -> None:
     assert growth(trials, NO_NOISE) == 2
     # (400 − 132) / 2 examples more than 16.
     assert predicted(trials, 400, NO_NOISE) == 16 + 134
-    # Two measurements may differ by 8: 2 + 8/8 from 8 to 16, 2 + 8/4 from 4 to 8, of which the larger counts.
-    assert growth(trials, 8) == 4
+    # Two measurements may differ by 8: 2 + 8/8 from 8 to 16, 2 + 8/12 from 4 to 16, of which the larger counts.
+    assert growth(trials, 8) == 3
+    # The growth from 4 to 16 counts where that from 8 to 16 seems to be none: (132 − 108) / 12.
+    assert growth([linear(4), Trial(8, 90, 132, 132), linear(16)], NO_NOISE) == 2
+    # 15 and 16 are too near to each other to tell, and the noise of 8 would be all of it.
+    assert growth([linear(8), linear(15), linear(16)], 8) == 3
 
 
 def test_one_trial_counts_all_its_memory_as_growth() -> None:
@@ -35,8 +39,11 @@ def test_growth_hidden_under_gradients_is_that_of_the_forward_pass_and_more() ->
     assert growth(hidden, NO_NOISE) == 1.5 * 3
 
 
-def test_sizes_double_while_they_are_predicted_to_fit() -> None:
-    ceiling = Ceiling(1000, 1000)
+def test_sizes_quadruple_in_half_of_the_memory_and_then_double_while_they_are_predicted_to_fit() -> None:
+    # 90 bytes are in use. 100 + 2 · 224 = (90 + 1006) / 2, which is 4 · 56 examples and one less than 4 · 57 need.
+    assert decide([linear(28), linear(56)], Ceiling(1006, 1006), NO_NOISE, largest=10**6) == Decision(224, final=False)
+    assert decide([linear(28), linear(57)], Ceiling(1006, 1006), NO_NOISE, largest=10**6) == Decision(114, final=False)
+    ceiling = Ceiling(200, 200)
     assert decide([linear(4), linear(8)], ceiling, NO_NOISE, largest=10**6) == Decision(16, final=False)
     assert decide([linear(4), linear(8)], ceiling, NO_NOISE, largest=11) == Decision(11, final=False)
     assert decide([linear(4), linear(8)], ceiling, NO_NOISE, largest=8) == Decision(8, final=True)
@@ -121,7 +128,7 @@ def test_no_trial_crosses_the_limit_and_the_answer_is_within_ten_percent(
     true = (limit - fixed) // slope
     assert max(map(peak, tried)) <= limit
     assert 0.9 * true <= answer <= true
-    assert len(tried) < 25
+    assert len(tried) < 18
 
 
 def test_memory_that_jumps_is_found_by_failures() -> None:
