@@ -97,6 +97,12 @@ def test_under_betas_on_the_clock_momentum_averages_less_and_nothing_lags() -> N
     given: dict[str, Any] = {"scale": 4, "count": 2, "total_steps": 1000, "averaging_window": 1e-3}
     r = replay(noise, law=Law(momentum=0.9), rule="adascale_betas", **given).gains[-1]
     m = 0.9**r
+    f = 1 + 4 / 3 * (r - 1) * (1 - m) / (1 + m)  # Adam's random motion does not disappear with the noise
+    assert r == pytest.approx((3 + f) / (3 / 4 + f), rel=1e-5)
+    # A momentum that is not a β1 has SGD's law, with m^r.
+    law = Law(momentum=0.9, momentum_is_beta=False)
+    r = replay(noise, law=law, rule=AdaScaleBetasRule(BetaRule(momentum=True)), **given).gains[-1]
+    m = 0.9**r
     f = 0.4 + 0.15 * r + 2 / 3 * (r - 1) * (1 - m) / (1 + m)
     assert r == pytest.approx((3 + f) / (3 / 4 + f), rel=1e-5)
     assert 2.04 < r < 2.43  # between the gains without momentum and with that of the base run

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comparison import Plan, Result, Results, best_schedule, of_plan, seeds_of
+from comparison import MOST_PASSES, Plan, Result, Results, best_schedule, of_plan, recipes, seeds_of
 from study import Case
+
+from ray_adascale import forecast_recipe
 
 sys.path.append(str(Path(__file__).parents[1]))
 from bench import count, markdown, spread
@@ -164,6 +166,33 @@ def verdicts(plan: Plan, results: Results) -> str:
             *lost,
         ]
     ).rstrip()
+
+
+def forecast_table(plan: Plan, results: Results, path: Path, methods: Sequence[str]) -> str:
+    """Return a table of the steps of methods: forecast from one base run, and taken.
+
+    Args:
+        plan: The plan.
+        results: The results.
+        path: The file of runs, beside which the recipes lie.
+        methods: The methods, a column each.
+    """
+    rows = []
+    for workload, recipe in recipes(plan, path):
+        for scale in plan.scales[1:]:
+            row = [workload, f"{scale}"]
+            for method in methods:
+                taken = [r.optimizer_steps for r in seeds_of(plan, results, workload, scale, method).values()]
+                if taken:
+                    rule = plan.comparison.methods[method].rule(None)
+                    config = plan.case(workload).config(scale, MOST_PASSES, plan.steps(workload), rule=rule)
+                    made, actual = forecast_recipe(recipe, workers=[1], config=config).rows[0], statistics.mean(taken)
+                    interval = f"{made.steps:,} ({made.low:,.0f} to {made.high:,.0f})"
+                    row.append(f"{interval}, taken {actual:,.0f}, {made.steps / actual - 1:+.0%}")
+                else:
+                    row.append("not run")
+            rows.append(row)
+    return markdown(["workload", "S", *methods], rows)
 
 
 # ---- pictures --------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from comparison import (
     results_of,
     seeds_of,
 )
-from comparison_page import print_tables, provenance, verdicts, workload_sections, write_page
+from comparison_page import forecast_table, print_tables, provenance, verdicts, workload_sections, write_page
 from torch.optim import AdamW, Muon, Optimizer
 
 from ray_adascale import (
@@ -161,26 +161,6 @@ def forecasts(plan: Plan, results: Results, path: Path) -> str:
     return markdown(head, rows)
 
 
-def forecasts_of_betas(plan: Plan, results: Results, path: Path) -> str:
-    """Return a table of the steps of the methods that change betas: forecast from one base run, and taken."""
-    rows = []
-    for workload, recipe in recipes(plan, path):
-        for scale in plan.scales[1:]:
-            row = [workload, f"{scale}"]
-            for method in BETAS:
-                taken = [r.optimizer_steps for r in seeds_of(plan, results, workload, scale, method).values()]
-                if taken:
-                    rule = plan.comparison.methods[method].rule(None)
-                    config = plan.case(workload).config(scale, MOST_PASSES, plan.steps(workload), rule=rule)
-                    made, actual = forecast_recipe(recipe, workers=[1], config=config).rows[0], statistics.mean(taken)
-                    interval = f"{made.steps:,} ({made.low:,.0f} to {made.high:,.0f})"
-                    row.append(f"{interval}, taken {actual:,.0f}, {made.steps / actual - 1:+.0%}")
-                else:
-                    row.append("not run")
-            rows.append(row)
-    return markdown(["workload", "S", *BETAS], rows)
-
-
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 ADAMS = os.path.relpath(adam.PAGE, PAGE.parent)
@@ -233,7 +213,7 @@ def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) ->
         "Steps forecast from one base run (`record_recipe`, a probe every five steps) with three momenta, and steps taken.",
         forecasts(plan, results, runs),
         "The same with the rules that change betas, with Muon's momentum.",
-        forecasts_of_betas(plan, results, runs),
+        forecast_table(plan, results, runs, BETAS),
     ]
     write_page(page, parts)
 

@@ -64,4 +64,4 @@ def test_the_page_has_the_tables_of_the_kept_results(muon: Any) -> None:
     for scale in (4, 16):
         assert muon.standing(plan, results, scale) in page
     assert muon.forecasts(plan, results, path) in page
-    assert muon.forecasts_of_betas(plan, results, path) in page
+    assert muon.forecast_table(plan, results, path, muon.BETAS) in page

@@ -261,6 +261,14 @@ def test_the_page_on_rules_for_adamw_has_the_tables_of_the_kept_results(comparis
     assert adam.standing(betas.choice(plan), results, 16) in page
     for scale in (4, 16, 64):
         assert adam.standing(betas.final(plan), results, scale) in page
+    table = betas.forecast_table(plan, results, betas.ROOT / betas.KEPT, betas.FORECAST)
+    assert table in page
+    # The target: within 10 % on 8 of 10, at S = 4 and 16.
+    rows = [row for row in table.splitlines() if row.split(" | ")[1:2] in (["4"], ["16"])]
+    for column in (2, 3):
+        off = [int(row.rstrip(" |").split(" | ")[column].rsplit(", ", 1)[1].rstrip("%")) for row in rows]
+        assert sum(abs(each) <= 10 for each in off) == 8
+        assert len(off) == 10
 
 
 def test_the_gain_in_the_l1_norm_by_hand(candidates: Any) -> None:
