@@ -4,8 +4,9 @@
     python benchmarks/studies/muon.py --smoke                      check that it runs
     python benchmarks/studies/muon.py --report-only --page p.md    write the page of the kept runs
 
-Muon steps the hidden matrices, AdamW the rest. Both have one LR. The kept results are in ``benchmarks/studies/kept``.
-One base run of each workload is recorded with noise probes, and the page sets forecasts from it beside the steps that were taken.
+Muon steps the hidden matrices, AdamW the rest. Both have one LR. ``muon_candidates.py`` has a gain in the norm of these steps.
+The kept results are in ``benchmarks/studies/kept``. One base run of each workload is recorded with noise probes, and the page
+sets forecasts from it beside the steps that were taken.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from comparison import (
     seeds_of,
 )
 from comparison_page import forecast_table, print_tables, provenance, verdicts, workload_sections, write_page
+from muon_candidates import DualGain
 from torch.optim import AdamW, Muon, Optimizer
 
 from ray_adascale import (
@@ -59,6 +61,7 @@ KEPT = "benchmarks/studies/kept/muon.jsonl"
 MOMENTUM = 0.95  # Muon's
 # Names of the matrices that Muon steps: neither embeddings nor the first or the last layer.
 HIDDEN = {"transformer": "layers.", "tabular": "2."}
+DUAL = "dual norm"
 BETAS = ("AdaScale, β^r", "AdaScale, β^r, m^r")
 LRS = (0.004, 0.008, 0.016, 0.032)
 
@@ -84,14 +87,18 @@ MUON = Comparison(
             lambda steps: AdaScaleBetasRule(BetaRule(momentum=True)),
             about="(r, r), AdamW's betas and Muon's momentum to the power r",
         ),
+        DUAL: Method(
+            lambda steps: DualGain(),
+            about="(r_d, r_d), r_d in the dual norm of the steps, betas and momentum to the power r_d",
+        ),
         "unscaled": Method(
             lambda steps: UnscaledRule(steps=steps),
             given_steps=True,
             about="1, as many steps as AdaScale took with this seed",
         ),
     },
-    against=("AdaScale, β^r", "AdaScale, β^r, m^r", "unscaled"),
-    pictured=("AdaScale", "AdaScale, β^r", "AdaScale, β^r, m^r", "unscaled"),
+    against=("AdaScale, β^r", "AdaScale, β^r, m^r", DUAL, "unscaled"),
+    pictured=("AdaScale", "AdaScale, β^r", "AdaScale, β^r, m^r", DUAL, "unscaled"),
     stages=((1, 3), (16, 3), (4, 3)),
     shapes=("cosine", "warmup"),
     grid_scale=1,

@@ -37,7 +37,7 @@ from resize_rules import CHANGES, FIXED, PLAN, SHAPE, Plan
 from resize_rules import KEPT as RULES_KEPT
 from resize_rules import Job as RulesJob
 from resize_rules import Result as RulesResult
-from study import announce, prepare_process, read_runs
+from study import Smoke, announce, prepare_process, read_runs
 
 from ray_adascale import AdaScaleConfig, Workload, prepare, seed_everything
 
@@ -225,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--workloads", nargs="+", choices=list(SMALL), default=list(SMALL))
     parser.add_argument("--json", type=Path, default=KEPT, help="kept result (default: %(default)s)")
-    parser.add_argument("--smoke", action="store_true", help="two changes, 60 steps of the schedule")
+    parser.add_argument("--smoke", action=Smoke, help="two changes, 60 steps of the schedule")
     args = parser.parse_args(argv)
     import ray
 

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, as_completed
@@ -344,6 +345,24 @@ def kept(path: Path, make: Callable[[], Any]) -> Any:
 # ---- command line ----------------------------------------------------------------------------------------------------
 
 
+class Smoke(argparse.Action):
+    """Option ``--smoke``, which keeps the results of the check in a temporary file unless ``--json`` names another one."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=False, help=help)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        namespace.smoke = True
+        if namespace.json == parser.get_default("json"):
+            namespace.json = Path(tempfile.mkdtemp(prefix="smoke-")) / namespace.json.name
+
+
 def parser(doc: str | None, *, seeds: int, runs: str, smoke: str) -> argparse.ArgumentParser:
     """Return an argument parser with the options that every study of kept runs has.
 
@@ -356,7 +375,7 @@ def parser(doc: str | None, *, seeds: int, runs: str, smoke: str) -> argparse.Ar
     made = argparse.ArgumentParser(description=str(doc).splitlines()[0])
     made.add_argument("--seeds", type=int, default=seeds, help="number of seeds (default: %(default)s)")
     made.add_argument("--json", type=Path, default=Path(runs), help="kept results (default: %(default)s)")
-    made.add_argument("--smoke", action="store_true", help=f"a quick check that the study runs: {smoke}")
+    made.add_argument("--smoke", action=Smoke, help=f"a quick check that the study runs: {smoke}")
     return made
 
 

@@ -217,6 +217,18 @@ def test_a_pages_command_names_no_file_of_this_machine() -> None:
     assert command == "python benchmarks/studies/x.py --seeds 2 --smoke --workloads a 'b c'"
 
 
+def test_a_smoke_run_leaves_the_kept_results_alone(tmp_path: Path) -> None:
+    for module in (load("muon"), load("transfer")):
+        kept = module.parse([])[0].json
+        args = module.parse(["--smoke"])[0]
+        assert args.smoke
+        assert args.json.name == kept.name
+        assert not args.json.exists()
+        assert Path(module.ROOT) not in args.json.resolve().parents
+        for words in (["--smoke", "--json", str(tmp_path / "r")], ["--json", str(tmp_path / "r"), "--smoke"]):
+            assert module.parse(words)[0].json == tmp_path / "r"
+
+
 def test_page_without_a_path_is_the_page_in_the_repository() -> None:
     transfer = load("transfer")
     assert transfer.parse(["--page"])[0].page == transfer.PAGE
