@@ -383,7 +383,12 @@ def test_the_pages_have_the_tables_of_the_kept_results(at_size: Any, resizes: An
         assert autobatch.table(kept, workload, steps, autobatch.choices_of(every)) in page
     page = at_size.PAGE.read_text()
     plan = at_size.Plan(
-        at_size.LONGER, ("smiles", "group norm", "batch norm", "flights"), (1, 4, 16), (1, 2, 3, 4, 5), 1, ("warmup",)
+        at_size.LONGER,
+        ("smiles", "group norm", "batch norm", "flights"),
+        (1, 4, 16, 64),
+        (1, 2, 3, 4, 5),
+        1,
+        ("warmup",),
     )
     results = load("comparison").read(at_size.ROOT / at_size.KEPT)
     for workload in plan.workloads:
