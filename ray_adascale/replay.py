@@ -160,6 +160,10 @@ def momenta_of(recipe: Recipe) -> tuple[float, ...]:
     return PLAUSIBLE_MOMENTA if recipe.momentum is None else (recipe.momentum,)
 
 
+BETAS_CALM, BETAS_SHAKE = 0.0, 4.0
+""":attr:`Law.calm` and :attr:`Law.shake` under a rule for betas, where m is a β1."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Law:
     """μ² at another scale than that of the base run. σ² is per base batch and does not change.
@@ -176,9 +180,9 @@ class Law:
     The law is empirical, from some 200 settings on 20 workloads, six of them held out (docs/results/forecast.md). It was
     found for SGD. For an optimizer with betas, such as Adam, m = β1 (docs/results/adam.md has four workloads). Under a rule
     that changes m, f has m^e of the step before, e ≥ 1, and the weights do not lag: their memory is that of the base run on
-    the clock. Where m is β1 besides, c is 0 in place of 0.6 and k is 4 in place of 2 in f = 1 − c + c·r/S + min(k·…, 2): less
-    noise makes Adam's denominator smaller and its steps larger, so the random motion stays. These two numbers were chosen on two
-    workloads and frozen for three others (docs/results/adam-betas.md).
+    the clock. If m is a β1 as well, f is 1 + min(4·q·(r − 1)·(1 − m)/(1 + m), 2): with less noise Adam's denominator is smaller
+    and its steps are larger, so the random motion does not disappear. The numbers 1 and 4 were chosen on two workloads and
+    frozen for three others (docs/results/adam-betas.md).
 
     Attributes:
         momentum: m, 0 ≤ m < 1.
@@ -200,11 +204,11 @@ class Law:
         return self.momentum / (1 - self.momentum)
 
     def under_betas(self, exponent: float) -> Law:
-        """Return the law of a step after one in which m had this exponent."""
+        """Return the law for the step after one in which a rule for betas raised m to this power."""
         if exponent == 1:
             return self
         changed = replace(self, momentum=self.momentum**exponent)
-        return replace(changed, calm=0.0, shake=4.0) if self.momentum_is_beta else changed
+        return replace(changed, calm=BETAS_CALM, shake=BETAS_SHAKE) if self.momentum_is_beta else changed
 
     def factor(self, ratio: float, gain: float, scale: float) -> float:
         """Return f, from q at the base batch and from r and S of the step before."""

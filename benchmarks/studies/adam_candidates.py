@@ -8,6 +8,7 @@ measure the noise in another norm: :class:`SignGain`.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -85,28 +86,16 @@ def surge(now: RuleInput) -> tuple[float, float]:
 
 
 @dataclass
-class SignGain:
-    """(r₁, r₁) with a gain in the ℓ1 norm, the dual norm of steps of ±lr in each weight, and betas on the clock.
-
-    The noise scale of such steps is B0·ν₁ with ν₁ = ‖σ‖₁²/‖μ‖₁² (the norm: arXiv 2602.03001). Here r₁ = (ν₁ + 1)/(ν₁/S + 1).
-    σ_j² is the variance of weight j's gradient over the samples of a step, for a batch of B0, in a moving average.
-    Of a gradient that is noise alone E|ḡ_j| is √(2/π)·σ_j/√S, so ‖μ‖₁² is the average of ‖ḡ‖₁² less (2/π)·‖σ‖₁²/S: exact
-    without noise and for noise alone, a mean of the two in between. The estimate is this study's.
-
-    The samples are the gradients of the passes of one process, with equal weights.
+class PassGain(ABC):
+    """(r, r) with a gain from the gradients of the passes of one process, which are samples of equal weights.
 
     Attributes:
-        betas: Bounds of the exponent.
+        betas: Bounds of the exponent of the betas.
         window: Share of T that the averages reach back over.
     """
 
     betas: BetaRule = field(default_factory=BetaRule)
     window: float = 0.05
-    _sums: dict[Tensor, Tensor] = field(default_factory=dict, init=False, repr=False)
-    _squares: dict[Tensor, Tensor] = field(default_factory=dict, init=False, repr=False)
-    _variance: dict[Tensor, Tensor] = field(default_factory=dict, init=False, repr=False)
-    _square: float = field(default=0.0, init=False, repr=False)
-    _weight: float = field(default=0.0, init=False, repr=False)
     _passes: dict[Tensor, int] = field(default_factory=dict, init=False, repr=False)
     _gain: float = field(default=1.0, init=False, repr=False)
 
@@ -114,23 +103,51 @@ class SignGain:
         """Read the gradient of each pass."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                parameter.register_hook(partial(self._add, parameter))
+                parameter.register_hook(partial(self._read, parameter))
 
-    def _add(self, parameter: Tensor, gradient: Tensor) -> None:
+    def _read(self, parameter: Tensor, gradient: Tensor) -> None:
+        number = self._passes.get(parameter, 0)
         with torch.no_grad():
-            if parameter not in self._passes:
-                self._passes[parameter] = 0
-                self._sums[parameter] = torch.zeros_like(gradient)
-                self._squares[parameter] = torch.zeros_like(gradient)
-            self._passes[parameter] += 1
-            self._sums[parameter] += gradient
-            self._squares[parameter].addcmul_(gradient, gradient)
+            self._add(parameter, gradient, number)
+        self._passes[parameter] = number + 1
 
     def __call__(self, now: RuleInput) -> tuple[float, float]:
         if self._passes and now.scale > 1:
             self._gain = self._of_step(now.scale, now.total_steps or math.inf)
         self._passes.clear()
         return self._gain, self._gain
+
+    @abstractmethod
+    def _add(self, parameter: Tensor, gradient: Tensor, number: int) -> None:
+        """Add the gradient of the pass with this number, from 0. It has the weight 1/n already."""
+
+    @abstractmethod
+    def _of_step(self, scale: float, total_steps: float) -> float:
+        """Return r after the passes of a step."""
+
+
+@dataclass
+class SignGain(PassGain):
+    """(r₁, r₁) with a gain in the ℓ1 norm, the dual norm of steps of ±lr in each weight, and betas on the clock.
+
+    The noise scale of such steps is B0·ν₁ with ν₁ = ‖σ‖₁²/‖μ‖₁² (the norm: arXiv 2602.03001). Here r₁ = (ν₁ + 1)/(ν₁/S + 1).
+    σ_j² is the variance of weight j's gradient over the samples of a step, for a batch of B0, in a moving average.
+    Of a gradient that is noise alone E|ḡ_j| is √(2/π)·σ_j/√S, so ‖μ‖₁² is the average of ‖ḡ‖₁² less (2/π)·‖σ‖₁²/S: exact
+    without noise and for noise alone, a mean of the two in between. The estimate is this study's.
+    """
+
+    _sums: dict[Tensor, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _squares: dict[Tensor, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _variance: dict[Tensor, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _square: float = field(default=0.0, init=False, repr=False)
+    _weight: float = field(default=0.0, init=False, repr=False)
+
+    def _add(self, parameter: Tensor, gradient: Tensor, number: int) -> None:
+        if number == 0:
+            self._sums[parameter] = torch.zeros_like(gradient)
+            self._squares[parameter] = torch.zeros_like(gradient)
+        self._sums[parameter] += gradient
+        self._squares[parameter].addcmul_(gradient, gradient)
 
     def _of_step(self, scale: float, total_steps: float) -> float:
         """Return r₁ after the passes of a step."""

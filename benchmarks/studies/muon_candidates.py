@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
+from adam_candidates import PassGain
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ray_adascale import BetaRule, RuleInput
+from ray_adascale import BetaRule
 from ray_adascale.gain import plain_effective_decay, plain_gain
 
 
@@ -26,7 +26,7 @@ def l1_norm(gradient: Tensor) -> float:
 
 
 @dataclass
-class DualGain:
+class DualGain(PassGain):
     """(r, r) with a gain in the dual norm of the chain's steps, and betas and momentum on the clock.
 
     A step of Muon has singular values of one size in each matrix, a step of AdamW about ±lr in each weight. The dual norm ‖·‖ of
@@ -36,48 +36,29 @@ class DualGain:
     With the gradients of n passes g_i, n even, ḡ = Σ g_i/n has signal and noise, and d = Σ ±g_i/n with as many signs of each
     kind has the noise alone, as large as that of ḡ. So the moving average of ‖d‖² times S is the noise of a base batch, and that
     of ‖ḡ‖² − ‖d‖² the signal: exact without noise and for noise alone. The estimate is this study's.
-
-    The samples are the gradients of the passes of one process, with equal weights.
-
-    Attributes:
-        betas: Bounds of the exponent.
-        window: Share of T that the averages reach back over.
     """
 
     betas: BetaRule = field(default_factory=lambda: BetaRule(momentum=True))
-    window: float = 0.05
     _norms: dict[Tensor, Callable[[Tensor], float]] = field(default_factory=dict, init=False, repr=False)
     _sums: dict[Tensor, Tensor] = field(default_factory=dict, init=False, repr=False)
     _signed: dict[Tensor, Tensor] = field(default_factory=dict, init=False, repr=False)
-    _passes: dict[Tensor, int] = field(default_factory=dict, init=False, repr=False)
     _square: float = field(default=0.0, init=False, repr=False)
     _noise: float = field(default=0.0, init=False, repr=False)
     _weight: float = field(default=0.0, init=False, repr=False)
-    _gain: float = field(default=1.0, init=False, repr=False)
 
     def attach(self, optimizer: Optimizer) -> None:
         """Read the gradient of each pass. Muon's groups have ``ns_steps``."""
+        super().attach(optimizer)
         for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                self._norms[parameter] = nuclear_norm if "ns_steps" in group else l1_norm
-                parameter.register_hook(partial(self._add, parameter))
+            norm = nuclear_norm if "ns_steps" in group else l1_norm
+            self._norms.update(dict.fromkeys(group["params"], norm))
 
-    def _add(self, parameter: Tensor, gradient: Tensor) -> None:
-        with torch.no_grad():
-            if parameter not in self._passes:
-                self._passes[parameter] = 0
-                self._sums[parameter] = torch.zeros_like(gradient)
-                self._signed[parameter] = torch.zeros_like(gradient)
-            # A pass's gradient has the weight 1/n already.
-            self._sums[parameter] += gradient
-            self._signed[parameter] += gradient if self._passes[parameter] % 2 else -gradient
-            self._passes[parameter] += 1
-
-    def __call__(self, now: RuleInput) -> tuple[float, float]:
-        if self._passes and now.scale > 1:
-            self._gain = self._of_step(now.scale, now.total_steps or math.inf)
-        self._passes.clear()
-        return self._gain, self._gain
+    def _add(self, parameter: Tensor, gradient: Tensor, number: int) -> None:
+        if number == 0:
+            self._sums[parameter] = torch.zeros_like(gradient)
+            self._signed[parameter] = torch.zeros_like(gradient)
+        self._sums[parameter] += gradient
+        self._signed[parameter] += gradient if number % 2 else -gradient
 
     def _of_step(self, scale: float, total_steps: float) -> float:
         """Return r after the passes of a step.

@@ -6,7 +6,7 @@ The peak of a step grows with its examples along a line, once the batch matters 
 
 So a trial of a larger batch is predicted from the trials of smaller ones, and is made only where the prediction stays below the
 limit. A size is four times the one before while half of the memory is predicted to hold it, then twice, and then approaches the
-largest predicted size. Few trials matter: kernels of each size that was tried stay in memory.
+largest predicted size. Trials are few, because kernels of each size that was tried stay in memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SAFETY = 0.02
 _STEADY = 1.02
 """Ratio of two sizes from which on a further trial is worth its time."""
 _APART = 0.75
-"""Ratio of the sizes of two trials up to which their difference tells the growth."""
+"""Largest ratio of the sizes of two trials whose peaks are compared for the growth."""
 _HIDDEN = 1.5
 """Growth of the whole peak relative to that of the forward pass, assumed while the whole peak does not show its growth.
 
@@ -74,7 +74,7 @@ def growth(trials: Sequence[Trial], noise: float) -> float:
     last = trials[-1]
     if len(trials) == 1:
         return _HIDDEN * (last.forward - last.rest + noise) / last.size
-    # Noise would be most of the growth between two small trials, or two of about the same size.
+    # Between trials of about the same size most of the difference would be noise.
     smaller = [trial for trial in trials[:-1] if trial.size <= _APART * last.size] or trials[:1]
     slopes = [
         ((last.peak - a.peak + noise) / (last.size - a.size), (last.forward - a.forward + noise) / (last.size - a.size))
@@ -157,7 +157,8 @@ def decide(
     fixed = last.peak - last.size * growth(trials, noise)
     safe = ceiling.trial - _SAFETY * max(ceiling.trial - fixed, 0.0)
     half = predicted(trials, (last.rest + ceiling.trial) / 2, noise)
-    size = min(best, (4 if 4 * last.size <= half else 2) * last.size, math.floor(predicted(trials, safe, noise)))
+    factor = 4 if 4 * last.size <= half else 2
+    size = min(best, factor * last.size, math.floor(predicted(trials, safe, noise)))
     if size < _STEADY * last.size:
         # A trial, with its second copy of the weights, has no room for a size that the run has room for.
         return Decision(min(best, 2 * last.size), final=True)
