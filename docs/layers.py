@@ -83,6 +83,7 @@ TORCH_LAYERS: list[list[Package]] = [
     ],
     [
         Package("", "the settings of a run", "config"),
+        Package("", "which rules were measured with which optimizers", "evidence"),
         Package("", "AdaptDL's scaling rules under AdaptDL's path", "scaling_rules"),
     ],
     [

@@ -174,6 +174,11 @@ class Recipe:
         return self.search.get("momentum_is_beta") is not False
 
     @property
+    def momentum_of(self) -> str:
+        """Class of the optimizer that :attr:`momentum` is of. ``search["momentum_of"]``; empty if missing."""
+        return str(self.search.get("momentum_of", ""))
+
+    @property
     def fingerprint(self) -> str:
         """16 hexadecimal digits that identify the schedule: B0, T, the LR curve and the unit of its index.
 

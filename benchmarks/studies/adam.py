@@ -192,9 +192,13 @@ def standing(plan: Plan, results: Results, scale: int) -> str:
 def standing_of(case: Case, found: dict[int, Result], base: dict[int, Result]) -> str:
     """Return a cell: by how much a method is better than S = 1 with the same seeds, and in how many steps.
 
-    The error is the standard error of the mean at S = 1. Bold: worse by more than that.
+    The error is the standard error of the mean at S = 1. Bold: worse by more than that. Seeds whose run at S = 1 failed are
+    left out.
     """
-    good = {seed: r for seed, r in found.items() if not r.failed and seed in base}
+    seeds = len(base)
+    base = {seed: r for seed, r in base.items() if not r.failed}
+    found = {seed: r for seed, r in found.items() if seed in base}
+    good = {seed: r for seed, r in found.items() if not r.failed}
     if len(good) < len(found):
         return f"**{len(found) - len(good)} of {len(found)} failed**"
     if not found:
@@ -204,8 +208,8 @@ def standing_of(case: Case, found: dict[int, Result], base: dict[int, Result]) -
     error = statistics.stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else math.inf
     text = f"{by:+.3f}" + (f" ± {error:.3f}" if len(scores) > 1 else "")
     steps = statistics.mean(r.optimizer_steps for r in good.values())
-    seeds = f", {count(list(found), 'seed')}" if len(found) < len(base) else ""
-    return f"{f'**{text}**' if by < -error else text} in {steps:,.0f}{seeds}"
+    of = f", {count(list(found), 'seed')}" if len(found) < seeds else ""
+    return f"{f'**{text}**' if by < -error else text} in {steps:,.0f}{of}"
 
 
 def betas_table(plan: Plan, results: Results) -> str:

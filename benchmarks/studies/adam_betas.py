@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 import comparison
-from adam import ADAMW, standing
+from adam import ADAMW, STANDING, standing
 from adam_candidates import CappedBetas, Changing, Power, PowerBetas, SignGain, sde_square_root, surge
 from comparison import (
     Comparison,
@@ -169,8 +169,7 @@ def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) ->
         "## What it says",
         kept,
         "## All candidates at S = 16, for the choice",
-        "By how much each rule is better (positive) or worse (negative) than S = 1 with the same seeds, ± the standard error of "
-        "the mean at S = 1; in how many optimizer steps. Bold: worse by more than that error, or failed.",
+        STANDING,
         standing(choice(plan), results, 16),
         *(
             part

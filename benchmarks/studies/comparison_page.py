@@ -182,7 +182,8 @@ def forecast_table(plan: Plan, results: Results, path: Path, methods: Sequence[s
         for scale in plan.scales[1:]:
             row = [workload, f"{scale}"]
             for method in methods:
-                taken = [r.optimizer_steps for r in seeds_of(plan, results, workload, scale, method).values()]
+                runs = seeds_of(plan, results, workload, scale, method).values()
+                taken = [r.optimizer_steps for r in runs if not r.failed]
                 if taken:
                     rule = plan.comparison.methods[method].rule(None)
                     config = plan.case(workload).config(scale, MOST_PASSES, plan.steps(workload), rule=rule)

@@ -24,7 +24,7 @@ from pathlib import Path
 import adam
 import comparison
 import study
-from adam import ADAMW, DECAY, standing
+from adam import ADAMW, DECAY, STANDING, standing
 from comparison import (
     MOST_PASSES,
     Comparison,
@@ -171,9 +171,6 @@ def forecasts(plan: Plan, results: Results, path: Path) -> str:
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 ADAMS = os.path.relpath(adam.PAGE, PAGE.parent)
-STANDING = """\
-By how much each method is better (positive) or worse (negative) than S = 1 with the same seeds, ± the standard error of the mean
-at S = 1; in how many optimizer steps, and of how many seeds where not of all. Bold: worse by more than that error, or failed."""
 HOW = f"""\
 - `OptimizerChain([Muon(hidden matrices), AdamW(the rest)])`. Muon: momentum {MOMENTUM}, Nesterov,
   `adjust_lr_fn="match_rms_adamw"`. AdamW: betas (0.9, 0.999), ε 1e-8. Both have weight decay {DECAY} and the same LR, which is

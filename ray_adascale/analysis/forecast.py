@@ -20,6 +20,7 @@ from rich.table import Table
 from ..adaptive_batch import max_useful_workers
 from ..batch_policy import BatchPlan
 from ..config import AdaScaleConfig
+from ..evidence import forecast_doubt
 from ..optim.rules import make_rule, metric_of
 from ..recipe import Recipe
 from ..replay import MOST_STEPS, Forecaster, Steps
@@ -331,7 +332,8 @@ def _notes(
         time = list(throughput.notes)
     if not forecaster.measures:
         return time  # the steps follow from S alone
-    notes = []
+    doubt = forecast_doubt(recipe.momentum_of)
+    notes = [] if doubt is None else [doubt]
     if rows[-1].scale > _FAR:
         notes.append(
             f"Above S = {_FAR} the steps are right within about a quarter: look again after 30 % of the run, at its time left."

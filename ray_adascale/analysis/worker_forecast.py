@@ -18,6 +18,7 @@ from rich import box
 from rich.table import Table
 
 from ..config import AdaScaleConfig
+from ..evidence import forecast_doubt
 from ..recipe import Recipe
 from ..replay import Law, NoiseCurve, momenta_of, noise_curves, replay
 from ..throughput import Throughput
@@ -249,7 +250,7 @@ def forecast_workers(
         worker_hours_saved_high=max(each.worker_hours_saved for each in compared),
         time_saved=1 - first.run.hours / first.equal_worker_hours.hours,
         price_saved=1 - prices[0] / prices[1],
-        notes=tuple(_notes(settings, throughput, seeds)),
+        notes=tuple(_notes(recipe, settings, throughput, seeds)),
     )
 
 
@@ -426,8 +427,11 @@ def _verdict(saved: float) -> str:
     return f"it saves {saved:.1%}" if saved > 0 else f"it saves nothing and takes {-saved:.1%} more"
 
 
-def _notes(settings: WorkersFollow, throughput: Throughput, seeds: Sequence[NoiseCurve]) -> list[str]:
-    notes = []
+def _notes(
+    recipe: Recipe, settings: WorkersFollow, throughput: Throughput, seeds: Sequence[NoiseCurve]
+) -> list[str]:
+    doubt = forecast_doubt(recipe.momentum_of)
+    notes = [] if doubt is None else [doubt]
     if settings.restart_s is None:
         notes.append(f"A restart counts {RESTART_S:g} s: set restart_s (--restart-s) to what it takes on your cluster.")
     if not seeds:

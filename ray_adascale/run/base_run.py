@@ -22,6 +22,7 @@ from .._version import __version__
 from ..chain import parts_of
 from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig
+from ..evidence import kind_of
 from ..recipe import SETTINGS, NoiseProbe, Recipe, Repeat
 from ..workload import Workload, WorkloadFn, build, injected_settings
 from .backend import Backend
@@ -54,10 +55,12 @@ class Momentum:
     Attributes:
         value: m, 0 ≤ m < 1; None: unknown.
         is_beta: Whether m is β1, which a rule for betas changes.
+        of: Class of the optimizer, see :func:`ray_adascale.evidence.kind_of`; empty: unknown.
     """
 
     value: float | None = None
     is_beta: bool = False
+    of: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,6 +224,7 @@ def freeze(
             "handed": list(injected_settings(config)),
             "noise": {"from": outcome.noise_source, "every": outcome.noise_every},
             "momentum_is_beta": outcome.momentum.is_beta,
+            "momentum_of": outcome.momentum.of,
         },
         workload=workload_name(workload),
         versions={
@@ -291,7 +295,7 @@ def momentum_of(optimizer: Optimizer) -> Momentum:
     group = largest.param_groups[0]
     is_beta = "momentum" not in group and "betas" in group
     value = group["betas"][0] if is_beta else group.get("momentum", 0.0)
-    return Momentum(float(value) if 0 <= value < 1 else None, is_beta)
+    return Momentum(float(value) if 0 <= value < 1 else None, is_beta, kind_of(largest))
 
 
 def _elements(optimizer: Optimizer) -> int:

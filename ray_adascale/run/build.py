@@ -8,19 +8,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .._errors import SettingError
 from .._warn import warn_at_user
 from ..batch_policy import BatchPlan
-from ..chain import SEVERAL_OPTIMIZERS, parts_of
+from ..chain import SEVERAL_OPTIMIZERS
 from ..checkpoint.optimizer import parameter_names
 from ..config import AdaScaleConfig
 from ..data.source import BatchSource
+from ..evidence import doubt
 from ..optim.adam_metric import adam_preconditioner
 from ..optim.adascale import AdaScale
-from ..optim.rules import AdamScaleRule, AdaScaleRule, ScalingRule, betas_of, make_rule, metric_of
+from ..optim.rules import make_rule, metric_of
 from ..recipe import Recipe
 from ..sharding.oss import OSS
 from ..sharding.partition import has_state
@@ -69,48 +70,9 @@ def check_built(model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig) 
         raise ValueError(
             f"Pass the bare optimizer: it is wrapped here, so {type(optimizer).__name__} would wrap it twice."
         )
-    rule = make_rule(config.rule)
-    doubt = _doubt(rule, optimizer)
-    if doubt is not None and not (dist.is_initialized() and dist.get_rank() > 0):
-        warn_at_user(doubt)
-
-
-def _doubt(rule: ScalingRule, optimizer: Optimizer) -> str | None:
-    """Return a warning if the rule is unproven for this optimizer; None for SGD, which AdaScale is derived for."""
-    parts = [part for part, _ in parts_of(optimizer)]
-    name = " and ".join(dict.fromkeys(type(part).__name__ for part in parts))
-    if isinstance(rule, AdamScaleRule):
-        return (
-            "rule='adamscale' is experimental: schedules did not carry over with it, but did with rule='adascale' and the same "
-            "AdamW (docs/results/adam.md). Use 'adascale', or compare with a base run before you trust it."
-        )
-    if not isinstance(rule, AdaScaleRule):
-        return None
-    if betas_of(rule) is not None:
-        tried = "five workloads with AdamW"
-        found = "There it was better than 'adascale' or as good, and took more steps (docs/results/adam-betas.md)."
-        if not all(isinstance(part, Adam | AdamW | Muon) for part in parts):
-            tried += f"; with {name} it was not tried"
-        elif any(isinstance(part, Muon) for part in parts):
-            tried = "two small workloads with Muon and AdamW"
-            found = "There it took more steps than 'adascale', and was clearly better on one (docs/results/muon.md)."
-        return f"rule='adascale_betas' has no derivation. It was measured on {tried}. {found}"
-    if all(isinstance(part, SGD) for part in parts):
-        return None
-    if all(isinstance(part, SGD | Adam | AdamW) for part in parts):
-        return (
-            f"AdaScale is derived for SGD. With {name} there is no proof, but it was measured on four small workloads that "
-            "schedules carry over (docs/results/adam.md)."
-        )
-    if all(isinstance(part, SGD | Adam | AdamW | Muon) for part in parts):
-        return (
-            f"AdaScale is derived for SGD. With {name} there is no proof, but schedules of Muon and AdamW in one chain carried "
-            "over on two small workloads (docs/results/muon.md)."
-        )
-    return (
-        f"AdaScale is derived for SGD, and was measured with Adam and AdamW (docs/results/adam.md); with {name} it was not "
-        "tried. The run goes on. Compare with a base run before you trust it."
-    )
+    warning = doubt(make_rule(config.rule), optimizer)
+    if warning is not None and not (dist.is_initialized() and dist.get_rank() > 0):
+        warn_at_user(warning)
 
 
 def check_recipe(recipe: Recipe, schedule: BaseSchedule) -> None:

@@ -177,6 +177,8 @@ def test_what_makes_an_interval_wide_is_said() -> None:
     assert "one seed" not in notes(**second)
     assert "The recipe has no momentum" in notes(momentum=None)
     assert "momentum" not in notes()
+    assert "With Lion runs took" in notes(search={"momentum_of": "Lion"})
+    assert "Lion" not in notes(search={"momentum_of": "AdamW"})
     assert "Only 100 probes" in notes()
     assert "probes" not in notes(**second)
     made = forecast_recipe(recipe([(0, 3, 1)]), workers=[4, 16])

@@ -1,0 +1,128 @@
+"""Warnings about an optimizer that a scaling rule or a forecast has no derivation for: where it was measured, the outcome."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.optim import Optimizer
+
+from .chain import parts_of
+from .optim.rules import AdamScaleRule, AdaScaleRule, ScalingRule, betas_of
+
+__all__ = ["doubt", "forecast_doubt", "kind_of"]
+
+SGD = frozenset({"SGD"})
+ADAM = frozenset({"Adam", "AdamW"})
+MUON = frozenset({"Muon"})
+# Lion is in several packages, so an optimizer is recognised by the names of its class and of the classes it is derived from.
+LION = frozenset({"Lion"})
+_MEASURED = SGD | ADAM | MUON | LION
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Outcome of a rule's measurements with optimizers.
+
+    Attributes:
+        kinds: Names of the optimizers' classes. A run whose optimizers are all among them has this evidence.
+        outcome: The end of the warning. "{name}" stands for the optimizers of the run.
+    """
+
+    kinds: frozenset[str]
+    outcome: str
+
+
+# The first evidence that covers a run's optimizers holds.
+ADASCALE = (
+    Evidence(
+        SGD | ADAM,
+        "With {name} there is no proof, but it was measured on four small workloads that schedules carry over "
+        "(docs/results/adam.md).",
+    ),
+    Evidence(
+        SGD | ADAM | MUON,
+        "With {name} there is no proof, but schedules of Muon and AdamW in one chain carried over on two small workloads "
+        "(docs/results/muon.md).",
+    ),
+    Evidence(
+        LION,
+        "With Lion the metric fell behind the base run's on two of four small workloads. With rule='adascale_betas' it did on "
+        "none: use that rule (docs/results/lion.md).",
+    ),
+)
+BETAS = (
+    Evidence(
+        SGD,
+        "With the momentum of SGD it was measured on two small workloads. There it took more steps than 'adascale', and was "
+        "worse on one at S = 64 (docs/results/transfer.md).",
+    ),
+    Evidence(
+        ADAM,
+        "It was measured on five workloads with AdamW. There it was better than 'adascale' or as good, and took more steps "
+        "(docs/results/adam-betas.md).",
+    ),
+    Evidence(
+        ADAM | MUON,
+        "It was measured on two small workloads with Muon and AdamW. There it took more steps than 'adascale', and was clearly "
+        "better on one (docs/results/muon.md).",
+    ),
+    Evidence(
+        LION,
+        "It was measured on four small workloads with Lion. There the metric was better than the base run's "
+        "(docs/results/lion.md).",
+    ),
+)
+
+
+def kind_of(optimizer: Optimizer) -> str:
+    """Return the name of the measured class that an optimizer is of or derived from; else the name of its own class."""
+    names = [kind.__name__ for kind in type(optimizer).__mro__]
+    return next((name for name in names if name in _MEASURED), names[0])
+
+
+def doubt(rule: ScalingRule, optimizer: Optimizer) -> str | None:
+    """Return a warning if the rule has no derivation for an optimizer; None for AdaScale with SGD, and for other rules.
+
+    Args:
+        rule: The rule.
+        optimizer: The user's own optimizer, or a chain.
+    """
+    parts = [part for part, _ in parts_of(optimizer)]
+    name = " and ".join(dict.fromkeys(type(part).__name__ for part in parts))
+    kinds = {kind_of(part) for part in parts}
+    if isinstance(rule, AdamScaleRule):
+        return (
+            "rule='adamscale' is experimental: schedules did not carry over with it, but did with rule='adascale' and the same "
+            "AdamW (docs/results/adam.md). Use 'adascale', or compare with a base run before you trust it."
+        )
+    if not isinstance(rule, AdaScaleRule):
+        return None
+    if betas_of(rule) is not None:
+        return f"rule='adascale_betas' has no derivation. {_outcome(BETAS, kinds, name)}"
+    if kinds <= SGD:
+        return None
+    return f"AdaScale is derived for SGD. {_outcome(ADASCALE, kinds, name)}"
+
+
+def _outcome(known: tuple[Evidence, ...], kinds: set[str], name: str) -> str:
+    """Return the outcome of the first evidence that covers the kinds."""
+    for evidence in known:
+        if kinds <= evidence.kinds:
+            return evidence.outcome.format(name=name)
+    return (
+        f"It was measured with Adam, AdamW, Muon and Lion (docs/results), and with {name} it was not. The run goes on. Compare "
+        "with a base run before you trust it."
+    )
+
+
+def forecast_doubt(kind: str) -> str | None:
+    """Return a sentence on a forecast whose formula was not found for an optimizer, or failed with it; None for the others.
+
+    Args:
+        kind: :func:`kind_of` the optimizer of the base run; empty: unknown.
+    """
+    if not kind or kind in SGD | ADAM | MUON:
+        return None
+    if kind in LION:
+        return "With Lion runs took up to 2.3 times as many steps as forecast at S = 64 (docs/results/lion.md)."
+    return f"The forecast was measured with SGD, Adam, AdamW and Muon, and with {kind} it was not."

@@ -1,0 +1,61 @@
+"""The study of Lion: its page has the tables of the kept results, and at S = 1 its methods are one plain run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.project.benchmarks import load
+
+pytest.importorskip("mlxtend")
+pytest.importorskip("lion_pytorch")
+
+pytestmark = [
+    pytest.mark.docs,
+    pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale"),
+    pytest.mark.filterwarnings("ignore:AdaScale is derived for SGD"),
+    pytest.mark.filterwarnings("ignore:rule='adascale_betas' has no derivation"),
+    pytest.mark.filterwarnings(
+        r"ignore:typing\.(io|re) is deprecated"
+    ),  # the text is of the standard library's docstrings
+]
+
+
+@pytest.fixture(scope="module")
+def lion() -> Any:
+    return load("lion")
+
+
+def test_at_s_1_all_methods_are_the_same_run(lion: Any) -> None:
+    job = lion.Job("tabular", "AdaScale", 1, 1, 0.002, "warmup", 40, "test", None, "lion")
+    methods = lion.LION.methods
+    jobs = [replace(job, method=m, steps=40 if methods[m].given_steps else None) for m in methods]
+    first, *others = (replace(lion.train(job), cpu_s=0, date="") for job in jobs)
+    assert first.optimizer_steps == 40
+    assert others == [first] * (len(methods) - 1)
+
+
+def test_lr_times_decay_is_adamws(lion: Any) -> None:
+    for name, case in lion.LION.cases.items():
+        adams = lion.ADAMW.cases[name]
+        config = {"lr": case.lrs[0], "schedule": "warmup", "total_steps": 40, "split": "test"}
+        job = lion.Job(name, "AdaScale", 1, 1, case.lrs[0], "warmup", 40, "test", None, "lion")
+        built = lion.with_lion(case.workload(config), job)
+        (group,) = built.optimizer.param_groups
+        assert (type(built.optimizer), group["betas"]) == (lion.Lion, (0.9, 0.99))
+        assert group["initial_lr"] * group["weight_decay"] == pytest.approx(adams.lrs[0] * load("adam").DECAY)
+        assert built.scheduler.optimizer is built.optimizer
+
+
+def test_the_page_has_the_tables_of_the_kept_results(lion: Any) -> None:
+    plan = lion.parse([])[1]
+    path: Path = lion.ROOT / lion.KEPT
+    results = load("comparison").read(path)
+    page = lion.PAGE.read_text()
+    for scale in (4, 16, 64):
+        assert lion.standing(plan, results, scale) in page
+    assert lion.verdicts(plan, results) in page
+    assert lion.forecast_table(plan, results, path, lion.FORECAST) in page
