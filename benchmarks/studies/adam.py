@@ -16,10 +16,8 @@ import math
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +41,9 @@ from comparison import (
     Result,
     Results,
     Rounds,
+    conduct,
     recipes,
     record_recipes,
-    report_seconds,
-    results_of,
     seeds_of,
     stage_jobs,
 )
@@ -65,7 +62,7 @@ from study import CASES, Case, transformer
 from ray_adascale import LinearRule, SquareRootRule, UnscaledRule, Workload, forecast_recipe
 
 sys.path.append(str(Path(__file__).parents[1]))
-from bench import ROOT, by_hand, command_line, count, markdown
+from bench import ROOT, by_hand, count, markdown
 
 PAGE = ROOT / "docs" / "results" / "adam.md"
 DECAY = 0.1  # AdamW's decoupled weight decay
@@ -356,15 +353,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    args, plan = parse(argv)
-    began = time.monotonic()
-    results = results_of(args, train, partial(rounds, plan, args.json))
-    if args.page is not None:
-        write(plan, results, args.json, args.page, command_line(argv, "benchmarks/studies/adam.py"))
-    print_tables(plan, results)
-    report_seconds(began)
-    return 0
+    return conduct(argv, __file__, parse, train, rounds, write, print_tables)
 
 
 if __name__ == "__main__":

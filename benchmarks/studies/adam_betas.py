@@ -18,10 +18,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import comparison
@@ -35,9 +33,8 @@ from comparison import (
     Result,
     Results,
     Rounds,
+    conduct,
     record_recipes,
-    report_seconds,
-    results_of,
     stage_jobs,
 )
 from comparison_page import (
@@ -50,13 +47,12 @@ from comparison_page import (
     workload_sections,
     write_page,
 )
-from real_data import Unavailable
 from real_workloads import AT_SIZE
 
 from ray_adascale import AdaScaleBetasRule, BetaRule, UnscaledRule
 
 sys.path.append(str(Path(__file__).parents[1]))
-from bench import ROOT, by_hand, command_line, count
+from bench import ROOT, by_hand, count
 
 PAGE = ROOT / "docs" / "results" / "adam-betas.md"
 KEPT = "benchmarks/studies/kept/adam_betas.jsonl"
@@ -195,20 +191,13 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
     return comparison.parse(argv, __doc__, BETAS, KEPT, PAGE)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    args, plan = parse(argv)
-    began = time.monotonic()
-    try:
-        results = results_of(args, train, partial(rounds, plan, args.json))
-    except Unavailable as error:
-        print(f"This study needs public data: {error}", file=sys.stderr)
-        return 1
-    if args.page is not None:
-        write(plan, results, args.json, args.page, command_line(argv, "benchmarks/studies/adam_betas.py"))
+def show(plan: Plan, results: Results) -> None:
+    """Print the tables of the final rules, and that of the choice."""
     print_tables(final(plan), results, standing(choice(plan), results, 16))
-    report_seconds(began)
-    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return conduct(argv, __file__, parse, train, rounds, write, show)
 
 
 if __name__ == "__main__":

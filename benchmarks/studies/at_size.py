@@ -22,14 +22,12 @@ import argparse
 import json
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import comparison
-from comparison import Comparison, Job, Method, Plan, Result, Results, Rounds, best_schedule, report_seconds, results_of
+from comparison import Comparison, Job, Method, Plan, Result, Results, Rounds, best_schedule, conduct
 from comparison_page import (
     cells,
     difference,
@@ -40,7 +38,6 @@ from comparison_page import (
     workload_table,
     write_page,
 )
-from real_data import Unavailable
 from real_workloads import AT_SIZE
 from wall_clock import BYTES_PER_S, LATENCY_S, WORKERS, read_steps, share
 from wall_clock import table as workers_table
@@ -48,7 +45,7 @@ from wall_clock import table as workers_table
 from ray_adascale import LinearRule, SquareRootRule, UnscaledRule
 
 sys.path.append(str(Path(__file__).parents[1]))
-from bench import ROOT, by_hand, command_line, count, markdown
+from bench import ROOT, by_hand, count, markdown
 
 PAGE = ROOT / "docs" / "results" / "at-size.md"
 KEPT = "benchmarks/studies/kept/at_size.jsonl"
@@ -96,7 +93,7 @@ def shortened(plan: Plan, results: Results, workload: str, scale: int, seed: int
     return replace(job, method="AdaScale, T·B0", total_steps=max(1, round(plan.steps(workload) * ratio)))
 
 
-def rounds(plan: Plan, results: Results) -> Rounds:
+def rounds(plan: Plan, path: Path, results: Results) -> Rounds:
     """Yield the grid; then for every stage AdaScale's runs, and those that depend on them."""
     yield "grid", plan.grid_jobs()
     fixed = [name for name in LONGER.methods if name != "AdaScale, T·B0"]
@@ -178,7 +175,7 @@ HOW = """\
 - Seeds set weights, the order of examples and augmentation; methods are compared seed by seed."""
 
 
-def write(plan: Plan, results: Results, page: Path, command: str) -> None:
+def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) -> None:
     """Write the page and its pictures; the part by hand stays."""
     kept = by_hand(page)
     _, about = read_steps()
@@ -235,21 +232,14 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
     return comparison.parse(argv, __doc__, LONGER, KEPT, PAGE)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    args, plan = parse(argv)
-    began = time.monotonic()
-    try:
-        results = results_of(args, train, partial(rounds, plan))
-    except Unavailable as error:
-        print(f"This study needs public data: {error}", file=sys.stderr)
-        return 1
-    if args.page is not None:
-        write(plan, results, args.page, command_line(argv, "benchmarks/studies/at_size.py"))
+def show(plan: Plan, results: Results) -> None:
+    """Print both tables of every workload."""
     for workload in plan.workloads:
         print(f"\n{workload}\n\n{workload_table(plan, results, workload)}\n\n{examples_table(plan, results, workload)}")
-    report_seconds(began)
-    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return conduct(argv, __file__, parse, train, rounds, write, show)
 
 
 if __name__ == "__main__":

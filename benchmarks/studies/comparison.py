@@ -19,11 +19,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from adam_candidates import Attached
+from real_data import Unavailable
 from study import Case, KeptRuns, announce, check_scales, prepare_process, read_runs
 from study import parser as study_parser
 from torch import nn
@@ -32,7 +34,7 @@ from torch.utils.data import DataLoader, Subset
 from ray_adascale import Recipe, Run, Workload, record_recipe, seed_everything
 
 sys.path.append(str(Path(__file__).parents[1]))
-from bench import page_parser_options
+from bench import command_line, page_parser_options
 
 MOST_PASSES = 8
 
@@ -327,11 +329,23 @@ def stage(plan: Plan, results: Results, scale: int, seeds: int) -> Rounds:
     yield f"S = {scale}, given steps", stage_jobs(plan, results, scale, seeds, methods, given_steps=True)
 
 
-def rounds(plan: Plan, results: Results) -> Rounds:
-    """Yield the grid and then every stage."""
+def rounds(plan: Plan, path: Path, results: Results) -> Rounds:
+    """Yield the grid and then every stage.
+
+    Args:
+        plan: The plan.
+        path: The file of runs.
+        results: The results, which grow meanwhile.
+    """
     yield "grid", plan.grid_jobs()
     for scale, seeds in plan.stages():
         yield from stage(plan, results, scale, seeds)
+
+
+def rounds_and_recipes(plan: Plan, path: Path, results: Results) -> Rounds:
+    """Yield the rounds of :func:`rounds`; record the base runs last."""
+    yield from rounds(plan, path, results)
+    record_recipes(plan, results, path)
 
 
 def recipe_path(path: Path, workload: str) -> Path:
@@ -455,18 +469,42 @@ def parse(
     return args, Plan(comparison, workloads, chosen, numbers, comparison.grid_scale, comparison.shapes)
 
 
-def results_of(
-    args: argparse.Namespace, do: Callable[[Job], Result], rounds_of: Callable[[Results], Rounds]
-) -> Results:
-    """Return the kept results; unless ``--report-only`` is given, run what is missing first."""
+def conduct(
+    argv: Sequence[str] | None,
+    script: str,
+    parse: Callable[[Sequence[str]], tuple[argparse.Namespace, Plan]],
+    do: Callable[[Job], Result],
+    rounds: Callable[[Plan, Path, Results], Rounds],
+    write: Callable[[Plan, Results, Path, Path, str], None],
+    show: Callable[[Plan, Results], None],
+) -> int:
+    """Run a study as its command line says, and return the exit status.
+
+    Args:
+        argv: Words of the command line; None: those of the process.
+        script: Path of the study's script.
+        parse: Reads the command line.
+        do: Runs a job; a function of a module, so that other processes can import it.
+        rounds: Yields the rounds, given the plan, the file of runs and the results.
+        write: Writes the page, given the plan, the results, the file of runs, the page and the command.
+        show: Prints the tables.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    args, plan = parse(argv)
+    began = time.monotonic()
     prepare_process()
     announce(args.json)
-    return read(args.json) if args.report_only else run_all(args.json, do, rounds_of, args.jobs)
-
-
-def report_seconds(began: float) -> None:
-    """Print the seconds since ``began``, a reading of ``time.monotonic``."""
+    path: Path = args.json
+    try:
+        results = read(path) if args.report_only else run_all(path, do, partial(rounds, plan, path), args.jobs)
+    except Unavailable as error:
+        print(f"This study needs public data: {error}", file=sys.stderr)
+        return 1
+    if args.page is not None:
+        write(plan, results, path, args.page, command_line(argv, f"benchmarks/studies/{Path(script).name}"))
+    show(plan, results)
     print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)
+    return 0
 
 
 def of_plan(plan: Plan, results: Results) -> Sequence[Result]:

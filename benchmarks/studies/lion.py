@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import comparison
@@ -30,10 +28,8 @@ from comparison import (
     Plan,
     Result,
     Results,
-    Rounds,
-    record_recipes,
-    report_seconds,
-    results_of,
+    conduct,
+    rounds_and_recipes,
 )
 from comparison_page import (
     forecast_table,
@@ -49,7 +45,7 @@ from lion_pytorch import Lion
 from ray_adascale import AdaScaleBetasRule, UnscaledRule, Workload
 
 sys.path.append(str(Path(__file__).parents[1]))
-from bench import ROOT, by_hand, command_line, count
+from bench import ROOT, by_hand, count
 
 PAGE = ROOT / "docs" / "results" / "lion.md"
 KEPT = "benchmarks/studies/kept/lion.jsonl"
@@ -92,12 +88,6 @@ LION = Comparison(
 def train(job: Job) -> Result:
     """Run a job."""
     return comparison.train(LION, job)
-
-
-def rounds(plan: Plan, path: Path, results: Results) -> Rounds:
-    """Yield the grid and every stage; record the base runs last."""
-    yield from comparison.rounds(plan, results)
-    record_recipes(plan, results, path)
 
 
 HOW = f"""\
@@ -144,15 +134,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    args, plan = parse(argv)
-    began = time.monotonic()
-    results = results_of(args, train, partial(rounds, plan, args.json))
-    if args.page is not None:
-        write(plan, results, args.json, args.page, command_line(argv, "benchmarks/studies/lion.py"))
-    print_tables(plan, results)
-    report_seconds(began)
-    return 0
+    return conduct(argv, __file__, parse, train, rounds_and_recipes, write, print_tables)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,8 @@ import argparse
 import os
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import adam
@@ -33,11 +31,9 @@ from comparison import (
     Plan,
     Result,
     Results,
-    Rounds,
+    conduct,
     recipes,
-    record_recipes,
-    report_seconds,
-    results_of,
+    rounds_and_recipes,
     seeds_of,
 )
 from comparison_page import forecast_table, print_tables, provenance, verdicts, workload_sections, write_page
@@ -54,7 +50,7 @@ from ray_adascale import (
 )
 
 sys.path.append(str(Path(__file__).parents[1]))
-from bench import ROOT, by_hand, command_line, count, markdown
+from bench import ROOT, by_hand, count, markdown
 
 PAGE = ROOT / "docs" / "results" / "muon.md"
 KEPT = "benchmarks/studies/kept/muon.jsonl"
@@ -114,12 +110,6 @@ MUON = Comparison(
 def train(job: Job) -> Result:
     """Run a job."""
     return comparison.train(MUON, job)
-
-
-def rounds(plan: Plan, path: Path, results: Results) -> Rounds:
-    """Yield the grid and every stage; record the base runs last."""
-    yield from comparison.rounds(plan, results)
-    record_recipes(plan, results, path)
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
@@ -228,15 +218,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    args, plan = parse(argv)
-    began = time.monotonic()
-    results = results_of(args, train, partial(rounds, plan, args.json))
-    if args.page is not None:
-        write(plan, results, args.json, args.page, command_line(argv, "benchmarks/studies/muon.py"))
-    print_tables(plan, results)
-    report_seconds(began)
-    return 0
+    return conduct(argv, __file__, parse, train, rounds_and_recipes, write, print_tables)
 
 
 if __name__ == "__main__":

@@ -24,15 +24,13 @@ import argparse
 import math
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import comparison
-from comparison import Comparison, Job, Method, Plan, Result, Results, grid_score, report_seconds, results_of
+from comparison import Comparison, Job, Method, Plan, Result, Results, conduct, grid_score
 from comparison_page import (
     decimals,
     picture,
@@ -49,7 +47,7 @@ from study import CASES
 from ray_adascale import AdaScaleBetasRule, BetaRule, LinearRule, SquareRootRule, UnscaledRule
 
 sys.path.append(str(Path(__file__).parents[1]))
-from bench import ROOT, by_hand, command_line, count, markdown
+from bench import ROOT, by_hand, count, markdown
 
 PAGE = ROOT / "docs" / "results" / "transfer.md"
 KEPT = "benchmarks/studies/kept/transfer.jsonl"
@@ -191,7 +189,7 @@ HOW = """\
 - Seeds set weights, the order of examples and augmentation; methods are compared seed by seed."""
 
 
-def write(plan: Plan, results: Results, page: Path, command: str) -> None:
+def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) -> None:
     """Write the page and its pictures; the part by hand stays."""
     kept = by_hand(page)
     page.parent.mkdir(parents=True, exist_ok=True)
@@ -231,16 +229,13 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
     return comparison.parse(argv, __doc__, SGD, KEPT, PAGE)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    args, plan = parse(argv)
-    began = time.monotonic()
-    results = results_of(args, train, partial(comparison.rounds, plan))
-    if args.page is not None:
-        write(plan, results, args.page, command_line(argv, "benchmarks/studies/transfer.py"))
+def show(plan: Plan, results: Results) -> None:
+    """Print the tables."""
     print_tables(plan, results, robustness(plan, results))
-    report_seconds(began)
-    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return conduct(argv, __file__, parse, train, comparison.rounds, write, show)
 
 
 if __name__ == "__main__":

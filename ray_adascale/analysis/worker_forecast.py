@@ -427,9 +427,7 @@ def _verdict(saved: float) -> str:
     return f"it saves {saved:.1%}" if saved > 0 else f"it saves nothing and takes {-saved:.1%} more"
 
 
-def _notes(
-    recipe: Recipe, settings: WorkersFollow, throughput: Throughput, seeds: Sequence[NoiseCurve]
-) -> list[str]:
+def _notes(recipe: Recipe, settings: WorkersFollow, throughput: Throughput, seeds: Sequence[NoiseCurve]) -> list[str]:
     doubt = forecast_doubt(recipe.momentum_of)
     notes = [] if doubt is None else [doubt]
     if settings.restart_s is None:

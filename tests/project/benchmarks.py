@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,3 +22,9 @@ def load(name: str) -> Any:
     if known is not None and os.path.dirname(known.__file__ or "") not in folders:
         del sys.modules[name]  # a folder of tests/ has this name too
     return importlib.import_module(name)
+
+
+def runs_at_s_1(study: Any, methods: Mapping[str, Any], job: Any) -> list[Any]:
+    """Return the results of all methods for a job at S = 1, without their seconds and date. Methods may be given T steps."""
+    jobs = [replace(job, method=m, steps=job.total_steps if methods[m].given_steps else None) for m in methods]
+    return [replace(study.train(job), cpu_s=0, date="") for job in jobs]

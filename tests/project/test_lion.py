@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.project.benchmarks import load
+from tests.project.benchmarks import load, runs_at_s_1
 
 pytest.importorskip("mlxtend")
 pytest.importorskip("lion_pytorch")
@@ -31,11 +30,9 @@ def lion() -> Any:
 
 def test_at_s_1_all_methods_are_the_same_run(lion: Any) -> None:
     job = lion.Job("tabular", "AdaScale", 1, 1, 0.002, "warmup", 40, "test", None, "lion")
-    methods = lion.LION.methods
-    jobs = [replace(job, method=m, steps=40 if methods[m].given_steps else None) for m in methods]
-    first, *others = (replace(lion.train(job), cpu_s=0, date="") for job in jobs)
+    first, *others = runs_at_s_1(lion, lion.LION.methods, job)
     assert first.optimizer_steps == 40
-    assert others == [first] * (len(methods) - 1)
+    assert others == [first] * (len(lion.LION.methods) - 1)
 
 
 def test_lr_times_decay_is_adamws(lion: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch.optim import AdamW, Muon
 
 from ray_adascale import OptimizerChain, RuleInput
-from tests.project.benchmarks import load
+from tests.project.benchmarks import load, runs_at_s_1
 
 pytest.importorskip("mlxtend")
 
@@ -51,11 +51,9 @@ def test_muon_has_the_hidden_matrices_and_adamw_the_rest(muon: Any) -> None:
 
 def test_at_s_1_all_methods_are_the_same_run(muon: Any) -> None:
     job = muon.Job("tabular", "AdaScale", 1, 1, 0.008, "warmup", 40, "test", None, "muon")
-    methods = muon.MUON.methods
-    jobs = [replace(job, method=m, steps=40 if methods[m].given_steps else None) for m in methods]
-    first, *others = (replace(muon.train(job), cpu_s=0, date="") for job in jobs)
+    first, *others = runs_at_s_1(muon, muon.MUON.methods, job)
     assert first.optimizer_steps == 40
-    assert others == [first] * (len(methods) - 1)
+    assert others == [first] * (len(muon.MUON.methods) - 1)
 
 
 def test_the_gain_in_the_dual_norm_of_the_steps_by_hand(muon: Any) -> None:

@@ -242,7 +242,7 @@ def test_equal_examples_shorten_the_schedule_by_what_the_first_run_took(at_size:
     results[own] = replace(result(at_size), examples=60_000)  # T · B0 = 24,000
     short = at_size.shortened(plan, results, "group norm", 16, 1)
     assert (short.total_steps, short.method, short.scale) == (600, "AdaScale, T·B0", 16)
-    rounds = dict(at_size.rounds(plan, results))
+    rounds = dict(at_size.rounds(plan, Path(), results))
     assert rounds["S = 16, equal examples"] == [short]
     given = {job.method: job.steps for job in rounds["S = 16, given steps"]}
     assert given == {"linear": 10, "√": 10, "unscaled": 10}

@@ -20,7 +20,7 @@ from ray_adascale import BetaRule, RuleInput
 from ray_adascale.optim.rules import betas_of, metric_of
 from ray_adascale.workload import build
 from ray_adascale.workload_source import resolve
-from tests.project.benchmarks import STUDIES, load
+from tests.project.benchmarks import STUDIES, load, runs_at_s_1
 
 pytest.importorskip("mlxtend")
 
@@ -145,7 +145,7 @@ def test_an_interrupted_benchmark_goes_on_with_what_is_missing(
     path = tmp_path / "runs.jsonl"
     path.write_text("".join(lines[:-2]) + lines[-2][:50])
     plan = transfer.parse(arguments(smoke))[1]
-    results = comparison.run_all(path, transfer.train, partial(comparison.rounds, plan))
+    results = comparison.run_all(path, transfer.train, partial(comparison.rounds, plan, path))
     assert path.read_text().splitlines(keepends=True)[:-2] == lines[:-2]
     assert len(results) == len(lines)
     assert comparison.read(path) == results
@@ -157,8 +157,7 @@ def test_an_interrupted_benchmark_goes_on_with_what_is_missing(
 @pytest.mark.filterwarnings("ignore:rule='adascale_betas' has no derivation")
 def test_at_s_1_all_methods_are_the_same_run(transfer: Any) -> None:
     job = transfer.Job("tabular", "AdaScale", 1, 1, 0.02, "warmup", 40, "test")
-    jobs = [replace(job, method=m, steps=40 if m in ("LSW+", "√", "unscaled") else None) for m in transfer.SGD.methods]
-    first, *others = (replace(transfer.train(job), cpu_s=0, date="") for job in jobs)
+    first, *others = runs_at_s_1(transfer, transfer.SGD.methods, job)
     assert first.optimizer_steps == 40
     assert others == [first] * 5
 
@@ -166,11 +165,9 @@ def test_at_s_1_all_methods_are_the_same_run(transfer: Any) -> None:
 @pytest.mark.filterwarnings("ignore:AdaScale is derived for SGD")
 def test_at_s_1_all_candidates_for_adam_are_the_same_run(transfer: Any, adam: Any) -> None:
     job = adam.Job("tabular", "AdaScale", 1, 1, 0.004, "warmup", 40, "test", None, "adamw")
-    methods = adam.ADAMW.methods
-    jobs = [replace(job, method=m, steps=40 if methods[m].given_steps else None) for m in methods]
-    first, *others = (replace(adam.train(job), cpu_s=0, date="") for job in jobs)
+    first, *others = runs_at_s_1(adam, adam.ADAMW.methods, job)
     assert first.optimizer_steps == 40
-    assert others == [first] * (len(methods) - 1)
+    assert others == [first] * (len(adam.ADAMW.methods) - 1)
     # The workload's SGD gives another score.
     assert transfer.train(replace(job, optimizer="sgd")).score != first.score
     assert adam.train(replace(job, beta2=0.95)).score != first.score
