@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-__all__ = ["SEVERAL_OPTIMIZERS", "OptimizerChain", "empty_copy", "needs_closure", "parts_of"]
+__all__ = ["SEVERAL_OPTIMIZERS", "OptimizerChain", "empty_copy", "largest_part", "needs_closure", "parts_of"]
 
 SEVERAL_OPTIMIZERS = (
     "There is one gain and one clock, and several optimizers would each advance the clock. Make them one: "
@@ -272,6 +272,12 @@ def parts_of(optimizer: Optimizer) -> list[tuple[Optimizer, list[int]]]:
     if isinstance(optimizer, OptimizerChain):
         return optimizer.parts()
     return [(optimizer, list(range(len(optimizer.param_groups))))]
+
+
+def largest_part(optimizer: Optimizer) -> Optimizer:
+    """Return the plain optimizer of an optimizer with the most elements: one of a chain's, or the optimizer itself."""
+    parts = [part for part, _ in parts_of(optimizer)]
+    return max(parts, key=lambda part: sum(p.numel() for group in part.param_groups for p in group["params"]))
 
 
 def empty_copy(optimizer: Optimizer) -> Optimizer:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from torch.optim import Optimizer
 
-from .chain import parts_of
+from .chain import largest_part, parts_of
 from .optim.rules import AdamScaleRule, AdaScaleRule, ScalingRule, betas_of
+from .recipe import Recipe
 
-__all__ = ["doubt", "forecast_doubt", "kind_of"]
+__all__ = ["doubt", "forecast_doubt", "kind_of", "recipe_doubt"]
 
 SGD = frozenset({"SGD"})
 ADAM = frozenset({"Adam", "AdamW"})
@@ -112,6 +113,22 @@ def _outcome(known: tuple[Evidence, ...], kinds: set[str], name: str) -> str:
     return (
         f"It was measured with Adam, AdamW, Muon and Lion (docs/results), and with {name} it was not. The run goes on. Compare "
         "with a base run before you trust it."
+    )
+
+
+def recipe_doubt(recipe: Recipe, optimizer: Optimizer) -> str | None:
+    """Return a warning if a recipe was made with an optimizer of another class than that of a run; None if not, or unknown.
+
+    Args:
+        recipe: The recipe.
+        optimizer: The user's own optimizer, or a chain.
+    """
+    before, now = recipe.momentum_of, kind_of(largest_part(optimizer))
+    if before in ("", now):
+        return None
+    return (
+        f"The recipe was made with {before}, and this run has {now}, whose learning rate means something else. Use {before}, or "
+        f"search anew with {now}."
     )
 
 

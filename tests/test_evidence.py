@@ -10,8 +10,10 @@ import torch
 from torch.optim import SGD, Adam, Adamax, AdamW, Muon, Optimizer, RMSprop
 
 from ray_adascale import AdaScaleBetasRule, BetaRule, OptimizerChain
-from ray_adascale.evidence import doubt, forecast_doubt, kind_of
+from ray_adascale.evidence import doubt, forecast_doubt, kind_of, recipe_doubt
 from ray_adascale.optim.rules import make_rule
+
+from .samples_of import recipe
 
 
 class Lion(Optimizer):
@@ -80,3 +82,16 @@ def test_a_forecast_says_where_its_formula_was_not_found(kind: Any, words: str |
     found = forecast_doubt(kind_of(made(kind)))
     assert found is None if words is None else re.search(words, found or "")
     assert forecast_doubt("") is None  # a recipe of an earlier version
+
+
+def test_a_recipe_of_another_class_of_optimizer_is_reported() -> None:
+    adamw, sgd = recipe([], 10, search={"momentum_of": "AdamW"}), recipe([], 10, search={"momentum_of": "SGD"})
+    assert recipe_doubt(adamw, made(Own)) is None
+    assert recipe_doubt(recipe([], 10), made(SGD)) is None  # of an earlier version
+    found = recipe_doubt(adamw, made(Lion))
+    assert found is not None
+    assert re.search("made with AdamW, and this run has Lion.*Use AdamW, or search anew with Lion", found)
+    few, many = SGD([torch.zeros(2, requires_grad=True)], lr=0.1), AdamW([torch.zeros(9, requires_grad=True)], lr=0.1)
+    chain = OptimizerChain([few, many])  # its recipe has the momentum of the larger part
+    assert recipe_doubt(adamw, chain) is None
+    assert recipe_doubt(sgd, chain) is not None

@@ -323,7 +323,8 @@ class RecipeRecorder:
         """
         self.check_base_run(schedule)
         self._schedule, self._config = schedule, config
-        self._momentum = momentum_of(schedule.optimizer)
+        assert isinstance(schedule.optimizer, AdaScale)
+        self._momentum = momentum_of(schedule.optimizer.wrapped)
 
     def check_base_run(self, schedule: TauSchedule) -> None:
         """Check that a run is a base run. An adapter calls this after a change of the batch.

@@ -108,7 +108,7 @@ def assemble(
     """
     config = config.with_recipe(recipe)
     rank, device = backend.rank, backend.device
-    check_built(model, optimizer, config)
+    check_built(model, optimizer, config, recipe)
     _check_early_stop(config, evaluate)
     found: list[FoundBatch] = []
     if config.per_worker_batch_size == AUTO:

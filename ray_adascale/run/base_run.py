@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from .._errors import SettingError
 from .._version import __version__
-from ..chain import parts_of
+from ..chain import largest_part
 from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig
 from ..evidence import kind_of
@@ -291,15 +291,11 @@ def momentum_of(optimizer: Optimizer) -> Momentum:
     For a chain it is that of the optimizer with the most elements: the forecast uses one momentum for the whole model. Muon's
     momentum counts as Adam's β1 does. Both are averages, and the size of a step does not depend on them.
     """
-    largest = max((part for part, _ in parts_of(optimizer)), key=_elements)
+    largest = largest_part(optimizer)
     group = largest.param_groups[0]
     is_beta = "momentum" not in group and "betas" in group
     value = group["betas"][0] if is_beta else group.get("momentum", 0.0)
     return Momentum(float(value) if 0 <= value < 1 else None, is_beta, kind_of(largest))
-
-
-def _elements(optimizer: Optimizer) -> int:
-    return sum(p.numel() for group in optimizer.param_groups for p in group["params"])
 
 
 def kept_settings(base: AdaScaleConfig) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from ..chain import SEVERAL_OPTIMIZERS
 from ..checkpoint.optimizer import parameter_names
 from ..config import AdaScaleConfig
 from ..data.source import BatchSource
-from ..evidence import doubt
+from ..evidence import doubt, recipe_doubt
 from ..optim.adam_metric import adam_preconditioner
 from ..optim.adascale import AdaScale
 from ..optim.rules import make_rule, metric_of
@@ -50,8 +50,8 @@ class Wrapped:
     sharding: str
 
 
-def check_built(model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig) -> None:
-    """Check that there is one bare model and one bare optimizer. Warn of an optimizer that the rule was not derived for.
+def check_built(model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig, recipe: Recipe | None) -> None:
+    """Check that there is one bare model and one bare optimizer. Warn of a rule or a recipe that is not for this optimizer.
 
     Only rank 0 warns, since all workers have the same optimizer.
 
@@ -70,9 +70,11 @@ def check_built(model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig) 
         raise ValueError(
             f"Pass the bare optimizer: it is wrapped here, so {type(optimizer).__name__} would wrap it twice."
         )
-    warning = doubt(make_rule(config.rule), optimizer)
-    if warning is not None and not (dist.is_initialized() and dist.get_rank() > 0):
-        warn_at_user(warning)
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return
+    doubts = [doubt(make_rule(config.rule), optimizer), None if recipe is None else recipe_doubt(recipe, optimizer)]
+    for sentence in filter(None, doubts):
+        warn_at_user(sentence)
 
 
 def check_recipe(recipe: Recipe, schedule: BaseSchedule) -> None:

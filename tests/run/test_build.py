@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
-from ray_adascale import AdaScaleConfig, LEGWRule, RuleInput, Run
+from ray_adascale import AdaScaleConfig, LEGWRule, Recipe, RuleInput, Run
 from ray_adascale.run.build import _settle_buckets, check_built, check_recipe, check_rule, wrap
 from ray_adascale.run.schedule import BaseSchedule
 from ray_adascale.scaling_rules import AdamScale, LEGWScale
@@ -129,11 +129,12 @@ def test_the_error_of_another_curve_than_the_recipes_ends_its_sentences_once(cur
     assert ". Build optimizer and scheduler from" in text
 
 
-def _warnings_of(optimizer: type[torch.optim.Optimizer]) -> list[str]:
+def _warnings_of(optimizer: type[torch.optim.Optimizer], recipe: Recipe | None = None) -> list[str]:
     model = nn.Linear(2, 1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        check_built(model, optimizer(model.parameters(), lr=0.1), AdaScaleConfig(base_batch_size=4, total_steps=10))
+        config = AdaScaleConfig(base_batch_size=4, total_steps=10)
+        check_built(model, optimizer(model.parameters(), lr=0.1), config, recipe)
     return [str(each.message) for each in caught]
 
 
@@ -142,6 +143,10 @@ def test_one_worker_warns_of_an_optimizer_that_adascale_is_not_derived_for(pool:
     assert text.startswith("AdaScale is derived for SGD. With AdamW there is no proof")
     assert others == []
     assert pool(2).run(_warnings_of, SGD) == [[], []]
+    assert pool(2).run(_warnings_of, SGD, recipe([], 10, search={"momentum_of": "SGD"})) == [[], []]
+    (text,), others = pool(2).run(_warnings_of, SGD, recipe([], 10, search={"momentum_of": "AdamW"}))
+    assert text.startswith("The recipe was made with AdamW, and this run has SGD")
+    assert others == []
 
 
 def _outlives(rank: int, ports: list[int], queue: Any) -> None:
