@@ -70,11 +70,10 @@ def check_built(model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig, 
         raise ValueError(
             f"Pass the bare optimizer: it is wrapped here, so {type(optimizer).__name__} would wrap it twice."
         )
-    if dist.is_initialized() and dist.get_rank() > 0:
-        return
     doubts = [doubt(make_rule(config.rule), optimizer), None if recipe is None else recipe_doubt(recipe, optimizer)]
-    for sentence in filter(None, doubts):
-        warn_at_user(sentence)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        for sentence in filter(None, doubts):
+            warn_at_user(sentence)
 
 
 def check_recipe(recipe: Recipe, schedule: BaseSchedule) -> None:
