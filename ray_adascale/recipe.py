@@ -558,7 +558,7 @@ def _describe_noise(recipe: Recipe) -> str:
     more = f" and {of_repeats} in the repeats" if of_repeats else ""
     how = recipe.search.get("noise")
     source = (
-        f", from {how['from']} on every {how['every']}. step"
+        f", from {how['from']} every {how['every']} steps"
         if isinstance(how, dict) and {"from", "every"} <= how.keys()
         else ""
     )

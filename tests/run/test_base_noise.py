@@ -79,7 +79,7 @@ def test_a_covered_model_is_measured_on_every_fifth_step_without_an_extra_pass()
     assert calls == T
     assert [probe.effective_steps for probe in found.noise] == list(range(0, T, 5))
     assert found.search["noise"] == {"from": "examples", "every": 5}
-    assert "from examples on every 5. step" in found.describe()
+    assert "from examples every 5 steps" in found.describe()
 
 
 def test_the_first_measurement_is_that_of_one_differentiation_an_example() -> None:
