@@ -275,7 +275,7 @@ def parts_of(optimizer: Optimizer) -> list[tuple[Optimizer, list[int]]]:
 
 
 def largest_part(optimizer: Optimizer) -> Optimizer:
-    """Return the plain optimizer of an optimizer with the most elements: one of a chain's, or the optimizer itself."""
+    """Return the plain optimizer with the most elements: one of a chain's, or the optimizer itself."""
     parts = [part for part, _ in parts_of(optimizer)]
     return max(parts, key=lambda part: sum(p.numel() for group in part.param_groups for p in group["params"]))
 

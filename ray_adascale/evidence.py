@@ -1,4 +1,4 @@
-"""Warnings about an optimizer that a scaling rule or a forecast has no derivation for: where it was measured, the outcome."""
+"""Warnings about optimizers that a scaling rule or a forecast has no derivation for. They name what was measured."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["doubt", "forecast_doubt", "kind_of", "recipe_doubt"]
 SGD = frozenset({"SGD"})
 ADAM = frozenset({"Adam", "AdamW"})
 MUON = frozenset({"Muon"})
-# Lion is in several packages, so an optimizer is recognised by the names of its class and of the classes it is derived from.
+# Several packages have a Lion, so optimizers are recognised by the name of the class, not by the class.
 LION = frozenset({"Lion"})
 _MEASURED = SGD | ADAM | MUON | LION
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Outcome of a rule's measurements with optimizers.
+    """Outcome of the measurements of a rule with some optimizers.
 
     Attributes:
-        kinds: Names of the optimizers' classes. A run whose optimizers are all among them has this evidence.
+        kinds: Names of classes. The evidence holds for a run if all its optimizers are of these classes.
         outcome: The end of the warning. "{name}" stands for the optimizers of the run.
     """
 
@@ -33,7 +33,7 @@ class Evidence:
     outcome: str
 
 
-# The first evidence that covers a run's optimizers holds.
+# If several hold for a run, the first one is reported.
 ADASCALE = (
     Evidence(
         SGD | ADAM,
@@ -76,7 +76,7 @@ BETAS = (
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """Return the name of the measured class that an optimizer is of or derived from; else the name of its own class."""
+    """Return the name of an optimizer's class. If the class is derived from a measured one, return the name of that one."""
     names = [kind.__name__ for kind in type(optimizer).__mro__]
     return next((name for name in names if name in _MEASURED), names[0])
 
@@ -106,7 +106,7 @@ def doubt(rule: ScalingRule, optimizer: Optimizer) -> str | None:
 
 
 def _outcome(known: tuple[Evidence, ...], kinds: set[str], name: str) -> str:
-    """Return the outcome of the first evidence that covers the kinds."""
+    """Return the outcome of the first evidence that holds for optimizers of these classes."""
     for evidence in known:
         if kinds <= evidence.kinds:
             return evidence.outcome.format(name=name)
@@ -117,23 +117,23 @@ def _outcome(known: tuple[Evidence, ...], kinds: set[str], name: str) -> str:
 
 
 def recipe_doubt(recipe: Recipe, optimizer: Optimizer) -> str | None:
-    """Return a warning if a recipe was made with an optimizer of another class than that of a run; None if not, or unknown.
+    """Return a warning if a run has an optimizer of another class than the recipe; None if not, or if the recipe has no class.
 
     Args:
         recipe: The recipe.
         optimizer: The user's own optimizer, or a chain.
     """
-    before, now = recipe.momentum_of, kind_of(largest_part(optimizer))
+    before, now = recipe.optimizer_class, kind_of(largest_part(optimizer))
     if before in ("", now):
         return None
     return (
-        f"The recipe was made with {before}, and this run has {now}, whose learning rate means something else. Use {before}, or "
-        f"search anew with {now}."
+        f"The recipe was made with {before}, and this run has {now}: the schedule was tuned for another optimizer. Use {before}, "
+        f"or search anew with {now}."
     )
 
 
 def forecast_doubt(kind: str) -> str | None:
-    """Return a sentence on a forecast whose formula was not found for an optimizer, or failed with it; None for the others.
+    """Return a note if the forecast failed with a class of optimizers, or was not measured with it; otherwise None.
 
     Args:
         kind: :func:`kind_of` the optimizer of the base run; empty: unknown.

@@ -174,9 +174,9 @@ class Recipe:
         return self.search.get("momentum_is_beta") is not False
 
     @property
-    def momentum_of(self) -> str:
-        """Class of the optimizer that :attr:`momentum` is of. ``search["momentum_of"]``; empty if missing."""
-        return str(self.search.get("momentum_of", ""))
+    def optimizer_class(self) -> str:
+        """Name of the class of the optimizer that has :attr:`momentum`. ``search["optimizer_class"]``; empty if missing."""
+        return str(self.search.get("optimizer_class", ""))
 
     @property
     def fingerprint(self) -> str:

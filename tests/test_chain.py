@@ -473,9 +473,11 @@ def test_muons_matrices_are_whole_and_adamws_parameters_in_equal_parts(pool: Any
 
 def test_the_forecasts_momentum_is_that_of_the_optimizer_with_the_most_elements() -> None:
     model = make_model()
-    assert momentum_of(make(model)) == Momentum(0.95, is_beta=False, of="Muon")  # 64 + 48 elements against 34
+    assert momentum_of(make(model)) == Momentum(
+        0.95, is_beta=False, optimizer_class="Muon"
+    )  # 64 + 48 elements against 34
     most_to_adamw = [Muon([model[4].weight], momentum=0.8), AdamW([model[0].weight, model[2].weight], betas=(0.7, 0.9))]
-    assert momentum_of(OptimizerChain(most_to_adamw)) == Momentum(0.7, is_beta=True, of="AdamW")
+    assert momentum_of(OptimizerChain(most_to_adamw)) == Momentum(0.7, is_beta=True, optimizer_class="AdamW")
 
 
 def test_a_chain_has_state_if_one_of_its_optimizers_has() -> None:

@@ -85,7 +85,7 @@ def test_a_forecast_says_where_its_formula_was_not_found(kind: Any, words: str |
 
 
 def test_a_recipe_of_another_class_of_optimizer_is_reported() -> None:
-    adamw, sgd = recipe([], 10, search={"momentum_of": "AdamW"}), recipe([], 10, search={"momentum_of": "SGD"})
+    adamw, sgd = recipe([], 10, search={"optimizer_class": "AdamW"}), recipe([], 10, search={"optimizer_class": "SGD"})
     assert recipe_doubt(adamw, made(Own)) is None
     assert recipe_doubt(recipe([], 10), made(SGD)) is None  # of an earlier version
     found = recipe_doubt(adamw, made(Lion))

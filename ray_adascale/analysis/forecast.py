@@ -332,7 +332,7 @@ def _notes(
         time = list(throughput.notes)
     if not forecaster.measures:
         return time  # the steps follow from S alone
-    doubt = forecast_doubt(recipe.momentum_of)
+    doubt = forecast_doubt(recipe.optimizer_class)
     notes = [] if doubt is None else [doubt]
     if rows[-1].scale > _FAR:
         notes.append(

@@ -428,7 +428,7 @@ def _verdict(saved: float) -> str:
 
 
 def _notes(recipe: Recipe, settings: WorkersFollow, throughput: Throughput, seeds: Sequence[NoiseCurve]) -> list[str]:
-    doubt = forecast_doubt(recipe.momentum_of)
+    doubt = forecast_doubt(recipe.optimizer_class)
     notes = [] if doubt is None else [doubt]
     if settings.restart_s is None:
         notes.append(f"A restart counts {RESTART_S:g} s: set restart_s (--restart-s) to what it takes on your cluster.")

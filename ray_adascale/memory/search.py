@@ -25,7 +25,7 @@ _SAFETY = 0.02
 _STEADY = 1.02
 """Ratio of two sizes from which on a further trial is worth its time."""
 _APART = 0.75
-"""Largest ratio of the sizes of two trials whose peaks are compared for the growth."""
+"""The growth is measured between two trials if the ratio of their sizes, small to large, is at most this."""
 _HIDDEN = 1.5
 """Growth of the whole peak relative to that of the forward pass, assumed while the whole peak does not show its growth.
 

@@ -55,12 +55,12 @@ class Momentum:
     Attributes:
         value: m, 0 ≤ m < 1; None: unknown.
         is_beta: Whether m is β1, which a rule for betas changes.
-        of: Class of the optimizer, see :func:`ray_adascale.evidence.kind_of`; empty: unknown.
+        optimizer_class: Name of the optimizer's class, see :func:`ray_adascale.evidence.kind_of`; empty: unknown.
     """
 
     value: float | None = None
     is_beta: bool = False
-    of: str = ""
+    optimizer_class: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +224,7 @@ def freeze(
             "handed": list(injected_settings(config)),
             "noise": {"from": outcome.noise_source, "every": outcome.noise_every},
             "momentum_is_beta": outcome.momentum.is_beta,
-            "momentum_of": outcome.momentum.of,
+            "optimizer_class": outcome.momentum.optimizer_class,
         },
         workload=workload_name(workload),
         versions={

@@ -259,7 +259,7 @@ def test_what_cannot_be_forecast(changes: dict[str, Any], message: str) -> None:
 def test_json_and_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = forecast_workers(recipe(NOISE), workers=(1, 3), throughput=SECOND)
     assert not any("Lion" in note for note in made.notes)
-    lion = forecast_workers(recipe(NOISE, search={"momentum_of": "Lion"}), workers=(1, 3), throughput=SECOND)
+    lion = forecast_workers(recipe(NOISE, search={"optimizer_class": "Lion"}), workers=(1, 3), throughput=SECOND)
     assert "With Lion runs took" in lion.notes[0]
     read = json.loads(made.to_json())
     assert read["run"]["parts"][0]["workers"] == made.run.parts[0].workers

@@ -266,7 +266,7 @@ def test_a_base_run_leaves_its_recipe_and_probing_changes_no_bit() -> None:
     recipe = recorder.recipe({"lr": LR}, metric="loss", mode="min", score=0.5, workload=make)
     assert [probe.effective_steps for probe in recipe.noise] == [0, 10, 20]
     assert recipe.lr_curve[0][15] == pytest.approx(LR / 2)
-    assert (recipe.momentum, recipe.momentum_of) == (0.9, "SGD")
+    assert (recipe.momentum, recipe.optimizer_class) == (0.9, "SGD")
 
     fit(AdaScaleCallback(AdaScaleConfig(), recipe), module(30))
     with pytest.raises(ValueError, match="The learning-rate curve is not the recipe's"):

@@ -10,8 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 STUDIES = BENCHMARKS / "studies"
+QUIET = [
+    pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale"),
+    pytest.mark.filterwarnings("ignore:AdaScale is derived for SGD"),
+    pytest.mark.filterwarnings("ignore:rule='adascale_betas' has no derivation"),
+    # The text is of the standard library's docstrings.
+    pytest.mark.filterwarnings(r"ignore:typing\.(io|re) is deprecated"),
+]
+"""Marks of tests of studies with other optimizers than SGD: their runs warn of what the study measures."""
 
 
 def load(name: str) -> Any:
@@ -25,6 +35,6 @@ def load(name: str) -> Any:
 
 
 def runs_at_s_1(study: Any, methods: Mapping[str, Any], job: Any) -> list[Any]:
-    """Return the results of all methods for a job at S = 1, without their seconds and date. Methods may be given T steps."""
+    """Return the results of all methods for a job at S = 1, without seconds and date. A method that is given steps gets T."""
     jobs = [replace(job, method=m, steps=job.total_steps if methods[m].given_steps else None) for m in methods]
     return [replace(study.train(job), cpu_s=0, date="") for job in jobs]

@@ -7,20 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.project.benchmarks import load, runs_at_s_1
+from tests.project.benchmarks import QUIET, load, runs_at_s_1
 
 pytest.importorskip("mlxtend")
 pytest.importorskip("lion_pytorch")
 
-pytestmark = [
-    pytest.mark.docs,
-    pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale"),
-    pytest.mark.filterwarnings("ignore:AdaScale is derived for SGD"),
-    pytest.mark.filterwarnings("ignore:rule='adascale_betas' has no derivation"),
-    pytest.mark.filterwarnings(
-        r"ignore:typing\.(io|re) is deprecated"
-    ),  # the text is of the standard library's docstrings
-]
+pytestmark = [pytest.mark.docs, *QUIET]
 
 
 @pytest.fixture(scope="module")

@@ -12,19 +12,11 @@ import torch
 from torch.optim import AdamW, Muon
 
 from ray_adascale import OptimizerChain, RuleInput
-from tests.project.benchmarks import load, runs_at_s_1
+from tests.project.benchmarks import QUIET, load, runs_at_s_1
 
 pytest.importorskip("mlxtend")
 
-pytestmark = [
-    pytest.mark.docs,
-    pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale"),
-    pytest.mark.filterwarnings("ignore:AdaScale is derived for SGD"),
-    pytest.mark.filterwarnings("ignore:rule='adascale_betas' has no derivation"),
-    pytest.mark.filterwarnings(
-        r"ignore:typing\.(io|re) is deprecated"
-    ),  # the text is of the standard library's docstrings
-]
+pytestmark = [pytest.mark.docs, *QUIET]
 
 
 @pytest.fixture(scope="module")

@@ -143,8 +143,8 @@ def test_one_worker_warns_of_an_optimizer_that_adascale_is_not_derived_for(pool:
     assert text.startswith("AdaScale is derived for SGD. With AdamW there is no proof")
     assert others == []
     assert pool(2).run(_warnings_of, SGD) == [[], []]
-    assert pool(2).run(_warnings_of, SGD, recipe([], 10, search={"momentum_of": "SGD"})) == [[], []]
-    (text,), others = pool(2).run(_warnings_of, SGD, recipe([], 10, search={"momentum_of": "AdamW"}))
+    assert pool(2).run(_warnings_of, SGD, recipe([], 10, search={"optimizer_class": "SGD"})) == [[], []]
+    (text,), others = pool(2).run(_warnings_of, SGD, recipe([], 10, search={"optimizer_class": "AdamW"}))
     assert text.startswith("The recipe was made with AdamW, and this run has SGD")
     assert others == []
 

@@ -191,7 +191,7 @@ def test_a_list_of_optimizers_is_refused_and_the_chain_is_named() -> None:
 
 def test_a_base_run_is_recorded_with_the_curve_of_each_group() -> None:
     recipe = record_recipe(workload, {}, base_batch_size=B0, total_steps=T, probe_every=5)
-    assert (recipe.momentum, recipe.momentum_is_beta, recipe.momentum_of) == (0.95, False, "Muon")
+    assert (recipe.momentum, recipe.momentum_is_beta, recipe.optimizer_class) == (0.95, False, "Muon")
     assert [curve[0] for curve in recipe.lr_curve] == [0.02, 0.01]
     assert [curve[T // 2] for curve in recipe.lr_curve] == pytest.approx([0.01, 0.005])
     with pytest.raises(ValueError, match="learning-rate curve is not the recipe's"), warnings.catch_warnings():
