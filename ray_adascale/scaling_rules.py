@@ -7,8 +7,8 @@ A rule is used in one of two ways:
 * As the trainer's: ``AdaScaleConfig(rule=scaling_rules.LEGWScale(5, 50_000))``. A rule is callable as
   ``(RuleInput) -> (LR factor, clock increment)``. The formulas are in :mod:`ray_adascale.optim.rules`.
 
-A user's own rule overrides :meth:`ScalingRuleBase.scale_lr`, and :meth:`ScalingRuleBase.clock` if the schedule should not
-advance by the gain.
+A user's own rule overrides :meth:`ScalingRuleBase.scale_lr`. If the schedule should not advance by the gain, it also overrides
+:meth:`ScalingRuleBase.clock`, and sets ``clock_is_gain = False``.
 """
 
 from __future__ import annotations
@@ -83,6 +83,9 @@ class ScalingRuleBase:
 
     metric: ClassVar[Metric] = "euclidean"
     """Metric of noise and signal; "adam" divides gradients as Adam's step does (:func:`adam_preconditioner`)."""
+
+    clock_is_gain: ClassVar[bool] = True
+    """Whether :meth:`clock` returns the gain. A batch that follows the noise is refused otherwise."""
 
     # On the class, so that a subclass whose constructor forgets super().__init__() works too.
     adp: Any = None
@@ -250,6 +253,8 @@ class AdamScale(AdaScale):
 class LinearScale(ScalingRuleBase):
     """Factor S, without a warm-up (AdaptDL's; the trainer's ``LinearRule`` has one). Clock: S. arXiv 1706.02677."""
 
+    clock_is_gain = False
+
     def scale_lr(self, scale: float) -> Any:
         return scale
 
@@ -259,6 +264,8 @@ class LinearScale(ScalingRuleBase):
 
 class SqrtScale(ScalingRuleBase):
     """Factor √S. Clock: S. Krizhevsky, arXiv 1404.5997."""
+
+    clock_is_gain = False
 
     def scale_lr(self, scale: float) -> Any:
         return math.sqrt(scale)
@@ -276,6 +283,8 @@ class LEGWScale(ScalingRuleBase):
         base_warmup_epochs: Length of the warm-up at the base batch, in epochs.
         data_size: Examples in the dataset.
     """
+
+    clock_is_gain = False
 
     def __init__(self, base_warmup_epochs: float, data_size: int) -> None:
         self._rule = LEGWRule(base_warmup_epochs, data_size)

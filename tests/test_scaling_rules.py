@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from ray_adascale import AdaScale as Wrapper
 from ray_adascale import AdaScaleConfig, RuleInput
 from ray_adascale.compat.adaptdl import GradientNoiseScale
-from ray_adascale.optim.rules import make_rule, metric_of
+from ray_adascale.optim.rules import follows_gain, make_rule, metric_of
 from ray_adascale.scaling_rules import (
     AdamScale,
     AdaScale,
@@ -24,6 +25,7 @@ from ray_adascale.scaling_rules import (
     SqrtScale,
     pick_factor,
 )
+from ray_adascale.worker_policy import follow_settings
 
 from .classifier import batches, make_model, weights
 from .reference import gain as reference_gain
@@ -165,6 +167,15 @@ def test_each_rule_answers_with_factor_and_clock(rule: ScalingRuleBase, pair: tu
     assert AdaScaleConfig(rule=rule).rule is rule
     assert make_rule(rule) is rule
     assert rule.adp is None
+    assert follows_gain(rule) == (rule(replace(given, gain=2.0))[1] != pair[1])
+
+
+@pytest.mark.parametrize("rule", [LinearScale(), SqrtScale(), LEGWScale(2, 1000)])
+def test_a_batch_that_follows_the_noise_refuses_a_clock_that_does_not(rule: ScalingRuleBase) -> None:
+    with pytest.raises(ValueError, match="clock of that rule advances by the scale"):
+        AdaScaleConfig(target_efficiency=0.6, rule=rule)
+    with pytest.raises(ValueError, match="clock of that rule advances by the scale"):
+        follow_settings("pay", AdaScaleConfig(rule=rule))
 
 
 def test_each_rule_says_what_its_statistics_are_measured_in() -> None:

@@ -56,9 +56,9 @@ class RuleInput:
 
 
 ScalingRule = Callable[[RuleInput], tuple[float, float]]
-"""A callable from the input to (LR factor, clock increment). It may have three attributes: ``metric``, which :func:`metric_of`
-reads; ``betas``, which :func:`betas_of` reads; and ``check_curve(curve)``, which gets the base run's learning rates and warns if
-rule and schedule would do the same."""
+"""A callable from the input to (LR factor, clock increment). It may have four attributes: ``metric``, which :func:`metric_of`
+reads; ``betas``, which :func:`betas_of` reads; ``clock_is_gain``, which :func:`follows_gain` reads; and ``check_curve(curve)``,
+which gets the base run's learning rates and warns if rule and schedule would do the same."""
 
 Metric = Literal["euclidean", "adam"]
 """Metric of gradient norms: of the plain gradients, or of gradients divided by √v as in Adam's step."""
@@ -136,6 +136,8 @@ class LinearRule:
         steps: Optimizer steps for the whole run ("LSW+"): the clock then advances by T/N instead of S.
     """
 
+    clock_is_gain: ClassVar[bool] = False
+
     warmup: float = 5 / 90
     steps: int | None = None
 
@@ -156,6 +158,8 @@ class SquareRootRule:
     Attributes:
         steps: Optimizer steps for the whole run: the clock then advances by T/N instead of S.
     """
+
+    clock_is_gain: ClassVar[bool] = False
 
     steps: int | None = None
 
@@ -207,6 +211,8 @@ class LEGWRule:
         base_warmup_epochs: Length of the warm-up at the base batch, in epochs.
         data_size: Examples in the dataset.
     """
+
+    clock_is_gain: ClassVar[bool] = False
 
     base_warmup_epochs: float
     data_size: int
@@ -280,6 +286,8 @@ class UnscaledRule:
         steps: Optimizer steps for the whole run: the clock then advances by T/N instead of S.
     """
 
+    clock_is_gain: ClassVar[bool] = False
+
     steps: int | None = None
 
     def __call__(self, now: RuleInput) -> tuple[float, float]:
@@ -316,5 +324,5 @@ def make_rule(rule: str | ScalingRule) -> ScalingRule:
 
 
 def follows_gain(rule: ScalingRule) -> bool:
-    """Whether a rule's clock advances by the measured gain. For a user's own callable the answer is yes."""
-    return not isinstance(rule, LinearRule | SquareRootRule | LEGWRule | UnscaledRule)
+    """Return whether a rule's clock advances by the measured gain: its ``clock_is_gain``, or True if it has none."""
+    return bool(getattr(rule, "clock_is_gain", True))

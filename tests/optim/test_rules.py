@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from ray_adascale import (
     SquareRootRule,
     UnscaledRule,
 )
-from ray_adascale.optim.rules import RULES, ScalingRule, legw_factor, make_rule, metric_of
+from ray_adascale.optim.rules import RULES, ScalingRule, follows_gain, legw_factor, make_rule, metric_of
 from ray_adascale.scaling_rules import LEGWScale, LinearScale
 
 
@@ -51,6 +52,7 @@ def test_each_rule_answers_with_factor_and_clock(rule: ScalingRule, pair: tuple[
     given = now(effective_steps=20.0, base_batch_size=100, total_steps=1000)
     assert rule(given) == pytest.approx(pair, rel=1e-15)
     assert make_rule(rule) is rule
+    assert follows_gain(rule) == (rule(replace(given, gain=2.0))[1] != pair[1])
 
 
 @pytest.mark.parametrize("name", RULES)
