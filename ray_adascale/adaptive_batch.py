@@ -74,10 +74,6 @@ def _fewest_passes(world_size: int) -> int:
     return 2 if world_size == 1 else 1
 
 
-def _seconds(model: Throughput, plan: BatchPlan) -> float:
-    return model.step_seconds(plan.world_size, plan.accumulation, plan.largest_pass)
-
-
 @dataclass(frozen=True, kw_only=True)
 class NoiseBatch(BatchPolicy):
     """Base class of the policies that choose the batch by the gradient noise. :class:`BatchSizeController` decides when.
@@ -196,10 +192,9 @@ class EfficiencyBatch(NoiseBatch):
         wanted = max(wanted, plans[0].global_batch_size)
         return wanted if max(wanted / batch, batch / wanted) >= _STEADY else batch
 
-    def speed(self, world_size: int, sigma2: float, mu2: float, batch: int) -> float:
+    def plan_at(self, world_size: int, sigma2: float, mu2: float, batch: int) -> BatchPlan:
         wanted = scale_at_efficiency(sigma2, mu2, self.target_efficiency) * self.limits.base_batch_size
-        plan = nearest_plan(self.plans(world_size), wanted)
-        return plain_gain(sigma2, mu2, plan.scale) / plan.accumulation
+        return nearest_plan(self.plans(world_size), wanted)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,22 +229,17 @@ class GoodputBatch(NoiseBatch):
         return GoodputController(self, world_size, window=window, largest=largest)
 
     def _better(self, plans: Sequence[BatchPlan], now: BatchPlan, sigma2: float, mu2: float) -> float:
-        batch, model = now.global_batch_size, self.throughput
-        assert model is not None
-
-        def goodput(plan: BatchPlan) -> float:
-            return plain_gain(sigma2, mu2, plan.scale) / max(_seconds(model, plan), 1e-12)
-
+        assert self.throughput is not None
+        batch = now.global_batch_size
+        goodput = functools.partial(_speed, self, sigma2=sigma2, mu2=mu2)
         best = max((plan for plan in plans if plan.global_batch_size <= _GROWTH * batch), key=goodput)
         return best.global_batch_size if goodput(best) > _BETTER * goodput(now) else batch
 
-    def speed(self, world_size: int, sigma2: float, mu2: float, batch: int) -> float:
-        model = self.throughput
+    def plan_at(self, world_size: int, sigma2: float, mu2: float, batch: int) -> BatchPlan:
+        return max(self.plans(world_size), key=functools.partial(_speed, self, sigma2=sigma2, mu2=mu2))
 
-        def speed(plan: BatchPlan) -> float:
-            return plain_gain(sigma2, mu2, plan.scale) / (plan.accumulation if model is None else _seconds(model, plan))
-
-        return max(map(speed, self.plans(world_size)))
+    def duration(self, plan: BatchPlan) -> float:
+        return super().duration(plan) if self.throughput is None else plan.seconds(self.throughput)
 
 
 class BatchSizeController(BatchController):
@@ -405,21 +395,27 @@ def _trials(plans: list[BatchPlan], max_accumulation: int | None) -> list[BatchP
 # ---- how many workers are useful -------------------------------------------------------------------------------------
 
 
+def _speed(policy: BatchPolicy, plan: BatchPlan, sigma2: float, mu2: float) -> float:
+    """Return the effective steps in a unit of :meth:`BatchPolicy.duration`."""
+    return plain_gain(sigma2, mu2, plan.scale) / max(policy.duration(plan), 1e-12)
+
+
 def max_useful_workers(speedup: Callable[[int], float], most: int) -> int | None:
     """Return the largest number of workers at which the last ones added still add ``PAYS · speedup(1)`` each.
 
     The increase is averaged over up to twice as many workers: with a fixed batch, three workers may need as many passes as two.
     The number is exact up to 64 workers and to a sixteenth above them. It is None where even ``most`` workers are useful.
+    If one worker can't make a batch, the smallest number that can counts, and each of its workers as an equal share.
 
     Args:
-        speedup: Speed by the number of workers, in any unit.
+        speedup: Speed by the number of workers, in any unit; 0 for workers that can't make a batch.
         most: Largest number of workers to try.
     """
-    share = PAYS * speedup(1)
     tried = list(range(1, min(64, most) + 1))
     while tried[-1] < most:
         tried.append(tried[-1] + tried[-1] // 16)
-    here = 1
+    here = next((k for k in tried if speedup(k) > 0), 1)
+    share = PAYS * speedup(here) / here
     while here <= most:
         more = (k for k in tried if here < k <= 2 * here and speedup(k) - speedup(here) >= share * (k - here))
         found = next(more, None)
@@ -443,9 +439,10 @@ def useful_workers(policy: BatchPolicy, sigma2: float, mu2: float, *, batch: int
     @functools.cache
     def speed_of(workers: int) -> float:
         try:
-            return policy.speed(workers, sigma2, mu2, batch)
-        except ValueError:  # more workers than the bounds allow
+            plan = policy.plan_at(workers, sigma2, mu2, batch)
+        except SettingError:  # the bounds leave no batch on this number
             return 0.0
+        return _speed(policy, plan, sigma2, mu2)
 
     return max_useful_workers(speed_of, most) or most
 

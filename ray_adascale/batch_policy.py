@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 from ._errors import SettingError
 from .data.order import BatchSplit
-from .gain import plain_gain
 from .throughput import Throughput
 
 __all__ = [
@@ -71,6 +70,10 @@ class BatchPlan:
     def largest_pass(self) -> int:
         """Examples in the largest micro-batch of the step."""
         return math.ceil(self.global_batch_size / self.num_samples)
+
+    def seconds(self, throughput: Throughput) -> float:
+        """Return the seconds of a step by a model. The workers wait for the one with the largest passes."""
+        return throughput.step_seconds(self.world_size, self.accumulation, self.largest_pass)
 
     def split(self, rank: int) -> BatchSplit:
         """Return the micro-batches of one worker."""
@@ -349,10 +352,8 @@ class BatchPolicy(Protocol):
         """Return this policy with a model of a step's seconds, if it needs one."""
         return self
 
-    def speed(self, world_size: int, sigma2: float, mu2: float, batch: int) -> float:
-        """Return the effective steps per unit of time that this number of workers makes at a noise.
-
-        Unless the policy has a model of a step's seconds, the unit is the duration of one pass.
+    def plan_at(self, world_size: int, sigma2: float, mu2: float, batch: int) -> BatchPlan:
+        """Return the batch of this number of workers at a noise, within a run.
 
         Args:
             world_size: Workers.
@@ -364,6 +365,10 @@ class BatchPolicy(Protocol):
             SettingError: The workers can't make a batch.
         """
         ...
+
+    def duration(self, plan: BatchPlan) -> float:
+        """Return the duration of a step: its passes, or seconds if the policy has a model of them."""
+        return plan.accumulation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -407,9 +412,8 @@ class FixedBatch(BatchPolicy):
             return math.ceil(self.global_batch_size / parts)
         return max(largest // parts, math.ceil(self.limits.base_batch_size / parts))
 
-    def speed(self, world_size: int, sigma2: float, mu2: float, batch: int) -> float:
-        plan = replace(self, elastic=True).plan(world_size)
-        return plain_gain(sigma2, mu2, plan.scale) / plan.accumulation
+    def plan_at(self, world_size: int, sigma2: float, mu2: float, batch: int) -> BatchPlan:
+        return replace(self, elastic=True).plan(world_size)
 
 
 def _grid_below(largest: int, smallest: int) -> list[int]:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ._errors import SettingError
 from .batch_policy import BatchController, BatchLimits, BatchPlan, BatchPolicy, Position
-from .gain import plain_gain
 
 if TYPE_CHECKING:
     from .recipe import Recipe
@@ -294,10 +293,9 @@ class ScheduledBatch(BatchPolicy):
         batches = self.schedule.batches(self.limits.base_batch_size, self.limits.largest_choice(window, largest))
         return self.limits.largest_pass(max(batches.sizes), world_size, self._fewest(world_size, batches))
 
-    def speed(self, world_size: int, sigma2: float, mu2: float, batch: int) -> float:
+    def plan_at(self, world_size: int, sigma2: float, mu2: float, batch: int) -> BatchPlan:
         fewest = self._fewest(world_size, self.schedule.batches(self.limits.base_batch_size))
-        plan = self.limits.bounded_plan(batch, world_size, fewest)
-        return plain_gain(sigma2, mu2, plan.scale) / plan.accumulation
+        return self.limits.bounded_plan(batch, world_size, fewest)
 
 
 class ScheduleController(BatchController):

@@ -17,6 +17,7 @@ import numpy as np
 from ._errors import SettingError
 from .batch_policy import BatchPolicy
 from .config import AUTO, AdaScaleConfig
+from .gain import plain_gain
 from .optim.rules import follows_gain, make_rule
 from .replay import NoiseCurve
 from .throughput import Throughput
@@ -56,6 +57,8 @@ _WIDEST = 1e3
 """Bound of ν = σ²/μ² and of its inverse."""
 _TYPICAL = 2.0, 30.0
 """ν at the beginning of a typical base run, and its growth until the end. It is what six recorded runs have in common."""
+_NEVER = 1e100
+"""Seconds that stand for never, small enough for sums and products."""
 _RESTARTS = 100.0
 """Length of a run in restarts, where the seconds of its steps are not known yet."""
 _EXACT = 8
@@ -320,24 +323,17 @@ class WorkerController:
         return self._noise_ahead(now.total_steps, np.array([now.effective_steps]))[0]
 
     def _seconds_left(self, now: Situation, noise: float) -> float:
-        passes = (now.total_steps - now.effective_steps) / max(
-            self._steps_a_pass(now.workers, noise, now.batch), 1e-300
-        )
-        return passes * self._pass_seconds(now.workers)
+        return (now.total_steps - now.effective_steps) * self._seconds_a_step(now.workers, noise, now.batch)
 
-    def _steps_a_pass(self, workers: int, noise: float, batch: int) -> float:
-        """Return effective steps in the time of a pass; 0 for workers that can't make a batch."""
+    def _seconds_a_step(self, workers: int, noise: float, batch: int) -> float:
+        """Return the seconds of an effective step; :data:`_NEVER` for workers that can't make a batch."""
         try:
-            return self.policy.speed(workers, noise, 1.0, batch)
-        except ValueError:
-            return 0.0
-
-    def _pass_seconds(self, workers: int) -> float:
-        throughput = self.settings.throughput
-        if throughput is None:
-            return self.times.at(workers)
-        plan = self.policy.plan(workers)
-        return throughput.step_seconds(workers, plan.accumulation, plan.largest_pass) / plan.accumulation
+            plan = self.policy.plan_at(workers, noise, 1.0, batch)
+        except SettingError:
+            return _NEVER
+        given = self.settings.throughput
+        seconds = plan.accumulation * self.times.at(workers) if given is None else plan.seconds(given)
+        return seconds / plain_gain(noise, 1.0, plan.scale)
 
     def _restart_prices(self, candidates: Sequence[int], restart_s: float) -> np.ndarray:
         """Return the prices of a restart, shape (from, to): time, and the larger number of workers, for the time of a restart."""
@@ -351,13 +347,12 @@ class WorkerController:
         """Return the prices of the remaining parts of the run, shape (parts, candidates). The first parts are the shortest."""
         edges = tau + (total_steps - tau) * (np.arange(_CELLS + 1) / _CELLS) ** 2
         middles = (edges[:-1] + edges[1:]) / 2
-        # The price of a pass; policies give effective steps a pass.
-        price = [(self.value_per_hour + self._cost * k) * self._pass_seconds(k) for k in candidates]
-        speeds = [
-            [max(self._steps_a_pass(k, ratio, batch), 1e-300) for k in candidates]
+        price = np.array([self.value_per_hour + self._cost * k for k in candidates])
+        seconds = [
+            [self._seconds_a_step(k, ratio, batch) for k in candidates]
             for ratio in self._noise_ahead(total_steps, middles)
         ]
-        costs: np.ndarray = np.diff(edges)[:, None] * np.array(price) / np.array(speeds)
+        costs: np.ndarray = np.diff(edges)[:, None] * price * np.array(seconds)
         return costs
 
     def _noise_ahead(self, total_steps: float, at: np.ndarray) -> list[float]:

@@ -23,6 +23,7 @@ from ray_adascale.adaptive_batch import (
     EfficiencyBatch,
     GoodputBatch,
     fit_step_time,
+    max_useful_workers,
     useful_workers,
     useful_workers_over,
 )
@@ -568,6 +569,13 @@ def test_workers_pay_while_each_adds_half_of_the_first_ones_speed() -> None:
     # The base batch is all that E = 1 takes; and more workers than examples are no help.
     config = AdaScaleConfig(base_batch_size=8, target_efficiency=1, max_global_batch_size=8)
     assert useful_workers(config.batch_policy, 3.0, 1.0, batch=8, most=32) == 1
+
+
+def test_where_one_worker_cannot_make_a_batch_the_fewest_that_can_set_the_share() -> None:
+    # Four workers with a speed of 4 are 1 each, so the fifth pays with 0.6 and the sixth does not with 0.1.
+    speeds = {4: 4.0, 5: 4.6}
+    assert max_useful_workers(lambda k: 0.0 if k < 4 else speeds.get(k, 4.7), 64) == 5
+    assert max_useful_workers(lambda k: 0.0, 64) == 1
 
 
 def test_a_recipes_noise_tells_from_when_on_more_workers_pay(caplog: pytest.LogCaptureFixture) -> None:

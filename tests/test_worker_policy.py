@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ray_adascale import Throughput, WorkersFollow
+from ray_adascale import AdaScaleConfig, Throughput, WorkersFollow
 from ray_adascale.batch_policy import BatchLimits, FixedBatch
+from ray_adascale.replay import NoiseCurve
 from ray_adascale.worker_policy import FLOOR, Situation, StepTimes, WorkerController, plan_workers
 
 POLICY = FixedBatch(limits=BatchLimits(base_batch_size=8))
@@ -179,6 +180,23 @@ def test_a_slow_synchronisation_asks_for_fewer() -> None:
     quick = controller(value_per_hour=64.0, throughput=Throughput(pass_s=10.0))
     slow = controller(value_per_hour=64.0, throughput=Throughput(pass_s=10.0, hop_s=1.0))
     assert quick.decide(now(restart_s=0.01)).workers > slow.decide(now(restart_s=0.01)).workers
+
+
+def test_with_given_times_the_price_is_that_of_the_batch_at_the_noise() -> None:
+    # E = 0.5 and ν = 60: 62 base batches, 1,984 examples, on any number of workers, so r stays near 31. With 0.01 s an example
+    # and a sync of up to 2 s, k workers take 19.84/k + 2·(k − 1)/k seconds. With λ = 8 the price (8 + k)·(…) is least on 8.
+    policy = AdaScaleConfig(
+        base_batch_size=32, per_worker_batch_size=256, target_efficiency=0.5, max_global_batch_size=10_000
+    ).batch_policy
+    settings = WorkersFollow(throughput=Throughput(example_s=0.01, volume_s=2.0))
+    outlook = NoiseCurve(*(np.array([number]) for number in (0.0, 60.0, 1.0, 1 / 60)))
+    control = WorkerController(settings, policy, 1, 8, outlook=outlook)
+    found = control.decide(now(workers=1, asked=1, sigma2=60.0, batch=1984, restart_s=0.01))
+    assert found.workers == 8
+    # 5,000 effective steps of gain 31 on one worker, 19.84 s each: 3,200 s. A restart of 60 s is too long, one of 50 s is not.
+    for restart_s, few in ((60.0, True), (50.0, False)):
+        reason = control.decide(now(workers=1, asked=1, sigma2=60.0, batch=1984, restart_s=restart_s)).reason
+        assert ("too few for a restart" in reason) == few
 
 
 def test_the_first_number_follows_the_value_of_time_and_stays_in_bounds() -> None:

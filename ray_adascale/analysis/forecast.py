@@ -17,6 +17,7 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
+from .._errors import SettingError
 from ..adaptive_batch import max_useful_workers
 from ..batch_policy import BatchPlan
 from ..config import AdaScaleConfig
@@ -261,7 +262,11 @@ def forecast_recipe(
         return found, statistics.fmean(_step_time(throughput, plan) for plan in plans)
 
     def speedup(k: int, edge: str = "expected") -> float:
-        found, step_s = roughly(k)
+        """Return the speed relative to the base run; 0 for workers that can't make a batch, if they were not asked for."""
+        try:
+            found, step_s = roughly(k)
+        except SettingError:
+            return 0.0
         steps = {"expected": found.expected.exact_steps, "low": found.low, "high": found.high}[edge]
         return base / (steps * step_s)
 
@@ -318,7 +323,7 @@ def _step_time(throughput: Throughput | None, plan: BatchPlan) -> float:
     """Return the seconds of a step; without a throughput model the number of its passes, as if nothing else took time."""
     if throughput is None:
         return plan.accumulation
-    return throughput.step_seconds(plan.world_size, plan.accumulation, plan.global_batch_size // plan.num_samples)
+    return plan.seconds(throughput)
 
 
 def _notes(

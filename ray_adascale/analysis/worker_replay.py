@@ -104,7 +104,7 @@ class WorkerClock(BatchChoice):
         agree: Callable[[tuple[float, ...]], tuple[float, ...]] = tuple,
     ) -> BatchPlan:
         plan, tau = self.plan, at.effective_steps
-        step_s = self._throughput.step_seconds(plan.world_size, plan.accumulation, plan.largest_pass)
+        step_s = plan.seconds(self._throughput)
         taken_s = step_s * self._stride
         self._seconds += taken_s
         self._worker_seconds += taken_s * plan.world_size

@@ -29,5 +29,5 @@ class DriverUpdates(Listener):
         if self._timer is not None and not self._timer.due and step.tau < step.total_steps:
             return
         self._timer = IntervalTimer(_INTERVAL_S)
-        more = {"total_steps": step.total_steps, "seconds_per_step": self._tracker.seconds_per_step}
+        more = {"total_steps": step.total_steps, "seconds_per_pass": self._tracker.seconds_per_pass}
         self._client.put({**step.metrics, **more, **self._tracker.eta.as_metrics()})

@@ -373,7 +373,7 @@ class AdaScaleTrainer(TorchTrainer):
         outlook = noise_curves(recipe)[0] if recipe is not None and recipe.noise else None
         return WorkerFollower(
             WorkerController(self._follow, policy, *scaling.num_workers, outlook=outlook),
-            policy.limits,
+            policy.limits.base_batch_size,
             RecordFile(folder, self.run_config.storage_filesystem),
             lambda more: Room(bundle, more, scaling.placement_strategy),
             total_steps=config.total_steps,

@@ -21,11 +21,11 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from .._errors import SettingError
 from .._files import absolute
-from ..batch_policy import BatchLimits
 from ..config import AdaScaleConfig
 from ..worker_policy import (
     DECIDE_S,
     RESTART_S,
+    SETTLED,
     Situation,
     WorkerController,
     WorkerDecision,
@@ -156,7 +156,7 @@ class WorkerFollower:
 
     Args:
         controller: The decision.
-        limits: The batches that workers can make.
+        base_batch_size: B0, examples.
         file: Where the record is kept.
         room: Returns room for a number of further workers.
         total_steps: T, for the first number; None where it depends on the dataset.
@@ -168,14 +168,14 @@ class WorkerFollower:
     def __init__(
         self,
         controller: WorkerController,
-        limits: BatchLimits,
+        base_batch_size: int,
         file: RecordFile,
         room: Callable[[int], Room],
         *,
         total_steps: float | None,
     ) -> None:
         self._controller = controller
-        self._limits = limits
+        self._base_batch_size = base_batch_size
         self._file = file
         self._make_room = room
         self.record = file.read()
@@ -183,7 +183,7 @@ class WorkerFollower:
         first = self.record.workers
         if first is None:
             guess = controller.settings.restart_s or RESTART_S
-            decision = controller.first(total_steps or 1.0, limits.base_batch_size, guess)
+            decision = controller.first(total_steps or 1.0, base_batch_size, guess)
             first, why = decision
             _log.info("Workers at the beginning: %d, %s.", first, why)
         self.record.workers = min(max(first, controller.least), controller.most)
@@ -279,11 +279,12 @@ class WorkerFollower:
         return given or self._start_s or RESTART_S
 
     def _decide(self, metrics: Mapping[str, Any], now: float) -> None:
-        workers, step_s = metrics["world_size"], metrics["seconds_per_step"]
-        batch = round(metrics["scale"] * self._limits.base_batch_size)
-        if not 0 < step_s < float("inf"):
+        workers, pass_s = metrics["world_size"], metrics["seconds_per_pass"]
+        steps = metrics["optimizer_steps"] - self._first_steps
+        if not 0 < pass_s < float("inf"):
             return
-        self._controller.times.add(workers, step_s / self._limits.plan(batch, workers).accumulation)
+        if steps >= SETTLED:
+            self._controller.times.add(workers, pass_s)
         decision = self._controller.decide(
             Situation(
                 workers=workers,
@@ -292,8 +293,8 @@ class WorkerFollower:
                 total_steps=metrics["total_steps"],
                 sigma2=metrics["sigma2"],
                 mu2=metrics["mu2"],
-                batch=batch,
-                steps=metrics["optimizer_steps"] - self._first_steps,
+                batch=round(metrics["scale"] * self._base_batch_size),
+                steps=steps,
                 stay_s=now - self._since,
                 restart_s=self.restart_s,
                 changes=len(self.record.changes),

@@ -139,6 +139,29 @@ def test_the_batch_is_the_trainers() -> None:
     ]
 
 
+def test_a_step_waits_for_the_largest_pass() -> None:
+    # 12 examples on 8 workers: 2 on four of them, 1 on the others. 100/1.5 steps of 2/8 + 0.5·7/8 seconds.
+    config = AdaScaleConfig(rule="linear", global_batch_size=12)
+    (row,) = forecast_recipe(recipe([(0, 3, 1)]), workers=[8], config=config, throughput=MODEL).rows
+    assert (row.steps, row.seconds) == (67, pytest.approx(67 * 0.6875))
+
+
+def test_numbers_that_were_not_asked_for_may_have_no_batch() -> None:
+    # Passes of 1 example, 2 at most: fewer than 4 workers can't make the base batch of 8.
+    noisy = recipe([(0, 100, 1)])
+    config = AdaScaleConfig(target_efficiency=0.6, per_worker_batch_size=1, max_accumulation=2)
+    made = forecast_recipe(noisy, workers=[4, 8], config=config)
+    assert [(row.accumulation, row.pays) for row in made.rows] == [(2, True), (2, True)]
+    assert made.rows[0].marginal == pytest.approx(made.rows[0].speedup, rel=0.1)  # three workers can't run at all
+    # Passes of 4, and 16 examples at most: 5 and more workers would make more.
+    config = AdaScaleConfig(
+        batch_schedule="0:8,50%:16", per_worker_batch_size=4, min_examples_per_worker=4, max_global_batch_size=16
+    )
+    assert forecast_recipe(noisy, workers=[4], config=config).max_useful_workers == 4
+    with pytest.raises(ValueError, match="leave no batch on 5 workers"):
+        forecast_recipe(noisy, workers=[4, 5], config=config)
+
+
 def test_rows_have_the_interval_in_whole_steps() -> None:
     # Seeds of r = 4 and r = 1, so 25 and 100 steps, beyond which no run at S = 4 can go.
     twice = recipe([(0, 3, 0)], repeats=[Repeat(seed=1, score=0.5, noise=probes([(0, 0, 2)]))])

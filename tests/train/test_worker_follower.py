@@ -57,7 +57,10 @@ class Driver:
         self.clock, self.channel, self.rooms = clock, Channel(), list[FakeRoom]()
         given: dict[str, Any] = {"value_per_hour": 4.0, "restart_s": 10.0}
         controller = WorkerController(WorkersFollow(**(given | settings)), FixedBatch(limits=LIMITS), 1, 8)
-        self.follower = WorkerFollower(controller, LIMITS, RecordFile(str(folder)), self._room, total_steps=10_000.0)
+        self.times = controller.times
+        self.follower = WorkerFollower(
+            controller, LIMITS.base_batch_size, RecordFile(str(folder)), self._room, total_steps=10_000.0
+        )
         self.follower.begin(self.channel)
 
     def _room(self, more: int) -> Any:
@@ -75,7 +78,7 @@ class Driver:
                 "optimizer_steps": steps,
                 "effective_steps": tau,
                 "total_steps": 10_000.0,
-                "seconds_per_step": 5.0,
+                "seconds_per_pass": 5.0,
             }
         )
 
@@ -132,6 +135,15 @@ def test_a_restart_is_measured_from_step_to_step_and_is_the_price_of_the_next(fo
     driver.step(8, 100.0, 120, 200.0, 60.0)
     driver.follower.close()
     assert [(stay.workers, stay.seconds) for stay in kept(folder).stays] == [(2, 501.0), (8, 60.0)]
+
+
+def test_the_first_steps_of_a_start_do_not_count_in_the_time_of_a_pass(folder: Path, clock: Clock) -> None:
+    driver = Driver(folder, clock)
+    driver.step(2, 100.0, 1, 1.0, 7.0)
+    driver.step(2, 100.0, 20, 20.0, 20.0)  # 19 steps since the first one that the driver got
+    assert driver.times.seconds == {}
+    driver.step(2, 100.0, 21, 21.0, 20.0)
+    assert driver.times.seconds == {2: 5.0}
 
 
 def test_fewer_workers_need_no_room(folder: Path, clock: Clock) -> None:
