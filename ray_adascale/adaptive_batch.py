@@ -414,7 +414,7 @@ def max_useful_workers(speedup: Callable[[int], float], most: int) -> int | None
     tried = list(range(1, min(64, most) + 1))
     while tried[-1] < most:
         tried.append(tried[-1] + tried[-1] // 16)
-    here = next((k for k in tried if speedup(k) > 0), 1)
+    here = next(k for k in tried if speedup(k) > 0)
     share = PAYS * speedup(here) / here
     while here <= most:
         more = (k for k in tried if here < k <= 2 * here and speedup(k) - speedup(here) >= share * (k - here))

@@ -7,8 +7,8 @@ Policies that change the batch as the run goes on are in :mod:`ray_adascale.adap
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 from ._errors import SettingError
@@ -93,14 +93,14 @@ class Position:
     examples: float
 
 
-def check_positive(**settings: int | None) -> None:
-    """Check settings that are positive integers, or None where they are not given.
+def check_positive(**settings: object) -> None:
+    """Check settings that are positive integers.
 
     Raises:
-        SettingError: A setting is neither.
+        SettingError: A setting is something else.
     """
     for name, value in settings.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise SettingError("Invalid {}. Must be a positive integer.", **{name: value})
 
 
@@ -120,7 +120,8 @@ class BatchLimits:
     max_accumulation: int | None = None
 
     def __post_init__(self) -> None:
-        check_positive(**vars(self))
+        optional = {field.name for field in fields(self) if field.default is None}
+        check_positive(**{k: v for k, v in vars(self).items() if v is not None or k not in optional})
         if self.per_worker_batch_size is not None and self.per_worker_batch_size < self.min_examples_per_worker:
             raise SettingError(
                 f"Invalid {{}}: more than per_worker_batch_size={self.per_worker_batch_size}.",
@@ -270,7 +271,13 @@ class BatchChoice(Protocol):
 
 
 class BatchController(BatchChoice, Protocol):
-    """Chooses the batch of each step of one run, and resumes. All workers choose alike."""
+    """Chooses the batch of each step of one run, and resumes. All workers choose alike.
+
+    Attributes:
+        plans: The plans to choose from.
+    """
+
+    plans: Sequence[BatchPlan]
 
     def due_by(self, at: Position) -> bool:
         """Return whether a decision is due at a boundary at this position."""

@@ -307,12 +307,13 @@ class ScheduleController(BatchController):
         total_steps: T.
 
     Attributes:
+        plans: The plan of each batch.
         plan: The plan of the next step.
     """
 
     def __init__(self, batches: GivenBatches, plans: Sequence[BatchPlan], total_steps: float) -> None:
         self._batches = batches
-        self._plans = plans
+        self.plans = plans
         self._total_steps = total_steps
         self._phase = 0
         self.plan = plans[0]
@@ -328,7 +329,7 @@ class ScheduleController(BatchController):
         agree: Callable[[tuple[float, ...]], tuple[float, ...]] = tuple,
     ) -> BatchPlan:
         self._phase = self._batches.phase(at, self._total_steps)
-        self.plan = self._plans[self._phase]
+        self.plan = self.plans[self._phase]
         return self.plan
 
     def state(self) -> dict[str, Any]:

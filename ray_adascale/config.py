@@ -278,7 +278,8 @@ class AdaScaleConfig:
 
     def _check_one_decides(self) -> None:
         """Check that one setting at most decides the batch, and that no field is given which belongs to another one."""
-        check_positive(global_batch_size=self.global_batch_size)
+        if self.global_batch_size is not None:
+            check_positive(global_batch_size=self.global_batch_size)
         if self.throughput is not None and self.target_efficiency != "goodput":
             raise SettingError("{} is for target_efficiency='goodput'. Leave it out.", throughput=...)
         given = {

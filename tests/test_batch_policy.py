@@ -96,6 +96,8 @@ def test_few_workers_accumulate_up_to_a_base_batch(workers: int) -> None:
         ({"global_batch_size": 0}, "global_batch_size=0"),
         ({"global_batch_size": 64.0}, r"global_batch_size=64\.0"),
         ({"min_examples_per_worker": 0}, "min_examples_per_worker=0"),
+        ({"min_examples_per_worker": None}, "min_examples_per_worker=None"),
+        ({"accumulation": None}, "accumulation=None"),
         ({"min_examples_per_worker": 9, "per_worker_batch_size": 8}, "min_examples_per_worker=9"),
     ],
 )

@@ -52,7 +52,7 @@ class BetaRule:
             it does not pay: docs/results/transfer.md. For Muon: docs/results/muon.md.
 
     Raises:
-        ValueError: ``floor`` is out of its range.
+        ValueError: ``floor`` is out of its range, or ``momentum`` is no bool.
     """
 
     floor: float = 0.0
@@ -61,6 +61,10 @@ class BetaRule:
     def __post_init__(self) -> None:
         if not 0 <= self.floor < 1:
             raise ValueError(f"Invalid BetaRule(floor={self.floor}). Must be at least 0 and below 1.")
+        if not isinstance(self.momentum, bool):
+            raise ValueError(
+                f"Invalid BetaRule(momentum={self.momentum!r}). Must be True or False: the momentum itself is the optimizer's."
+            )
 
     def exponent(self, betas: Sequence[float], increment: float) -> float:
         """Return e.

@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .. import checkpoint
+from .._errors import SettingError
 from .._files import TRACE
 from .._warn import warn_at_user
-from ..batch_policy import BatchPlan
+from ..batch_policy import BatchController, BatchPlan
 from ..config import AUTO, AdaScaleConfig
 from ..data import make_source
 from ..data.order import ExampleOrder
@@ -147,6 +148,7 @@ def assemble(
         largest=math.inf if per_epoch is None else per_epoch * plan.base_batch_size,
     )
     if controller is not None:
+        _check_epoch(controller, config, dataset)
         plan = controller.plan
         source.set_split(plan.split(rank))
 
@@ -320,3 +322,14 @@ def _listeners(
     if state.stopped is not None:
         line.ended(f"ended before, {state.stopped}", state.metrics)
     return listeners
+
+
+def _check_epoch(controller: BatchController, config: AdaScaleConfig, dataset: Any) -> None:
+    """Check that with ``drop_last`` no given batch is larger than an epoch. Batches that are not given are within it."""
+    most = max(plan.global_batch_size for plan in controller.plans)
+    if config.drop_last and config.batch_schedule is not None and most > len(dataset):
+        raise SettingError(
+            f"Invalid {{}} with drop_last=True: its largest batch has {most} examples, and an epoch has {len(dataset)}, so every "
+            "batch would be dropped. Use drop_last=False, which runs on into the next epoch, or a smaller batch.",
+            batch_schedule=str(config.batch_schedule),
+        )

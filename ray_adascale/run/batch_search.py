@@ -21,7 +21,7 @@ from ..memory.limits import MemoryLimit, shared_limits, tightest
 from ..memory.meter import Meter, meter_for
 from ..memory.search import Ceiling, Decision, Trial, decide, growth
 from .backend import Backend
-from .batch_trial import BatchTrial, Examples, bytes_of, untouched
+from .batch_trial import BatchTrial, Examples, OutOfMemoryAlone, bytes_of, untouched
 from .step import Listener, Step
 
 __all__ = ["FOUND_BATCH", "FoundBatch", "FoundBatchRow", "find_batch", "read_found"]
@@ -243,10 +243,10 @@ class _Bounds:
 
 
 def _bounds(config: AdaScaleConfig, workers: int, length: int) -> _Bounds:
+    policy = config.before_search.batch_policy  # it refuses settings without a base batch size
     assert config.base_batch_size is not None
     per_epoch = base_steps(length, config.base_batch_size, drop_last=config.drop_last)
     window = config.averaging_window * config.resolve_total_steps(per_epoch)
-    policy = config.before_search.batch_policy
 
     def passes(size: int) -> int:
         sized = replace(config, per_worker_batch_size=max(size, config.min_examples_per_worker)).batch_policy
@@ -383,12 +383,15 @@ class _Search:
             fits: Whether the first size fitted on this worker.
 
         Raises:
+            OutOfMemoryAlone: Memory ran out on this worker while the others wait for it.
             SettingError: The size is 1, since the first size did not fit, and the model can't work with one example.
         """
         failure: Exception | None = None
         trial = None
         try:
             trial = self._trial.run(size, self._bounds.passes(size), limit.room)
+        except OutOfMemoryAlone:
+            raise
         except Exception as error:
             if size > 1 or self._bounds.largest == 1:
                 raise

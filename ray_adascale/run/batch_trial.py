@@ -24,6 +24,7 @@ from torch.utils.data import default_collate
 
 from .._torch import is_dtensor
 from ..batch_policy import BatchPlan
+from ..chain import parts_of
 from ..checkpoint.rng import capture_rng, restore_rng
 from ..config import AdaScaleConfig
 from ..data import to_device
@@ -34,7 +35,7 @@ from ..sharding.oss import OSS
 from .build import wrap
 from .passes import Passes
 
-__all__ = ["BatchTrial", "Examples", "bytes_of", "untouched"]
+__all__ = ["BatchTrial", "Examples", "OutOfMemoryAlone", "bytes_of", "untouched"]
 
 _EXAMPLES = 64
 """Most examples of the dataset that the batches of trials are made of, so that a trial does not wait for the disk."""
@@ -102,6 +103,10 @@ def untouched(device: torch.device) -> Iterator[None]:
                 torch.compiler.reset()  # code compiled for the sizes of the trials may round otherwise than the run's own
 
 
+class OutOfMemoryAlone(RuntimeError):
+    """Memory ran out on one worker within a collective. The others wait there, so this worker must not enter another one."""
+
+
 @dataclass(frozen=True)
 class _Shape:
     """The passes of a trial's steps.
@@ -156,8 +161,9 @@ class BatchTrial:
         module.train()
         for group in self._guarded.param_groups:  # the weights must stay finite over all trials
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-        # Measured steps need the most memory, so each step is measured.
-        self._config = replace(config, noise_budget=math.inf, max_nonfinite_steps=10**9)
+        # Measured steps need the most memory, so each step is measured. A rule may have a state, which the run's keeps.
+        rule = copy.deepcopy(config.rule)
+        self._config = replace(config, rule=rule, noise_budget=math.inf, max_nonfinite_steps=10**9)
         plan = BatchPlan(self._base, 2 * self._base * workers, workers, 1)
         self._module = module.to(device)
         self._wrapped = wrap(self._module, self._guarded, self._config, plan, device=device, total_steps=10**9)
@@ -184,7 +190,7 @@ class BatchTrial:
             The memory; None if it ran out on this worker, or alone on another one.
 
         Raises:
-            RuntimeError: Memory ran out on one of several workers within a collective, which the others wait for.
+            OutOfMemoryAlone: Memory ran out on one of several workers within a collective, which the others wait for.
         """
         shape = _Shape(min(passes, 2), max(size * self._workers * passes / self._base, 2.0))
         if self._in_collectives and not self._alone(size, shape):
@@ -218,7 +224,7 @@ class BatchTrial:
             if not is_out_of_memory(error):
                 raise
             if self._workers > 1:
-                raise RuntimeError(
+                raise OutOfMemoryAlone(
                     f"Worker {dist.get_rank()} ran out of memory at {size} examples a pass, in the search for "
                     "per_worker_batch_size='auto', while the other workers waited for it. Give a number, smaller than that."
                 ) from error
@@ -306,9 +312,14 @@ def _copies(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimize
     try:
         module, other = copy.deepcopy(model, memo), copy.deepcopy(optimizer, memo)
         # torch's optimizers copy groups and state alone. A scheduler has put a step() into the object that steps the original.
-        for name, value in vars(optimizer).items():
-            if name not in vars(other) and name not in ("step", "_opt_called"):
-                setattr(other, name, copy.deepcopy(value, memo))
+        pairs = [
+            (optimizer, other),
+            *((a, b) for (a, _), (b, _) in zip(parts_of(optimizer), parts_of(other), strict=True)),
+        ]
+        for original, copied in pairs:
+            for name, value in vars(original).items():
+                if name not in vars(copied) and name not in ("step", "_opt_called"):
+                    setattr(copied, name, copy.deepcopy(value, memo))
     except Exception as error:
         raise ValueError(
             "Invalid per_worker_batch_size='auto': the search takes steps of a copy of model and optimizer, and copy.deepcopy "

@@ -135,6 +135,8 @@ def test_bad_bounds_and_clocks_are_named() -> None:
     for floor in (-0.1, 1.0, math.nan):
         with pytest.raises(ValueError, match=rf"floor={floor}\)\. Must be at least 0 and below 1"):
             BetaRule(floor)
+    with pytest.raises(ValueError, match=r"momentum=0\.9\)\. Must be True or False"):
+        BetaRule(momentum=0.9)  # type: ignore[arg-type]
     for increment in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match=rf"clock increment is {increment}, an exponent"):
             BetaRule().exponent((0.9,), increment)

@@ -77,6 +77,16 @@ def test_stages_are_in_their_order_and_an_adaptive_batch_is_chosen_first() -> No
     assert kinds(built(**ADAPTIVE).stages) == [AdaptiveBatch, *STAGES]
 
 
+def test_a_given_batch_above_an_epoch_is_refused_at_once_where_it_would_be_dropped() -> None:
+    given: dict[str, Any] = {"batch_schedule": "0:4,50%:64"}  # of 60 examples
+    with pytest.raises(
+        ValueError, match=r"batch_schedule='0:4,50%:64'.*drop_last=True.*64 examples, and an epoch has 60"
+    ):
+        built(drop_last=True, **given)
+    assert built(**given).plan.global_batch_size == 4
+    assert built(drop_last=True, max_global_batch_size=60, **given).plan.global_batch_size == 4
+
+
 def test_listeners_that_add_to_a_step_come_before_those_that_write_it(tmp_path: Path) -> None:
     assert kinds(built().listeners) == [NoiseWarning, EtaTracker, ProgressLine]  # no folder, no trace
     with_trace = [NoiseWarning, EtaTracker, TraceFile, Watched.Mine, ProgressLine]

@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
-from ray_adascale import AdaScaleConfig, LocalBackend, Run, Workload, read_trace
+from ray_adascale import AdaScaleConfig, LocalBackend, OptimizerChain, RuleInput, Run, Workload, read_trace
 from ray_adascale._errors import SettingError
 from ray_adascale.memory.limits import MemoryLimit
 from ray_adascale.run import batch_search
-from ray_adascale.run.batch_search import FOUND_BATCH
+from ray_adascale.run.batch_search import FOUND_BATCH, _Bounds, _Search
+from ray_adascale.run.batch_trial import Examples, OutOfMemoryAlone
 from ray_adascale.sharding.oss import OSS
 
 from ..pool import ProcessPool
@@ -240,6 +241,70 @@ def test_what_the_search_can_not_work_with() -> None:
         ValueError, match=r"copy.deepcopy can't copy them. RuntimeError: Only Tensors created explicitly"
     ):
         Run(net, optimizer, None, data(), config, loss_fn=lambda model, batch: model(batch[0]).sum())
+
+
+def test_settings_without_a_base_batch_are_named() -> None:
+    with pytest.raises(SettingError, match=r"base_batch_size.* is needed"):
+        started(Ledger(6000), base_batch_size=None)
+
+
+def test_a_rule_and_the_members_of_a_chain_keep_what_is_their_own() -> None:
+    class Own(torch.optim.SGD):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, lr=0.01)
+            self.factor = 2.0
+
+        def step(self, closure: Any = None) -> Any:
+            assert self.factor == 2.0  # torch's copy of an optimizer has no attributes of a subclass
+            return super().step(closure)
+
+    class Counting:
+        calls = 0
+
+        def __call__(self, now: RuleInput) -> tuple[float, float]:
+            self.calls += 1
+            return now.gain, now.gain
+
+    def chain(params: Any) -> torch.optim.Optimizer:
+        first, *others = params
+        return OptimizerChain([Own([first]), torch.optim.SGD(others, lr=0.01)])
+
+    rule = Counting()
+    run = started(Ledger(1700), optimizer=chain, rule=rule)
+    assert run.config.per_worker_batch_size == 66
+    assert rule.calls == 0
+    drive(run, 1)
+    assert rule.calls > 0
+
+
+def test_a_worker_that_ran_out_of_memory_within_a_collective_enters_no_other_one() -> None:
+    class Trials:
+        copied = 0
+
+        def run(self, size: int, passes: int, room: int) -> None:
+            if size == 1:
+                raise OutOfMemoryAlone("the others wait")
+
+        def checkpoint_bytes(self) -> int:
+            return 0
+
+    class Alone:
+        def least(self, number: float) -> float:
+            return number
+
+        def gather(self, value: Any) -> list[Any]:
+            raise AssertionError("the others are not here")
+
+    parts: Any = {"meter": Ledger(6000), "agreement": Alone(), "owners": [[""]], "backend": LocalBackend(device="cpu")}
+    search = _Search(
+        Trials(),  # type: ignore[arg-type]
+        Examples(data(4), None),
+        _Bounds(64, lambda size: 1),
+        config=AdaScaleConfig(base_batch_size=8, per_worker_batch_size="auto"),
+        **parts,
+    )
+    with pytest.raises(OutOfMemoryAlone, match="the others wait"):
+        search.run(10**9)
 
 
 def test_a_workload_has_its_loss() -> None:
