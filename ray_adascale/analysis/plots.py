@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +73,7 @@ def make_panels(runs: list[RunTrace]) -> list[Panel]:
         Panel(
             "Training loss, means (single steps faint)", "loss", ("loss",), log=_all_positive(runs, "loss"), noisy=True
         ),
-        *(Panel(key, f"metric-{_slug(key)}", (key,), dots=True) for key in metrics),
+        *(Panel(key, slug, (key,), dots=True) for key, slug in zip(metrics, _slugs(metrics), strict=True)),
         Panel("Learning rate lr(⌊τ⌋), before the gain", "lr", ("lr",)),
         Panel("Gain r, with its ceiling S dashed", "gain", ("gain",), ceiling="scale"),
         *([Panel("Scale S, as the run chose it", "scale", ("scale",), log=True)] if chosen else []),
@@ -81,7 +81,9 @@ def make_panels(runs: list[RunTrace]) -> list[Panel]:
         Panel("σ² of one base batch (solid) and μ² (dotted), averaged", "noise", ("sigma2", "mu2"), log=True),
         Panel("Efficiency r/S", "efficiency", ("efficiency",)),
         Panel("Steps of the whole run: forecast, and how the run corrected it", "forecast", ("steps_expected",)),
-        Panel("Workers that pay, with those there are dashed", "workers", ("useful_workers",), ceiling="world_size"),
+        Panel(
+            "Workers that pay, with those there are dashed", "useful-workers", ("useful_workers",), ceiling="world_size"
+        ),
         Panel("Examples per second", "throughput", ("examples_per_s",)),
     ]
     return [p for p in panels if any(np.isfinite(run.column(key)).any() for run in runs for key in p.keys)]
@@ -97,8 +99,10 @@ def _all_positive(runs: list[RunTrace], key: str) -> bool:
     return bool((values[np.isfinite(values)] > 0).all())
 
 
-def _slug(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-") or "x"
+def _slugs(metrics: Iterable[str]) -> list[str]:
+    """Return a name for the PNG of each metric, with numbers added to equal ones."""
+    found = [f"metric-{re.sub(r'[^A-Za-z0-9]+', '-', key).strip('-') or 'x'}" for key in metrics]
+    return [f"{slug}-{found[:i].count(slug) + 1}" if slug in found[:i] else slug for i, slug in enumerate(found)]
 
 
 def _line(run: RunTrace, key: str, *, dots: bool) -> tuple[np.ndarray, np.ndarray]:

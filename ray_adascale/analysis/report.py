@@ -10,7 +10,6 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +23,7 @@ from ..recipe import Recipe
 from ..replay import Forecaster
 from ..worker_record import WorkersRecord
 from .plots import color_of, draw_png, draw_svg, make_panels
-from .runs import RunTrace, load_run
+from .runs import RunTrace, load_run, with_distinct_labels
 from .savings import LARGEST, Savings, fixed_scale_forecast, fixed_scale_measured
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ def write_report(
     named = list(runs.items()) if isinstance(runs, Mapping) else [(None, run) for run in runs]
     if not named:
         raise ValueError("Invalid runs: none given. Give at least one trace.jsonl or run folder.")
-    loaded = _with_distinct_labels([load_run(run, label=label, recipe=recipe) for label, run in named])
+    loaded = with_distinct_labels([load_run(run, label=label, recipe=recipe) for label, run in named])
     output = Path(output).expanduser()
     if output.is_dir():
         raise ValueError(f"Invalid output {str(output)!r}: a folder. Name the HTML file.")
@@ -72,15 +71,6 @@ def write_report(
     page = _render(loaded, figures, recipe, forecast)
     write_atomically(output, [page.encode()], sync=False)
     return output
-
-
-def _with_distinct_labels(runs: list[RunTrace]) -> list[RunTrace]:
-    """Return the runs, with numbers added to equal labels."""
-    labels = [run.label for run in runs]
-    return [
-        replace(run, label=f"{run.label} ({labels[: i + 1].count(run.label)})") if labels.count(run.label) > 1 else run
-        for i, run in enumerate(runs)
-    ]
 
 
 def _render(
@@ -124,9 +114,8 @@ class _Key(NamedTuple):
 def _outcome(run: RunTrace, metrics: Iterable[str]) -> list[str]:
     """Return a run's row: its figures, and the newest value of each metric."""
     last = run.last
-    losses = run.column("loss")[-max(1, len(run.rows) // 20) :]
+    losses = run.column("loss")[run.column("optimizer_steps") > 0.95 * last["optimizer_steps"]]
     losses = losses[np.isfinite(losses)]
-    scales = run.column("scale")
     return [
         _changes([row.get("world_size") for row in run.rows]),
         _scales_in_words(run),
@@ -134,10 +123,17 @@ def _outcome(run: RunTrace, metrics: Iterable[str]) -> list[str]:
         _examples_in_words(run),
         f"{last['effective_steps']:,.0f}",
         f"{run.mean_gain:.2f}",
-        f"{run.mean_gain / float(np.nanmean(scales)):.0%}",
+        f"{run.mean_gain / _mean_scale(run):.0%}",
         _four_digits(losses.mean()) if len(losses) else "",
         *(_newest(run.column(key)) for key in metrics),
     ]
+
+
+def _mean_scale(run: RunTrace) -> float:
+    """Return the mean S over the optimizer steps."""
+    scales, steps = run.column("scale"), run.steps_by_row
+    known = np.isfinite(scales)
+    return float(np.average(scales[known], weights=steps[known]))
 
 
 def _followed(record: WorkersRecord) -> list[str]:
@@ -153,10 +149,10 @@ def _followed(record: WorkersRecord) -> list[str]:
 
 def _scales_in_words(run: RunTrace) -> str:
     """Return S, or all its values; for a run that changed its batch the first and last one, and the mean."""
-    scales = run.column("scale")
+    scales = run.whole_steps.column("scale")
     if not run.changed_its_batch:
         return _changes(scales.tolist())
-    return f"{scales[0]:.3g} … {scales[-1]:.3g}, mean {np.nanmean(scales):.3g}"
+    return f"{scales[0]:.3g} … {scales[-1]:.3g}, mean {_mean_scale(run):.3g}"
 
 
 def _examples_in_words(run: RunTrace) -> str:
@@ -198,7 +194,7 @@ def _comparisons(
     else:
         return
     for i, run in enumerate(runs):
-        scales, last = run.column("scale"), run.last
+        scales, last = run.whole_steps.column("scale"), run.last
         found: tuple[int, int, int] | str
         if (scales == 1).all():
             continue
@@ -209,7 +205,7 @@ def _comparisons(
         elif recipe is not None and not _follows(run, recipe):
             found = "not this recipe's schedule"
         else:
-            found = predict(last)
+            found = predict(run.whole_steps.last)
         done, taken = last["effective_steps"] / total, last["optimizer_steps"]
         if isinstance(found, str):
             steps, interval, off = "", "", found
@@ -250,7 +246,7 @@ def _saved(runs: list[RunTrace], recipe: Recipe | None) -> Iterator[tuple[int, l
     fixed_runs = [
         run
         for run in runs
-        if _has_finished(run, recipe) and len(set(run.column("scale"))) == 1 and _is_adascale(run.last)
+        if _has_finished(run, recipe) and len(set(run.whole_steps.column("scale"))) == 1 and _is_adascale(run.last)
     ]
     for i, run in enumerate(runs):
         steps, examples = run.last["optimizer_steps"], run.last.get("position")

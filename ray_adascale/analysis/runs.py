@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -15,11 +16,11 @@ from .._files import SEARCH, TRACE
 from .._warn import warn_at_user
 from ..recipe import Recipe
 from ..run.batch_search import FOUND_BATCH
-from ..run.metrics import METRICS, USEFUL_WORKERS
+from ..run.metrics import METRICS, SHORT_STEP, USEFUL_WORKERS
 from ..run.trace import read_trace
 from ..worker_record import WORKERS, WorkersRecord
 
-__all__ = ["COUNTERS", "RunTrace", "is_number", "load_run", "trace_path", "workers_in_words"]
+__all__ = ["COUNTERS", "RunTrace", "is_number", "load_run", "trace_path", "with_distinct_labels", "workers_in_words"]
 
 COUNTERS = ("step", "attempt", "position", "total_steps", "steps_left", USEFUL_WORKERS, FOUND_BATCH)
 """The keys of a row, beside ``METRICS``, that the run writes itself. They give its position and measure nothing."""
@@ -69,12 +70,24 @@ class RunTrace:
         return [key for key in found if key not in METRICS and key not in COUNTERS]
 
     @property
+    def whole_steps(self) -> RunTrace:
+        """The run without the steps that had fewer passes than declared, as the last one of a client's epoch may have."""
+        return replace(self, rows=[row for row in self.rows if not row.get(SHORT_STEP)] or self.rows)
+
+    @property
+    def steps_by_row(self) -> np.ndarray:
+        """The optimizer steps that each row stands for, shape (rows,): more than 1 where a long trace has left rows out."""
+        steps = self.column("optimizer_steps")
+        counts: np.ndarray = np.diff(steps, prepend=steps[0] - 1)
+        return counts
+
+    @property
     def changed_its_batch(self) -> bool:
         """Whether the run changed its batch by a policy: its scale has changed within a start, on a fixed number of workers."""
         return any(
             now.get("scale") != before.get("scale")
             and all(now.get(key) == before.get(key) for key in ("attempt", "world_size"))
-            for before, now in itertools.pairwise(self.rows)
+            for before, now in itertools.pairwise(self.whole_steps.rows)
         )
 
     @property
@@ -82,7 +95,7 @@ class RunTrace:
         """(τ, event): restarts, and changes of the number of workers, or of a scale that did not follow the noise."""
         found = []
         sizes = ("world_size",) if self.changed_its_batch else ("world_size", "scale")
-        for before, now in itertools.pairwise(self.rows):
+        for before, now in itertools.pairwise(self.whole_steps.rows):
             if any(now.get(key) != before.get(key) for key in sizes):
                 text = f"resized from {_size_in_words(before)} to {_size_in_words(now)}"
             elif now.get("attempt") != before.get("attempt"):
@@ -91,6 +104,15 @@ class RunTrace:
                 continue
             found.append((float(before["effective_steps"]), text))
         return found
+
+
+def with_distinct_labels(runs: list[RunTrace]) -> list[RunTrace]:
+    """Return the runs, with numbers added to equal labels."""
+    labels = [run.label for run in runs]
+    return [
+        replace(run, label=f"{run.label} ({labels[: i + 1].count(run.label)})") if labels.count(run.label) > 1 else run
+        for i, run in enumerate(runs)
+    ]
 
 
 def _size_in_words(row: dict[str, Any]) -> str:
@@ -112,8 +134,8 @@ def trace_path(run: str | os.PathLike[str]) -> Path:
     """Return the path of a run's trace.
 
     Args:
-        run: The trace's file itself; or the folder of a run on a LocalBackend or on Ray, for its trace if the run has ended,
-            else for the trace of its newest checkpoint.
+        run: The trace's file itself; or the folder of a run on a LocalBackend or on Ray, for the trace of its last end or of its
+            newest checkpoint, whichever is further.
 
     Raises:
         ValueError: There is no trace.
@@ -121,12 +143,10 @@ def trace_path(run: str | os.PathLike[str]) -> Path:
     path = Path(run).expanduser()
     if path.is_file():
         return path
-    own = path / TRACE
-    if own.is_file():  # written at the end of the run
-        return own
-    kept = sorted(path.glob(f"checkpoint_*/{TRACE}"))
-    if kept:
-        return kept[-1]
+    own = path / TRACE  # written at the end of a start. A run that was interrupted may have been resumed since.
+    found = [*([own] if own.is_file() else []), *sorted(path.glob(f"checkpoint_*/{TRACE}"))[-1:]]
+    if found:
+        return max(found, key=_last_step)
     if (path / SEARCH).is_file():
         raise ValueError(
             f"Invalid run {str(run)!r}: a search, whose trials keep no trace of their steps. Give the folder of a run, as "
@@ -136,6 +156,16 @@ def trace_path(run: str | os.PathLike[str]) -> Path:
     raise ValueError(
         f"Invalid run {str(run)!r}: {what}. Give a {TRACE}, or the folder of a run (its name under the storage path)."
     )
+
+
+def _last_step(trace: Path) -> float:
+    """Return the number of a trace's last step; −1 if its last line has none."""
+    try:
+        last = json.loads(trace.read_bytes().rstrip().rpartition(b"\n")[2])
+    except ValueError:
+        return -1.0
+    step = last.get("step") if isinstance(last, dict) else None
+    return float(step) if is_number(step) else -1.0
 
 
 def load_run(run: str | os.PathLike[str], *, label: str | None = None, recipe: Recipe | None = None) -> RunTrace:

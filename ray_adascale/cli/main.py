@@ -325,13 +325,14 @@ def _report(args: argparse.Namespace) -> int:
     ray-adascale report runs/base runs/big --recipe recipe.json -o report.html
     """
     from ..analysis.report import write_report
-    from ..analysis.runs import load_run
+    from ..analysis.runs import load_run, with_distinct_labels
     from ..analysis.tensorboard import write_events
     from ..recipe import Recipe
 
     recipe = None if args.recipe is None else Recipe.load(args.recipe)
-    for run in args.runs if args.tensorboard else ():
-        write_events(load_run(run, recipe=recipe), args.tensorboard)
+    if args.tensorboard:
+        for run in with_distinct_labels([load_run(run, recipe=recipe) for run in args.runs]):
+            write_events(run, args.tensorboard)
     print(f"Written to {write_report(args.runs, args.output, recipe=recipe)}")
     return 0
 

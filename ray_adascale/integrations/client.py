@@ -24,7 +24,7 @@ from ..optim.step_shape import StepEnd, StepShape
 from ..recipe import NoiseProbe, Recipe
 from ..run.base_run import BaseResult, Momentum, freeze, momentum_of
 from ..run.eta import RemainingSteps, forecast_remaining_steps
-from ..run.metrics import step_metrics
+from ..run.metrics import SHORT_STEP, step_metrics
 from ..run.step import Step
 from ..run.tau_schedule import TauSchedule
 from ..run.trace import TraceFile, read_trace
@@ -159,6 +159,11 @@ class StepLog:
         assert plan is not None
         return replace(plan, global_batch_size=round(self._adascale.scale * plan.base_batch_size))
 
+    @property
+    def whole_step(self) -> bool:
+        """Whether the last step had as many passes as declared."""
+        return self._plan == self._schedule.plan
+
     def metrics(self) -> dict[str, float]:
         """Return the last step's gain, scale, τ, noise scale and efficiency. On a GPU this waits for the step."""
         metrics = self._metrics()
@@ -215,7 +220,9 @@ class StepLog:
             self._trace = self._resume(self._path, number)
         self._progress += last.gain
         metrics = self._metrics()
-        place = {"step": number, "attempt": self._attempt, "position": self._position + self._examples}
+        place: dict[str, Any] = {"step": number, "attempt": self._attempt, "position": self._position + self._examples}
+        if not self.whole_step:
+            place[SHORT_STEP] = True
         self._trace.after_step(
             Step(
                 number=number,
@@ -265,8 +272,12 @@ class StepsToGo:
         self._scale = math.nan  # of the forecast
         self._tau = schedule.effective_steps
 
-    def steps(self) -> float:
-        """Return the steps left after the last step; ∞ before the first one. Call it once after each step."""
+    def steps(self, *, whole: bool = True) -> float:
+        """Return the steps left after the last step; ∞ before the first one. Call it once after each step.
+
+        Args:
+            whole: Whether the last step had as many passes as declared.
+        """
         optimizer, plan = self._schedule.optimizer, self._schedule.plan
         assert isinstance(optimizer, AdaScale)
         assert plan is not None
@@ -281,7 +292,8 @@ class StepsToGo:
             )
         before, self._tau = self._tau, optimizer.effective_steps
         if self._forecast is not None:
-            self._forecast.observe(before, self._tau, optimizer.last_step.gain)
+            if whole:  # the gain of a step with fewer passes is lower at the same noise
+                self._forecast.observe(before, self._tau, optimizer.last_step.gain)
             return self._forecast.at(self._tau)
         left = max(self._schedule.base_schedule.total_steps - self._tau, 0.0)
         if plan.scale == 1:
@@ -387,6 +399,12 @@ class RecipeRecorder:
         if self._schedule is None or self._config is None or not self._schedule.finished:
             tau = 0.0 if self._schedule is None else self._schedule.effective_steps
             raise ValueError(f"The base run has not reached its total steps: it is at effective step {tau:g}.")
+        if self._noise and self._noise[0].effective_steps >= self._probe_every:
+            warn_at_user(
+                f"The noise before effective step {self._noise[0].effective_steps:g} was not recorded, because this process "
+                "resumed the run there. A forecast from this recipe uses the noise of that step for the steps before. Record a "
+                "whole run for a better one."
+            )
         return freeze(
             BaseResult(
                 metric=metric,

@@ -7,6 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -69,6 +72,7 @@ class AdaScaleCallback(Callback):
         self._batch_idx = 0
         self._warned_within_step = False
         self._steps_at_end = 0
+        self._losses: list[Tensor] = []  # of the present step
 
     # ---- set-up --------------------------------------------------------------------------------------------------
 
@@ -112,6 +116,7 @@ class AdaScaleCallback(Callback):
             pl_module, optimizer, configs[0].scheduler if configs else None, config, self._recipe, grad_scaler=scaler
         )
         _check_minimum(trainer, schedule)
+        self._losses.clear()
         self._steps_at_end = 0  # steps that ended at τ ≥ T; more than 1 if Lightning does not stop
         adascale.step_end = early_step_end(adascale, lambda: self._ends_step(trainer, pl_module))
         adascale.saves_within_step = pl_module.automatic_optimization
@@ -120,6 +125,8 @@ class AdaScaleCallback(Callback):
             configs[0].scheduler = schedule
         self.schedule, self._steps = schedule, StepLog(schedule, self._trace)
         if self._recorder is not None:
+            if trainer.ckpt_path is None:
+                self._recorder.reset()
             self._recorder.begin(schedule, config.with_recipe(self._recipe))
 
     @property
@@ -173,12 +180,15 @@ class AdaScaleCallback(Callback):
     ) -> None:
         assert self.schedule is not None
         assert self._steps is not None
+        if self._trace is not None and isinstance(outputs, dict) and "loss" in outputs:
+            # Lightning has divided the loss by the declared number of passes.
+            divisor = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+            self._losses.append(outputs["loss"].detach() * divisor)
         if not self._adascale.at_boundary:
             return
-        if self._trace is not None:
-            loss = outputs["loss"] if isinstance(outputs, dict) and "loss" in outputs else None
-            if loss is not None:
-                self._steps.record(loss=float(loss))
+        losses, self._losses = self._losses, []
+        if losses:
+            self._steps.record(loss=float(torch.stack(losses).mean()))
         if self._log:
             pl_module.log_dict(self._steps.metrics(), on_step=True, on_epoch=False)
         if self.schedule.finished:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import has_length
 
 from .._warn import warn_at_user
 from ..config import AdaScaleConfig
@@ -94,6 +95,7 @@ class AdaScaleMixin(_Base):
         self._remaining: StepsToGo | None = None
         self._normalises: bool | None = None
         self._losses: list[Tensor] = []  # of the present step
+        self._warned_of_dropped = False
         if self.args.n_gpu > 1:
             raise ValueError(
                 f"The Trainer would use DataParallel on {self.args.n_gpu} GPUs in one process. Start one process per GPU "
@@ -219,6 +221,16 @@ class AdaScaleMixin(_Base):
         if not batches:
             return batches, items
         if len(batches) < self.args.gradient_accumulation_steps:
+            if not has_length(self.callback_handler.train_dataloader):
+                # The Trainer does not step here, since it can't know that this was the end of an epoch.
+                if self.is_world_process_zero() and not self._warned_of_dropped:
+                    self._warned_of_dropped = True
+                    warn_at_user(
+                        f"The last {len(batches)} batches of an epoch make no whole step of "
+                        f"{self.args.gradient_accumulation_steps} passes, and are left out: the data has no length, so the "
+                        "Trainer does not step there. It would add their gradients to the next epoch's first step."
+                    )
+                return [], None
             self._adascale.expect_passes(len(batches))
         self._adascale.sample_weights = None if items is None else self._token_weights(batches, items, device)
         return batches, items
@@ -326,9 +338,9 @@ class AdaScaleMixin(_Base):
         """
         found: list[Any] = [getattr(each, name, None) for each in self.callback_handler.callbacks for name in _BARS]
         bars = [bar for bar in found if bar is not None]
-        if not bars or self._remaining is None:
+        if not bars or self._remaining is None or self._steps is None:
             return
-        left = self._remaining.steps()
+        left = self._remaining.steps(whole=self._steps.whole_step)
         if math.isfinite(left):
             for bar in bars:
                 bar.total = min(self.state.global_step + math.ceil(left), self.state.max_steps)

@@ -137,10 +137,10 @@ def record_recipe(
         config: Further settings of the loop, as for ``tune_recipe``.
         probe_every: Optimizer steps from one measurement of the noise to the next. Default: 5 where per-example norms cover the
             model (``config.noise``), else 20.
-        backend: Stores checkpoints and trace. Default: neither is kept.
+        backend: Stores checkpoints and trace, in an empty folder. Default: neither is kept.
 
     Raises:
-        ValueError: A setting can't work, or the workload's metric is not measured.
+        ValueError: A setting can't work, the folder has a run already, or the workload's metric is not measured.
     """
     if (
         isinstance(probe_every, bool)
@@ -153,6 +153,11 @@ def record_recipe(
     seed_everything(seed)
     built = build(workload, hyperparameters, base)
     run = Run.of(built, base, backend=backend)
+    if run.effective_steps > 0:
+        raise ValueError(
+            f"Invalid backend: its folder has a run at effective step {run.effective_steps:g}, whose noise is not kept. Give an "
+            "empty folder, or none."
+        )
     momentum = momentum_of(built.optimizer)
     noise: list[NoiseProbe] = []
     losses: list[Tensor] = []
@@ -256,6 +261,8 @@ def base_config(
         config = AdaScaleConfig()
     elif not isinstance(config, AdaScaleConfig):
         raise ValueError(f"Invalid config of type {type(config).__name__}. Must be an AdaScaleConfig.")
+    if config.early_stop is not None:
+        raise SettingError("Invalid {}: a base run is trained to T. Leave it out.", early_stop=config.early_stop)
     given = {"base_batch_size": base_batch_size, "total_steps": total_steps, "total_epochs": total_epochs}
     for name, mine in given.items():
         theirs = getattr(config, name)

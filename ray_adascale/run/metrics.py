@@ -13,6 +13,7 @@ from .eta import LEFT, Eta
 
 __all__ = [
     "METRICS",
+    "SHORT_STEP",
     "USEFUL_WORKERS",
     "format_metrics",
     "plain_numbers",
@@ -43,6 +44,10 @@ so that over effective steps it is the same curve at every scale."""
 
 USEFUL_WORKERS = "useful_workers"
 """The key of the number of useful workers at the present noise, in reports of a run that may change its workers or its batch."""
+
+
+SHORT_STEP = "short_step"
+"""The key of True in the trace's row of a step with fewer passes than declared, as at the end of a client's epoch."""
 
 
 def step_metrics(

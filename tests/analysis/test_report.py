@@ -251,6 +251,22 @@ def test_a_run_that_changed_its_batch(make: Callable[..., Page], tmp_path: Path)
     assert (against[2], against[4]) == ("14", "20")
 
 
+def test_means_are_over_steps_where_old_rows_were_left_out(make: Callable[..., Page], tmp_path: Path) -> None:
+    # 80 steps at S = 2, of which every tenth is kept, and 20 at S = 4: 2.4 on average, and r̄ = 2. The loss is 0.01 after step 95.
+    early = [row(s, scale=2.0, loss=1.0) for s in range(1, 81) if s == 1 or s % 10 == 0]
+    late = [row(s, scale=4.0, loss=0.01 if s > 95 else 1.0) for s in range(81, 101)]
+    cells = make(write_rows(tmp_path / "long" / "trace.jsonl", early + late)).tables[0][1]
+    assert cells[2] == "2 … 4, mean 2.4"
+    assert (cells[7], cells[8]) == ("83%", "0.01000")
+
+
+def test_a_forecast_is_compared_with_the_batch_of_whole_steps(make: Callable[..., Page], tmp_path: Path) -> None:
+    rows = [row(s) for s in range(1, 10)] + [row(10, scale=2.0, short_step=True)]
+    page = make(write_rows(tmp_path / "client" / "trace.jsonl", rows), recipe=recipe([(0, 3, 1)], total_steps=20))
+    assert page.tables[0][1][2] == "4"
+    assert page.tables[1][1] == ["client", "4", "10", "7–12", "10", "+0.0%"]
+
+
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     ended, stopped = (write_rows(tmp_path / name / "trace.jsonl", [row(1)]).parent for name in ("ended", "stopped"))
     again = Page(write_report([stopped, stopped, ended], tmp_path / "r.html"))

@@ -20,6 +20,8 @@ def test_a_runs_trace_is_found_in_its_folder_or_its_newest_checkpoint(tmp_path: 
     ended = write_rows(tmp_path / "ended" / "trace.jsonl", [row(1)])
     write_rows(tmp_path / "ended" / "checkpoint_0000000001" / "trace.jsonl", [row(1)])
     assert trace_path(ended.parent) == ended
+    later = write_rows(tmp_path / "ended" / "checkpoint_0000000003" / "trace.jsonl", [row(1), row(3)])
+    assert trace_path(ended.parent) == later  # it was interrupted, and resumed
     stopped = tmp_path / "stopped"
     for n in (1, 2):
         write_rows(stopped / f"checkpoint_000{n}" / "trace.jsonl", [row(s) for s in range(1, n + 1)])
@@ -126,6 +128,16 @@ def test_a_change_of_scale_with_a_change_of_workers_is_no_choice_of_the_run() ->
     assert not RunTrace("x", rows).changed_its_batch
     rows = [row(1, attempt=0, world_size=2, scale=2.0), row(2, attempt=0, world_size=2, scale=4.0)]
     assert RunTrace("x", rows).changed_its_batch
+
+
+def test_a_step_of_fewer_passes_is_no_change_of_the_batch() -> None:
+    short = {"scale": 2.0, "short_step": True}
+    run = RunTrace("x", [row(1), row(2), row(3) | short, row(4), row(5) | short])
+    assert not run.changed_its_batch
+    assert run.events == []
+    assert run.metrics == []
+    assert run.whole_steps.last["step"] == 4
+    assert RunTrace("x", [row(1) | short]).whole_steps.last["step"] == 1
 
 
 def test_a_scale_that_the_run_chose_is_no_event() -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from ray_adascale import AdaScaleConfig, read_trace
 from ray_adascale.analysis.report import write_report
+from ray_adascale.analysis.runs import load_run
 
 from ..classifier import weights
 from .problem import (
@@ -177,7 +178,17 @@ def test_the_last_step_of_an_epoch_has_the_passes_that_are_left(knowing: Any, tm
     rows = read_trace(trace)
     assert [row["gain"] for row in rows] == notes.gains
     assert [row["scale"] for row in rows[:8]] == [6, 6, 6, 2] * 2
-    assert all(row["loss"] > 0 for row in rows)
+    assert [row.get("short_step", False) for row in rows[:8]] == [False, False, False, True] * 2
+    assert not load_run(trace).changed_its_batch
+    # The loss is the mean over rank 0's passes of the step, which are those at even places.
+    model, first, (x, y) = make(60)[0].requires_grad_(False), 0, dataset(examples).tensors
+    for step, (row, before) in enumerate(zip(rows, notes.weights, strict=True)):
+        torch.nn.utils.vector_to_parameters(before, model.parameters())
+        passes = [3, 3, 3, 1][step % 4]
+        places = [first + 2 * i * BATCH for i in range(passes)]
+        losses = [float(loss_of(model, (x[at : at + BATCH], y[at : at + BATCH]))) for at in places]
+        first = (first + 2 * passes * BATCH) % examples
+        assert row["loss"] == pytest.approx(sum(losses) / passes, rel=1e-12)
     page = write_report(trace, tmp_path / "report.html").read_text()
     assert "Gain r, with its ceiling S dashed" in page
     assert f">{len(rows)}</td>" in page
@@ -267,6 +278,12 @@ def test_a_base_run_leaves_its_recipe_and_probing_changes_no_bit() -> None:
     assert [probe.effective_steps for probe in recipe.noise] == [0, 10, 20]
     assert recipe.lr_curve[0][15] == pytest.approx(LR / 2)
     assert (recipe.momentum, recipe.optimizer_class) == (0.9, "SGD")
+
+    fit(
+        AdaScaleCallback(settings(20), recorder=recorder), module(20), accumulation=1
+    )  # another run: its own probes only
+    again = recorder.recipe({"lr": LR}, metric="loss", mode="min", score=0.5, workload=make)
+    assert [probe.effective_steps for probe in again.noise] == [0, 10]
 
     fit(AdaScaleCallback(AdaScaleConfig(), recipe), module(30))
     with pytest.raises(ValueError, match="The learning-rate curve is not the recipe's"):
