@@ -5,6 +5,7 @@ The module imports neither Ray nor ray_adascale, so that a benchmark's plain kin
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -124,6 +125,36 @@ def machine(**more: Any) -> dict[str, Any]:
 def in_words(about: Mapping[str, Any]) -> str:
     """Return the line that a benchmark prints about its machine."""
     return ", ".join(f"{key} {value}" for key, value in about.items())
+
+
+# ---- command line ----------------------------------------------------------------------------------------------------
+
+
+class Smoke(argparse.Action):
+    """Option ``--smoke``, which keeps the results of the check in a temporary folder unless another place is named.
+
+    Args:
+        option_strings: As in ``argparse``.
+        dest: As in ``argparse``.
+        help: As in ``argparse``.
+        place: The option with the file or the folder of kept results.
+    """
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None, place: str = "json") -> None:
+        super().__init__(option_strings, dest, nargs=0, default=False, help=help)
+        self._place = place
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        namespace.smoke = True
+        kept = getattr(namespace, self._place)
+        if kept == parser.get_default(self._place):
+            setattr(namespace, self._place, Path(tempfile.mkdtemp(prefix="smoke-")) / kept.name)
 
 
 # ---- worker processes ------------------------------------------------------------------------------------------------

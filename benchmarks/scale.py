@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 from bench import (
     ROOT,
+    Smoke,
     by_hand,
     command_line,
     join_group,
@@ -443,6 +444,12 @@ def extrapolation() -> str:
     return markdown([*head, "s for the bytes", "s with the messages", "AdaScale's part"], rows)
 
 
+def _made(command: str, machine: dict[str, Any]) -> str:
+    """Return how a part was measured, in words."""
+    where = f"{machine['date'][:10]}, {machine['cpu']}, {machine['cores']} cores, load {machine['load']} before"
+    return f"`{command}`, {where}, torch {machine['torch']}"
+
+
 def page(document: dict[str, Any], kept: str) -> str:
     """Return the page.
 
@@ -451,15 +458,14 @@ def page(document: dict[str, Any], kept: str) -> str:
         kept: The part by hand.
     """
     readme = os.path.relpath(ROOT / "benchmarks" / "README.md", PAGE.parent)
-    about = document["machine"]
-    where = f"{about['date'][:10]}, {about['cpu']}, {about['cores']} cores, load {about['load']} before, torch {about['torch']}"
+    made = "; ".join(dict.fromkeys(_made(**document["made"][part]) for part in PARTS if part in document["made"]))
     steps = [Steps(**row) for row in document["steps"]]
     controllers = [Controller(**row) for row in document["controller"]]
     parts = [
         "# More workers",
         "What grows with the number of workers, measured where it can be and counted where it can't: 2 to 16 processes on a "
         "machine of two cores, gloo over loopback.",
-        f"`{document['command']}`, {where}. FairScale, no dependency, as [benchmarks]({readme}) have it.",
+        f"{made}. FairScale, no dependency, as [benchmarks]({readme}) have it.",
         "## What it says",
         kept,
         "## A step",
@@ -500,9 +506,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=Path, default=Path("runs/scale.json"), help="parts not run are kept from it")
     page_parser_options(parser, PAGE)
-    parser.add_argument(
-        "--smoke", action="store_true", help="two workers, tiny models, two rounds: only check that it runs"
-    )
+    parser.add_argument("--smoke", action=Smoke, help="two workers, tiny models, two rounds: only check that it runs")
     arguments = parser.parse_args(argv)
     if min(arguments.workers) < 2 or arguments.rounds < 1 or arguments.seconds <= 0:
         parser.error("--workers must be 2 or more, --rounds at least 1 and --seconds positive")
@@ -511,14 +515,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = ["ddp", *(arguments.kinds or KINDS)]
     kinds = [k for k in dict.fromkeys(wanted) if ALL_KINDS[k].unavailable("cpu") is None]
 
-    document: dict[str, Any] = {part: [] for part in PARTS}
+    document: dict[str, Any] = {part: [] for part in PARTS} | {"made": {}}
     if arguments.json.exists():
         document.update(json.loads(arguments.json.read_text()))
     if not arguments.report_only:
-        document["machine"] = machine()
-        document["command"] = command_line(sys.argv[1:] if argv is None else argv, "benchmarks/scale.py")
+        command = command_line(sys.argv[1:] if argv is None else argv, "benchmarks/scale.py")
+        made = {"machine": machine(), "command": command}
         for part in arguments.parts:
             document[part] = []
+            document["made"][part] = made
             for n in workers:
                 began = time.perf_counter()
                 if part == "steps":

@@ -235,7 +235,7 @@ WAYS: Mapping[str, Callable[[Task], None]] = {
 
 
 def breakdown(task: Task, rounds: int) -> dict[str, float]:
-    """Return the median CPU seconds of one trial in this process, by way of training; ratios are within a round."""
+    """Return the median CPU seconds of one trial in this process, by way of training; the ways take turns in each round."""
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     for number in range(rounds + 1):
         for way in random.Random(number).sample(sorted(WAYS), len(WAYS)):

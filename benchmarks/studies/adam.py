@@ -227,7 +227,8 @@ def forecasts(plan: Plan, results: Results, path: Path) -> str:
     rows = []
     for workload, recipe in recipes(plan, path):
         for scale in plan.scales[1:]:
-            taken = [r.optimizer_steps for r in seeds_of(plan, results, workload, scale, "AdaScale").values()]
+            runs = seeds_of(plan, results, workload, scale, "AdaScale").values()
+            taken = [r.optimizer_steps for r in runs if not r.failed]
             if not taken:
                 continue
             config = plan.case(workload).config(scale, MOST_PASSES, plan.steps(workload))
@@ -322,7 +323,7 @@ def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) ->
     parts = [
         "# Adam",
         "One schedule, tuned at the base batch, carried to larger batches by candidate rules for AdamW, on four workloads of "
-        "different kinds. Validation metric on a test split that no choice was made on, mean ± standard deviation over "
+        "different kinds. Validation metric on a test split on which no LR was chosen, mean ± standard deviation over "
         f"{count(plan.seeds, 'seed')} or fewer, where that is said.",
         provenance(plan, results, command),
         "## What it says",

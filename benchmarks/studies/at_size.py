@@ -114,6 +114,12 @@ def of_examples(plan: Plan, results: Results, workload: str, scale: int, method:
     return {seed: results[job] for seed, job in jobs.items() if job is not None and job in results}
 
 
+def shortened_runs(plan: Plan, results: Results) -> list[Result]:
+    """Return all results of AdaScale on the examples of the base run."""
+    cells = [(workload, scale) for workload in plan.workloads for scale in plan.scales if scale > 1]
+    return [r for cell in cells for r in of_examples(plan, results, *cell, "AdaScale, T·B0").values()]
+
+
 def examples_table(plan: Plan, results: Results, workload: str) -> str:
     """Return a table of the runs on the examples of the base run."""
     case = plan.case(workload)
@@ -202,7 +208,7 @@ def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) ->
         "One schedule, tuned at the base batch, carried to larger batches by four methods, on public data and with larger "
         "networks than [the first study](transfer.md). Test metric, mean ± standard deviation over "
         f"{count(plan.seeds, 'seed')}, or as many as a row says.",
-        provenance(plan, results, command),
+        provenance(plan, results, command, more=shortened_runs(plan, results)),
         "## What it says",
         kept,
         f"![metric against scale]({scale.name})",

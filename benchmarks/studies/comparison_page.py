@@ -54,18 +54,21 @@ class Difference:
         low: Lower end of the interval.
         high: Upper end of the interval.
         failed: Number of the other method's runs that failed; they are in no mean.
+        own_failed: Number of the method's own runs that failed.
     """
 
     mean: float
     low: float
     high: float
     failed: int
+    own_failed: int
 
     @property
     def verdict(self) -> str:
         """Return the outcome in words."""
         if math.isnan(self.mean):
-            return "the other failed" if self.failed else "not run"
+            outcomes = {(True, True): "both failed", (True, False): "failed", (False, True): "the other failed"}
+            return outcomes.get((self.own_failed > 0, self.failed > 0), "not run")
         if math.isinf(self.low):
             word = "one seed only"
         elif self.low > 0:
@@ -74,7 +77,8 @@ class Difference:
             word = "worse"
         else:
             word = "no clear difference"
-        return word + (f"; the other failed {self.failed} times" if self.failed else "")
+        own = f"; failed itself {count(range(self.own_failed), 'time')}" if self.own_failed else ""
+        return word + own + (f"; the other failed {count(range(self.failed), 'time')}" if self.failed else "")
 
     def __str__(self) -> str:
         if math.isnan(self.mean):
@@ -93,14 +97,14 @@ def difference(case: Case, own: dict[int, Result], other: dict[int, Result]) -> 
         for a, b in pairs
         if not (a.failed or b.failed) and a.score is not None and b.score is not None
     ]
-    failed = sum(b.failed for _, b in pairs)
+    failed, own_failed = (sum(pair[side].failed for pair in pairs) for side in (1, 0))
     if not by:
-        return Difference(math.nan, math.nan, math.nan, failed)
+        return Difference(math.nan, math.nan, math.nan, failed, own_failed)
     half = math.inf
     if len(by) > 1:
         half = float(t.ppf(0.975, len(by) - 1)) * statistics.stdev(by) / math.sqrt(len(by))
     mean = statistics.mean(by)
-    return Difference(mean, mean - half, mean + half, failed)
+    return Difference(mean, mean - half, mean + half, failed, own_failed)
 
 
 def workload_table(plan: Plan, results: Results, workload: str) -> str:
@@ -146,6 +150,7 @@ def verdicts(plan: Plan, results: Results) -> str:
             failed = sum(r.failed for r in seeds_of(plan, results, workload, scale, name).values())
             if failed:
                 lost.append(f"- {workload}, S = {scale}: {failed} of {len(plan.seeds)} runs of {name} failed.")
+    intervals = sum(math.isfinite(d.low) for *_, d in found)
     against = ["S = 1", *plan.comparison.against]
     rows = [
         [workload, f"{scale}", *(str(d) for w, s, _, d in found if (w, s) == (workload, scale))]
@@ -156,8 +161,8 @@ def verdicts(plan: Plan, results: Results) -> str:
     return "\n".join(
         [
             f"By how much {name} is better (positive) or worse (negative) in the test metric, paired by seed, with the 95 % "
-            "interval of the mean. A difference is called one where the interval doesn't hold 0; of as many intervals as "
-            "these, one or two do so by chance.",
+            "interval of the mean. A difference is called one where the interval doesn't hold 0. Of these "
+            f"{intervals} intervals about {max(round(0.05 * intervals), 1)} would do so by chance alone.",
             "",
             markdown(["workload", "S", *(f"against {a}" for a in against)], rows),
             "",
@@ -293,9 +298,16 @@ def picture_by_tau(plan: Plan, results: Results, page: Path) -> Path:
 # ---- sections of a page ----------------------------------------------------------------------------------------------
 
 
-def provenance(plan: Plan, results: Results, command: str) -> str:
-    """Return the paragraph on how the figures were made."""
-    mine = of_plan(plan, results)
+def provenance(plan: Plan, results: Results, command: str, more: Sequence[Result] = ()) -> str:
+    """Return the paragraph on how the figures were made.
+
+    Args:
+        plan: The plan.
+        results: The results.
+        command: The command that makes them.
+        more: Results that the page shows beside those of the plan.
+    """
+    mine = [*of_plan(plan, results), *more]
     dates = sorted({r.date for r in mine})
     return (
         f"`{command}`, {' to '.join(dict.fromkeys([*dates[:1], *dates[-1:]]))}, torch {torch.__version__}, Python "

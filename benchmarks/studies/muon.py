@@ -144,7 +144,8 @@ def forecasts(plan: Plan, results: Results, path: Path) -> str:
     rows = []
     for workload, recipe in recipes(plan, path):
         for scale in plan.scales[1:]:
-            taken = [r.optimizer_steps for r in seeds_of(plan, results, workload, scale, "AdaScale").values()]
+            runs = seeds_of(plan, results, workload, scale, "AdaScale").values()
+            taken = [r.optimizer_steps for r in runs if not r.failed]
             if not taken:
                 continue
             actual = statistics.mean(taken)

@@ -37,12 +37,12 @@ from resize_rules import CHANGES, FIXED, PLAN, SHAPE, Plan
 from resize_rules import KEPT as RULES_KEPT
 from resize_rules import Job as RulesJob
 from resize_rules import Result as RulesResult
-from study import Smoke, announce, prepare_process, read_runs
+from study import announce, prepare_process, read_runs
 
 from ray_adascale import AdaScaleConfig, Workload, prepare, seed_everything
 
 sys.path.append(str(Path(__file__).parents[1]))
-from bench import ROOT, in_words, machine, markdown, write_json
+from bench import ROOT, Smoke, in_words, machine, markdown, write_json
 
 KEPT = ROOT / "benchmarks" / "studies" / "kept" / "resize_workers.json"
 ADASCALE = "AdaScale"

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, as_completed
@@ -26,6 +25,9 @@ from torch.utils.data import TensorDataset
 from ray_adascale import AdaScaleConfig, Workload
 from ray_adascale.workload import WorkloadFn
 from ray_adascale.workload_source import resolve
+
+sys.path.append(str(Path(__file__).parents[1]))
+from bench import Smoke
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -343,24 +345,6 @@ def kept(path: Path, make: Callable[[], Any]) -> Any:
 
 
 # ---- command line ----------------------------------------------------------------------------------------------------
-
-
-class Smoke(argparse.Action):
-    """Option ``--smoke``, which keeps the results of the check in a temporary file unless ``--json`` names another one."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
-        super().__init__(option_strings, dest, nargs=0, default=False, help=help)
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        namespace.smoke = True
-        if namespace.json == parser.get_default("json"):
-            namespace.json = Path(tempfile.mkdtemp(prefix="smoke-")) / namespace.json.name
 
 
 def parser(doc: str | None, *, seeds: int, runs: str, smoke: str) -> argparse.ArgumentParser:

@@ -30,7 +30,7 @@ from study import Case, announce, prepare_process
 from ray_adascale import AdaScaleConfig, LocalBackend, Run, seed_everything
 
 sys.path.append(str(Path(__file__).parents[1]))
-from bench import ROOT, in_words, join_group, leave, leave_group, machine, markdown, run_workers, write_json
+from bench import ROOT, Smoke, in_words, join_group, leave, leave_group, machine, markdown, run_workers, write_json
 
 KEPT = ROOT / "benchmarks" / "studies" / "kept"
 STEPS, WORKERS = KEPT / "step_seconds.json", KEPT / "two_workers.json"
@@ -207,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workloads", nargs="+", choices=list(AT_SIZE), default=["smiles", "group norm"])
     parser.add_argument("--seeds", type=int, default=3, help="seeds of each run (default: %(default)s)")
     parser.add_argument("--folder", type=Path, default=KEPT, help="kept results (default: %(default)s)")
-    parser.add_argument("--smoke", action="store_true", help="both, with a round and a twentieth of the steps")
+    parser.add_argument("--smoke", action=Smoke, place="folder", help="both, with a round and a twentieth of the steps")
     args = parser.parse_args(argv)
     if not (args.steps or args.workers or args.smoke):
         parser.error("Give --steps, --workers or --smoke.")

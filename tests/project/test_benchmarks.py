@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import math
@@ -430,6 +431,19 @@ def test_the_first_steps_refuse_what_they_cannot_run(
     assert "error" in capsys.readouterr().err
 
 
+def test_a_smoke_run_leaves_kept_results_alone() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, default=Path("kept"))
+    parser.add_argument("--smoke", action=load("bench").Smoke, place="folder")
+    assert parser.parse_args([]).folder == Path("kept")
+    checked = parser.parse_args(["--smoke"])
+    assert checked.smoke
+    assert checked.folder.name == "kept"
+    assert checked.folder.is_absolute()
+    for mine in (["--smoke", "--folder", "mine"], ["--folder", "mine", "--smoke"]):
+        assert parser.parse_args(mine).folder == Path("mine")
+
+
 # ---- scale.py and start.py -------------------------------------------------------------------------------------------
 
 
@@ -445,6 +459,7 @@ def test_growth_counts_what_each_kind_sends(tmp_path: Path) -> None:
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "LC_ALL": "C.UTF-8"})
     assert run.returncode == 0, run.stderr
     document = json.loads(path.read_text())
+    assert set(document["made"]) == {"steps", "checkpoints"}  # each part has the machine and the command that made it
     steps = {row["kind"]: row for row in document["steps"]}
     assert list(steps) == ["ddp", "adascale", "sharded", "adascale+sharded"]
     # AdaScale adds one small all-reduce to any way to reduce the gradients.

@@ -375,8 +375,13 @@ def test_differences_are_paired_by_seed(transfer: Any, pages: Any, study: Any) -
     # The failed run is counted, but not part of the mean.
     lost = pages.difference(more, runs(0.3, 0.6, 0.9), runs(0.2, 0.49, None))
     assert lost.mean == pytest.approx(0.105)
-    assert lost.verdict.endswith("the other failed 1 times")
+    assert lost.verdict.endswith("the other failed 1 time")
     assert pages.difference(more, runs(0.9), runs(None)).verdict == "the other failed"
+    # So are the method's own, which would otherwise look like runs that were not made.
+    assert pages.difference(more, runs(None, None), runs(0.9, 0.8)).verdict == "failed"
+    assert pages.difference(more, runs(None), runs(None)).verdict == "both failed"
+    survivors = pages.difference(more, runs(0.3, None, None), runs(0.2, 0.49, 0.78))
+    assert survivors.verdict == "one seed only; failed itself 2 times"
     assert pages.difference(more, runs(0.9), {}).verdict == "not run"
 
 
