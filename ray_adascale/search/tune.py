@@ -28,8 +28,9 @@ from ..run.base_run import BaseResult, freeze
 from ..train.cluster import portable, quiet_init
 from ..train.run_lock import RunLock
 from ..workload import WorkloadFn, unread_warning
+from .repeat_plan import RepeatPlan
 from .spec import SearchSpec
-from .trial import OBJECTIVE, InOneProcess, PlannedRepeat, TrialSetup, describe_config, run_repeat, run_trial
+from .trial import OBJECTIVE, InOneProcess, TrialSetup, describe_config, run_repeat, run_trial
 from .watch import BestMean, Finished, StopOnMistake, Watch, best_mean, watching
 
 __all__ = ["tune_recipe"]
@@ -78,7 +79,7 @@ def tune_recipe(
     interval is made from them.
 
     The same ``name`` and ``storage_path`` continue an interrupted search. Finished trials are kept. The others start again, or
-    resume if they have checkpoints.
+    resume if they have checkpoints. Once repeats have begun, the search needs the same ``repeats`` and ``repeat_best``.
 
     If a trial raises, or its metric is NaN or infinite, that trial fails and the search goes on. The search ends if its first
     trials all fail alike during the build, at configs without a common searched value (such as a workload that returns nothing,
@@ -180,16 +181,20 @@ def tune_recipe(
             callbacks=tuple(callbacks),
             earlier=spec.started_before(folder),
         )
+        plan = search.earlier_plan() if repeats else None  # before the trials, since it refuses other numbers
         trials = search.run_trials()
         ranking = _ranking(trials)
-        best = [trial for trial, _ in ranking[:repeat_best]]
-        candidate, again, failed_repeats = search.run_repeats(best) if repeats else (0, [], [])
+        winner, outcome = ranking[0]
+        again: list[Repeat] = []
+        failed_repeats: list[dict[str, str]] = []
+        if repeats:
+            best, again, failed_repeats = search.run_repeats(plan or search.new_plan([trial for trial, _ in ranking]))
+            winner, outcome = next(ended for ended in ranking if ended[0].trial_id == best)
     if lock.lost is not None:
         raise RuntimeError(
             f"The search {name!r} was continued by {lock.lost} while this process was suspended, so its results are mixed. Wait "
             "for that process, or start again under another name."
         )
-    winner, outcome = ranking[candidate]
     _warn_of(outcome, [other for _, other in ranking])
     completed = sum(trial.outcome is not None for trial in trials)
     failed = [{"trial": trial.trial_id, "error": trial.error_line} for trial in trials if trial.error is not None]
@@ -250,17 +255,34 @@ class _Search:
         )
         return list(watch.finished.values())
 
-    def run_repeats(self, best: list[Finished]) -> tuple[int, list[Repeat], list[dict[str, str]]]:
+    @property
+    def _repeats(self) -> tune.RunConfig:
+        """Tune's settings for the repeats, which have a folder of their own."""
+        return replace(self.run_config, name=f"{self.run_config.name}-repeats")
+
+    def earlier_plan(self) -> RepeatPlan | None:
+        """Return the plan of the repeats that an earlier start of this search has made; None without one.
+
+        Raises:
+            ValueError: It was made for other numbers of repeats.
+        """
+        spec, where = self.spec, self._repeats
+        return RepeatPlan.read(f"{where.storage_path}/{where.name}", repeats=spec.repeats, repeat_best=spec.repeat_best)
+
+    def new_plan(self, ranked: list[Finished]) -> RepeatPlan:
+        """Return the plan of the repeats of the best of these trials, which are best first. Writes its file."""
+        spec, where = self.spec, self._repeats
+        plan = RepeatPlan.of(ranked, repeats=spec.repeats, repeat_best=spec.repeat_best, seed=spec.seed)
+        plan.write(f"{where.storage_path}/{where.name}")
+        return plan
+
+    def run_repeats(self, plan: RepeatPlan) -> tuple[str, list[Repeat], list[dict[str, str]]]:
         """Repeat the best few trials with further seeds.
 
         Returns:
-            The candidate with the best mean, its repeats, and the failed repeats of all candidates, for the recipe.
+            The id of the trial with the best mean, its repeats, and the failed repeats of all candidates, for the recipe.
         """
-        planned = [
-            PlannedRepeat(candidate=candidate, hyperparameters=trial.config, seed=self.spec.seed + 1 + i)
-            for candidate, trial in enumerate(best)
-            for i in range(self.spec.repeats)
-        ]
+        planned, where = plan.planned, self._repeats
         watch = Watch(
             len(planned),
             verbose=self.verbose,
@@ -269,11 +291,11 @@ class _Search:
             describe=lambda config: str(planned[config["repeat"]]),
             best=BestMean(planned),
         )
-        name = f"{self.run_config.name}-repeats"
+        setup = self._setup(str(where.name), self.spec.repeats_noise_every)
         self._fit(
-            tune.with_parameters(run_repeat, setup=self._setup(name, self.spec.repeats_noise_every), planned=planned),
+            tune.with_parameters(run_repeat, setup=setup, planned=planned),
             {"repeat": tune.grid_search(list(range(len(planned))))},
-            replace(self.run_config, name=name),
+            where,
             watch,
             search_alg=BasicVariantGenerator(max_concurrent=self.at_once or 0),
             scheduler=FIFOScheduler(),
@@ -284,7 +306,8 @@ class _Search:
             for trial in trials
             if trial.error is not None
         ]
-        return *best_mean(planned, trials), failed
+        candidate, repeats = best_mean(planned, trials)
+        return plan.trials[candidate], repeats, failed
 
     def _setup(self, name: str, noise_every: NoiseEvery) -> TrialSetup:
         """Return the setup of the trials or of the repeats. Tune's folder for them has this name."""
