@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 import time
@@ -367,7 +368,10 @@ class _Search:
 
 
 def _ranking(trials: list[Finished]) -> list[tuple[Finished, BaseResult]]:
-    """Return the trials that reached T, best first by their metric at the end; of equals the first to finish."""
+    """Return the trials that reached T, best first by their metric at the end.
+
+    Equals are in the order of their configs as text, since a continued search finds its trials in another order.
+    """
     ended = [(trial, outcome) for trial in trials if (outcome := trial.outcome) is not None]
     what = {
         "metric": lambda outcome: outcome.metric,
@@ -383,7 +387,12 @@ def _ranking(trials: list[Finished]) -> list[tuple[Finished, BaseResult]]:
                     f"{other!r} at {describe_config(trial.config)}. They can't be compared: take it out of the search space."
                 )
     if ended:
-        return sorted(ended, key=lambda pair: -pair[1].objective)
+
+        def order(pair: tuple[Finished, BaseResult]) -> tuple[float, str, str]:
+            trial, outcome = pair
+            return -outcome.objective, json.dumps(trial.config, sort_keys=True, default=repr), trial.trial_id
+
+        return sorted(ended, key=order)
     failed = [trial for trial in trials if trial.error is not None]
     if not failed:
         raise RuntimeError(f"No trial reached the end: the scheduler stopped all {len(trials)}.")

@@ -713,6 +713,15 @@ def test_other_numbers_of_repeats_are_refused_for_a_continued_search(repeated_se
         repeated_search(repeat_best=1)
 
 
+def test_equal_trials_rank_alike_in_any_order() -> None:
+    """Tune restores trials in another order than they ended in, and a continued search must have the same winner."""
+    equals = [
+        replace(ended(0.3), trial_id=name, config={"lr": lr}) for name, lr in (("c", 0.2), ("b", 0.1), ("a", 0.2))
+    ]
+    for trials in (equals, equals[::-1]):
+        assert [trial.trial_id for trial, _ in _ranking([ended(0.4), *trials])] == ["b", "a", "c", "t0.4"]
+
+
 def test_search_without_a_winner_says_why() -> None:
     mistake = ValueError("Invalid learning rate: -1\nand more")
     with pytest.raises(
