@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._errors import SettingError
-from .._files import absolute, check_writable, unique_name
+from .._files import absolute, check_writable, join, unique_name
 from . import run_folder
 from .arguments import (
     ELASTIC_FAILURES,
@@ -253,7 +253,7 @@ def _train(args: argparse.Namespace) -> int:
         failure_config=ray.train.FailureConfig(max_failures=failures),
         checkpoint_config=_checkpoint_config(args),
     )
-    folder = f"{run_config.storage_path}/{name}"
+    folder = join(str(run_config.storage_path), name)
     options = run_folder.options_text(args, name, run_config.storage_path)
 
     def on_start() -> None:
@@ -311,7 +311,7 @@ def _resume(args: argparse.Namespace) -> int:
     """
     words = run_folder.read_options(run_folder.folder_of(args.run, args.storage_path))
     again = run_folder.with_files_found(_parse(["train", *words, *run_folder.options_of(args, _OF_RESUME)]))
-    ended = run_folder.ended(f"{again.storage_path}/{again.name}", _train_config(again), again.recipe)
+    ended = run_folder.ended(join(again.storage_path, again.name), _train_config(again), again.recipe)
     if ended is not None:
         print(ended)
         return 0

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .._files import SEARCH, absolute, list_names, move_if_there, read_json, read_text, write_text
+from .._files import SEARCH, absolute, join, list_names, move_if_there, read_json, read_text, split, write_text
 from .arguments import key_and_value
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _resolved(path: str) -> Path:
 
 def write_options(folder: str, text: str) -> None:
     """Write a run's options file, on any storage."""
-    write_text(f"{folder}/{OPTIONS}", text)
+    write_text(join(folder, OPTIONS), text)
 
 
 def folder_of(run: str, storage_path: str | None) -> str:
@@ -142,13 +142,13 @@ def read_options(folder: str) -> list[str]:
     Raises:
         ValueError: There is no such file, or it is damaged.
     """
-    path = f"{folder}/{OPTIONS}"
+    path = join(folder, OPTIONS)
     text = read_text(path)
     if text is None:
-        if read_json(f"{folder}/{SEARCH}") is not None:
+        if read_json(join(folder, SEARCH)) is not None:
             raise ValueError(
                 f"Invalid run {folder!r}: a search. It goes on with the `ray-adascale tune` that started it, with --name "
-                f"{folder.rpartition('/')[2]} and the same --storage-path."
+                f"{split(folder)[1]} and the same --storage-path."
             )
         raise ValueError(
             f"Invalid run {folder!r}: no {OPTIONS} in {folder}. `ray-adascale train` writes it; a run that was started "
@@ -208,13 +208,13 @@ def ended(folder: str, config: AdaScaleConfig, recipe: str | None, *, verify: bo
     from ..recipe import Recipe
 
     for name in sorted((name for name in list_names(folder) if name.startswith("checkpoint_")), reverse=True):
-        found = f"{folder}/{name}"
+        found = join(folder, name)
         try:
-            if read_json(f"{found}/{checkpoint.MANIFEST}") is None:
+            if read_json(join(found, checkpoint.MANIFEST)) is None:
                 continue  # never completed
             if verify and "://" not in found:
                 checkpoint.verify(found)
-            state = read_json(f"{found}/{STATE}")
+            state = read_json(join(found, STATE))
         except (checkpoint.CheckpointError, ValueError):
             return None  # damaged: the run goes on from the one before
         if recipe is not None:
@@ -224,7 +224,7 @@ def ended(folder: str, config: AdaScaleConfig, recipe: str | None, *, verify: bo
         if not state["stopped"] or state["total_steps"] != total_steps:
             return None
         return (
-            f"Run {folder.rpartition('/')[2]!r} has ended: {state['stopped']}, {state['iterations']:,} optimizer steps for "
+            f"Run {split(folder)[1]!r} has ended: {state['stopped']}, {state['iterations']:,} optimizer steps for "
             f"{state['effective_steps']:,.0f} effective ones of {total_steps:,}. Another run needs another --name.\n"
             f"Checkpoint: {found}"
         )
@@ -242,7 +242,7 @@ def resume_command(folder: str, config: AdaScaleConfig, recipe: str | None) -> s
     try:
         names = list_names(folder)
         checkpoints = [found for found in names if found.startswith("checkpoint_")]
-        whole = any(MANIFEST in list_names(f"{folder}/{found}") for found in checkpoints)
+        whole = any(MANIFEST in list_names(join(folder, found)) for found in checkpoints)
         if OPTIONS in names and whole and ended(folder, config, recipe, verify=False) is None:
             return f"ray-adascale resume {folder}"
     except (OSError, ValueError):
@@ -255,7 +255,7 @@ def resume_command(folder: str, config: AdaScaleConfig, recipe: str | None) -> s
 
 def keep_failure(folder: str, text: str) -> str:
     """Write the traceback of a failure to the run's folder, or to a scratch file if that fails. Returns the path."""
-    path = f"{folder}/{_ERROR}"
+    path = join(folder, _ERROR)
     try:
         write_text(path, text)
     except OSError:
@@ -268,4 +268,4 @@ def keep_failure(folder: str, text: str) -> str:
 def set_failure_aside(folder: str) -> None:
     """Rename the traceback of an earlier start, once a later start has succeeded."""
     with contextlib.suppress(OSError):  # an old traceback is no reason to end a run
-        move_if_there(f"{folder}/{_ERROR}", f"{folder}/{_EARLIER_ERROR}")
+        move_if_there(join(folder, _ERROR), join(folder, _EARLIER_ERROR))

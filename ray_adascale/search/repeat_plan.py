@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .._errors import SettingError
-from .._files import read_json, write_json
+from .._files import join, read_json, write_json
 from ..recipe import json_value
 from .trial import PlannedRepeat
 from .watch import Finished
@@ -68,7 +68,7 @@ class RepeatPlan:
         Raises:
             ValueError: The earlier start had other numbers. Its repeats would count for other trials.
         """
-        found: dict[str, Any] | None = read_json(f"{folder}/{PLAN}")
+        found: dict[str, Any] | None = read_json(join(folder, PLAN))
         if found is None:
             return None
         for name, now in {"repeats": repeats, "repeat_best": repeat_best}.items():
@@ -83,4 +83,4 @@ class RepeatPlan:
 
     def write(self, folder: str) -> None:
         """Write the plan to the folder of the repeats."""
-        write_json(f"{folder}/{PLAN}", json_value("repeats", asdict(self)))
+        write_json(join(folder, PLAN), json_value("repeats", asdict(self)))

@@ -23,7 +23,7 @@ from ray.util.state import list_nodes
 from ray.util.state.exception import RayStateApiException
 
 from .._errors import SettingError
-from .._files import SEARCH, read_json, write_json
+from .._files import SEARCH, join, read_json, write_json
 from ..config import AUTO, AdaScaleConfig
 from ..recipe import json_value
 from ..run.base_noise import NoiseEvery
@@ -179,7 +179,7 @@ class SearchSpec:
         Raises:
             ValueError: Another search was started there.
         """
-        path = f"{folder}/{SEARCH}"
+        path = join(folder, SEARCH)
         description, before = self.description(), read_json(path)
         if before is None:
             write_json(path, description)

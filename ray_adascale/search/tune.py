@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import pyarrow.fs
 import ray
 from ray import tune
 from ray.train import ScalingConfig
@@ -20,7 +21,7 @@ from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import BasicVariantGenerator
 from ray.util.annotations import PublicAPI
 
-from .._files import absolute, unique_name
+from .._files import absolute, join, unique_name
 from .._warn import warn_at_user
 from ..config import AdaScaleConfig
 from ..recipe import Recipe, Repeat
@@ -171,7 +172,7 @@ def tune_recipe(
     )
     at_once = spec.trials_at_once()
     _warn_where_nothing_fits(spec.resources)
-    folder = f"{run_config.storage_path}/{name}"
+    folder = join(str(run_config.storage_path), name)
     started = time.monotonic()
     with RunLock(folder, name) as lock:
         search = _Search(
@@ -268,13 +269,13 @@ class _Search:
             ValueError: It was made for other numbers of repeats.
         """
         spec, where = self.spec, self._repeats
-        return RepeatPlan.read(f"{where.storage_path}/{where.name}", repeats=spec.repeats, repeat_best=spec.repeat_best)
+        return RepeatPlan.read(_folder(where), repeats=spec.repeats, repeat_best=spec.repeat_best)
 
     def new_plan(self, ranked: list[Finished]) -> RepeatPlan:
         """Return the plan of the repeats of the best of these trials, which are best first. Writes its file."""
         spec, where = self.spec, self._repeats
         plan = RepeatPlan.of(ranked, repeats=spec.repeats, repeat_best=spec.repeat_best, seed=spec.seed)
-        plan.write(f"{where.storage_path}/{where.name}")
+        plan.write(_folder(where))
         return plan
 
     def run_repeats(self, plan: RepeatPlan) -> tuple[str, list[Repeat], list[dict[str, str]]]:
@@ -328,7 +329,7 @@ class _Search:
             config=spec.trial_config,
             noise_every=noise_every,
             scaling_config=spec.scaling_config,
-            folder=f"{self.run_config.storage_path}/{name}/workers",
+            folder=join(str(self.run_config.storage_path), f"{name}/workers"),
         )
 
     def _fit(self, function: Any, space: Any, run_config: Any, watch: Watch, **choices: Any) -> None:
@@ -339,10 +340,10 @@ class _Search:
             KeyboardInterrupt: The search was interrupted.
         """
         trainable = tune.with_resources(function, self.spec.reserved)
-        folder = f"{run_config.storage_path}/{run_config.name}"
+        folder = _folder(run_config)
         with watching(watch):
             if tune.Tuner.can_restore(folder):
-                tuner = tune.Tuner.restore(folder, trainable=trainable)
+                tuner = _restored(run_config, trainable)
             else:
                 tune_config = tune.TuneConfig(
                     metric=OBJECTIVE,
@@ -365,6 +366,20 @@ class _Search:
             raise KeyboardInterrupt(
                 f"The search {run_config.name!r} was interrupted after {len(watch.finished)} trials."
             )
+
+
+def _folder(run_config: tune.RunConfig) -> str:
+    return join(str(run_config.storage_path), str(run_config.name))
+
+
+def _restored(run_config: tune.RunConfig, trainable: Any) -> tune.Tuner:
+    """Return the tuner of an earlier start."""
+    folder = _folder(run_config)
+    if "://" not in folder or folder.partition("?")[0].endswith(f"/{run_config.name}"):
+        return tune.Tuner.restore(folder, trainable=trainable)
+    # Tune takes the last part of a URI for the name as it stands, quotes included, and would go on in another folder.
+    filesystem, path = pyarrow.fs.FileSystem.from_uri(folder)
+    return tune.Tuner.restore(path, trainable=trainable, storage_filesystem=filesystem)
 
 
 def _ranking(trials: list[Finished]) -> list[tuple[Finished, BaseResult]]:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .._errors import SettingError
-from .._files import room_in_words
+from .._files import join, room_in_words
 from ..config import AdaScaleConfig
 from ..data.source import MapSource
 from ..recipe import Recipe
@@ -330,7 +330,7 @@ class AdaScaleTrainer(TorchTrainer):
                 num_workers=asked.num_workers,
             )
         config = self.run_config
-        folder = f"{config.storage_path}/{config.name}"
+        folder = join(str(config.storage_path), str(config.name))
         with RunLock(folder, str(config.name), filesystem=config.storage_filesystem) as lock:
             self._job["unlisted"] = unlisted_checkpoints(folder, str(config.name), config.storage_filesystem)
             channel = make_channel()
@@ -410,7 +410,7 @@ class AdaScaleTrainer(TorchTrainer):
             if not isinstance(mistake, RepeatedMistake):
                 if isinstance(mistake, OSError):
                     config = self.run_config
-                    folder = f"{config.storage_path}/{config.name}"
+                    folder = join(str(config.storage_path), str(config.name))
                     room = "" if "://" in folder or config.storage_filesystem else room_in_words(mistake, folder)
                     e.add_note(f"Ray's controller could not write to the run's folder {folder}{room}.")
                 if advice := network_advice(str(e)):

@@ -36,7 +36,7 @@ from ray_adascale.run.base_run import BaseResult, workload_name
 from ray_adascale.run.failure import was_building
 from ray_adascale.run.schedule import BaseSchedule, EffectiveSchedule
 from ray_adascale.run.trace import read_trace
-from ray_adascale.search.tune import _ranking
+from ray_adascale.search.tune import _ranking, _restored
 from ray_adascale.search.watch import Finished, Watch
 from ray_adascale.train.run_lock import LOCK
 from ray_adascale.workload import build
@@ -701,6 +701,28 @@ def test_a_continued_search_credits_its_repeats_to_the_trials_that_were_repeated
     again = repeated_search()
     assert (again.hyperparameters, again.repeats) == (first.hyperparameters, first.repeats)
     assert again.search["best_trial"] == first.search["best_trial"] == "t1"
+
+
+def test_a_search_in_a_bucket_has_a_folder_for_each_name(repeated_search: Any, tmp_path: Path) -> None:
+    """ "#" ends the path of a URI, so two names used to have one folder and one lock. A space was refused."""
+    for name in ("my search #1", "my search #2"):
+        assert repeated_search(storage_path=tmp_path.as_uri(), name=name).hyperparameters == {"lr": 0.2}
+        assert (tmp_path / name / "search.json").is_file()
+        assert (tmp_path / f"{name}-repeats" / "repeats.json").is_file()
+
+
+def test_a_restored_search_goes_on_in_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tune takes the last part of a URI for the name."""
+    monkeypatch.setattr(tune.Tuner, "restore", lambda path, **given: (path, given.get("storage_filesystem")))
+
+    def restored(storage_path: str, name: str) -> tuple[str, Any]:
+        return _restored(tune.RunConfig(name=name, storage_path=storage_path), None)  # type: ignore[return-value]
+
+    assert restored("/runs", "my?#run") == ("/runs/my?#run", None)
+    assert restored("s3://b/runs?region=x", "lr=0.1") == ("s3://b/runs/lr=0.1?region=x", None)
+    path, filesystem = restored("file:///runs", "my run")
+    assert path == "/runs/my run"
+    assert filesystem.type_name == "local"
 
 
 def test_other_numbers_of_repeats_are_refused_for_a_continued_search(repeated_search: Any) -> None:
