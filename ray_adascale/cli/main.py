@@ -309,9 +309,11 @@ def _resume(args: argparse.Namespace) -> int:
     The command is `ray-adascale train @RUN/options.txt` with the options below. To continue a search, repeat its `tune`
     command with its --name.
     """
-    words = run_folder.read_options(run_folder.folder_of(args.run, args.storage_path))
-    again = run_folder.with_files_found(_parse(["train", *words, *run_folder.options_of(args, _OF_RESUME)]))
-    ended = run_folder.ended(join(again.storage_path, again.name), _train_config(again), again.recipe)
+    folder = run_folder.folder_of(args.run, args.storage_path)
+    words = run_folder.read_options(folder)
+    again = _parse(["train", *words, *run_folder.options_of(args, _OF_RESUME)])
+    again = run_folder.with_files_found(run_folder.in_folder(again, folder))
+    ended = run_folder.ended(folder, _train_config(again), again.recipe)
     if ended is not None:
         print(ended)
         return 0

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import shlex
+import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,6 +23,7 @@ __all__ = [
     "OPTIONS",
     "ended",
     "folder_of",
+    "in_folder",
     "keep_failure",
     "options_of",
     "options_text",
@@ -34,6 +36,9 @@ __all__ = [
 
 OPTIONS = "options.txt"
 """The options of the ``ray-adascale train`` that started a run."""
+
+_STORAGE = "~/ray_results"
+"""Ray's default of ``--storage-path``."""
 
 _ERROR = "error.txt"
 """The traceback of the last start, if that start has failed."""
@@ -130,10 +135,31 @@ def folder_of(run: str, storage_path: str | None) -> str:
 
     Args:
         run: The folder, or the run's name.
-        storage_path: Where the folder of a name is.
+        storage_path: Where the folder of a name is; None if it was not given. With a storage path a relative path is a name, even
+            if it has slashes, or if the current folder has a folder of that name.
     """
-    is_path = "://" in run or os.sep in run or Path(run).is_dir()
-    return absolute(run if is_path else f"{storage_path or '~/ray_results'}/{run}")
+    if "://" in run or Path(run).expanduser().is_absolute():
+        return absolute(run)
+    if storage_path is None and (os.sep in run or Path(run).is_dir()):
+        return absolute(run)
+    return join(absolute(storage_path or _STORAGE), run)
+
+
+def in_folder(args: argparse.Namespace, folder: str) -> argparse.Namespace:
+    """Return the arguments of `train` for a run that is in this folder, which may have been moved or copied there.
+
+    Args:
+        args: The arguments in the folder's options file. They have the place where the run was started.
+        folder: The folder, from :func:`folder_of`.
+    """
+    storage_path, name = split(folder)
+    before, now = join(absolute(args.storage_path or _STORAGE), args.name), join(storage_path, name)
+    if before == now or ("://" not in before + now and os.path.realpath(before) == os.path.realpath(now)):
+        return args
+    print(f"ray-adascale: the run was started in {before}, and goes on in {now}", file=sys.stderr)
+    moved = argparse.Namespace(**vars(args))
+    moved.storage_path, moved.name = storage_path, name
+    return moved
 
 
 def read_options(folder: str) -> list[str]:
