@@ -22,6 +22,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from .._errors import SettingError
 from .._files import absolute
 from ..config import AdaScaleConfig
+from ..run.metrics import SECONDS_PER_PASS
 from ..worker_policy import (
     DECIDE_S,
     RESTART_S,
@@ -279,7 +280,7 @@ class WorkerFollower:
         return given or self._start_s or RESTART_S
 
     def _decide(self, metrics: Mapping[str, Any], now: float) -> None:
-        workers, pass_s = metrics["world_size"], metrics["seconds_per_pass"]
+        workers, pass_s = metrics["world_size"], metrics[SECONDS_PER_PASS]
         steps = metrics["optimizer_steps"] - self._first_steps
         if not 0 < pass_s < float("inf"):
             return
