@@ -128,6 +128,7 @@ def _train_workload(job: dict[str, Any]) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         if backend.rank == 0:
             backend.driver = DriverClient(job["channel"])
+            backend.driver.starting()
             stack.enter_context(forward_warnings(backend.driver))
         run: Run | None = None
         began = 0
@@ -284,7 +285,7 @@ class AdaScaleTrainer(TorchTrainer):
     def _set_up(self, num_workers: int | tuple[int, int], failure_config: ray.train.FailureConfig) -> None:
         """Set Ray's trainer up for a start with this number of workers and these restarts."""
         given = self._given
-        self._retry_policy = RetryPolicy(failure_config.max_failures)
+        self._retry_policy = RetryPolicy(failure_config.max_failures, failure_config.max_preemption_failures)
         self._retry_policy.channel = self._job["channel"]
         super().__init__(
             _train_workload,
