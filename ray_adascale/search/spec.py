@@ -167,6 +167,7 @@ class SearchSpec:
             "num_samples": self.num_samples,
             "seed": self.seed,
             "probe_every": self.probe_every,
+            "evaluate_every": self.trial_config.evaluate_every,
             "config": kept_settings(self.trial_config),
             "num_workers": None if self.scaling_config is None else self.scaling_config.num_workers,
             "search_alg": self.searcher_name,
