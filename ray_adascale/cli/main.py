@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import math
 import os
+import shlex
 import sys
 import time
 import warnings
@@ -141,14 +142,16 @@ def _tune(args: argparse.Namespace) -> int:
             name=name,
         )
     except KeyboardInterrupt:
-        print(f"ray-adascale: interrupted; the same command with --name {name} goes on", file=sys.stderr)
+        print(f"ray-adascale: interrupted; the same command with --name {shlex.quote(name)} goes on", file=sys.stderr)
         return 130
     print(recipe.describe())
     try:
         recipe.save(args.output)
     except OSError as e:
         cause = f"{args.output} could not be written: {e.strerror or e}"
-        print(f"ray-adascale: {cause}; the same command with --name {name} writes it anew", file=sys.stderr)
+        print(
+            f"ray-adascale: {cause}; the same command with --name {shlex.quote(name)} writes it anew", file=sys.stderr
+        )
         return 1
     print(f"Written to {args.output}")
     return 0

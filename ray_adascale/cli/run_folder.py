@@ -174,7 +174,7 @@ def read_options(folder: str) -> list[str]:
         if read_json(join(folder, SEARCH)) is not None:
             raise ValueError(
                 f"Invalid run {folder!r}: a search. It goes on with the `ray-adascale tune` that started it, with --name "
-                f"{split(folder)[1]} and the same --storage-path."
+                f"{shlex.quote(split(folder)[1])} and the same --storage-path."
             )
         raise ValueError(
             f"Invalid run {folder!r}: no {OPTIONS} in {folder}. `ray-adascale train` writes it; a run that was started "
@@ -270,7 +270,7 @@ def resume_command(folder: str, config: AdaScaleConfig, recipe: str | None) -> s
         checkpoints = [found for found in names if found.startswith("checkpoint_")]
         whole = any(MANIFEST in list_names(join(folder, found)) for found in checkpoints)
         if OPTIONS in names and whole and ended(folder, config, recipe, verify=False) is None:
-            return f"ray-adascale resume {folder}"
+            return f"ray-adascale resume {shlex.quote(folder)}"
     except (OSError, ValueError):
         pass
     return None

@@ -520,7 +520,7 @@ def test_every_end_that_leaves_a_checkpoint_says_how_to_go_on(
         (KeyboardInterrupt("The run was interrupted."), 130),
         (ray.train.WorkerGroupError("all of it", {1: OSError("no disk")}), 1),
     ):
-        folder = tmp_path / str(code) / "x"
+        folder = tmp_path / f"my {code}" / "x"
         for saved in (False, True):
             if saved:
                 (folder / "checkpoint_1").mkdir()  # and no whole one yet: nothing to go on from
@@ -534,7 +534,7 @@ def test_every_end_that_leaves_a_checkpoint_says_how_to_go_on(
             called["error"] = error
             assert main.main([*TRAIN, "--name=x", f"--storage-path={folder.parent}"]) == code
             said = capsys.readouterr().err
-            assert (f"`ray-adascale resume {folder}` goes on from the last checkpoint.\n" in said) == saved
+            assert (f"`ray-adascale resume '{folder}'` goes on from the last checkpoint.\n" in said) == saved
             assert ("The run was interrupted." in said) == (code == 130)
     # Where every checkpoint is damaged, a resume would fail as well.
     called["error"] = ray.train.WorkerGroupError("", {0: checkpoint.NoUsableCheckpoint("None of the 2 checkpoints")})
