@@ -396,7 +396,7 @@ class AdaScaleTrainer(TorchTrainer):
                     if not follower.changing or self._monitor.interrupts:
                         raise
                 except ray.train.TrainingFailedError as e:
-                    if not follower.revert(failure_in_words(e, lines=False)):
+                    if self._monitor.interrupts or not follower.revert(failure_in_words(e, lines=False)):
                         raise
         finally:
             follower.close()

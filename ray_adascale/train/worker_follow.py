@@ -359,7 +359,8 @@ class WorkerFollower:
     def revert(self, why: str) -> bool:
         """Return to the number before the last change, if the run has failed before the first step after it.
 
-        The number that failed is not asked for again, nor is one beyond it.
+        The number that failed is not asked for again, nor is one beyond it. If the workers of the old number failed before they
+        stopped for the change, the new number has not been tried: the run starts with it.
 
         Args:
             why: The failure, for the log.
@@ -370,6 +371,10 @@ class WorkerFollower:
         if self._stopped_at is None or not self.record.changes:
             return False
         last = self.record.changes[-1]
+        if self.changing:
+            text = "The %d workers failed before they stopped for a change. The run starts with %d from its last checkpoint. %s"
+            _log.warning(text, last.before, last.after, why)
+            return True
         self.record.workers, self._stopped_at = last.before, None
         if last.after > last.before:
             self.record.most = last.before
