@@ -39,7 +39,7 @@ RAY_LAYERS: list[list[Package]] = [
             "main run_folder checking connection arguments batch_options parser",
         )
     ],
-    [Package("search", "which settings win: trials on Ray Tune", "tune spec watch trial trial_workers")],
+    [Package("search", "which settings win: trials on Ray Tune", "tune spec repeat_plan watch trial trial_workers")],
     [
         Package(
             "train",

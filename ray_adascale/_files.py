@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 __all__ = [
     "SEARCH",
@@ -20,11 +21,13 @@ __all__ = [
     "check_folder",
     "check_storage",
     "check_writable",
+    "join",
     "list_names",
     "move_if_there",
     "read_json",
     "read_text",
     "room_in_words",
+    "split",
     "unique_name",
     "write_atomically",
     "write_json",
@@ -38,10 +41,39 @@ SEARCH = "search.json"
 """The description of a search, in its folder."""
 
 
+_PLAIN_IN_URIS = "/=@:+,"
+"""Characters of names that need no quotes in the path of a URI, beside letters, digits and ``_.-~``."""
+
+
 def absolute(path: str | os.PathLike[str]) -> str:
     """Return a path that holds in any folder, since workers have another working directory. A URI is not changed."""
     path = os.fspath(path)
     return path if "://" in path else os.path.abspath(os.path.expanduser(path))
+
+
+def join(folder: str, name: str) -> str:
+    """Return the path of a name in a folder, such as a run's folder under a storage path.
+
+    A URI has the name before its query, and quoted: its reader takes "#" and "?" for the end of the path, and refuses a space.
+
+    Args:
+        folder: A path, or a URI such as ``s3://bucket/runs?region=us-east-1``.
+        name: As Ray Train's ``RunConfig(name=...)``; or several names with "/" between them.
+    """
+    if "://" not in folder:
+        return f"{folder}/{name}"
+    path, mark, query = folder.partition("?")
+    return f"{path.rstrip('/')}/{quote(name, safe=_PLAIN_IN_URIS)}{mark}{query}"
+
+
+def split(path: str) -> tuple[str, str]:
+    """Return the folder and the name of which :func:`join` makes this path."""
+    if "://" not in path:
+        folder, _, name = path.rstrip("/").rpartition("/")
+        return folder or "/", name
+    path, mark, query = path.partition("?")
+    folder, _, name = path.rstrip("/").rpartition("/")
+    return f"{folder}{mark}{query}", unquote(name)
 
 
 def unique_name(stem: str) -> str:

@@ -206,6 +206,8 @@ class AdaScaleConfig:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and value > 0):
                 raise SettingError("Invalid {}. Must be a positive number.", **{name: value})
+        if self.total_epochs == math.inf:
+            raise SettingError("Invalid {}. Must be finite: the schedule and the run end there.", total_epochs=math.inf)
         if self.early_stop is not None and not isinstance(self.early_stop, EarlyStop):
             raise SettingError("Invalid {}. Must be an EarlyStop(patience=...), or None.", early_stop=self.early_stop)
         if self.total_steps is not None and self.total_epochs is not None:

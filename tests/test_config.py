@@ -33,7 +33,19 @@ from .samples_of import recipe
             "Must be a positive integer",
         ),
         (
-            ["total_epochs", "grad_clip", "averaging_window", "evaluate_every", "checkpoint_every_s", "report_every_s"],
+            ["total_epochs"],
+            [math.inf],
+            [1, 0.5, 1e6],
+            "Must be finite: the schedule and the run end there",
+        ),
+        (
+            ["total_epochs"],
+            [0, -0.5, math.nan, "1"],
+            [1, 0.5],
+            "Must be a positive number",
+        ),
+        (
+            ["grad_clip", "averaging_window", "evaluate_every", "checkpoint_every_s", "report_every_s"],
             [0, -0.5, math.nan, "1"],
             [1, 0.5, math.inf],
             "Must be a positive number",

@@ -7,16 +7,21 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow.fs
 import pytest
 
 from ray_adascale._files import (
     absolute,
     check_storage,
     check_writable,
+    join,
     list_names,
     move_if_there,
+    read_json,
+    split,
     unique_name,
     write_atomically,
+    write_json,
 )
 
 
@@ -128,3 +133,25 @@ def test_names_of_one_second_differ() -> None:
     names = {unique_name("cnn") for _ in range(50)}
     assert len(names) == 50
     assert all(name.startswith("cnn-20") for name in names)
+
+
+@pytest.mark.parametrize("name", ["run", "my run #1", "50%?", "lr=0.1+wd@2", "Lauf-ä", "a/b"])
+def test_a_name_in_a_folder_is_the_same_on_any_storage(name: str, tmp_path: Path) -> None:
+    """Ray joins names and decoded paths, so Arrow must read the name out of a URI again."""
+    for folder in (str(tmp_path), tmp_path.as_uri(), f"{tmp_path.as_uri()}/"):
+        assert pyarrow.fs.FileSystem.from_uri(join(folder, name))[1] == f"{tmp_path}/{name}"
+        write_json(join(join(folder, name), "x.json"), folder)
+        assert read_json(f"{tmp_path}/{name}/x.json") == folder
+        if "/" not in name:
+            assert split(join(folder, name)) == (folder.rstrip("/"), name)
+    bucket = "s3://b/runs?endpoint_override=localhost:9000/x"
+    assert pyarrow.fs.FileSystem.from_uri(join(bucket, name))[1] == f"b/runs/{name}"
+    if "/" not in name:
+        assert split(join(bucket, name)) == (bucket, name)
+
+
+def test_a_path_is_split_into_a_folder_and_a_name() -> None:
+    assert split("/runs/a#1") == ("/runs", "a#1")
+    assert split("/runs/a/") == ("/runs", "a")
+    assert split("/a") == ("/", "a")
+    assert split("s3://b/a/?region=x") == ("s3://b?region=x", "a")

@@ -10,8 +10,9 @@ import numpy as np
 
 from .. import checkpoint
 from ..recipe import Recipe, RecipeError
-from ..run.batch_search import FOUND_BATCH, read_found
+from ..run.batch_search import read_found
 from ..run.eta import clock_time
+from ..run.metrics import FOUND_BATCH
 from .runs import RunTrace, is_number, load_run, workers_in_words
 
 __all__ = ["describe"]

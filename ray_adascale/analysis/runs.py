@@ -15,15 +15,11 @@ import numpy as np
 from .._files import SEARCH, TRACE
 from .._warn import warn_at_user
 from ..recipe import Recipe
-from ..run.batch_search import FOUND_BATCH
-from ..run.metrics import METRICS, SHORT_STEP, USEFUL_WORKERS
+from ..run.metrics import COUNTERS, METRICS, SHORT_STEP
 from ..run.trace import read_trace
 from ..worker_record import WORKERS, WorkersRecord
 
-__all__ = ["COUNTERS", "RunTrace", "is_number", "load_run", "trace_path", "with_distinct_labels", "workers_in_words"]
-
-COUNTERS = ("step", "attempt", "position", "total_steps", "steps_left", USEFUL_WORKERS, FOUND_BATCH)
-"""The keys of a row, beside ``METRICS``, that the run writes itself. They give its position and measure nothing."""
+__all__ = ["RunTrace", "is_number", "load_run", "trace_path", "with_distinct_labels", "workers_in_words"]
 
 
 @dataclass(frozen=True)

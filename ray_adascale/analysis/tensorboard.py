@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from .._warn import warn_at_user
+from ..run.metrics import COUNTERS
 from ..run.step import Listener, Step
-from .runs import COUNTERS, RunTrace, is_number, load_run
+from .runs import RunTrace, is_number, load_run
 
 __all__ = ["LiveEvents", "write_events"]
 

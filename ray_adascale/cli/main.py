@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import math
 import os
+import shlex
 import sys
 import time
 import warnings
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._errors import SettingError
-from .._files import absolute, check_writable, unique_name
+from .._files import absolute, check_writable, join, unique_name
 from . import run_folder
 from .arguments import (
     ELASTIC_FAILURES,
@@ -141,14 +142,16 @@ def _tune(args: argparse.Namespace) -> int:
             name=name,
         )
     except KeyboardInterrupt:
-        print(f"ray-adascale: interrupted; the same command with --name {name} goes on", file=sys.stderr)
+        print(f"ray-adascale: interrupted; the same command with --name {shlex.quote(name)} goes on", file=sys.stderr)
         return 130
     print(recipe.describe())
     try:
         recipe.save(args.output)
     except OSError as e:
         cause = f"{args.output} could not be written: {e.strerror or e}"
-        print(f"ray-adascale: {cause}; the same command with --name {name} writes it anew", file=sys.stderr)
+        print(
+            f"ray-adascale: {cause}; the same command with --name {shlex.quote(name)} writes it anew", file=sys.stderr
+        )
         return 1
     print(f"Written to {args.output}")
     return 0
@@ -253,7 +256,7 @@ def _train(args: argparse.Namespace) -> int:
         failure_config=ray.train.FailureConfig(max_failures=failures),
         checkpoint_config=_checkpoint_config(args),
     )
-    folder = f"{run_config.storage_path}/{name}"
+    folder = join(str(run_config.storage_path), name)
     options = run_folder.options_text(args, name, run_config.storage_path)
 
     def on_start() -> None:
@@ -309,9 +312,11 @@ def _resume(args: argparse.Namespace) -> int:
     The command is `ray-adascale train @RUN/options.txt` with the options below. To continue a search, repeat its `tune`
     command with its --name.
     """
-    words = run_folder.read_options(run_folder.folder_of(args.run, args.storage_path))
-    again = run_folder.with_files_found(_parse(["train", *words, *run_folder.options_of(args, _OF_RESUME)]))
-    ended = run_folder.ended(f"{again.storage_path}/{again.name}", _train_config(again), again.recipe)
+    folder = run_folder.folder_of(args.run, args.storage_path)
+    words = run_folder.read_options(folder)
+    again = _parse(["train", *words, *run_folder.options_of(args, _OF_RESUME)])
+    again = run_folder.with_files_found(run_folder.in_folder(again, folder))
+    ended = run_folder.ended(folder, _train_config(again), again.recipe)
     if ended is not None:
         print(ended)
         return 0

@@ -7,12 +7,13 @@ import contextlib
 import json
 import os
 import shlex
+import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .._files import SEARCH, absolute, list_names, move_if_there, read_json, read_text, write_text
+from .._files import SEARCH, absolute, join, list_names, move_if_there, read_json, read_text, split, write_text
 from .arguments import key_and_value
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ __all__ = [
     "OPTIONS",
     "ended",
     "folder_of",
+    "in_folder",
     "keep_failure",
     "options_of",
     "options_text",
@@ -34,6 +36,9 @@ __all__ = [
 
 OPTIONS = "options.txt"
 """The options of the ``ray-adascale train`` that started a run."""
+
+_STORAGE = "~/ray_results"
+"""Ray's default of ``--storage-path``."""
 
 _ERROR = "error.txt"
 """The traceback of the last start, if that start has failed."""
@@ -122,7 +127,7 @@ def _resolved(path: str) -> Path:
 
 def write_options(folder: str, text: str) -> None:
     """Write a run's options file, on any storage."""
-    write_text(f"{folder}/{OPTIONS}", text)
+    write_text(join(folder, OPTIONS), text)
 
 
 def folder_of(run: str, storage_path: str | None) -> str:
@@ -130,10 +135,31 @@ def folder_of(run: str, storage_path: str | None) -> str:
 
     Args:
         run: The folder, or the run's name.
-        storage_path: Where the folder of a name is.
+        storage_path: Where the folder of a name is; None if it was not given. With a storage path a relative path is a name, even
+            if it has slashes, or if the current folder has a folder of that name.
     """
-    is_path = "://" in run or os.sep in run or Path(run).is_dir()
-    return absolute(run if is_path else f"{storage_path or '~/ray_results'}/{run}")
+    if "://" in run or Path(run).expanduser().is_absolute():
+        return absolute(run)
+    if storage_path is None and (os.sep in run or Path(run).is_dir()):
+        return absolute(run)
+    return join(absolute(storage_path or _STORAGE), run)
+
+
+def in_folder(args: argparse.Namespace, folder: str) -> argparse.Namespace:
+    """Return the arguments of `train` for a run that is in this folder, which may have been moved or copied there.
+
+    Args:
+        args: The arguments in the folder's options file. They have the place where the run was started.
+        folder: The folder, from :func:`folder_of`.
+    """
+    storage_path, name = split(folder)
+    before, now = join(absolute(args.storage_path or _STORAGE), args.name), join(storage_path, name)
+    if before == now or ("://" not in before + now and os.path.realpath(before) == os.path.realpath(now)):
+        return args
+    print(f"ray-adascale: the run was started in {before}, and goes on in {now}", file=sys.stderr)
+    moved = argparse.Namespace(**vars(args))
+    moved.storage_path, moved.name = storage_path, name
+    return moved
 
 
 def read_options(folder: str) -> list[str]:
@@ -142,13 +168,13 @@ def read_options(folder: str) -> list[str]:
     Raises:
         ValueError: There is no such file, or it is damaged.
     """
-    path = f"{folder}/{OPTIONS}"
+    path = join(folder, OPTIONS)
     text = read_text(path)
     if text is None:
-        if read_json(f"{folder}/{SEARCH}") is not None:
+        if read_json(join(folder, SEARCH)) is not None:
             raise ValueError(
                 f"Invalid run {folder!r}: a search. It goes on with the `ray-adascale tune` that started it, with --name "
-                f"{folder.rpartition('/')[2]} and the same --storage-path."
+                f"{shlex.quote(split(folder)[1])} and the same --storage-path."
             )
         raise ValueError(
             f"Invalid run {folder!r}: no {OPTIONS} in {folder}. `ray-adascale train` writes it; a run that was started "
@@ -208,13 +234,13 @@ def ended(folder: str, config: AdaScaleConfig, recipe: str | None, *, verify: bo
     from ..recipe import Recipe
 
     for name in sorted((name for name in list_names(folder) if name.startswith("checkpoint_")), reverse=True):
-        found = f"{folder}/{name}"
+        found = join(folder, name)
         try:
-            if read_json(f"{found}/{checkpoint.MANIFEST}") is None:
+            if read_json(join(found, checkpoint.MANIFEST)) is None:
                 continue  # never completed
             if verify and "://" not in found:
                 checkpoint.verify(found)
-            state = read_json(f"{found}/{STATE}")
+            state = read_json(join(found, STATE))
         except (checkpoint.CheckpointError, ValueError):
             return None  # damaged: the run goes on from the one before
         if recipe is not None:
@@ -224,7 +250,7 @@ def ended(folder: str, config: AdaScaleConfig, recipe: str | None, *, verify: bo
         if not state["stopped"] or state["total_steps"] != total_steps:
             return None
         return (
-            f"Run {folder.rpartition('/')[2]!r} has ended: {state['stopped']}, {state['iterations']:,} optimizer steps for "
+            f"Run {split(folder)[1]!r} has ended: {state['stopped']}, {state['iterations']:,} optimizer steps for "
             f"{state['effective_steps']:,.0f} effective ones of {total_steps:,}. Another run needs another --name.\n"
             f"Checkpoint: {found}"
         )
@@ -242,9 +268,9 @@ def resume_command(folder: str, config: AdaScaleConfig, recipe: str | None) -> s
     try:
         names = list_names(folder)
         checkpoints = [found for found in names if found.startswith("checkpoint_")]
-        whole = any(MANIFEST in list_names(f"{folder}/{found}") for found in checkpoints)
+        whole = any(MANIFEST in list_names(join(folder, found)) for found in checkpoints)
         if OPTIONS in names and whole and ended(folder, config, recipe, verify=False) is None:
-            return f"ray-adascale resume {folder}"
+            return f"ray-adascale resume {shlex.quote(folder)}"
     except (OSError, ValueError):
         pass
     return None
@@ -255,7 +281,7 @@ def resume_command(folder: str, config: AdaScaleConfig, recipe: str | None) -> s
 
 def keep_failure(folder: str, text: str) -> str:
     """Write the traceback of a failure to the run's folder, or to a scratch file if that fails. Returns the path."""
-    path = f"{folder}/{_ERROR}"
+    path = join(folder, _ERROR)
     try:
         write_text(path, text)
     except OSError:
@@ -268,4 +294,4 @@ def keep_failure(folder: str, text: str) -> str:
 def set_failure_aside(folder: str) -> None:
     """Rename the traceback of an earlier start, once a later start has succeeded."""
     with contextlib.suppress(OSError):  # an old traceback is no reason to end a run
-        move_if_there(f"{folder}/{_ERROR}", f"{folder}/{_EARLIER_ERROR}")
+        move_if_there(join(folder, _ERROR), join(folder, _EARLIER_ERROR))

@@ -22,14 +22,13 @@ from ..memory.meter import Meter, meter_for
 from ..memory.search import Ceiling, Decision, Trial, decide, growth
 from .backend import Backend
 from .batch_trial import BatchTrial, Examples, OutOfMemoryAlone, bytes_of, untouched
+from .metrics import FOUND_BATCH
 from .step import Listener, Step
 
-__all__ = ["FOUND_BATCH", "FoundBatch", "FoundBatchRow", "find_batch", "read_found"]
+__all__ = ["FoundBatch", "FoundBatchRow", "find_batch", "read_found"]
 
 _log = logging.getLogger(__name__)
 
-FOUND_BATCH = "found_per_worker_batch_size"
-"""The key of the answer in the first row of a start's trace."""
 _KEY = "found_batches"
 """The key of the answers in a checkpoint's state."""
 _FIRST = 2

@@ -97,7 +97,9 @@ class Evaluation(Stage):
     def _reason(self) -> str:
         stop = self._early_stop
         assert stop is not None
-        return f"no better {stop.metric} than {self.best:.4g} for {stop.patience:g} effective steps"
+        # A worker whose own evaluations were all NaN has no best one. It must not fail, since the others wait for it.
+        than = "" if self.best is None else f" than {self.best:.4g}"
+        return f"no better {stop.metric}{than} for {stop.patience:g} effective steps"
 
     def _run(self, run: RunAtBoundary) -> None:
         assert self._evaluate is not None

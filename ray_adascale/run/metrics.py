@@ -12,7 +12,11 @@ from ..optim.adascale import AdaScale
 from .eta import LEFT, Eta
 
 __all__ = [
+    "COUNTERS",
+    "FOUND_BATCH",
     "METRICS",
+    "OWN_KEYS",
+    "SECONDS_PER_PASS",
     "SHORT_STEP",
     "USEFUL_WORKERS",
     "format_metrics",
@@ -48,6 +52,37 @@ USEFUL_WORKERS = "useful_workers"
 
 SHORT_STEP = "short_step"
 """The key of True in the trace's row of a step with fewer passes than declared, as at the end of a client's epoch."""
+
+
+FOUND_BATCH = "found_per_worker_batch_size"
+"""The key of the answer of ``per_worker_batch_size="auto"``, in the first row of a start's trace."""
+
+
+COUNTERS = ("step", "attempt", "position", "total_steps", "steps_left", USEFUL_WORKERS, FOUND_BATCH)
+"""The keys of a row, beside :data:`METRICS`, that the run writes itself. They give its position and measure nothing."""
+
+
+SECONDS_PER_PASS = "seconds_per_pass"
+"""The key of the time of a pass, in the messages to the driver."""
+
+
+OWN_KEYS = frozenset(
+    {
+        *METRICS,
+        *LEFT,
+        *COUNTERS,
+        SHORT_STEP,
+        SECONDS_PER_PASS,
+        "stopped",  # the end of the run, for the driver
+        "loop_seconds",  # in the run's summary
+        "objective",  # these three in a trial's reports to Tune
+        "epochs",
+        "outcome",
+    }
+    - {"loss"}
+)
+"""The keys that the package writes into rows, reports and messages. The user's metrics have other names; only ``loss`` may be
+replaced."""
 
 
 def step_metrics(
@@ -96,12 +131,12 @@ def plain_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return the user's metrics with one-element tensors and NumPy scalars as Python numbers.
 
     Raises:
-        ValueError: A name is that of a metric of the run.
+        ValueError: A name is one of :data:`OWN_KEYS`.
         TypeError: A value is neither a number nor a string.
     """
     out = {key: value.item() if hasattr(value, "item") else value for key, value in metrics.items()}
     for key, value in out.items():
-        if (key in METRICS and key != "loss") or key in (*LEFT, USEFUL_WORKERS):
+        if key in OWN_KEYS:
             raise ValueError(f"Invalid metric {key!r}: the run reports it itself. Choose another name.")
         if not isinstance(value, bool | int | float | str):
             raise TypeError(f"Invalid metric {key!r} of type {type(value).__name__}. Must be a number or a string.")

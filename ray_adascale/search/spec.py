@@ -23,7 +23,7 @@ from ray.util.state import list_nodes
 from ray.util.state.exception import RayStateApiException
 
 from .._errors import SettingError
-from .._files import SEARCH, read_json, write_json
+from .._files import SEARCH, join, read_json, write_json
 from ..config import AUTO, AdaScaleConfig
 from ..recipe import json_value
 from ..run.base_noise import NoiseEvery
@@ -167,6 +167,7 @@ class SearchSpec:
             "num_samples": self.num_samples,
             "seed": self.seed,
             "probe_every": self.probe_every,
+            "evaluate_every": self.trial_config.evaluate_every,
             "config": kept_settings(self.trial_config),
             "num_workers": None if self.scaling_config is None else self.scaling_config.num_workers,
             "search_alg": self.searcher_name,
@@ -179,7 +180,7 @@ class SearchSpec:
         Raises:
             ValueError: Another search was started there.
         """
-        path = f"{folder}/{SEARCH}"
+        path = join(folder, SEARCH)
         description, before = self.description(), read_json(path)
         if before is None:
             write_json(path, description)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 import time
@@ -12,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import pyarrow.fs
 import ray
 from ray import tune
 from ray.train import ScalingConfig
@@ -19,7 +21,7 @@ from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import BasicVariantGenerator
 from ray.util.annotations import PublicAPI
 
-from .._files import absolute, unique_name
+from .._files import absolute, join, unique_name
 from .._warn import warn_at_user
 from ..config import AdaScaleConfig
 from ..recipe import Recipe, Repeat
@@ -28,8 +30,9 @@ from ..run.base_run import BaseResult, freeze
 from ..train.cluster import portable, quiet_init
 from ..train.run_lock import RunLock
 from ..workload import WorkloadFn, unread_warning
+from .repeat_plan import RepeatPlan
 from .spec import SearchSpec
-from .trial import OBJECTIVE, InOneProcess, PlannedRepeat, TrialSetup, describe_config, run_repeat, run_trial
+from .trial import OBJECTIVE, InOneProcess, TrialSetup, describe_config, run_repeat, run_trial
 from .watch import BestMean, Finished, StopOnMistake, Watch, best_mean, watching
 
 __all__ = ["tune_recipe"]
@@ -78,7 +81,7 @@ def tune_recipe(
     interval is made from them.
 
     The same ``name`` and ``storage_path`` continue an interrupted search. Finished trials are kept. The others start again, or
-    resume if they have checkpoints.
+    resume if they have checkpoints. Once repeats have begun, the search needs the same ``repeats`` and ``repeat_best``.
 
     If a trial raises, or its metric is NaN or infinite, that trial fails and the search goes on. The search ends if its first
     trials all fail alike during the build, at configs without a common searched value (such as a workload that returns nothing,
@@ -169,7 +172,7 @@ def tune_recipe(
     )
     at_once = spec.trials_at_once()
     _warn_where_nothing_fits(spec.resources)
-    folder = f"{run_config.storage_path}/{name}"
+    folder = join(str(run_config.storage_path), name)
     started = time.monotonic()
     with RunLock(folder, name) as lock:
         search = _Search(
@@ -180,16 +183,20 @@ def tune_recipe(
             callbacks=tuple(callbacks),
             earlier=spec.started_before(folder),
         )
+        plan = search.earlier_plan() if repeats else None  # before the trials, since it refuses other numbers
         trials = search.run_trials()
         ranking = _ranking(trials)
-        best = [trial for trial, _ in ranking[:repeat_best]]
-        candidate, again, failed_repeats = search.run_repeats(best) if repeats else (0, [], [])
+        winner, outcome = ranking[0]
+        again: list[Repeat] = []
+        failed_repeats: list[dict[str, str]] = []
+        if repeats:
+            best, again, failed_repeats = search.run_repeats(plan or search.new_plan([trial for trial, _ in ranking]))
+            winner, outcome = next(ended for ended in ranking if ended[0].trial_id == best)
     if lock.lost is not None:
         raise RuntimeError(
             f"The search {name!r} was continued by {lock.lost} while this process was suspended, so its results are mixed. Wait "
             "for that process, or start again under another name."
         )
-    winner, outcome = ranking[candidate]
     _warn_of(outcome, [other for _, other in ranking])
     completed = sum(trial.outcome is not None for trial in trials)
     failed = [{"trial": trial.trial_id, "error": trial.error_line} for trial in trials if trial.error is not None]
@@ -250,17 +257,34 @@ class _Search:
         )
         return list(watch.finished.values())
 
-    def run_repeats(self, best: list[Finished]) -> tuple[int, list[Repeat], list[dict[str, str]]]:
+    @property
+    def _repeats(self) -> tune.RunConfig:
+        """Tune's settings for the repeats, which have a folder of their own."""
+        return replace(self.run_config, name=f"{self.run_config.name}-repeats")
+
+    def earlier_plan(self) -> RepeatPlan | None:
+        """Return the plan of the repeats that an earlier start of this search has made; None without one.
+
+        Raises:
+            ValueError: It was made for other numbers of repeats.
+        """
+        spec, where = self.spec, self._repeats
+        return RepeatPlan.read(_folder(where), repeats=spec.repeats, repeat_best=spec.repeat_best)
+
+    def new_plan(self, ranked: list[Finished]) -> RepeatPlan:
+        """Return the plan of the repeats of the best of these trials, which are best first. Writes its file."""
+        spec, where = self.spec, self._repeats
+        plan = RepeatPlan.of(ranked, repeats=spec.repeats, repeat_best=spec.repeat_best, seed=spec.seed)
+        plan.write(_folder(where))
+        return plan
+
+    def run_repeats(self, plan: RepeatPlan) -> tuple[str, list[Repeat], list[dict[str, str]]]:
         """Repeat the best few trials with further seeds.
 
         Returns:
-            The candidate with the best mean, its repeats, and the failed repeats of all candidates, for the recipe.
+            The id of the trial with the best mean, its repeats, and the failed repeats of all candidates, for the recipe.
         """
-        planned = [
-            PlannedRepeat(candidate=candidate, hyperparameters=trial.config, seed=self.spec.seed + 1 + i)
-            for candidate, trial in enumerate(best)
-            for i in range(self.spec.repeats)
-        ]
+        planned, where = plan.planned, self._repeats
         watch = Watch(
             len(planned),
             verbose=self.verbose,
@@ -269,11 +293,11 @@ class _Search:
             describe=lambda config: str(planned[config["repeat"]]),
             best=BestMean(planned),
         )
-        name = f"{self.run_config.name}-repeats"
+        setup = self._setup(str(where.name), self.spec.repeats_noise_every)
         self._fit(
-            tune.with_parameters(run_repeat, setup=self._setup(name, self.spec.repeats_noise_every), planned=planned),
+            tune.with_parameters(run_repeat, setup=setup, planned=planned),
             {"repeat": tune.grid_search(list(range(len(planned))))},
-            replace(self.run_config, name=name),
+            where,
             watch,
             search_alg=BasicVariantGenerator(max_concurrent=self.at_once or 0),
             scheduler=FIFOScheduler(),
@@ -284,7 +308,8 @@ class _Search:
             for trial in trials
             if trial.error is not None
         ]
-        return *best_mean(planned, trials), failed
+        candidate, repeats = best_mean(planned, trials)
+        return plan.trials[candidate], repeats, failed
 
     def _setup(self, name: str, noise_every: NoiseEvery) -> TrialSetup:
         """Return the setup of the trials or of the repeats. Tune's folder for them has this name."""
@@ -304,7 +329,7 @@ class _Search:
             config=spec.trial_config,
             noise_every=noise_every,
             scaling_config=spec.scaling_config,
-            folder=f"{self.run_config.storage_path}/{name}/workers",
+            folder=join(str(self.run_config.storage_path), f"{name}/workers"),
         )
 
     def _fit(self, function: Any, space: Any, run_config: Any, watch: Watch, **choices: Any) -> None:
@@ -315,10 +340,10 @@ class _Search:
             KeyboardInterrupt: The search was interrupted.
         """
         trainable = tune.with_resources(function, self.spec.reserved)
-        folder = f"{run_config.storage_path}/{run_config.name}"
+        folder = _folder(run_config)
         with watching(watch):
             if tune.Tuner.can_restore(folder):
-                tuner = tune.Tuner.restore(folder, trainable=trainable)
+                tuner = _restored(run_config, trainable)
             else:
                 tune_config = tune.TuneConfig(
                     metric=OBJECTIVE,
@@ -343,8 +368,25 @@ class _Search:
             )
 
 
+def _folder(run_config: tune.RunConfig) -> str:
+    return join(str(run_config.storage_path), str(run_config.name))
+
+
+def _restored(run_config: tune.RunConfig, trainable: Any) -> tune.Tuner:
+    """Return the tuner of an earlier start."""
+    folder = _folder(run_config)
+    if "://" not in folder or folder.partition("?")[0].endswith(f"/{run_config.name}"):
+        return tune.Tuner.restore(folder, trainable=trainable)
+    # Tune takes the last part of a URI for the name as it stands, quotes included, and would go on in another folder.
+    filesystem, path = pyarrow.fs.FileSystem.from_uri(folder)
+    return tune.Tuner.restore(path, trainable=trainable, storage_filesystem=filesystem)
+
+
 def _ranking(trials: list[Finished]) -> list[tuple[Finished, BaseResult]]:
-    """Return the trials that reached T, best first by their metric at the end; of equals the first to finish."""
+    """Return the trials that reached T, best first by their metric at the end.
+
+    Equals are in the order of their configs as text, since a continued search finds its trials in another order.
+    """
     ended = [(trial, outcome) for trial in trials if (outcome := trial.outcome) is not None]
     what = {
         "metric": lambda outcome: outcome.metric,
@@ -360,7 +402,12 @@ def _ranking(trials: list[Finished]) -> list[tuple[Finished, BaseResult]]:
                     f"{other!r} at {describe_config(trial.config)}. They can't be compared: take it out of the search space."
                 )
     if ended:
-        return sorted(ended, key=lambda pair: -pair[1].objective)
+
+        def order(pair: tuple[Finished, BaseResult]) -> tuple[float, str, str]:
+            trial, outcome = pair
+            return -outcome.objective, json.dumps(trial.config, sort_keys=True, default=repr), trial.trial_id
+
+        return sorted(ended, key=order)
     failed = [trial for trial in trials if trial.error is not None]
     if not failed:
         raise RuntimeError(f"No trial reached the end: the scheduler stopped all {len(trials)}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..run.eta import EtaTracker
+from ..run.metrics import SECONDS_PER_PASS
 from ..run.step import IntervalTimer, Listener, Step
 from .driver_channel import DriverClient
 
@@ -29,5 +30,5 @@ class DriverUpdates(Listener):
         if self._timer is not None and not self._timer.due and step.tau < step.total_steps:
             return
         self._timer = IntervalTimer(_INTERVAL_S)
-        more = {"total_steps": step.total_steps, "seconds_per_pass": self._tracker.seconds_per_pass}
+        more = {"total_steps": step.total_steps, SECONDS_PER_PASS: self._tracker.seconds_per_pass}
         self._client.put({**step.metrics, **more, **self._tracker.eta.as_metrics()})

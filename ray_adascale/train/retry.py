@@ -13,15 +13,25 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray.train
+from ray.exceptions import RayActorError
 from ray.train import UserCallback
 
+from .._errors import SettingError
 from ..checkpoint import CheckpointError
 from ..run.backend import CHECKPOINT
 from ..run.failure import lines_of, place_of, traceback_of, was_beginning
 from .driver_channel import DriverClient
 from .network import network_advice
 
-__all__ = ["RepeatedMistake", "RetryPolicy", "failure_in_words", "is_rays", "whole_failure", "worker_failure"]
+__all__ = [
+    "RepeatedMistake",
+    "RetryPolicy",
+    "failure_in_words",
+    "is_rays",
+    "was_preempted",
+    "whole_failure",
+    "worker_failure",
+]
 
 _BETWEEN_WORKERS = re.compile(r"gloo|NCCL|[Cc]onnection (closed|reset|refused)|Broken pipe|ProcessGroup|TCPStore")
 _RAYS_ADVICE = re.compile(r" (Worker exit type: \w+ Worker exit detail:|Some common causes include:).*")
@@ -31,6 +41,11 @@ _STORAGE_TRIES = 3
 def is_rays(error: Exception) -> bool:
     """Return whether an exception is Ray's own, around a cause elsewhere."""
     return type(error).__module__.partition(".")[0] == "ray"
+
+
+def was_preempted(error: Exception) -> bool:
+    """Return whether a worker died with a node that was taken away after a notice. Ray wraps the actor's error."""
+    return any(isinstance(each, RayActorError) and each.preempted for each in (error, *vars(error).values()))
 
 
 def _is_between_workers(error: Exception) -> bool:
@@ -79,6 +94,11 @@ def whole_failure(error: BaseException) -> str:
     return "\n\n".join(map(str, [error, *parts])) + "\n"
 
 
+def _in_a_sentence(failures: Mapping[int, Exception]) -> str:
+    """Return the failure that best explains these, without the user's lines."""
+    return failure_in_words(ray.train.WorkerGroupError("", dict(failures)), lines=False).rstrip(".") + "."
+
+
 # ---- in Ray Train's controller ---------------------------------------------------------------------------------------
 
 
@@ -106,15 +126,30 @@ class RetryPolicy(UserCallback):
     step, and an exception that was raised at the same step before. Ray's ``FailureConfig`` counts the others: lost workers, lost
     nodes, and storage errors. A storage error ends the run at the third start that stops at the same step.
 
+    While a node is about to be taken away, Ray goes on polling, and calls :meth:`after_exception` at each poll with failed
+    workers. The first of these calls in a start counts. Ray counts preemptions apart from failures.
+
     Args:
         max_failures: Ray Train's, for the log.
+        max_preemption_failures: Ray Train's, for the log.
+
+    Raises:
+        ValueError: ``max_failures`` is below −1.
     """
 
-    def __init__(self, max_failures: int) -> None:
+    def __init__(self, max_failures: int, max_preemption_failures: int = -1) -> None:
+        if max_failures < -1:
+            raise SettingError(
+                "Invalid {}. Must be a number of restarts; 0 for none, or -1 for any number.",
+                "FailureConfig",
+                max_failures=max_failures,
+            )
         self.channel: Any = None
         """The driver's channel, see :mod:`ray_adascale.train.driver_channel`."""
         self._max_failures = max_failures
-        self._restarts = 0
+        self._max_preemptions = max_preemption_failures
+        self._restarts = self._preemptions = 0
+        self._failed_start: int | None = None  # number of the last start that has failed
         self._seen: Counter[str] = Counter()
 
     def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
@@ -125,8 +160,19 @@ class RetryPolicy(UserCallback):
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         """Ray Train's callback: one or more workers have failed."""
-        failed = ray.train.WorkerGroupError("", dict(worker_exceptions))
-        found = worker_failure(failed)
+        driver = DriverClient(self.channel)
+        start = driver.start()
+        if start is not None and start == self._failed_start:
+            return
+        self._failed_start = start
+        preempted = {rank: error for rank, error in worker_exceptions.items() if was_preempted(error)}
+        if preempted:
+            self._preemptions += 1
+            if self._max_preemptions < 0 or self._preemptions <= self._max_preemptions:
+                text = _in_a_sentence(preempted)
+                driver.restarting(f"{text} Its node was preempted. Restart from the last checkpoint.", counts=False)
+            return
+        found = worker_failure(ray.train.WorkerGroupError("", dict(worker_exceptions)))
         assert found is not None
         why = self._repeats(found[1])
         if why is not None:
@@ -134,8 +180,8 @@ class RetryPolicy(UserCallback):
         self._restarts += 1
         if self._max_failures < 0 or self._restarts <= self._max_failures:
             of = "" if self._max_failures < 0 else f" of {self._max_failures}"
-            text = failure_in_words(failed, lines=False).rstrip(".")
-            DriverClient(self.channel).restarting(f"{text}. Restart {self._restarts}{of}, from the last checkpoint.")
+            text = _in_a_sentence(worker_exceptions)
+            driver.restarting(f"{text} Restart {self._restarts}{of}, from the last checkpoint.")
 
     def _repeats(self, error: Exception) -> str | None:
         """Return why each restart would raise this error again; None if that is unknown."""

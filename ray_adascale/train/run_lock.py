@@ -22,7 +22,7 @@ import pyarrow
 import pyarrow.fs
 
 from .._errors import SettingError
-from .._files import absolute
+from .._files import absolute, split
 
 __all__ = ["LOCK", "RunLock"]
 
@@ -87,7 +87,7 @@ class RunLock:
                 f"Invalid {{}}: files can't be written to {self._folder} ({type(e).__name__}: {e}). Name a folder that can be "
                 "written.",
                 "RunConfig",
-                storage_path=self._folder.rpartition("/")[0],
+                storage_path=split(self._folder)[0],
             ) from e
         if not self._is_own(text):
             raise self._refusal(text)

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .._errors import SettingError
-from .._files import room_in_words
+from .._files import join, room_in_words
 from ..config import AdaScaleConfig
 from ..data.source import MapSource
 from ..recipe import Recipe
@@ -128,6 +128,7 @@ def _train_workload(job: dict[str, Any]) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         if backend.rank == 0:
             backend.driver = DriverClient(job["channel"])
+            backend.driver.starting()
             stack.enter_context(forward_warnings(backend.driver))
         run: Run | None = None
         began = 0
@@ -284,7 +285,7 @@ class AdaScaleTrainer(TorchTrainer):
     def _set_up(self, num_workers: int | tuple[int, int], failure_config: ray.train.FailureConfig) -> None:
         """Set Ray's trainer up for a start with this number of workers and these restarts."""
         given = self._given
-        self._retry_policy = RetryPolicy(failure_config.max_failures)
+        self._retry_policy = RetryPolicy(failure_config.max_failures, failure_config.max_preemption_failures)
         self._retry_policy.channel = self._job["channel"]
         super().__init__(
             _train_workload,
@@ -330,7 +331,7 @@ class AdaScaleTrainer(TorchTrainer):
                 num_workers=asked.num_workers,
             )
         config = self.run_config
-        folder = f"{config.storage_path}/{config.name}"
+        folder = join(str(config.storage_path), str(config.name))
         with RunLock(folder, str(config.name), filesystem=config.storage_filesystem) as lock:
             self._job["unlisted"] = unlisted_checkpoints(folder, str(config.name), config.storage_filesystem)
             channel = make_channel()
@@ -395,7 +396,7 @@ class AdaScaleTrainer(TorchTrainer):
                     if not follower.changing or self._monitor.interrupts:
                         raise
                 except ray.train.TrainingFailedError as e:
-                    if not follower.revert(failure_in_words(e, lines=False)):
+                    if self._monitor.interrupts or not follower.revert(failure_in_words(e, lines=False)):
                         raise
         finally:
             follower.close()
@@ -410,7 +411,7 @@ class AdaScaleTrainer(TorchTrainer):
             if not isinstance(mistake, RepeatedMistake):
                 if isinstance(mistake, OSError):
                     config = self.run_config
-                    folder = f"{config.storage_path}/{config.name}"
+                    folder = join(str(config.storage_path), str(config.name))
                     room = "" if "://" in folder or config.storage_filesystem else room_in_words(mistake, folder)
                     e.add_note(f"Ray's controller could not write to the run's folder {folder}{room}.")
                 if advice := network_advice(str(e)):

@@ -22,6 +22,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from .._errors import SettingError
 from .._files import absolute
 from ..config import AdaScaleConfig
+from ..run.metrics import SECONDS_PER_PASS
 from ..worker_policy import (
     DECIDE_S,
     RESTART_S,
@@ -279,7 +280,7 @@ class WorkerFollower:
         return given or self._start_s or RESTART_S
 
     def _decide(self, metrics: Mapping[str, Any], now: float) -> None:
-        workers, pass_s = metrics["world_size"], metrics["seconds_per_pass"]
+        workers, pass_s = metrics["world_size"], metrics[SECONDS_PER_PASS]
         steps = metrics["optimizer_steps"] - self._first_steps
         if not 0 < pass_s < float("inf"):
             return
@@ -358,7 +359,8 @@ class WorkerFollower:
     def revert(self, why: str) -> bool:
         """Return to the number before the last change, if the run has failed before the first step after it.
 
-        The number that failed is not asked for again, nor is one beyond it.
+        The number that failed is not asked for again, nor is one beyond it. If the workers of the old number failed before they
+        stopped for the change, the new number has not been tried: the run starts with it.
 
         Args:
             why: The failure, for the log.
@@ -369,6 +371,10 @@ class WorkerFollower:
         if self._stopped_at is None or not self.record.changes:
             return False
         last = self.record.changes[-1]
+        if self.changing:
+            text = "The %d workers failed before they stopped for a change. The run starts with %d from its last checkpoint. %s"
+            _log.warning(text, last.before, last.after, why)
+            return True
         self.record.workers, self._stopped_at = last.before, None
         if last.after > last.before:
             self.record.most = last.before

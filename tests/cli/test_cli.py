@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from ray_adascale.batch_schedule import GivenBatches
 from ray_adascale.cli import main, run_folder
 from ray_adascale.cli.arguments import error_text, read_follow
 from ray_adascale.cli.checking import file_and_function
-from ray_adascale.cli.run_folder import options_of
+from ray_adascale.cli.run_folder import folder_of, options_of
 from ray_adascale.run.failure import annotate_exceptions
 from ray_adascale.run.metrics import METRICS
 from ray_adascale.search import tune
@@ -519,7 +520,7 @@ def test_every_end_that_leaves_a_checkpoint_says_how_to_go_on(
         (KeyboardInterrupt("The run was interrupted."), 130),
         (ray.train.WorkerGroupError("all of it", {1: OSError("no disk")}), 1),
     ):
-        folder = tmp_path / str(code) / "x"
+        folder = tmp_path / f"my {code}" / "x"
         for saved in (False, True):
             if saved:
                 (folder / "checkpoint_1").mkdir()  # and no whole one yet: nothing to go on from
@@ -533,7 +534,7 @@ def test_every_end_that_leaves_a_checkpoint_says_how_to_go_on(
             called["error"] = error
             assert main.main([*TRAIN, "--name=x", f"--storage-path={folder.parent}"]) == code
             said = capsys.readouterr().err
-            assert (f"`ray-adascale resume {folder}` goes on from the last checkpoint.\n" in said) == saved
+            assert (f"`ray-adascale resume '{folder}'` goes on from the last checkpoint.\n" in said) == saved
             assert ("The run was interrupted." in said) == (code == 130)
     # Where every checkpoint is damaged, a resume would fail as well.
     called["error"] = ray.train.WorkerGroupError("", {0: checkpoint.NoUsableCheckpoint("None of the 2 checkpoints")})
@@ -1022,6 +1023,39 @@ def test_a_run_at_its_end_is_not_resumed(
     assert not resumed()
     assert main.main([*train, "--total-steps=40"]) == 0  # started anew, to be longer
     assert resumed()
+
+
+def test_a_run_that_was_moved_goes_on_where_it_is(
+    called: dict[str, Any], stored: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its options name the place where it was started, and there may be another run by now."""
+
+    def resumed(folder: str | Path) -> tuple[str, str]:
+        assert main.main(["resume", str(folder)]) == 0
+        return called["run_config"].storage_path, called["run_config"].name
+
+    assert main.main([*TRAIN, "--name=x", f"--storage-path={tmp_path / 'old'}"]) == 0
+    (tmp_path / "link").symlink_to(tmp_path / "old")
+    assert resumed(tmp_path / "link" / "x") == (str(tmp_path / "old"), "x")  # the same folder
+    shutil.copytree(tmp_path / "old" / "x", tmp_path / "new" / "my copy")
+    capsys.readouterr()
+    assert resumed(tmp_path / "new" / "my copy") == (str(tmp_path / "new"), "my copy")
+    said = f"the run was started in {tmp_path}/old/x, and goes on in {tmp_path}/new/my copy"
+    assert said in capsys.readouterr().err
+    assert resumed(f"{(tmp_path / 'new').as_uri()}/my%20copy/") == ((tmp_path / "new").as_uri(), "my copy")
+
+
+def test_a_storage_path_says_where_a_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the name has a slash, or the current folder has a folder of that name."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").mkdir()
+    assert folder_of("x", "runs") == f"{tmp_path}/runs/x"
+    assert folder_of("a/x", "runs") == f"{tmp_path}/runs/a/x"
+    assert folder_of("my run", "s3://b?region=x") == "s3://b/my%20run?region=x"
+    assert folder_of(f"{tmp_path}/x", "runs") == f"{tmp_path}/x"
+    assert folder_of("x", None) == f"{tmp_path}/x"
+    assert folder_of("a/x", None) == f"{tmp_path}/a/x"
+    assert folder_of("y", None) == f"{Path.home()}/ray_results/y"
 
 
 def test_what_cannot_be_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

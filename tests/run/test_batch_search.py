@@ -21,8 +21,9 @@ from ray_adascale import AdaScaleConfig, LocalBackend, OptimizerChain, RuleInput
 from ray_adascale._errors import SettingError
 from ray_adascale.memory.limits import MemoryLimit
 from ray_adascale.run import batch_search
-from ray_adascale.run.batch_search import FOUND_BATCH, _Bounds, _Search
+from ray_adascale.run.batch_search import _Bounds, _Search
 from ray_adascale.run.batch_trial import Examples, OutOfMemoryAlone
+from ray_adascale.run.metrics import FOUND_BATCH
 from ray_adascale.sharding.oss import OSS
 
 from ..pool import ProcessPool

@@ -27,6 +27,28 @@ def test_a_name_that_the_run_reports_is_refused() -> None:
         plain_numbers({"seconds_left": 2.0})
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "step",
+            "attempt",
+            "position",
+            "total_steps",
+            "steps_left",
+            "short_step",
+            "found_per_worker_batch_size",
+        ),  # of a row
+        *("stopped", "seconds_per_pass", "loop_seconds", "useful_workers"),  # for the driver
+        *("objective", "epochs", "outcome"),  # of a report to Tune
+    ],
+)
+def test_a_name_that_the_package_writes_elsewhere_is_refused_as_well(name: str) -> None:
+    """A row's "step" would end the run or renumber the trace, and "stopped" would tell the driver that the run has ended."""
+    with pytest.raises(ValueError, match=f"Invalid metric '{name}': the run reports it itself. Choose another name"):
+        plain_numbers({name: 2.0})
+
+
 def test_what_is_no_number_is_refused() -> None:
     with pytest.raises(TypeError, match="Invalid metric 'a' of type list"):
         plain_numbers({"a": [1]})

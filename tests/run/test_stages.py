@@ -157,6 +157,14 @@ def test_evaluations_come_at_multiples_of_the_interval() -> None:
     assert len(run.recorded) == 1  # the last evaluation was at this τ
 
 
+def test_a_worker_without_a_best_evaluation_of_its_own_ends_with_the_others() -> None:
+    """Its evaluate returns NaN, and that of rank 0, whose metrics count, does not."""
+    stage = evaluating(early_stop=EarlyStop(patience=10, metric="error", mode="min"))
+    stage.recorded({"error": math.nan}, 4.0)
+    assert (stage.best, stage.stalled) == (None, None)
+    assert stage.act(FakeRun(Told()), STALLED) == "no better error for 10 effective steps"  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("mode", "worse"), [("min", 0.6), ("max", 0.4)])
 def test_a_run_has_stalled_once_its_best_evaluation_is_patience_ago(mode: Any, worse: float) -> None:
     stage = evaluating(early_stop=EarlyStop(patience=10, metric="error", mode=mode))

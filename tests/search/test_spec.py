@@ -106,6 +106,7 @@ def test_a_search_goes_on_only_as_what_it_was_started_as(tmp_path: Path) -> None
         "num_samples": 8,
         "seed": 0,
         "probe_every": None,
+        "evaluate_every": None,
         "config": {"precision": "fp32", "grad_clip": None, "shuffle": True, "drop_last": False},
         "num_workers": None,
         "search_alg": "random",
@@ -124,6 +125,7 @@ def test_a_search_goes_on_only_as_what_it_was_started_as(tmp_path: Path) -> None
         ({"scheduler": None}, "Invalid scheduler=None: .* started with 'asha'"),
         ({"param_space": {}}, "Invalid param_space={}"),
         ({"config": AdaScaleConfig(grad_clip=1.0)}, "Invalid config={.*'grad_clip': 1.0"),
+        ({"config": AdaScaleConfig(evaluate_every=50)}, "Invalid evaluate_every=50: .* started with None"),
         ({"scaling_config": ScalingConfig(num_workers=2)}, "Invalid num_workers=2: .* started with None"),
     ):
         with pytest.raises(ValueError, match=told):

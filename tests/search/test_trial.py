@@ -23,6 +23,7 @@ from ray_adascale.recipe import NoiseProbe
 from ray_adascale.run.base_noise import NoiseEvery
 from ray_adascale.run.base_run import RESULT, BaseResult, base_config
 from ray_adascale.run.failure import was_building
+from ray_adascale.run.metrics import OWN_KEYS
 from ray_adascale.run.schedule import BaseSchedule
 from ray_adascale.run.step import StepReport
 from ray_adascale.search.trial import (
@@ -107,6 +108,10 @@ def test_the_last_report_alone_carries_what_the_recipe_needs() -> None:
         noise_source="samples",
         noise_every=5,
     )
+
+
+def test_no_metric_of_the_user_has_a_key_of_the_search() -> None:
+    assert {OBJECTIVE, EPOCHS, RESULT} <= OWN_KEYS
 
 
 def test_a_metric_that_is_not_measured_is_told_with_those_that_are() -> None:

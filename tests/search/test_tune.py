@@ -36,7 +36,7 @@ from ray_adascale.run.base_run import BaseResult, workload_name
 from ray_adascale.run.failure import was_building
 from ray_adascale.run.schedule import BaseSchedule, EffectiveSchedule
 from ray_adascale.run.trace import read_trace
-from ray_adascale.search.tune import _ranking
+from ray_adascale.search.tune import _ranking, _restored
 from ray_adascale.search.watch import Finished, Watch
 from ray_adascale.train.run_lock import LOCK
 from ray_adascale.workload import build
@@ -652,6 +652,96 @@ def test_winner_is_the_best_at_its_end_of_the_trials_that_reached_it() -> None:
     assert _ranking([ended(0.3, mode="max"), ended(0.2, mode="max")])[0][0].trial_id == "t0.3"
     with pytest.raises(ValueError, match=r"Trials differ in mode: 'min' at lr=0.1, 'max' at lr=0.1"):
         _ranking([ended(0.3), ended(0.2, mode="max")])
+
+
+class KeptRepeats:
+    """Stands in for Tune: trials that have ended, and repeats that a restore keeps as the first start has run them."""
+
+    def __init__(self, trials: list[Finished], scores: dict[float, float]) -> None:
+        self.trials = trials
+        self._scores = scores  # of all repeats of an LR
+        self._repeats: list[Finished] = []
+
+    def fit(self, search: Any, function: Any, space: Any, run_config: Any, watch: Watch, **choices: Any) -> None:
+        if watch.what == "trial":
+            watch.finished.update({trial.trial_id: trial for trial in self.trials})
+            return
+        if not self._repeats:
+            for index in space["repeat"]["grid_search"]:
+                text = watch._describe_config({"repeat": index})  # such as "lr=0.1, seed 4"
+                score = self._scores[float(re.findall(r"lr=([^,]+)", text)[0])]
+                self._repeats.append(replace(ended(score), trial_id=f"r{index}", config={"repeat": index}))
+        watch.finished.update({trial.trial_id: trial for trial in self._repeats})
+
+
+@pytest.fixture
+def repeated_search(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """A search without Ray, of two trials with the same score, of which the second is better on other seeds."""
+    trials = [replace(ended(0.3), trial_id=f"t{i}", config={"lr": lr}) for i, lr in enumerate((0.1, 0.2))]
+    kept = KeptRepeats(trials, {0.1: 0.5, 0.2: 0.4})
+    monkeypatch.setattr("ray_adascale.search.tune.quiet_init", lambda: None)
+    monkeypatch.setattr("ray_adascale.search.tune._warn_where_nothing_fits", lambda resources: None)
+    monkeypatch.setattr("ray_adascale.train.run_lock._SETTLE_S", 0.0)
+    monkeypatch.setattr("ray_adascale.search.tune.tune.with_parameters", lambda function, **_: function)
+    monkeypatch.setattr("ray_adascale.search.tune._Search._fit", lambda *args, **choices: kept.fit(*args, **choices))
+
+    def search(**changes: Any) -> Recipe:
+        settings: dict[str, Any] = {"base_batch_size": B0, "total_steps": T, "repeats": 2, "repeat_best": 2, "seed": 3}
+        where = {"storage_path": tmp_path, "name": "mine", "verbose": 0}
+        return tune_recipe(linear, {"lr": tune.grid_search([0.1, 0.2])}, **(settings | where | changes))
+
+    search.kept = kept  # type: ignore[attr-defined]
+    return search
+
+
+def test_a_continued_search_credits_its_repeats_to_the_trials_that_were_repeated(repeated_search: Any) -> None:
+    first = repeated_search()
+    assert (first.hyperparameters, [repeat.score for repeat in first.repeats]) == ({"lr": 0.2}, [0.4, 0.4])
+    repeated_search.kept.trials.reverse()  # Tune restores trials in another order than they ended in
+    again = repeated_search()
+    assert (again.hyperparameters, again.repeats) == (first.hyperparameters, first.repeats)
+    assert again.search["best_trial"] == first.search["best_trial"] == "t1"
+
+
+def test_a_search_in_a_bucket_has_a_folder_for_each_name(repeated_search: Any, tmp_path: Path) -> None:
+    """ "#" ends the path of a URI, so two names used to have one folder and one lock. A space was refused."""
+    for name in ("my search #1", "my search #2"):
+        assert repeated_search(storage_path=tmp_path.as_uri(), name=name).hyperparameters == {"lr": 0.2}
+        assert (tmp_path / name / "search.json").is_file()
+        assert (tmp_path / f"{name}-repeats" / "repeats.json").is_file()
+
+
+def test_a_restored_search_goes_on_in_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tune takes the last part of a URI for the name."""
+    monkeypatch.setattr(tune.Tuner, "restore", lambda path, **given: (path, given.get("storage_filesystem")))
+
+    def restored(storage_path: str, name: str) -> tuple[str, Any]:
+        return _restored(tune.RunConfig(name=name, storage_path=storage_path), None)  # type: ignore[return-value]
+
+    assert restored("/runs", "my?#run") == ("/runs/my?#run", None)
+    assert restored("s3://b/runs?region=x", "lr=0.1") == ("s3://b/runs/lr=0.1?region=x", None)
+    path, filesystem = restored("file:///runs", "my run")
+    assert path == "/runs/my run"
+    assert filesystem.type_name == "local"
+
+
+def test_other_numbers_of_repeats_are_refused_for_a_continued_search(repeated_search: Any) -> None:
+    """Tune would keep its old repeats, by their place in another plan."""
+    repeated_search(repeats=0)  # repeats may be added to a search that had none
+    repeated_search()
+    with pytest.raises(ValueError, match=r"Invalid repeats=4: the repeats in \S+/mine-repeats were started with 2\."):
+        repeated_search(repeats=4)
+    with pytest.raises(ValueError, match=r"Invalid repeat_best=1: the repeats in \S+ were started with 2\. Restore it"):
+        repeated_search(repeat_best=1)
+
+
+def test_equal_trials_rank_alike_in_any_order() -> None:
+    """Tune restores trials in another order than they ended in, and a continued search must have the same winner."""
+    equals = [
+        replace(ended(0.3), trial_id=name, config={"lr": lr}) for name, lr in (("c", 0.2), ("b", 0.1), ("a", 0.2))
+    ]
+    for trials in (equals, equals[::-1]):
+        assert [trial.trial_id for trial, _ in _ranking([ended(0.4), *trials])] == ["b", "a", "c", "t0.4"]
 
 
 def test_search_without_a_winner_says_why() -> None:

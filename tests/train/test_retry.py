@@ -24,6 +24,7 @@ from ray_adascale.train.retry import (
     RetryPolicy,
     failure_in_words,
     is_rays,
+    was_preempted,
     whole_failure,
     worker_failure,
 )
@@ -137,20 +138,32 @@ def test_the_innermost_note_stays() -> None:
 
 
 class Told:
-    """A board's stand-in."""
+    """A board's stand-in. Each failure is one of another start, unless the start is set."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self.counted = self.starts = 0
+        self.same_start = False
 
-    def restarting(self, why: str) -> None:
+    def start(self) -> int:
+        self.starts += not self.same_start
+        return self.starts
+
+    def restarting(self, why: str, *, counts: bool = True) -> None:
         self.lines.append(why)
+        self.counted += counts
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def board(monkeypatch: pytest.MonkeyPatch) -> Told:
     driver = Told()
     monkeypatch.setattr(module, "DriverClient", lambda board: driver)
-    return driver.lines
+    return driver
+
+
+@pytest.fixture
+def told(board: Told) -> list[str]:
+    return board.lines
 
 
 def after(error: Exception, before: int | None, now: int) -> Exception:
@@ -200,6 +213,53 @@ def test_lost_workers_and_storage_are_retried_with_a_line_each(told: list[str]) 
     unlimited = RetryPolicy(-1)
     assert fails(unlimited, w1=DIED) is None
     assert told[-1].endswith("died. Restart 1, from the last checkpoint.")
+
+
+def test_a_failure_counts_once_in_a_start_however_often_ray_polls_it(board: Told) -> None:
+    """While a node is about to be taken away, Ray goes on polling the workers that have failed already."""
+    restarts = RetryPolicy(20)
+    assert fails(restarts, w1=DIED) is None
+    board.same_start = True
+    assert fails(restarts, w0=CLOSED, w1=DIED) is None
+    assert fails(restarts, w0=after(IndexError("row 7"), 0, 31)) is None
+    assert fails(restarts, w0=after(IndexError("row 7"), 0, 31)) is None  # nor is it the same in 2 starts
+    assert ([line.partition(" Restart ")[2] for line in board.lines], board.counted) == (
+        ["1 of 20, from the last checkpoint."],
+        1,
+    )
+    board.same_start = False
+    assert fails(restarts, w1=DIED) is None
+    assert (board.lines[-1].partition(" Restart ")[2], board.counted) == ("2 of 20, from the last checkpoint.", 2)
+
+
+def test_a_preemption_is_told_and_is_no_failure(board: Told) -> None:
+    """Ray counts it apart, by default without a limit."""
+    gone = WorkerHealthCheckFailedError("A worker health check failed.", RayActorError(None, "Gone", preempted=True))
+    assert [was_preempted(error) for error in (gone, gone.health_check_failure, DIED, CLOSED)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    none = RetryPolicy(0)
+    for _ in range(3):
+        assert fails(none, w0=CLOSED, w1=DIED, w2=gone) is None
+    text = "Worker 2: A worker health check failed. Gone. Its node was preempted. Restart from the last checkpoint."
+    assert (board.lines, board.counted) == ([text] * 3, 0)
+    assert fails(none, w0=DIED) is None
+    assert len(board.lines) == 3
+    once = RetryPolicy(20, 1)
+    assert [fails(once, w2=gone) for _ in range(2)] == [None, None]  # Ray ends the run at the second
+    assert len(board.lines) == 4
+    assert fails(once, w1=DIED) is None
+    assert "Restart 1 of 20," in board.lines[-1]
+
+
+def test_a_number_of_restarts_that_is_none_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"Invalid FailureConfig\(max_failures=-2\)\. Must be a number of restarts; 0 for"
+    ):
+        RetryPolicy(-2)
 
 
 def test_the_same_after_the_same_step_ends_the_run_the_second_time(told: list[str]) -> None:

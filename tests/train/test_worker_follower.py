@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.train import ScalingConfig
+from ray.train import ScalingConfig, TrainingFailedError
 
-from ray_adascale import AdaScaleConfig, WorkersFollow
+from ray_adascale import AdaScaleConfig, AdaScaleTrainer, WorkersFollow
 from ray_adascale.batch_policy import BatchLimits, FixedBatch
 from ray_adascale.train import worker_follow
 from ray_adascale.train.worker_follow import RecordFile, WorkerFollower, read_follow
@@ -184,6 +185,45 @@ def test_a_failed_start_after_a_change_goes_back_once_and_for_good(folder: Path,
     later.step(2, 100.0, 201, 201.0, 7.0)
     later.step(2, 100.0, 300, 300.0, 900.0)
     assert later.rooms == []
+
+
+def test_a_failure_of_the_old_workers_during_a_change_does_not_bar_the_new_number(
+    folder: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They write the change's checkpoint, and may fail at that."""
+    driver = Driver(folder, clock)
+    grow(driver)
+    assert driver.follower.changing
+    assert driver.follower.revert("a worker died")
+    assert "The 2 workers failed before they stopped for a change. The run starts with 8" in caplog.text
+    assert (driver.follower.asked, kept(folder).workers, kept(folder).most) == (8, 8, None)
+    driver.follower.begin(driver.channel)
+    assert driver.follower.revert("out of memory")  # now it is the new number that fails
+    assert (driver.follower.asked, kept(folder).most) == (2, 2)
+
+
+def test_a_failure_after_ctrl_c_ends_the_run(folder: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(folder, clock)
+    grow(driver)
+    trainer = AdaScaleTrainer(
+        print,  # type: ignore[arg-type]
+        config=AdaScaleConfig(base_batch_size=8, total_steps=10, per_worker_batch_size=8),
+        scaling_config=ScalingConfig(num_workers=(1, 8)),
+    )
+    fits: list[int] = []
+
+    def fit() -> None:
+        fits.append(1)
+        trainer._monitor.interrupts = 1
+        raise TrainingFailedError
+
+    monkeypatch.setattr(trainer, "_fit", fit)
+    trainer._monitor = SimpleNamespace(  # type: ignore[assignment]
+        interrupts=0, failures=0, begin=lambda follower: follower.begin(driver.channel)
+    )
+    with pytest.raises(TrainingFailedError):
+        trainer._fit_following(driver.follower)
+    assert len(fits) == 1
 
 
 def test_a_change_that_cannot_be_recorded_is_not_made(
