@@ -1,7 +1,6 @@
 """Messages from the workers and the controller of a run to the driver, and its request to stop, through one small actor.
 
-No message waits for the actor, and only the two questions wait for an answer. A message that can't be sent is dropped, and the
-run goes on.
+No message waits for the actor. A message that can't be sent is dropped, and the run goes on.
 """
 
 from __future__ import annotations
@@ -61,7 +60,6 @@ class DriverChannel:
         self._events: list[tuple[int, str]] = []
         self._sent = 0
         self._failures = 0
-        self._starts = 0
         self._stop = False
         self._sent_once: set[str] = set()
         self._beats = Beats()
@@ -83,14 +81,6 @@ class DriverChannel:
     def count_failure(self) -> None:
         """Count a failure after which the workers are restarted."""
         self._failures += 1
-
-    def add_start(self) -> None:
-        """Count a start of the workers."""
-        self._starts += 1
-
-    def starts(self) -> int:
-        """Return the number of starts so far."""
-        return self._starts
 
     def set_running(self, running: bool) -> None:
         """Set whether the workers are in their loop."""
@@ -166,10 +156,6 @@ class DriverClient:
         """Send that the loop begins."""
         self._send("set_running", True)
 
-    def starting(self) -> None:
-        """Send that the workers of another start have begun."""
-        self._send("add_start")
-
     def restarting(self, why: str, *, counts: bool = True) -> None:
         """Send that the workers restart after a failure, and why.
 
@@ -181,15 +167,6 @@ class DriverClient:
         if counts:
             self._send("count_failure")
         self.log(logging.WARNING, why)
-
-    def start(self) -> int | None:
-        """Return the number of the present start; None if the channel does not answer. Waits for the answer."""
-        if self._channel is None:
-            return None
-        try:
-            return int(ray.get(self._channel.starts.remote(), timeout=_ANSWER_S))
-        except Exception:  # late, or the actor is gone or full
-            return None
 
     def stop_requested(self) -> bool | None:
         """Return whether a stop was requested; None if there is no channel to ask any more. Waits for the answer."""

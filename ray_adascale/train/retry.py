@@ -28,7 +28,6 @@ __all__ = [
     "RetryPolicy",
     "failure_in_words",
     "is_rays",
-    "was_preempted",
     "whole_failure",
     "worker_failure",
 ]
@@ -43,9 +42,10 @@ def is_rays(error: Exception) -> bool:
     return type(error).__module__.partition(".")[0] == "ray"
 
 
-def was_preempted(error: Exception) -> bool:
-    """Return whether a worker died with a node that was taken away after a notice. Ray wraps the actor's error."""
-    return any(isinstance(each, RayActorError) and each.preempted for each in (error, *vars(error).values()))
+def _preemption_of(error: Exception) -> RayActorError | None:
+    """Return the error of a worker that died with a node that was taken away after a notice, which Ray may have wrapped."""
+    found = (each for each in (error, *vars(error).values()) if isinstance(each, RayActorError) and each.preempted)
+    return next(found, None)
 
 
 def _is_between_workers(error: Exception) -> bool:
@@ -126,8 +126,8 @@ class RetryPolicy(UserCallback):
     step, and an exception that was raised at the same step before. Ray's ``FailureConfig`` counts the others: lost workers, lost
     nodes, and storage errors. A storage error ends the run at the third start that stops at the same step.
 
-    While a node is about to be taken away, Ray goes on polling, and calls :meth:`after_exception` at each poll with failed
-    workers. The first of these calls in a start counts. Ray counts preemptions apart from failures.
+    Ray counts preemptions apart from failures. From the death of a preempted worker to the end of the notice, Ray goes on
+    polling, and calls :meth:`after_exception` at each poll. The first of these calls counts.
 
     Args:
         max_failures: Ray Train's, for the log.
@@ -149,7 +149,7 @@ class RetryPolicy(UserCallback):
         self._max_failures = max_failures
         self._max_preemptions = max_preemption_failures
         self._restarts = self._preemptions = 0
-        self._failed_start: int | None = None  # number of the last start that has failed
+        self._taken_away: set[str | None] = set()  # ids of the actors of preempted workers
         self._seen: Counter[str] = Counter()
 
     def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
@@ -161,15 +161,16 @@ class RetryPolicy(UserCallback):
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         """Ray Train's callback: one or more workers have failed."""
         driver = DriverClient(self.channel)
-        start = driver.start()
-        if start is not None and start == self._failed_start:
-            return
-        self._failed_start = start
-        preempted = {rank: error for rank, error in worker_exceptions.items() if was_preempted(error)}
-        if preempted:
-            self._preemptions += 1
-            if self._max_preemptions < 0 or self._preemptions <= self._max_preemptions:
-                text = _in_a_sentence(preempted)
+        gone = {
+            rank: found for rank, error in worker_exceptions.items() if (found := _preemption_of(error)) is not None
+        }
+        if gone:
+            actors = {error.actor_id for error in gone.values()} - {None}
+            polled_again = not actors.isdisjoint(self._taken_away)
+            self._taken_away |= actors
+            self._preemptions += not polled_again
+            if not polled_again and (self._max_preemptions < 0 or self._preemptions <= self._max_preemptions):
+                text = _in_a_sentence({rank: worker_exceptions[rank] for rank in gone})
                 driver.restarting(f"{text} Its node was preempted. Restart from the last checkpoint.", counts=False)
             return
         found = worker_failure(ray.train.WorkerGroupError("", dict(worker_exceptions)))

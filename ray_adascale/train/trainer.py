@@ -128,7 +128,6 @@ def _train_workload(job: dict[str, Any]) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         if backend.rank == 0:
             backend.driver = DriverClient(job["channel"])
-            backend.driver.starting()
             stack.enter_context(forward_warnings(backend.driver))
         run: Run | None = None
         began = 0

@@ -24,7 +24,6 @@ from ray_adascale.train.retry import (
     RetryPolicy,
     failure_in_words,
     is_rays,
-    was_preempted,
     whole_failure,
     worker_failure,
 )
@@ -138,16 +137,11 @@ def test_the_innermost_note_stays() -> None:
 
 
 class Told:
-    """A board's stand-in. Each failure is one of another start, unless the start is set."""
+    """A board's stand-in."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self.counted = self.starts = 0
-        self.same_start = False
-
-    def start(self) -> int:
-        self.starts += not self.same_start
-        return self.starts
+        self.counted = 0
 
     def restarting(self, why: str, *, counts: bool = True) -> None:
         self.lines.append(why)
@@ -215,44 +209,32 @@ def test_lost_workers_and_storage_are_retried_with_a_line_each(told: list[str]) 
     assert told[-1].endswith("died. Restart 1, from the last checkpoint.")
 
 
-def test_a_failure_counts_once_in_a_start_however_often_ray_polls_it(board: Told) -> None:
-    """While a node is about to be taken away, Ray goes on polling the workers that have failed already."""
-    restarts = RetryPolicy(20)
-    assert fails(restarts, w1=DIED) is None
-    board.same_start = True
-    assert fails(restarts, w0=CLOSED, w1=DIED) is None
-    assert fails(restarts, w0=after(IndexError("row 7"), 0, 31)) is None
-    assert fails(restarts, w0=after(IndexError("row 7"), 0, 31)) is None  # nor is it the same in 2 starts
-    assert ([line.partition(" Restart ")[2] for line in board.lines], board.counted) == (
-        ["1 of 20, from the last checkpoint."],
-        1,
-    )
-    board.same_start = False
-    assert fails(restarts, w1=DIED) is None
-    assert (board.lines[-1].partition(" Restart ")[2], board.counted) == ("2 of 20, from the last checkpoint.", 2)
+def taken_away(actor: str | None) -> Exception:
+    return WorkerHealthCheckFailedError("A worker health check failed.", RayActorError(actor, "Gone", preempted=True))
 
 
-def test_a_preemption_is_told_and_is_no_failure(board: Told) -> None:
-    """Ray counts it apart, by default without a limit."""
-    gone = WorkerHealthCheckFailedError("A worker health check failed.", RayActorError(None, "Gone", preempted=True))
-    assert [was_preempted(error) for error in (gone, gone.health_check_failure, DIED, CLOSED)] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+def test_a_preemption_is_told_once_and_is_no_failure(board: Told) -> None:
+    """Ray counts it apart, and polls the dead worker until its node is gone."""
     none = RetryPolicy(0)
     for _ in range(3):
-        assert fails(none, w0=CLOSED, w1=DIED, w2=gone) is None
+        assert fails(none, w0=CLOSED, w1=DIED, w2=taken_away("a")) is None
+    assert fails(none, w1=taken_away("b"), w2=taken_away("a")) is None  # another worker dies before the same restart
+    assert fails(none, w1=taken_away("b")) is None
     text = "Worker 2: A worker health check failed. Gone. Its node was preempted. Restart from the last checkpoint."
-    assert (board.lines, board.counted) == ([text] * 3, 0)
+    assert (board.lines, board.counted) == ([text], 0)
+    assert fails(none, w2=taken_away("c")) is None  # after the restart
+    assert board.lines == [text] * 2
     assert fails(none, w0=DIED) is None
-    assert len(board.lines) == 3
+    assert len(board.lines) == 2
+
+
+def test_preemptions_have_a_limit_of_their_own(board: Told) -> None:
     once = RetryPolicy(20, 1)
-    assert [fails(once, w2=gone) for _ in range(2)] == [None, None]  # Ray ends the run at the second
-    assert len(board.lines) == 4
+    assert [fails(once, w2=taken_away(actor)) for actor in ("a", "b")] == [None, None]  # Ray ends the run at the second
+    assert len(board.lines) == 1
     assert fails(once, w1=DIED) is None
     assert "Restart 1 of 20," in board.lines[-1]
+    assert board.counted == 1
 
 
 def test_a_number_of_restarts_that_is_none_is_refused() -> None:
