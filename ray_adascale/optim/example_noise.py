@@ -80,21 +80,23 @@ class ExampleSums:
     Attributes:
         sq_norms: Σ_e of the squared norms as measured, per group, float64.
         examples: B; float64, 0-dim.
+        cost: Σ over workers of :attr:`MeasuredPasses.cost`; float64, 0-dim.
         problems: Workers that could not measure; float64, 0-dim.
     """
 
     sq_norms: Tensor
     examples: Tensor
+    cost: Tensor
     problems: Tensor
 
     def as_tensor(self) -> Tensor:
         """Return the numbers as one tensor, 1-D."""
-        return torch.cat([self.sq_norms, self.examples.view(1), self.problems.view(1)])
+        return torch.cat([self.sq_norms, torch.stack([self.examples, self.cost, self.problems])])
 
     @classmethod
     def of(cls, numbers: Tensor) -> ExampleSums:
         """Return the sums from the numbers of :meth:`as_tensor`."""
-        return cls(numbers[:-2], numbers[-2], numbers[-1])
+        return cls(numbers[:-3], *numbers[-3:].unbind())
 
 
 class ExampleNoise:
@@ -108,7 +110,7 @@ class ExampleNoise:
         groups: The parameters, by parameter group.
         required: Whether a model that turns out not to be covered is an error, and not measured by its gradient samples instead.
         budget: Share of the time of the steps that measuring may cost. ``every`` follows from it and from the shapes of the
-            layers, so that all workers and each resume choose alike.
+            layers, as a mean over workers, so that all of them and each resume choose alike.
         most_every: Largest ``every``.
 
     Raises:
@@ -161,11 +163,25 @@ class ExampleNoise:
         measured = self._norms.end()
         self.problem = measured.problem
         self._verified = self._verified or measured.problem is None
-        if not self.confirmed and measured.problem is None:
-            self.every = max(1, math.floor(min(math.ceil(measured.cost / self._budget), self._most_every)))
-        device = measured.sq_norms.device
-        counts = torch.tensor([measured.examples, measured.problem is not None], dtype=torch.float64)
-        return ExampleSums(measured.sq_norms, *counts.to(device, non_blocking=True).unbind())
+        counts = torch.tensor([measured.examples, measured.cost, measured.problem is not None], dtype=torch.float64)
+        return ExampleSums(measured.sq_norms, *counts.to(measured.sq_norms.device, non_blocking=True).unbind())
+
+    def confirm(self, sums: ExampleSums, workers: int) -> bool:
+        """Return whether a measured step shows that the model is covered, and if so choose :attr:`every`; waits for the device.
+
+        The layers' shapes may differ over workers, as with batches that are padded to their longest example. If their ``every``
+        differed too, so would the sizes of their all-reduces.
+
+        Args:
+            sums: Over all workers.
+            workers: Number of workers.
+        """
+        cost, problems = torch.stack([sums.cost, sums.problems]).tolist()
+        if problems:
+            return False
+        self.every = max(1, math.floor(min(math.ceil(cost / workers / self._budget), self._most_every)))
+        self.confirmed = True
+        return True
 
     def moments(self, sums: ExampleSums | None, reduced_sq_norm: Tensor, shape: StepShape) -> tuple[Tensor, Tensor]:
         """Return σ² and μ² of a step, ``[2, gains]``, and whether they are valid; bool, 0-dim. No host synchronization.

@@ -15,7 +15,7 @@ from .._torch import is_dtensor
 from ..measure.norms import all_finite, take_norm
 from ..measure.observers import GradientObserver
 from ..sharding.oss import OSS
-from .example_noise import ExampleNoise
+from .example_noise import ExampleNoise, ExampleSums
 from .numbers import Numbers
 from .observing import Measurement, has_dtensors, has_sharded_gradients, make_observer
 from .previous_gradient import PreviousGradient
@@ -488,8 +488,7 @@ class GradientStatistics:
         examples = self.examples
         if examples is None or by_example is None or examples.confirmed:
             return examples
-        if not bool(by_example[-1] > 0):
-            examples.confirmed = True
+        if examples.confirm(ExampleSums.of(by_example), self.workers.count if self.workers.reduce else 1):
             return examples
         why = examples.problem or "another worker can't measure, and says why"
         if examples.required:

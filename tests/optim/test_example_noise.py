@@ -374,6 +374,30 @@ def test_refusals(how: dict[str, Any], message: str) -> None:
         AdaScale(torch.optim.SGD(params.parameters(), lr=0.1), scale=8.0, **{"model": model, **how})
 
 
+def on_padded_batches() -> tuple[int, list[float]]:
+    """Train on sequences whose length is this worker's own; return ``every`` and σ² of each step."""
+    rank = dist.get_rank()
+    model = nn.Sequential(nn.Embedding(50, 64), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.01), scale=4.0, model=model, noise="per_example")
+    wrapped, tokens = DistributedDataParallel(model), torch.randint(50, (8, 24 if rank == 0 else 40))
+    sigma2 = []
+    for _ in range(14):
+        wrapped(tokens).square().mean().backward()
+        adascale.step()
+        adascale.zero_grad()
+        sigma2.append(adascale.last_step.sigma2)
+    return adascale._statistics.examples.every, sigma2  # type: ignore[union-attr]
+
+
+def test_workers_with_batches_of_unequal_length_measure_the_same_steps(pool: Callable[[int], ProcessPool]) -> None:
+    first, second = pool(2).run(on_padded_batches)
+    assert first == second
+    every, sigma2 = first
+    assert every == 12  # alone they would choose 11 and 13
+    assert len(set(sigma2[:12])) == 1
+    assert sigma2[12] != sigma2[0]
+
+
 def test_the_density_follows_the_budget() -> None:
     for budget, most in ((1.0, 1), (0.1, 4), (0.05, 8)):
         model = network()
