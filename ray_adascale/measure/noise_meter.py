@@ -101,7 +101,7 @@ class NoiseMeter:
         if local:
             reduced = torch.stack([n.to(device, torch.float64) for n in take_norms(local)]).square().sum().view(1)
         workers = dist.get_world_size(self._group) if dist.is_initialized() else 1
-        counts = torch.tensor([measured.examples, measured.problem is not None], dtype=torch.float64)
+        counts = torch.tensor([measured.examples, measured.problem is not None, measured.doubtful], dtype=torch.float64)
         sums = torch.cat([measured.sq_norms, counts.to(device), reduced])
         if workers > 1:
             dist.all_reduce(sums, group=self._group)
@@ -109,11 +109,12 @@ class NoiseMeter:
             raise RuntimeError(f"The noise of this step can't be measured: {measured.problem}.")
         if workers > 1 and sums[2] > 0:
             raise RuntimeError("The noise of this step can't be measured on another worker, which says why.")
-        self._verified = True
+        if not self._verified:
+            self._verified = not bool(sums[3] > 0)  # a step that overflows, even if on one worker alone, shows nothing
         # A measured gradient is g_e·workers/B: divided by the examples of its pass and by the passes, not by the workers yet.
         examples = sums[1]
         mean_sq_norm = sums[:1] * examples / workers**2
-        reduced = sums[3:] if self._sharded else reduced
+        reduced = sums[4:] if self._sharded else reduced
         sample = torch.stack(gradient_moments(mean_sq_norm, reduced, scale=examples, count=examples))  # B0 = 1
         finite = torch.isfinite(sample).all()
         self._average = self._average.update(sample, self._decay, use=finite)

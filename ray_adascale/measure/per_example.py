@@ -12,6 +12,7 @@ parameters of the user's own modules are not covered. ``layers`` has the formula
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,12 +112,14 @@ class MeasuredPasses:
             a pass is the mean over its m examples. The factor and the loss scale that a loss carried are in it.
         examples: Examples of all passes, as the layers saw them.
         problem: Why the numbers are not valid; None if they are.
+        doubtful: Whether a comparison with the gradients was due and they are not finite, so that it shows nothing.
         cost: Estimate of the time that measuring added, as a share of that of the passes, from the shapes of the layers.
     """
 
     sq_norms: Tensor
     examples: int
     problem: str | None
+    doubtful: bool
     cost: float
 
 
@@ -190,11 +193,12 @@ class ExampleNorms:
         problem = self._problem
         if problem is None and not self._sums:
             problem = "no layer was called by the forward pass of its module"
+        doubtful = False
         if problem is None and self._verify:
-            problem = self._difference()
+            problem, doubtful = self._difference()
         # Forward and backward pass multiply three times as often as the forward pass.
         cost = _CALLS + self._extra / (3 * self._forward) if self._forward else _CALLS
-        measured = MeasuredPasses(self._sum_by_group(), self._examples, problem, cost)
+        measured = MeasuredPasses(self._sum_by_group(), self._examples, problem, doubtful, cost)
         self.cancel()
         return measured
 
@@ -341,11 +345,12 @@ class ExampleNorms:
             gradient = gradient.reshape(p.shape)
             self._expected[p] = self._expected[p] + gradient if p in self._expected else gradient
 
-    def _difference(self) -> str | None:
+    def _difference(self) -> tuple[str | None, bool]:
         """Compare the gradient of each parameter with its sum over examples; waits for the device.
 
         Returns:
-            A phrase that names the first parameter with a difference; None if there is none.
+            A phrase that names the first parameter with a difference, None if there is none; and whether there was none because a
+            gradient is not finite. The gradients of a step that overflows differ from nothing.
         """
         names, tolerances, rows = [], [], []
         for layer in self._layers:
@@ -359,10 +364,16 @@ class ExampleNorms:
                 tolerances.append(_TOLERANCE.get(expected.dtype, 1e-3))
                 apart, size = take_norm(found.to(torch.float32) - expected.to(torch.float32)), take_norm(found)
                 rows.append(torch.stack([apart.double(), size.double()]).to(self._device))
+        overflowed = False
         for name, tolerance, (apart, size) in zip(names, tolerances, torch.stack(rows).tolist(), strict=True):
-            if apart > tolerance * size:
-                return f"the gradient of {name} is not the one of its layer's calls: the parameter is used elsewhere as well"
-        return None
+            if not (math.isfinite(apart) and math.isfinite(size)):
+                overflowed = True
+            elif apart > tolerance * size:
+                return (
+                    f"the gradient of {name} is not the one of its layer's calls: the parameter is used elsewhere as well",
+                    False,
+                )
+        return None, overflowed
 
 
 def _operands(layer: _Layer, call: _Call) -> Operands:

@@ -81,22 +81,24 @@ class ExampleSums:
         sq_norms: Σ_e of the squared norms as measured, per group, float64.
         examples: B; float64, 0-dim.
         cost: Σ over workers of :attr:`MeasuredPasses.cost`; float64, 0-dim.
+        doubts: Workers that could not compare, see :attr:`MeasuredPasses.doubtful`; float64, 0-dim.
         problems: Workers that could not measure; float64, 0-dim.
     """
 
     sq_norms: Tensor
     examples: Tensor
     cost: Tensor
+    doubts: Tensor
     problems: Tensor
 
     def as_tensor(self) -> Tensor:
         """Return the numbers as one tensor, 1-D."""
-        return torch.cat([self.sq_norms, torch.stack([self.examples, self.cost, self.problems])])
+        return torch.cat([self.sq_norms, torch.stack([self.examples, self.cost, self.doubts, self.problems])])
 
     @classmethod
     def of(cls, numbers: Tensor) -> ExampleSums:
         """Return the sums from the numbers of :meth:`as_tensor`."""
-        return cls(numbers[:-3], *numbers[-3:].unbind())
+        return cls(numbers[:-4], *numbers[-4:].unbind())
 
 
 class ExampleNoise:
@@ -118,7 +120,7 @@ class ExampleNoise:
 
     Attributes:
         every: Steps from one measured step to the next; 1 until the first one was measured.
-        confirmed: Whether a step was measured.
+        confirmed: Whether a measured step has shown that the model is covered.
         problem: Why the last measured step of this worker yields nothing; None if it does.
     """
 
@@ -126,8 +128,8 @@ class ExampleNoise:
         self, model: nn.Module, groups: Sequence[Sequence[Tensor]], *, required: bool, budget: float, most_every: float
     ) -> None:
         self._norms = ExampleNorms(model, groups)
-        # A hook on a sharded parameter does not get its gradient.
-        self._verifies = not any(is_dtensor(p) for params in groups for p in params)
+        # Whether the comparison was made in this process. A hook on a sharded parameter does not get its gradient: there is none.
+        self._verified = any(is_dtensor(p) for params in groups for p in params)
         self._budget, self._most_every = budget, most_every
         self.required = required
         self._held: Tensor | None = None  # σ² of the last measured step, per gain
@@ -135,17 +137,21 @@ class ExampleNoise:
         self.every = 1
         self.confirmed = False
         self.problem: str | None = None
-        self._verified = False  # in this process
 
     @property
     def measuring(self) -> bool:
         """Whether the step under way is measured."""
         return self._norms.measuring
 
+    @property
+    def settled(self) -> bool:
+        """Whether it is known that the model is covered, also in this process, so that no step needs :meth:`settle`."""
+        return self.confirmed and self._verified
+
     def begin_step(self) -> None:
         """Begin a step, before its first forward pass. A step that was begun without a backward pass begins anew."""
         if self._step % self.every == 0 or not self.confirmed:
-            self._norms.begin(verify=self._verifies and not self._verified)
+            self._norms.begin(verify=not self._verified)
         else:
             self._norms.cancel()
 
@@ -162,25 +168,29 @@ class ExampleNoise:
         """End the backward passes of a measured step; return the numbers of this worker."""
         measured = self._norms.end()
         self.problem = measured.problem
-        self._verified = self._verified or measured.problem is None
-        counts = torch.tensor([measured.examples, measured.cost, measured.problem is not None], dtype=torch.float64)
-        return ExampleSums(measured.sq_norms, *counts.to(measured.sq_norms.device, non_blocking=True).unbind())
+        counts = [measured.examples, measured.cost, measured.doubtful, measured.problem is not None]
+        numbers = torch.tensor(counts, dtype=torch.float64).to(measured.sq_norms.device, non_blocking=True)
+        return ExampleSums(measured.sq_norms, *numbers.unbind())
 
-    def confirm(self, sums: ExampleSums, workers: int) -> bool:
-        """Return whether a measured step shows that the model is covered, and if so choose :attr:`every`; waits for the device.
+    def settle(self, sums: ExampleSums, workers: int) -> bool:
+        """Return False if a measured step shows that the model is not covered; waits for the device.
 
-        The layers' shapes may differ over workers, as with batches that are padded to their longest example. If their ``every``
-        differed too, so would the sizes of their all-reduces.
+        If it shows that the model is covered, the step :attr:`confirmed` that, and :attr:`every` is chosen. A step that overflows
+        shows nothing. The workers decide by the sums, and so alike: their layers' shapes may differ, as with batches that are
+        padded to their longest example, and only one of them may overflow. If ``every`` differed, so would the sizes of their
+        all-reduces.
 
         Args:
             sums: Over all workers.
             workers: Number of workers.
         """
-        cost, problems = torch.stack([sums.cost, sums.problems]).tolist()
+        *norms, _, cost, doubts, problems = sums.as_tensor().tolist()
         if problems:
             return False
-        self.every = max(1, math.floor(min(math.ceil(cost / workers / self._budget), self._most_every)))
-        self.confirmed = True
+        if doubts == 0 and all(map(math.isfinite, norms)):
+            if not self.confirmed:
+                self.every = max(1, math.floor(min(math.ceil(cost / workers / self._budget), self._most_every)))
+            self.confirmed = self._verified = True
         return True
 
     def moments(self, sums: ExampleSums | None, reduced_sq_norm: Tensor, shape: StepShape) -> tuple[Tensor, Tensor]:
@@ -195,7 +205,7 @@ class ExampleNoise:
             # As measured, a gradient is g_e·n/(B·divisor): times w_i·n/divisor, the factor of the loss, and 1/m_i = w_i⁻¹/B.
             mean = sums.sq_norms * sums.examples * (shape.loss_divisor / shape.num_samples) ** 2
             sigma2, mu2 = gradient_moments(mean, reduced_sq_norm, scale=shape.scale, count=sums.examples)
-            usable = (sums.problems == 0) & torch.isfinite(sigma2).all()
+            usable = (sums.problems + sums.doubts == 0) & torch.isfinite(sigma2).all()
             before = torch.full_like(sigma2, math.nan) if self._held is None else self._held.to(sigma2.device)
             self._held = torch.where(usable, sigma2, before)
             return torch.stack([sigma2, mu2]), usable
@@ -207,9 +217,11 @@ class ExampleNoise:
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state: copies on the CPU."""
+        """Return the state: copies on the CPU. Without σ² no step has confirmed that the model is covered."""
         counts = {"examples_step": torch.tensor(self._step), "examples_every": torch.tensor(self.every)}
-        return counts if self._held is None else {**counts, "examples_sigma2": self._held.detach().cpu().clone()}
+        if self._held is None or not self.confirmed:
+            return counts
+        return {**counts, "examples_sigma2": self._held.detach().cpu().clone()}
 
     def load(self, state: dict[str, Tensor], device: torch.device) -> None:
         """Load a :meth:`state`; without one in ``state``, start afresh."""

@@ -470,7 +470,7 @@ class GradientStatistics:
             one = self._constant(1.0, numbers.tensor.device)
             after["loss_scale"] = self._grad_scaler.scale(one)
         numbers = numbers.between(before, after)
-        examples = self._confirmed_examples(numbers.part("examples"))
+        examples = self._covered_examples(numbers.part("examples"))
         if not observer.complete or examples is not None or shape.num_samples > 1:
             pass
         elif shape != self.declared:
@@ -479,16 +479,18 @@ class GradientStatistics:
             numbers = numbers.between({}, self._consecutive(numbers))
         return Gathered(shape, self._estimated_from, self.num_gains, numbers, examples, observer.complete)
 
-    def _confirmed_examples(self, by_example: Tensor | None) -> ExampleNoise | None:
-        """Return :attr:`examples`. The first measured step shows whether the model is covered, and waits for the device.
+    def _covered_examples(self, by_example: Tensor | None) -> ExampleNoise | None:
+        """Return :attr:`examples`. The first measured step without an overflow shows whether the model is covered.
+
+        Up to then a measured step waits for the device.
 
         Raises:
             RuntimeError: It can't, and the steps have no other gradient samples.
         """
         examples = self.examples
-        if examples is None or by_example is None or examples.confirmed:
+        if examples is None or by_example is None or examples.settled:
             return examples
-        if examples.confirm(ExampleSums.of(by_example), self.workers.count if self.workers.reduce else 1):
+        if examples.settle(ExampleSums.of(by_example), self.workers.count if self.workers.reduce else 1):
             return examples
         why = examples.problem or "another worker can't measure, and says why"
         if examples.required:

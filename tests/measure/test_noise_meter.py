@@ -119,9 +119,14 @@ def test_refusals(model: nn.Module, how: dict[str, float], message: str) -> None
         NoiseMeter(model, **how)  # type: ignore[arg-type]
 
 
-def test_a_step_that_cannot_be_measured_raises_once_it_is_known() -> None:
+@pytest.mark.parametrize("overflows", [False, True])
+def test_a_step_that_cannot_be_measured_raises_once_it_is_known(overflows: bool) -> None:
     model = nn.Linear(3, 3)
-    meter = NoiseMeter(model)
+    meter = NoiseMeter(model, every=1)
+    if overflows:  # which shows nothing
+        (F.linear(model(torch.randn(4, 3)), model.weight) * torch.inf).square().mean().backward()
+        meter.update()
+        model.zero_grad()
     F.linear(model(torch.randn(4, 3)), model.weight).square().mean().backward()
     with pytest.raises(RuntimeError, match=r"can't be measured: the gradient of Linear.weight"):
         meter.update()

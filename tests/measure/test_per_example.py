@@ -339,6 +339,18 @@ def test_a_parameter_that_is_used_elsewhere_as_well_is_found() -> None:
     )
 
 
+@pytest.mark.parametrize("factor", [torch.inf, 1.0])
+def test_gradients_that_are_not_finite_show_neither_that_it_fits_nor_that_it_differs(factor: float) -> None:
+    def loss(model: nn.Module, x: Tensor, _: Tensor) -> Tensor:
+        return (model(x).square().mean() + F.linear(x, model.weight).mean()) * factor  # type: ignore[arg-type]
+
+    x = torch.randn(4, 6)
+    found = measured(nn.Linear(6, 6), [(x, x)], loss, verify=True)
+    assert found.doubtful == (factor == torch.inf)
+    assert (found.problem is None) == (factor == torch.inf)
+    assert not measured(nn.Linear(6, 6), [(x, x)], loss).doubtful  # no comparison was due
+
+
 def test_an_input_without_examples_or_with_other_rows_is_found() -> None:
     class Positions(nn.Module):
         def __init__(self) -> None:

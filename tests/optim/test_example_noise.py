@@ -329,29 +329,60 @@ def test_a_run_that_went_on_with_consecutive_gradients_resumes_to_the_bit(saved_
         assert torch.equal(p, q)
 
 
+def overflow(adascale: AdaScale) -> None:
+    """Make a step whose gradient is not finite, as with a first loss scale of 65536 in fp16."""
+    (adascale.network(batches()[0][0]).sum() * torch.inf).backward()
+    adascale.step()
+    adascale.zero_grad()
+    assert adascale.last_step.skipped
+
+
+def test_a_first_step_that_overflows_does_not_show_that_the_model_is_covered() -> None:
+    adascale, covered = reused("auto"), one_worker(every=3)
+    for one in (adascale, covered):
+        overflow(one)
+    with pytest.warns(UserWarning, match="One gradient sample"):
+        step(adascale, *batches()[0])
+    step(covered, *batches()[0])
+    assert covered._statistics.examples.every > 1  # type: ignore[union-attr]
+    assert covered.last_step.sigma2 == pytest.approx(moments_by_hand(network(), *batches()[0])[0].sum().item())
+
+
+def test_a_run_that_was_saved_after_an_overflow_chooses_its_density_later() -> None:
+    whole, first, second = (one_worker(every=3) for _ in range(3))
+    for one in (whole, first):
+        overflow(one)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert trained(second)[0] == trained(whole)[0]
+    assert second._statistics.examples.every > 1  # type: ignore[union-attr]
+
+
 def test_examples_that_were_asked_for_are_not_replaced() -> None:
     adascale = reused("per_example")
     with pytest.raises(RuntimeError, match=r"noise='per_example' can't be used with this model: .* used elsewhere"):
         step(adascale, *batches()[0])
 
 
-def fails_on_one_worker() -> str:
+def fails_on_one_worker(overflows: bool) -> str:
     model = network()
     adascale = AdaScale(sgd(model), scale=SCALE, model=model, noise="per_example")
-    x, y = batches()[0]
-    loss = F.cross_entropy(DistributedDataParallel(model)(x), y)
-    if dist.get_rank() == 1:
-        loss = loss + F.linear(x[:, :6], model[0].weight).square().mean()  # type: ignore[index, arg-type]
+    wrapped, (x, y) = DistributedDataParallel(model), batches()[0]
     try:
-        loss.backward()
-        adascale.step()
+        for factor in (torch.inf, 1.0) if overflows else (1.0,):
+            loss = F.cross_entropy(wrapped(x), y)
+            if dist.get_rank() == 1:
+                loss = (loss + F.linear(x[:, :6], model[0].weight).square().mean()) * factor  # type: ignore[index, arg-type]
+            loss.backward()
+            adascale.step()
+            adascale.zero_grad()
     except RuntimeError as error:
         return str(error)
     return ""
 
 
-def test_all_workers_fail_where_one_can_not_measure(pool: Callable[[int], ProcessPool]) -> None:
-    first, second = pool(2).run(fails_on_one_worker)
+@pytest.mark.parametrize("overflows", [False, True])
+def test_all_workers_fail_where_one_can_not_measure(overflows: bool, pool: Callable[[int], ProcessPool]) -> None:
+    first, second = pool(2).run(fails_on_one_worker, overflows)
     assert "another worker can't measure" in first
     assert "the gradient of 0.weight is not the one of its layer's calls" in second
 

@@ -125,6 +125,23 @@ def test_another_model_is_measured_on_halves_and_one_line_says_why(
     assert why in line
 
 
+def test_a_first_step_that_overflows_does_not_show_that_the_model_is_covered() -> None:
+    first = True
+
+    def overflowing(config: dict[str, Any]) -> Workload:
+        built = workload(config)
+
+        def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+            nonlocal first
+            factor, first = torch.inf if first else 1.0, False
+            return built.loss_fn(model, batch) * factor
+
+        return replace(built, loss_fn=loss_fn)
+
+    found = record_recipe(overflowing, {"model": "reused"}, base_batch_size=B0, total_steps=T)
+    assert found.search["noise"] == {"from": "halves", "every": 20}
+
+
 @pytest.mark.parametrize("model", ["batch norm", "reused"])
 def test_per_example_norms_that_were_asked_for_are_not_replaced(model: str) -> None:
     with pytest.raises(ValueError, match=r"Invalid AdaScaleConfig\(noise='per_example'\).*Use noise='auto'"):
