@@ -112,7 +112,8 @@ class MeasuredPasses:
             a pass is the mean over its m examples. The factor and the loss scale that a loss carried are in it.
         examples: Examples of all passes, as the layers saw them.
         problem: Why the numbers are not valid; None if they are.
-        doubtful: Whether a comparison with the gradients was due and they are not finite, so that it shows nothing.
+        doubtful: Whether the passes don't show that the numbers are right: a comparison with the gradients was due, and they are not
+            finite; or other parameters were made trainable since :meth:`ExampleNorms.begin`.
         cost: Estimate of the time that measuring added, as a share of that of the passes, from the shapes of the layers.
     """
 
@@ -132,23 +133,41 @@ class ExampleNorms:
 
     Args:
         model: The model, or one that wraps it for data parallelism.
-        groups: The parameters to measure, by parameter group. Frozen ones are left out.
+        groups: The parameters to measure, by parameter group. Those that are frozen when :meth:`begin` is called are left out.
 
     Raises:
         ValueError: A parameter is not covered; :func:`not_covered` names it.
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[Sequence[Tensor]]) -> None:
-        self._layers, problems = _layers(model, groups)
-        if problems:
-            more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-            raise ValueError(f"Per-example norms are not available for {', '.join(problems[:3])}{more}.")
+        self._model = model
+        self._params = [list(params) for params in groups]
         self._groups = len(groups)
         self._device = next((p.device for params in groups for p in params), torch.device("cpu"))
+        self._measuring = False
         self._handles: list[Any] = []
-        self._confined: set[str] = set()  # layers that were seen to keep the examples in the first dimension
         self._tracing = False
+        self._find_layers()
+        if self._uncovered is not None:
+            raise ValueError(f"P{self._uncovered[1:]}.")
+
+    def _find_layers(self) -> None:
+        """Find the layers of the parameters that are trainable now."""
+        self._trainable = self._trainable_now()
+        self._layers, problems = _layers(self._model, self._params)
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        what = f"per-example norms are not available for {', '.join(problems[:3])}{more}"
+        self._uncovered = what if problems else None
+        self._confined: set[str] = set()  # layers that were seen to keep the examples in the first dimension
         self._reset()
+
+    def _trainable_now(self) -> list[bool]:
+        return [p.requires_grad for params in self._params for p in params]
+
+    @property
+    def changed(self) -> bool:
+        """Whether other parameters are trainable than those that are measured. The next :meth:`begin` measures these."""
+        return self._trainable != self._trainable_now()
 
     def _reset(self) -> None:
         self._sums: list[tuple[int, Tensor]] = []
@@ -167,10 +186,10 @@ class ExampleNorms:
     @property
     def measuring(self) -> bool:
         """Whether passes are measured now."""
-        return bool(self._handles)
+        return self._measuring
 
     def begin(self, *, verify: bool = False) -> None:
-        """Measure the passes from the next forward pass on.
+        """Measure the passes from the next forward pass on: the gradients of the parameters that are trainable now.
 
         Args:
             verify: Compare the sum over examples with each parameter's gradient, too. This finds a parameter that is used outside
@@ -178,7 +197,11 @@ class ExampleNorms:
                 to the first layer which one is that of the examples. It costs the memory and the time of one more gradient.
         """
         self.cancel()
-        self._verify = verify
+        if self.changed:
+            self._find_layers()
+        self._measuring, self._verify = True, verify
+        if self._uncovered is not None:
+            return  # and `end` says so
         for layer in self._layers:
             self._handles.append(layer.module.register_forward_hook(self._forward_hook(layer)))
             if verify:
@@ -190,11 +213,12 @@ class ExampleNorms:
         """Stop measuring, and return the measurement of the backward passes since :meth:`begin`."""
         if self._in_pass:
             self._end_pass()  # the gradients are complete, but this is called before the engine's end of the pass
-        problem = self._problem
-        if problem is None and not self._sums:
+        problem, doubtful = self._uncovered or self._problem, self.changed
+        if doubtful:
+            problem = None  # a gradient that came or was missing belongs to another set of parameters
+        elif problem is None and not self._sums:
             problem = "no layer was called by the forward pass of its module"
-        doubtful = False
-        if problem is None and self._verify:
+        elif problem is None and self._verify:
             problem, doubtful = self._difference()
         # Forward and backward pass multiply three times as often as the forward pass.
         cost = _CALLS + self._extra / (3 * self._forward) if self._forward else _CALLS
@@ -207,6 +231,7 @@ class ExampleNorms:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._measuring = False
         self._reset()
 
     def _sum_by_group(self) -> Tensor:

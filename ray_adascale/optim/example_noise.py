@@ -128,8 +128,9 @@ class ExampleNoise:
         self, model: nn.Module, groups: Sequence[Sequence[Tensor]], *, required: bool, budget: float, most_every: float
     ) -> None:
         self._norms = ExampleNorms(model, groups)
-        # Whether the comparison was made in this process. A hook on a sharded parameter does not get its gradient: there is none.
-        self._verified = any(is_dtensor(p) for params in groups for p in params)
+        # A hook on a sharded parameter does not get its gradient, so there is no comparison.
+        self._incomparable = any(is_dtensor(p) for params in groups for p in params)
+        self._verified = self._incomparable  # in this process
         self._budget, self._most_every = budget, most_every
         self.required = required
         self._held: Tensor | None = None  # σ² of the last measured step, per gain
@@ -150,6 +151,7 @@ class ExampleNoise:
 
     def begin_step(self) -> None:
         """Begin a step, before its first forward pass. A step that was begun without a backward pass begins anew."""
+        self._forget_other_parameters()
         if self._step % self.every == 0 or not self.confirmed:
             self._norms.begin(verify=not self._verified)
         else:
@@ -164,8 +166,16 @@ class ExampleNoise:
         """Stop measuring; remove all hooks."""
         self._norms.cancel()
 
-    def end_passes(self) -> ExampleSums:
-        """End the backward passes of a measured step; return the numbers of this worker."""
+    def _forget_other_parameters(self) -> None:
+        """Forget what was found out, if parameters were frozen or unfrozen since: σ² is that of other parameters."""
+        if self._norms.changed:
+            self._held, self.confirmed, self._verified = None, False, self._incomparable
+
+    def end_passes(self) -> ExampleSums | None:
+        """End the backward passes of a step; return the numbers of this worker if the step is measured."""
+        self._forget_other_parameters()
+        if not self.measuring:
+            return None
         measured = self._norms.end()
         self.problem = measured.problem
         counts = [measured.examples, measured.cost, measured.doubtful, measured.problem is not None]

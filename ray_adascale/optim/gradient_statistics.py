@@ -430,8 +430,8 @@ class GradientStatistics:
         else:
             local = torch.zeros(len(self._optimizer.param_groups), dtype=torch.float64, device=self.device)
         parts = {**more, "a": local, "complete": self._constant(self._ended is not None, local.device)}
-        if self.examples is not None and self.examples.measuring:
-            self._examples = self.examples.end_passes().as_tensor()
+        if self.examples is not None and (sums := self.examples.end_passes()) is not None:
+            self._examples = sums.as_tensor()
         if self._examples is not None:
             parts["examples"] = self._examples
         if self.payload is not None:
@@ -482,7 +482,7 @@ class GradientStatistics:
     def _covered_examples(self, by_example: Tensor | None) -> ExampleNoise | None:
         """Return :attr:`examples`. The first measured step without an overflow shows whether the model is covered.
 
-        Up to then a measured step waits for the device.
+        Up to then a measured step waits for the device. A change of the trainable parameters begins that anew.
 
         Raises:
             RuntimeError: It can't, and the steps have no other gradient samples.
@@ -519,6 +519,8 @@ class GradientStatistics:
     def _sample_without_passes(self) -> Sample:
         """Return a sample without moments, of gradients that no observer watched: at n = 1 and S = 1, or after :meth:`unhook`."""
         device, grads = self.device, self.step_gradients()
+        if grads and self.observer is not None:
+            self.attach()  # all parameters that were watched may be frozen, and others unfrozen in their place
         finite = all_finite(grads, device) if grads else torch.ones((), dtype=torch.bool, device=device)
         if self.workers.reduce and (has_sharded_gradients(self._optimizer) or has_dtensors(self._optimizer)):
             # Each worker has seen its shards only; all of them must skip the step, or none.

@@ -217,6 +217,38 @@ def test_frozen_parameters_and_branches_without_gradient_are_left_out() -> None:
     assert torch.equal(again.sq_norms, found.sq_norms)
 
 
+def test_parameters_that_are_frozen_or_unfrozen_later_are_measured_from_the_next_begin_on() -> None:
+    model, x, y = model_and_batch("vectors")
+    model[2].weight.requires_grad_(False)  # type: ignore[index, union-attr]
+    norms = ExampleNorms(model, in_two_groups(model))
+    for frozen in (0, 2, None):
+        norms.begin(verify=True)
+        for i in (0, 2):
+            model[i].weight.requires_grad_(i != frozen)  # type: ignore[index, union-attr]
+        for begun in (False, True):
+            if begun:
+                norms.begin(verify=True)
+            assert norms.changed != begun
+            model.zero_grad()
+            loss_of(model, x, y).backward()
+            found = norms.end()
+            assert found.problem is None
+            assert found.doubtful != begun
+        torch.testing.assert_close(found.sq_norms, expected(model, x, y), rtol=1e-5, atol=0)
+
+
+def test_a_part_that_is_unfrozen_and_not_covered_is_a_problem_while_it_is_trainable() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.GRU(2, 2).requires_grad_(False))
+    norms = ExampleNorms(model, [list(model.parameters())])
+    problems = []
+    for trainable in (True, False):
+        model[1].requires_grad_(trainable)
+        norms.begin()
+        model(torch.randn(3, 2))[0].mean().backward()
+        problems.append(norms.end().problem)
+    assert problems == ["per-example norms are not available for 1 (GRU)", None]
+
+
 def test_activation_checkpointing_changes_nothing() -> None:
     model, x, y = model_and_batch("many positions")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -355,6 +356,76 @@ def test_a_run_that_was_saved_after_an_overflow_chooses_its_density_later() -> N
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     assert trained(second)[0] == trained(whole)[0]
     assert second._statistics.examples.every > 1  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("trainable", [[(0, 1), (0,)], [(0,), (0, 1)], [(0,), (1,)]], ids=str)
+def test_parameters_that_are_frozen_or_unfrozen_in_mid_run(
+    trainable: list[tuple[int, ...]], every: int, fused: bool
+) -> None:
+    """The step in which that happens has no sample; from the next one on it is that of the parameters that are trainable."""
+    model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
+
+    def train_only(layers: tuple[int, ...]) -> None:
+        for i in (0, 1):
+            model[2 * i].requires_grad_(i in layers)
+
+    train_only(trainable[0])
+    budget = 100.0 if every == 1 else 0.99 / every * 0.3
+    adascale = AdaScale(
+        torch.optim.SGD(model.parameters(), lr=0.0, fused=fused),
+        scale=SCALE,
+        model=model,
+        noise="per_example",
+        noise_budget=budget,
+    )
+    examples, held, kept = adascale._statistics.examples, 0.0, 0
+    assert examples is not None
+    for t, (x, y) in enumerate(batches()):
+        train_only(trainable[t >= 2])
+        twin = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
+        twin.load_state_dict(model.state_dict())
+        params = [q for p, q in zip(model.parameters(), twin.parameters(), strict=True) if p.requires_grad]
+        each = [torch.autograd.grad(F.cross_entropy(twin(a[None]), b[None]), params) for a, b in zip(x, y, strict=True)]
+        g = torch.stack([torch.cat([grad.flatten() for grad in grads]) for grads in each]).double()
+        measured = examples.measuring
+        F.cross_entropy(model(x), y).backward()
+        adascale.step()
+        adascale.zero_grad()
+        found = adascale.last_step
+        if t == 2:
+            assert math.isnan(found.sigma2)
+            continue
+        if measured:
+            held = g.var(0).sum().item() / B0
+        kept += t > 3 and not measured
+        assert found.sigma2 == pytest.approx(held, rel=1e-5)
+        assert found.mu2 == pytest.approx(g.mean(0).square().sum().item() - held / SCALE, rel=1e-3, abs=1e-5)
+    assert (kept > 0) == (every > 1)
+
+
+@pytest.mark.filterwarnings("ignore:One gradient sample")
+@pytest.mark.parametrize("noise", ["auto", "per_example"])
+def test_a_part_that_is_unfrozen_and_not_covered(noise: Any) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.GRU(6, 3).requires_grad_(False))
+    adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), scale=SCALE, model=model, noise=noise)
+
+    def train() -> None:
+        for x, y in batches()[:3]:
+            F.cross_entropy(model(x)[0], y).backward()
+            adascale.step()
+            adascale.zero_grad()
+
+    train()
+    model[1].requires_grad_(True)
+    if noise == "auto":
+        train()
+        assert adascale._statistics.examples is None
+        assert adascale._statistics.uncovered == "per-example norms are not available for 1 (GRU)"
+    else:
+        with pytest.raises(RuntimeError, match=r"can't be used with this model: per-example norms .* 1 \(GRU\)"):
+            train()
 
 
 def test_examples_that_were_asked_for_are_not_replaced() -> None:
