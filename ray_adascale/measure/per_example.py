@@ -112,8 +112,8 @@ class MeasuredPasses:
             a pass is the mean over its m examples. The factor and the loss scale that a loss carried are in it.
         examples: Examples of all passes, as the layers saw them.
         problem: Why the numbers are not valid; None if they are.
-        doubtful: Whether the passes don't show that the numbers are right: a comparison with the gradients was due, and they are not
-            finite; or other parameters were made trainable since :meth:`ExampleNorms.begin`.
+        doubtful: Whether the passes don't show that the numbers are right: a comparison with the gradients was due, and they
+            are not finite; or other parameters were made trainable since :meth:`ExampleNorms.begin`.
         cost: Estimate of the time that measuring added, as a share of that of the passes, from the shapes of the layers.
     """
 
