@@ -13,6 +13,7 @@ parameters of the user's own modules are not covered. ``layers`` has the formula
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -113,7 +114,8 @@ class MeasuredPasses:
         examples: Examples of all passes, as the layers saw them.
         problem: Why the numbers are not valid; None if they are.
         doubtful: Whether the passes don't show that the numbers are right: a comparison with the gradients was due, and they
-            are not finite; or other parameters were made trainable since :meth:`ExampleNorms.begin`.
+            are not finite; or other parameters were made trainable since :meth:`ExampleNorms.begin`; or an exception ended
+            one of several passes.
         cost: Estimate of the time that measuring added, as a share of that of the passes, from the shapes of the layers.
     """
 
@@ -172,7 +174,9 @@ class ExampleNorms:
     def _reset(self) -> None:
         self._sums: list[tuple[int, Tensor]] = []
         self._problem: str | None = None
-        self._in_pass = False
+        # As in an observer's pass: autograd drops the callback of the end where an exception ends the pass.
+        self._pass_end: weakref.ref[Callable[[], None]] | None = None
+        self._lost = False  # whether a pass that an exception ended took earlier ones of the step with it
         self._rows: int | None = None  # m of the pass, as the layers see it
         self._examples = 0
         self._extra, self._forward = 0.0, 0.0  # multiplications
@@ -182,6 +186,21 @@ class ExampleNorms:
         self._found: dict[Tensor, Tensor] = {}
         for layer in self._layers:
             layer.calls = []
+
+    @property
+    def _in_pass(self) -> bool:
+        return self._pass_end is not None and self._pass_end() is not None
+
+    @property
+    def _interrupted(self) -> bool:
+        """Whether an exception ended the last backward pass, as when memory ran out."""
+        return self._pass_end is not None and self._pass_end() is None
+
+    def _forget_interrupted(self) -> None:
+        """Forget what an interrupted pass has left. A loop that goes on has cleared its gradients and repeats the step."""
+        verify, lost = self._verify, self._examples > 0
+        self._reset()
+        self._verify, self._lost = verify, lost
 
     @property
     def measuring(self) -> bool:
@@ -213,9 +232,9 @@ class ExampleNorms:
         """Stop measuring, and return the measurement of the backward passes since :meth:`begin`."""
         if self._in_pass:
             self._end_pass()  # the gradients are complete, but this is called before the engine's end of the pass
-        problem, doubtful = self._uncovered or self._problem, self.changed
+        problem, doubtful = self._uncovered or self._problem, self.changed or self._lost or self._interrupted
         if doubtful:
-            problem = None  # a gradient that came or was missing belongs to another set of parameters
+            problem = None  # what was seen is of another set of parameters, or of a part of the step
         elif problem is None and not self._sums:
             problem = "no layer was called by the forward pass of its module"
         elif problem is None and self._verify:
@@ -258,6 +277,8 @@ class ExampleNorms:
             if not args:
                 self._fail(f"{layer.name} is called with keyword arguments")
                 return
+            if self._interrupted:
+                self._forget_interrupted()
             call = _Call(args[0].detach())
             layer.calls.append(call)
             if self._first is None and self._verify:
@@ -304,8 +325,15 @@ class ExampleNorms:
         if not self._in_pass:
             refuse_compiled()
             refuse_nested()
-            queue_end_of_backward(self._end_pass)
-            self._in_pass = True
+            lost = (
+                self._lost or self._interrupted
+            )  # a second pass over the same graph: layers have forgotten their calls
+
+            def end() -> None:
+                self._end_pass()
+
+            queue_end_of_backward(end)
+            self._pass_end, self._lost = weakref.ref(end), lost
         call.delta = delta.detach()
         if all(other.delta is not None for other in layer.calls):
             # After the last of several calls, since an example's gradient is the sum over them. A call that the recomputation of
@@ -320,7 +348,7 @@ class ExampleNorms:
             if layer.calls:
                 self._finish(layer, [call for call in layer.calls if call.delta is not None])
         self._examples += self._rows or 0
-        self._rows, self._in_pass = None, False
+        self._rows, self._pass_end = None, None
 
     def _finish(self, layer: _Layer, calls: Sequence[_Call]) -> None:
         layer.calls = []

@@ -249,6 +249,52 @@ def test_a_part_that_is_unfrozen_and_not_covered_is_a_problem_while_it_is_traina
     assert problems == ["per-example norms are not available for 1 (GRU)", None]
 
 
+class OutOfMemory(torch.autograd.Function):
+    """The identity; its backward pass fails as often as ``left`` says."""
+
+    left = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        OutOfMemory.left -= 1
+        if OutOfMemory.left >= 0:
+            raise RuntimeError("out of memory")
+        return grad
+
+
+@pytest.mark.parametrize("good_passes", [0, 1])
+@pytest.mark.parametrize("cleared", ["before the forward pass", "after the forward pass", "never, and the same graph"])
+def test_a_pass_that_an_exception_ended_leaves_nothing(cleared: str, good_passes: int) -> None:
+    model, x, y = model_and_batch("vectors")
+    model.insert(2, nn.Tanh())
+    norms = ExampleNorms(model, in_two_groups(model))
+
+    def loss() -> Tensor:
+        return F.cross_entropy(model[3](OutOfMemory.apply(model[:3](x))), y)  # type: ignore[index, no-untyped-call]
+
+    norms.begin(verify=True)
+    for _ in range(good_passes):
+        loss().backward()
+    OutOfMemory.left, failing = 1, loss()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        failing.backward(retain_graph=True)
+    again = loss() if cleared == "after the forward pass" else failing
+    model.zero_grad()
+    (loss() if cleared == "before the forward pass" else again).backward()
+    found = norms.end()
+    assert found.problem is None
+    if good_passes or "never" in cleared:
+        assert found.doubtful  # the gradients are not those of this pass alone, or it was seen in part
+    else:
+        assert not found.doubtful
+        assert found.examples == M
+        torch.testing.assert_close(found.sq_norms, expected(model, x, y), rtol=1e-5, atol=0)
+
+
 def test_activation_checkpointing_changes_nothing() -> None:
     model, x, y = model_and_batch("many positions")
 

@@ -201,6 +201,33 @@ def test_gradients_may_be_cleared_between_forward_and_backward_pass() -> None:
     assert gains == expected
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_step_that_is_repeated_after_an_exception_has_the_same_gain(passes: int) -> None:
+    def gains(fails: bool) -> list[float]:
+        adascale, found = one_worker(passes=passes), []
+        for t, (x, y) in enumerate(batches()):
+            if fails and t == 3:
+                for last, rows in enumerate(x.chunk(passes), 1):
+                    out = adascale.network(rows)
+                    if last == passes:
+
+                        def out_of_memory(grad: Tensor) -> None:
+                            raise RuntimeError("out of memory")
+
+                        adascale.network[0].weight.register_hook(out_of_memory)
+                        with pytest.raises(RuntimeError, match="out of memory"):
+                            out.sum().backward()
+                        adascale.network[0].weight._backward_hooks.popitem()
+                    else:
+                        out.sum().backward()
+                adascale.zero_grad()
+            step(adascale, x, y, passes)
+            found.append(adascale.last_step.gain)
+        return found
+
+    assert gains(True) == gains(False)
+
+
 def test_a_fused_optimizer_has_the_same_gains() -> None:
     model = network()
     fused = AdaScale(sgd(model, fused=True), scale=SCALE, model=model, noise="per_example", noise_budget=100.0)
