@@ -137,8 +137,9 @@ class DeviceArithmetic:
             .update_packed(torch.maximum(sample, constants.floor), averages.decay(shape, previous_gain), use=finite)
         )
         parts = constants.gain @ after.packed
-        if gains > 1:
-            parts = torch.cat([parts, parts.sum(1, keepdim=True)], dim=1)  # and of the whole
+        if gains > 1:  # and of the whole: averages add up, not totals, whose weights differ if a group was added later
+            whole = (parts / after.packed[2]).nan_to_num_(0.0).sum(1, keepdim=True)  # 0/0 of a group without a sample
+            parts = torch.cat([parts, whole], dim=1)
         excess = (parts[0] / parts[1]).nan_to_num_(0.0)  # 0/0 without noise and signal: r = 1
         r = (excess + 1).clamp_(min(1.0, shape.scale), max(1.0, shape.scale))
         payload = numbers.part("payload")

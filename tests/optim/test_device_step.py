@@ -79,6 +79,30 @@ def test_equals_the_formulas(shape: StepShape, groups: int, gains: int, floor: f
         gain = readouts[0].gain
 
 
+@pytest.mark.parametrize("finite", [True, False])
+def test_the_gain_of_the_whole_with_a_group_that_was_added_later(finite: bool) -> None:
+    """Its averages have a smaller weight: none, if its first step is not finite."""
+    shape, mine, theirs = StepShape(4, 1, 4.0), averages(1), averages(1)
+    generator = torch.Generator().manual_seed(0)
+    for number in range(22):
+        if number == 20:
+            mine.add_gain(shape)
+            theirs.add_gain(shape)
+        c, a = sums(1 + (number >= 20), generator, shape)
+        if number >= 20:
+            a[-1] += 100 if finite else math.inf
+        one = gathered(shape, c, a, len(c))
+        short, long = DeviceArithmetic(mine).step(one, 1.0), DeviceStep.of(one.sample(on_host=False), theirs, 1.0)
+        mine.keep(short.averages, 4)
+        theirs.keep(long.averages, 4)
+        found, expected = (
+            of.cache(of.now, shape.scale, unpack_outcome(step.numbers.tolist(), 0)[1]).gain
+            for of, step in ((mine, short), (theirs, long))
+        )
+        assert found == pytest.approx(expected, rel=1e-12)
+    assert (mine.now.weight[1] > 0) == finite
+
+
 def test_by_hand() -> None:
     shape, mine = StepShape(1, 2, 4.0), averages(1)
     one = gathered(shape, torch.tensor([3.0], dtype=torch.float64), torch.tensor([5.0], dtype=torch.float64), 1)
