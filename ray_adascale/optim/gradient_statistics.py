@@ -477,7 +477,8 @@ class GradientStatistics:
             self.previous = None  # the steps around a shortened one are of another batch
         elif shape.scale != 1:
             numbers = numbers.between({}, self._consecutive(numbers))
-        return Gathered(shape, self._estimated_from, self.num_gains, numbers, examples, observer.complete)
+        seen_here = self._ended is not None
+        return Gathered(shape, self._estimated_from, self.num_gains, numbers, examples, observer.complete, seen_here)
 
     def _covered_examples(self, by_example: Tensor | None) -> ExampleNoise | None:
         """Return :attr:`examples`. The first measured step without an overflow shows whether the model is covered.
