@@ -264,7 +264,7 @@ class GradientStatistics:
 
     def load_previous(self, state: dict[str, Tensor]) -> None:
         """Load g_{t−1} from a state dict's tensors, if it has one."""
-        self.previous = PreviousGradient.from_state(state, self.params, self.device)
+        self.previous = PreviousGradient.from_state(state, self.params, self.device, self.declared.scale)
 
     def unhook(self) -> None:
         """Stop watching for good."""
@@ -471,7 +471,9 @@ class GradientStatistics:
             after["loss_scale"] = self._grad_scaler.scale(one)
         numbers = numbers.between(before, after)
         examples = self._covered_examples(numbers.part("examples"))
-        if not observer.complete or examples is not None or shape.num_samples > 1:
+        if not observer.complete:
+            self.previous = None  # it is of other parameters than the gradients to come
+        elif examples is not None or shape.num_samples > 1:
             pass
         elif shape != self.declared:
             self.previous = None  # the steps around a shortened one are of another batch
@@ -509,8 +511,8 @@ class GradientStatistics:
         factor = factor / self.shape.multiple_of_mean
         gradient = [None if p.grad is None else _local(p.grad.detach()) * factor for p in self.params]
         finite = torch.isfinite((numbers["a"] + numbers["c"]).sum())
-        self.previous = PreviousGradient(gradient, finite)
-        if before is None:
+        self.previous = PreviousGradient(gradient, finite, self.shape.scale, [p.requires_grad for p in self.params])
+        if before is None or not self.previous.comparable_with(before):
             return {}
         difference, inner = self.previous.products_with(
             before, [len(g["params"]) for g in self._optimizer.param_groups]
