@@ -315,6 +315,7 @@ class GradientStatistics:
     @torch.no_grad()
     def on_begin(self, observer: GradientObserver) -> bool:
         self._await_workers()
+        self.workers.require_group(self._process_group)
         if self.gathered is not None:
             # A complete step was never taken, as after an overflow that a GradScaler found. Were its gradients cleared since?
             grads = observer.gradients_left(self.params)

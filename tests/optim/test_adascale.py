@@ -376,7 +376,14 @@ def test_wrapping_twice_or_the_wrong_way_round_is_refused() -> None:
         ({"scale": 0.0}, "scale"),
         ({"scale": math.nan}, "scale"),
         ({"num_gradients_to_accumulate": 0}, "num_gradients_to_accumulate"),
+        ({"num_gradients_to_accumulate": 2.5}, r"num_gradients_to_accumulate=2\.5. Must be an integer, at least 1"),
         ({"world_size": 0}, "world_size"),
+        ({"world_size": 2.5}, r"world_size=2\.5. Must be an integer"),
+        ({"variance_floor": -1.0}, r"variance_floor=-1\.0"),
+        ({"variance_floor": math.nan}, "variance_floor=nan"),
+        ({"variance_floor": math.inf}, "variance_floor=inf"),
+        ({"averaging_window": 0.05, "total_steps": math.inf}, "total_steps=inf. Both must be positive and finite"),
+        ({"averaging_window": math.inf, "total_steps": 10}, "averaging_window=inf"),
         ({"smoothing": 1.0}, "smoothing"),
         ({"clip": "never"}, "clip"),
         ({"averaging_window": 0.1}, "total_steps"),
@@ -389,6 +396,30 @@ def test_wrapping_twice_or_the_wrong_way_round_is_refused() -> None:
 def test_bad_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AdaScale(torch.optim.SGD(make_model().parameters(), lr=0.1), **arguments)
+
+
+def test_a_number_of_passes_that_is_no_integer_is_refused_later_too() -> None:
+    model = make_model()
+    adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=np.int64(2))
+    with pytest.raises(ValueError, match=r"Invalid passes=2\.5"):
+        adascale.set_batch(passes=2.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"Invalid num_gradients_to_accumulate=2\.5"):
+        adascale.set_num_gradients_to_accumulate(2.5)  # type: ignore[arg-type]
+    assert (adascale.num_samples, adascale.scale, adascale.smoothing) == (2, 2.0, 0.998)
+
+
+def test_several_workers_need_a_process_group_when_gradients_come() -> None:
+    model = make_model()
+    adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), world_size=4)
+    # FairScale's own tests read and set these without a group.
+    assert (adascale.scale, adascale.smoothing) == (4.0, 0.996)
+    adascale.set_num_gradients_to_accumulate(3)
+    adascale.set_scale(6.0)
+    assert (adascale.scale, adascale.gain()) == (6.0, 1.0)
+    with pytest.raises(
+        RuntimeError, match=r"built with world_size=4, and there is no process group.*init_process_group"
+    ):
+        backward(model, batches(1, 4), 1)
 
 
 def test_an_optimizer_with_many_evaluations_a_step_is_refused() -> None:
