@@ -81,7 +81,8 @@ def make_source(
             collate_fn=collate_fn,
             num_workers=num_workers,
             pin_memory=pin_memory,
-            generator=loader_generator(order.seed),
+            # Examples that loader processes draw at random would be the same on all workers: gradients without any noise.
+            generator=loader_generator(order.seed, split.rank),
         )
     elif collate_fn is not None:
         raise ValueError(

@@ -324,10 +324,14 @@ def check_state(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
             )
 
 
-def loader_generator(seed: int) -> torch.Generator:
+def loader_generator(seed: int, *parts: int) -> torch.Generator:
     """Return a generator for a ``DataLoader``, which otherwise draws its base seed from the *global* one at each iter().
 
     A resumed run makes one iterator more than a run that was never stopped. If it drew from the global generator, it would
     differ from there on.
+
+    Args:
+        seed: Seed of the run.
+        parts: What else tells this loader from others of the run.
     """
-    return torch.Generator().manual_seed(stable_seed("loader", seed))
+    return torch.Generator().manual_seed(stable_seed("loader", seed, *parts))

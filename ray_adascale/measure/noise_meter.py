@@ -39,7 +39,7 @@ class NoiseMeter:
 
     Args:
         model: The model, also wrapped by ``DistributedDataParallel`` or sharded with ``fully_shard``.
-        parameters: Parameters to measure. Default: all trainable ones.
+        parameters: Parameters to measure. Default: all of the model. Frozen ones are left out, while they are frozen.
         every: Steps from one measurement to the next.
         window: Width of the moving average, in measurements.
         process_group: Workers that share the batch. Default: the default group, if there is one.
@@ -63,8 +63,8 @@ class NoiseMeter:
         if not window >= 1:
             raise ValueError(f"Invalid {window=}. Must be at least 1.")
         held = list(model.parameters()) if parameters is None else list(parameters)
-        self._params = [p for p in held if p.requires_grad]
-        if not self._params:
+        self._params = held
+        if not any(p.requires_grad for p in held):
             raise ValueError("Invalid parameters: none is trainable, so there is no gradient to measure.")
         self._norms = ExampleNorms(model, [self._params])
         self._sharded = any(is_dtensor(p) for p in self._params)
@@ -75,6 +75,8 @@ class NoiseMeter:
         self._begin()
 
     def _begin(self) -> None:
+        if self._norms.changed:
+            self._verified = False
         # Hooks on a sharded parameter don't see its gradient.
         self._norms.begin(verify=not self._verified and not self._sharded)
 
@@ -94,14 +96,14 @@ class NoiseMeter:
 
     def _measure(self) -> None:
         measured = self._norms.end()
-        grads = [p.grad for p in self._params if p.grad is not None]
+        grads = [p.grad for p in self._params if p.requires_grad and p.grad is not None]
         local = [g.to_local() if is_dtensor(g) else g for g in grads]
         device = self._average.total.device
         reduced = torch.zeros(1, dtype=torch.float64, device=device)
         if local:
             reduced = torch.stack([n.to(device, torch.float64) for n in take_norms(local)]).square().sum().view(1)
         workers = dist.get_world_size(self._group) if dist.is_initialized() else 1
-        counts = torch.tensor([measured.examples, measured.problem is not None], dtype=torch.float64)
+        counts = torch.tensor([measured.examples, measured.problem is not None, measured.doubtful], dtype=torch.float64)
         sums = torch.cat([measured.sq_norms, counts.to(device), reduced])
         if workers > 1:
             dist.all_reduce(sums, group=self._group)
@@ -109,14 +111,15 @@ class NoiseMeter:
             raise RuntimeError(f"The noise of this step can't be measured: {measured.problem}.")
         if workers > 1 and sums[2] > 0:
             raise RuntimeError("The noise of this step can't be measured on another worker, which says why.")
-        self._verified = True
+        if not self._verified:
+            self._verified = not bool(sums[3] > 0)  # a step that overflows, even if on one worker alone, shows nothing
         # A measured gradient is g_e·workers/B: divided by the examples of its pass and by the passes, not by the workers yet.
         examples = sums[1]
         mean_sq_norm = sums[:1] * examples / workers**2
-        reduced = sums[3:] if self._sharded else reduced
+        reduced = sums[4:] if self._sharded else reduced
         sample = torch.stack(gradient_moments(mean_sq_norm, reduced, scale=examples, count=examples))  # B0 = 1
-        finite = torch.isfinite(sample).all()
-        self._average = self._average.update(sample, self._decay, use=finite)
+        usable = torch.isfinite(sample).all() & (sums[3] == 0)
+        self._average = self._average.update(sample, self._decay, use=usable)
 
     @property
     def measurements(self) -> int:

@@ -12,6 +12,8 @@ parameters of the user's own modules are not covered. ``layers`` has the formula
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,12 +113,16 @@ class MeasuredPasses:
             a pass is the mean over its m examples. The factor and the loss scale that a loss carried are in it.
         examples: Examples of all passes, as the layers saw them.
         problem: Why the numbers are not valid; None if they are.
+        doubtful: Whether the passes don't show that the numbers are right: a comparison with the gradients was due, and they
+            are not finite; or other parameters were made trainable since :meth:`ExampleNorms.begin`; or an exception ended
+            one of several passes.
         cost: Estimate of the time that measuring added, as a share of that of the passes, from the shapes of the layers.
     """
 
     sq_norms: Tensor
     examples: int
     problem: str | None
+    doubtful: bool
     cost: float
 
 
@@ -129,28 +135,48 @@ class ExampleNorms:
 
     Args:
         model: The model, or one that wraps it for data parallelism.
-        groups: The parameters to measure, by parameter group. Frozen ones are left out.
+        groups: The parameters to measure, by parameter group. Those that are frozen when :meth:`begin` is called are left out.
 
     Raises:
         ValueError: A parameter is not covered; :func:`not_covered` names it.
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[Sequence[Tensor]]) -> None:
-        self._layers, problems = _layers(model, groups)
-        if problems:
-            more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-            raise ValueError(f"Per-example norms are not available for {', '.join(problems[:3])}{more}.")
+        self._model = model
+        self._params = [list(params) for params in groups]
         self._groups = len(groups)
         self._device = next((p.device for params in groups for p in params), torch.device("cpu"))
+        self._measuring = False
         self._handles: list[Any] = []
-        self._confined: set[str] = set()  # layers that were seen to keep the examples in the first dimension
         self._tracing = False
+        self._find_layers()
+        if self._uncovered is not None:
+            raise ValueError(f"P{self._uncovered[1:]}.")
+
+    def _find_layers(self) -> None:
+        """Find the layers of the parameters that are trainable now."""
+        self._trainable = self._trainable_now()
+        self._layers, problems = _layers(self._model, self._params)
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        what = f"per-example norms are not available for {', '.join(problems[:3])}{more}"
+        self._uncovered = what if problems else None
+        self._confined: set[str] = set()  # layers that were seen to keep the examples in the first dimension
         self._reset()
+
+    def _trainable_now(self) -> list[bool]:
+        return [p.requires_grad for params in self._params for p in params]
+
+    @property
+    def changed(self) -> bool:
+        """Whether other parameters are trainable than those that are measured. The next :meth:`begin` measures these."""
+        return self._trainable != self._trainable_now()
 
     def _reset(self) -> None:
         self._sums: list[tuple[int, Tensor]] = []
         self._problem: str | None = None
-        self._in_pass = False
+        # As in an observer's pass: autograd drops the callback of the end where an exception ends the pass.
+        self._pass_end: weakref.ref[Callable[[], None]] | None = None
+        self._lost = False  # whether a pass that an exception ended took earlier ones of the step with it
         self._rows: int | None = None  # m of the pass, as the layers see it
         self._examples = 0
         self._extra, self._forward = 0.0, 0.0  # multiplications
@@ -162,12 +188,27 @@ class ExampleNorms:
             layer.calls = []
 
     @property
+    def _in_pass(self) -> bool:
+        return self._pass_end is not None and self._pass_end() is not None
+
+    @property
+    def _interrupted(self) -> bool:
+        """Whether an exception ended the last backward pass, as when memory ran out."""
+        return self._pass_end is not None and self._pass_end() is None
+
+    def _forget_interrupted(self) -> None:
+        """Forget what an interrupted pass has left. A loop that goes on has cleared its gradients and repeats the step."""
+        verify, lost = self._verify, self._examples > 0
+        self._reset()
+        self._verify, self._lost = verify, lost
+
+    @property
     def measuring(self) -> bool:
         """Whether passes are measured now."""
-        return bool(self._handles)
+        return self._measuring
 
     def begin(self, *, verify: bool = False) -> None:
-        """Measure the passes from the next forward pass on.
+        """Measure the passes from the next forward pass on: the gradients of the parameters that are trainable now.
 
         Args:
             verify: Compare the sum over examples with each parameter's gradient, too. This finds a parameter that is used outside
@@ -175,7 +216,11 @@ class ExampleNorms:
                 to the first layer which one is that of the examples. It costs the memory and the time of one more gradient.
         """
         self.cancel()
-        self._verify = verify
+        if self.changed:
+            self._find_layers()
+        self._measuring, self._verify = True, verify
+        if self._uncovered is not None:
+            return  # and `end` says so
         for layer in self._layers:
             self._handles.append(layer.module.register_forward_hook(self._forward_hook(layer)))
             if verify:
@@ -187,14 +232,16 @@ class ExampleNorms:
         """Stop measuring, and return the measurement of the backward passes since :meth:`begin`."""
         if self._in_pass:
             self._end_pass()  # the gradients are complete, but this is called before the engine's end of the pass
-        problem = self._problem
-        if problem is None and not self._sums:
+        problem, doubtful = self._uncovered or self._problem, self.changed or self._lost or self._interrupted
+        if doubtful:
+            problem = None  # what was seen is of another set of parameters, or of a part of the step
+        elif problem is None and not self._sums:
             problem = "no layer was called by the forward pass of its module"
-        if problem is None and self._verify:
-            problem = self._difference()
+        elif problem is None and self._verify:
+            problem, doubtful = self._difference()
         # Forward and backward pass multiply three times as often as the forward pass.
         cost = _CALLS + self._extra / (3 * self._forward) if self._forward else _CALLS
-        measured = MeasuredPasses(self._sum_by_group(), self._examples, problem, cost)
+        measured = MeasuredPasses(self._sum_by_group(), self._examples, problem, doubtful, cost)
         self.cancel()
         return measured
 
@@ -203,6 +250,7 @@ class ExampleNorms:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._measuring = False
         self._reset()
 
     def _sum_by_group(self) -> Tensor:
@@ -229,6 +277,8 @@ class ExampleNorms:
             if not args:
                 self._fail(f"{layer.name} is called with keyword arguments")
                 return
+            if self._interrupted:
+                self._forget_interrupted()
             call = _Call(args[0].detach())
             layer.calls.append(call)
             if self._first is None and self._verify:
@@ -275,8 +325,14 @@ class ExampleNorms:
         if not self._in_pass:
             refuse_compiled()
             refuse_nested()
-            queue_end_of_backward(self._end_pass)
-            self._in_pass = True
+            # A second pass over the graph of an interrupted one finds layers that have forgotten their calls.
+            lost = self._lost or self._interrupted
+
+            def end() -> None:
+                self._end_pass()
+
+            queue_end_of_backward(end)
+            self._pass_end, self._lost = weakref.ref(end), lost
         call.delta = delta.detach()
         if all(other.delta is not None for other in layer.calls):
             # After the last of several calls, since an example's gradient is the sum over them. A call that the recomputation of
@@ -291,7 +347,7 @@ class ExampleNorms:
             if layer.calls:
                 self._finish(layer, [call for call in layer.calls if call.delta is not None])
         self._examples += self._rows or 0
-        self._rows, self._in_pass = None, False
+        self._rows, self._pass_end = None, None
 
     def _finish(self, layer: _Layer, calls: Sequence[_Call]) -> None:
         layer.calls = []
@@ -341,11 +397,12 @@ class ExampleNorms:
             gradient = gradient.reshape(p.shape)
             self._expected[p] = self._expected[p] + gradient if p in self._expected else gradient
 
-    def _difference(self) -> str | None:
+    def _difference(self) -> tuple[str | None, bool]:
         """Compare the gradient of each parameter with its sum over examples; waits for the device.
 
         Returns:
-            A phrase that names the first parameter with a difference; None if there is none.
+            A phrase that names the first parameter with a difference, None if there is none; and whether there was none because a
+            gradient is not finite. The gradients of a step that overflows differ from nothing.
         """
         names, tolerances, rows = [], [], []
         for layer in self._layers:
@@ -359,10 +416,16 @@ class ExampleNorms:
                 tolerances.append(_TOLERANCE.get(expected.dtype, 1e-3))
                 apart, size = take_norm(found.to(torch.float32) - expected.to(torch.float32)), take_norm(found)
                 rows.append(torch.stack([apart.double(), size.double()]).to(self._device))
+        overflowed = False
         for name, tolerance, (apart, size) in zip(names, tolerances, torch.stack(rows).tolist(), strict=True):
-            if apart > tolerance * size:
-                return f"the gradient of {name} is not the one of its layer's calls: the parameter is used elsewhere as well"
-        return None
+            if not (math.isfinite(apart) and math.isfinite(size)):
+                overflowed = True
+            elif apart > tolerance * size:
+                return (
+                    f"the gradient of {name} is not the one of its layer's calls: the parameter is used elsewhere as well",
+                    False,
+                )
+        return None, overflowed
 
 
 def _operands(layer: _Layer, call: _Call) -> Operands:

@@ -19,7 +19,7 @@ from .averages import Averages, CountDecay, Smoothing, check_averaging
 from .example_noise import NoiseChoice
 from .gradient_statistics import GradientStatistics
 from .rules import AdaScaleRule, ScalingRule
-from .step_shape import StepEnd, StepResult, StepShape
+from .step_shape import StepEnd, StepResult, StepShape, checked_count
 from .workers import Workers
 from .wrapper import OptimizerWrapper
 
@@ -112,9 +112,8 @@ class AdaScale(OptimizerWrapper):
         noise_budget: float = 0.05,
     ) -> None:
         super().__init__(optimizer)
-        check_averaging(clip, smoothing, averaging_window, total_steps)
-        if num_gradients_to_accumulate < 1:
-            raise ValueError(f"Invalid {num_gradients_to_accumulate=}. Must be at least 1.")
+        check_averaging(clip, smoothing, averaging_window, total_steps, variance_floor)
+        passes = checked_count("num_gradients_to_accumulate", num_gradients_to_accumulate)
         if base_batch_size is not None or batch_size is not None:
             if scale is not None or not base_batch_size or not batch_size:
                 raise ValueError(f"Give scale, or both of {base_batch_size=} and {batch_size=}.")
@@ -140,7 +139,7 @@ class AdaScale(OptimizerWrapper):
         self._averages = Averages(
             self._statistics.num_gains,
             self._statistics.device,
-            smoothing=CountDecay(num_gradients_to_accumulate) if smoothing is None else smoothing,
+            smoothing=CountDecay(passes) if smoothing is None else smoothing,
             variance_floor=variance_floor,
             clip_samples=clip == "samples",
             debias=debias_ewma,
@@ -155,7 +154,6 @@ class AdaScale(OptimizerWrapper):
             total_steps=total_steps,
             base_batch_size=base_batch_size,
         )
-        passes = num_gradients_to_accumulate
         self._declare(passes, workers.count * passes if scale is None else scale)
         self._warn_of_single_sample()
 
@@ -301,12 +299,11 @@ class AdaScale(OptimizerWrapper):
 
     def set_num_gradients_to_accumulate(self, num_gradients_to_accumulate: int, update_smoothing: bool = True) -> None:
         """Change the backward passes per step, and θ to max(1 − n/1000, 0). Between n = 1 and n > 1 the averages restart."""
-        if num_gradients_to_accumulate < 1:
-            raise ValueError(f"Invalid {num_gradients_to_accumulate=}. Must be at least 1.")
+        passes = checked_count("num_gradients_to_accumulate", num_gradients_to_accumulate)
         self._require_boundary("set_num_gradients_to_accumulate")
-        self.set_batch(passes=num_gradients_to_accumulate)
+        self.set_batch(passes=passes)
         if update_smoothing:
-            self._averages.smoothing = CountDecay(num_gradients_to_accumulate)
+            self._averages.smoothing = CountDecay(passes)
 
     def scale_grad_by_num_grads_to_accum(self) -> None:
         """Divide the accumulated gradients by the number of passes, where the loss was not (``is_scaled_loss=False``)."""

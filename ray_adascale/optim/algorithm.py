@@ -155,9 +155,10 @@ class AdaScaleAlgorithm:
             self._leave_out(outcome)
             return
         clock = self.last.effective_steps
-        answers = [self._apply_rule(r, scale, group) for group, r in enumerate(readout.gains)]
+        betas, groups, gains = betas_of(self.rule), self._optimizer.param_groups, readout.gains
+        # For each group also where there is one gain: a rule may have a factor for each.
+        answers = [self._apply_rule(gains[i % len(gains)], scale, i) for i in range(len(groups))]
         factor, increment = self._apply_rule(readout.gain, scale, None)
-        betas, groups = betas_of(self.rule), self._optimizer.param_groups
         increments = [c for _, c in answers]
         with nullcontext() if betas is None else betas.applied(groups, self._inner, increments, self._step_counts):
             self._step_inner([f for f, _ in answers], scale)

@@ -20,7 +20,9 @@ Smoothing = float | Callable[[StepShape], float]
 """θ of a moving average over steps: a constant, or a function of the step's shape."""
 
 
-def check_averaging(clip: str, smoothing: Smoothing | None, window: float | None, total_steps: float | None) -> None:
+def check_averaging(
+    clip: str, smoothing: Smoothing | None, window: float | None, total_steps: float | None, variance_floor: float
+) -> None:
     """Check the arguments of :class:`ray_adascale.AdaScale` that concern the averages.
 
     Raises:
@@ -30,10 +32,12 @@ def check_averaging(clip: str, smoothing: Smoothing | None, window: float | None
         raise ValueError(f"Invalid {clip=}. Must be 'samples' or 'averages'.")
     if window is not None and (smoothing is not None or total_steps is None):
         raise ValueError(f"averaging_window={window} needs total_steps, and excludes smoothing (got {smoothing=}).")
-    if window is not None and total_steps is not None and not (window > 0 and total_steps > 0):
-        raise ValueError(f"Invalid averaging_window={window}, {total_steps=}. Both must be positive.")
+    if window is not None and total_steps is not None and not (0 < window < math.inf and 0 < total_steps < math.inf):
+        raise ValueError(f"Invalid averaging_window={window}, {total_steps=}. Both must be positive and finite.")
     if smoothing is not None and not callable(smoothing) and not 0 <= smoothing < 1:
         raise ValueError(f"Invalid {smoothing=}. Must be in [0, 1).")
+    if not 0 <= variance_floor < math.inf:
+        raise ValueError(f"Invalid {variance_floor=}. Must be a number ≥ 0, the lower bound on each σ²; 0 for none.")
 
 
 @dataclass(frozen=True)

@@ -130,19 +130,25 @@ class DeviceArithmetic:
         # If A or C is not finite, σ² + μ² is NaN or +∞. It is never −∞.
         check = sample.sum()
         finite = check < math.inf
+        total = sample[:2].reshape(-1) if gains == 1 else sample[:2].sum(1)
+        use = finite
+        if not gathered.seen_here:
+            # Gradients that were set by hand or left from the step before, if no other worker saw passes either.
+            seen = numbers["complete"][0] > 0
+            use, total = finite & seen, total.masked_fill(~seen, math.nan)
         averages = self._averages
         after = (
             averages.of_steps(gathered.usual_samples)
             .to(device)
-            .update_packed(torch.maximum(sample, constants.floor), averages.decay(shape, previous_gain), use=finite)
+            .update_packed(torch.maximum(sample, constants.floor), averages.decay(shape, previous_gain), use=use)
         )
         parts = constants.gain @ after.packed
-        if gains > 1:
-            parts = torch.cat([parts, parts.sum(1, keepdim=True)], dim=1)  # and of the whole
+        if gains > 1:  # and of the whole: averages add up, not totals, whose weights differ if a group was added later
+            whole = (parts / after.packed[2]).nan_to_num_(0.0).sum(1, keepdim=True)  # 0/0 of a group without a sample
+            parts = torch.cat([parts, whole], dim=1)
         excess = (parts[0] / parts[1]).nan_to_num_(0.0)  # 0/0 without noise and signal: r = 1
         r = (excess + 1).clamp_(min(1.0, shape.scale), max(1.0, shape.scale))
         payload = numbers.part("payload")
-        total = sample[:2].reshape(-1) if gains == 1 else sample[:2].sum(1)
         outcome = [check.view(1), total, *([] if payload is None else [payload])]
         together = torch.cat([*outcome, r[:gains], r[-1:], after.packed.reshape(-1)])
         skip = torch.where(finite, constants.zero, constants.one)

@@ -80,21 +80,25 @@ class ExampleSums:
     Attributes:
         sq_norms: Σ_e of the squared norms as measured, per group, float64.
         examples: B; float64, 0-dim.
+        cost: Σ over workers of :attr:`MeasuredPasses.cost`; float64, 0-dim.
+        doubts: Workers that could not compare, see :attr:`MeasuredPasses.doubtful`; float64, 0-dim.
         problems: Workers that could not measure; float64, 0-dim.
     """
 
     sq_norms: Tensor
     examples: Tensor
+    cost: Tensor
+    doubts: Tensor
     problems: Tensor
 
     def as_tensor(self) -> Tensor:
         """Return the numbers as one tensor, 1-D."""
-        return torch.cat([self.sq_norms, self.examples.view(1), self.problems.view(1)])
+        return torch.cat([self.sq_norms, torch.stack([self.examples, self.cost, self.doubts, self.problems])])
 
     @classmethod
     def of(cls, numbers: Tensor) -> ExampleSums:
         """Return the sums from the numbers of :meth:`as_tensor`."""
-        return cls(numbers[:-2], numbers[-2], numbers[-1])
+        return cls(numbers[:-4], *numbers[-4:].unbind())
 
 
 class ExampleNoise:
@@ -108,7 +112,7 @@ class ExampleNoise:
         groups: The parameters, by parameter group.
         required: Whether a model that turns out not to be covered is an error, and not measured by its gradient samples instead.
         budget: Share of the time of the steps that measuring may cost. ``every`` follows from it and from the shapes of the
-            layers, so that all workers and each resume choose alike.
+            layers, as a mean over workers, so that all of them and each resume choose alike.
         most_every: Largest ``every``.
 
     Raises:
@@ -116,7 +120,7 @@ class ExampleNoise:
 
     Attributes:
         every: Steps from one measured step to the next; 1 until the first one was measured.
-        confirmed: Whether a step was measured.
+        confirmed: Whether a measured step has shown that the model is covered.
         problem: Why the last measured step of this worker yields nothing; None if it does.
     """
 
@@ -124,8 +128,9 @@ class ExampleNoise:
         self, model: nn.Module, groups: Sequence[Sequence[Tensor]], *, required: bool, budget: float, most_every: float
     ) -> None:
         self._norms = ExampleNorms(model, groups)
-        # A hook on a sharded parameter does not get its gradient.
-        self._verifies = not any(is_dtensor(p) for params in groups for p in params)
+        # A hook on a sharded parameter does not get its gradient, so there is no comparison.
+        self._incomparable = any(is_dtensor(p) for params in groups for p in params)
+        self._verified = self._incomparable  # in this process
         self._budget, self._most_every = budget, most_every
         self.required = required
         self._held: Tensor | None = None  # σ² of the last measured step, per gain
@@ -133,17 +138,22 @@ class ExampleNoise:
         self.every = 1
         self.confirmed = False
         self.problem: str | None = None
-        self._verified = False  # in this process
 
     @property
     def measuring(self) -> bool:
         """Whether the step under way is measured."""
         return self._norms.measuring
 
+    @property
+    def settled(self) -> bool:
+        """Whether it is known that the model is covered, also in this process, so that no step needs :meth:`settle`."""
+        return self.confirmed and self._verified
+
     def begin_step(self) -> None:
         """Begin a step, before its first forward pass. A step that was begun without a backward pass begins anew."""
+        self._forget_other_parameters()
         if self._step % self.every == 0 or not self.confirmed:
-            self._norms.begin(verify=self._verifies and not self._verified)
+            self._norms.begin(verify=not self._verified)
         else:
             self._norms.cancel()
 
@@ -156,16 +166,42 @@ class ExampleNoise:
         """Stop measuring; remove all hooks."""
         self._norms.cancel()
 
-    def end_passes(self) -> ExampleSums:
-        """End the backward passes of a measured step; return the numbers of this worker."""
+    def _forget_other_parameters(self) -> None:
+        """Forget what was found out, if parameters were frozen or unfrozen since: σ² is that of other parameters."""
+        if self._norms.changed:
+            self._held, self.confirmed, self._verified = None, False, self._incomparable
+
+    def end_passes(self) -> ExampleSums | None:
+        """End the backward passes of a step; return the numbers of this worker if the step is measured."""
+        self._forget_other_parameters()
+        if not self.measuring:
+            return None
         measured = self._norms.end()
         self.problem = measured.problem
-        self._verified = self._verified or measured.problem is None
-        if not self.confirmed and measured.problem is None:
-            self.every = max(1, math.floor(min(math.ceil(measured.cost / self._budget), self._most_every)))
-        device = measured.sq_norms.device
-        counts = torch.tensor([measured.examples, measured.problem is not None], dtype=torch.float64)
-        return ExampleSums(measured.sq_norms, *counts.to(device, non_blocking=True).unbind())
+        counts = [measured.examples, measured.cost, measured.doubtful, measured.problem is not None]
+        numbers = torch.tensor(counts, dtype=torch.float64).to(measured.sq_norms.device, non_blocking=True)
+        return ExampleSums(measured.sq_norms, *numbers.unbind())
+
+    def settle(self, sums: ExampleSums, workers: int) -> bool:
+        """Return False if a measured step shows that the model is not covered; waits for the device.
+
+        If it shows that the model is covered, the step :attr:`confirmed` that, and :attr:`every` is chosen. A step that overflows
+        shows nothing. The workers decide by the sums, and so alike: their layers' shapes may differ, as with batches that are
+        padded to their longest example, and only one of them may overflow. If ``every`` differed, so would the sizes of their
+        all-reduces.
+
+        Args:
+            sums: Over all workers.
+            workers: Number of workers.
+        """
+        *norms, _, cost, doubts, problems = sums.as_tensor().tolist()
+        if problems:
+            return False
+        if doubts == 0 and all(map(math.isfinite, norms)):
+            if not self.confirmed:
+                self.every = max(1, math.floor(min(math.ceil(cost / workers / self._budget), self._most_every)))
+            self.confirmed = self._verified = True
+        return True
 
     def moments(self, sums: ExampleSums | None, reduced_sq_norm: Tensor, shape: StepShape) -> tuple[Tensor, Tensor]:
         """Return σ² and μ² of a step, ``[2, gains]``, and whether they are valid; bool, 0-dim. No host synchronization.
@@ -179,7 +215,7 @@ class ExampleNoise:
             # As measured, a gradient is g_e·n/(B·divisor): times w_i·n/divisor, the factor of the loss, and 1/m_i = w_i⁻¹/B.
             mean = sums.sq_norms * sums.examples * (shape.loss_divisor / shape.num_samples) ** 2
             sigma2, mu2 = gradient_moments(mean, reduced_sq_norm, scale=shape.scale, count=sums.examples)
-            usable = (sums.problems == 0) & torch.isfinite(sigma2).all()
+            usable = (sums.problems + sums.doubts == 0) & torch.isfinite(sigma2).all()
             before = torch.full_like(sigma2, math.nan) if self._held is None else self._held.to(sigma2.device)
             self._held = torch.where(usable, sigma2, before)
             return torch.stack([sigma2, mu2]), usable
@@ -191,9 +227,11 @@ class ExampleNoise:
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state: copies on the CPU."""
+        """Return the state: copies on the CPU. Without σ² no step has confirmed that the model is covered."""
         counts = {"examples_step": torch.tensor(self._step), "examples_every": torch.tensor(self.every)}
-        return counts if self._held is None else {**counts, "examples_sigma2": self._held.detach().cpu().clone()}
+        if self._held is None or not self.confirmed:
+            return counts
+        return {**counts, "examples_sigma2": self._held.detach().cpu().clone()}
 
     def load(self, state: dict[str, Tensor], device: torch.device) -> None:
         """Load a :meth:`state`; without one in ``state``, start afresh."""

@@ -15,7 +15,7 @@ from .._torch import is_dtensor
 from ..measure.norms import all_finite, take_norm
 from ..measure.observers import GradientObserver
 from ..sharding.oss import OSS
-from .example_noise import ExampleNoise
+from .example_noise import ExampleNoise, ExampleSums
 from .numbers import Numbers
 from .observing import Measurement, has_dtensors, has_sharded_gradients, make_observer
 from .previous_gradient import PreviousGradient
@@ -264,7 +264,7 @@ class GradientStatistics:
 
     def load_previous(self, state: dict[str, Tensor]) -> None:
         """Load g_{t−1} from a state dict's tensors, if it has one."""
-        self.previous = PreviousGradient.from_state(state, self.params, self.device)
+        self.previous = PreviousGradient.from_state(state, self.params, self.device, self.declared.scale)
 
     def unhook(self) -> None:
         """Stop watching for good."""
@@ -315,6 +315,7 @@ class GradientStatistics:
     @torch.no_grad()
     def on_begin(self, observer: GradientObserver) -> bool:
         self._await_workers()
+        self.workers.require_group(self._process_group)
         if self.gathered is not None:
             # A complete step was never taken, as after an overflow that a GradScaler found. Were its gradients cleared since?
             grads = observer.gradients_left(self.params)
@@ -430,8 +431,8 @@ class GradientStatistics:
         else:
             local = torch.zeros(len(self._optimizer.param_groups), dtype=torch.float64, device=self.device)
         parts = {**more, "a": local, "complete": self._constant(self._ended is not None, local.device)}
-        if self.examples is not None and self.examples.measuring:
-            self._examples = self.examples.end_passes().as_tensor()
+        if self.examples is not None and (sums := self.examples.end_passes()) is not None:
+            self._examples = sums.as_tensor()
         if self._examples is not None:
             parts["examples"] = self._examples
         if self.payload is not None:
@@ -470,26 +471,30 @@ class GradientStatistics:
             one = self._constant(1.0, numbers.tensor.device)
             after["loss_scale"] = self._grad_scaler.scale(one)
         numbers = numbers.between(before, after)
-        examples = self._confirmed_examples(numbers.part("examples"))
-        if not observer.complete or examples is not None or shape.num_samples > 1:
+        examples = self._covered_examples(numbers.part("examples"))
+        if not observer.complete:
+            self.previous = None  # it is of other parameters than the gradients to come
+        elif examples is not None or shape.num_samples > 1:
             pass
         elif shape != self.declared:
             self.previous = None  # the steps around a shortened one are of another batch
         elif shape.scale != 1:
             numbers = numbers.between({}, self._consecutive(numbers))
-        return Gathered(shape, self._estimated_from, self.num_gains, numbers, examples, observer.complete)
+        seen_here = self._ended is not None
+        return Gathered(shape, self._estimated_from, self.num_gains, numbers, examples, observer.complete, seen_here)
 
-    def _confirmed_examples(self, by_example: Tensor | None) -> ExampleNoise | None:
-        """Return :attr:`examples`. The first measured step shows whether the model is covered, and waits for the device.
+    def _covered_examples(self, by_example: Tensor | None) -> ExampleNoise | None:
+        """Return :attr:`examples`. The first measured step without an overflow shows whether the model is covered.
+
+        Up to then a measured step waits for the device. A change of the trainable parameters begins that anew.
 
         Raises:
             RuntimeError: It can't, and the steps have no other gradient samples.
         """
         examples = self.examples
-        if examples is None or by_example is None or examples.confirmed:
+        if examples is None or by_example is None or examples.settled:
             return examples
-        if not bool(by_example[-1] > 0):
-            examples.confirmed = True
+        if examples.settle(ExampleSums.of(by_example), self.workers.count if self.workers.reduce else 1):
             return examples
         why = examples.problem or "another worker can't measure, and says why"
         if examples.required:
@@ -507,8 +512,8 @@ class GradientStatistics:
         factor = factor / self.shape.multiple_of_mean
         gradient = [None if p.grad is None else _local(p.grad.detach()) * factor for p in self.params]
         finite = torch.isfinite((numbers["a"] + numbers["c"]).sum())
-        self.previous = PreviousGradient(gradient, finite)
-        if before is None:
+        self.previous = PreviousGradient(gradient, finite, self.shape.scale, [p.requires_grad for p in self.params])
+        if before is None or not self.previous.comparable_with(before):
             return {}
         difference, inner = self.previous.products_with(
             before, [len(g["params"]) for g in self._optimizer.param_groups]
@@ -518,6 +523,8 @@ class GradientStatistics:
     def _sample_without_passes(self) -> Sample:
         """Return a sample without moments, of gradients that no observer watched: at n = 1 and S = 1, or after :meth:`unhook`."""
         device, grads = self.device, self.step_gradients()
+        if grads and self.observer is not None:
+            self.attach()  # all parameters that were watched may be frozen, and others unfrozen in their place
         finite = all_finite(grads, device) if grads else torch.ones((), dtype=torch.bool, device=device)
         if self.workers.reduce and (has_sharded_gradients(self._optimizer) or has_dtensors(self._optimizer)):
             # Each worker has seen its shards only; all of them must skip the step, or none.

@@ -21,10 +21,18 @@ class PreviousGradient:
     Attributes:
         tensors: In parameter order, unscaled; None for a parameter without a gradient.
         finite: Whether the step was taken with this gradient; bool, 0-dim, on the device of the statistics.
+        scale: S of the step.
+        trainable: Whether each parameter was trainable.
     """
 
     tensors: Sequence[Tensor | None]
     finite: Tensor
+    scale: float
+    trainable: Sequence[bool]
+
+    def comparable_with(self, before: PreviousGradient) -> bool:
+        """Return whether another step's gradient differs by noise alone: of a batch as large, by the same parameters."""
+        return self.scale == before.scale and self.trainable == before.trainable
 
     def products_with(self, before: PreviousGradient, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return ``‖g_t − g_{t−1}‖²`` and ``⟨g_t, g_{t−1}⟩`` per group, float64 ``[groups]``; no host synchronization.
@@ -54,20 +62,38 @@ class PreviousGradient:
         """Return copies on the CPU; an empty dict if the gradient was not finite."""
         if not self.finite:
             return {}
-        kept = {f"previous_gradient.{i}": t for i, t in enumerate(self.tensors) if t is not None}
-        return {key: tensor.cpu().clone() for key, tensor in kept.items()}
+        kept = {f"previous_gradient.{i}": t.cpu().clone() for i, t in enumerate(self.tensors) if t is not None}
+        if not kept:
+            return {}
+        scale = torch.tensor(self.scale, dtype=torch.float64)
+        return {
+            **kept,
+            "previous_gradient_scale": scale,
+            "previous_gradient_trainable": torch.tensor(self.trainable),
+        }
 
     @classmethod
     def from_state(
-        cls, state: dict[str, Tensor], params: Sequence[Tensor], device: torch.device
+        cls, state: dict[str, Tensor], params: Sequence[Tensor], device: torch.device, scale: float
     ) -> PreviousGradient | None:
-        """Load a :meth:`state` onto the devices of ``params``; return None if the state has no gradient."""
+        """Load a :meth:`state` onto the devices of ``params``; return None if the state has no gradient.
+
+        Args:
+            state: It is left unchanged.
+            params: The parameters, in their order.
+            device: Device of the statistics.
+            scale: S of the step, if the state does not have it.
+        """
         names = [f"previous_gradient.{i}" for i in range(len(params))]
         if not any(name in state for name in names):
             return None
         return cls(
             [state[n].to(p.device, copy=True) if n in state else None for n, p in zip(names, params, strict=True)],
             torch.ones((), dtype=torch.bool, device=device),
+            float(state.get("previous_gradient_scale", scale)),
+            state["previous_gradient_trainable"].tolist()
+            if "previous_gradient_trainable" in state
+            else [p.requires_grad for p in params],
         )
 
 

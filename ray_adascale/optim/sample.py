@@ -107,6 +107,7 @@ class Gathered:
             "comparable", where the step has one gradient sample and is compared with the step before.
         examples: Measures the noise by single examples; None: gradient samples do.
         watched: Whether every gradient of the step was watched. Else "c" has a gradient that "a" lacks.
+        seen_here: Whether this worker saw all passes, so that "complete" is not 0.
     """
 
     shape: StepShape
@@ -115,6 +116,7 @@ class Gathered:
     numbers: Numbers
     examples: ExampleNoise | None
     watched: bool
+    seen_here: bool
 
     @property
     def by_samples(self) -> bool:

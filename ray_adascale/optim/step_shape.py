@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
-__all__ = ["StepEnd", "StepResult", "StepShape"]
+__all__ = ["StepEnd", "StepResult", "StepShape", "checked_count"]
+
+
+def checked_count(name: str, count: Any) -> int:
+    """Return a user's number of things that a step consists of, as an int. NumPy's integers are accepted, bools are not.
+
+    Args:
+        name: The number's name in the error.
+        count: The number.
+
+    Raises:
+        ValueError: It is no integer, or less than 1.
+    """
+    if not isinstance(count, numbers.Integral) or isinstance(count, bool) or count < 1:
+        raise ValueError(f"Invalid {name}={count!r}. Must be an integer, at least 1.")
+    return int(count)
 
 
 @dataclass(frozen=True)
@@ -35,8 +52,7 @@ class StepShape:
 
     def __post_init__(self) -> None:
         for name in ("passes", "workers", "loss_divisor"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Invalid {name}={getattr(self, name)}. Must be at least 1.")
+            object.__setattr__(self, name, checked_count(name, getattr(self, name)))
         if not (math.isfinite(self.scale) and self.scale > 0):
             raise ValueError(
                 f"Invalid scale={self.scale}. Must be a positive number: global batch size / base batch size."

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from .step_shape import checked_count
+
 __all__ = ["Workers"]
 
 
@@ -38,8 +40,7 @@ class Workers:
         self.final = world_size is not None or process_group is not None or initialized
         if world_size is None:
             world_size = dist.get_world_size(process_group) if initialized else 1
-        if world_size < 1:
-            raise ValueError(f"Invalid {world_size=}. Must be at least 1.")
+        world_size = checked_count("world_size", world_size)
         if world_size > 1 and initialized:
             workers = dist.get_world_size(process_group)
             if workers != world_size:
@@ -65,6 +66,26 @@ class Workers:
     def reduce(self) -> bool:
         """Whether statistics are summed over several workers."""
         return self.count > 1 and _initialized()
+
+    def require_group(self, process_group: dist.ProcessGroup | None) -> None:
+        """Raise if the statistics can't be summed over all workers. To be called as a backward pass begins.
+
+        An optimizer may be built with a ``world_size`` before its process group comes up.
+
+        Args:
+            process_group: Workers that reduce gradients together. None: the default group.
+
+        Raises:
+            RuntimeError: There are to be several workers, and no process group, or one of another size.
+        """
+        found = dist.get_world_size(process_group) if _initialized() else 1
+        if self.count > 1 and found != self.count:
+            has = f"the process group has {found} workers" if _initialized() else "there is no process group"
+            raise RuntimeError(
+                f"AdaScale was built with world_size={self.count}, and {has}, so gradients and their norms are not those of "
+                f"{self.count} workers. Call init_process_group() before the first backward pass, and leave world_size out. To "
+                "assume the scale of several workers in one process, give scale= in place of world_size=."
+            )
 
     @property
     def in_time(self) -> bool:

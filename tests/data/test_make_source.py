@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -53,6 +54,25 @@ def test_a_ray_data_shards_collate_fn_may_return_anything() -> None:
 
     source = make_source(FakeShard(7), BatchSplit(3), ExampleOrder(), collate_fn=Custom)
     assert [m.batch.values for m in take(source, 3)] == [[0, 1, 2], [3, 4, 5], [0, 1, 2]]
+
+
+class Drawn(IterableDataset[Tensor]):
+    """Examples that are drawn at random as they are asked for."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while True:
+            yield torch.randn(2)
+
+
+def test_loader_processes_draw_other_examples_on_each_worker_and_the_same_ones_in_each_run() -> None:
+    found = []
+    for rank in (0, 1, 0):
+        split = BatchSplit(4, rank=rank, world_size=2)
+        source = make_source(Drawn(), split, ExampleOrder(seed=0), num_workers=1)
+        found.append(next(iter(source)).batch)
+        source.close()
+    assert not torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 def test_a_list_is_a_list_of_examples() -> None:

@@ -104,6 +104,28 @@ def test_a_gradient_that_is_not_finite_is_left_out() -> None:
     assert math.isfinite(meter.noise_scale)
 
 
+@pytest.mark.parametrize("frozen", [(0, 1), (1, 0)], ids=["0 then 1", "1 then 0"])
+def test_a_layer_that_is_frozen_in_mid_run_is_left_out_from_then_on(frozen: tuple[int, int]) -> None:
+    def measured(from_the_start: bool) -> float:
+        torch.manual_seed(0)
+        layers = [nn.Linear(20, 8), nn.Linear(8, 1)]
+        model = nn.Sequential(layers[0], nn.Tanh(), layers[1])
+        layers[frozen[from_the_start]].requires_grad_(False)
+        meter = NoiseMeter(model, every=1, window=1.0)  # no average
+        x, y = data()
+        for i in range(4):
+            if i == 2:
+                for j, layer in enumerate(layers):
+                    layer.requires_grad_(j != frozen[1])
+            F.mse_loss(model(x[i * 32 : i * 32 + 32]), y[i * 32 : i * 32 + 32]).backward()
+            meter.update()
+            model.zero_grad()
+        assert meter.measurements == 3 + from_the_start  # the step in which it was frozen has none
+        return meter.noise_scale
+
+    assert measured(False) == measured(True)
+
+
 @pytest.mark.parametrize(
     ("model", "how", "message"),
     [
@@ -119,9 +141,14 @@ def test_refusals(model: nn.Module, how: dict[str, float], message: str) -> None
         NoiseMeter(model, **how)  # type: ignore[arg-type]
 
 
-def test_a_step_that_cannot_be_measured_raises_once_it_is_known() -> None:
+@pytest.mark.parametrize("overflows", [False, True])
+def test_a_step_that_cannot_be_measured_raises_once_it_is_known(overflows: bool) -> None:
     model = nn.Linear(3, 3)
-    meter = NoiseMeter(model)
+    meter = NoiseMeter(model, every=1)
+    if overflows:  # which shows nothing
+        (F.linear(model(torch.randn(4, 3)), model.weight) * torch.inf).square().mean().backward()
+        meter.update()
+        model.zero_grad()
     F.linear(model(torch.randn(4, 3)), model.weight).square().mean().backward()
     with pytest.raises(RuntimeError, match=r"can't be measured: the gradient of Linear.weight"):
         meter.update()

@@ -217,6 +217,84 @@ def test_frozen_parameters_and_branches_without_gradient_are_left_out() -> None:
     assert torch.equal(again.sq_norms, found.sq_norms)
 
 
+def test_parameters_that_are_frozen_or_unfrozen_later_are_measured_from_the_next_begin_on() -> None:
+    model, x, y = model_and_batch("vectors")
+    model[2].weight.requires_grad_(False)  # type: ignore[index, union-attr]
+    norms = ExampleNorms(model, in_two_groups(model))
+    for frozen in (0, 2, None):
+        norms.begin(verify=True)
+        for i in (0, 2):
+            model[i].weight.requires_grad_(i != frozen)  # type: ignore[index, union-attr]
+        for begun in (False, True):
+            if begun:
+                norms.begin(verify=True)
+            assert norms.changed != begun
+            model.zero_grad()
+            loss_of(model, x, y).backward()
+            found = norms.end()
+            assert found.problem is None
+            assert found.doubtful != begun
+        torch.testing.assert_close(found.sq_norms, expected(model, x, y), rtol=1e-5, atol=0)
+
+
+def test_a_part_that_is_unfrozen_and_not_covered_is_a_problem_while_it_is_trainable() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.GRU(2, 2).requires_grad_(False))
+    norms = ExampleNorms(model, [list(model.parameters())])
+    problems = []
+    for trainable in (True, False):
+        model[1].requires_grad_(trainable)
+        norms.begin()
+        model(torch.randn(3, 2))[0].mean().backward()
+        problems.append(norms.end().problem)
+    assert problems == ["per-example norms are not available for 1 (GRU)", None]
+
+
+class OutOfMemory(torch.autograd.Function):
+    """The identity; its backward pass fails as often as ``left`` says."""
+
+    left = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        OutOfMemory.left -= 1
+        if OutOfMemory.left >= 0:
+            raise RuntimeError("out of memory")
+        return grad
+
+
+@pytest.mark.parametrize("good_passes", [0, 1])
+@pytest.mark.parametrize("cleared", ["before the forward pass", "after the forward pass", "never, and the same graph"])
+def test_a_pass_that_an_exception_ended_leaves_nothing(cleared: str, good_passes: int) -> None:
+    model, x, y = model_and_batch("vectors")
+    model.insert(2, nn.Tanh())
+    norms = ExampleNorms(model, in_two_groups(model))
+
+    def loss() -> Tensor:
+        return F.cross_entropy(model[3](OutOfMemory.apply(model[:3](x))), y)  # type: ignore[index, no-untyped-call]
+
+    norms.begin(verify=True)
+    for _ in range(good_passes):
+        loss().backward()
+    OutOfMemory.left, failing = 1, loss()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        failing.backward(retain_graph=True)
+    again = loss() if cleared == "after the forward pass" else failing
+    model.zero_grad()
+    (loss() if cleared == "before the forward pass" else again).backward()
+    found = norms.end()
+    assert found.problem is None
+    if good_passes or "never" in cleared:
+        assert found.doubtful  # the gradients are not those of this pass alone, or it was seen in part
+    else:
+        assert not found.doubtful
+        assert found.examples == M
+        torch.testing.assert_close(found.sq_norms, expected(model, x, y), rtol=1e-5, atol=0)
+
+
 def test_activation_checkpointing_changes_nothing() -> None:
     model, x, y = model_and_batch("many positions")
 
@@ -337,6 +415,18 @@ def test_a_parameter_that_is_used_elsewhere_as_well_is_found() -> None:
         used
         == "the gradient of Linear.weight is not the one of its layer's calls: the parameter is used elsewhere as well"
     )
+
+
+@pytest.mark.parametrize("factor", [torch.inf, 1.0])
+def test_gradients_that_are_not_finite_show_neither_that_it_fits_nor_that_it_differs(factor: float) -> None:
+    def loss(model: nn.Module, x: Tensor, _: Tensor) -> Tensor:
+        return (model(x).square().mean() + F.linear(x, model.weight).mean()) * factor  # type: ignore[arg-type]
+
+    x = torch.randn(4, 6)
+    found = measured(nn.Linear(6, 6), [(x, x)], loss, verify=True)
+    assert found.doubtful == (factor == torch.inf)
+    assert (found.problem is None) == (factor == torch.inf)
+    assert not measured(nn.Linear(6, 6), [(x, x)], loss).doubtful  # no comparison was due
 
 
 def test_an_input_without_examples_or_with_other_rows_is_found() -> None:

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ray_adascale import OSS, AdaScale, RuleInput
+from ray_adascale import OSS, AdaScale, BetaRule, RuleInput
+from ray_adascale.scaling_rules import ScalingRuleBase
 
 from ..classifier import backward, batches, make_model, ready, weights
 
@@ -55,6 +56,46 @@ def test_rule_sets_the_factor_and_the_clock() -> None:
     assert adascale.effective_steps == 2.5
     assert seen[-1].scale == 4.0
     assert seen[-1].effective_steps == 0.0
+
+
+@pytest.mark.parametrize("single_gain", [False, True])
+def test_a_rule_may_have_a_factor_and_betas_for_each_group(single_gain: bool) -> None:
+    asked: list[tuple[int | None, float]] = []
+
+    class Rule:
+        betas = BetaRule()
+
+        def __call__(self, now: RuleInput) -> tuple[float, float]:
+            asked.append((now.group, now.gain))
+            return {0: (1.0, 1.0), 1: (0.0, 2.0), None: (0.5, 3.0)}[now.group]
+
+    a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    adam = torch.optim.Adam([{"params": [a]}, {"params": [b]}], lr=1.0)
+    adascale = AdaScale(adam, num_gradients_to_accumulate=2, rule=Rule(), single_gain=single_gain)
+    for factor in (1.0, 2.0):
+        (factor * (a.sum() + b.sum()) / 2).backward()
+    adascale.step()
+    assert [group for group, _ in asked] == [0, 1, None]
+    assert {r for _, r in asked} == {adascale.gain()}  # the groups' gradients are equal
+    torch.testing.assert_close(a.data, torch.full((2,), -1.0))  # Adam's first step
+    assert not b.data.any()
+    assert [adam.state[p]["step"].item() for p in (a, b)] == [1.0, 2.0]  # effective steps, by each group's increment
+    assert (adascale.last_step.lr_factor, adascale.effective_steps) == (0.5, 3.0)
+
+
+def test_the_factors_of_a_users_rule_are_those_of_their_groups_with_a_single_gain() -> None:
+    class Halved(ScalingRuleBase):
+        def scale_lr(self, scale: float) -> Any:
+            return np.array([1.0, 0.5])
+
+    a, b = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(()))
+    sgd = torch.optim.SGD([{"params": [a]}, {"params": [b]}], lr=1.0)
+    adascale = AdaScale(sgd, num_gradients_to_accumulate=2, rule=Halved(), single_gain=True)
+    for _ in range(2):
+        ((a + b) / 2).backward()
+    adascale.step()
+    assert (a.item(), b.item()) == (-1.0, -0.5)
+    assert adascale.last_step.lr_factor == 0.75
 
 
 @pytest.mark.parametrize("before_wrapping", [True, False])
@@ -335,7 +376,14 @@ def test_wrapping_twice_or_the_wrong_way_round_is_refused() -> None:
         ({"scale": 0.0}, "scale"),
         ({"scale": math.nan}, "scale"),
         ({"num_gradients_to_accumulate": 0}, "num_gradients_to_accumulate"),
+        ({"num_gradients_to_accumulate": 2.5}, r"num_gradients_to_accumulate=2\.5. Must be an integer, at least 1"),
         ({"world_size": 0}, "world_size"),
+        ({"world_size": 2.5}, r"world_size=2\.5. Must be an integer"),
+        ({"variance_floor": -1.0}, r"variance_floor=-1\.0"),
+        ({"variance_floor": math.nan}, "variance_floor=nan"),
+        ({"variance_floor": math.inf}, "variance_floor=inf"),
+        ({"averaging_window": 0.05, "total_steps": math.inf}, "total_steps=inf. Both must be positive and finite"),
+        ({"averaging_window": math.inf, "total_steps": 10}, "averaging_window=inf"),
         ({"smoothing": 1.0}, "smoothing"),
         ({"clip": "never"}, "clip"),
         ({"averaging_window": 0.1}, "total_steps"),
@@ -348,6 +396,30 @@ def test_wrapping_twice_or_the_wrong_way_round_is_refused() -> None:
 def test_bad_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AdaScale(torch.optim.SGD(make_model().parameters(), lr=0.1), **arguments)
+
+
+def test_a_number_of_passes_that_is_no_integer_is_refused_later_too() -> None:
+    model = make_model()
+    adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=np.int64(2))
+    with pytest.raises(ValueError, match=r"Invalid passes=2\.5"):
+        adascale.set_batch(passes=2.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"Invalid num_gradients_to_accumulate=2\.5"):
+        adascale.set_num_gradients_to_accumulate(2.5)  # type: ignore[arg-type]
+    assert (adascale.num_samples, adascale.scale, adascale.smoothing) == (2, 2.0, 0.998)
+
+
+def test_several_workers_need_a_process_group_when_gradients_come() -> None:
+    model = make_model()
+    adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), world_size=4)
+    # FairScale's own tests read and set these without a group.
+    assert (adascale.scale, adascale.smoothing) == (4.0, 0.996)
+    adascale.set_num_gradients_to_accumulate(3)
+    adascale.set_scale(6.0)
+    assert (adascale.scale, adascale.gain()) == (6.0, 1.0)
+    with pytest.raises(
+        RuntimeError, match=r"built with world_size=4, and there is no process group.*init_process_group"
+    ):
+        backward(model, batches(1, 4), 1)
 
 
 def test_an_optimizer_with_many_evaluations_a_step_is_refused() -> None:

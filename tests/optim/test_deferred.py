@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -222,6 +223,28 @@ def test_two_workers(pool: Any, kind: str, spoil: bool) -> None:
 
 
 # ---- who waits, and for what -----------------------------------------------------------------------------------------
+
+
+def _unwatched_step(fused: bool) -> tuple[list[float], list[float], bool]:
+    """Return the averages before and after a step with gradients that no backward pass made, and whether σ² is NaN."""
+    model = make_model()
+    adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05, fused=fused))
+    for batch in batches(6)[dist.get_rank() :: 2]:
+        F.cross_entropy(DistributedDataParallel(model)(batch[0]), batch[1]).backward()
+        adascale.step()
+        adascale.zero_grad()
+    before = list(adascale.average_moments())
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 3.0)
+    adascale.step()
+    return before, list(adascale.average_moments()), math.isnan(adascale.last_step.sigma2)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["host", "device"])
+def test_a_step_that_nobody_watched_is_not_averaged(pool: Any, fused: bool) -> None:
+    for before, after, unknown in pool(2).run(_unwatched_step, fused):
+        assert after == before
+        assert unknown
 
 
 def _waits(adascale: AdaScale, model: nn.Module) -> bool:

@@ -28,9 +28,11 @@ def averages(gains: int, *, floor: float = 0.0, clip: bool = True, debias: bool 
     )
 
 
-def gathered(shape: StepShape, c: Tensor, a: Tensor, gains: int, **more: Tensor) -> Gathered:
-    numbers = Numbers.of(c=c, a=a, complete=torch.ones(1, dtype=torch.float64), **more)
-    return Gathered(shape, shape.num_samples, gains, numbers, None, True)
+def gathered(
+    shape: StepShape, c: Tensor, a: Tensor, gains: int, *, complete: int = 1, seen_here: bool = True, **more: Tensor
+) -> Gathered:
+    numbers = Numbers.of(c=c, a=a, complete=torch.full((1,), complete, dtype=torch.float64), **more)
+    return Gathered(shape, shape.num_samples, gains, numbers, None, True, seen_here)
 
 
 def sums(groups: int, generator: torch.Generator, shape: StepShape) -> tuple[Tensor, Tensor]:
@@ -79,6 +81,30 @@ def test_equals_the_formulas(shape: StepShape, groups: int, gains: int, floor: f
         gain = readouts[0].gain
 
 
+@pytest.mark.parametrize("finite", [True, False])
+def test_the_gain_of_the_whole_with_a_group_that_was_added_later(finite: bool) -> None:
+    """Its averages have a smaller weight: none, if its first step is not finite."""
+    shape, mine, theirs = StepShape(4, 1, 4.0), averages(1), averages(1)
+    generator = torch.Generator().manual_seed(0)
+    for number in range(22):
+        if number == 20:
+            mine.add_gain(shape)
+            theirs.add_gain(shape)
+        c, a = sums(1 + (number >= 20), generator, shape)
+        if number >= 20:
+            a[-1] += 100 if finite else math.inf
+        one = gathered(shape, c, a, len(c))
+        short, long = DeviceArithmetic(mine).step(one, 1.0), DeviceStep.of(one.sample(on_host=False), theirs, 1.0)
+        mine.keep(short.averages, 4)
+        theirs.keep(long.averages, 4)
+        found, expected = (
+            of.cache(of.now, shape.scale, unpack_outcome(step.numbers.tolist(), 0)[1]).gain
+            for of, step in ((mine, short), (theirs, long))
+        )
+        assert found == pytest.approx(expected, rel=1e-12)
+    assert (mine.now.weight[1] > 0) == finite
+
+
 def test_by_hand() -> None:
     shape, mine = StepShape(1, 2, 4.0), averages(1)
     one = gathered(shape, torch.tensor([3.0], dtype=torch.float64), torch.tensor([5.0], dtype=torch.float64), 1)
@@ -86,6 +112,28 @@ def test_by_hand() -> None:
     step = DeviceArithmetic(mine).step(one, 1.0)
     assert step.gains[0].item() == 3.0
     assert step.averages.value.flatten().tolist() == [8.0, 1.0]
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_step_that_nobody_watched_is_taken_and_not_averaged(groups: int) -> None:
+    shape = StepShape(1, 2, 4.0)
+    c, a = sums(groups, torch.Generator().manual_seed(0), shape)
+    steps = {
+        (complete, seen_here): DeviceArithmetic(averages(groups)).step(
+            gathered(shape, c, a, groups, complete=complete, seen_here=seen_here), 1.0
+        )
+        for complete, seen_here in ((0, False), (1, False), (1, True))
+    }
+    unseen, elsewhere, here = steps.values()
+    assert unseen.skip.item() == 0
+    assert not unseen.averages.count.any()
+    outcome = unpack_outcome(unseen.numbers.tolist(), 0)[0]
+    assert not outcome.skipped
+    assert math.isnan(outcome.sigma2)
+    assert math.isnan(outcome.mu2)
+    # What another worker saw counts, and to the bit as on that worker.
+    assert torch.equal(elsewhere.numbers, here.numbers)
+    assert torch.equal(elsewhere.averages.count, here.averages.count)
 
 
 def test_no_noise_and_no_signal_is_a_gain_of_one() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -200,6 +201,33 @@ def test_gradients_may_be_cleared_between_forward_and_backward_pass() -> None:
     assert gains == expected
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_step_that_is_repeated_after_an_exception_has_the_same_gain(passes: int) -> None:
+    def gains(fails: bool) -> list[float]:
+        adascale, found = one_worker(passes=passes), []
+        for t, (x, y) in enumerate(batches()):
+            if fails and t == 3:
+                for last, rows in enumerate(x.chunk(passes), 1):
+                    out = adascale.network(rows)
+                    if last == passes:
+
+                        def out_of_memory(grad: Tensor) -> None:
+                            raise RuntimeError("out of memory")
+
+                        adascale.network[0].weight.register_hook(out_of_memory)
+                        with pytest.raises(RuntimeError, match="out of memory"):
+                            out.sum().backward()
+                        adascale.network[0].weight._backward_hooks.popitem()
+                    else:
+                        out.sum().backward()
+                adascale.zero_grad()
+            step(adascale, x, y, passes)
+            found.append(adascale.last_step.gain)
+        return found
+
+    assert gains(True) == gains(False)
+
+
 def test_a_fused_optimizer_has_the_same_gains() -> None:
     model = network()
     fused = AdaScale(sgd(model, fused=True), scale=SCALE, model=model, noise="per_example", noise_budget=100.0)
@@ -329,29 +357,130 @@ def test_a_run_that_went_on_with_consecutive_gradients_resumes_to_the_bit(saved_
         assert torch.equal(p, q)
 
 
+def overflow(adascale: AdaScale) -> None:
+    """Make a step whose gradient is not finite, as with a first loss scale of 65536 in fp16."""
+    (adascale.network(batches()[0][0]).sum() * torch.inf).backward()
+    adascale.step()
+    adascale.zero_grad()
+    assert adascale.last_step.skipped
+
+
+def test_a_first_step_that_overflows_does_not_show_that_the_model_is_covered() -> None:
+    adascale, covered = reused("auto"), one_worker(every=3)
+    for one in (adascale, covered):
+        overflow(one)
+    with pytest.warns(UserWarning, match="One gradient sample"):
+        step(adascale, *batches()[0])
+    step(covered, *batches()[0])
+    assert covered._statistics.examples.every > 1  # type: ignore[union-attr]
+    assert covered.last_step.sigma2 == pytest.approx(moments_by_hand(network(), *batches()[0])[0].sum().item())
+
+
+def test_a_run_that_was_saved_after_an_overflow_chooses_its_density_later() -> None:
+    whole, first, second = (one_worker(every=3) for _ in range(3))
+    for one in (whole, first):
+        overflow(one)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert trained(second)[0] == trained(whole)[0]
+    assert second._statistics.examples.every > 1  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("trainable", [[(0, 1), (0,)], [(0,), (0, 1)], [(0,), (1,)]], ids=str)
+def test_parameters_that_are_frozen_or_unfrozen_in_mid_run(
+    trainable: list[tuple[int, ...]], every: int, fused: bool
+) -> None:
+    """The step in which that happens has no sample; from the next one on it is that of the parameters that are trainable."""
+    model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
+
+    def train_only(layers: tuple[int, ...]) -> None:
+        for i in (0, 1):
+            model[2 * i].requires_grad_(i in layers)
+
+    train_only(trainable[0])
+    budget = 100.0 if every == 1 else 0.99 / every * 0.3
+    adascale = AdaScale(
+        torch.optim.SGD(model.parameters(), lr=0.0, fused=fused),
+        scale=SCALE,
+        model=model,
+        noise="per_example",
+        noise_budget=budget,
+    )
+    examples, held, kept = adascale._statistics.examples, 0.0, 0
+    assert examples is not None
+    for t, (x, y) in enumerate(batches()):
+        train_only(trainable[t >= 2])
+        twin = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
+        twin.load_state_dict(model.state_dict())
+        params = [q for p, q in zip(model.parameters(), twin.parameters(), strict=True) if p.requires_grad]
+        each = [torch.autograd.grad(F.cross_entropy(twin(a[None]), b[None]), params) for a, b in zip(x, y, strict=True)]
+        g = torch.stack([torch.cat([grad.flatten() for grad in grads]) for grads in each]).double()
+        measured = examples.measuring
+        F.cross_entropy(model(x), y).backward()
+        adascale.step()
+        adascale.zero_grad()
+        found = adascale.last_step
+        if t == 2:
+            assert math.isnan(found.sigma2)
+            continue
+        if measured:
+            held = g.var(0).sum().item() / B0
+        kept += t > 3 and not measured
+        assert found.sigma2 == pytest.approx(held, rel=1e-5)
+        assert found.mu2 == pytest.approx(g.mean(0).square().sum().item() - held / SCALE, rel=1e-3, abs=1e-5)
+    assert (kept > 0) == (every > 1)
+
+
+@pytest.mark.filterwarnings("ignore:One gradient sample")
+@pytest.mark.parametrize("noise", ["auto", "per_example"])
+def test_a_part_that_is_unfrozen_and_not_covered(noise: Any) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.GRU(6, 3).requires_grad_(False))
+    adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), scale=SCALE, model=model, noise=noise)
+
+    def train() -> None:
+        for x, y in batches()[:3]:
+            F.cross_entropy(model(x)[0], y).backward()
+            adascale.step()
+            adascale.zero_grad()
+
+    train()
+    model[1].requires_grad_(True)
+    if noise == "auto":
+        train()
+        assert adascale._statistics.examples is None
+        assert adascale._statistics.uncovered == "per-example norms are not available for 1 (GRU)"
+    else:
+        with pytest.raises(RuntimeError, match=r"can't be used with this model: per-example norms .* 1 \(GRU\)"):
+            train()
+
+
 def test_examples_that_were_asked_for_are_not_replaced() -> None:
     adascale = reused("per_example")
     with pytest.raises(RuntimeError, match=r"noise='per_example' can't be used with this model: .* used elsewhere"):
         step(adascale, *batches()[0])
 
 
-def fails_on_one_worker() -> str:
+def fails_on_one_worker(overflows: bool) -> str:
     model = network()
     adascale = AdaScale(sgd(model), scale=SCALE, model=model, noise="per_example")
-    x, y = batches()[0]
-    loss = F.cross_entropy(DistributedDataParallel(model)(x), y)
-    if dist.get_rank() == 1:
-        loss = loss + F.linear(x[:, :6], model[0].weight).square().mean()  # type: ignore[index, arg-type]
+    wrapped, (x, y) = DistributedDataParallel(model), batches()[0]
     try:
-        loss.backward()
-        adascale.step()
+        for factor in (torch.inf, 1.0) if overflows else (1.0,):
+            loss = F.cross_entropy(wrapped(x), y)
+            if dist.get_rank() == 1:
+                loss = (loss + F.linear(x[:, :6], model[0].weight).square().mean()) * factor  # type: ignore[index, arg-type]
+            loss.backward()
+            adascale.step()
+            adascale.zero_grad()
     except RuntimeError as error:
         return str(error)
     return ""
 
 
-def test_all_workers_fail_where_one_can_not_measure(pool: Callable[[int], ProcessPool]) -> None:
-    first, second = pool(2).run(fails_on_one_worker)
+@pytest.mark.parametrize("overflows", [False, True])
+def test_all_workers_fail_where_one_can_not_measure(overflows: bool, pool: Callable[[int], ProcessPool]) -> None:
+    first, second = pool(2).run(fails_on_one_worker, overflows)
     assert "another worker can't measure" in first
     assert "the gradient of 0.weight is not the one of its layer's calls" in second
 
@@ -372,6 +501,30 @@ def test_refusals(how: dict[str, Any], message: str) -> None:
     params = network() if model is None else model
     with pytest.raises(ValueError, match=message):
         AdaScale(torch.optim.SGD(params.parameters(), lr=0.1), scale=8.0, **{"model": model, **how})
+
+
+def on_padded_batches() -> tuple[int, list[float]]:
+    """Train on sequences whose length is this worker's own; return ``every`` and σ² of each step."""
+    rank = dist.get_rank()
+    model = nn.Sequential(nn.Embedding(50, 64), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.01), scale=4.0, model=model, noise="per_example")
+    wrapped, tokens = DistributedDataParallel(model), torch.randint(50, (8, 24 if rank == 0 else 40))
+    sigma2 = []
+    for _ in range(14):
+        wrapped(tokens).square().mean().backward()
+        adascale.step()
+        adascale.zero_grad()
+        sigma2.append(adascale.last_step.sigma2)
+    return adascale._statistics.examples.every, sigma2  # type: ignore[union-attr]
+
+
+def test_workers_with_batches_of_unequal_length_measure_the_same_steps(pool: Callable[[int], ProcessPool]) -> None:
+    first, second = pool(2).run(on_padded_batches)
+    assert first == second
+    every, sigma2 = first
+    assert every == 12  # alone they would choose 11 and 13
+    assert len(set(sigma2[:12])) == 1
+    assert sigma2[12] != sigma2[0]
 
 
 def test_the_density_follows_the_budget() -> None:

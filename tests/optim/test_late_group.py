@@ -101,6 +101,8 @@ def _worker(rank: int, folder: str) -> None:
     backward(stepped_model, _data(1, 0))
     stepped.step()
     told_model, told = _built({"world_size": 1}, _nothing)
+    pair_model, pair = _built({"world_size": 2}, _nothing)
+    trio_model, trio = _built({"world_size": 3}, _nothing)
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     results = []
@@ -113,6 +115,10 @@ def _worker(rank: int, folder: str) -> None:
         sharded.step()
     with pytest.raises(RuntimeError, match=r"2 workers.*1 optimizer step .*alone.*init_process_group.*world_size=1"):
         stepped.step()
+    assert _trained(pair_model, pair, 1, rank) == _trained(*_built({}, _nothing), 1, rank)
+    with pytest.raises(RuntimeError, match=r"built with world_size=3, and the process group has 2 workers"):
+        backward(trio_model, _data(1, 0))
+    assert trio.scale == 3.0
     backward(told_model, _data(1, 0))
     told.step()  # it was told that it is alone
     assert (told.scale, told.num_samples) == (1.0, 1)
