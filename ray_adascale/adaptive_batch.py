@@ -401,20 +401,25 @@ def _speed(policy: BatchPolicy, plan: BatchPlan, sigma2: float, mu2: float) -> f
 
 
 def max_useful_workers(speedup: Callable[[int], float], most: int) -> int | None:
-    """Return the largest number of workers at which the last ones added still add ``PAYS · speedup(1)`` each.
+    """Return the largest number of workers at which the last ones added still add a share of the first one's speed each.
 
     The increase is averaged over up to twice as many workers: with a fixed batch, three workers may need as many passes as two.
     The number is exact up to 64 workers and to a sixteenth above them. It is None where even ``most`` workers are useful.
-    If one worker can't make a batch, the smallest number that can counts, and each of its workers as an equal share.
+    The share is ``PAYS · speedup(k) / k``, with k the fewest workers that can make a batch, usually 1.
 
     Args:
         speedup: Speed by the number of workers, in any unit; 0 for workers that can't make a batch.
         most: Largest number of workers to try.
+
+    Raises:
+        ValueError: No number of workers can make a batch.
     """
     tried = list(range(1, min(64, most) + 1))
     while tried[-1] < most:
         tried.append(tried[-1] + tried[-1] // 16)
-    here = next(k for k in tried if speedup(k) > 0)
+    here = next((k for k in tried if speedup(k) > 0), 0)
+    if here == 0:
+        raise ValueError(f"No number of workers up to {most} can make a batch. Change the bounds of the batch.")
     share = PAYS * speedup(here) / here
     while here <= most:
         more = (k for k in tried if here < k <= 2 * here and speedup(k) - speedup(here) >= share * (k - here))

@@ -294,7 +294,9 @@ class ScheduledBatch(BatchPolicy):
         return self.limits.largest_pass(max(batches.sizes), world_size, self._fewest(world_size, batches))
 
     def plan_at(self, world_size: int, sigma2: float, mu2: float, batch: int) -> BatchPlan:
-        fewest = self._fewest(world_size, self.schedule.batches(self.limits.base_batch_size))
+        batches = self.schedule.batches(self.limits.base_batch_size)
+        fewest = self._fewest(world_size, batches)
+        self.limits.smallest(world_size, fewest, batch_schedule=str(batches))  # refuses bounds that leave no batch
         return self.limits.bounded_plan(batch, world_size, fewest)
 
 

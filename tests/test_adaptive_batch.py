@@ -575,6 +575,8 @@ def test_where_one_worker_cannot_make_a_batch_the_fewest_that_can_set_the_share(
     # Four workers with a speed of 4 are 1 each, so the fifth pays with 0.6 and the sixth does not with 0.1.
     speeds = {4: 4.0, 5: 4.6}
     assert max_useful_workers(lambda k: 0.0 if k < 4 else speeds.get(k, 4.7), 64) == 5
+    with pytest.raises(ValueError, match="No number of workers up to 64 can make a batch"):
+        max_useful_workers(lambda k: 0.0, 64)
 
 
 def test_a_recipes_noise_tells_from_when_on_more_workers_pay(caplog: pytest.LogCaptureFixture) -> None:

@@ -170,6 +170,17 @@ def test_useful_workers_are_those_that_the_present_batch_has_passes_for() -> Non
     policy = AdaScaleConfig(base_batch_size=8, batch_schedule="0:8,10:64").batch_policy
     assert useful_workers(policy, 3.0, 1.0, batch=64, most=32) == 8
     assert useful_workers(policy, 3.0, 1.0, batch=8, most=32) == 2  # one worker makes two passes of 8 examples
+    # Passes of 4 and at most 16 examples: more than four workers can't make a batch.
+    bounded = AdaScaleConfig(
+        base_batch_size=8,
+        batch_schedule="0:8,10:16",
+        per_worker_batch_size=4,
+        min_examples_per_worker=4,
+        max_global_batch_size=16,
+    ).batch_policy
+    assert useful_workers(bounded, 3.0, 1.0, batch=16, most=8) == 4
+    with pytest.raises(ValueError, match="leave no batch on 8 workers"):
+        bounded.plan_at(8, 3.0, 1.0, 16)
 
 
 # ---- Seesaw ----------------------------------------------------------------------------------------------------------

@@ -262,7 +262,7 @@ def forecast_recipe(
         return found, statistics.fmean(_step_time(throughput, plan) for plan in plans)
 
     def speedup(k: int, edge: str = "expected") -> float:
-        """Return the speed relative to the base run; 0 for workers that can't make a batch, if they were not asked for."""
+        """Return the speed relative to the base run; 0 if these workers can't make a batch."""
         try:
             found, step_s = roughly(k)
         except SettingError:
@@ -270,11 +270,11 @@ def forecast_recipe(
         steps = {"expected": found.expected.exact_steps, "low": found.low, "high": found.high}[edge]
         return base / (steps * step_s)
 
+    asked = [(k, *run_on(k)) for k in ks]  # first, since it refuses numbers that can't make a batch
     pays = [max_useful_workers(functools.partial(speedup, edge=edge), _MOST) for edge in ("expected", "low", "high")]
     pays_up_to, fewest, *_, most = pays[0], *sorted(pays, key=lambda k: math.inf if k is None else k)
     rows: list[ForecastRow] = []
-    for k in ks:
-        found, step_s = run_on(k)
+    for k, found, step_s in asked:
         expected = found.expected
         plan = expected.plans[-1] if expected.plans else policy.plan(k)
         batch = expected.mean_batch if expected.plans else plan.global_batch_size

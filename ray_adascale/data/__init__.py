@@ -81,7 +81,7 @@ def make_source(
             collate_fn=collate_fn,
             num_workers=num_workers,
             pin_memory=pin_memory,
-            # Examples that loader processes draw at random would be the same on all workers: gradients without any noise.
+            # Without the rank, examples drawn at random in loader processes would be equal on all workers: no noise at all.
             generator=loader_generator(order.seed, split.rank),
         )
     elif collate_fn is not None:

@@ -332,6 +332,6 @@ def loader_generator(seed: int, *parts: int) -> torch.Generator:
 
     Args:
         seed: Seed of the run.
-        parts: What else tells this loader from others of the run.
+        parts: Further numbers of the seed, such as the rank.
     """
     return torch.Generator().manual_seed(stable_seed("loader", seed, *parts))

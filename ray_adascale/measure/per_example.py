@@ -137,6 +137,9 @@ class ExampleNorms:
         model: The model, or one that wraps it for data parallelism.
         groups: The parameters to measure, by parameter group. Those that are frozen when :meth:`begin` is called are left out.
 
+    Attributes:
+        trainable: Whether each parameter was trainable at the last :meth:`begin`; the measured ones were.
+
     Raises:
         ValueError: A parameter is not covered; :func:`not_covered` names it.
     """
@@ -155,7 +158,7 @@ class ExampleNorms:
 
     def _find_layers(self) -> None:
         """Find the layers of the parameters that are trainable now."""
-        self._trainable = self._trainable_now()
+        self.trainable = self._trainable_now()
         self._layers, problems = _layers(self._model, self._params)
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         what = f"per-example norms are not available for {', '.join(problems[:3])}{more}"
@@ -169,7 +172,7 @@ class ExampleNorms:
     @property
     def changed(self) -> bool:
         """Whether other parameters are trainable than those that are measured. The next :meth:`begin` measures these."""
-        return self._trainable != self._trainable_now()
+        return self.trainable != self._trainable_now()
 
     def _reset(self) -> None:
         self._sums: list[tuple[int, Tensor]] = []

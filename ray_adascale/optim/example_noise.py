@@ -81,7 +81,7 @@ class ExampleSums:
         sq_norms: Σ_e of the squared norms as measured, per group, float64.
         examples: B; float64, 0-dim.
         cost: Σ over workers of :attr:`MeasuredPasses.cost`; float64, 0-dim.
-        doubts: Workers that could not compare, see :attr:`MeasuredPasses.doubtful`; float64, 0-dim.
+        doubts: Workers whose passes are :attr:`MeasuredPasses.doubtful`; float64, 0-dim.
         problems: Workers that could not measure; float64, 0-dim.
     """
 
@@ -152,7 +152,7 @@ class ExampleNoise:
     def begin_step(self) -> None:
         """Begin a step, before its first forward pass. A step that was begun without a backward pass begins anew."""
         self._forget_other_parameters()
-        if self._step % self.every == 0 or not self.confirmed:
+        if self._step % self.every == 0 or not self.confirmed or self._held is None:
             self._norms.begin(verify=not self._verified)
         else:
             self._norms.cancel()
@@ -185,8 +185,8 @@ class ExampleNoise:
     def settle(self, sums: ExampleSums, workers: int) -> bool:
         """Return False if a measured step shows that the model is not covered; waits for the device.
 
-        If it shows that the model is covered, the step :attr:`confirmed` that, and :attr:`every` is chosen. A step that overflows
-        shows nothing. The workers decide by the sums, and so alike: their layers' shapes may differ, as with batches that are
+        If the step shows that the model is covered, set :attr:`confirmed` and choose :attr:`every`. A step with an overflow
+        decides neither. The workers decide by the sums, and so alike: their layers' shapes may differ, as with batches that are
         padded to their longest example, and only one of them may overflow. If ``every`` differed, so would the sizes of their
         all-reduces.
 
@@ -231,11 +231,15 @@ class ExampleNoise:
         counts = {"examples_step": torch.tensor(self._step), "examples_every": torch.tensor(self.every)}
         if self._held is None or not self.confirmed:
             return counts
-        return {**counts, "examples_sigma2": self._held.detach().cpu().clone()}
+        trainable = torch.tensor(self._norms.trainable)
+        return {**counts, "examples_sigma2": self._held.detach().cpu().clone(), "examples_trainable": trainable}
 
     def load(self, state: dict[str, Tensor], device: torch.device) -> None:
-        """Load a :meth:`state`; without one in ``state``, start afresh."""
-        held = state.get("examples_sigma2")
+        """Load a :meth:`state`; without one in ``state``, start afresh. σ² of other trainable parameters is left out."""
+        self._norms.begin()
+        held, trainable = state.get("examples_sigma2"), state.get("examples_trainable")
+        if trainable is not None and trainable.tolist() != self._norms.trainable:
+            held = None
         self._held = None if held is None else held.to(device, torch.float64, copy=True)
         self._step = int(state["examples_step"]) if "examples_step" in state else 0
         self.every = int(state["examples_every"]) if "examples_every" in state else 1

@@ -59,7 +59,7 @@ class PreviousGradient:
         return torch.stack(sums[0]), torch.stack(sums[1])
 
     def state(self) -> dict[str, Tensor]:
-        """Return copies on the CPU; an empty dict if the gradient was not finite."""
+        """Return copies on the CPU; an empty dict if the gradient was not finite, or no parameter had one."""
         if not self.finite:
             return {}
         kept = {f"previous_gradient.{i}": t.cpu().clone() for i, t in enumerate(self.tensors) if t is not None}

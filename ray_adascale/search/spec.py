@@ -186,9 +186,9 @@ class SearchSpec:
             write_json(path, description)
             return False
         for key, now in description.items():
-            if before.get(key) != now:
+            if key in before and before[key] != now:
                 raise ValueError(
-                    f"Invalid {key}={now!r}: the search in {folder} was started with {before.get(key)!r}. Restore it to "
+                    f"Invalid {key}={now!r}: the search in {folder} was started with {before[key]!r}. Restore it to "
                     "continue, or choose another name."
                 )
         return True

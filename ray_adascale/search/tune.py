@@ -266,10 +266,16 @@ class _Search:
         """Return the plan of the repeats that an earlier start of this search has made; None without one.
 
         Raises:
-            ValueError: It was made for other numbers of repeats.
+            ValueError: It was made for other numbers of repeats, or by another search.
         """
-        spec, where = self.spec, self._repeats
-        return RepeatPlan.read(_folder(where), repeats=spec.repeats, repeat_best=spec.repeat_best)
+        spec, folder = self.spec, _folder(self._repeats)
+        plan = RepeatPlan.read(folder, repeats=spec.repeats, repeat_best=spec.repeat_best)
+        if plan is not None and not self.earlier:
+            raise ValueError(
+                f"The repeats in {folder} are those of another search, whose own folder is gone. Delete that folder, or choose "
+                "another name."
+            )
+        return plan
 
     def new_plan(self, ranked: list[Finished]) -> RepeatPlan:
         """Return the plan of the repeats of the best of these trials, which are best first. Writes its file."""

@@ -221,6 +221,8 @@ def test_what_makes_an_interval_wide_is_said() -> None:
         ({"config": AdaScaleConfig(rule=AdamScale())}, "no forecast for it"),
         ({"config": AdaScaleConfig(base_batch_size=4)}, "base_batch_size=4.: the recipe says 8"),
         ({"cost_per_worker_hour": -1, "throughput": MODEL}, "cost_per_worker_hour=-1"),
+        ({"config": AdaScaleConfig(global_batch_size=4)}, "global_batch_size=4.: smaller than base_batch_size=8"),
+        ({"config": AdaScaleConfig(target_efficiency=0.6, max_global_batch_size=4)}, "leave no batch on"),
     ],
 )
 def test_what_cannot_be_forecast(changes: dict[str, Any], message: str) -> None:

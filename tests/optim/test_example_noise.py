@@ -385,6 +385,21 @@ def test_a_run_that_was_saved_after_an_overflow_chooses_its_density_later() -> N
     assert second._statistics.examples.every > 1  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(("frozen", "keeps"), [(False, True), (True, False)])
+def test_a_state_keeps_its_noise_for_the_same_trainable_parameters(frozen: bool, keeps: bool) -> None:
+    """A client may unfreeze a layer between building the optimizer and loading its state."""
+    first, second = one_worker(every=3), one_worker(every=3)
+    second.network[0].requires_grad_(False)
+    second._statistics.examples.begin_step()  # type: ignore[union-attr]
+    for x, y in batches()[:2]:
+        step(first, x, y)
+    second.network[0].requires_grad_(not frozen)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    examples = second._statistics.examples
+    assert examples is not None
+    assert (examples.confirmed, examples.measuring) == (keeps, not keeps)  # the third step is not a multiple of `every`
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("trainable", [[(0, 1), (0,)], [(0,), (0, 1)], [(0,), (1,)]], ids=str)

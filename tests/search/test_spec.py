@@ -130,6 +130,11 @@ def test_a_search_goes_on_only_as_what_it_was_started_as(tmp_path: Path) -> None
     ):
         with pytest.raises(ValueError, match=told):
             spec(**({"param_space": space} | change)).started_before(folder)
+    # A file of an earlier release lacks what is compared since.
+    kept = json.loads((tmp_path / "mine" / "search.json").read_text())
+    del kept["evaluate_every"]
+    (tmp_path / "mine" / "search.json").write_text(json.dumps(kept))
+    assert spec(param_space=space, config=AdaScaleConfig(evaluate_every=50)).started_before(folder)
 
 
 def test_search_spaces_are_told_apart() -> None:

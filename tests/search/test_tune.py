@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import re
+import shutil
 import signal
 import threading
 from dataclasses import replace
@@ -733,6 +734,13 @@ def test_other_numbers_of_repeats_are_refused_for_a_continued_search(repeated_se
         repeated_search(repeats=4)
     with pytest.raises(ValueError, match=r"Invalid repeat_best=1: the repeats in \S+ were started with 2\. Restore it"):
         repeated_search(repeat_best=1)
+
+
+def test_repeats_of_a_search_whose_folder_is_gone_are_refused(repeated_search: Any, tmp_path: Path) -> None:
+    repeated_search()
+    shutil.rmtree(tmp_path / "mine")
+    with pytest.raises(ValueError, match=r"The repeats in \S+/mine-repeats are those of another search"):
+        repeated_search()
 
 
 def test_equal_trials_rank_alike_in_any_order() -> None:
