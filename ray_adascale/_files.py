@@ -67,7 +67,7 @@ def join(folder: str, name: str) -> str:
 
 
 def split(path: str) -> tuple[str, str]:
-    """Return the folder and the name of which :func:`join` makes this path."""
+    """Split a path from :func:`join` into folder and name."""
     if "://" not in path:
         folder, _, name = path.rstrip("/").rpartition("/")
         return folder or "/", name

@@ -401,7 +401,7 @@ def _speed(policy: BatchPolicy, plan: BatchPlan, sigma2: float, mu2: float) -> f
 
 
 def max_useful_workers(speedup: Callable[[int], float], most: int) -> int | None:
-    """Return the largest number of workers at which the last ones added still add a share of the first one's speed each.
+    """Return the largest useful number of workers: each of the last ones still adds a share of the first one's speed.
 
     The increase is averaged over up to twice as many workers: with a fixed batch, three workers may need as many passes as two.
     The number is exact up to 64 workers and to a sixteenth above them. It is None where even ``most`` workers are useful.

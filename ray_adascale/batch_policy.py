@@ -360,7 +360,7 @@ class BatchPolicy(Protocol):
         return self
 
     def plan_at(self, world_size: int, sigma2: float, mu2: float, batch: int) -> BatchPlan:
-        """Return the batch of this number of workers at a noise, within a run.
+        """Return the batch that this number of workers makes at a given noise.
 
         Args:
             world_size: Workers.

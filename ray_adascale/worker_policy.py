@@ -58,7 +58,7 @@ _WIDEST = 1e3
 _TYPICAL = 2.0, 30.0
 """ν at the beginning of a typical base run, and its growth until the end. It is what six recorded runs have in common."""
 _NEVER = 1e100
-"""Seconds that stand for never, small enough for sums and products."""
+"""Seconds of a step that workers can't make. Sums and products of it are finite."""
 _RESTARTS = 100.0
 """Length of a run in restarts, where the seconds of its steps are not known yet."""
 _EXACT = 8

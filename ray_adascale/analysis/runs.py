@@ -67,12 +67,12 @@ class RunTrace:
 
     @property
     def whole_steps(self) -> RunTrace:
-        """The run without the steps that had fewer passes than declared, as the last one of a client's epoch may have."""
+        """The run without its short steps, which had fewer passes than declared. They occur at the end of a client's epochs."""
         return replace(self, rows=[row for row in self.rows if not row.get(SHORT_STEP)] or self.rows)
 
     @property
     def steps_by_row(self) -> np.ndarray:
-        """The optimizer steps that each row stands for, shape (rows,): more than 1 where a long trace has left rows out."""
+        """Number of optimizer steps of each row, shape (rows,). It is above 1 in the part of a long trace that was thinned."""
         steps = self.column("optimizer_steps")
         counts: np.ndarray = np.diff(steps, prepend=steps[0] - 1)
         return counts

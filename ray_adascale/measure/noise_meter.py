@@ -39,7 +39,7 @@ class NoiseMeter:
 
     Args:
         model: The model, also wrapped by ``DistributedDataParallel`` or sharded with ``fully_shard``.
-        parameters: Parameters to measure. Default: all of the model. Frozen ones are left out, while they are frozen.
+        parameters: Parameters to measure. Default: all of the model. Frozen ones are left out.
         every: Steps from one measurement to the next.
         window: Width of the moving average, in measurements.
         process_group: Workers that share the batch. Default: the default group, if there is one.

@@ -113,9 +113,9 @@ class MeasuredPasses:
             a pass is the mean over its m examples. The factor and the loss scale that a loss carried are in it.
         examples: Examples of all passes, as the layers saw them.
         problem: Why the numbers are not valid; None if they are.
-        doubtful: Whether the passes don't show that the numbers are right: a comparison with the gradients was due, and they
-            are not finite; or other parameters were made trainable since :meth:`ExampleNorms.begin`; or an exception ended
-            one of several passes.
+        doubtful: Whether the numbers may be wrong without a fault of the model. There are three causes. A comparison with the
+            gradients was due, and they are not finite. Other parameters are trainable than at :meth:`ExampleNorms.begin`. Or an
+            exception ended one of several passes.
         cost: Estimate of the time that measuring added, as a share of that of the passes, from the shapes of the layers.
     """
 
@@ -177,9 +177,11 @@ class ExampleNorms:
     def _reset(self) -> None:
         self._sums: list[tuple[int, Tensor]] = []
         self._problem: str | None = None
-        # As in an observer's pass: autograd drops the callback of the end where an exception ends the pass.
+        # Autograd drops this callback if an exception ends the pass, so a dead reference shows an interrupted pass.
         self._pass_end: weakref.ref[Callable[[], None]] | None = None
-        self._lost = False  # whether a pass that an exception ended took earlier ones of the step with it
+        self._lost = (
+            False  # whether the norms of earlier passes of the step were cleared with those of an interrupted pass
+        )
         self._rows: int | None = None  # m of the pass, as the layers see it
         self._examples = 0
         self._extra, self._forward = 0.0, 0.0  # multiplications
@@ -223,7 +225,7 @@ class ExampleNorms:
             self._find_layers()
         self._measuring, self._verify = True, verify
         if self._uncovered is not None:
-            return  # and `end` says so
+            return  # `end` reports it
         for layer in self._layers:
             self._handles.append(layer.module.register_forward_hook(self._forward_hook(layer)))
             if verify:
@@ -237,7 +239,7 @@ class ExampleNorms:
             self._end_pass()  # the gradients are complete, but this is called before the engine's end of the pass
         problem, doubtful = self._uncovered or self._problem, self.changed or self._lost or self._interrupted
         if doubtful:
-            problem = None  # what was seen is of another set of parameters, or of a part of the step
+            problem = None  # it may be one of other parameters, or of a part of the step
         elif problem is None and not self._sums:
             problem = "no layer was called by the forward pass of its module"
         elif problem is None and self._verify:

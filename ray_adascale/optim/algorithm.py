@@ -156,7 +156,7 @@ class AdaScaleAlgorithm:
             return
         clock = self.last.effective_steps
         betas, groups, gains = betas_of(self.rule), self._optimizer.param_groups, readout.gains
-        # For each group also where there is one gain: a rule may have a factor for each.
+        # Even with one gain, a rule may have another factor for each group.
         answers = [self._apply_rule(gains[i % len(gains)], scale, i) for i in range(len(groups))]
         factor, increment = self._apply_rule(readout.gain, scale, None)
         increments = [c for _, c in answers]

@@ -133,7 +133,7 @@ class DeviceArithmetic:
         total = sample[:2].reshape(-1) if gains == 1 else sample[:2].sum(1)
         use = finite
         if not gathered.seen_here:
-            # Gradients that were set by hand or left from the step before, if no other worker saw passes either.
+            # If no worker saw passes, the gradients were set by hand, or are those of the step before.
             seen = numbers["complete"][0] > 0
             use, total = finite & seen, total.masked_fill(~seen, math.nan)
         averages = self._averages
@@ -143,7 +143,8 @@ class DeviceArithmetic:
             .update_packed(torch.maximum(sample, constants.floor), averages.decay(shape, previous_gain), use=use)
         )
         parts = constants.gain @ after.packed
-        if gains > 1:  # and of the whole: averages add up, not totals, whose weights differ if a group was added later
+        if gains > 1:
+            # The whole has the sum of the groups' averages. Their totals have unequal weights if a group was added later.
             whole = (parts / after.packed[2]).nan_to_num_(0.0).sum(1, keepdim=True)  # 0/0 of a group without a sample
             parts = torch.cat([parts, whole], dim=1)
         excess = (parts[0] / parts[1]).nan_to_num_(0.0)  # 0/0 without noise and signal: r = 1

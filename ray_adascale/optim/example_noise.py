@@ -146,7 +146,7 @@ class ExampleNoise:
 
     @property
     def settled(self) -> bool:
-        """Whether it is known that the model is covered, also in this process, so that no step needs :meth:`settle`."""
+        """Whether the model was shown to be covered, in this process too. Then no step needs :meth:`settle`."""
         return self.confirmed and self._verified
 
     def begin_step(self) -> None:
@@ -167,7 +167,7 @@ class ExampleNoise:
         self._norms.cancel()
 
     def _forget_other_parameters(self) -> None:
-        """Forget what was found out, if parameters were frozen or unfrozen since: σ² is that of other parameters."""
+        """Drop σ² and the confirmation if parameters were frozen or unfrozen: both are of other parameters."""
         if self._norms.changed:
             self._held, self.confirmed, self._verified = None, False, self._incomparable
 
@@ -235,7 +235,7 @@ class ExampleNoise:
         return {**counts, "examples_sigma2": self._held.detach().cpu().clone(), "examples_trainable": trainable}
 
     def load(self, state: dict[str, Tensor], device: torch.device) -> None:
-        """Load a :meth:`state`; without one in ``state``, start afresh. σ² of other trainable parameters is left out."""
+        """Load a :meth:`state`; without one in ``state``, start afresh. σ² is loaded if the same parameters are trainable."""
         self._norms.begin()
         held, trainable = state.get("examples_sigma2"), state.get("examples_trainable")
         if trainable is not None and trainable.tolist() != self._norms.trainable:

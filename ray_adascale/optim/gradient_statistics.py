@@ -473,7 +473,7 @@ class GradientStatistics:
         numbers = numbers.between(before, after)
         examples = self._covered_examples(numbers.part("examples"))
         if not observer.complete:
-            self.previous = None  # it is of other parameters than the gradients to come
+            self.previous = None  # the next gradient has other parameters
         elif examples is not None or shape.num_samples > 1:
             pass
         elif shape != self.declared:
@@ -524,7 +524,7 @@ class GradientStatistics:
         """Return a sample without moments, of gradients that no observer watched: at n = 1 and S = 1, or after :meth:`unhook`."""
         device, grads = self.device, self.step_gradients()
         if grads and self.observer is not None:
-            self.attach()  # all parameters that were watched may be frozen, and others unfrozen in their place
+            self.attach()  # the watched parameters may all be frozen now, and others trainable
         finite = all_finite(grads, device) if grads else torch.ones((), dtype=torch.bool, device=device)
         if self.workers.reduce and (has_sharded_gradients(self._optimizer) or has_dtensors(self._optimizer)):
             # Each worker has seen its shards only; all of them must skip the step, or none.

@@ -14,11 +14,11 @@ __all__ = ["StepEnd", "StepResult", "StepShape", "checked_count"]
 
 
 def checked_count(name: str, count: Any) -> int:
-    """Return a user's number of things that a step consists of, as an int. NumPy's integers are accepted, bools are not.
+    """Return a count of passes or workers as an int. NumPy's integers are accepted, bools are not.
 
     Args:
-        name: The number's name in the error.
-        count: The number.
+        name: Name of the setting, for the error.
+        count: The user's value.
 
     Raises:
         ValueError: It is no integer, or less than 1.

@@ -97,7 +97,7 @@ class Evaluation(Stage):
     def _reason(self) -> str:
         stop = self._early_stop
         assert stop is not None
-        # A worker whose own evaluations were all NaN has no best one. It must not fail, since the others wait for it.
+        # best is None on a worker whose evaluations were all NaN. An error here would leave the other workers waiting.
         than = "" if self.best is None else f" than {self.best:.4g}"
         return f"no better {stop.metric}{than} for {stop.patience:g} effective steps"
 

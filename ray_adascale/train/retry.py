@@ -95,7 +95,7 @@ def whole_failure(error: BaseException) -> str:
 
 
 def _in_a_sentence(failures: Mapping[int, Exception]) -> str:
-    """Return the failure that best explains these, without the user's lines."""
+    """Return a sentence about the failure that explains the others, without lines of the user's code."""
     return failure_in_words(ray.train.WorkerGroupError("", dict(failures)), lines=False).rstrip(".") + "."
 
 

@@ -359,8 +359,8 @@ class WorkerFollower:
     def revert(self, why: str) -> bool:
         """Return to the number before the last change, if the run has failed before the first step after it.
 
-        The number that failed is not asked for again, nor is one beyond it. If the workers of the old number failed before they
-        stopped for the change, the new number has not been tried: the run starts with it.
+        After a failed increase the run asks for no more than the old number; after a failed decrease, for no fewer. If the old
+        workers failed before they stopped for the change, the new number was not tried, and the run starts with it.
 
         Args:
             why: The failure, for the log.

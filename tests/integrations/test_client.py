@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,28 @@ def test_a_base_run_is_probed_by_examples_where_the_model_is_covered(kind: str) 
     recipe = recorder.recipe({}, metric="loss", mode="min", score=0.0, workload=Offset)
     assert [probe.effective_steps for probe in recipe.noise] == [0, 2]
     assert recipe.search["noise"] == {"from": kind, "every": 2}
+
+
+@pytest.mark.parametrize("resumed_at", [0, 2])
+def test_a_recipe_of_a_resumed_run_warns_of_the_noise_that_it_lacks(resumed_at: int) -> None:
+    model = nn.Linear(3, 1)
+    config = AdaScaleConfig(base_batch_size=8, total_steps=4)
+    adascale, schedule = attach(model, torch.optim.SGD(model.parameters(), lr=0.1), None, config)
+    recorder = RecipeRecorder(lambda model, batch: model(batch).square().mean(), probe_every=2)
+    recorder.begin(schedule, config)
+    for step in range(4):
+        batch = torch.randn(8, 3)
+        if step >= resumed_at:  # an earlier process, with a recorder of its own, took the steps before
+            recorder.before_step(model, batch)
+        model(batch).square().mean().backward()
+        adascale.step()
+        adascale.zero_grad()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        recipe = recorder.recipe({}, metric="loss", mode="min", score=0.0, workload=Offset)
+    assert [probe.effective_steps for probe in recipe.noise] == [0, 2][resumed_at // 2 :]
+    told = ["before effective step 2 was not recorded" in str(each.message) for each in seen]
+    assert told == [True] * (resumed_at > 0)
 
 
 def test_a_client_decides_the_size_of_its_batches() -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from ray_adascale import AdaScaleConfig, Workload
+from ray_adascale import AdaScaleConfig, EarlyStop, LocalBackend, Workload
 from ray_adascale.recipe import NoiseProbe, Repeat
 from ray_adascale.run.base_noise import NoiseEvery, NoiseRecorder
 from ray_adascale.run.base_run import BaseResult, base_config, freeze, kept_settings, record_recipe, train_base
@@ -91,6 +93,20 @@ OUTCOME = BaseResult(
     ),
     noise=[NoiseProbe(effective_steps=20, sigma2=3.0, mu2=-1.0)],
 )
+
+
+def test_a_base_run_is_trained_to_its_end_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"base_batch_size": 8, "total_steps": 6}
+    hyperparameters = {"total_steps": 6}
+    first = record_recipe(
+        regression, hyperparameters, **given, probe_every=2, backend=LocalBackend(tmp_path, device="cpu")
+    )
+    assert [probe.effective_steps for probe in first.noise] == [0, 2, 4]
+    # A second call would find the ended run, take no step, and return a recipe without noise.
+    with pytest.raises(ValueError, match=r"Invalid backend: its folder has a run at effective step 6"):
+        record_recipe(regression, hyperparameters, **given, backend=LocalBackend(tmp_path, device="cpu"))
+    with pytest.raises(ValueError, match=r"early_stop=.*a base run is trained to T"):
+        record_recipe(regression, hyperparameters, **given, config=AdaScaleConfig(early_stop=EarlyStop(patience=2)))
 
 
 def test_an_outcome_reaches_another_process_as_it_was() -> None:
