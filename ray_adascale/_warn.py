@@ -8,8 +8,9 @@ import warnings
 from types import FrameType
 
 import torch
+import torch.distributed as dist
 
-__all__ = ["warn_at_user"]
+__all__ = ["warn_at_user", "warn_on_first_worker"]
 
 # torch's decorators, hooks and schedulers call this package, so their frames lie between the user's line and ours.
 _NOT_THE_USERS = tuple(os.path.dirname(os.path.abspath(file)) + os.sep for file in (__file__, torch.__file__))
@@ -24,3 +25,9 @@ def warn_at_user(message: str, category: type[Warning] = UserWarning) -> None:
             break
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level + 1)
+
+
+def warn_on_first_worker(message: str) -> None:
+    """Warn at the user's line, on rank 0 alone. For what all workers see alike."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
+        warn_at_user(message)

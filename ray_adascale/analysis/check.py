@@ -15,6 +15,7 @@ from ..config import AdaScaleConfig
 from ..measure.probe import examples_of, halves_of
 from ..recipe import Recipe
 from ..run.backend import LocalBackend
+from ..run.evaluation import in_eval_mode
 from ..run.failure import annotate_exceptions, lines_of, place_of
 from ..run.loop import Run
 from ..workload import Workload, WorkloadFn, build, unread_warning
@@ -128,14 +129,11 @@ def _sum_doubt(run: Run, built: Workload, examples: Any) -> list[Finding]:
     if halves is None:
         return []
     (first, m1), (second, m2) = halves
-    run.module.eval()  # dropout would draw other numbers for the halves
     try:
-        with torch.no_grad():
+        with in_eval_mode(run.module), torch.no_grad():  # dropout would draw other numbers for the halves
             whole, one, two = (float(built.loss_fn(run.model, part).detach()) for part in (examples, first, second))
     except Exception:  # some models have a loss in train mode only
         return []
-    finally:
-        run.module.train()
     mean = (m1 * one + m2 * two) / (m1 + m2)
     if not abs(whole - (one + two)) < 0.01 * abs(whole) < 0.1 * abs(whole - mean):
         return []

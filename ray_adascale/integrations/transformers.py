@@ -20,6 +20,7 @@ from ..config import AdaScaleConfig
 from ..optim.adascale import AdaScale
 from ..recipe import Recipe
 from ..run.attach import attach
+from ..run.evaluation import in_eval_mode
 from ..run.tau_schedule import TauSchedule
 from .client import RecipeRecorder, StepLog, StepsToGo, follow_batch, with_clients_batch
 
@@ -271,16 +272,9 @@ class AdaScaleMixin(_Base):
         """
         if self.accelerator.num_processes * self.args.gradient_accumulation_steps == 1:
             return True  # a mean over the pass is the mean over the step
-        training = model.training
-        model.eval()
-        try:
-            with torch.no_grad(), self.compute_loss_context_manager():
-                given = self._prepare_inputs(inputs)
-                one, other = (
-                    float(self.compute_loss(model, {**given}, num_items_in_batch=n)) for n in (items, 2 * items)
-                )
-        finally:
-            model.train(training)
+        with in_eval_mode(model), torch.no_grad(), self.compute_loss_context_manager():
+            given = self._prepare_inputs(inputs)
+            one, other = (float(self.compute_loss(model, {**given}, num_items_in_batch=n)) for n in (items, 2 * items))
         shows = math.isfinite(one) and one != 0  # not where no token of the pass counts
         own = torch.tensor([int(shows and abs(one - other) > 1e-3 * abs(one)), int(shows)], device=self.args.device)
         uses, seen = self.accelerator.gather(own).view(-1, 2).sum(0).tolist()

@@ -21,7 +21,7 @@ from .gradient_statistics import GradientStatistics
 from .rules import AdaScaleRule, ScalingRule
 from .step_shape import StepEnd, StepResult, StepShape, checked_count
 from .workers import Workers
-from .wrapper import OptimizerWrapper
+from .wrapper import OptimizerWrapper, check_parameters
 
 __all__ = ["AdaScale"]
 
@@ -112,6 +112,8 @@ class AdaScale(OptimizerWrapper):
         noise_budget: float = 0.05,
     ) -> None:
         super().__init__(optimizer)
+        if model is not None:
+            check_parameters(model, optimizer)
         check_averaging(clip, smoothing, averaging_window, total_steps, variance_floor)
         passes = checked_count("num_gradients_to_accumulate", num_gradients_to_accumulate)
         if base_batch_size is not None or batch_size is not None:

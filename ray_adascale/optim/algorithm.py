@@ -178,16 +178,35 @@ class AdaScaleAlgorithm:
         )
 
     def _step_inner(self, factors: Sequence[float] | Sequence[Tensor], scale: float) -> None:
-        """Step the wrapped optimizer with the LR of each group times its factor."""
+        """Step the wrapped optimizer with the LR of each group times its factor.
+
+        Raises:
+            RuntimeError: The optimizer or one of its hooks has set another LR in a step with S ≠ 1.
+        """
         groups = self._optimizer.param_groups
         lrs = [group["lr"] for group in groups]
+        scaled = [_scaled(lr, factors[i % len(factors)], scale) for i, lr in enumerate(lrs)]
+        for group, lr in zip(groups, scaled, strict=True):
+            group["lr"] = lr
+        after = scaled
         try:
-            for i, group in enumerate(groups):
-                group["lr"] = _scaled(lrs[i], factors[i % len(factors)], scale)
             self._optimizer.step()
+            after = [group["lr"] for group in groups]
         finally:
             for group, lr in zip(groups, lrs, strict=True):
                 group["lr"] = lr
+        moved = [i for i, (lr, own) in enumerate(zip(after, scaled, strict=True)) if lr is not own and lr != own]
+        if not moved:
+            return
+        if scale != 1:
+            i = moved[0]
+            raise RuntimeError(
+                f"{type(self._inner).__name__}.step(), or a hook on it, has set lr={float(after[i]):g} in parameter group {i} in "
+                f"place of lr · r = {float(scaled[i]):g}: this step or the next would have an LR without the gain. Set the "
+                "LR by a torch.optim.lr_scheduler, such as LambdaLR."
+            )
+        for i in moved:  # as the plain optimizer does
+            groups[i]["lr"] = after[i]
 
     def skip(self) -> None:
         """End a step without taking it: weights, averages and τ stay.

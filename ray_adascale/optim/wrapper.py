@@ -7,13 +7,14 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from .._torch import is_dtensor
 from ..chain import SEVERAL_OPTIMIZERS, needs_closure, parts_of
 from ..sharding.oss import OSS
 
-__all__ = ["OptimizerWrapper"]
+__all__ = ["OptimizerWrapper", "check_parameters"]
 
 # GradScaler looks for these on the optimizer that it steps. Forwarded from the wrapped optimizer, they would make it pass scaled
 # gradients; without them it unscales first and leaves out step() if a gradient is not finite.
@@ -84,6 +85,30 @@ class OptimizerWrapper(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         super().__setstate__({})
+
+
+def check_parameters(model: nn.Module, optimizer: Optimizer) -> None:
+    """Check that the optimizer has all trainable parameters of the model and no parameter of another model.
+
+    Raises:
+        ValueError: It has not.
+    """
+    own = {p: name for name, p in model.named_parameters()}
+    given = {p for group in optimizer.param_groups for p in group["params"]}
+    foreign = sum(p not in own for p in given)
+    if foreign:
+        raise ValueError(
+            f"{foreign} of the optimizer's {len(given)} parameters are not in the model, so steps would not train it. Build the "
+            "optimizer from model.parameters() after the model is final: after deepcopy, .to() of another kind of tensor, "
+            "replaced layers, and a compiled or sharded model."
+        )
+    left_out = [name for p, name in own.items() if p.requires_grad and p not in given]
+    if left_out:
+        few = ", ".join(map(repr, left_out[:3])) + (", ..." if len(left_out) > 3 else "")
+        raise ValueError(
+            f"{len(left_out)} trainable parameters of the model are in no parameter group: {few}. Give them to the optimizer, or "
+            "freeze what is not to be trained: part.requires_grad_(False)."
+        )
 
 
 def _check(optimizer: Optimizer) -> None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from .._errors import SettingError
 from .._torch import is_dtensor
-from .._warn import warn_at_user
+from .._warn import warn_on_first_worker
 from ..config import AUTO, AdaScaleConfig
 from ..optim.adascale import AdaScale
 from ..recipe import Recipe
@@ -106,9 +106,8 @@ def attach(
     if recipe is not None:
         check_recipe(recipe, base)
     check_rule(config, base.lr_curve)
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        for advice in check_schedule(scheduler, base):
-            warn_at_user(advice)
+    for advice in check_schedule(scheduler, base):
+        warn_on_first_worker(advice)
     return adascale, schedule
 
 

@@ -125,8 +125,8 @@ class _Examples(_Source):
         self._verified = True
         grads = [p.grad for p in _trained(self._run) if p.grad is not None]
         reduced = torch.stack([n.to(measured.sq_norms) for n in take_norms(grads)]).square().sum()
-        unscale = 1.0 if self._run.scaler is None else 1 / self._run.scaler.get_scale()
-        mean, reduced = measured.sq_norms.sum() * (size * unscale**2), reduced * unscale**2
+        unscale = 1.0 if self._run.scaler is None else 1 / self._run.scaler.get_scale()  # .grad is unscaled already
+        mean = measured.sq_norms.sum() * (size * unscale**2)
         sigma2, mu2 = torch.stack(gradient_moments(mean, reduced, scale=self._run.scale, count=size)).tolist()
         return sigma2, mu2
 

@@ -158,7 +158,6 @@ class BatchTrial:
         self._base = config.base_batch_size
         self.copied = sum(t.nbytes for t in [*model.parameters(), *model.buffers()] if t.device.type == device.type)
         module, self._guarded = _copies(model, optimizer)
-        module.train()
         for group in self._guarded.param_groups:  # the weights must stay finite over all trials
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
         # Measured steps need the most memory, so each step is measured. A rule may have a state, which the run's keeps.

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .._errors import SettingError
-from .._warn import warn_at_user
+from .._warn import warn_on_first_worker
 from ..batch_policy import BatchPlan
 from ..chain import SEVERAL_OPTIMIZERS
 from ..checkpoint.optimizer import parameter_names
@@ -22,6 +22,7 @@ from ..evidence import doubt, recipe_doubt
 from ..optim.adam_metric import adam_preconditioner
 from ..optim.adascale import AdaScale
 from ..optim.rules import make_rule, metric_of
+from ..optim.wrapper import check_parameters
 from ..recipe import Recipe
 from ..sharding.oss import OSS
 from ..sharding.partition import has_state
@@ -70,10 +71,10 @@ def check_built(model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig, 
         raise ValueError(
             f"Pass the bare optimizer: it is wrapped here, so {type(optimizer).__name__} would wrap it twice."
         )
+    check_parameters(model, optimizer)
     doubts = [doubt(make_rule(config.rule), optimizer), None if recipe is None else recipe_doubt(recipe, optimizer)]
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        for sentence in filter(None, doubts):
-            warn_at_user(sentence)
+    for sentence in filter(None, doubts):
+        warn_on_first_worker(sentence)
 
 
 def check_recipe(recipe: Recipe, schedule: BaseSchedule) -> None:

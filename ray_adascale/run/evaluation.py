@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,9 +12,21 @@ from torch import nn
 from ..config import EarlyStop
 from .step import BoundaryFlags, RunAtBoundary, Stage
 
-__all__ = ["Evaluation"]
+__all__ = ["Evaluation", "in_eval_mode"]
 
 _NOTHING = BoundaryFlags(0)
+
+
+@contextmanager
+def in_eval_mode(module: nn.Module) -> Iterator[None]:
+    """Put a module and all modules in it in eval mode. Restore the mode of each of them: a frozen part may stay in eval mode."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
 
 
 class Evaluation(Stage):
@@ -103,13 +116,8 @@ class Evaluation(Stage):
 
     def _run(self, run: RunAtBoundary) -> None:
         assert self._evaluate is not None
-        training = self._module.training
-        self._module.eval()
-        try:
-            with torch.no_grad():
-                metrics = self._evaluate(self._module)
-        finally:
-            self._module.train(training)
+        with in_eval_mode(self._module), torch.no_grad():
+            metrics = self._evaluate(self._module)
         if not isinstance(metrics, Mapping):
             raise TypeError(f"evaluate returned a {type(metrics).__name__}. It must return a dict of metrics by name.")
         stop = self._early_stop

@@ -277,7 +277,6 @@ class Run:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield micro-batches on the device until τ reaches T. Then evaluate, report and save for the last time."""
-        self.module.train()
         entered = time.monotonic()
         batches = iter(self.source)
         passes = self.parts.passes
@@ -347,6 +346,7 @@ class Run:
             return False
         if self.config.grad_clip is not None:
             passes.clip(self.config.grad_clip)
+        self.schedule.check()
         self._synchronize()  # read step k − 1, whose τ gives the LR of this step k
         self._taken = self._take_step(own)
         if self._must_synchronize():  # else step k is read as step k + 1 begins to step

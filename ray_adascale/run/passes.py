@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from .._warn import warn_on_first_worker
 from ..batch_policy import BatchPlan
 from ..data.source import MicroBatch
 from ..optim.adascale import AdaScale
@@ -69,10 +70,12 @@ class Passes:
         self._batch: MicroBatch | None = None
         self._weights: list[float] = []
         self._backward_done = False
-        self._unscaled = False
         self._stepping = False
         self._steps = 0
-        self._versions: list[int] | None = None
+        self._gradients: list[tuple[int, int] | None] | None = (
+            None  # after the last backward pass, until they are compared
+        )
+        self._warned_of_eval_mode = False
         self._no_sync, self._autocast = ExitStack(), ExitStack()  # each is open during a pass that needs it
 
     @property
@@ -145,6 +148,10 @@ class Passes:
             raise ValueError(
                 f"Invalid loss of shape {tuple(loss.shape)}. Must be a scalar: the mean over the examples."
             )
+        if batch.pass_index > 0:
+            self._check_gradients()
+        if not self._module.training:
+            self._check_mode()
         self._autocast.close()
         self.loss.add_(loss.detach(), alpha=batch.weight)
 
@@ -162,7 +169,9 @@ class Passes:
         loss.backward()
         self._backward_done = True
         if not batch.is_last and self._steps < _CHECKED_STEPS:
-            self._versions = self._gradient_versions()
+            self._gradients = self._gradient_versions()
+        if batch.is_last and self.scaler is not None:
+            self.scaler.unscale_(self._optimizer)  # here, so that the loop sees and clips the true gradient
         self._no_sync.close()
 
     def check_backward(self, caller: str) -> None:
@@ -178,21 +187,11 @@ class Passes:
             raise RuntimeError(caller)
 
     def ends_step(self) -> bool:
-        """Return whether the pass is the step's last. End the pass if it is not.
-
-        Raises:
-            RuntimeError: Gradients were changed after the backward pass, and more passes of the step follow.
-        """
+        """Return whether the pass is the step's last. End the pass if it is not."""
         assert self._batch is not None
         if self._batch.is_last:
             return True
-        if self._versions is not None and self._versions != self._gradient_versions():
-            raise RuntimeError(
-                "Gradients were changed between the passes of an optimizer step, as by clipping after each pass. The next "
-                "passes would add to changed gradients. Clip once a step: run.clip_grad_norm_(), which does nothing before "
-                "the last pass, or AdaScaleConfig(grad_clip=...)."
-            )
-        self._batch = self._versions = None
+        self._batch = None
         return False
 
     def clip(self, max_norm: float) -> Tensor:
@@ -201,9 +200,6 @@ class Passes:
         Returns:
             The norm before clipping, on the device.
         """
-        if self.scaler is not None and not self._unscaled:
-            self.scaler.unscale_(self._optimizer)
-            self._unscaled = True
         return self._optimizer.clip_grad_norm(max_norm)
 
     def step(self) -> None:
@@ -221,15 +217,51 @@ class Passes:
     def end_step(self) -> None:
         """Clear the gradients, and end the step and its last pass."""
         self._optimizer.zero_grad()
-        self._batch, self._unscaled = None, False
+        self._batch = None
         self._steps += 1
 
-    def _gradient_versions(self) -> list[int]:
-        """Return autograd's count of writes to each gradient. Does not wait for the device.
+    def _check_gradients(self) -> None:
+        """Check that the loop left the gradients of the step's earlier passes as they were.
+
+        Raises:
+            RuntimeError: It did not.
+        """
+        before, self._gradients = self._gradients, None
+        if before is None:
+            return
+        now = self._gradient_versions()
+        if now == before:
+            return
+        if any(then is not None and after is None for then, after in zip(before, now, strict=True)):
+            raise RuntimeError(
+                "Gradients were cleared between the passes of an optimizer step, so all micro-batches but the step's last would "
+                "be lost. Delete optimizer.zero_grad() or model.zero_grad() from the loop: run.step() clears the gradients after "
+                "each step."
+            )
+        raise RuntimeError(
+            "Gradients were changed between the passes of an optimizer step, and the next passes would add to changed "
+            "gradients. Delete optimizer.zero_grad() from the loop: run.step() clears the gradients. Clip once a step: "
+            "run.clip_grad_norm_(), which does nothing before the last pass, or AdaScaleConfig(grad_clip=...)."
+        )
+
+    def _gradient_versions(self) -> list[tuple[int, int] | None]:
+        """Return the identity of each gradient, with autograd's count of writes to it. Does not wait for the device.
 
         The counter has no public name. A test fails if it moves.
         """
-        return [p.grad._version for p in self._module.parameters() if p.grad is not None]
+        return [None if p.grad is None else (id(p.grad), p.grad._version) for p in self._module.parameters()]
+
+    def _check_mode(self) -> None:
+        """Warn once if all modules of the model are in eval mode. A model with a part in train mode was set so on purpose."""
+        if self._warned_of_eval_mode or any(part.training for part in self._module.modules()):
+            return
+        self._warned_of_eval_mode = True
+        warn_on_first_worker(
+            f"All modules of the model are in eval mode in step {self._steps + 1} of this start: dropout is off, and batch norm "
+            "uses its running statistics. If an evaluation of the loop called model.eval(), call model.train() after it. Models "
+            "from a hub are in eval mode at first: call model.train() before the loop. To train in eval mode on purpose, "
+            "ignore this warning."
+        )
 
     def _check_stepping(self, *_: Any) -> None:
         if not self._stepping:

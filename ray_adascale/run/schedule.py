@@ -129,7 +129,7 @@ class EffectiveSchedule:
         self._calls = 0
         self._parts = [] if scheduler is None else list(_nested(scheduler))
         self._composite = len(self._parts) > 1
-        self._left_at = self._counts()
+        self._left_at, self._left_lrs = self._counts(), self.lrs
         # Copied while the scheduler is fresh, because a curve may be computed later and begins at call 0.
         self._fresh = None if scheduler is None else _dry_copy(scheduler)
         self._last_call = None if total_steps is None else self._calls_before(_last_step(total_steps))
@@ -159,7 +159,16 @@ class EffectiveSchedule:
         """Call ``scheduler.step()`` until ``calls`` is ``due(effective_steps)``. The schedule never goes back.
 
         Raises:
-            RuntimeError: The loop has called ``scheduler.step()``, so the learning rate is not the schedule's.
+            RuntimeError: As for :meth:`check`.
+        """
+        self.check()
+        self._replay(self.due(effective_steps))
+
+    def check(self) -> None:
+        """Check that nobody but this schedule has changed the learning rates.
+
+        Raises:
+            RuntimeError: The loop has called ``scheduler.step()``, or has set a learning rate.
         """
         if self._counts() != self._left_at:
             raise RuntimeError(
@@ -167,7 +176,14 @@ class EffectiveSchedule:
                 "rate is not the schedule's. Remove scheduler.step() from the loop: run.step() calls it. In the loop of another "
                 "library pass the TauSchedule in place of the scheduler."
             )
-        self._replay(self.due(effective_steps))
+        for group, (lr, left) in enumerate(zip(self.lrs, self._left_lrs, strict=False)):  # a group may have been added
+            if not math.isclose(lr, left, rel_tol=1e-6):  # a curve within this tolerance is the same in a resume
+                raise RuntimeError(
+                    f"The learning rate of parameter group {group} is {lr:g}, and the schedule set {left:g}. An LR that the loop "
+                    "sets would not follow τ. Delete the line that sets it, and give the schedule as a scheduler: "
+                    "torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: get_lr(step) / base_lr) with "
+                    'scheduler_unit="step".'
+                )
 
     def _counts(self) -> list[int | None]:
         """Return each part's own count of its steps."""
@@ -250,7 +266,7 @@ class EffectiveSchedule:
             while self._calls < calls:
                 self._scheduler.step()
                 self._calls += 1
-        self._left_at = self._counts()
+        self._left_at, self._left_lrs = self._counts(), self.lrs
 
     def _calls_before(self, step: int) -> int:
         """Return the scheduler calls in the base run before step ``step``, counted from 0; not bounded by T."""

@@ -156,6 +156,9 @@ def test_the_warning_names_the_optimizers_and_their_evidence() -> None:
     with pytest.warns(UserWarning, match=r"measured on two small workloads with Muon and AdamW\. .*results/muon\.md"):
         Run.of(workload({}), settings(rule="adascale_betas"))
     built = workload({})
+    own = {built.model[0].bias, built.model[2].bias}
+    for p in set(built.model.parameters()) - own:
+        p.requires_grad_(False)
     other = OptimizerChain([torch.optim.RMSprop([built.model[0].bias]), AdamW([built.model[2].bias])])
     with pytest.warns(UserWarning, match="with RMSprop and AdamW it was not"):
         Run(built.model, other, None, built.train_dataset, settings())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -158,12 +159,62 @@ def change(setup: Setup) -> None:
         setup.grad.mul_(0.5)
 
 
-def test_gradients_that_change_between_passes_are_refused() -> None:
+def replace_gradient(setup: Setup) -> None:
+    setup.model.weight.grad = setup.grad * 0.5
+
+
+CHANGES = {
+    "changed": change,
+    "replaced": replace_gradient,
+    "zeroed": lambda setup: setup.users.zero_grad(set_to_none=False),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+@pytest.mark.parametrize("when", ["before the pass ends", "after it"])
+def test_gradients_that_change_between_passes_are_refused(how: str, when: str) -> None:
     setup = Setup()
     setup.backward(0)
-    change(setup)
-    with pytest.raises(RuntimeError, match="changed between the passes of an optimizer step"):
-        setup.passes.ends_step()
+    if when == "after it":
+        assert not setup.passes.ends_step()
+    CHANGES[how](setup)
+    if when == "before the pass ends":
+        assert not setup.passes.ends_step()
+    with pytest.raises(
+        RuntimeError, match=r"changed between the passes of an optimizer step.* Delete optimizer\.zero_grad"
+    ):
+        setup.backward(1)
+
+
+@pytest.mark.parametrize("owner", ["users", "optimizer", "model"])
+def test_a_zero_grad_left_in_the_loop_is_refused(owner: str) -> None:
+    setup = Setup()
+    for _ in range(2):
+        getattr(setup, owner).zero_grad()  # harmless before a step's first pass
+        setup.take_step()
+    setup.backward(0)
+    assert not setup.passes.ends_step()
+    getattr(setup, owner).zero_grad()
+    with pytest.raises(RuntimeError, match=r"cleared between the passes.*Delete optimizer\.zero_grad\(\)"):
+        setup.backward(1)
+
+
+def test_a_model_left_in_eval_mode_is_warned_of_once() -> None:
+    setup = Setup()
+    setup.model = setup.passes._module = nn.Sequential(nn.Linear(1, 1, bias=False).double(), nn.Dropout(0.5))
+    setup.model[0].weight = setup.users.param_groups[0]["params"][0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        setup.take_step()
+        setup.model.eval()
+        setup.model[1].train()
+        setup.take_step()  # set so on purpose
+    setup.model.eval()
+    with pytest.warns(UserWarning, match=r"eval mode in step 3 .* call model\.train\(\) after it"):
+        setup.take_step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        setup.take_step()
 
 
 def test_gradients_may_change_after_the_last_pass() -> None:
@@ -181,12 +232,13 @@ def test_gradients_are_compared_in_the_first_three_steps(steps: int, refused: bo
     for _ in range(steps):
         setup.take_step()
     setup.backward(0)
+    assert not setup.passes.ends_step()
     change(setup)
     if refused:
         with pytest.raises(RuntimeError, match="changed between"):
-            setup.passes.ends_step()
+            setup.backward(1)
     else:
-        assert not setup.passes.ends_step()
+        setup.backward(1)
 
 
 class CountingScaler:
@@ -218,7 +270,9 @@ def test_a_clip_unscales_once_a_step_and_returns_the_norm_before() -> None:
         setup.backward(0)
         setup.passes.ends_step()
         setup.backward(1)
-        assert setup.grad.item() == pytest.approx(8 * 1.5)  # the mean of 1 and 2, times 8
+        assert setup.grad.item() == pytest.approx(
+            1.5
+        )  # the mean of 1 and 2, no longer times 8: the loop may read and clip it
         assert float(setup.passes.clip(0.25)) == pytest.approx(1.5)
         # torch divides by the norm + 1e-6.
         assert float(setup.passes.clip(0.25)) == pytest.approx(0.25, rel=1e-5)

@@ -1,0 +1,279 @@
+"""Lines that ordinary training loops contain: each does what it does without this package, or raises an error that helps."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from ray_adascale import AdaScale, AdaScaleConfig, Run, attach
+from ray_adascale.data.order import epoch_order
+from ray_adascale.run.tau_schedule import TauSchedule
+
+STEPS, BATCH = 12, 8
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(BATCH * STEPS, 6, generator=generator)
+    return TensorDataset(x, (x[:, 0] > 0).long())
+
+
+def transfer_model() -> nn.Sequential:
+    """A frozen backbone with batch norm and dropout, and a head."""
+    torch.manual_seed(1)
+    backbone = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5))
+    return nn.Sequential(backbone.requires_grad_(False), nn.Linear(8, 2))
+
+
+def make_run(
+    model: nn.Module, *, optimizer: torch.optim.Optimizer | None = None, scheduler: bool = False, **settings: Any
+) -> Run:
+    if optimizer is None:
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) if scheduler else None
+    extra = {key: settings.pop(key) for key in ("evaluate",) if key in settings}
+    defaults = {"base_batch_size": BATCH, "total_steps": STEPS, "scheduler_unit": "step" if scheduler else None}
+    return Run(model, optimizer, schedule, data(), AdaScaleConfig(**(defaults | settings)), **extra)
+
+
+def plain_loop(model: nn.Module) -> nn.Module:
+    """The loop of a script at the base batch, over the examples in the order of the run."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    x, y = data().tensors
+    for indices in epoch_order(len(x), seed=0, epoch=0).reshape(STEPS, BATCH).tolist():
+        F.cross_entropy(model(x[indices]), y[indices]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def drive(run: Run, in_loop: Callable[[Run], object] = lambda run: None) -> None:
+    for x, y in run:
+        in_loop(run)
+        run.backward(F.cross_entropy(run.model(x), y))
+        run.step()
+
+
+def same_weights(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+
+
+# ---- modes of modules ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["before the loop", "in the loop"])
+def test_a_frozen_backbone_stays_in_eval_mode(when: str) -> None:
+    model, expected = transfer_model(), transfer_model()
+    statistics = model[0][1].running_mean.clone()
+    if when == "before the loop":
+        model[0].eval()
+    run = make_run(model, evaluate=lambda net: {"loss": float(net[0].training or net[1].training)}, evaluate_every=3)
+    seen = []
+
+    def in_loop(run: Run) -> None:
+        if when == "in the loop" and not seen:
+            run.module[0].eval()
+        seen.append([part.training for part in model.modules()])
+
+    drive(run, in_loop)
+    expected[0].eval()
+    assert same_weights(model, plain_loop(expected))
+    assert torch.equal(model[0][1].running_mean, statistics)
+    assert run.summary()["loss"] == 0  # evaluated in eval mode
+    assert all(modes == [True, False, False, False, False, False, True] for modes in seen[1:])
+
+
+def test_a_linear_probe_trains_in_eval_mode_with_one_warning() -> None:
+    model, expected = transfer_model().eval(), transfer_model().eval()
+    with pytest.warns(UserWarning, match="All modules of the model are in eval mode") as caught:
+        drive(make_run(model))
+    assert len(caught) == 1
+    assert same_weights(model, plain_loop(expected))
+
+
+def test_an_evaluation_of_ones_own_that_leaves_eval_mode_is_warned_of() -> None:
+    model = transfer_model()
+    seen = []
+
+    def in_loop(run: Run) -> None:
+        seen.append(model.training)
+        if len(seen) == 4:
+            model.eval()
+
+    with pytest.warns(UserWarning, match=r"in eval mode in step 4 .*call model\.train\(\) after it") as caught:
+        drive(make_run(model), in_loop)
+    assert len(caught) == 1
+    assert seen == [True] * 4 + [False] * (STEPS - 4)  # as the script says
+
+
+# ---- the optimizer's parameters --------------------------------------------------------------------------------------
+
+
+def replaced_head(model: nn.Sequential) -> nn.Module:
+    model[1] = nn.Linear(8, 2)
+    return model
+
+
+@pytest.mark.parametrize("change", [copy.deepcopy, replaced_head], ids=["deepcopy", "replaced head"])
+@pytest.mark.parametrize("how", ["run", "attach", "class"])
+def test_an_optimizer_of_another_model_is_refused(change: Callable[[Any], nn.Module], how: str) -> None:
+    model = transfer_model()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with pytest.raises(ValueError, match=r"^2 of the optimizer's 2 parameters are not in the model"):
+        built(how, change(model), optimizer)
+
+
+@pytest.mark.parametrize("how", ["run", "attach", "class"])
+def test_a_trainable_parameter_that_no_group_has_is_named(how: str) -> None:
+    model = transfer_model().requires_grad_(True)
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    with pytest.raises(
+        ValueError, match=r"^4 trainable parameters .* no parameter group: '0\.0\.weight', '0\.0\.bias', .*freeze"
+    ):
+        built(how, model, optimizer)
+    model[0].requires_grad_(False)
+    built(how, model, optimizer)
+
+
+def test_a_parameter_that_is_shared_between_modules_counts_once() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    model[1].weight = model[0].weight
+    built("run", model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def built(how: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
+    if how == "run":
+        return make_run(model, optimizer=optimizer)
+    if how == "attach":
+        return attach(
+            model,
+            optimizer,
+            None,
+            AdaScaleConfig(base_batch_size=8, per_worker_batch_size=4, accumulation=2, total_steps=9),
+        )
+    return AdaScale(optimizer, scale=2.0, num_gradients_to_accumulate=2, model=model)
+
+
+# ---- learning rates that the loop sets -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheduler", [False, True])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_an_lr_that_the_loop_sets_is_refused(scheduler: bool, accumulation: int) -> None:
+    run = make_run(transfer_model(), scheduler=scheduler, accumulation=accumulation)
+    seen = 0
+
+    def in_loop(run: Run) -> None:
+        nonlocal seen
+        seen += 1
+        for group in run.optimizer.param_groups:
+            if seen == 5:
+                group["lr"] = 0.02
+
+    with pytest.raises(RuntimeError, match=r"is 0\.02, and the schedule set 0\.[01].*Delete the line.*LambdaLR"):
+        drive(run, in_loop)
+
+
+def test_an_lr_that_the_loop_sets_to_the_schedules_value_is_right() -> None:
+    run = make_run(transfer_model(), scheduler=True)
+    drive(run, lambda run: run.optimizer.param_groups[0].update(lr=0.1 * 0.5 ** (int(run.effective_steps) // 2)))
+    assert run.stopped == "total_steps reached"
+
+
+def test_an_lr_set_by_hand_beside_a_tau_schedule_is_refused() -> None:
+    model = transfer_model()
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    adascale = AdaScale(optimizer, scale=1.0)
+    schedule = TauSchedule(adascale, scheduler, "step", total_steps=9)
+    x, y = data().tensors
+    F.cross_entropy(model(x), y).backward()
+    optimizer.param_groups[0]["lr"] = 0.03
+    with pytest.raises(RuntimeError, match=r"is 0\.03, and the schedule set 0\.1"):
+        adascale.step()
+    assert schedule.effective_steps == 0
+
+
+class SetsLR(torch.optim.SGD):
+    """Halves its LR at the end of each step."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        self.param_groups[0]["lr"] *= 0.5
+        return result
+
+
+def halve(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def lr_setting(kind: str, params: Any) -> torch.optim.Optimizer:
+    if kind == "step":
+        return SetsLR(params, lr=0.1)
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    if kind == "pre-hook":
+        optimizer.register_step_pre_hook(halve)
+    else:
+        optimizer.register_step_post_hook(halve)
+    return optimizer
+
+
+@pytest.mark.parametrize("kind", ["step", "pre-hook", "post-hook"])
+def test_an_lr_that_the_optimizers_own_step_sets_stays_at_scale_one_and_is_refused_above(kind: str) -> None:
+    x, y = data().tensors
+    losses: Callable[[nn.Module], Tensor] = lambda model: F.cross_entropy(model(x), y)  # noqa: E731
+    plain, wrapped = nn.Linear(6, 2), nn.Linear(6, 2)
+    wrapped.load_state_dict(plain.state_dict())
+    expected, actual = lr_setting(kind, plain.parameters()), AdaScale(lr_setting(kind, wrapped.parameters()), scale=1.0)
+    for _ in range(3):
+        for model, optimizer in ((plain, expected), (wrapped, actual)):
+            losses(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert same_weights(plain, wrapped)
+    assert actual.param_groups[0]["lr"] == expected.param_groups[0]["lr"] == 0.1 / 8
+
+    larger = AdaScale(lr_setting(kind, wrapped.parameters()), scale=2.0, num_gradients_to_accumulate=2)
+    for part in (slice(0, 40), slice(40, 96)):
+        F.cross_entropy(wrapped(x[part]), y[part]).div(2).backward()
+    with pytest.raises(RuntimeError, match=r"has set lr=0\.0\d+ in parameter group 0 .*LambdaLR"):
+        larger.step()
+
+
+# ---- gradients that the loop clears ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["before the backward pass", "after the step"])
+@pytest.mark.parametrize("of", ["optimizer", "model"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_zero_grad_left_in_the_loop_is_harmless_or_refused(place: str, of: str, accumulation: int) -> None:
+    model, expected = transfer_model(), transfer_model()
+    model[0].eval()
+    expected[0].eval()
+    run = make_run(model, accumulation=accumulation)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+
+        def loop() -> None:
+            for x, y in run:
+                if place == "before the backward pass":
+                    getattr(run, of).zero_grad()
+                run.backward(F.cross_entropy(run.model(x), y))
+                run.step()
+                if place == "after the step":
+                    getattr(run, of).zero_grad()
+
+        if accumulation == 1:
+            loop()
+            assert same_weights(model, plain_loop(expected))
+        else:
+            with pytest.raises(RuntimeError, match=r"cleared between the passes.*Delete optimizer\.zero_grad\(\)"):
+                loop()
