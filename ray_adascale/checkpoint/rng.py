@@ -1,17 +1,19 @@
-"""The random number generators of one worker: their seeds, and their states as tensors for a checkpoint."""
+"""The random number generators of the workers: their seeds, their states as tensors for a checkpoint, a stream for each rank."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["capture_rng", "empty_rng", "restore_rng", "seed_everything"]
+__all__ = ["capture_rng", "digest_of", "empty_rng", "restore_rng", "seed_everything", "separate_streams"]
 
 
 def capture_rng(device: torch.device) -> dict[str, Tensor]:
@@ -54,3 +56,52 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002
+
+
+def separate_streams(rank: int, world_size: int, device: torch.device) -> list[str]:
+    """Give each worker random streams of its own where workers have equal ones, as after ``torch.manual_seed(0)`` on each.
+
+    With equal streams dropout and augmentation are the same on all workers, so their noise would not average out. Each
+    generator (torch's, the GPU's, NumPy's, Python's) is compared by itself. A worker changes a generator if a lower rank has an
+    equal one. Collective.
+
+    Returns:
+        The names of the generators that any worker has changed, the same on all workers.
+    """
+    if world_size == 1:
+        return []
+    states: dict[str, list[Tensor]] = {}
+    for key, value in capture_rng(device).items():
+        states.setdefault(key.removesuffix("_gauss"), []).append(value)
+    own = torch.tensor([digest_of(*parts) for parts in states.values()], dtype=torch.int64, device=device)
+    gathered = [torch.empty_like(own) for _ in range(world_size)]
+    dist.all_gather(gathered, own)
+    table = [list(column) for column in zip(*(digests.tolist() for digests in gathered), strict=True)]
+    changed = []
+    for name, digests in zip(states, table, strict=True):
+        if digests[rank] in digests[:rank]:
+            _seeders(device)[name](digest_of(torch.tensor([digests[rank], rank])) % 2**32)
+        if len(set(digests)) < world_size:
+            changed.append(name)
+    return changed
+
+
+def digest_of(*tensors: Tensor) -> int:
+    """Return a hash of the bytes of tensors, 63 bits."""
+    found = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(found.digest(), "big") >> 1
+
+
+def _seeders(device: torch.device) -> dict[str, Callable[[int], object]]:
+    def seed_cuda(seed: int) -> None:
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+
+    return {
+        "torch": torch.default_generator.manual_seed,
+        "python": random.seed,
+        "numpy": np.random.seed,
+        "cuda": seed_cuda,
+    }

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..batch_policy import BatchPlan
+from ..checkpoint.rng import separate_streams
 from ..config import AdaScaleConfig
 from ..data import to_device
 from ..recipe import Recipe
@@ -278,6 +279,7 @@ class Run:
     def __iter__(self) -> Iterator[Any]:
         """Yield micro-batches on the device until τ reaches T. Then evaluate, report and save for the last time."""
         entered = time.monotonic()
+        self._separate_streams()
         batches = iter(self.source)
         passes = self.parts.passes
         try:
@@ -296,6 +298,16 @@ class Run:
         finally:
             self._loop_seconds = time.monotonic() - entered
             self.source.close()
+
+    def _separate_streams(self) -> None:
+        """Give each worker random streams of its own, if several have equal ones. After an exact resume they are separate."""
+        changed = separate_streams(self.backend.rank, self.plan.world_size, self.backend.device)
+        if changed and self.backend.rank == 0:
+            _log.info(
+                "Workers had equal random generators (%s). Each rank above 0 goes on with a stream of its own, so that dropout "
+                "and augmentation differ.",
+                ", ".join(changed),
+            )
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass of one micro-batch, with the loss weighted and scaled. The last pass reduces gradients.

@@ -15,6 +15,7 @@ from .._warn import warn_on_first_worker
 from ..batch_policy import BatchPlan
 from ..data.source import MicroBatch
 from ..optim.adascale import AdaScale
+from ..sharding.elsewhere import mark_gradients_elsewhere
 from ..sharding.sharded_ddp import ShardedDataParallel
 
 __all__ = ["Passes"]
@@ -172,6 +173,8 @@ class Passes:
             self._gradients = self._gradient_versions()
         if batch.is_last and self.scaler is not None:
             self.scaler.unscale_(self._optimizer)  # here, so that the loop sees and clips the true gradient
+        if batch.is_last and isinstance(self._model, ShardedDataParallel):
+            mark_gradients_elsewhere(self._module.parameters())
         self._no_sync.close()
 
     def check_backward(self, caller: str) -> None:

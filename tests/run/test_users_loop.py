@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import math
+import random
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ray_adascale import AdaScale, AdaScaleConfig, Run, attach
+from ray_adascale import AdaScale, AdaScaleConfig, LocalBackend, Run, attach
 from ray_adascale.data.order import epoch_order
 from ray_adascale.run.tau_schedule import TauSchedule
 
@@ -39,7 +43,7 @@ def make_run(
     if optimizer is None:
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) if scheduler else None
-    extra = {key: settings.pop(key) for key in ("evaluate",) if key in settings}
+    extra = {key: settings.pop(key) for key in ("evaluate", "backend") if key in settings}
     defaults = {"base_batch_size": BATCH, "total_steps": STEPS, "scheduler_unit": "step" if scheduler else None}
     return Run(model, optimizer, schedule, data(), AdaScaleConfig(**(defaults | settings)), **extra)
 
@@ -277,3 +281,109 @@ def test_a_zero_grad_left_in_the_loop_is_harmless_or_refused(place: str, of: str
         else:
             with pytest.raises(RuntimeError, match=r"cleared between the passes.*Delete optimizer\.zero_grad\(\)"):
                 loop()
+
+
+# ---- gradients that the loop reads or clips between run.backward and run.step ----------------------------------------
+
+
+def _uses_of_gradients(sharding: str, how: str) -> tuple[str | float, bool]:
+    """The norm that the loop clips at in the first step, or its error; and whether the run goes on after that."""
+    model = nn.Linear(6, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.linspace(-1, 1, 12).view(2, 6))
+        model.bias.zero_()
+    run = make_run(model, per_worker_batch_size=BATCH, sharding=sharding)
+    found: str | float = math.nan
+    for x, y in run:
+        run.backward(F.cross_entropy(run.model(x), y) * 100)
+        if isinstance(found, float) and math.isnan(found):
+            try:
+                if how == "clip_grad_norm_":
+                    found = float(nn.utils.clip_grad_norm_(run.model.parameters(), 1.0))
+                elif how == "run.clip_grad_norm_":
+                    found = float(run.clip_grad_norm_(1.0) or 0)
+                else:
+                    grads = [p.grad for p in run.module.parameters() if p.grad is not None]
+                    found = sum(float(grad.norm()) ** 2 for grad in grads) ** 0.5
+            except RuntimeError as error:
+                found = str(error)
+        run.step()
+    return found, run.stopped == "total_steps reached"
+
+
+@pytest.mark.also_simulated("clip_grad_norm_")
+@pytest.mark.parametrize("how", ["clip_grad_norm_", "reading .grad"])
+def test_gradients_between_backward_and_step_are_whole_or_raise(pool: Any, how: str) -> None:
+    (expected, _), _ = pool(2).run(_uses_of_gradients, "none", "run.clip_grad_norm_")
+    for sharding in ("none", "oss", "auto", "fsdp2"):
+        for found, ended in pool(2).run(_uses_of_gradients, sharding, how):
+            assert ended
+            if sharding == "auto":  # zero2
+                assert "gradient is sharded" in found
+                assert "run.clip_grad_norm_()" in found
+            elif (
+                how == "clip_grad_norm_" or sharding != "fsdp2"
+            ):  # under fsdp2 .grad is a DTensor, whose norm torch reduces
+                assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_fp16_gradients_in_the_loop_are_unscaled() -> None:
+    norms = []
+    for precision in ("fp32", "fp16"):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 2)
+        run = make_run(model, precision=precision, accumulation=2)
+        found = math.inf
+        for i, (x, y) in enumerate(run):
+            run.backward(F.cross_entropy(run.model(x), y))
+            if i % 2 and not math.isfinite(found):  # the first steps may overflow
+                found = float(nn.utils.clip_grad_norm_(run.model.parameters(), 1e9))
+            run.step()
+        norms.append(found)
+    assert norms[1] == pytest.approx(norms[0], rel=0.02)  # float16 has three digits
+
+
+# ---- random streams --------------------------------------------------------------------------------------------------
+
+
+def _dropout_of(folder: str | None, stop: int | None, seeds: tuple[int, int]) -> tuple[list[float], list[float]]:
+    """What this worker's generators gave in each step, and the weights."""
+    torch.manual_seed(seeds[torch.distributed.get_rank()])
+    np.random.seed(7)  # noqa: NPY002
+    random.seed(7)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 2))
+    every = {} if folder is None else {"backend": LocalBackend(folder), "checkpoint_every_s": 1e-9}
+    run = make_run(model, per_worker_batch_size=BATCH, total_steps=8, async_checkpoint=False, **every)
+    drawn = []
+    model[1].register_forward_hook(lambda _, __, out: drawn.append(float(((out != 0) * torch.arange(16)).sum())))
+    for x, y in run:
+        run.backward(F.cross_entropy(run.model(x), y))
+        drawn[-1] += 1000 * np.random.rand() + 100 * random.random()  # noqa: NPY002
+        run.step()
+        if len(drawn) == stop:
+            break
+    return drawn, [float(p.detach().sum()) for p in model.parameters()]
+
+
+def test_equal_seeds_on_all_workers_give_each_rank_its_own_stream(pool: Any, tmp_path: Path) -> None:
+    whole = pool(2).run(_dropout_of, None, None, (0, 0))
+    (first, weights), (second, other_weights) = whole
+    assert weights == other_weights
+    assert all(a != b for a, b in zip(first, second, strict=True))
+    # A stopped run goes on with the streams of its checkpoint.
+    begun = pool(2).run(_dropout_of, str(tmp_path), 2, (0, 0))
+    rest = pool(2).run(_dropout_of, str(tmp_path), None, (0, 0))
+    assert [drawn + more for (drawn, _), (more, _) in zip(begun, rest, strict=True)] == [first, second]
+    # Streams of one's own stay: rank 0 draws what it drew before, and rank 1 what its seed gives.
+    (own, _), (others, _) = pool(2).run(_dropout_of, None, None, (0, 1))
+    assert own == first
+    assert others != second
+
+
+def test_one_workers_streams_are_untouched() -> None:
+    torch.manual_seed(0)
+    run = make_run(nn.Linear(6, 2))
+    before = torch.get_rng_state(), random.getstate()
+    next(iter(run))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
