@@ -89,11 +89,11 @@ def make_source(
             f"Invalid collate_fn: a {type(dataset).__name__} yields batches that are collated already. Give the"
             " collate_fn to the data loader, or give the dataset itself."
         )
-    elif isinstance(dataset, DataLoader) and split.world_size > 1 and unshared(dataset):
+    elif isinstance(dataset, DataLoader) and split.world_size > 1 and (sampler := unshared(dataset)) is not None:
         warn_at_user(
-            f"{split.world_size} workers were given a DataLoader without a DistributedSampler: unless each worker's dataset"
-            " is its own share, all go through the same examples. Give the dataset itself (loader.dataset), which also"
-            " resumes exactly."
+            f"{split.world_size} workers were given a DataLoader with a {sampler}, which does not depend on the rank: unless "
+            "each worker's dataset or seed is its own, all go through the same examples. Give the dataset itself "
+            "(loader.dataset), which also resumes exactly, or a sampler such as DistributedSampler."
         )
     # Data that is batched here has no smaller batches, so the size is known for any collate_fn.
     known_size = (lambda _: batch_size) if ray_data or bare_iterable else None

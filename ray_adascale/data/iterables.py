@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from .._warn import warn_at_user
 from .order import BatchSplit, checked_int
@@ -44,8 +44,8 @@ class IterableSource(BatchSource):
     """Reads the user's own iterable of batches, and restarts it at its end.
 
     Every worker repeats its own iterable without end, so workers with unequal numbers of batches stay in step. A sampler or
-    dataset with ``set_epoch`` (``DistributedSampler``) gets the number of the pass before each pass. Batches of another size
-    are skipped with one warning, since B must stay constant.
+    dataset with ``set_epoch`` (``DistributedSampler``) gets the number of the pass before each pass. A shorter last batch of a
+    pass is skipped with one warning, since B must stay constant. Other batches of another size are refused.
 
     A resumed run starts at the beginning of an epoch, with a warning: the epoch's first examples are repeated.
 
@@ -130,7 +130,7 @@ class IterableSource(BatchSource):
             seen = usable = 0
             for batch in iterator:
                 seen += 1
-                if self._fits(batch):
+                if self._fits(batch, others=seen - usable - 1):
                     usable += 1
                     yield batch
             if iterator is self._batches:
@@ -145,20 +145,37 @@ class IterableSource(BatchSource):
                     " sizes). Give this worker more data, or batches of that size."
                 )
 
-    def _fits(self, batch: Any) -> bool:
+    def _fits(self, batch: Any, others: int) -> bool:
+        """Return whether a batch has the right size; False for a pass's last and shorter batch, of each loader process.
+
+        Args:
+            batch: The batch.
+            others: Batches of another size so far in this pass.
+
+        Raises:
+            ValueError: Batches are of varying size.
+        """
         examples = self._examples_of(batch)
         if examples is None:
             raise ValueError(
                 f"Cannot tell how many examples a batch of type {type(batch).__name__} holds. Use tensors, arrays or"
                 " sequences, also in nested tuples, lists or mappings, or an IterableSource with examples_of."
             )
-        if examples != self.batch_size and not self._warned:
+        if examples == self.batch_size:
+            return True
+        if examples > self.batch_size or others >= max(1, getattr(self._batches, "num_workers", 0)):
+            raise ValueError(
+                f"A batch has {examples} examples, and must have {self.batch_size}: batches must be of one size, because the "
+                "gain compares their gradients. Use a batch sampler of a fixed number of examples, or give the dataset itself "
+                "(of a DataLoader: loader.dataset)."
+            )
+        if not self._warned:
             self._warned = True
             warn_at_user(
-                f"Skipping batches that do not have {self.batch_size} examples (the first has {examples}): the global"
-                " batch size must stay constant. drop_last=True in the data loader avoids this warning."
+                f"Skipping the shorter last batch of each pass over the data ({examples} of {self.batch_size} examples): the "
+                "global batch size must stay constant. drop_last=True in the data loader avoids this warning."
             )
-        return examples == self.batch_size
+        return False
 
 
 class RayDataBatches:
@@ -190,16 +207,21 @@ def _leading_dimension(batch: Any) -> int | None:
     return None
 
 
-def unshared(loader: DataLoader[Any]) -> bool:
-    """Return whether the loader reads all of a map-style dataset, by torch's own samplers.
+_OF_RANKS = ("rank", "replica", "shard", "process", "world")
+"""Parts of the names of a sampler's attributes that show that it selects a rank's share."""
+
+
+def unshared(loader: DataLoader[Any]) -> str | None:
+    """Return the name of a loader's sampler if it selects from all of a map-style dataset, whatever the rank; else None.
 
     Several workers with such loaders may all read the same examples.
     """
-    return (
-        not isinstance(loader.dataset, IterableDataset)
-        and type(loader.sampler) in (SequentialSampler, RandomSampler)
-        and type(loader.batch_sampler) in (BatchSampler, type(None))
-    )
+    if isinstance(loader.dataset, IterableDataset):
+        return None
+    own = type(loader.batch_sampler) not in (BatchSampler, type(None))
+    sampler: Any = loader.batch_sampler if own else loader.sampler
+    names = [name.lower() for name in (*getattr(sampler, "__dict__", ()), type(sampler).__name__)]
+    return None if any(part in name for name in names for part in _OF_RANKS) else type(sampler).__name__
 
 
 def _set_epoch(batches: Any, epoch: int) -> None:

@@ -128,7 +128,7 @@ class MapSource(BatchSource):
         self.sampler = StepSampler(len(dataset), split, order)
         if collate_fn is None and _has_plain_rows(dataset):
             dataset, collate_fn = _Rows(dataset.tensors), _identity
-        self._requests = _Requests(self.sampler, seeded=num_workers > 0)
+        self._requests = _Requests(self.sampler, seeded=num_workers > 0, collated=collate_fn not in (None, _identity))
         self._loader: DataLoader[Any] = DataLoader(
             _Seeded(dataset) if num_workers else dataset,
             batch_sampler=self._requests,
@@ -217,11 +217,13 @@ class _Requests(Sampler[list[int]]):
     Args:
         sampler: Its position and split hold for the next request.
         seeded: Give each request a seed, which depends on the run's seed and the position alone.
+        collated: Whether a function of the user makes the batches, which may leave out examples.
     """
 
-    def __init__(self, sampler: StepSampler, *, seeded: bool) -> None:
+    def __init__(self, sampler: StepSampler, *, seeded: bool, collated: bool) -> None:
         self._sampler = sampler
         self._seeded = seeded
+        self._collated = collated
         self._parts: Iterator[Part] = iter(())
         self._pending: deque[Part | None] = deque()  # None: discard on arrival
 
@@ -258,7 +260,43 @@ class _Requests(Sampler[list[int]]):
         for batch in batches:
             part = self._pending.popleft()
             if part is not None:
+                if self._collated:
+                    _check_size(batch, part.size)
                 yield MicroBatch(batch, part.size, part.weight, part.pass_index, part.is_last)
+
+
+def _check_size(batch: Any, size: int) -> None:
+    """Check that a user's ``collate_fn`` has left out no example of a micro-batch, as far as the batch shows.
+
+    A batch with ``size`` along the first or second dimension of anything, or with tensors of several lengths, is right: examples
+    may lie along the second dimension, or in one long row.
+
+    Raises:
+        ValueError: All tensors of the batch have the same and too small length.
+    """
+    lengths, found = set[int](), False
+
+    def look(part: Any) -> None:
+        nonlocal found
+        shape = getattr(part, "shape", None)
+        if shape is not None:
+            lengths.update(shape[:1])
+            found = found or size in tuple(shape[:2])
+        elif isinstance(part, Mapping):
+            for value in part.values():
+                look(value)
+        elif isinstance(part, list | tuple):
+            found = found or len(part) == size
+            for value in part:
+                look(value)
+
+    look(batch)
+    if not found and len(lengths) == 1 and max(lengths) < size:
+        raise ValueError(
+            f"collate_fn returned a batch of {max(lengths)} examples for a micro-batch of {size}, and the gradients would have "
+            "wrong weights. It must return as many examples as it gets: put another example in place of an unreadable one, "
+            "or leave those out of the dataset (torch.utils.data.Subset)."
+        )
 
 
 class _Seeded(Dataset[Any]):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .._warn import warn_on_first_worker
 from ..gain import Average
 from ..sharding.oss import OSS
 from .averages import Averages, NoiseReadout
@@ -23,6 +24,9 @@ from .step_counts import StepCounts
 from .step_shape import StepResult
 
 __all__ = ["AdaScaleAlgorithm"]
+
+_EQUAL, _EQUAL_STEPS = 1e-6, 10
+"""Largest σ²/μ² of equal gradient samples (the mean of three equal float32 numbers is rounded), and steps before a warning."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,7 @@ class AdaScaleAlgorithm:
         self._base_batch_size = base_batch_size
         self.last = StepResult()
         self._pending: _PendingStep | None = None
+        self._equal_steps = 0  # in a row, of equal gradient samples; −1 once that was warned of
 
     @property
     def rule(self) -> ScalingRule:
@@ -225,6 +230,7 @@ class AdaScaleAlgorithm:
             self._optimizer.discard_gradients()
 
     def _advance(self, outcome: Outcome, gain: float, lr_factor: float, effective_steps: float) -> None:
+        self._check_samples(outcome)
         self.set_last(
             StepResult(
                 gain=gain,
@@ -236,6 +242,19 @@ class AdaScaleAlgorithm:
                 payload=outcome.payload,
             )
         )
+
+    def _check_samples(self, outcome: Outcome) -> None:
+        """Warn once if the gradient samples of several steps in a row were equal: A = C, and so σ² = 0."""
+        if self._equal_steps < 0:
+            return
+        equal = abs(outcome.sigma2) <= _EQUAL * outcome.mu2 and outcome.mu2 > 0  # False for NaN
+        self._equal_steps = self._equal_steps + 1 if equal else 0
+        if self._equal_steps == _EQUAL_STEPS:
+            self._equal_steps = -1
+            warn_on_first_worker(
+                f"All gradient samples of a step were equal in {_EQUAL_STEPS} steps in a row, so the gain is 1, and more workers "
+                "or passes help nothing. Do all workers read the same examples, with equal seeds?"
+            )
 
     def set_last(self, last: StepResult) -> None:
         """Replace the last step, and with it the clock."""

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from .._warn import warn_at_user
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._warn import warn_at_user, warn_on_first_worker
 from ..adaptive_batch import useful_workers, useful_workers_over
 from ..batch_policy import BatchPlan, BatchPolicy
+from ..checkpoint.rng import digest_of
 from ..optim.rules import ScalingRule, make_rule, metric_of
 from ..recipe import Recipe
 from ..replay import noise_curves
@@ -17,12 +24,38 @@ from .eta import RemainingSteps
 from .metrics import USEFUL_WORKERS, too_large_for_the_noise
 from .step import Listener, Step
 
-__all__ = ["NoiseWarning", "UnreadHyperparameters", "UsefulWorkers", "log_useful_workers"]
+__all__ = ["NoiseWarning", "UnreadHyperparameters", "UsefulWorkers", "log_useful_workers", "warn_of_equal_batches"]
 
 _log = logging.getLogger(__name__)
 
 _WINDOWS, _STEPS = 3, 20
 """Windows of the averages, and optimizer steps, after which the averages are reliable enough for a warning."""
+
+
+def warn_of_equal_batches(batch: Any, world_size: int, device: torch.device) -> None:
+    """Warn if several workers' own data begin with the same micro-batch. Collective."""
+    if world_size == 1:
+        return
+    own = torch.tensor(digest_of(*_tensors_of(batch)), dtype=torch.int64, device=device)
+    digests = [torch.empty_like(own) for _ in range(world_size)]
+    dist.all_gather(digests, own)
+    found = [int(digest) for digest in digests]
+    equal = [rank for rank in range(world_size) if found.count(found[rank]) > 1]
+    if equal:
+        warn_on_first_worker(
+            f"The data of ranks {', '.join(map(str, equal))} begin with the same micro-batch: they read the same examples, so "
+            "more workers help nothing. Give each rank its share, or a seed of its own (torch.distributed.get_rank())."
+        )
+
+
+def _tensors_of(batch: Any) -> list[Tensor]:
+    """Return the tensors and arrays of a batch."""
+    if isinstance(batch, Tensor):
+        return [batch]
+    if isinstance(batch, np.ndarray) and batch.dtype.kind in "biuf":
+        return [torch.from_numpy(batch)]
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    return [tensor for part in parts for tensor in _tensors_of(part)]
 
 
 class NoiseWarning(Listener):

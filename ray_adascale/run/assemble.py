@@ -162,7 +162,7 @@ def assemble(
         base_steps_per_epoch=per_epoch,
         lr_curve=schedule.curve(total_steps),
     )
-    advice = check_schedule(scheduler, base_schedule)
+    advice = check_schedule(scheduler, base_schedule, plan.global_batch_size)
     if rank == 0:
         for sentence in advice:
             warn_at_user(sentence)

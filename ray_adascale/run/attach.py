@@ -106,7 +106,7 @@ def attach(
     if recipe is not None:
         check_recipe(recipe, base)
     check_rule(config, base.lr_curve)
-    for advice in check_schedule(scheduler, base):
+    for advice in check_schedule(scheduler, base, plan.global_batch_size):
         warn_on_first_worker(advice)
     return adascale, schedule
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -99,15 +100,27 @@ def check_recipe(recipe: Recipe, schedule: BaseSchedule) -> None:
         )
 
 
-def check_schedule(scheduler: LRScheduler | None, schedule: BaseSchedule) -> list[str]:
-    """Return doubts about a usable schedule and its base batch, a sentence each; usually none."""
+def check_schedule(scheduler: LRScheduler | None, schedule: BaseSchedule, batch: int) -> list[str]:
+    """Return doubts about a usable schedule and its batches, a sentence each; usually none.
+
+    Args:
+        scheduler: The user's.
+        schedule: The base run's.
+        batch: B, examples.
+    """
     found = [other_length(scheduler, schedule)]
-    per_epoch, base = schedule.base_steps_per_epoch, schedule.base_batch_size
-    if per_epoch is not None and per_epoch < 1:
-        found.append(
-            f"The base batch of {base} is larger than the dataset of {per_epoch * base:.0f} examples, so a step has some of "
-            "them twice, and its noise is smaller than that of so large a batch. Lower base_batch_size."
-        )
+    base = schedule.base_batch_size
+    length = math.inf if schedule.base_steps_per_epoch is None else schedule.base_steps_per_epoch * base
+    for what, size, remedy in (
+        ("base batch", base, "base_batch_size"),
+        ("batch", batch, "the workers, per_worker_batch_size or accumulation"),
+    ):
+        if size > length:
+            found.append(
+                f"The {what} of {size} is larger than the dataset of {length:.0f} examples, so a step has some of them twice, "
+                f"and its noise is smaller than that of so large a batch. Lower {remedy}."
+            )
+            break
     return [sentence for sentence in found if sentence is not None]
 
 

@@ -163,7 +163,7 @@ class EtaTracker(Listener):
         self._since = time.monotonic()
 
     def after_step(self, step: Step) -> None:
-        """Update :attr:`eta`. With a forecast, add the remaining steps to the row of the trace."""
+        """Update :attr:`eta`, unknown after a skipped step. With a forecast, add the remaining steps to the trace's row."""
         left = max(step.total_steps - step.tau, 0.0)
         rough = False
         if self.remaining is not None:
@@ -177,7 +177,7 @@ class EtaTracker(Listener):
         self._passes += step.plan.accumulation
         if self._timed == self._FIRST:
             self._since, self._passes = time.monotonic(), 0
-        self.eta = Eta(left, left * self.seconds_per_step if left else 0.0, rough)
+        self.eta = UNKNOWN if step.skipped else Eta(left, left * self.seconds_per_step if left else 0.0, rough)
 
     @property
     def seconds_per_step(self) -> float:

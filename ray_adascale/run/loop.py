@@ -15,17 +15,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from .._warn import warn_on_first_worker
 from ..batch_policy import BatchPlan
 from ..checkpoint.rng import separate_streams
 from ..config import AdaScaleConfig
 from ..data import to_device
+from ..data.iterables import IterableSource
 from ..recipe import Recipe
 from ..workload import Workload, with_unit
-from .advice import UnreadHyperparameters
+from .advice import UnreadHyperparameters, warn_of_equal_batches
 from .assemble import assemble
 from .backend import Backend, LocalBackend
 from .build import set_batch
-from .metrics import plain_numbers, step_metrics
+from .metrics import SKIPPED, plain_numbers, step_metrics
 from .pulse import Phase, Pulse
 from .step import BoundaryFlags, Step, StepReport, TakenStep
 
@@ -33,6 +35,8 @@ __all__ = ["TOTAL_STEPS_REACHED", "Run"]
 
 _log = logging.getLogger(__name__)
 TOTAL_STEPS_REACHED = "total_steps reached"
+_MOST_OVERFLOWS = 40
+"""Skipped steps in a row that a loss scale may need to adapt: it begins at 2¹⁶ and halves."""
 
 
 class Run:
@@ -116,6 +120,7 @@ class Run:
         self.parts = parts
         """The objects that make up this run."""
         self._after_step = after_step
+        self._warned_of_skipped = False
         self._probed: tuple[float, float] | None = None
         self._taken: TakenStep | None = None  # until it is read
         self._flags = BoundaryFlags(0)  # of the steps that were read since the stages last ran
@@ -270,9 +275,18 @@ class Run:
         self._probed = sigma2, mu2
 
     def summary(self) -> dict[str, Any]:
-        """Return the last report's metrics, the reason for the end, and the seconds spent in the loop since this start."""
+        """Return the last report's metrics, the number of skipped steps, the reason for the end, and the seconds in the loop.
+
+        A step is skipped if its gradient is not finite. The seconds are those since this start. Metrics of ``evaluate`` are this
+        worker's own: reports have those of rank 0.
+        """
         self._synchronize()
-        return {**self.state.metrics, "stopped": self.stopped, "loop_seconds": self._loop_seconds}
+        return {
+            **self.state.metrics,
+            "skipped_steps": self.state.iterations - self.optimizer.steps,
+            "stopped": self.stopped,
+            "loop_seconds": self._loop_seconds,
+        }
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
@@ -281,7 +295,7 @@ class Run:
         entered = time.monotonic()
         self._separate_streams()
         batches = iter(self.source)
-        passes = self.parts.passes
+        passes, first = self.parts.passes, True
         try:
             with passes.guard(), self.backend.watch(self._pulse):
                 # The known τ decides: a step after which τ may have reached T is read at once.
@@ -289,6 +303,9 @@ class Run:
                     self._pulse.enter(Phase.DATA)
                     batch = next(batches)
                     self._pulse.enter(Phase.PASS)
+                    if first and isinstance(self.source, IterableSource):
+                        warn_of_equal_batches(batch.batch, self.plan.world_size, self.backend.device)
+                    first = False
                     passes.begin(batch)
                     yield to_device(batch.batch, self.backend.device)
                     passes.check_ended()
@@ -427,6 +444,8 @@ class Run:
         if not self.parts.listeners:
             return
         row = {"step": taken.number, "attempt": state.attempt, "position": taken.position, **metrics, **taken.own}
+        if last.skipped:
+            row[SKIPPED] = True
         step = Step(
             number=taken.number,
             plan=taken.plan,
@@ -460,7 +479,20 @@ class Run:
         set_batch(plan, self.optimizer, self.source, self.backend.rank)
 
     def _count_nonfinite(self, loss: float, step: int) -> None:
+        """Count a skipped step. Warn of the first one, unless it is an overflow of the loss scale, which then adapts.
+
+        Raises:
+            FloatingPointError: There were ``max_nonfinite_steps`` in a row.
+        """
         self.state.nonfinite += 1
+        adapts = self.scaler is not None and math.isfinite(loss) and self.state.nonfinite < _MOST_OVERFLOWS
+        if not self._warned_of_skipped and not adapts:
+            self._warned_of_skipped = True
+            warn_on_first_worker(
+                f"Step {step} was skipped, because its gradient is not finite (loss {loss:g}). Weights and effective steps stay "
+                "as they were. Further ones are not warned of: summary() and the report count skipped steps. Check the "
+                "data of this step, lower the learning rate or clip gradients."
+            )
         if self.state.nonfinite >= self.config.max_nonfinite_steps:
             loss_scale = 1.0 if self.scaler is None else self.scaler.get_scale()
             raise FloatingPointError(

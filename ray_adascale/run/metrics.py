@@ -18,6 +18,7 @@ __all__ = [
     "OWN_KEYS",
     "SECONDS_PER_PASS",
     "SHORT_STEP",
+    "SKIPPED",
     "USEFUL_WORKERS",
     "format_metrics",
     "plain_numbers",
@@ -54,6 +55,10 @@ SHORT_STEP = "short_step"
 """The key of True in the trace's row of a step with fewer passes than declared, as at the end of a client's epoch."""
 
 
+SKIPPED = "skipped"
+"""The key of True in the trace's row of a step that was skipped, because its gradient was not finite."""
+
+
 FOUND_BATCH = "found_per_worker_batch_size"
 """The key of the answer of ``per_worker_batch_size="auto"``, in the first row of a start's trace."""
 
@@ -72,9 +77,11 @@ OWN_KEYS = frozenset(
         *LEFT,
         *COUNTERS,
         SHORT_STEP,
+        SKIPPED,
         SECONDS_PER_PASS,
         "stopped",  # the end of the run, for the driver
-        "loop_seconds",  # in the run's summary
+        "loop_seconds",  # these two in the run's summary
+        "skipped_steps",
         "objective",  # these three in a trial's reports to Tune
         "epochs",
         "outcome",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ray_adascale.data.iterables import IterableSource
 from ray_adascale.data.order import BatchSplit
@@ -35,9 +37,9 @@ def test_an_iterable_of_unknown_length_has_no_epochs() -> None:
     assert (source.position, source.epoch, source.base_steps_per_epoch(4)) == (15, 0, None)
 
 
-def test_batches_of_another_size_are_skipped_with_one_warning() -> None:
+def test_a_shorter_last_batch_is_skipped_with_one_warning() -> None:
     source = IterableSource(batches_of(4, 4, 2), BatchSplit(4))
-    with pytest.warns(UserWarning, match=r"do not have 4 examples \(the first has 2\)") as caught:
+    with pytest.warns(UserWarning, match=r"shorter last batch of each pass .*2 of 4 examples") as caught:
         seen = [m.batch.tolist() for m in take(source, 5)]
     assert seen == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2 + [[0, 1, 2, 3]]
     assert len(caught) == 1
@@ -46,8 +48,29 @@ def test_batches_of_another_size_are_skipped_with_one_warning() -> None:
 def test_a_pass_without_a_usable_batch_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"no batch of 4 examples \(0 batches of other sizes"):
         take(IterableSource([], BatchSplit(4)), 1)
-    with pytest.warns(UserWarning, match="Skipping"), pytest.raises(ValueError, match="2 batches of other sizes"):
-        take(IterableSource(batches_of(3, 3), BatchSplit(4)), 1)
+    with pytest.warns(UserWarning, match="Skipping"), pytest.raises(ValueError, match="1 batches of other sizes"):
+        take(IterableSource(batches_of(3), BatchSplit(4)), 1)
+
+
+@pytest.mark.parametrize("sizes", [(4, 5, 4), (4, 3, 4, 2), (3, 3), (5, 5)])
+def test_batches_of_varying_size_are_refused(sizes: tuple[int, ...]) -> None:
+    with warnings.catch_warnings(), pytest.raises(ValueError, match=r"must have 4: batches must be of one size"):
+        warnings.filterwarnings("ignore", message="Skipping the shorter last batch")
+        take(IterableSource(batches_of(*sizes), BatchSplit(4)), 5)
+
+
+def test_each_loader_process_may_end_with_a_shorter_batch() -> None:
+    class Halves(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            worker = get_worker_info()
+            assert worker is not None
+            return iter(range(10 * worker.id, 10 * worker.id + (6, 10)[worker.id]))
+
+    loader = DataLoader(Halves(), batch_size=4, num_workers=2)
+    with pytest.warns(UserWarning, match="Skipping the shorter last batch") as caught:
+        seen = [m.batch.tolist() for m in take(IterableSource(loader, BatchSplit(4)), 6)]
+    assert seen == [[0, 1, 2, 3], [10, 11, 12, 13], [14, 15, 16, 17]] * 2
+    assert len(caught) == 1
 
 
 def test_a_one_shot_iterator_is_an_error_once_it_ends() -> None:

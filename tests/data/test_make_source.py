@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from ray_adascale.data import make_source
@@ -109,7 +109,14 @@ def test_a_users_loader_is_an_iterable_of_batches() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make_source(DataLoader(Counting(), batch_size=2), BatchSplit(4, world_size=2), ExampleOrder())
-    with pytest.warns(UserWarning, match="without a DistributedSampler.*loader.dataset"):
+    weighted: DataLoader[Any] = DataLoader(data, batch_size=2, sampler=WeightedRandomSampler([1.0] * 8, 8))
+    for other, name in (
+        (weighted, "WeightedRandomSampler"),
+        (DataLoader(data, batch_sampler=[[0, 1], [2, 3]]), "list"),
+    ):
+        with pytest.warns(UserWarning, match=f"a {name}, which does not depend on the rank"):
+            make_source(other, BatchSplit(4, world_size=2), ExampleOrder())
+    with pytest.warns(UserWarning, match=r"a SequentialSampler, which does not depend on the rank.*loader\.dataset"):
         make_source(loader, BatchSplit(4, world_size=2), ExampleOrder())
 
 

@@ -547,7 +547,9 @@ def test_one_bad_batch_is_skipped_and_many_end_the_run() -> None:
     run = make_run(net, per_worker_batch_size=8, accumulation=2, max_nonfinite_steps=50)
     before: Tensor | None = None
     steps = 0
-    with pytest.raises(FloatingPointError, match=r"50 optimizer steps in a row, up to step 54 .* loss scale 1"):
+
+    def loop() -> None:
+        nonlocal before, steps
         for x, y in run:
             bad = steps == 2 or steps >= 4
             if steps == 4 and before is None:
@@ -560,7 +562,13 @@ def test_one_bad_batch_is_skipped_and_many_end_the_run() -> None:
                     assert run.optimizer.steps == 2
                 if steps == 4:
                     assert run.optimizer.steps == 3
+
+    many = pytest.raises(FloatingPointError, match=r"50 optimizer steps in a row, up to step 54 .* loss scale 1")
+    with pytest.warns(UserWarning, match=r"Step 3 was skipped, .* not finite \(loss nan\)") as caught, many:
+        loop()
     assert steps == 53
+    assert run.summary()["skipped_steps"] == 51
+    assert len([warning for warning in caught if "skipped" in str(warning.message)]) == 1
     assert before is not None
     assert torch.equal(flat(net), before)
 
@@ -583,6 +591,7 @@ def test_loss_scaling_skips_overflows_and_reaches_the_end(accumulation: int, kin
     assert run.effective_steps == 40
     assert len(rows) > 40  # some were skipped, and are not counted as steps
     assert rows[-1]["optimizer_steps"] == 40
+    assert rows[-1]["skipped_steps"] == len(rows) - 40
     assert all(math.isfinite(row["loss"]) for row in rows)
 
 
@@ -751,12 +760,14 @@ def test_a_fused_run_skips_bad_batches_and_ends_when_there_are_many(tmp_path: Pa
             steps += run.step()
         return run, steps
 
-    run, steps = run_with(range(4, 6))
+    with pytest.warns(UserWarning, match="Step 5 was skipped"):
+        run, steps = run_with(range(4, 6))
     rows = list(read_trace(tmp_path / "2" / "trace.jsonl"))
     assert [row["step"] for row in rows if math.isnan(row["loss"])] == [5, 6]
     assert run.summary()["optimizer_steps"] == steps - 2
     assert torch.isfinite(flat(run.module)).all()
-    with pytest.raises(FloatingPointError, match="3 optimizer steps in a row, up to step 7 at"):
+    many = pytest.raises(FloatingPointError, match="3 optimizer steps in a row, up to step 7 at")
+    with pytest.warns(UserWarning, match="Step 5 was skipped"), many:
         run_with(range(4, 40))
 
 

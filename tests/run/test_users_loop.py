@@ -6,8 +6,9 @@ import copy
 import math
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch.utils.data import TensorDataset
 from ray_adascale import AdaScale, AdaScaleConfig, LocalBackend, Run, attach
 from ray_adascale.data.order import epoch_order
 from ray_adascale.run.tau_schedule import TauSchedule
+from ray_adascale.run.trace import read_trace
 
 STEPS, BATCH = 12, 8
 
@@ -387,3 +389,120 @@ def test_one_workers_streams_are_untouched() -> None:
     next(iter(run))
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
+
+
+# ---- data of one's own -----------------------------------------------------------------------------------------------
+
+
+def _own_batches(seed: int) -> Callable[[], Iterator[tuple[Tensor, Tensor]]]:
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            x = torch.randn(BATCH, 6, generator=generator)
+            yield x, (x[:, 0] > 0).long()
+
+    return batches
+
+
+class Stream:
+    def __init__(self, seed: int) -> None:
+        self.batches = _own_batches(seed)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self.batches()
+
+
+def _warnings_of(seeds: tuple[int, int], dropout: float) -> list[str]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(dropout), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = AdaScaleConfig(base_batch_size=BATCH, per_worker_batch_size=BATCH, total_steps=20)
+    run = Run(model, optimizer, None, Stream(seeds[torch.distributed.get_rank()]), config)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        drive(run)
+    return [str(warning.message) for warning in caught]
+
+
+def test_workers_that_read_the_same_examples_are_warned_of(pool: Any) -> None:
+    (first, *others), on_others = pool(2).run(_warnings_of, (4, 4), 0.0)
+    assert first.startswith("The data of ranks 0, 1 begin with the same micro-batch")
+    assert [text.startswith("All gradient samples of a step were equal in 10 steps in a row") for text in others] == [
+        True
+    ]
+    assert on_others == []
+    assert [len(found) for found in pool(2).run(_warnings_of, (4, 4), 0.5)] == [1, 0]  # dropout differs
+    assert pool(2).run(_warnings_of, (4, 5), 0.0) == [[], []]
+
+
+def skipping(examples: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    kept = [(x, y) for x, y in examples if float(x[1]) > -1.5]
+    return [torch.stack(part) for part in zip(*kept, strict=True)]
+
+
+def test_a_collate_fn_that_leaves_out_examples_is_refused() -> None:
+    model = nn.Linear(6, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = AdaScaleConfig(base_batch_size=BATCH, total_steps=STEPS)
+    run = Run(model, optimizer, None, data(), config, collate_fn=skipping)
+    with pytest.raises(
+        ValueError, match=r"collate_fn returned a batch of [67] examples for a micro-batch of 8.*Subset"
+    ):
+        drive(run)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda x, y: (x, y),
+        lambda x, y: {"x": x.T, "y": {"of": y}},  # (sequence, batch)
+        lambda x, y: (list(x), list(y)),  # examples of several sizes, as in detection
+        lambda x, y: (x[:3].reshape(-1), torch.arange(9)),  # one long row, with its bounds
+        lambda x, y: SimpleNamespace(x=x, y=y),
+    ],
+)
+def test_batches_of_other_layouts_are_accepted(layout: Callable[[Tensor, Tensor], Any]) -> None:
+    def collate(examples: list[tuple[Tensor, Tensor]]) -> Any:
+        x, y = (torch.stack(part) for part in zip(*examples, strict=True))
+        return layout(x[:, :5], y)
+
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = Run(model, optimizer, None, data(), AdaScaleConfig(base_batch_size=BATCH, total_steps=2), collate_fn=collate)
+    for _ in run:
+        run.backward(run.model(torch.ones(1)).sum())
+        run.step()
+    assert run.stopped == "total_steps reached"
+
+
+@pytest.mark.parametrize("how", ["run", "attach"])
+def test_a_batch_larger_than_the_dataset_is_warned_of(how: str) -> None:
+    model = nn.Linear(6, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = AdaScaleConfig(
+        base_batch_size=BATCH, accumulation=2, per_worker_batch_size=50, total_steps=9, dataset_length=96
+    )
+    make = {
+        "run": lambda: Run(model, optimizer, None, data(), config),
+        "attach": lambda: attach(model, optimizer, None, config),
+    }
+    with pytest.warns(
+        UserWarning, match=r"The batch of 100 is larger than the dataset of 96 examples.*Lower the workers"
+    ):
+        make[how]()
+
+
+def test_a_skipped_step_has_its_mark_in_the_trace(tmp_path: Path) -> None:
+    run = make_run(nn.Linear(6, 2), backend=LocalBackend(tmp_path))
+    factors = iter([1.0, math.nan, *[1.0] * STEPS])
+
+    def loop() -> None:
+        for x, y in run:
+            run.backward(F.cross_entropy(run.model(x), y) * next(factors))
+            run.step()
+
+    with pytest.warns(UserWarning, match=r"Step 2 was skipped"):
+        loop()
+    rows = read_trace(tmp_path / "trace.jsonl")
+    assert [row["step"] for row in rows if row.get("skipped")] == [2]
+    assert (len(rows), run.summary()["skipped_steps"]) == (STEPS + 1, 1)
