@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -35,6 +36,11 @@ __all__ = ["TOTAL_STEPS_REACHED", "Run"]
 
 _log = logging.getLogger(__name__)
 TOTAL_STEPS_REACHED = "total_steps reached"
+_LONG_S = 30.0
+_WAITS_FOR_OTHERS = (
+    "Rank %d has been in run.save_checkpoint() for %.0f s. Unless the storage is slow, it waits for the others. "
+    "Call it on every worker, not on rank 0 alone."
+)
 _MOST_OVERFLOWS = 40
 """Skipped steps in a row that a loss scale may need to adapt: it begins at 2¹⁶ and halves."""
 
@@ -330,7 +336,8 @@ class Run:
         """Run the backward pass of one micro-batch, with the loss weighted and scaled. The last pass reduces gradients.
 
         Args:
-            loss: Mean over the micro-batch's examples, a scalar.
+            loss: Mean over the micro-batch's examples, a scalar. Don't divide it by the number of passes: ``run`` does, and a loss
+                that is divided twice can't be detected.
         """
         passes = self.parts.passes
         passes.begin_backward(loss)
@@ -546,6 +553,9 @@ class Run:
     def save_checkpoint(self) -> Path | None:
         """Save a checkpoint, report it, and wait until it is stored. Collective, at a step boundary.
 
+        Call it on every worker, without ``if rank == 0``: a worker that calls it alone waits for the others until the process
+        group's timeout. After half a minute it logs a warning.
+
         The next start of the run resumes from it, if no later one follows. Under Ray Train the report is Ray's.
 
         Returns:
@@ -561,5 +571,12 @@ class Run:
                 "after run.step() has returned True, before the next backward pass (run.at_boundary)."
             )
         self._synchronize()
-        folder = self.parts.reporting.report(self, save=True)
+        alone = threading.Timer(_LONG_S, _log.warning, (_WAITS_FOR_OTHERS, self.backend.rank, _LONG_S))
+        alone.daemon = True
+        if self.plan.world_size > 1:
+            alone.start()
+        try:
+            folder = self.parts.reporting.report(self, save=True)
+        finally:
+            alone.cancel()
         return folder if folder is not None and folder.is_dir() else None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import random
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +22,7 @@ from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScale, AdaScaleConfig, LocalBackend, Run, attach
 from ray_adascale.data.order import epoch_order
+from ray_adascale.run import loop
 from ray_adascale.run.tau_schedule import TauSchedule
 from ray_adascale.run.trace import read_trace
 
@@ -268,7 +271,7 @@ def test_a_zero_grad_left_in_the_loop_is_harmless_or_refused(place: str, of: str
     with warnings.catch_warnings():
         warnings.simplefilter("error")
 
-        def loop() -> None:
+        def users_loop() -> None:
             for x, y in run:
                 if place == "before the backward pass":
                     getattr(run, of).zero_grad()
@@ -278,11 +281,11 @@ def test_a_zero_grad_left_in_the_loop_is_harmless_or_refused(place: str, of: str
                     getattr(run, of).zero_grad()
 
         if accumulation == 1:
-            loop()
+            users_loop()
             assert same_weights(model, plain_loop(expected))
         else:
             with pytest.raises(RuntimeError, match=r"cleared between the passes.*Delete optimizer\.zero_grad\(\)"):
-                loop()
+                users_loop()
 
 
 # ---- gradients that the loop reads or clips between run.backward and run.step ----------------------------------------
@@ -496,13 +499,38 @@ def test_a_skipped_step_has_its_mark_in_the_trace(tmp_path: Path) -> None:
     run = make_run(nn.Linear(6, 2), backend=LocalBackend(tmp_path))
     factors = iter([1.0, math.nan, *[1.0] * STEPS])
 
-    def loop() -> None:
+    def users_loop() -> None:
         for x, y in run:
             run.backward(F.cross_entropy(run.model(x), y) * next(factors))
             run.step()
 
     with pytest.warns(UserWarning, match=r"Step 2 was skipped"):
-        loop()
+        users_loop()
     rows = read_trace(tmp_path / "trace.jsonl")
     assert [row["step"] for row in rows if row.get("skipped")] == [2]
     assert (len(rows), run.summary()["skipped_steps"]) == (STEPS + 1, 1)
+
+
+def _saves_late(folder: str) -> list[str]:
+    """The warnings of a worker that saves, while rank 1 comes a little later."""
+    run = make_run(nn.Linear(6, 2), per_worker_batch_size=BATCH, backend=LocalBackend(folder))
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ray_adascale").addHandler(handler)
+    for x, y in run:
+        run.backward(F.cross_entropy(run.model(x), y))
+        if run.step():
+            break
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "_LONG_S", 0.2)
+        time.sleep(0.6 * torch.distributed.get_rank())
+        run.save_checkpoint()
+    logging.getLogger("ray_adascale").removeHandler(handler)
+    return [text for text in told if "save_checkpoint" in text]
+
+
+def test_a_worker_that_saves_alone_says_what_it_waits_for(pool: Any, tmp_path: Path) -> None:
+    (text,), _ = pool(2).run(_saves_late, str(tmp_path))
+    assert text.startswith("Rank 0 has been in run.save_checkpoint() for 0 s.")
+    assert "Call it on every worker, not on rank 0 alone" in text
