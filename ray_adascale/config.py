@@ -79,7 +79,7 @@ class AdaScaleConfig:
         per_worker_batch_size: Examples per backward pass on one worker. Default: the base batch size. "auto": the most that fit
             in the memory of every worker, found before the run by steps of growing size. The log names the number, and a resume
             keeps it. Needs a map-style dataset, and in a loop of your own ``loss_fn`` (docs/guides/memory.md).
-        accumulation: Backward passes per optimizer step. Each loss is the mean over its micro-batch; don't divide it by this number.
+        accumulation: Backward passes per optimizer step. Each loss is the mean over its micro-batch; don't divide it by them.
         global_batch_size: B, the same on any number of workers. The number of passes depends on the workers then:
             ``accumulation`` is the fewest passes, and ``per_worker_batch_size`` the most examples of one. B need not divide
             evenly. Default: each worker's batch stays the same, and B grows with the workers.

@@ -23,8 +23,8 @@ def add_batch_options(parser: argparse._ActionsContainer) -> None:
         "--accumulation",
         type=int,
         metavar="N",
-        help="passes before each optimizer step, on each worker (default: 1). Each loss stays the mean over its micro-batch: don't "
-        "divide it by N",
+        help="passes before each optimizer step, on each worker (default: 1). Each loss stays the mean over its micro-batch: "
+        "don't divide it by N",
     )
     parser.add_argument(
         "--target-efficiency",

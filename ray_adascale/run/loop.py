@@ -336,8 +336,8 @@ class Run:
         """Run the backward pass of one micro-batch, with the loss weighted and scaled. The last pass reduces gradients.
 
         Args:
-            loss: Mean over the micro-batch's examples, a scalar. Don't divide it by the number of passes: ``run`` does, and a loss
-                that is divided twice can't be detected.
+            loss: Mean over the micro-batch's examples, a scalar. Don't divide it by the number of passes: ``run`` does, and a
+                loss that is divided twice can't be detected.
         """
         passes = self.parts.passes
         passes.begin_backward(loss)
