@@ -169,7 +169,8 @@ class Passes:
         self._optimizer.sample_weights = self._weights
         loss.backward()
         self._backward_done = True
-        if not batch.is_last and self._steps < _CHECKED_STEPS:
+        # Between passes FSDP2 keeps gradients where the loop can't reach them.
+        if not batch.is_last and self._steps < _CHECKED_STEPS and not self._fully_sharded:
             self._gradients = self._gradient_versions()
         if batch.is_last and self.scaler is not None:
             self.scaler.unscale_(self._optimizer)  # here, so that the loop sees and clips the true gradient

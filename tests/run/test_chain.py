@@ -60,6 +60,7 @@ def drive(backend: LocalBackend | None = None, stop: int | None = None, config: 
         warnings.filterwarnings("ignore", message="AdaScale is derived for SGD")
         warnings.filterwarnings("ignore", message="rule='adascale_betas' has no derivation")
         warnings.filterwarnings("ignore", message="The batch of .* exceeds the gradient noise scale")
+        warnings.filterwarnings("ignore", message="The batch of .* is larger than the dataset")
         built = workload({} if config is None else config)
         run = Run.of(built, settings(**kwargs), backend=backend or LocalBackend(device="cpu"))
     for batch in run:
