@@ -113,7 +113,7 @@ class AdaScale(OptimizerWrapper):
     ) -> None:
         super().__init__(optimizer)
         if model is not None:
-            check_parameters(model, optimizer)
+            check_parameters(model, optimizer, alone=False)
         check_averaging(clip, smoothing, averaging_window, total_steps, variance_floor)
         passes = checked_count("num_gradients_to_accumulate", num_gradients_to_accumulate)
         if base_batch_size is not None or batch_size is not None:

@@ -87,23 +87,30 @@ class OptimizerWrapper(Optimizer):
         super().__setstate__({})
 
 
-def check_parameters(model: nn.Module, optimizer: Optimizer) -> None:
-    """Check that the optimizer has all trainable parameters of the model and no parameter of another model.
+def check_parameters(model: nn.Module, optimizer: Optimizer, *, alone: bool) -> None:
+    """Check that the optimizer has no parameter of another model.
+
+    Args:
+        model: The model. Shards (DTensors) are not checked: outside a forward pass the model may have others than the optimizer.
+        optimizer: The optimizer.
+        alone: Check also that it has all trainable parameters. Without this, another optimizer may have some of them.
 
     Raises:
         ValueError: It has not.
     """
     own = {p: name for name, p in model.named_parameters()}
     given = {p for group in optimizer.param_groups for p in group["params"]}
+    if any(map(is_dtensor, given)):
+        return
     foreign = sum(p not in own for p in given)
     if foreign:
         raise ValueError(
             f"{foreign} of the optimizer's {len(given)} parameters are not in the model, so steps would not train it. Build the "
-            "optimizer from model.parameters() after the model is final: after deepcopy, .to() of another kind of tensor, "
-            "replaced layers, and a compiled or sharded model."
+            "optimizer from model.parameters() after the model is final: after deepcopy, .to() of another kind of tensor and "
+            "replaced layers."
         )
     left_out = [name for p, name in own.items() if p.requires_grad and p not in given]
-    if left_out:
+    if alone and left_out:
         few = ", ".join(map(repr, left_out[:3])) + (", ..." if len(left_out) > 3 else "")
         raise ValueError(
             f"{len(left_out)} trainable parameters of the model are in no parameter group: {few}. Give them to the optimizer, or "

@@ -72,7 +72,7 @@ def check_built(model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig, 
         raise ValueError(
             f"Pass the bare optimizer: it is wrapped here, so {type(optimizer).__name__} would wrap it twice."
         )
-    check_parameters(model, optimizer)
+    check_parameters(model, optimizer, alone=True)
     doubts = [doubt(make_rule(config.rule), optimizer), None if recipe is None else recipe_doubt(recipe, optimizer)]
     for sentence in filter(None, doubts):
         warn_on_first_worker(sentence)
