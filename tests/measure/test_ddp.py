@@ -270,9 +270,12 @@ def _refused() -> None:
     measure_buckets(ddp)
     with pytest.raises(ValueError, match="communication hook already"):
         measure_buckets(ddp)
-    ddp.module.register_parameter("late", nn.Parameter(torch.zeros(7)))  # which DDP does not reduce
+    stranger = nn.Parameter(torch.zeros(7))
+    with pytest.raises(ValueError, match="1 of the optimizer's 5 parameters are not in the model"):
+        AdaScale(torch.optim.SGD([*ddp.parameters(), stranger], lr=0.1), model=ddp)
+    adascale = AdaScale(torch.optim.SGD(ddp.parameters(), lr=0.1), model=ddp)
     with pytest.raises(ValueError, match=r"shape \(7,\) is in the optimizer and not in model="):
-        AdaScale(torch.optim.SGD(ddp.parameters(), lr=0.1), model=ddp)
+        adascale.add_param_group({"params": [stranger]})
 
 
 def test_what_cannot_be_measured_is_refused(pool: Pool) -> None:
