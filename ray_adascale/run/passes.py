@@ -15,7 +15,7 @@ from .._warn import warn_on_first_worker
 from ..batch_policy import BatchPlan
 from ..data.source import MicroBatch
 from ..optim.adascale import AdaScale
-from ..sharding.elsewhere import mark_gradients_elsewhere
+from ..sharding.elsewhere import mark_gradients_elsewhere, unmark_gradients
 from ..sharding.sharded_ddp import ShardedDataParallel
 
 __all__ = ["Passes"]
@@ -208,6 +208,8 @@ class Passes:
 
     def step(self) -> None:
         """Take the optimizer step."""
+        if isinstance(self._model, ShardedDataParallel):
+            unmark_gradients(self._module.parameters())
         self._stepping = True
         try:
             if self.scaler is not None:

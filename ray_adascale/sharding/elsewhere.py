@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["GradientElsewhere", "mark_gradients_elsewhere"]
+__all__ = ["GradientElsewhere", "mark_gradients_elsewhere", "unmark_gradients"]
 
 
 class GradientElsewhere(Tensor):
@@ -33,7 +33,14 @@ class GradientElsewhere(Tensor):
 
 
 def mark_gradients_elsewhere(params: Iterable[Tensor]) -> None:
-    """Put a stand-in where a trainable parameter has no gradient. Clearing the gradients removes it."""
+    """Put a stand-in where a trainable parameter has no gradient."""
     for p in params:
         if p.grad is None and p.requires_grad:
             p.grad = p.new_empty(()).expand(p.shape).as_subclass(GradientElsewhere)
+
+
+def unmark_gradients(params: Iterable[Tensor]) -> None:
+    """Remove the stand-ins."""
+    for p in params:
+        if type(p.grad) is GradientElsewhere:
+            p.grad = None
