@@ -13,11 +13,22 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["as_bytes", "called_to_make_state", "global_rank", "is_dtensor", "uncompiled"]
+__all__ = [
+    "after_load_state_dict",
+    "after_state_dict",
+    "as_bytes",
+    "before_load_state_dict",
+    "before_state_dict",
+    "called_to_make_state",
+    "global_rank",
+    "is_dtensor",
+    "uncompiled",
+]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -41,7 +52,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8)
 
 
-def called_to_make_state(optimizer: torch.optim.Optimizer) -> bool:
+def called_to_make_state(optimizer: Optimizer) -> bool:
     """Whether the step() under way was called to make the state of an optimizer that has none.
 
     ``torch.distributed.checkpoint.state_dict`` takes a step with learning rates and gradients of zero before it reads or loads
@@ -58,6 +69,38 @@ def called_to_make_state(optimizer: torch.optim.Optimizer) -> bool:
     while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
         frame = frame.f_back
     return frame is not None
+
+
+# torch calls the hooks around a state dict in Optimizer.state_dict() and load_state_dict(), which some classes here replace.
+
+
+def before_state_dict(optimizer: Optimizer) -> None:
+    """Call the hooks of ``register_state_dict_pre_hook``."""
+    for hook in optimizer._optimizer_state_dict_pre_hooks.values():
+        hook(optimizer)
+
+
+def after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Call the hooks of ``register_state_dict_post_hook``; return the state dict, which they may replace."""
+    for hook in optimizer._optimizer_state_dict_post_hooks.values():
+        answer = hook(optimizer, state_dict)
+        state_dict = state_dict if answer is None else answer
+    return state_dict
+
+
+def before_load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Call the hooks of ``register_load_state_dict_pre_hook`` with a shallow copy; return it, or what they replace it by."""
+    state_dict = state_dict.copy()
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        answer = hook(optimizer, state_dict)
+        state_dict = state_dict if answer is None else answer
+    return state_dict
+
+
+def after_load_state_dict(optimizer: Optimizer) -> None:
+    """Call the hooks of ``register_load_state_dict_post_hook``."""
+    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        hook(optimizer)
 
 
 def uncompiled(function: _Function) -> _Function:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from ._torch import after_load_state_dict, before_load_state_dict
+
 __all__ = ["SEVERAL_OPTIMIZERS", "OptimizerChain", "empty_copy", "largest_part", "needs_closure", "parts_of"]
 
 SEVERAL_OPTIMIZERS = (
@@ -149,9 +151,7 @@ class OptimizerChain(Optimizer):
         Raises:
             ValueError: The groups differ in number or size.
         """
-        state_dict = dict(state_dict)
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = before(self, state_dict) or state_dict
+        state_dict = before_load_state_dict(self, state_dict)
         saved = state_dict["param_groups"]
         sizes = [len(group["params"]) for group in self.param_groups]
         if [len(group["params"]) for group in saved] != sizes:
@@ -166,8 +166,7 @@ class OptimizerChain(Optimizer):
             # torch's loader copies entries that belong to no parameter, so each optimizer gets them.
             state = {i: value for i, value in state_dict["state"].items() if i in own or i not in everywhere}
             member.load_state_dict({"state": state, "param_groups": groups})
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
+        after_load_state_dict(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_optimizers": self._optimizers, "_order": self._order}

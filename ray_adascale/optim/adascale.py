@@ -11,7 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._torch import called_to_make_state, is_dtensor, uncompiled
+from .._torch import (
+    after_load_state_dict,
+    after_state_dict,
+    before_load_state_dict,
+    before_state_dict,
+    called_to_make_state,
+    is_dtensor,
+    uncompiled,
+)
 from .._warn import warn_at_user
 from ..sharding.oss import OSS
 from .algorithm import AdaScaleAlgorithm
@@ -226,12 +234,14 @@ class AdaScale(OptimizerWrapper):
             RuntimeError: Called between a backward pass and the step it leads to, without :attr:`saves_within_step`.
         """
         self._require_boundary("state_dict")
+        before_state_dict(self)
         inner, statistics = self._optimizer.state_dict(), self.statistics_state()
         # torch.distributed.checkpoint.state_dict copies "state" and "param_groups" only, and takes tensors for the model's. So
         # the statistics are in the first group too, as numbers; without g_{t−1}, which starts afresh.
         numbers = {k: v.tolist() for k, v in statistics.items() if not k.startswith("previous_gradient")}
         first, *others = inner["param_groups"]
-        return {**inner, "param_groups": [{**first, "adascale": numbers}, *others], "adascale": statistics}
+        groups = [{**first, "adascale": numbers}, *others]
+        return after_state_dict(self, {**inner, "param_groups": groups, "adascale": statistics})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a :meth:`state_dict`, which is left unchanged. σ² is per base batch, so S and n may differ from the state's.
@@ -242,6 +252,7 @@ class AdaScale(OptimizerWrapper):
         self._require_boundary("load_state_dict")
         self._algorithm.synchronize()
         self._add_workers_in_time()
+        state_dict = before_load_state_dict(self, state_dict)
         groups = state_dict["param_groups"]
         inner = {key: value for key, value in state_dict.items() if key != "adascale"}
         inner["param_groups"] = [{k: v for k, v in group.items() if k != "adascale"} for group in groups]
@@ -260,6 +271,7 @@ class AdaScale(OptimizerWrapper):
         else:
             self.load_statistics_state(statistics)
         self._statistics.begin_step()
+        after_load_state_dict(self)
 
     def __getstate__(self) -> dict[str, Any]:
         self._algorithm.synchronize()

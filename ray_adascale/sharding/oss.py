@@ -9,7 +9,7 @@ parameters are split in its own way.
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
@@ -18,7 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
-from .._torch import called_to_make_state
+from .._torch import (
+    after_load_state_dict,
+    after_state_dict,
+    before_load_state_dict,
+    before_state_dict,
+    called_to_make_state,
+)
 from ..chain import OptimizerChain, empty_copy, parts_of
 from ..measure.norms import take_norm
 from ..measure.observers import GradientObserver, PassListener
@@ -169,6 +175,8 @@ class OSS(Optimizer):
 
         # The part that this worker updates.
         self._shard = empty_copy(optimizer)
+        for load_hooks in ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"):
+            setattr(self._shard, load_hooks, OrderedDict())  # the user's get the full state, in load_state_dict()
         given = dict(optimizer.state)
         optimizer.state = defaultdict(dict)
         self.state = {k: v for k, v in given.items() if not isinstance(k, Tensor)}
@@ -546,6 +554,8 @@ class OSS(Optimizer):
         Raises:
             RuntimeError: :meth:`consolidate_state_dict` was not called on this worker since the last step.
         """
+        for hooked in (self, self._full):
+            before_state_dict(hooked)
         if all_ranks or self.world_size == 1:
             self.consolidate_state_dict(EVERYONE)
         collected = self._shares.collected
@@ -554,7 +564,8 @@ class OSS(Optimizer):
         # Dicts of its own, since torch.distributed.checkpoint.state_dict renames their keys.
         collected = {k: dict(v) if isinstance(v, dict) else v for k, v in collected.items()}
         # The present groups: a scheduler may have changed the LR since.
-        return {"state": collected, "param_groups": packed(self.param_groups)}
+        state_dict = {"state": collected, "param_groups": packed(self.param_groups)}
+        return after_state_dict(self, after_state_dict(self._full, state_dict))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a full state on every worker; each keeps a copy of its share. The argument is left unchanged.
@@ -562,6 +573,7 @@ class OSS(Optimizer):
         Raises:
             ValueError: The groups differ in number or size.
         """
+        state_dict = before_load_state_dict(self._full, before_load_state_dict(self, state_dict))
         saved_groups = state_dict["param_groups"]
         saved_sizes = [len(group["params"]) for group in saved_groups]
         sizes = [len(group["params"]) for group in self.param_groups]
@@ -588,6 +600,8 @@ class OSS(Optimizer):
         self._shard.load_state_dict({"state": state, "param_groups": packed(self._shard.param_groups)})
         self.state = self._shard.state
         self._shares.made = made
+        for hooked in (self._full, self):
+            after_load_state_dict(hooked)
 
     def _params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
