@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, cast
@@ -226,9 +227,10 @@ class AdaScale(OptimizerWrapper):
             self._averages.add_gain(self._statistics.declared)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state dict, with an entry ``"adascale"`` of tensors (copies, on the CPU).
+        """Return the wrapped optimizer's state dict, with AdaScale's state: copies, on the CPU.
 
-        Loads with ``torch.load(weights_only=True)`` and goes through ``torch.distributed.checkpoint``.
+        That is an entry ``"adascale"`` of tensors, and numbers in the first parameter group. Loads with
+        ``torch.load(weights_only=True)`` and goes through ``torch.distributed.checkpoint``.
 
         Raises:
             RuntimeError: Called between a backward pass and the step it leads to, without :attr:`saves_within_step`.
@@ -238,7 +240,14 @@ class AdaScale(OptimizerWrapper):
         inner, statistics = self._optimizer.state_dict(), self.statistics_state()
         # torch.distributed.checkpoint.state_dict copies "state" and "param_groups" only, and takes tensors for the model's. So
         # the statistics are in the first group too, as numbers; without g_{t−1}, which starts afresh.
-        numbers = {k: v.tolist() for k, v in statistics.items() if not k.startswith("previous_gradient")}
+        # dcp.load() loads the keys that a fresh optimizer's state has, and raises if one is missing in the checkpoint. So all
+        # states have the keys of the first ones, and what only some runs measure is in one of the values, as JSON: DCP makes a
+        # key of each entry of a dict, and of each list that has one.
+        of_examples = {k: statistics.pop(k).tolist() for k in list(statistics) if k.startswith("examples_")}
+        numbers: dict[str, Any] = {
+            k: v.tolist() for k, v in statistics.items() if not k.startswith("previous_gradient")
+        }
+        numbers["num_samples"] = json.dumps([numbers["num_samples"], of_examples])
         first, *others = inner["param_groups"]
         groups = [{**first, "adascale": numbers}, *others]
         return after_state_dict(self, {**inner, "param_groups": groups, "adascale": statistics})
@@ -256,22 +265,25 @@ class AdaScale(OptimizerWrapper):
         groups = state_dict["param_groups"]
         inner = {key: value for key, value in state_dict.items() if key != "adascale"}
         inner["param_groups"] = [{k: v for k, v in group.items() if k != "adascale"} for group in groups]
-        statistics = state_dict.get("adascale")
-        if statistics is None and "adascale" in groups[0]:
-            dtypes = {k: v.dtype for k, v in self.statistics_state().items()}
-            statistics = {
-                k: torch.tensor(v, dtype=dtypes.get(k, torch.float64)) for k, v in groups[0]["adascale"].items()
-            }
-        if statistics is not None:
+        statistics = self._statistics_of(groups[0].get("adascale", {})) | state_dict.get("adascale", {})
+        if statistics:
             self._averages.check(statistics)
         self._optimizer.load_state_dict(inner)
-        if statistics is None:
+        if not statistics:
             warn_at_user("The state dict has no AdaScale statistics; the averages and τ start afresh.")
             self._algorithm.restart()
         else:
             self.load_statistics_state(statistics)
         self._statistics.begin_step()
         after_load_state_dict(self)
+
+    def _statistics_of(self, numbers: dict[str, Any]) -> dict[str, Tensor]:
+        """Return the :meth:`statistics_state` of the numbers in a state dict's first group."""
+        if isinstance(numbers.get("num_samples"), str):  # in old states it is a number
+            count, of_examples = json.loads(numbers["num_samples"])
+            numbers = {**numbers, "num_samples": count, **of_examples}
+        dtypes = {k: v.dtype for k, v in self.statistics_state().items()}
+        return {k: torch.tensor(v, dtype=dtypes.get(k, torch.float64)) for k, v in numbers.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         self._algorithm.synchronize()

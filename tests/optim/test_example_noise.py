@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import warnings
 from collections.abc import Callable
@@ -12,13 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from ray_adascale import OSS, AdaScale, AdaScaleConfig, LocalBackend, Run, ShardedDataParallel
+from ray_adascale import OSS, AdaScale, AdaScaleConfig, LocalBackend, OptimizerChain, Run, ShardedDataParallel
 from ray_adascale.optim.example_noise import NoiseChoice
 from ray_adascale.optim.step_shape import StepShape
 
@@ -323,6 +326,145 @@ def test_a_model_that_turns_out_not_to_be_covered_goes_on_with_consecutive_gradi
             step(one, x, y)
         assert adascale.last_step.gain == alone.last_step.gain
     assert alone.last_step.gain > 1
+
+
+def through_dcp(saved: AdaScale, loaded: AdaScale, folder: Path) -> None:
+    """Save a model and its optimizer with ``dcp.save``, and load both into others with ``dcp.load``."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="torch.distributed")  # a process that has no others
+        dcp.save({"model": saved.network.state_dict(), "optimizer": saved.state_dict()}, checkpoint_id=folder)
+        into = {"model": loaded.network.state_dict(), "optimizer": loaded.state_dict()}
+        dcp.load(into, checkpoint_id=folder)
+    loaded.network.load_state_dict(into["model"])
+    loaded.load_state_dict(into["optimizer"])
+
+
+def without_momentum(adascale: AdaScale) -> AdaScale:
+    """torch's own state has other keys before the first step, but for an optimizer that has none."""
+    for group in adascale.param_groups:
+        group["momentum"] = 0.0
+    return adascale
+
+
+@pytest.mark.parametrize("saved_after", [0, 1, 5])
+def test_a_checkpoint_of_torchs_goes_on_with_the_variance_that_is_kept(saved_after: int, tmp_path: Path) -> None:
+    whole, first, second = (without_momentum(one_worker(every=3)) for _ in range(3))
+    expected = trained(whole)
+    for x, y in batches()[:saved_after]:
+        step(first, x, y)
+    through_dcp(first, second, tmp_path)
+    gains = []
+    for x, y in batches()[saved_after:]:
+        step(second, x, y)
+        gains.append(second.last_step.gain)
+    assert gains == expected[0][saved_after:]
+    assert torch.equal(torch.cat([p.detach().flatten() for p in second.network.parameters()]), expected[1])
+
+
+@pytest.mark.filterwarnings("ignore:One gradient sample")
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        *itertools.product(["examples", "samples", "no model"], repeat=2),
+        ("uncovered", "uncovered"),
+    ],
+)
+def test_a_checkpoint_of_torchs_loads_whatever_was_measured(
+    saved: str, loaded: str, steps: int, tmp_path: Path
+) -> None:
+    """As from two workers (samples) to one (examples) and back."""
+
+    def make(kind: str) -> AdaScale:
+        if kind == "uncovered":
+            return reused("auto")
+        made = one_worker(passes=1 if kind == "examples" else 2, noise="auto")
+        if kind != "no model":
+            return without_momentum(made)
+        other = AdaScale(made.wrapped, scale=SCALE, num_gradients_to_accumulate=2)
+        other.network = made.network  # type: ignore[attr-defined]
+        return without_momentum(other)
+
+    first, second = make(saved), make(loaded)
+    for x, y in batches()[:steps]:
+        step(first, x, y, 1 if saved in ("examples", "uncovered") else 2)
+    through_dcp(first, second, tmp_path)
+    assert second.effective_steps == first.effective_steps
+    assert second.average_moments() == pytest.approx(first.average_moments(), rel=0, nan_ok=True)
+
+
+def test_the_keys_of_a_state_do_not_depend_on_what_was_measured() -> None:
+    def keys(adascale: AdaScale) -> set[str]:
+        return set(flatten_state_dict(adascale.state_dict())[0])
+
+    held, samples = one_worker(every=3), one_worker("samples", passes=2)
+    for x, y in batches()[:2]:
+        step(held, x, y)
+        step(samples, x, y, 2)
+    assert keys(held) == keys(samples)
+    fresh = keys(one_worker()) | {key for key in keys(held) if "momentum_buffer" in key}
+    assert keys(held) == fresh
+
+
+@pytest.mark.parametrize("tensors", [True, False])
+def test_states_with_a_key_for_each_number_load_to_the_bit(tensors: bool) -> None:
+    """As they were at first, as tensors and as numbers."""
+    expected = trained(one_worker(every=3))[0]
+    first, second = one_worker(every=3), one_worker(every=3)
+    for x, y in batches()[:5]:
+        step(first, x, y)
+    old = copy.deepcopy(first.state_dict())
+    old["adascale"] = first.statistics_state()
+    old["param_groups"][0]["adascale"] = {key: value.tolist() for key, value in old["adascale"].items()}
+    del (old if not tensors else old["param_groups"][0])["adascale"]
+    second.network.load_state_dict(copy.deepcopy(first.network.state_dict()))
+    second.load_state_dict(old)
+    gains = []
+    for x, y in batches()[5:]:
+        step(second, x, y)
+        gains.append(second.last_step.gain)
+    assert gains == expected[5:]
+
+
+def resumed_on_workers(kind: str, folder: Path) -> tuple[list[float], list[float]]:
+    """The gains of a whole run, and of one that is saved after five steps and loaded into a fresh optimizer."""
+    rank, workers = dist.get_rank(), dist.get_world_size()
+
+    def make() -> tuple[nn.Module, AdaScale]:
+        model = network()
+        wrapped = fully_shard(model) if kind == "fsdp2" else DistributedDataParallel(model)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if kind == "chain":
+            first, *rest = model.parameters()
+            optimizer = OptimizerChain([torch.optim.SGD([first], lr=0.1), torch.optim.SGD(rest, lr=0.05)])
+        adascale = AdaScale(optimizer, scale=SCALE, model=model, noise="per_example", noise_budget=0.1)
+        adascale.network = model  # type: ignore[attr-defined]
+        return wrapped, adascale
+
+    runs = []
+    for stop in (None, 5):
+        wrapped, adascale = make()
+        gains = []
+        for t, (x, y) in enumerate(batches()):
+            if t == stop:
+                wrapped, resumed = make()
+                through_dcp(adascale, resumed, folder)
+                adascale = resumed
+            F.cross_entropy(wrapped(x.chunk(workers)[rank]), y.chunk(workers)[rank]).backward()
+            adascale.step()
+            adascale.zero_grad()
+            gains.append(adascale.last_step.gain)
+        assert adascale._statistics.examples.every > 1  # type: ignore[union-attr]
+        runs.append(gains)
+    return runs[0], runs[1]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "chain", "fsdp2"])
+def test_a_checkpoint_of_torchs_on_several_workers(
+    kind: str, pool: Callable[[int], ProcessPool], tmp_path: Path
+) -> None:
+    for whole, resumed in pool(2).run(resumed_on_workers, kind, tmp_path):
+        assert resumed == whole
 
 
 @pytest.mark.parametrize("noise", ["per_example", "samples"])
