@@ -22,7 +22,7 @@ from .sample import Outcome, Sample, unpack_outcome
 from .step_counts import StepCounts
 from .step_shape import StepResult
 
-__all__ = ["AdaScaleAlgorithm"]
+__all__ = ["AdaScaleAlgorithm", "of_other_base_batch"]
 
 
 @dataclass(frozen=True)
@@ -308,6 +308,27 @@ def _scaled(lr: float | Tensor, factor: float | Tensor, scale: float) -> Any:
     # The kernels read float32. A 0-dim tensor may be on the host where the other is not.
     out = torch.empty((), device=factor.device)
     return torch.mul(factor, lr.reshape(()) if isinstance(lr, Tensor) else lr, out=out)
+
+
+def of_other_base_batch(state: dict[str, Tensor], ratio: float) -> dict[str, Tensor]:
+    """Return the :meth:`AdaScaleAlgorithm.state` of the same run with another base batch size.
+
+    σ² and S are inversely proportional to B0, so σ²/S stays, and μ².
+
+    Args:
+        state: It is left unchanged.
+        ratio: Old B0 / new B0.
+    """
+    total = state["total"] * torch.tensor([[ratio], [1.0]], dtype=torch.float64)
+    changed = {"total": total}
+    # r = (σ² + μ²) / (σ²/S + μ²), of which only the numerator changes
+    old, new = ((t / state["weight"]).nan_to_num(0).clamp(min=0).sum() for t in (state["total"], total))
+    if old > 0:
+        changed["previous_gain"] = state["previous_gain"] * new / old
+    for key in ("examples_sigma2", "previous_gradient_scale"):
+        if key in state:
+            changed[key] = state[key] * ratio
+    return state | changed
 
 
 def _of_consecutive_gradients(state: dict[str, Tensor]) -> bool:

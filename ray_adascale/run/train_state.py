@@ -23,6 +23,7 @@ from ..checkpoint.optimizer import hyperparameters, load_hyperparameters, load_o
 from ..checkpoint.rng import capture_rng, empty_rng, restore_rng
 from ..data.source import BatchSource
 from ..optim.adascale import AdaScale
+from ..optim.algorithm import of_other_base_batch
 from .batch_search import FoundBatch, found_state
 from .schedule import BaseSchedule, EffectiveSchedule, curve_difference
 from .step import LoopState, Stage
@@ -159,8 +160,8 @@ class TrainState:
         load_optimizer(folder, self.optimizer, self.parameter_names)
         if changed:  # the new settings apply from this τ on
             self.schedule.load_state_dict({"calls": self.schedule.due(saved["effective_steps"])})
-            # σ² is that of a base batch, and the base batch is another now.
-            statistics["total"][0] *= saved["plan"]["base_batch_size"] / self.base_schedule.base_batch_size
+            ratio = saved["plan"]["base_batch_size"] / self.base_schedule.base_batch_size
+            statistics = of_other_base_batch(statistics, ratio)
         else:
             self.schedule.load_state_dict(saved["schedule"])
             load_hyperparameters(self.optimizer, saved["param_groups"])

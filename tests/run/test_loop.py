@@ -1057,6 +1057,29 @@ def test_an_accepted_base_batch_rescales_the_variance_of_a_base_batch(tmp_path: 
     assert run.optimizer.average_moments() == pytest.approx((before / 2, mu2))
 
 
+def test_an_accepted_base_batch_rescales_the_variance_that_is_kept_between_measured_steps(tmp_path: Path) -> None:
+    def run(**settings: Any) -> Run:
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+        state = {"per_worker_batch_size": 16, "noise": "per_example", "noise_budget": 0.06, "total_steps": 4000}
+        return make_run(net, scheduler=False, **{**state, **settings})
+
+    saved = LocalBackend(tmp_path)
+    drive(run(backend=saved, checkpoint_every_s=1e-9, async_checkpoint=False), stop_after=2)
+    same = run(backend=LocalBackend(tmp_path))
+    with pytest.warns(UserWarning, match="base_batch_size is 8, was 4"):
+        changed = run(base_batch_size=8, accept_changes=True, backend=LocalBackend(tmp_path))
+    sigma2, mu2 = same.optimizer.average_moments()
+    r = (sigma2 / 2 + mu2) / (sigma2 / 4 + mu2)
+    assert changed.optimizer.last_step.gain == pytest.approx(r)
+    for one in (same, changed):
+        assert one.optimizer._statistics.examples.every > 2  # type: ignore[union-attr]
+        drive(one, stop_after=1)
+    # The step's own σ² is that of the first step. It was of base batches of 4 examples, and is of 8 now.
+    assert changed.optimizer.last_step.sigma2 == pytest.approx(same.optimizer.last_step.sigma2 / 2)
+    assert changed.optimizer.last_step.mu2 == pytest.approx(same.optimizer.last_step.mu2)
+
+
 def test_a_finished_run_that_is_given_more_steps_ends_with_a_checkpoint_again(tmp_path: Path) -> None:
     drive(make_run(model(), backend=LocalBackend(tmp_path)))
     backend = LocalBackend(tmp_path)
