@@ -175,6 +175,26 @@ def test_steps_in_between_keep_the_variance_and_have_their_own_signal() -> None:
     assert len({m for _, m in seen}) == STEPS
 
 
+def test_two_measured_steps_lie_in_the_window_also_after_the_batch_has_grown() -> None:
+    adascale = one_worker(every=3, averaging_window=0.05, total_steps=256 / 0.05)
+    examples, every = adascale._statistics.examples, []
+    assert examples is not None
+    for t, (x, y) in enumerate(batches()[:8]):
+        adascale.set_batch(scale=[8.0, 8.0, 64.0, 64.0, 512.0, 512.0, 8.0, 8.0][t])
+        assert examples.measuring == (t % examples.every == 0)
+        step(adascale, x, y)
+        every.append(examples.every)
+        if t == 5:
+            twin = one_worker(every=3, averaging_window=0.05, total_steps=256 / 0.05)
+            twin.load_state_dict(copy.deepcopy(adascale.state_dict()))
+            twin.set_batch(scale=64.0)
+            resumed = twin._statistics.examples
+    # Half the window is 128 effective steps: 16 steps at S = 8, 2 at 64, and less than one at 512. The budget gives 4.
+    assert every == [4, 4, 2, 2, 1, 1, 4, 4]
+    assert resumed is not None
+    assert resumed.every == 2
+
+
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_resumed_run_is_the_same_to_the_bit(every: int) -> None:
     whole = trained(one_worker(every=every))
