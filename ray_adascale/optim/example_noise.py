@@ -121,9 +121,7 @@ class ExampleNoise:
         problem: Why the last measured step of this worker yields nothing; None if it does.
     """
 
-    def __init__(
-        self, model: nn.Module, groups: Sequence[Sequence[Tensor]], *, required: bool, budget: float
-    ) -> None:
+    def __init__(self, model: nn.Module, groups: Sequence[Sequence[Tensor]], *, required: bool, budget: float) -> None:
         self._norms = ExampleNorms(model, groups)
         # A hook on a sharded parameter does not get its gradient, so there is no comparison.
         self._incomparable = any(is_dtensor(p) for params in groups for p in params)
