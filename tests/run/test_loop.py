@@ -1080,6 +1080,31 @@ def test_an_accepted_base_batch_rescales_the_variance_that_is_kept_between_measu
     assert changed.optimizer.last_step.mu2 == pytest.approx(same.optimizer.last_step.mu2)
 
 
+def test_lr_evaluation_and_end_come_with_the_step_that_reaches_their_effective_step() -> None:
+    """Ten steps of S = 1.1 are 11 effective steps, where their sum is 10.999999999999998."""
+    rows: list[dict[str, Any]] = []
+    evaluated: list[int] = []
+    run = make_run(
+        model(),
+        base_batch_size=20,
+        per_worker_batch_size=11,
+        accumulation=2,
+        rule="linear",
+        total_steps=88,
+        evaluate=lambda _: evaluated.append(len(rows)) or {"metric": 1.0},  # type: ignore[func-returns-value]
+        evaluate_every=11,
+    )
+    for x, y in run:
+        run.backward(F.cross_entropy(run.model(x), y))
+        if run.step():
+            rows.append(dict(run.summary()))
+    assert [row["effective_steps"] for row in rows[9::10]] == [11.0 * i for i in range(1, 9)]
+    assert len(rows) == 80
+    assert evaluated == [*range(9, 79, 10), 80]  # in each tenth step, and after the last
+    # StepLR divides every 7 base steps: the step at 75.9, that at 77 and that at 78.1.
+    assert [row["lr"] for row in rows[69:72]] == pytest.approx([0.1 * 0.9**10, 0.1 * 0.9**11, 0.1 * 0.9**11])
+
+
 def test_a_finished_run_that_is_given_more_steps_ends_with_a_checkpoint_again(tmp_path: Path) -> None:
     drive(make_run(model(), backend=LocalBackend(tmp_path)))
     backend = LocalBackend(tmp_path)
