@@ -481,7 +481,11 @@ class AdaScale(OptimizerWrapper):
 
     @property
     def last_step(self) -> StepResult:
-        """The last step; waits for the device if the host does not have its numbers yet."""
+        """The last step; waits for the device if the host does not have its numbers yet.
+
+        torch's own ``GradScaler`` leaves out a step without a word. It is known as skipped once its gradients are cleared or the
+        next backward pass has begun, where S > 1 or n > 1. With :class:`ray_adascale.ShardedGradScaler` it is known at once.
+        """
         self._algorithm.synchronize()
         return self._algorithm.last
 

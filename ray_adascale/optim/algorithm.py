@@ -224,10 +224,15 @@ class AdaScaleAlgorithm:
         self._statistics.workers.steps = last.steps
 
     def synchronize(self) -> None:
-        """Wait for the numbers of a step that was taken on the device."""
+        """Wait for the numbers of a step that was taken on the device, and learn of one that a GradScaler left out."""
         pending, self._pending = self._pending, None
-        if pending is None:
-            return
+        if pending is not None:
+            self._read(pending)
+        if self._statistics.left_out:
+            self._statistics.left_out = False
+            self.last = replace(self.last, skipped=True, payload=())
+
+    def _read(self, pending: _PendingStep) -> None:
         outcome, readout = pending.read(self._averages)
         if outcome.skipped:
             self.last = replace(self.last, skipped=True, payload=outcome.payload)

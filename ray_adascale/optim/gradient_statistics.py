@@ -52,6 +52,7 @@ class GradientStatistics:
         uncovered: Why examples turned out not to be measurable; None otherwise.
         passes: Backward passes so far in this step.
         gathered: The sums of the step, once its last pass has ended.
+        left_out: Whether a GradScaler left out the last complete step, as the clearing of its gradients shows.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class GradientStatistics:
         self.passes = 0
         self._constants: dict[tuple[float, torch.device], Tensor] = {}
         self.gathered: Gathered | None = None
+        self.left_out = False
         self.begin_step()
         if isinstance(optimizer, OSS):
             optimizer.add_reducer_listener(self)
@@ -280,7 +282,12 @@ class GradientStatistics:
         """Clear the passes since the last step."""
         if self.passes and self.examples is not None:
             self.examples.begin_step()
+        self.left_out |= self.gathered is not None and self._scales_loss
         self._clear_passes()
+
+    @property
+    def _scales_loss(self) -> bool:
+        return self._grad_scaler is not None and self._grad_scaler.is_enabled()
 
     def _clear_passes(self) -> None:
         if not self.at_boundary:
@@ -321,6 +328,7 @@ class GradientStatistics:
             grads = observer.gradients_left(self.params)
             too_many = any(bool(take_norm(_local(grad.detach())) != 0) for grad in grads)
             self.previous = None
+            self.left_out |= self._scales_loss and not too_many
             self._clear_passes()
             self._too_many = too_many
         self._ending = self._shape_if_last(self.passes + 1)
@@ -466,7 +474,7 @@ class GradientStatistics:
         if work is not None:
             work.wait()
         after: dict[str, Tensor] = {}
-        if self._grad_scaler is not None and self._grad_scaler.is_enabled():
+        if self._grad_scaler is not None and self._scales_loss:
             # scale(1) is the loss scale as a tensor; get_scale() would wait for the device.
             one = self._constant(1.0, numbers.tensor.device)
             after["loss_scale"] = self._grad_scaler.scale(one)
