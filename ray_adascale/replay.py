@@ -344,7 +344,7 @@ def replay(
             law_of_step = law.under_betas(betas.exponent((law.momentum,), increment))
         taus.append(tau * stride)
         gains.append(r)
-        tau, progress = advanced(tau, increment), progress + r
+        tau, progress = advanced(tau, increment), advanced(progress, r)
         if controller is not None:
             plans.append(controller.plan)
             examples += controller.plan.global_batch_size * stride
