@@ -89,6 +89,7 @@ class GradientStatistics:
         self._constants: dict[tuple[float, torch.device], Tensor] = {}
         self.gathered: Gathered | None = None
         self.left_out = False
+        self._stepped_with: tuple[int, int] | None = None
         self.begin_step()
         if isinstance(optimizer, OSS):
             optimizer.add_reducer_listener(self)
@@ -300,18 +301,28 @@ class GradientStatistics:
         self._examples: Tensor | None = None  # this worker's ExampleSums, as a tensor
         self.gathered = None
         self._sample: Sample | None = None
-        self._too_many = False
+        self._too_many = self._uncleared = False
 
     def end_step(self) -> None:
         """End the step: it was taken, or is left out for good."""
         self._clear_passes()
-        if self.examples is not None and self.observer is not None:
-            self.examples.end_step()
+        if self.observer is not None:
+            self._stepped_with = self._first_gradient()
+            if self.examples is not None:
+                self.examples.end_step()
         self._expected = self.payload = None
         if self._provisional and not self.workers.awaited:
             self._provisional = False
             if self.observer is not None and not self._several_samples:
                 self.attach()  # before the first pass the samples were measured in case workers came
+
+    def _first_gradient(self) -> tuple[int, int] | None:
+        """Return the address and the number of writes of the first gradient; None without one. Clearing changes them."""
+        grad = next((p.grad for p in self.params if p.grad is not None), None)
+        if grad is None:
+            return None
+        address = _local(grad).data_ptr() if grad.layout is torch.strided else 0
+        return address, grad._version
 
     def _shape_if_last(self, number: int) -> StepShape | None:
         shape = self._expected or self.declared
@@ -331,6 +342,11 @@ class GradientStatistics:
             self.left_out |= self._scales_loss and not too_many
             self._clear_passes()
             self._too_many = too_many
+        elif self._stepped_with is not None and self._stepped_with == self._first_gradient():
+            self._uncleared = any(
+                bool(take_norm(_local(grad.detach())) != 0) for grad in observer.gradients_left(self.params)
+            )
+        self._stepped_with = None
         self._ending = self._shape_if_last(self.passes + 1)
         return self._ending is not None
 
@@ -370,13 +386,18 @@ class GradientStatistics:
             caller: Method that an error names.
 
         Raises:
-            RuntimeError: Passes are missing, or there were too many.
+            RuntimeError: Passes are missing, there were too many, or the gradients of the step before were not cleared.
         """
         if self._too_many:
             raise RuntimeError(
                 f"Gradients of more than {self.shape.passes} backward passes were added up before step(), so the gain is not "
                 "known. Add the losses and call backward() once, or set_num_gradients_to_accumulate() to the number of passes "
                 "(AdaptiveDataParallel: all but the last under no_sync())."
+            )
+        if self._uncleared:
+            raise RuntimeError(
+                "The gradients of the last step were not cleared before the next backward pass, which has added to them. Call "
+                "optimizer.zero_grad() after each step()."
             )
         if self.gathered is not None:
             return
