@@ -240,6 +240,8 @@ class ExampleNoise:
         held, trainable = state.get("examples_sigma2"), state.get("examples_trainable")
         if trainable is not None and trainable.tolist() != self._norms.trainable:
             held = None
+        if held is not None:
+            self._norms.expect_examples_first()  # else a batch as long as its sequences could not be told, and would raise
         self._held = None if held is None else held.to(device, torch.float64, copy=True)
         self._step = int(state["examples_step"]) if "examples_step" in state else 0
         self._every = int(state["examples_every"]) if "examples_every" in state else 1

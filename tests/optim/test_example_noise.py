@@ -212,6 +212,46 @@ def test_a_resumed_run_is_the_same_to_the_bit(every: int) -> None:
     assert torch.equal(torch.cat([p.detach().flatten() for p in second.network.parameters()]), whole[1])
 
 
+class Tokens(nn.Module):
+    """A batch that is as long as its sequences does not show which dimension of the positions is that of the examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.token, self.position = nn.Embedding(9, 4), nn.Embedding(16, 4)
+        self.norm, self.out = nn.LayerNorm(4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.token(x) + self.position(torch.arange(x.shape[1]).expand(x.shape))
+        return self.out(torch.tanh(self.norm(h)).mean(1))
+
+
+@pytest.mark.parametrize("noise", ["auto", "per_example"])
+def test_a_batch_that_grows_to_the_length_of_its_sequences_is_measured_also_after_a_resume(noise: Any) -> None:
+    def make() -> AdaScale:
+        model = Tokens()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        adascale = AdaScale(inner, scale=2.0, model=model, noise=noise, noise_budget=100.0)
+        adascale.network = model  # type: ignore[attr-defined]
+        return adascale
+
+    def go_on(adascale: AdaScale, steps: list[int]) -> list[float]:
+        gains = []
+        for t in steps:
+            x = torch.randint(9, (16 if t > 1 else 8, 16), generator=torch.Generator().manual_seed(t))
+            adascale.set_batch(scale=len(x) / 4)
+            step(adascale, x, x[:, 0] % 3)
+            gains.append(adascale.last_step.gain)
+        return gains
+
+    whole, first, second = make(), make(), make()
+    go_on(first, [0, 1])
+    second.network.load_state_dict(copy.deepcopy(first.network.state_dict()))
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert go_on(second, [2, 3, 4]) == go_on(whole, [0, 1, 2, 3, 4])[2:]
+    assert whole._statistics.examples is not None
+
+
 def test_gradients_may_be_cleared_between_forward_and_backward_pass() -> None:
     adascale, expected = one_worker(), trained(one_worker())[0]
     gains = []
