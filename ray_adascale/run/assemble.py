@@ -19,7 +19,7 @@ from .._files import TRACE
 from .._warn import warn_at_user
 from ..batch_policy import BatchController, BatchPlan
 from ..config import AUTO, AdaScaleConfig
-from ..data import make_source
+from ..data import known_length, make_source
 from ..data.order import ExampleOrder
 from ..data.source import BatchSource
 from ..optim.adascale import AdaScale
@@ -136,7 +136,7 @@ def assemble(
         collate_fn=collate_fn,
         num_workers=config.num_loader_workers,
         pin_memory=config.pin_memory,
-        length=config.dataset_length,
+        length=_length(config, dataset, backend.world_size),
         splits_change=policy.changes_batch,
     )
     per_epoch = source.base_steps_per_epoch(plan.base_batch_size)
@@ -263,6 +263,14 @@ def assemble(
         reporting=reporting,
         listeners=listeners,
     )
+
+
+def _length(config: AdaScaleConfig, dataset: Any, world_size: int) -> int | None:
+    """Return the length of data that is not map-style. A DataLoader's own counts where T or the schedule needs one."""
+    needed = config.total_epochs is not None or config.scheduler_unit == "epoch"
+    if config.dataset_length is not None or not needed:
+        return config.dataset_length  # a checkpoint has the length, so it may not change where it was None
+    return known_length(dataset, world_size)
 
 
 def _check_early_stop(config: AdaScaleConfig, evaluate: object) -> None:

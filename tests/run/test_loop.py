@@ -1147,6 +1147,31 @@ def own_iterable(batches: list[Any]) -> Any:
     return Batches()
 
 
+def test_a_loader_may_give_the_length_of_an_epoch() -> None:
+    loader = DataLoader(dataset(), batch_size=4, shuffle=True)
+    run = make_run(model(), data=loader, total_steps=None, total_epochs=2, scheduler_unit="epoch")
+    assert (run.total_steps, run.base_schedule.base_steps_per_epoch) == (30, 15)
+    drive(run, stop_after=16)
+    assert run.epoch == 1
+
+
+def test_batches_with_the_examples_in_another_dimension_are_made_from_the_dataset() -> None:
+    def positions_first(examples: list[Any]) -> Any:
+        return torch.stack([x for x, _ in examples], dim=1), torch.stack([y for _, y in examples])
+
+    net = nn.Linear(6, 2)
+    loader = DataLoader(dataset(), batch_size=4, collate_fn=positions_first)
+    run = make_run(net, data=loader)
+    with pytest.warns(UserWarning, match="do not have 4 examples"), pytest.raises(ValueError, match=r"loader\.dataset"):
+        next(iter(run))
+    run = make_run(net, data=loader.dataset, collate_fn=positions_first)
+    for x, y in run:
+        assert x.shape == (6, 4)
+        run.backward(F.cross_entropy(run.model(x.T), y))
+        run.step()
+    assert run.effective_steps == 40
+
+
 def test_epochs_may_give_the_length() -> None:
     run = make_run(model(), total_steps=None, total_epochs=2.5, scheduler_unit="epoch")
     assert run.total_steps == 37  # 2.5 × 60 / 4, whole steps
