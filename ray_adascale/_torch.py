@@ -28,6 +28,7 @@ __all__ = [
     "global_rank",
     "is_dtensor",
     "uncompiled",
+    "uncompiled_name",
 ]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -101,6 +102,11 @@ def after_load_state_dict(optimizer: Optimizer) -> None:
     """Call the hooks of ``register_load_state_dict_post_hook``."""
     for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         hook(optimizer)
+
+
+def uncompiled_name(name: str) -> str:
+    """Return the name of a parameter or buffer without the parts that ``torch.compile`` of its modules has added."""
+    return name.replace("_orig_mod.", "")
 
 
 def uncompiled(function: _Function) -> _Function:

@@ -1021,6 +1021,33 @@ def _three_steps(folder: Path, **settings: Any) -> None:
     drive(make_run(model(), backend=LocalBackend(folder), **settings), stop_after=3)
 
 
+@pytest.mark.parametrize("part", ["model", "layer"])
+@pytest.mark.parametrize("compiled_at_first", [True, False])
+def test_a_run_resumes_and_is_read_with_and_without_compile(tmp_path: Path, part: str, compiled_at_first: bool) -> None:
+    def compiled(net: nn.Sequential) -> nn.Module:
+        if part == "model":
+            return torch.compile(net, backend="eager")  # type: ignore[return-value]
+        net[0] = torch.compile(net[0], backend="eager")
+        return net
+
+    def run(compile_it: bool, folder: Path) -> tuple[nn.Module, Run]:
+        net: nn.Module = model()
+        net = compiled(net) if compile_it else net  # type: ignore[arg-type]
+        backend = LocalBackend(folder)
+        return net, make_run(net, backend=backend, checkpoint_every_s=1e-9, async_checkpoint=False)
+
+    whole, unbroken = run(False, tmp_path / "whole")
+    drive(unbroken, stop_after=6)
+    drive(run(compiled_at_first, tmp_path / "cut")[1], stop_after=3)
+    net, resumed = run(not compiled_at_first, tmp_path / "cut")
+    assert resumed.effective_steps == 3
+    drive(resumed, stop_after=3)
+    assert torch.equal(flat(net), flat(whole))
+    momenta = [[s["momentum_buffer"] for s in one.optimizer.state.values()] for one in (unbroken, resumed)]
+    assert all(torch.equal(p, q) for p, q in zip(*momenta, strict=True))
+    assert load_weights(tmp_path / "cut").keys() == model().state_dict().keys()
+
+
 def test_the_refusal_shows_both_curves_where_they_differ(tmp_path: Path) -> None:
     _three_steps(tmp_path)
     with pytest.raises(ValueError, match="accept_changes=True") as caught:
