@@ -123,6 +123,24 @@ class Passes:
                 "A micro-batch went by without run.step(). Call run.backward() and run.step() for each micro-batch."
             )
 
+    def _check_only_backward(self, batch: MicroBatch) -> None:
+        """Check that no backward pass has run since the last ``run.backward()``.
+
+        At S = 1 on one worker nothing counts the passes. Then gradients show it, in the first steps of a start.
+
+        Raises:
+            RuntimeError: The loop has run one.
+        """
+        found = self._optimizer.passes > batch.pass_index
+        if batch.pass_index == 0 and self._steps < _CHECKED_STEPS:
+            found |= any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"])
+        if found:
+            raise RuntimeError(
+                "loss.backward() was called in the loop beside run.backward(), so a micro-batch has several backward passes. Add "
+                "the losses, and call run.backward() once: run.backward(loss + other_loss). If the gradients are from before the "
+                "loop, clear them there."
+            )
+
     def begin_backward(self, loss: Tensor) -> None:
         """Add the loss of the pass to :attr:`loss`.
 
@@ -136,6 +154,7 @@ class Passes:
         batch = self._batch
         if batch is None or self._backward_done:
             raise RuntimeError("Call run.backward() once for each micro-batch of the loop, before run.step().")
+        self._check_only_backward(batch)
         if not isinstance(loss, Tensor):
             raise ValueError(
                 f"Invalid loss of type {type(loss).__name__}. Must be a scalar tensor, the mean over the examples, as the loss "
