@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from .._warn import warn_at_user
 from .iterables import IterableSource, RayDataBatches, even_size, fixed_batches, known_length, unshared
 from .order import BatchSplit, ExampleOrder
-from .source import BatchSource, MapSource, loader_generator
+from .source import BatchSource, MapSource, loader_generator, stacked
 
 __all__ = ["is_map_style", "known_length", "make_source", "to_device"]
 
@@ -79,7 +79,7 @@ def make_source(
             dataset,
             batch_size=batch_size,
             drop_last=True,
-            collate_fn=collate_fn,
+            collate_fn=stacked if collate_fn is None else collate_fn,
             num_workers=num_workers,
             pin_memory=pin_memory,
             # Without the rank, examples drawn at random in loader processes would be equal on all workers: no noise at all.

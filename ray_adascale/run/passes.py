@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from .._errors import noted
 from ..batch_policy import BatchPlan
 from ..data.source import MicroBatch
 from ..optim.adascale import AdaScale
@@ -20,6 +21,11 @@ __all__ = ["Passes"]
 
 _CHECKED_STEPS = 3
 """Steps of a start in which gradients are checked between passes. A loop that changes them does so from its first step on."""
+
+_DEPENDS_ON_NOTHING = (
+    "In run.backward(loss): the loss depends on no trainable parameter. Was it computed under torch.no_grad() or "
+    "inference_mode(), or from detached tensors or numbers (.detach(), .item())? Or is every parameter frozen?"
+)
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -178,7 +184,8 @@ class Passes:
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         self._optimizer.sample_weights = self._weights
-        loss.backward()
+        with nullcontext() if loss.requires_grad else noted(lambda: _DEPENDS_ON_NOTHING):
+            loss.backward()
         self._backward_done = True
         if not batch.is_last and self._steps < _CHECKED_STEPS:
             self._versions = self._gradient_versions()

@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
+from .._errors import noted
 from ..workload import torchs_own_hint
 
 __all__ = ["BaseSchedule", "EffectiveSchedule", "SchedulerUnit", "curve_difference", "other_length"]
@@ -191,8 +192,10 @@ class EffectiveSchedule:
         points = [_lrs(scheduler.optimizer)]
         with warnings.catch_warnings():
             _ignore_order_warnings()
-            for _ in range(self._calls_before(_last_step(total_steps))):
-                scheduler.step()
+            calls = self._calls_before(_last_step(total_steps))
+            for call in range(calls):
+                with noted(lambda call=call: self._call_note(call, calls)):  # type: ignore[misc]
+                    scheduler.step()
                 points.append(_lrs(scheduler.optimizer))
         return [list(group) for group in zip(*points, strict=True)]
 
@@ -264,9 +267,16 @@ class EffectiveSchedule:
             if may_warn:
                 _ignore_order_warnings()
             while self._calls < calls:
-                self._scheduler.step()
+                with noted(lambda: self._call_note(self._calls, calls)):
+                    self._scheduler.step()
                 self._calls += 1
         self._left_at = self._counts()
+
+    def _call_note(self, call: int, calls: int) -> str:
+        return (
+            f"In call {call + 1} of {type(self._scheduler).__name__}.step(), of {calls} that are due. Make the scheduler for the "
+            "length of the base run, T: a workload reads it as config['total_steps']."
+        )
 
     def _calls_before(self, step: int) -> int:
         """Return the scheduler calls in the base run before step ``step``, counted from 0; not bounded by T."""

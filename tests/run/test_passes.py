@@ -289,3 +289,19 @@ def test_gradients_are_those_of_the_plain_loop_at_the_base_batch() -> None:
     setup.backward(0, last=0)
     assert setup.grad.item() == 1.0
     assert setup.passes.is_last
+
+
+@pytest.mark.parametrize("how", ["detached", "frozen"])
+def test_a_loss_without_a_gradient_says_what_to_look_at(how: str) -> None:
+    setup = Setup()
+    if how == "frozen":
+        setup.model.requires_grad_(False)
+    setup.passes.begin(setup.batch(0))
+    loss = setup.model(setup.batch(0).batch).mean().detach()
+    setup.passes.begin_backward(loss)
+    with pytest.raises(RuntimeError, match="does not require grad") as caught:
+        setup.passes.backward(loss, setup.plan)
+    (note,) = caught.value.__notes__
+    assert note.startswith("In run.backward(loss): the loss depends on no trainable parameter.")
+    assert ".detach()" in note
+    assert "frozen" in note
