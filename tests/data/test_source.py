@@ -357,7 +357,7 @@ def test_what_was_fetched_ahead_is_kept_where_it_still_comes_next(rank: int) -> 
 def test_examples_of_unequal_length_say_what_can_make_a_batch_of_them(num_workers: int) -> None:
     ragged = [torch.zeros(n) for n in (3, 5, 3, 5)]
     source = MapSource(ragged, BatchSplit(4), ExampleOrder(), num_workers=num_workers)
-    with pytest.raises(RuntimeError, match="equal size|resize storage") as caught:
+    with pytest.raises(RuntimeError, match=r"equal size|resize storage") as caught:
         next(iter(source))
     source.close()
     said = "".join(traceback.format_exception(caught.value))  # a loader process sends its traceback as text
