@@ -21,7 +21,8 @@ from ..data.source import BatchSource
 from ..evidence import doubt, recipe_doubt
 from ..optim.adam_metric import adam_preconditioner
 from ..optim.adascale import AdaScale
-from ..optim.rules import make_rule, metric_of
+from ..optim.rules import betas_of, make_rule, metric_of
+from ..optim.wrapper import check_wrappable
 from ..recipe import Recipe
 from ..sharding.oss import OSS
 from ..sharding.partition import has_state
@@ -70,7 +71,13 @@ def check_built(model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig, 
         raise ValueError(
             f"Pass the bare optimizer: it is wrapped here, so {type(optimizer).__name__} would wrap it twice."
         )
-    doubts = [doubt(make_rule(config.rule), optimizer), None if recipe is None else recipe_doubt(recipe, optimizer)]
+    rule = make_rule(config.rule)
+    betas = betas_of(rule)
+    # Both before a warning that says that the run goes on.
+    check_wrappable(optimizer)
+    if betas is not None:
+        betas.check(optimizer)
+    doubts = [doubt(rule, optimizer), None if recipe is None else recipe_doubt(recipe, optimizer)]
     if not dist.is_initialized() or dist.get_rank() == 0:
         for sentence in filter(None, doubts):
             warn_at_user(sentence)
