@@ -28,7 +28,15 @@ from .advice import NoiseWarning, UsefulWorkers, log_useful_workers
 from .backend import Backend
 from .batch import AdaptiveBatch
 from .batch_search import FoundBatch, FoundBatchRow, find_batch, read_found
-from .build import check_built, check_recipe, check_rule, check_schedule, set_batch, wrap
+from .build import (
+    check_built,
+    check_recipe,
+    check_rule,
+    check_schedule,
+    set_batch,
+    warn_of_state_dict_hooks,
+    wrap,
+)
 from .checkpointing import Checkpointing
 from .eta import EtaTracker, forecast_remaining_steps
 from .evaluation import Evaluation
@@ -110,6 +118,8 @@ def assemble(
     config = config.with_recipe(recipe)
     rank, device = backend.rank, backend.device
     check_built(model, optimizer, config, recipe)
+    if rank == 0:
+        warn_of_state_dict_hooks(optimizer)
     _check_early_stop(config, evaluate)
     found: list[FoundBatch] = []
     if config.per_worker_batch_size == AUTO:

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from .._errors import SettingError
 from .._warn import warn_at_user
 from ..batch_policy import BatchPlan
-from ..chain import SEVERAL_OPTIMIZERS
+from ..chain import SEVERAL_OPTIMIZERS, parts_of
 from ..checkpoint.optimizer import parameter_names
 from ..config import AdaScaleConfig
 from ..data.source import BatchSource
@@ -81,6 +81,19 @@ def check_built(model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig, 
     if not dist.is_initialized() or dist.get_rank() == 0:
         for sentence in filter(None, doubts):
             warn_at_user(sentence)
+
+
+def warn_of_state_dict_hooks(optimizer: Optimizer) -> None:
+    """Warn if the optimizer has hooks around its state dict: the run's checkpoints are of tensors, and call none."""
+    if any(
+        getattr(part, f"_optimizer_{name}_hooks")
+        for part in (optimizer, *(part for part, _ in parts_of(optimizer)))
+        for name in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+    ):
+        warn_at_user(
+            f"{type(optimizer).__name__} has hooks around its state dict. The run's checkpoints don't call them, so what they "
+            "add is not saved. Give it as extra_state=, an object with state_dict() and load_state_dict()."
+        )
 
 
 def check_recipe(recipe: Recipe, schedule: BaseSchedule) -> None:

@@ -1021,6 +1021,15 @@ def _three_steps(folder: Path, **settings: Any) -> None:
     drive(make_run(model(), backend=LocalBackend(folder), **settings), stop_after=3)
 
 
+def test_hooks_that_checkpoints_do_not_call_are_warned_of() -> None:
+    net = model()
+    optimizer = optimizer_of(net, "sgd")
+    optimizer.register_state_dict_post_hook(lambda o, state: {**state, "mark": 1})
+    config = AdaScaleConfig(base_batch_size=4, total_steps=4)
+    with pytest.warns(UserWarning, match=r"SGD has hooks around its state dict.*extra_state="):
+        Run(net, optimizer, None, dataset(), config)
+
+
 @pytest.mark.parametrize("part", ["model", "layer"])
 @pytest.mark.parametrize("compiled_at_first", [True, False])
 def test_a_run_resumes_and_is_read_with_and_without_compile(tmp_path: Path, part: str, compiled_at_first: bool) -> None:
