@@ -19,11 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "after_load_state_dict",
-    "after_state_dict",
     "as_bytes",
-    "before_load_state_dict",
-    "before_state_dict",
     "called_to_make_state",
     "global_rank",
     "is_dtensor",
@@ -70,38 +66,6 @@ def called_to_make_state(optimizer: Optimizer) -> bool:
     while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
         frame = frame.f_back
     return frame is not None
-
-
-# torch calls the hooks around a state dict in Optimizer.state_dict() and load_state_dict(), which some classes here replace.
-
-
-def before_state_dict(optimizer: Optimizer) -> None:
-    """Call the hooks of ``register_state_dict_pre_hook``."""
-    for hook in optimizer._optimizer_state_dict_pre_hooks.values():
-        hook(optimizer)
-
-
-def after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Call the hooks of ``register_state_dict_post_hook``; return the state dict, which they may replace."""
-    for hook in optimizer._optimizer_state_dict_post_hooks.values():
-        answer = hook(optimizer, state_dict)
-        state_dict = state_dict if answer is None else answer
-    return state_dict
-
-
-def before_load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Call the hooks of ``register_load_state_dict_pre_hook`` with a shallow copy; return it, or what they replace it by."""
-    state_dict = state_dict.copy()
-    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
-        answer = hook(optimizer, state_dict)
-        state_dict = state_dict if answer is None else answer
-    return state_dict
-
-
-def after_load_state_dict(optimizer: Optimizer) -> None:
-    """Call the hooks of ``register_load_state_dict_post_hook``."""
-    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
-        hook(optimizer)
 
 
 def uncompiled_name(name: str) -> str:

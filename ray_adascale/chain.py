@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from ._torch import after_load_state_dict, after_state_dict, before_load_state_dict, before_state_dict
+from . import _hooks
 
 __all__ = ["SEVERAL_OPTIMIZERS", "OptimizerChain", "empty_copy", "largest_part", "needs_closure", "parts_of"]
 
@@ -154,7 +154,7 @@ class OptimizerChain(Optimizer):
         first, *others = (member.state for member in self._optimizers)
         if any(state is first for state in others):  # sharded: the whole has hooks, in OSS
             return super().state_dict()
-        before_state_dict(self)
+        _hooks.before_save(self)
         firsts = list(itertools.accumulate((len(group["params"]) for group in self.param_groups), initial=0))
         state: dict[Any, Any] = {}
         groups: dict[int, dict[str, Any]] = {}
@@ -169,7 +169,7 @@ class OptimizerChain(Optimizer):
             state.update({place.get(key, key): value for key, value in part.pop("state").items()})
             added.append(part)
         whole = {"state": state, "param_groups": [groups[g] for g in range(len(groups))]}
-        return after_state_dict(self, whole | ({"members": added} if any(added) else {}))
+        return _hooks.after_save(whole | ({"members": added} if any(added) else {}), self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a ``state_dict``, each optimizer by its own loader. The argument is left unchanged.
@@ -177,7 +177,7 @@ class OptimizerChain(Optimizer):
         Raises:
             ValueError: The groups differ in number or size.
         """
-        state_dict = before_load_state_dict(self, state_dict)
+        state_dict = _hooks.before_load(state_dict, self)
         saved = state_dict["param_groups"]
         sizes = [len(group["params"]) for group in self.param_groups]
         if [len(group["params"]) for group in saved] != sizes:
@@ -193,7 +193,7 @@ class OptimizerChain(Optimizer):
             # torch's loader copies entries that belong to no parameter, so each optimizer gets them.
             state = {i: value for i, value in state_dict["state"].items() if i in own or i not in everywhere}
             member.load_state_dict({"state": state, "param_groups": groups, **more})
-        after_load_state_dict(self)
+        _hooks.after_load(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_optimizers": self._optimizers, "_order": self._order}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, cast
@@ -12,18 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._torch import (
-    after_load_state_dict,
-    after_state_dict,
-    before_load_state_dict,
-    before_state_dict,
-    called_to_make_state,
-    is_dtensor,
-    uncompiled,
-)
+from .. import _hooks
+from .._torch import called_to_make_state, is_dtensor, uncompiled
 from .._warn import warn_at_user
 from ..sharding.oss import OSS
-from .algorithm import AdaScaleAlgorithm
+from .algorithm import AdaScaleAlgorithm, from_numbers, portable
 from .averages import Averages, CountDecay, Smoothing, check_averaging
 from .example_noise import NoiseChoice
 from .gradient_statistics import GradientStatistics
@@ -227,30 +219,19 @@ class AdaScale(OptimizerWrapper):
             self._averages.add_gain(self._statistics.declared)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state dict, with AdaScale's state: copies, on the CPU.
+        """Return the wrapped optimizer's state dict, with AdaScale's: tensors in ``"adascale"``, numbers in the first group.
 
-        That is an entry ``"adascale"`` of tensors, and numbers in the first parameter group. Loads with
-        ``torch.load(weights_only=True)`` and goes through ``torch.distributed.checkpoint``.
+        Loads with ``torch.load(weights_only=True)`` and goes through ``torch.distributed.checkpoint``.
 
         Raises:
             RuntimeError: Called between a backward pass and the step it leads to, without :attr:`saves_within_step`.
         """
         self._require_boundary("state_dict")
-        before_state_dict(self)
-        inner, statistics = self._optimizer.state_dict(), self.statistics_state()
-        # torch.distributed.checkpoint.state_dict copies "state" and "param_groups" only, and takes tensors for the model's. So
-        # the statistics are in the first group too, as numbers; without g_{t−1}, which starts afresh.
-        # dcp.load() loads the keys that a fresh optimizer's state has, and raises if one is missing in the checkpoint. So all
-        # states have the keys of the first ones, and what only some runs measure is in one of the values, as JSON: DCP makes a
-        # key of each entry of a dict, and of each list that has one.
-        of_examples = {k: statistics.pop(k).tolist() for k in list(statistics) if k.startswith("examples_")}
-        numbers: dict[str, Any] = {
-            k: v.tolist() for k, v in statistics.items() if not k.startswith("previous_gradient")
-        }
-        numbers["num_samples"] = json.dumps([numbers["num_samples"], of_examples])
+        _hooks.before_save(self)
+        inner, (numbers, tensors) = self._optimizer.state_dict(), portable(self.statistics_state())
         first, *others = inner["param_groups"]
         groups = [{**first, "adascale": numbers}, *others]
-        return after_state_dict(self, {**inner, "param_groups": groups, "adascale": statistics})
+        return _hooks.after_save({**inner, "param_groups": groups, "adascale": tensors}, self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a :meth:`state_dict`, which is left unchanged. σ² is per base batch, so S and n may differ from the state's.
@@ -261,11 +242,12 @@ class AdaScale(OptimizerWrapper):
         self._require_boundary("load_state_dict")
         self._algorithm.synchronize()
         self._add_workers_in_time()
-        state_dict = before_load_state_dict(self, state_dict)
+        state_dict = _hooks.before_load(state_dict, self)
         groups = state_dict["param_groups"]
         inner = {key: value for key, value in state_dict.items() if key != "adascale"}
         inner["param_groups"] = [{k: v for k, v in group.items() if k != "adascale"} for group in groups]
-        statistics = self._statistics_of(groups[0].get("adascale", {})) | state_dict.get("adascale", {})
+        statistics = from_numbers(groups[0].get("adascale", {}), like=self.statistics_state())
+        statistics |= state_dict.get("adascale", {})
         if statistics:
             self._averages.check(statistics)
         self._optimizer.load_state_dict(inner)
@@ -275,15 +257,7 @@ class AdaScale(OptimizerWrapper):
         else:
             self.load_statistics_state(statistics)
         self._statistics.begin_step()
-        after_load_state_dict(self)
-
-    def _statistics_of(self, numbers: dict[str, Any]) -> dict[str, Tensor]:
-        """Return the :meth:`statistics_state` of the numbers in a state dict's first group."""
-        if isinstance(numbers.get("num_samples"), str):  # in old states it is a number
-            count, of_examples = json.loads(numbers["num_samples"])
-            numbers = {**numbers, "num_samples": count, **of_examples}
-        dtypes = {k: v.dtype for k, v in self.statistics_state().items()}
-        return {k: torch.tensor(v, dtype=dtypes.get(k, torch.float64)) for k, v in numbers.items()}
+        _hooks.after_load(self)
 
     def __getstate__(self) -> dict[str, Any]:
         self._algorithm.synchronize()
@@ -483,8 +457,7 @@ class AdaScale(OptimizerWrapper):
     def last_step(self) -> StepResult:
         """The last step; waits for the device if the host does not have its numbers yet.
 
-        torch's own ``GradScaler`` leaves out a step without a word. It is known as skipped once its gradients are cleared or the
-        next backward pass has begun, where S > 1 or n > 1. With :class:`ray_adascale.ShardedGradScaler` it is known at once.
+        A step that torch's own ``GradScaler`` left out is seen (S > 1 or n > 1) once its gradients are cleared.
         """
         self._algorithm.synchronize()
         return self._algorithm.last

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from .sample import Outcome, Sample, unpack_outcome
 from .step_counts import StepCounts
 from .step_shape import StepResult
 
-__all__ = ["AdaScaleAlgorithm", "of_other_base_batch"]
+__all__ = ["AdaScaleAlgorithm", "from_numbers", "of_other_base_batch", "portable"]
 
 
 @dataclass(frozen=True)
@@ -313,6 +314,28 @@ def _scaled(lr: float | Tensor, factor: float | Tensor, scale: float) -> Any:
     # The kernels read float32. A 0-dim tensor may be on the host where the other is not.
     out = torch.empty((), device=factor.device)
     return torch.mul(factor, lr.reshape(()) if isinstance(lr, Tensor) else lr, out=out)
+
+
+def portable(state: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return a :meth:`AdaScaleAlgorithm.state` for a state dict: as numbers, and the same as tensors.
+
+    ``torch.distributed.checkpoint.state_dict`` copies "state" and "param_groups" only, and takes tensors for the model's. So a
+    parameter group gets the numbers; without g_{t−1}, which starts afresh. ``dcp.load`` loads the keys that a fresh optimizer's
+    state has, and raises if one is missing in the checkpoint. So all states have the keys of the first ones, and what only some
+    runs measure is in one of the values, as JSON: DCP makes a key of each entry of a dict, and of each list that has one.
+    """
+    tensors = {k: v for k, v in state.items() if not k.startswith("examples_")}
+    numbers = {k: v.tolist() for k, v in tensors.items() if not k.startswith("previous_gradient")}
+    of_examples = {k: v.tolist() for k, v in state.items() if k not in tensors}
+    return numbers | {"num_samples": json.dumps([numbers["num_samples"], of_examples])}, tensors
+
+
+def from_numbers(numbers: dict[str, Any], *, like: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a state from the numbers of :func:`portable`, with the dtypes of another state; empty without numbers."""
+    if isinstance(numbers.get("num_samples"), str):  # in old states it is a number
+        count, of_examples = json.loads(numbers["num_samples"])
+        numbers = {**numbers, "num_samples": count, **of_examples}
+    return {k: torch.tensor(v, dtype=like[k].dtype if k in like else torch.float64) for k, v in numbers.items()}
 
 
 def of_other_base_batch(state: dict[str, Tensor], ratio: float) -> dict[str, Tensor]:
