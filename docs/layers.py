@@ -132,7 +132,7 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "",
             "helpers for torch, files, errors and warnings that several packages use; the version",
-            "_torch _files _errors _warn _version",
+            "_torch _hooks _files _errors _warn _version",
         )
     ],
 ]

@@ -1,10 +1,26 @@
-"""The error for a setting that can't work. It keeps the setting's name, so that the command line can name its option."""
+"""The error for a setting that can't work, with the setting's name for the command line; and notes on the errors of others."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["SettingError"]
+__all__ = ["SettingError", "noted"]
+
+
+@contextmanager
+def noted(note: Callable[[], str]) -> Iterator[None]:
+    """Return a context that adds a note to an exception: which call it was, and what to look at.
+
+    Args:
+        note: Returns the note.
+    """
+    try:
+        yield
+    except Exception as error:
+        error.add_note(note())
+        raise
 
 
 class SettingError(ValueError):

@@ -13,11 +13,20 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["as_bytes", "called_to_make_state", "global_rank", "is_dtensor", "uncompiled"]
+__all__ = [
+    "as_bytes",
+    "called_to_make_state",
+    "count_of_writes",
+    "global_rank",
+    "is_dtensor",
+    "uncompiled",
+    "uncompiled_name",
+]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -41,7 +50,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8)
 
 
-def called_to_make_state(optimizer: torch.optim.Optimizer) -> bool:
+def called_to_make_state(optimizer: Optimizer) -> bool:
     """Whether the step() under way was called to make the state of an optimizer that has none.
 
     ``torch.distributed.checkpoint.state_dict`` takes a step with learning rates and gradients of zero before it reads or loads
@@ -58,6 +67,19 @@ def called_to_make_state(optimizer: torch.optim.Optimizer) -> bool:
     while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
         frame = frame.f_back
     return frame is not None
+
+
+def uncompiled_name(name: str) -> str:
+    """Return the name of a parameter or buffer without the parts that ``torch.compile`` of its modules has added."""
+    return name.replace("_orig_mod.", "")
+
+
+def count_of_writes(tensor: Tensor) -> int:
+    """Return autograd's count of writes to a tensor in place. It does not wait for the device.
+
+    The counter has no public name. A test fails if it moves.
+    """
+    return tensor._version
 
 
 def uncompiled(function: _Function) -> _Function:

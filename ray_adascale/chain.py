@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
+
+from . import _hooks
 
 __all__ = ["SEVERAL_OPTIMIZERS", "OptimizerChain", "empty_copy", "largest_part", "needs_closure", "parts_of"]
 
@@ -143,15 +146,38 @@ class OptimizerChain(Optimizer):
             member.param_groups.pop()
             raise
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all groups, in the form of one optimizer, each part by its optimizer's own ``state_dict``.
+
+        What a hook on one of the optimizers adds to its part is under ``"members"``.
+        """
+        first, *others = (member.state for member in self._optimizers)
+        if any(state is first for state in others):  # sharded: the whole has hooks, in OSS
+            return super().state_dict()
+        _hooks.before_save(self)
+        firsts = list(itertools.accumulate((len(group["params"]) for group in self.param_groups), initial=0))
+        state: dict[Any, Any] = {}
+        groups: dict[int, dict[str, Any]] = {}
+        added = []
+        for member, numbers in self.parts():
+            part = dict(member.state_dict())
+            place: dict[Any, int] = {}  # the member's number of a parameter → the chain's
+            for g, group in zip(numbers, part.pop("param_groups"), strict=True):
+                for i, number in enumerate(group["params"], firsts[g]):
+                    place.setdefault(number, i)
+                groups[g] = {**group, "params": [place[number] for number in group["params"]]}
+            state.update({place.get(key, key): value for key, value in part.pop("state").items()})
+            added.append(part)
+        whole = {"state": state, "param_groups": [groups[g] for g in range(len(groups))]}
+        return _hooks.after_save(whole | ({"members": added} if any(added) else {}), self)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a ``state_dict``, each optimizer by its own loader. The argument is left unchanged.
 
         Raises:
             ValueError: The groups differ in number or size.
         """
-        state_dict = dict(state_dict)
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = before(self, state_dict) or state_dict
+        state_dict = _hooks.before_load(state_dict, self)
         saved = state_dict["param_groups"]
         sizes = [len(group["params"]) for group in self.param_groups]
         if [len(group["params"]) for group in saved] != sizes:
@@ -160,14 +186,14 @@ class OptimizerChain(Optimizer):
                 f"{sizes} parameters."
             )
         everywhere = {i for group in saved for i in group["params"]}
-        for member, numbers in self.parts():
+        added = state_dict.get("members", [{}] * len(self._optimizers))
+        for (member, numbers), more in zip(self.parts(), added, strict=True):
             groups = [saved[g] for g in numbers]
             own = {i for group in groups for i in group["params"]}
             # torch's loader copies entries that belong to no parameter, so each optimizer gets them.
             state = {i: value for i, value in state_dict["state"].items() if i in own or i not in everywhere}
-            member.load_state_dict({"state": state, "param_groups": groups})
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
+            member.load_state_dict({"state": state, "param_groups": groups, **more})
+        _hooks.after_load(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_optimizers": self._optimizers, "_order": self._order}

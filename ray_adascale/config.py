@@ -360,7 +360,8 @@ class AdaScaleConfig:
         if base_steps_per_epoch is None:
             raise SettingError(
                 "{} needs a dataset of known length, and the length of this one is unknown. Give dataset_length, its examples "
-                "in an epoch over all workers (-c dataset_length=... on the command line), or total_steps instead.",
+                "in an epoch over all workers (-c dataset_length=... on the command line), or total_steps instead. A DataLoader "
+                "on several workers tells it with a DistributedSampler; or give loader.dataset in place of the loader.",
                 total_epochs=self.total_epochs,
             )
         return max(1, math.floor(self.total_epochs * base_steps_per_epoch + 1e-9))

@@ -26,6 +26,7 @@ from torch import Tensor
 
 __all__ = [
     "Average",
+    "advanced",
     "count_decay",
     "differenced_moments",
     "effective_decay",
@@ -37,6 +38,10 @@ __all__ = [
     "plain_noise_scale",
     "scale_at_efficiency",
 ]
+
+
+_CLOCK_ROUNDING = 2.0**-45
+"""Relative rounding of τ: 128 times the spacing of float64. A hundred additions of the same number stay below it."""
 
 
 def gradient_moments(
@@ -135,6 +140,21 @@ def plain_noise_scale(sigma2: float, mu2: float, base_batch_size: float) -> floa
     if mu2 > 0:
         return base_batch_size * max(sigma2, 0.0) / mu2
     return math.inf if sigma2 > 0 else 0.0
+
+
+def advanced(effective_steps: float, increment: float) -> float:
+    """Return τ after a step: the sum, or the whole number that it equals but for rounding.
+
+    Ten steps with r = 1.1 are 11 effective steps, where their sum is 10.999999999999998. The LR is that of ⌊τ⌋, and evaluations
+    and the end come when τ reaches a number, so each would come a step late.
+
+    Args:
+        effective_steps: τ before the step.
+        increment: r, or the increment of another rule.
+    """
+    tau = effective_steps + increment
+    nearest = float(round(tau)) if math.isfinite(tau) else tau
+    return nearest if abs(tau - nearest) <= _CLOCK_ROUNDING * nearest else tau
 
 
 def scale_at_efficiency(sigma2: float, mu2: float, efficiency: float) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ._errors import SettingError
+from ._errors import SettingError, noted
 from .chain import SEVERAL_OPTIMIZERS
 from .config import AdaScaleConfig
 from .recipe import Recipe
@@ -170,6 +171,11 @@ class Workload:
         if self.mode not in ("min", "max"):
             raise ValueError(f"Invalid mode={self.mode!r}. Must be 'min' or 'max'.")
 
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return ``loss_fn(model, batch)``. An exception gets a note on the batch, since torch's messages don't name it."""
+        with noted(lambda: _loss_note(model, batch)):
+            return self.loss_fn(model, batch)
+
     def _check_optimizer(self) -> None:
         if isinstance(self.optimizer, list | tuple | dict):
             raise ValueError(
@@ -298,6 +304,30 @@ def build(
         raise TypeError(f"{name} returned {_kind(workload)}. Must return a ray_adascale.Workload.{hint}")
     workload.config_reads = reads
     return workload
+
+
+def _loss_note(model: nn.Module, batch: Any) -> str:
+    tensors = list(itertools.islice(_tensors(batch), 6))
+    dtypes = dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in model.parameters())
+    return (
+        f"In loss_fn(model, batch), with {', '.join(map(_in_words, tensors)) or 'no tensor'} in the batch and parameters of "
+        f"{', '.join(dtypes) or 'no dtype'}. Compare dtypes and shapes with what the model takes, and labels with its classes."
+    )
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping | list | tuple):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _tensors(part)
+
+
+def _in_words(tensor: Tensor) -> str:
+    text = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    if tensor.is_floating_point() or tensor.is_complex() or not tensor.is_cpu or not tensor.numel():
+        return text  # after an assertion on the device, nothing can be read from it
+    return f"{text} from {tensor.min().item()} to {tensor.max().item()}"
 
 
 def _length(dataset: Any) -> int | None:

@@ -305,6 +305,31 @@ def test_hooks_of_the_chain_and_of_its_optimizers_are_called() -> None:
     assert [g["lr"] for g in chain.param_groups] == [0.01, 0.005, 0.015]
 
 
+@pytest.mark.parametrize("wrap", [lambda chain: chain, lambda chain: AdaScale(chain, scale=1.0)])
+def test_what_a_hook_on_one_optimizer_adds_to_a_state_comes_back_to_it(wrap: Callable[[OptimizerChain], Any]) -> None:
+    model = make_model()
+    muon, adamw = members(model)
+    chain = OptimizerChain([muon, adamw])
+    optimizer = wrap(chain)
+    chain.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))], "optimizer": 0})  # groups in another order
+    train(model, [optimizer], batches(0, 2))
+    alone, torchs = adamw.state_dict(), Optimizer.state_dict(chain)
+    calls: list[Any] = []
+
+    def add(one: Optimizer, state: dict[str, Any]) -> None:
+        assert one is adamw
+        assert state == alone
+        state["mark"] = "of adamw"
+
+    adamw.register_state_dict_pre_hook(lambda one: calls.append(one))
+    adamw.register_state_dict_post_hook(add)
+    adamw.register_load_state_dict_pre_hook(lambda one, state: calls.append(state["mark"]))
+    saved = chain.state_dict()
+    assert {key: saved[key] for key in torchs} == torchs
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert calls == [adamw, adamw, "of adamw"]
+
+
 # ---- groups ----------------------------------------------------------------------------------------------------------
 
 

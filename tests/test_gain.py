@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ray_adascale.gain import (
     Average,
+    advanced,
     count_decay,
     differenced_moments,
     effective_decay,
@@ -636,3 +637,34 @@ def test_the_scale_of_an_efficiency(sigma2: float, mu2: float, efficiency: float
 def test_an_efficiency_that_there_is_not_is_named(efficiency: float) -> None:
     with pytest.raises(ValueError, match="above 0, and at most 1"):
         scale_at_efficiency(1.0, 1.0, efficiency)
+
+
+# ---- the clock -------------------------------------------------------------------------------------------------------
+
+
+@unhurried
+@given(batch=st.integers(1, 1000), base=st.integers(1, 100), steps=st.integers(1, 300))
+def test_a_constant_gain_reaches_whole_numbers_exactly(batch: int, base: int, steps: int) -> None:
+    tau = 0.0
+    for _ in range(steps):
+        tau = advanced(tau, batch / base)
+    exact = steps * batch / base  # rounded once
+    assert tau == pytest.approx(exact, rel=2.0**-45)
+    if (steps * batch) % base == 0:
+        assert tau == exact
+
+
+@given(tau=st.integers(0, 10**9), r=st.integers(1, 1000))
+def test_whole_effective_steps_stay_as_they_are(tau: int, r: int) -> None:
+    assert advanced(float(tau), float(r)) == tau + r
+
+
+@given(tau=st.floats(0, 1e6), r=st.floats(1, 100))
+def test_other_effective_steps_are_the_plain_sum(tau: float, r: float) -> None:
+    found, plain = advanced(tau, r), tau + r
+    assert found == plain or (found == round(plain) and abs(found - plain) <= 128 * math.ulp(plain))
+
+
+def test_a_clock_that_overflows_is_not_rounded() -> None:
+    assert advanced(1.0, math.inf) == math.inf
+    assert math.isnan(advanced(1.0, math.nan))

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ray_adascale._torch import as_bytes, global_rank, is_dtensor, uncompiled
+from ray_adascale._torch import as_bytes, count_of_writes, global_rank, is_dtensor, uncompiled
 
 from .pool import ProcessPool
 
@@ -71,3 +71,11 @@ def test_what_is_not_to_be_compiled_runs_as_it_is_written() -> None:
 
     apart = uncompiled(compiling)
     assert torch.compile(step, backend="eager")() == (True, False)
+
+
+def test_writes_in_place_are_counted() -> None:
+    grad = torch.zeros(3)
+    before = count_of_writes(grad)
+    grad.add_(1)
+    assert count_of_writes(grad) == before + 1
+    assert count_of_writes(grad * 2) == 0

@@ -264,3 +264,30 @@ def test_a_text_for_a_number_is_named_where_it_fails(given: dict[str, Any], note
     with pytest.raises((TypeError, ValueError)) as caught:
         build(workload, given)
     assert getattr(caught.value, "__notes__", []) == note
+
+
+@pytest.mark.parametrize(
+    ("x", "label", "torchs", "note"),
+    [
+        (torch.zeros(3, 2, dtype=torch.float64), 0, "dtype", "float64 [3, 2], int64 [3] from 0 to 0"),
+        (torch.zeros(3, 2), 7, "out of bounds", "float32 [3, 2], int64 [3] from 7 to 7"),
+        (torch.zeros(3, 5), 0, "shapes", "float32 [3, 5]"),
+    ],
+)
+def test_an_error_of_the_loss_says_what_the_batch_is(x: Tensor, label: int, torchs: str, note: str) -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(batch["x"]), batch["more"][0])
+
+    made = Workload(**parts(loss_fn=loss_fn))
+    with pytest.raises((RuntimeError, IndexError), match=torchs) as caught:
+        made.loss(made.model, {"x": x, "more": (torch.full((3,), label), "text")})
+    (said,) = caught.value.__notes__
+    assert said.startswith(f"In loss_fn(model, batch), with {note}")
+    assert "parameters of float32. Compare dtypes and shapes" in said
+
+
+def test_an_error_of_the_loss_without_tensors_is_noted_too() -> None:
+    made = Workload(**parts(loss_fn=lambda model, batch: batch.missing))
+    with pytest.raises(AttributeError) as caught:
+        made.loss(made.model, ["text", torch.zeros(0, dtype=torch.int64)])
+    assert "with int64 [0] in the batch" in caught.value.__notes__[0]

@@ -113,7 +113,7 @@ def _pass(run: Run, built: Workload) -> list[Finding]:
         few = examples_of(batch, _EXAMPLES)
         examples, count = (batch, None) if few is None else few
         summed = _sum_doubt(run, built, examples)
-        loss = built.loss_fn(run.model, examples)
+        loss = built.loss(run.model, examples)
         run.backward(loss)
         value = float(loss.detach())
         how_many = "a batch" if count is None else f"{count} example{'' if count == 1 else 's'}"

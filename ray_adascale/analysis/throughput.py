@@ -158,7 +158,7 @@ def _time_alone(
     times: list[float] = []
     started = last = time.monotonic()
     for batch in run:
-        run.backward(built.loss_fn(run.model, batch))
+        run.backward(built.loss(run.model, batch))
         if run.step():
             if run.backend.device.type == "cuda":
                 torch.cuda.synchronize()

@@ -489,7 +489,7 @@ def load(directory: StrPath, into: Mapping[str, Tensor | TensorShard]) -> None:
 def load_weights(directory: StrPath) -> dict[str, Tensor]:
     """Verify a checkpoint and read the model's plain state dict, on the CPU, for ``model.load_state_dict``.
 
-    No process group is needed.
+    No process group is needed. The names are those of the model before ``torch.compile``: load them before it is compiled.
 
     Args:
         directory: A checkpoint's folder, or a run's folder for its newest usable checkpoint. A RuntimeWarning names each newer

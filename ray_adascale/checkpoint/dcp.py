@@ -52,6 +52,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from .._torch import uncompiled_name
 from .files import (
     FORMAT,
     MANIFEST,
@@ -325,6 +326,8 @@ def read_index(
     tensors: dict[str, TensorStorageMetadata] = {}
     stored: dict[MetadataIndex, _StoredChunk] = {}
     for key, entry in read_json(directory, manifest[TENSORS]).items():
+        if not key.startswith("extra/"):  # whose names are in the state as well
+            key = uncompiled_name(key)  # older checkpoints have the names of the compiled model
         try:
             tensors[key], chunks = _decode_tensor(key, entry, manifest)
         except (KeyError, TypeError, ValueError) as e:

@@ -7,7 +7,8 @@ The loop reads micro-batches from a ``BatchSource``. ``MapSource`` reads a map-s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import copy
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -15,11 +16,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from .._warn import warn_at_user
-from .iterables import IterableSource, RayDataBatches, even_size, fixed_batches, unshared
+from .iterables import IterableSource, RayDataBatches, even_size, fixed_batches, known_length, unshared
 from .order import BatchSplit, ExampleOrder
-from .source import BatchSource, MapSource, loader_generator
+from .source import BatchSource, MapSource, loader_generator, stacked
 
-__all__ = ["is_map_style", "make_source", "to_device"]
+__all__ = ["is_map_style", "known_length", "make_source", "to_device"]
 
 
 def make_source(
@@ -78,7 +79,7 @@ def make_source(
             dataset,
             batch_size=batch_size,
             drop_last=True,
-            collate_fn=collate_fn,
+            collate_fn=stacked if collate_fn is None else collate_fn,
             num_workers=num_workers,
             pin_memory=pin_memory,
             # Without the rank, examples drawn at random in loader processes would be equal on all workers: no noise at all.
@@ -107,11 +108,22 @@ def is_map_style(dataset: Any) -> bool:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors on the device, through nested mappings, tuples and lists."""
+    """Return a batch with its tensors on the device, through nested mappings, tuples and lists.
+
+    An object with a method ``to``, such as a ``PackedSequence``, is what its ``to(device)`` returns.
+    """
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
+    if callable(getattr(batch, "to", None)):
+        moved = batch.to(device)
+        return batch if moved is None else moved
     if isinstance(batch, Mapping):
-        return type(batch)({key: to_device(value, device) for key, value in batch.items()})  # type: ignore[call-arg]
+        values = {key: to_device(value, device) for key, value in batch.items()}
+        if not isinstance(batch, MutableMapping):
+            return type(batch)(values)  # type: ignore[call-arg]
+        moved = copy.copy(batch)  # a defaultdict, or another class with a constructor of its own
+        moved.update(values)
+        return moved
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(to_device(value, device) for value in batch))
     if isinstance(batch, list | tuple):

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from .._warn import warn_at_user
 from .order import BatchSplit, checked_int
 from .source import BatchSource, MicroBatch, as_micro_batches, base_steps, check_state
 
-__all__ = ["IterableSource", "RayDataBatches", "even_size", "fixed_batches", "unshared"]
+__all__ = ["IterableSource", "RayDataBatches", "even_size", "fixed_batches", "known_length", "unshared"]
 
 
 def even_size(split: BatchSplit) -> int:
@@ -38,6 +38,14 @@ def fixed_batches(dataset: Any) -> str:
         "target_efficiency and batch_schedule out and choose per_worker_batch_size and accumulation; or give a map-style "
         "dataset, with __getitem__ and __len__ (of a DataLoader: loader.dataset)."
     )
+
+
+_COUNTED = (
+    "They are counted by the first dimension of a batch's first tensor, array or sequence, also within tuples, lists and "
+    "mappings. If yours is another, as in (sequence, batch) layouts and in graphs, give the dataset itself with __getitem__ and "
+    "__len__ (of a DataLoader: loader.dataset) and the collate_fn: then batches are made here, and counted as they are made."
+)
+"""What to do where batches can't be counted, as the end of an error message."""
 
 
 class IterableSource(BatchSource):
@@ -142,7 +150,7 @@ class IterableSource(BatchSource):
             if usable == 0:
                 raise ValueError(
                     f"A whole pass over the data gave no batch of {self.batch_size} examples ({seen} batches of other"
-                    " sizes). Give this worker more data, or batches of that size."
+                    f" sizes). Give this worker more data, or batches of that size. {_COUNTED}"
                 )
 
     def _fits(self, batch: Any, others: int) -> bool:
@@ -157,17 +165,13 @@ class IterableSource(BatchSource):
         """
         examples = self._examples_of(batch)
         if examples is None:
-            raise ValueError(
-                f"Cannot tell how many examples a batch of type {type(batch).__name__} holds. Use tensors, arrays or"
-                " sequences, also in nested tuples, lists or mappings, or an IterableSource with examples_of."
-            )
+            raise ValueError(f"Cannot tell how many examples a batch of type {type(batch).__name__} holds. {_COUNTED}")
         if examples == self.batch_size:
             return True
         if examples > self.batch_size or others >= max(1, getattr(self._batches, "num_workers", 0)):
             raise ValueError(
                 f"A batch has {examples} examples, and must have {self.batch_size}: batches must be of one size, because the "
-                "gain compares their gradients. Use a batch sampler of a fixed number of examples, or give the dataset itself "
-                "(of a DataLoader: loader.dataset)."
+                f"gain compares their gradients. Use a batch sampler of a fixed number of examples. {_COUNTED}"
             )
         if not self._warned:
             self._warned = True
@@ -222,6 +226,19 @@ def unshared(loader: DataLoader[Any]) -> str | None:
     sampler: Any = loader.batch_sampler if own else loader.sampler
     names = [name.lower() for name in (*getattr(sampler, "__dict__", ()), type(sampler).__name__)]
     return None if any(part in name for name in names for part in _OF_RANKS) else type(sampler).__name__
+
+
+def known_length(dataset: Any, world_size: int) -> int | None:
+    """Return the examples in an epoch of a DataLoader over all workers; None if it does not tell them, or is no DataLoader.
+
+    A sampler without the rank draws for its own worker, so with several workers their number is not known.
+    """
+    if not isinstance(dataset, DataLoader) or type(dataset.batch_sampler) not in (BatchSampler, type(None)):
+        return None
+    if isinstance(dataset.sampler, DistributedSampler):
+        return len(dataset.sampler.dataset)  # type: ignore[arg-type]
+    counted = dataset.dataset if isinstance(dataset.dataset, IterableDataset) else dataset.sampler
+    return len(counted) if world_size == 1 and isinstance(counted, Sized) else None
 
 
 def _set_epoch(batches: Any, epoch: int) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, default_collate
 
+from .._errors import noted
 from .order import BatchSplit, ExampleOrder, Part, StepSampler, checked_int, stable_seed
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "base_steps",
     "check_state",
     "loader_generator",
+    "stacked",
 ]
 
 
@@ -132,7 +134,7 @@ class MapSource(BatchSource):
         self._loader: DataLoader[Any] = DataLoader(
             _Seeded(dataset) if num_workers else dataset,
             batch_sampler=self._requests,
-            collate_fn=collate_fn,
+            collate_fn=stacked if collate_fn is None else collate_fn,
             num_workers=num_workers,
             pin_memory=pin_memory,
             generator=loader_generator(order.seed),
@@ -193,6 +195,17 @@ class _Rows(Dataset[Any]):
 def _has_plain_rows(dataset: Any) -> bool:
     """Return whether selecting rows gives the same as torch's collation, strides included."""
     return type(dataset) is TensorDataset and all(type(t) is Tensor and t.is_contiguous() for t in dataset.tensors)
+
+
+def stacked(examples: list[Any]) -> Any:
+    """Return a batch by torch's own collation."""
+    with noted(
+        lambda: (
+            f"While {len(examples)} examples were made a batch, by torch's default_collate: they must have equal shapes and "
+            "types. Give a collate_fn that pads them, or one for types of your own."
+        )
+    ):
+        return default_collate(examples)
 
 
 def _identity(batch: Any) -> Any:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch import count_of_writes
+
 __all__ = [
     "GroupSums",
     "SampleNorms",
@@ -187,7 +189,7 @@ class _Holder:
         if taken:
             (self._norms[index],) = take_norms([grad])
         self._stream = stream
-        self._held.append(_Held(index, grad.detach(), grad._version, taken))
+        self._held.append(_Held(index, grad.detach(), count_of_writes(grad), taken))
         self._bytes += grad.nbytes
 
     def flush(self) -> None:
@@ -200,7 +202,7 @@ class _Holder:
         if not held:
             return
         for one in held:
-            if one.alias._version == one.version:
+            if count_of_writes(one.alias) == one.version:
                 self._steady.add(one.index)
             elif one.taken:
                 self._changing.add(one.index)

@@ -166,6 +166,10 @@ class ExampleNorms:
         self._confined: set[str] = set()  # layers that were seen to keep the examples in the first dimension
         self._reset()
 
+    def expect_examples_first(self) -> None:
+        """Assume that the first dimension of each layer's input is that of the examples, as an earlier process has seen."""
+        self._confined = {layer.name for layer in self._layers}
+
     def _trainable_now(self) -> list[bool]:
         return [p.requires_grad for params in self._params for p in params]
 
@@ -183,6 +187,7 @@ class ExampleNorms:
             False  # whether the norms of earlier passes of the step were cleared with those of an interrupted pass
         )
         self._rows: int | None = None  # m of the pass, as the layers see it
+        self._fitting: set[str] = set()  # layers of the pass whose first dimension is m
         self._examples = 0
         self._extra, self._forward = 0.0, 0.0  # multiplications
         self._verify = False
@@ -351,13 +356,16 @@ class ExampleNorms:
         for layer in self._layers:
             if layer.calls:
                 self._finish(layer, [call for call in layer.calls if call.delta is not None])
+        if self._problem is None and self._rows != 1:
+            self._confined |= self._fitting  # for passes with as many positions as examples
         self._examples += self._rows or 0
-        self._rows, self._pass_end = None, None
+        self._rows, self._pass_end, self._fitting = None, None, set()
 
     def _finish(self, layer: _Layer, calls: Sequence[_Call]) -> None:
         layer.calls = []
         if self._problem is not None or not calls or not all(self._rows_fit(layer, call.a) for call in calls):
             return
+        self._fitting.add(layer.name)
         x = Operands.joined([_operands(layer, call) for call in calls])
         if "weight" in layer.groups:
             self._sums.append((layer.groups["weight"], layer.rule.weight_sq_norms(x)))

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .. import _hooks
 from .._torch import called_to_make_state, is_dtensor, uncompiled
 from .._warn import warn_at_user
 from ..sharding.oss import OSS
-from .algorithm import AdaScaleAlgorithm
+from .algorithm import AdaScaleAlgorithm, from_numbers, portable
 from .averages import Averages, CountDecay, Smoothing, check_averaging
 from .example_noise import NoiseChoice
 from .gradient_statistics import GradientStatistics
@@ -220,7 +221,7 @@ class AdaScale(OptimizerWrapper):
             self._averages.add_gain(self._statistics.declared)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state dict, with an entry ``"adascale"`` of tensors (copies, on the CPU).
+        """Return the wrapped optimizer's state dict, with AdaScale's: tensors in ``"adascale"``, numbers in the first group.
 
         Loads with ``torch.load(weights_only=True)`` and goes through ``torch.distributed.checkpoint``.
 
@@ -228,12 +229,11 @@ class AdaScale(OptimizerWrapper):
             RuntimeError: Called between a backward pass and the step it leads to, without :attr:`saves_within_step`.
         """
         self._require_boundary("state_dict")
-        inner, statistics = self._optimizer.state_dict(), self.statistics_state()
-        # torch.distributed.checkpoint.state_dict copies "state" and "param_groups" only, and takes tensors for the model's. So
-        # the statistics are in the first group too, as numbers; without g_{t−1}, which starts afresh.
-        numbers = {k: v.tolist() for k, v in statistics.items() if not k.startswith("previous_gradient")}
+        _hooks.before_save(self)
+        inner, (numbers, tensors) = self._optimizer.state_dict(), portable(self.statistics_state())
         first, *others = inner["param_groups"]
-        return {**inner, "param_groups": [{**first, "adascale": numbers}, *others], "adascale": statistics}
+        groups = [{**first, "adascale": numbers}, *others]
+        return _hooks.after_save({**inner, "param_groups": groups, "adascale": tensors}, self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a :meth:`state_dict`, which is left unchanged. σ² is per base batch, so S and n may differ from the state's.
@@ -244,24 +244,22 @@ class AdaScale(OptimizerWrapper):
         self._require_boundary("load_state_dict")
         self._algorithm.synchronize()
         self._add_workers_in_time()
+        state_dict = _hooks.before_load(state_dict, self)
         groups = state_dict["param_groups"]
         inner = {key: value for key, value in state_dict.items() if key != "adascale"}
         inner["param_groups"] = [{k: v for k, v in group.items() if k != "adascale"} for group in groups]
-        statistics = state_dict.get("adascale")
-        if statistics is None and "adascale" in groups[0]:
-            dtypes = {k: v.dtype for k, v in self.statistics_state().items()}
-            statistics = {
-                k: torch.tensor(v, dtype=dtypes.get(k, torch.float64)) for k, v in groups[0]["adascale"].items()
-            }
-        if statistics is not None:
+        statistics = from_numbers(groups[0].get("adascale", {}), like=self.statistics_state())
+        statistics |= state_dict.get("adascale", {})
+        if statistics:
             self._averages.check(statistics)
         self._optimizer.load_state_dict(inner)
-        if statistics is None:
+        if not statistics:
             warn_at_user("The state dict has no AdaScale statistics; the averages and τ start afresh.")
             self._algorithm.restart()
         else:
             self.load_statistics_state(statistics)
         self._statistics.begin_step()
+        _hooks.after_load(self)
 
     def __getstate__(self) -> dict[str, Any]:
         self._algorithm.synchronize()
@@ -459,7 +457,10 @@ class AdaScale(OptimizerWrapper):
 
     @property
     def last_step(self) -> StepResult:
-        """The last step; waits for the device if the host does not have its numbers yet."""
+        """The last step; waits for the device if the host does not have its numbers yet.
+
+        A step that torch's own ``GradScaler`` left out is seen (S > 1 or n > 1) once its gradients are cleared.
+        """
         self._algorithm.synchronize()
         return self._algorithm.last
 

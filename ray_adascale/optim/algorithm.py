@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._warn import warn_on_first_worker
-from ..gain import Average
+from ..gain import Average, advanced
 from ..sharding.oss import OSS
 from .averages import Averages, NoiseReadout
 from .deferred import HostCopy, skippable_step, steps_on_device
@@ -23,7 +24,7 @@ from .sample import Outcome, Sample, unpack_outcome
 from .step_counts import StepCounts
 from .step_shape import StepResult
 
-__all__ = ["AdaScaleAlgorithm"]
+__all__ = ["AdaScaleAlgorithm", "from_numbers", "of_other_base_batch", "portable"]
 
 _EQUAL, _EQUAL_STEPS = 1e-6, 10
 """Largest σ²/μ² of equal gradient samples (the mean of three equal float32 numbers is rounded), and steps before a warning."""
@@ -168,7 +169,7 @@ class AdaScaleAlgorithm:
         with nullcontext() if betas is None else betas.applied(groups, self._inner, increments, self._step_counts):
             self._step_inner([f for f, _ in answers], scale)
         self._averages.keep(averages, sample.usual_samples)
-        self._advance(outcome, readout.gain, factor, clock + increment)
+        self._advance(outcome, readout.gain, factor, advanced(clock, increment))
 
     def _apply_rule(self, r: float, scale: float, group: int | None) -> tuple[float, float]:
         return self.rule(
@@ -262,16 +263,21 @@ class AdaScaleAlgorithm:
         self._statistics.workers.steps = last.steps
 
     def synchronize(self) -> None:
-        """Wait for the numbers of a step that was taken on the device."""
+        """Wait for the numbers of a step that was taken on the device, and learn of one that a GradScaler left out."""
         pending, self._pending = self._pending, None
-        if pending is None:
-            return
+        if pending is not None:
+            self._read(pending)
+        if self._statistics.left_out:
+            self._statistics.left_out = False
+            self.last = replace(self.last, skipped=True, payload=())
+
+    def _read(self, pending: _PendingStep) -> None:
         outcome, readout = pending.read(self._averages)
         if outcome.skipped:
             self.last = replace(self.last, skipped=True, payload=outcome.payload)
         else:
             r = readout.gain
-            self._advance(outcome, r, r, self.last.effective_steps + r)
+            self._advance(outcome, r, r, advanced(self.last.effective_steps, r))
 
     # ---- the averages --------------------------------------------------------------------------------------------
 
@@ -346,6 +352,49 @@ def _scaled(lr: float | Tensor, factor: float | Tensor, scale: float) -> Any:
     # The kernels read float32. A 0-dim tensor may be on the host where the other is not.
     out = torch.empty((), device=factor.device)
     return torch.mul(factor, lr.reshape(()) if isinstance(lr, Tensor) else lr, out=out)
+
+
+def portable(state: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return a :meth:`AdaScaleAlgorithm.state` for a state dict: as numbers, and the same as tensors.
+
+    ``torch.distributed.checkpoint.state_dict`` copies "state" and "param_groups" only, and takes tensors for the model's. So a
+    parameter group gets the numbers; without g_{t−1}, which starts afresh. ``dcp.load`` loads the keys that a fresh optimizer's
+    state has, and raises if one is missing in the checkpoint. So all states have the keys of the first ones, and what only some
+    runs measure is in one of the values, as JSON: DCP makes a key of each entry of a dict, and of each list that has one.
+    """
+    tensors = {k: v for k, v in state.items() if not k.startswith("examples_")}
+    numbers = {k: v.tolist() for k, v in tensors.items() if not k.startswith("previous_gradient")}
+    of_examples = {k: v.tolist() for k, v in state.items() if k not in tensors}
+    return numbers | {"num_samples": json.dumps([numbers["num_samples"], of_examples])}, tensors
+
+
+def from_numbers(numbers: dict[str, Any], *, like: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a state from the numbers of :func:`portable`, with the dtypes of another state; empty without numbers."""
+    if isinstance(numbers.get("num_samples"), str):  # in old states it is a number
+        count, of_examples = json.loads(numbers["num_samples"])
+        numbers = {**numbers, "num_samples": count, **of_examples}
+    return {k: torch.tensor(v, dtype=like[k].dtype if k in like else torch.float64) for k, v in numbers.items()}
+
+
+def of_other_base_batch(state: dict[str, Tensor], ratio: float) -> dict[str, Tensor]:
+    """Return the :meth:`AdaScaleAlgorithm.state` of the same run with another base batch size.
+
+    σ² and S are inversely proportional to B0, so σ²/S stays, and μ².
+
+    Args:
+        state: It is left unchanged.
+        ratio: Old B0 / new B0.
+    """
+    total = state["total"] * torch.tensor([[ratio], [1.0]], dtype=torch.float64)
+    changed = {"total": total}
+    # r = (σ² + μ²) / (σ²/S + μ²), of which only the numerator changes
+    old, new = ((t / state["weight"]).nan_to_num(0).clamp(min=0).sum() for t in (state["total"], total))
+    if old > 0:
+        changed["previous_gain"] = state["previous_gain"] * new / old
+    for key in ("examples_sigma2", "previous_gradient_scale"):
+        if key in state:
+            changed[key] = state[key] * ratio
+    return state | changed
 
 
 def _of_consecutive_gradients(state: dict[str, Tensor]) -> bool:

@@ -1,4 +1,4 @@
-"""Betas on the effective clock: in a step of e effective steps a beta β is β^e, and Adam's bias correction stays exact."""
+"""Betas on the effective clock: in a step of e effective steps a beta β is β^e, and so is it in Adam's bias correction."""
 
 from __future__ import annotations
 
@@ -38,8 +38,10 @@ class BetaRule:
     the floor from the start. All betas of a parameter group have the same exponent. A beta of 0 stays 0 and sets no limit.
     With e = 1, as at S = 1, nothing changes.
 
-    Adam's bias correction is exact: 1 − Π β^e over the steps, which is 1 − β^(Σe). ``state["step"]`` is therefore Σe, the
-    effective steps of a parameter. A checkpoint can be continued with another rule, and a checkpoint of another rule with this.
+    Adam's bias correction is that of the base run at the same effective step: 1 − β^(Σe), where ``state["step"]`` is Σe, the
+    effective steps of a parameter. With a constant β that is exact, 1 − Π β^e over the steps. If a schedule moves β, as
+    OneCycleLR moves β1, torch itself takes the present β for all steps so far, 1 − β^t; so it is 1 − β^(Σe) here as well.
+    A checkpoint can be continued with another rule, and a checkpoint of another rule with this.
 
     In an :class:`ray_adascale.OptimizerChain` the rule changes the groups that have betas. Groups with a momentum in place of
     betas keep it, unless ``momentum`` is set.

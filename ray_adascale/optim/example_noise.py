@@ -64,13 +64,11 @@ class NoiseChoice:
             return None  # r is 1 whatever the noise
         if self.noise == "auto" and (shape.num_samples > 1 or shape.scale <= 1 or not_covered(self.model, groups)):
             return None
-        if present is not None:
-            return present
+        if present is None:
+            present = ExampleNoise(self.model, groups, required=self.noise == "per_example", budget=self.budget)
         # Even if each step is worth S, two measured ones should be in the window.
-        most = math.inf if self.window is None else max(self.window / (2 * shape.scale), 1)
-        return ExampleNoise(
-            self.model, groups, required=self.noise == "per_example", budget=self.budget, most_every=most
-        )
+        present.most_every = math.inf if self.window is None else self.window / (2 * shape.scale)
+        return present
 
 
 @dataclass(frozen=True)
@@ -113,31 +111,33 @@ class ExampleNoise:
         required: Whether a model that turns out not to be covered is an error, and not measured by its gradient samples instead.
         budget: Share of the time of the steps that measuring may cost. ``every`` follows from it and from the shapes of the
             layers, as a mean over workers, so that all of them and each resume choose alike.
-        most_every: Largest ``every``.
 
     Raises:
         ValueError: Per-example norms are not available for a parameter.
 
     Attributes:
-        every: Steps from one measured step to the next; 1 until the first one was measured.
+        most_every: Largest :attr:`every`, if it is above 1. It follows S.
         confirmed: Whether a measured step has shown that the model is covered.
         problem: Why the last measured step of this worker yields nothing; None if it does.
     """
 
-    def __init__(
-        self, model: nn.Module, groups: Sequence[Sequence[Tensor]], *, required: bool, budget: float, most_every: float
-    ) -> None:
+    def __init__(self, model: nn.Module, groups: Sequence[Sequence[Tensor]], *, required: bool, budget: float) -> None:
         self._norms = ExampleNorms(model, groups)
         # A hook on a sharded parameter does not get its gradient, so there is no comparison.
         self._incomparable = any(is_dtensor(p) for params in groups for p in params)
         self._verified = self._incomparable  # in this process
-        self._budget, self._most_every = budget, most_every
+        self._budget, self.most_every = budget, math.inf
         self.required = required
         self._held: Tensor | None = None  # σ² of the last measured step, per gain
         self._step = 0
-        self.every = 1
+        self._every = 1  # by the budget
         self.confirmed = False
         self.problem: str | None = None
+
+    @property
+    def every(self) -> int:
+        """Steps from one measured step to the next; 1 until the first one was measured."""
+        return max(1, math.floor(min(self._every, self.most_every)))
 
     @property
     def measuring(self) -> bool:
@@ -199,7 +199,7 @@ class ExampleNoise:
             return False
         if doubts == 0 and all(map(math.isfinite, norms)):
             if not self.confirmed:
-                self.every = max(1, math.floor(min(math.ceil(cost / workers / self._budget), self._most_every)))
+                self._every = math.ceil(cost / workers / self._budget)
             self.confirmed = self._verified = True
         return True
 
@@ -228,7 +228,7 @@ class ExampleNoise:
 
     def state(self) -> dict[str, Tensor]:
         """Return the state: copies on the CPU. Without σ² no step has confirmed that the model is covered."""
-        counts = {"examples_step": torch.tensor(self._step), "examples_every": torch.tensor(self.every)}
+        counts = {"examples_step": torch.tensor(self._step), "examples_every": torch.tensor(self._every)}
         if self._held is None or not self.confirmed:
             return counts
         trainable = torch.tensor(self._norms.trainable)
@@ -240,8 +240,10 @@ class ExampleNoise:
         held, trainable = state.get("examples_sigma2"), state.get("examples_trainable")
         if trainable is not None and trainable.tolist() != self._norms.trainable:
             held = None
+        if held is not None:
+            self._norms.expect_examples_first()  # else a batch as long as its sequences could not be told, and would raise
         self._held = None if held is None else held.to(device, torch.float64, copy=True)
         self._step = int(state["examples_step"]) if "examples_step" in state else 0
-        self.every = int(state["examples_every"]) if "examples_every" in state else 1
+        self._every = int(state["examples_every"]) if "examples_every" in state else 1
         self.confirmed = held is not None
         self.begin_step()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._torch import is_dtensor
+from .._torch import count_of_writes, is_dtensor
 from ..measure.norms import all_finite, take_norm
 from ..measure.observers import GradientObserver
 from ..sharding.oss import OSS
@@ -52,6 +52,7 @@ class GradientStatistics:
         uncovered: Why examples turned out not to be measurable; None otherwise.
         passes: Backward passes so far in this step.
         gathered: The sums of the step, once its last pass has ended.
+        left_out: Whether a GradScaler left out the last complete step, as the clearing of its gradients shows.
     """
 
     def __init__(
@@ -87,6 +88,8 @@ class GradientStatistics:
         self.passes = 0
         self._constants: dict[tuple[float, torch.device], Tensor] = {}
         self.gathered: Gathered | None = None
+        self.left_out = False
+        self._stepped_with: tuple[int, int] | None = None
         self.begin_step()
         if isinstance(optimizer, OSS):
             optimizer.add_reducer_listener(self)
@@ -280,7 +283,12 @@ class GradientStatistics:
         """Clear the passes since the last step."""
         if self.passes and self.examples is not None:
             self.examples.begin_step()
+        self.left_out |= self.gathered is not None and self._scales_loss
         self._clear_passes()
+
+    @property
+    def _scales_loss(self) -> bool:
+        return self._grad_scaler is not None and self._grad_scaler.is_enabled()
 
     def _clear_passes(self) -> None:
         if not self.at_boundary:
@@ -293,18 +301,28 @@ class GradientStatistics:
         self._examples: Tensor | None = None  # this worker's ExampleSums, as a tensor
         self.gathered = None
         self._sample: Sample | None = None
-        self._too_many = False
+        self._too_many = self._uncleared = False
 
     def end_step(self) -> None:
         """End the step: it was taken, or is left out for good."""
         self._clear_passes()
-        if self.examples is not None and self.observer is not None:
-            self.examples.end_step()
+        if self.observer is not None:
+            self._stepped_with = self._first_gradient()
+            if self.examples is not None:
+                self.examples.end_step()
         self._expected = self.payload = None
         if self._provisional and not self.workers.awaited:
             self._provisional = False
             if self.observer is not None and not self._several_samples:
                 self.attach()  # before the first pass the samples were measured in case workers came
+
+    def _first_gradient(self) -> tuple[int, int] | None:
+        """Return the address and the number of writes of the first gradient; None without one. Clearing changes them."""
+        grad = next((p.grad for p in self.params if p.grad is not None), None)
+        if grad is None:
+            return None
+        address = _local(grad).data_ptr() if grad.layout is torch.strided else 0
+        return address, count_of_writes(grad)
 
     def _shape_if_last(self, number: int) -> StepShape | None:
         shape = self._expected or self.declared
@@ -321,8 +339,14 @@ class GradientStatistics:
             grads = observer.gradients_left(self.params)
             too_many = any(bool(take_norm(_local(grad.detach())) != 0) for grad in grads)
             self.previous = None
+            self.left_out |= self._scales_loss and not too_many
             self._clear_passes()
             self._too_many = too_many
+        elif self._stepped_with is not None and self._stepped_with == self._first_gradient():
+            self._uncleared = any(
+                bool(take_norm(_local(grad.detach())) != 0) for grad in observer.gradients_left(self.params)
+            )
+        self._stepped_with = None
         self._ending = self._shape_if_last(self.passes + 1)
         return self._ending is not None
 
@@ -362,13 +386,18 @@ class GradientStatistics:
             caller: Method that an error names.
 
         Raises:
-            RuntimeError: Passes are missing, or there were too many.
+            RuntimeError: Passes are missing, there were too many, or the gradients of the step before were not cleared.
         """
         if self._too_many:
             raise RuntimeError(
                 f"Gradients of more than {self.shape.passes} backward passes were added up before step(), so the gain is not "
                 "known. Add the losses and call backward() once, or set_num_gradients_to_accumulate() to the number of passes "
                 "(AdaptiveDataParallel: all but the last under no_sync())."
+            )
+        if self._uncleared:
+            raise RuntimeError(
+                "The gradients of the last step were not cleared before the next backward pass, which has added to them. Call "
+                "optimizer.zero_grad() after each step()."
             )
         if self.gathered is not None:
             return
@@ -466,7 +495,7 @@ class GradientStatistics:
         if work is not None:
             work.wait()
         after: dict[str, Tensor] = {}
-        if self._grad_scaler is not None and self._grad_scaler.is_enabled():
+        if self._grad_scaler is not None and self._scales_loss:
             # scale(1) is the loss scale as a tensor; get_scale() would wait for the device.
             one = self._constant(1.0, numbers.tensor.device)
             after["loss_scale"] = self._grad_scaler.scale(one)

@@ -94,7 +94,15 @@ class StepShape:
         Args:
             norms: Squared norm of the gradient of each pass as measured, with the factor that its loss carried.
             weights: w of this worker's gradient sample in each pass. Default: all 1/n.
+
+        Raises:
+            RuntimeError: There are more passes than weights.
         """
+        if weights is not None and len(weights) < len(norms):
+            raise RuntimeError(
+                f"This step has {len(norms)} backward passes, and sample_weights are of {len(weights)}. Add the losses of a "
+                "micro-batch, and run one backward pass for it: run.backward(loss + other_loss)."
+            )
         n = self.num_samples
         parts = []
         for i, measured in enumerate(norms):

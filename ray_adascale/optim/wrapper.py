@@ -14,7 +14,7 @@ from .._torch import is_dtensor
 from ..chain import SEVERAL_OPTIMIZERS, needs_closure, parts_of
 from ..sharding.oss import OSS
 
-__all__ = ["OptimizerWrapper", "check_parameters"]
+__all__ = ["OptimizerWrapper", "check_parameters", "check_wrappable"]
 
 # GradScaler looks for these on the optimizer that it steps. Forwarded from the wrapped optimizer, they would make it pass scaled
 # gradients; without them it unscales first and leaves out step() if a gradient is not finite.
@@ -39,7 +39,7 @@ class OptimizerWrapper(Optimizer):
     """Error message of :class:`ray_adascale.OptimizerChain`, which does not import this class."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        _check(optimizer)
+        check_wrappable(optimizer)
         self._optimizer = optimizer
         super().__setstate__({})  # gives the hook registries and step profiling of Optimizer, without owning groups
 
@@ -76,7 +76,15 @@ class OptimizerWrapper(Optimizer):
         # Only called for names that the wrapper lacks.
         if name in _NEVER_FORWARDED or name in self._parts or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self._optimizer, name)
+        try:
+            return getattr(self._optimizer, name)
+        except AttributeError:
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}, and neither has the "
+                f"{type(self._optimizer).__name__} that it wraps.",
+                name=name,
+                obj=self,
+            ) from None
 
     def __getstate__(self) -> dict[str, Any]:
         # __setstate__ makes a new step() and new registries.
@@ -118,7 +126,7 @@ def check_parameters(model: nn.Module, optimizer: Optimizer, *, alone: bool) -> 
         )
 
 
-def _check(optimizer: Optimizer) -> None:
+def check_wrappable(optimizer: Optimizer) -> None:
     """Raise if an optimizer can't be wrapped.
 
     Raises:

@@ -19,7 +19,7 @@ from .._files import TRACE
 from .._warn import warn_at_user
 from ..batch_policy import BatchController, BatchPlan
 from ..config import AUTO, AdaScaleConfig
-from ..data import make_source
+from ..data import known_length, make_source
 from ..data.order import ExampleOrder
 from ..data.source import BatchSource
 from ..optim.adascale import AdaScale
@@ -28,7 +28,15 @@ from .advice import NoiseWarning, UsefulWorkers, log_useful_workers
 from .backend import Backend
 from .batch import AdaptiveBatch
 from .batch_search import FoundBatch, FoundBatchRow, find_batch, read_found
-from .build import check_built, check_recipe, check_rule, check_schedule, set_batch, wrap
+from .build import (
+    check_built,
+    check_recipe,
+    check_rule,
+    check_schedule,
+    set_batch,
+    warn_of_state_dict_hooks,
+    wrap,
+)
 from .checkpointing import Checkpointing
 from .eta import EtaTracker, forecast_remaining_steps
 from .evaluation import Evaluation
@@ -110,6 +118,8 @@ def assemble(
     config = config.with_recipe(recipe)
     rank, device = backend.rank, backend.device
     check_built(model, optimizer, config, recipe)
+    if rank == 0:
+        warn_of_state_dict_hooks(optimizer)
     _check_early_stop(config, evaluate)
     found: list[FoundBatch] = []
     if config.per_worker_batch_size == AUTO:
@@ -136,7 +146,7 @@ def assemble(
         collate_fn=collate_fn,
         num_workers=config.num_loader_workers,
         pin_memory=config.pin_memory,
-        length=config.dataset_length,
+        length=_length(config, dataset, backend.world_size),
         splits_change=policy.changes_batch,
     )
     per_epoch = source.base_steps_per_epoch(plan.base_batch_size)
@@ -263,6 +273,14 @@ def assemble(
         reporting=reporting,
         listeners=listeners,
     )
+
+
+def _length(config: AdaScaleConfig, dataset: Any, world_size: int) -> int | None:
+    """Return the length of data that is not map-style. A DataLoader's own counts where T or the schedule needs one."""
+    needed = config.total_epochs is not None or config.scheduler_unit == "epoch"
+    if config.dataset_length is not None or not needed:
+        return config.dataset_length  # a checkpoint has the length, so it may not change where it was None
+    return known_length(dataset, world_size)
 
 
 def _check_early_stop(config: AdaScaleConfig, evaluate: object) -> None:

@@ -324,7 +324,7 @@ def train_base(run: Run, workload: Workload, recorder: NoiseRecorder, on_loss: C
     """
     for batch in run:
         recorder.begin(batch)
-        loss = workload.loss_fn(run.model, batch)
+        loss = workload.loss(run.model, batch)
         run.backward(loss)
         recorder.end()
         on_loss(loss.detach())

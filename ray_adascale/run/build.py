@@ -15,15 +15,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from .._errors import SettingError
 from .._warn import warn_on_first_worker
 from ..batch_policy import BatchPlan
-from ..chain import SEVERAL_OPTIMIZERS
+from ..chain import SEVERAL_OPTIMIZERS, parts_of
 from ..checkpoint.optimizer import parameter_names
 from ..config import AdaScaleConfig
 from ..data.source import BatchSource
 from ..evidence import doubt, recipe_doubt
 from ..optim.adam_metric import adam_preconditioner
 from ..optim.adascale import AdaScale
-from ..optim.rules import make_rule, metric_of
-from ..optim.wrapper import check_parameters
+from ..optim.rules import betas_of, make_rule, metric_of
+from ..optim.wrapper import check_parameters, check_wrappable
 from ..recipe import Recipe
 from ..sharding.oss import OSS
 from ..sharding.partition import has_state
@@ -72,10 +72,29 @@ def check_built(model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig, 
         raise ValueError(
             f"Pass the bare optimizer: it is wrapped here, so {type(optimizer).__name__} would wrap it twice."
         )
+    rule = make_rule(config.rule)
+    betas = betas_of(rule)
+    # These before a warning that says that the run goes on.
+    check_wrappable(optimizer)
     check_parameters(model, optimizer, alone=True)
-    doubts = [doubt(make_rule(config.rule), optimizer), None if recipe is None else recipe_doubt(recipe, optimizer)]
+    if betas is not None:
+        betas.check(optimizer)
+    doubts = [doubt(rule, optimizer), None if recipe is None else recipe_doubt(recipe, optimizer)]
     for sentence in filter(None, doubts):
         warn_on_first_worker(sentence)
+
+
+def warn_of_state_dict_hooks(optimizer: Optimizer) -> None:
+    """Warn if the optimizer has hooks around its state dict: the run's checkpoints are of tensors, and call none."""
+    if any(
+        getattr(part, f"_optimizer_{name}_hooks")
+        for part in (optimizer, *(part for part, _ in parts_of(optimizer)))
+        for name in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+    ):
+        warn_on_first_worker(
+            f"{type(optimizer).__name__} has hooks around its state dict. The run's checkpoints don't call them, so what they "
+            "add is not saved. Give it as extra_state=, an object with state_dict() and load_state_dict()."
+        )
 
 
 def check_recipe(recipe: Recipe, schedule: BaseSchedule) -> None:

@@ -22,6 +22,7 @@ from ..checkpoint.rng import separate_streams
 from ..config import AdaScaleConfig
 from ..data import to_device
 from ..data.iterables import IterableSource
+from ..gain import advanced
 from ..recipe import Recipe
 from ..workload import Workload, with_unit
 from .advice import UnreadHyperparameters, warn_of_equal_batches
@@ -444,7 +445,7 @@ class Run:
             self._count_nonfinite(loss, taken.number)
         else:
             state.nonfinite = 0
-            state.progress += last.gain
+            state.progress = advanced(state.progress, last.gain)
             self.schedule.advance_to(last.effective_steps)
         metrics = self._metrics(taken.own.get("loss", loss), taken.lr)
         state.metrics = {**metrics, **taken.recorded}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from .._errors import noted
+from .._torch import count_of_writes
 from .._warn import warn_on_first_worker
 from ..batch_policy import BatchPlan
 from ..data.source import MicroBatch
@@ -22,6 +24,11 @@ __all__ = ["Passes"]
 
 _CHECKED_STEPS = 3
 """Steps of a start in which gradients are checked between passes. A loop that changes them does so from its first step on."""
+
+_DEPENDS_ON_NOTHING = (
+    "In run.backward(loss): the loss depends on no trainable parameter. Was it computed under torch.no_grad() or "
+    "inference_mode(), or from detached tensors or numbers (.detach(), .item())? Or is every parameter frozen?"
+)
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -127,6 +134,24 @@ class Passes:
                 "A micro-batch went by without run.step(). Call run.backward() and run.step() for each micro-batch."
             )
 
+    def _check_only_backward(self, batch: MicroBatch) -> None:
+        """Check that no backward pass has run since the last ``run.backward()``.
+
+        At S = 1 on one worker nothing counts the passes. Then gradients show it, in the first steps of a start.
+
+        Raises:
+            RuntimeError: The loop has run one.
+        """
+        found = self._optimizer.passes > batch.pass_index
+        if batch.pass_index == 0 and self._steps < _CHECKED_STEPS:
+            found |= any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"])
+        if found:
+            raise RuntimeError(
+                "loss.backward() was called in the loop beside run.backward(), so a micro-batch has several backward passes. Add "
+                "the losses, and call run.backward() once: run.backward(loss + other_loss). If the gradients are from before the "
+                "loop, clear them there."
+            )
+
     def begin_backward(self, loss: Tensor) -> None:
         """Add the loss of the pass to :attr:`loss`.
 
@@ -140,6 +165,7 @@ class Passes:
         batch = self._batch
         if batch is None or self._backward_done:
             raise RuntimeError("Call run.backward() once for each micro-batch of the loop, before run.step().")
+        self._check_only_backward(batch)
         if not isinstance(loss, Tensor):
             raise ValueError(
                 f"Invalid loss of type {type(loss).__name__}. Must be a scalar tensor, the mean over the examples, as the loss "
@@ -167,7 +193,8 @@ class Passes:
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         self._optimizer.sample_weights = self._weights
-        loss.backward()
+        with nullcontext() if loss.requires_grad else noted(lambda: _DEPENDS_ON_NOTHING):
+            loss.backward()
         self._backward_done = True
         # Between passes FSDP2 keeps gradients where the loop can't reach them.
         if not batch.is_last and self._steps < _CHECKED_STEPS and not self._fully_sharded:
@@ -251,11 +278,8 @@ class Passes:
         )
 
     def _gradient_versions(self) -> list[tuple[int, int] | None]:
-        """Return the identity of each gradient, with autograd's count of writes to it. Does not wait for the device.
-
-        The counter has no public name. A test fails if it moves.
-        """
-        return [None if p.grad is None else (id(p.grad), p.grad._version) for p in self._module.parameters()]
+        """Return the identity of each gradient, with the count of writes to it. It does not wait for the device."""
+        return [None if p.grad is None else (id(p.grad), count_of_writes(p.grad)) for p in self._module.parameters()]
 
     def _check_mode(self) -> None:
         """Warn once if all modules of the model are in eval mode. A model with a part in train mode was set so on purpose."""

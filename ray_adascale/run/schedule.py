@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
+from .._errors import noted
 from ..workload import torchs_own_hint
 
 __all__ = ["BaseSchedule", "EffectiveSchedule", "SchedulerUnit", "curve_difference", "other_length"]
@@ -207,8 +208,10 @@ class EffectiveSchedule:
         points = [_lrs(scheduler.optimizer)]
         with warnings.catch_warnings():
             _ignore_order_warnings()
-            for _ in range(self._calls_before(_last_step(total_steps))):
-                scheduler.step()
+            calls = self._calls_before(_last_step(total_steps))
+            for call in range(calls):
+                with noted(lambda call=call: self._call_note(call, calls)):  # type: ignore[misc]
+                    scheduler.step()
                 points.append(_lrs(scheduler.optimizer))
         return [list(group) for group in zip(*points, strict=True)]
 
@@ -238,21 +241,37 @@ class EffectiveSchedule:
                     " same one."
                 )
             return
-        # Most schedulers compute the next LR from the current one. If the optimizer's state was loaded first, its groups
-        # have the later values already, and a replay would apply the schedule twice. So the values that the schedule changes
-        # (LR, momentum, betas) are reset to its start. All other hyperparameters stay the checkpoint's.
-        replayed = _dry_copy(self._fresh)
+        self.restore(calls)
+
+    def restore(self, calls: int) -> None:
+        """Set the groups to the schedule's values and make the calls that are missing, after the optimizer's state was loaded.
+
+        Its groups may have the values of an earlier or a later call, and most schedulers compute the next LR from the current
+        one. Only what the schedule changes (LR, momentum, betas) is set. All other hyperparameters stay the checkpoint's.
+
+        Args:
+            calls: Number of calls that are due. If more were made, the values are those after the calls so far.
+        """
+        if self._scheduler is None or self._fresh is None:
+            return
+        dry = _dry_copy(self._fresh)
+        start, now = self._fresh.optimizer.param_groups, dry.optimizer.param_groups
+        constant = [group.keys() - {"params"} for group in start]
+        values: list[dict[str, Any]] = []
         with warnings.catch_warnings():
             _ignore_order_warnings()
-            for _ in range(calls):
-                replayed.step()
-        fresh_groups = self._fresh.optimizer.param_groups
-        for group, fresh, moved in zip(
-            self._scheduler.optimizer.param_groups, fresh_groups, replayed.optimizer.param_groups, strict=True
-        ):
-            for key in fresh:
-                if key != "params" and fresh[key] != moved[key]:
-                    _restore(group, key, fresh[key])
+            for call in range(max(calls, self._calls) + 1):
+                if call:
+                    dry.step()
+                constant = [
+                    {k for k in keys if before[k] == after[k]}
+                    for keys, before, after in zip(constant, start, now, strict=True)
+                ]
+                if call == self._calls:
+                    values = [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in now]
+        for group, keys, at in zip(self._scheduler.optimizer.param_groups, constant, values, strict=True):
+            for key in at.keys() - keys:
+                _restore(group, key, at[key])
         self._replay(calls)
 
     def _replay(self, calls: int) -> None:
@@ -264,9 +283,16 @@ class EffectiveSchedule:
             if may_warn:
                 _ignore_order_warnings()
             while self._calls < calls:
-                self._scheduler.step()
+                with noted(lambda: self._call_note(self._calls, calls)):
+                    self._scheduler.step()
                 self._calls += 1
         self._left_at, self._left_lrs = self._counts(), self.lrs
+
+    def _call_note(self, call: int, calls: int) -> str:
+        return (
+            f"In call {call + 1} of {type(self._scheduler).__name__}.step(), of {calls} that are due. Make the scheduler for the "
+            "length of the base run, T: a workload reads it as config['total_steps']."
+        )
 
     def _calls_before(self, step: int) -> int:
         """Return the scheduler calls in the base run before step ``step``, counted from 0; not bounded by T."""

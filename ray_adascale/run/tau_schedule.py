@@ -87,6 +87,14 @@ class TauSchedule(LRScheduler):
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
 
+        def loaded(*_: Any) -> None:
+            if (schedule := ref()) is not None:
+                schedule._schedule.restore(schedule._schedule.due(schedule._adascale.effective_steps))
+
+        # The LR in a state is that of its τ. One that was saved without this hook may have the LR of the step before.
+        optimizer.register_state_dict_pre_hook(before)
+        optimizer.register_load_state_dict_post_hook(loaded)
+
     @property
     def _adascale(self) -> AdaScale:
         assert isinstance(self.optimizer, AdaScale)

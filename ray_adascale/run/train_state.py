@@ -7,7 +7,7 @@ The loop itself has a few numbers, its :class:`LoopState`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import checkpoint
+from .._torch import uncompiled_name
 from .._version import __version__
 from .._warn import warn_at_user
 from ..batch_policy import BatchPlan
@@ -23,6 +24,7 @@ from ..checkpoint.optimizer import hyperparameters, load_hyperparameters, load_o
 from ..checkpoint.rng import capture_rng, empty_rng, restore_rng
 from ..data.source import BatchSource
 from ..optim.adascale import AdaScale
+from ..optim.algorithm import of_other_base_batch
 from .batch_search import FoundBatch, found_state
 from .schedule import BaseSchedule, EffectiveSchedule, curve_difference
 from .step import LoopState, Stage
@@ -89,10 +91,7 @@ class TrainState:
         """Return this worker's share of a checkpoint's tensors. They are the live tensors, not copies."""
         # Parameters are equal on all workers. Buffers (BatchNorm's averages) differ, and DDP continues with rank 0's.
         own = {name for name, _ in self.module.named_buffers()} if self.rank > 0 else ()
-        weights = self.module.state_dict()
-        out: dict[str, Any] = {
-            f"{checkpoint.WEIGHTS_PREFIX}{key}": value for key, value in weights.items() if key not in own
-        }
+        out = _weights(self.module, without=own)
         out.update(optimizer_tensors(self.optimizer, self.parameter_names))
         out.update({f"adascale/{key}": value for key, value in self.optimizer.statistics_state().items()})
         out.update({f"rng/{self.rank}/{key}": value for key, value in capture_rng(self.device).items()})
@@ -147,8 +146,7 @@ class TrainState:
         saved = checkpoint.load_state(folder)
         index = checkpoint.tensor_index(folder)
         changed = self._changed_on_purpose(folder, saved, index, accept_changes)
-        weights = self.module.state_dict()
-        into: dict[str, Any] = {f"{checkpoint.WEIGHTS_PREFIX}{key}": value for key, value in weights.items()}
+        into = _weights(self.module)
         statistics = {
             key.removeprefix("adascale/"): torch.empty(info.shape, dtype=info.dtype)
             for key, info in index.items()
@@ -159,8 +157,8 @@ class TrainState:
         load_optimizer(folder, self.optimizer, self.parameter_names)
         if changed:  # the new settings apply from this τ on
             self.schedule.load_state_dict({"calls": self.schedule.due(saved["effective_steps"])})
-            # σ² is that of a base batch, and the base batch is another now.
-            statistics["total"][0] *= saved["plan"]["base_batch_size"] / self.base_schedule.base_batch_size
+            ratio = saved["plan"]["base_batch_size"] / self.base_schedule.base_batch_size
+            statistics = of_other_base_batch(statistics, ratio)
         else:
             self.schedule.load_state_dict(saved["schedule"])
             load_hyperparameters(self.optimizer, saved["param_groups"])
@@ -226,6 +224,16 @@ class TrainState:
                 f"{what} Accepted: it goes on at effective step {saved['effective_steps']:.1f} with the new settings."
             )
         return True
+
+
+def _weights(module: nn.Module, without: Collection[str] = ()) -> dict[str, Any]:
+    """Return a model's weights by their keys in a checkpoint, which don't depend on ``torch.compile``."""
+    weights = module.state_dict()
+    return {
+        f"{checkpoint.WEIGHTS_PREFIX}{uncompiled_name(key)}": value
+        for key, value in weights.items()
+        if key not in without
+    }
 
 
 def taken_apart(state: Any, key: str, tensors: dict[str, Any]) -> Any:

@@ -163,6 +163,6 @@ def _train(given: dict[str, Any]) -> dict[str, Any]:
         run = make_run(workload, setup.config, collected, backend)
     with annotate_exceptions(lambda: (0, run.state.iterations)):
         for batch in run:
-            run.backward(workload.loss_fn(run.model, batch))
+            run.backward(workload.loss(run.model, batch))
             run.step()
     return backend.last

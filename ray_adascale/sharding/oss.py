@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
+from .. import _hooks
 from .._torch import called_to_make_state
 from ..chain import OptimizerChain, empty_copy, parts_of
 from ..measure.norms import take_norm
@@ -168,7 +169,7 @@ class OSS(Optimizer):
         self._reducer_listeners: weakref.WeakSet[ReducerListener] = weakref.WeakSet()
 
         # The part that this worker updates.
-        self._shard = empty_copy(optimizer)
+        self._shard = _hooks.without_load_hooks(empty_copy(optimizer))
         given = dict(optimizer.state)
         optimizer.state = defaultdict(dict)
         self.state = {k: v for k, v in given.items() if not isinstance(k, Tensor)}
@@ -546,6 +547,7 @@ class OSS(Optimizer):
         Raises:
             RuntimeError: :meth:`consolidate_state_dict` was not called on this worker since the last step.
         """
+        _hooks.before_save(self, self._full)
         if all_ranks or self.world_size == 1:
             self.consolidate_state_dict(EVERYONE)
         collected = self._shares.collected
@@ -554,7 +556,7 @@ class OSS(Optimizer):
         # Dicts of its own, since torch.distributed.checkpoint.state_dict renames their keys.
         collected = {k: dict(v) if isinstance(v, dict) else v for k, v in collected.items()}
         # The present groups: a scheduler may have changed the LR since.
-        return {"state": collected, "param_groups": packed(self.param_groups)}
+        return _hooks.after_save({"state": collected, "param_groups": packed(self.param_groups)}, self._full, self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a full state on every worker; each keeps a copy of its share. The argument is left unchanged.
@@ -562,6 +564,7 @@ class OSS(Optimizer):
         Raises:
             ValueError: The groups differ in number or size.
         """
+        state_dict = _hooks.before_load(state_dict, self, self._full)
         saved_groups = state_dict["param_groups"]
         saved_sizes = [len(group["params"]) for group in saved_groups]
         sizes = [len(group["params"]) for group in self.param_groups]
@@ -588,6 +591,7 @@ class OSS(Optimizer):
         self._shard.load_state_dict({"state": state, "param_groups": packed(self._shard.param_groups)})
         self.state = self._shard.state
         self._shares.made = made
+        _hooks.after_load(self._full, self)
 
     def _params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]

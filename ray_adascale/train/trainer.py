@@ -144,7 +144,7 @@ def _train_workload(job: dict[str, Any]) -> dict[str, Any]:
             )
         backend.driver.running()
         for batch in run:
-            run.backward(workload.loss_fn(run.model, batch))
+            run.backward(workload.loss(run.model, batch))
             run.step()
         return run.summary()
 

@@ -508,6 +508,7 @@ def _legw_under_a_scheduler(gammas: list[float]) -> int:
         for x, y in batches(5, 4):
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
+            optimizer.zero_grad()
             scheduler.step()
     return sum("begins by raising the LR" in str(w.message) for w in caught)
 
@@ -533,6 +534,7 @@ def _legw_resumed_before_a_restart() -> int:
             for x, y in batches(steps, 4):
                 F.cross_entropy(model(x), y).backward()
                 optimizer.step()
+                optimizer.zero_grad()
                 scheduler.step()
         caught += some
         state = model.training_state()

@@ -48,7 +48,10 @@ def test_a_shorter_last_batch_is_skipped_with_one_warning() -> None:
 def test_a_pass_without_a_usable_batch_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"no batch of 4 examples \(0 batches of other sizes"):
         take(IterableSource([], BatchSplit(4)), 1)
-    with pytest.warns(UserWarning, match="Skipping"), pytest.raises(ValueError, match="1 batches of other sizes"):
+    with (
+        pytest.warns(UserWarning, match="Skipping"),
+        pytest.raises(ValueError, match=r"1 batches of other sizes.*loader\.dataset\) and the collate_fn"),
+    ):
         take(IterableSource(batches_of(3), BatchSplit(4)), 1)
 
 
@@ -100,8 +103,8 @@ def test_the_leading_dimension_of_the_first_leaf_counts_the_examples(batch: Any)
     assert take(IterableSource([batch], BatchSplit(3)), 1)[0].batch is batch
 
 
-def test_batches_that_do_not_tell_their_size_need_examples_of() -> None:
-    with pytest.raises(ValueError, match=r"a batch of type object holds.*examples_of"):
+def test_batches_that_do_not_tell_their_size_are_made_here_or_have_it_told() -> None:
+    with pytest.raises(ValueError, match=r"a batch of type object holds.*loader\.dataset\) and the collate_fn"):
         take(IterableSource([object()], BatchSplit(3)), 1)
     assert take(IterableSource([object()], BatchSplit(3), examples_of=lambda _: 3), 1)[0].examples == 3
 

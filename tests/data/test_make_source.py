@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
+from collections import UserDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -10,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from ray_adascale.data import make_source
+from ray_adascale.data import known_length, make_source, to_device
 from ray_adascale.data.iterables import IterableSource
 from ray_adascale.data.order import BatchSplit, ExampleOrder
 from ray_adascale.data.source import MapSource
@@ -137,3 +140,93 @@ def test_make_source_refuses_what_it_cannot_follow(dataset: Any, arguments: dict
     with pytest.raises(ValueError, match=match):
         cut, order = settings_of(arguments)
         make_source(dataset, cut, order, **arguments)
+
+
+# ---- to the device ---------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Pair:
+    """A batch of its own kind, as clients have them."""
+
+    x: Tensor
+    label: str
+
+    def to(self, device: Any) -> Pair:
+        return Pair(self.x.to(device), self.label)
+
+
+class InPlace:
+    def __init__(self) -> None:
+        self.x = torch.ones(2)
+
+    def to(self, device: Any) -> None:
+        self.x = self.x.to(device)
+
+
+class Read(Mapping[str, Any]):
+    """A mapping without writes, with a constructor from another one."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = dict(values)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+def test_batches_of_any_class_are_moved_by_what_they_are() -> None:
+    meta = torch.device("meta")
+    lists: defaultdict[str, Any] = defaultdict(list, x=torch.ones(2), n=[torch.ones(1), "a"])
+    moved = to_device(lists, meta)
+    assert type(moved) is defaultdict
+    assert moved.default_factory is list
+    assert moved["x"].device == moved["n"][0].device == meta
+    assert lists["x"].device.type == "cpu"  # the user's own stays
+    encoding = to_device(UserDict(x=torch.ones(2)), meta)
+    assert (type(encoding), encoding["x"].device) == (UserDict, meta)
+    assert type(to_device(Read({"x": torch.ones(2)}), meta)) is Read
+    packed = pack_sequence([torch.ones(3), torch.ones(2)])
+    for found in (to_device(packed, meta), to_device({"a": (packed, 1)}, meta)["a"][0]):
+        assert type(found) is PackedSequence
+        assert found.data.device == meta
+    pair = to_device((Pair(torch.ones(2), "cat"),), meta)[0]
+    assert (type(pair), pair.x.device, pair.label) == (Pair, meta, "cat")
+    own = InPlace()
+    assert to_device(own, meta) is own
+    assert own.x.device == meta
+
+
+# ---- the length of a DataLoader ----------------------------------------------------------------------------------------
+
+
+class Sized(Counting):
+    def __len__(self) -> int:
+        return 7
+
+
+DATA = TensorDataset(torch.arange(9))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "of_one", "of_two"),
+    [
+        (DataLoader(DATA, batch_size=2), 9, None),
+        (DataLoader(DATA, batch_size=2, shuffle=True, drop_last=True), 9, None),
+        (DataLoader(DATA, batch_size=2, sampler=RandomSampler(DATA, num_samples=5)), 5, None),
+        # Padded to 10 examples; the length must not depend on the workers.
+        (DataLoader(DATA, batch_size=2, sampler=DistributedSampler(DATA, num_replicas=2, rank=0)), 9, 9),
+        (DataLoader(DATA, batch_sampler=[[0], [1, 2]]), None, None),
+        (DataLoader(Counting(), batch_size=2), None, None),
+        (DataLoader(Sized(), batch_size=2), 7, None),
+        ([torch.arange(2)], None, None),
+    ],
+    ids=str,
+)
+def test_a_loader_tells_the_examples_of_an_epoch(dataset: Any, of_one: int | None, of_two: int | None) -> None:
+    assert (known_length(dataset, 1), known_length(dataset, 2)) == (of_one, of_two)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import random
+import traceback
 from typing import Any
 
 import numpy as np
@@ -350,3 +351,15 @@ def test_what_was_fetched_ahead_is_kept_where_it_still_comes_next(rank: int) -> 
         expected += [[values.tolist() for values in m.batch] for m in take(again, steps, passes)]
         again.close()
     assert seen == expected
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_examples_of_unequal_length_say_what_can_make_a_batch_of_them(num_workers: int) -> None:
+    ragged = [torch.zeros(n) for n in (3, 5, 3, 5)]
+    source = MapSource(ragged, BatchSplit(4), ExampleOrder(), num_workers=num_workers)
+    with pytest.raises(RuntimeError, match=r"equal size|resize storage") as caught:
+        next(iter(source))
+    source.close()
+    said = "".join(traceback.format_exception(caught.value))  # a loader process sends its traceback as text
+    assert "While 4 examples were made a batch" in said
+    assert "Give a collate_fn that pads them" in said

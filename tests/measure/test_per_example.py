@@ -487,6 +487,41 @@ def test_as_many_positions_as_examples_are_a_problem_without_verification() -> N
     )
 
 
+class Undecided(nn.Module):
+    """Of a position's embedding nothing depends on the first layer, so a batch as long as its sequences is undecided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(9, 4), nn.Embedding(M, 4)
+        self.norm, self.out = nn.LayerNorm(4), nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.token(x) + self.position(torch.arange(x.shape[1]).expand(x.shape))
+        return self.out(torch.tanh(self.norm(h)).mean(1))
+
+
+def test_which_dimension_has_the_examples_is_known_from_a_batch_of_another_size() -> None:
+    square, wide = torch.randint(9, (M, M)), torch.randint(9, (M - 1, M))
+    y = torch.randint(CLASSES, (M,))
+    model = Undecided()
+    norms = ExampleNorms(model, in_two_groups(model))
+
+    def problem(x: Tensor, verify: bool) -> str | None:
+        norms.begin(verify=verify)
+        loss_of(model, x, y[: len(x)]).backward()
+        found = norms.end()
+        if found.problem is None and len(x) == M:
+            torch.testing.assert_close(found.sq_norms, expected(model, x, y), rtol=1e-4, atol=0)
+        return found.problem
+
+    assert "position has an input of shape (7, 7), in which" in (problem(square, True) or "")
+    assert problem(wide[:1], False) is None  # a single example shows nothing
+    assert problem(square, False) is not None
+    assert problem(wide, True) is None
+    assert problem(square, False) is None
+    assert problem(square, True) is None
+
+
 def test_a_pass_that_reaches_no_layer_is_a_problem() -> None:
     model = nn.Linear(3, 2)
     norms = ExampleNorms(model, [list(model.parameters())])

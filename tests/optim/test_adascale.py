@@ -263,6 +263,16 @@ def test_a_group_added_later_has_its_own_gain() -> None:
         adascale.gain(2)
 
 
+def test_a_name_that_neither_has_is_said_of_both() -> None:
+    adascale = AdaScale(torch.optim.SGD(make_model().parameters(), lr=0.1))
+    with pytest.raises(
+        AttributeError, match="'AdaScale' object has no attribute 'last_gain', and neither has the SGD"
+    ) as e:
+        _ = adascale.last_gain
+    assert (e.value.name, e.value.obj) == ("last_gain", adascale)  # for Python's "Did you mean"
+    assert not hasattr(adascale, "last_gain")
+
+
 def test_names_that_grad_scaler_looks_for_are_not_forwarded() -> None:
     class Fused(torch.optim.SGD):
         _step_supports_amp_scaling = True

@@ -198,6 +198,30 @@ def test_the_bias_correction_is_that_of_the_product_of_the_betas(doubles: None, 
         assert float(optimizer.state[params[i]]["step"]) == pytest.approx(stepped, rel=tolerance)
 
 
+def test_a_beta_that_a_schedule_moves_has_torchs_bias_correction_of_the_same_effective_step(doubles: None) -> None:
+    """torch corrects by 1 − β^t with the present β, whatever β was in earlier steps, and so does a run at any scale."""
+    moved = [(0.95, 0.99), (0.9, 0.99), (0.85, 0.99), (0.8, 0.99)]
+    steps = []
+    for e in (2.0, 1.0):
+        p = nn.Parameter(torch.tensor([1.0]))
+        optimizer = Adam([p], lr=0.0, betas=moved[0], eps=0.0)
+        step_counts = StepCounts(optimizer)
+        for betas in moved:
+            optimizer.param_groups[0]["betas"] = betas
+            for last in range(1 if e == 2 else 2):
+                # Of the last step alone: with equal gradients it is lr·m̂/√v̂, of which the correction is all that is not m/√v.
+                optimizer.param_groups[0]["lr"] = 0.1 if betas is moved[-1] and (e == 2 or last == 1) else 0.0
+                p.grad = torch.tensor([4.0])
+                with BetaRule().applied(optimizer.param_groups, optimizer, [e], step_counts):
+                    optimizer.step()
+        state = optimizer.state[p]
+        assert float(state["step"]) == 8
+        corrected = state["exp_avg"] / (1 - 0.8**8) / (state["exp_avg_sq"] / (1 - 0.99**8)).sqrt()
+        assert p.item() == pytest.approx(1 - 0.1 * corrected.item(), rel=1e-12)
+        steps.append(p.item())
+    assert steps[0] == pytest.approx(steps[1], rel=1e-12)
+
+
 def test_a_step_of_two_effective_steps_moves_the_averages_as_two_steps_do(doubles: None) -> None:
     averages = []
     for exponents in ((2.0,), (1.0, 1.0)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import warnings
 from collections.abc import Callable
@@ -12,13 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from ray_adascale import OSS, AdaScale, AdaScaleConfig, LocalBackend, Run, ShardedDataParallel
+from ray_adascale import OSS, AdaScale, AdaScaleConfig, LocalBackend, OptimizerChain, Run, ShardedDataParallel
 from ray_adascale.optim.example_noise import NoiseChoice
 from ray_adascale.optim.step_shape import StepShape
 
@@ -172,6 +175,26 @@ def test_steps_in_between_keep_the_variance_and_have_their_own_signal() -> None:
     assert len({m for _, m in seen}) == STEPS
 
 
+def test_two_measured_steps_lie_in_the_window_also_after_the_batch_has_grown() -> None:
+    adascale = one_worker(every=3, averaging_window=0.05, total_steps=256 / 0.05)
+    examples, every = adascale._statistics.examples, []
+    assert examples is not None
+    for t, (x, y) in enumerate(batches()[:8]):
+        adascale.set_batch(scale=[8.0, 8.0, 64.0, 64.0, 512.0, 512.0, 8.0, 8.0][t])
+        assert examples.measuring == (t % examples.every == 0)
+        step(adascale, x, y)
+        every.append(examples.every)
+        if t == 5:
+            twin = one_worker(every=3, averaging_window=0.05, total_steps=256 / 0.05)
+            twin.load_state_dict(copy.deepcopy(adascale.state_dict()))
+            twin.set_batch(scale=64.0)
+            resumed = twin._statistics.examples
+    # Half the window is 128 effective steps: 16 steps at S = 8, 2 at 64, and less than one at 512. The budget gives 4.
+    assert every == [4, 4, 2, 2, 1, 1, 4, 4]
+    assert resumed is not None
+    assert resumed.every == 2
+
+
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_resumed_run_is_the_same_to_the_bit(every: int) -> None:
     whole = trained(one_worker(every=every))
@@ -187,6 +210,46 @@ def test_a_resumed_run_is_the_same_to_the_bit(every: int) -> None:
         gains.append(second.last_step.gain)
     assert gains == whole[0][5:]
     assert torch.equal(torch.cat([p.detach().flatten() for p in second.network.parameters()]), whole[1])
+
+
+class Tokens(nn.Module):
+    """A batch that is as long as its sequences does not show which dimension of the positions is that of the examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.token, self.position = nn.Embedding(9, 4), nn.Embedding(16, 4)
+        self.norm, self.out = nn.LayerNorm(4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.token(x) + self.position(torch.arange(x.shape[1]).expand(x.shape))
+        return self.out(torch.tanh(self.norm(h)).mean(1))
+
+
+@pytest.mark.parametrize("noise", ["auto", "per_example"])
+def test_a_batch_that_grows_to_the_length_of_its_sequences_is_measured_also_after_a_resume(noise: Any) -> None:
+    def make() -> AdaScale:
+        model = Tokens()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        adascale = AdaScale(inner, scale=2.0, model=model, noise=noise, noise_budget=100.0)
+        adascale.network = model  # type: ignore[attr-defined]
+        return adascale
+
+    def go_on(adascale: AdaScale, steps: list[int]) -> list[float]:
+        gains = []
+        for t in steps:
+            x = torch.randint(9, (16 if t > 1 else 8, 16), generator=torch.Generator().manual_seed(t))
+            adascale.set_batch(scale=len(x) / 4)
+            step(adascale, x, x[:, 0] % 3)
+            gains.append(adascale.last_step.gain)
+        return gains
+
+    whole, first, second = make(), make(), make()
+    go_on(first, [0, 1])
+    second.network.load_state_dict(copy.deepcopy(first.network.state_dict()))
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert go_on(second, [2, 3, 4]) == go_on(whole, [0, 1, 2, 3, 4])[2:]
+    assert whole._statistics.examples is not None
 
 
 def test_gradients_may_be_cleared_between_forward_and_backward_pass() -> None:
@@ -323,6 +386,145 @@ def test_a_model_that_turns_out_not_to_be_covered_goes_on_with_consecutive_gradi
             step(one, x, y)
         assert adascale.last_step.gain == alone.last_step.gain
     assert alone.last_step.gain > 1
+
+
+def through_dcp(saved: AdaScale, loaded: AdaScale, folder: Path) -> None:
+    """Save a model and its optimizer with ``dcp.save``, and load both into others with ``dcp.load``."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="torch.distributed")  # a process that has no others
+        dcp.save({"model": saved.network.state_dict(), "optimizer": saved.state_dict()}, checkpoint_id=folder)
+        into = {"model": loaded.network.state_dict(), "optimizer": loaded.state_dict()}
+        dcp.load(into, checkpoint_id=folder)
+    loaded.network.load_state_dict(into["model"])
+    loaded.load_state_dict(into["optimizer"])
+
+
+def without_momentum(adascale: AdaScale) -> AdaScale:
+    """torch's own state has other keys before the first step, but for an optimizer that has none."""
+    for group in adascale.param_groups:
+        group["momentum"] = 0.0
+    return adascale
+
+
+@pytest.mark.parametrize("saved_after", [0, 1, 5])
+def test_a_checkpoint_of_torchs_goes_on_with_the_variance_that_is_kept(saved_after: int, tmp_path: Path) -> None:
+    whole, first, second = (without_momentum(one_worker(every=3)) for _ in range(3))
+    expected = trained(whole)
+    for x, y in batches()[:saved_after]:
+        step(first, x, y)
+    through_dcp(first, second, tmp_path)
+    gains = []
+    for x, y in batches()[saved_after:]:
+        step(second, x, y)
+        gains.append(second.last_step.gain)
+    assert gains == expected[0][saved_after:]
+    assert torch.equal(torch.cat([p.detach().flatten() for p in second.network.parameters()]), expected[1])
+
+
+@pytest.mark.filterwarnings("ignore:One gradient sample")
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        *itertools.product(["examples", "samples", "no model"], repeat=2),
+        ("uncovered", "uncovered"),
+    ],
+)
+def test_a_checkpoint_of_torchs_loads_whatever_was_measured(
+    saved: str, loaded: str, steps: int, tmp_path: Path
+) -> None:
+    """As from two workers (samples) to one (examples) and back."""
+
+    def make(kind: str) -> AdaScale:
+        if kind == "uncovered":
+            return reused("auto")
+        made = one_worker(passes=1 if kind == "examples" else 2, noise="auto")
+        if kind != "no model":
+            return without_momentum(made)
+        other = AdaScale(made.wrapped, scale=SCALE, num_gradients_to_accumulate=2)
+        other.network = made.network  # type: ignore[attr-defined]
+        return without_momentum(other)
+
+    first, second = make(saved), make(loaded)
+    for x, y in batches()[:steps]:
+        step(first, x, y, 1 if saved in ("examples", "uncovered") else 2)
+    through_dcp(first, second, tmp_path)
+    assert second.effective_steps == first.effective_steps
+    assert second.average_moments() == pytest.approx(first.average_moments(), rel=0, nan_ok=True)
+
+
+def test_the_keys_of_a_state_do_not_depend_on_what_was_measured() -> None:
+    def keys(adascale: AdaScale) -> set[str]:
+        return set(flatten_state_dict(adascale.state_dict())[0])
+
+    held, samples = one_worker(every=3), one_worker("samples", passes=2)
+    for x, y in batches()[:2]:
+        step(held, x, y)
+        step(samples, x, y, 2)
+    assert keys(held) == keys(samples)
+    fresh = keys(one_worker()) | {key for key in keys(held) if "momentum_buffer" in key}
+    assert keys(held) == fresh
+
+
+@pytest.mark.parametrize("tensors", [True, False])
+def test_states_with_a_key_for_each_number_load_to_the_bit(tensors: bool) -> None:
+    """As they were at first, as tensors and as numbers."""
+    expected = trained(one_worker(every=3))[0]
+    first, second = one_worker(every=3), one_worker(every=3)
+    for x, y in batches()[:5]:
+        step(first, x, y)
+    old = copy.deepcopy(first.state_dict())
+    old["adascale"] = first.statistics_state()
+    old["param_groups"][0]["adascale"] = {key: value.tolist() for key, value in old["adascale"].items()}
+    del (old if not tensors else old["param_groups"][0])["adascale"]
+    second.network.load_state_dict(copy.deepcopy(first.network.state_dict()))
+    second.load_state_dict(old)
+    gains = []
+    for x, y in batches()[5:]:
+        step(second, x, y)
+        gains.append(second.last_step.gain)
+    assert gains == expected[5:]
+
+
+def resumed_on_workers(kind: str, folder: Path) -> tuple[list[float], list[float]]:
+    """The gains of a whole run, and of one that is saved after five steps and loaded into a fresh optimizer."""
+    rank, workers = dist.get_rank(), dist.get_world_size()
+
+    def make() -> tuple[nn.Module, AdaScale]:
+        model = network()
+        wrapped = fully_shard(model) if kind == "fsdp2" else DistributedDataParallel(model)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if kind == "chain":
+            first, *rest = model.parameters()
+            optimizer = OptimizerChain([torch.optim.SGD([first], lr=0.1), torch.optim.SGD(rest, lr=0.05)])
+        adascale = AdaScale(optimizer, scale=SCALE, model=model, noise="per_example", noise_budget=0.1)
+        adascale.network = model  # type: ignore[attr-defined]
+        return wrapped, adascale
+
+    runs = []
+    for stop in (None, 5):
+        wrapped, adascale = make()
+        gains = []
+        for t, (x, y) in enumerate(batches()):
+            if t == stop:
+                wrapped, resumed = make()
+                through_dcp(adascale, resumed, folder)
+                adascale = resumed
+            F.cross_entropy(wrapped(x.chunk(workers)[rank]), y.chunk(workers)[rank]).backward()
+            adascale.step()
+            adascale.zero_grad()
+            gains.append(adascale.last_step.gain)
+        assert adascale._statistics.examples.every > 1  # type: ignore[union-attr]
+        runs.append(gains)
+    return runs[0], runs[1]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "chain", "fsdp2"])
+def test_a_checkpoint_of_torchs_on_several_workers(
+    kind: str, pool: Callable[[int], ProcessPool], tmp_path: Path
+) -> None:
+    for whole, resumed in pool(2).run(resumed_on_workers, kind, tmp_path):
+        assert resumed == whole
 
 
 @pytest.mark.parametrize("noise", ["per_example", "samples"])

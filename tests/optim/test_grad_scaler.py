@@ -355,3 +355,40 @@ def test_fairscales_positions() -> None:
     scaler = ShardedGradScaler(8.0, 3.0, 0.25, 7, True, None)
     assert (scaler.get_scale(), scaler.get_growth_factor()) == (8, 3)
     assert (scaler.get_backoff_factor(), scaler.get_growth_interval()) == (0.25, 7)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("clears", ["optimizer", "model"])
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, ShardedGradScaler])
+def test_a_step_that_a_scaler_leaves_out_is_known_as_skipped(kind: Any, clears: str, fused: bool) -> None:
+    model = build(torch.float32)
+    scaler = kind(device="cpu", init_scale=64.0)
+    optimizer = AdaScale(
+        SGD(model.parameters(), lr=0.01, fused=fused), scale=4.0, num_gradients_to_accumulate=2, grad_scaler=scaler
+    )
+    skipped = []
+    for t in range(6):
+        if clears == "optimizer":
+            optimizer.zero_grad()
+            skipped.append(optimizer.last_step.skipped)
+        for i in range(2):
+            loss = model(batch(2 * t + i, torch.float32)).square().mean() / 2
+            scaler.scale(loss * math.inf if t in (0, 3) else loss).backward()
+        if clears == "model":
+            skipped.append(optimizer.last_step.skipped)
+        scaler.step(optimizer)
+        scaler.update()
+        if clears == "model":
+            model.zero_grad()
+    assert skipped == [False, True, False, False, True, False]  # of the step before
+    assert not optimizer.last_step.skipped
+    assert optimizer.steps == 4
+
+
+def test_gradients_that_are_cleared_without_a_scaler_are_no_skipped_step() -> None:
+    model = build()
+    optimizer = AdaScale(SGD(model.parameters(), lr=0.01), scale=4.0, num_gradients_to_accumulate=2)
+    for i in range(2):
+        (model(batch(i)).square().mean() / 2).backward()
+    optimizer.zero_grad()
+    assert not optimizer.last_step.skipped

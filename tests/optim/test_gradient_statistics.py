@@ -129,6 +129,44 @@ def test_a_complete_step_that_is_never_taken_is_forgotten_once_gradients_are_cle
     assert found == other.gain()
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_that_are_left_over_from_a_step_are_refused_before_weights_move(fused: bool) -> None:
+    """They would be part of the reduced gradient and of none of the samples: σ² far too small, or negative."""
+    model = make_model(torch.float32)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    adascale = AdaScale(inner, scale=4.0, num_gradients_to_accumulate=2)
+    data = batches(6, 8, torch.float32)
+    backward(model, data[:2], 2)
+    adascale.step()
+    before = weights(model)
+    backward(model, data[2:4], 2)
+    with pytest.raises(RuntimeError, match=r"not cleared before.*optimizer\.zero_grad\(\) after each step"):
+        adascale.step()
+    assert torch.equal(weights(model), before)
+    adascale.zero_grad()  # as good as new
+    backward(model, data[4:], 2)
+    adascale.step()
+    assert adascale.steps == 2
+
+
+@pytest.mark.parametrize("by", ["none", "zeros", "foreach zeros", "other zeros"])
+def test_gradients_that_are_cleared_in_any_way_are_not_left_over(by: str) -> None:
+    model = make_model()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, foreach=by == "foreach zeros")
+    adascale = AdaScale(inner, scale=4.0, num_gradients_to_accumulate=2)
+    data = batches(8, 8)
+    for i in range(0, 8, 2):
+        backward(model, data[i : i + 2], 2)
+        adascale.step()
+        if by == "other zeros":
+            for p in model.parameters():
+                p.grad = None
+                p.grad = torch.zeros_like(p)  # perhaps at the same address
+        else:
+            inner.zero_grad(set_to_none=by == "none")
+    assert adascale.steps == 4
+
+
 def test_the_scale_can_not_be_changed_within_a_step() -> None:
     model = make_model()
     adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), scale=4.0, num_gradients_to_accumulate=2)

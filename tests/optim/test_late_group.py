@@ -191,5 +191,6 @@ def test_that_a_step_has_one_sample_is_said_at_the_first_step_where_workers_may_
     with pytest.warns(UserWarning, match="one process.*init_process_group") as told:
         adascale.step()
     assert [w.filename for w in told] == [__file__]
+    adascale.zero_grad()
     backward(model, _data(1, 1))
     adascale.step()

@@ -163,6 +163,10 @@ def test_a_skipped_step_is_not_probed_again() -> None:
 
     noise: list[Any] = []
     run: Any = Skipping()
-    workload: Any = SimpleNamespace(loss_fn=lambda model, batch: model(batch).square().mean())
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().mean()
+
+    workload: Any = SimpleNamespace(loss_fn=loss, loss=loss)
     train_base(run, workload, NoiseRecorder(run, workload, NoiseEvery(2, 2), noise), lambda loss: None)
     assert [probe.effective_steps for probe in noise] == [0.0, 2.0]

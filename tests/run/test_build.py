@@ -181,3 +181,17 @@ def test_a_data_parallel_model_may_outlive_its_process_group() -> None:
         for process in processes:
             process.kill()
             process.join()
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule", "match"),
+    [
+        (torch.optim.LBFGS, "adascale", "can't wrap LBFGS"),
+        (torch.optim.RAdam, "adascale_betas", "not exact with RAdam"),
+    ],
+)
+def test_an_optimizer_that_is_refused_is_not_warned_of_first(kind: Any, rule: str, match: str) -> None:
+    """A warning would be an error here. That of LBFGS said that the run goes on."""
+    model = nn.Linear(2, 1)
+    with pytest.raises(ValueError, match=match):
+        check_built(model, kind(model.parameters()), AdaScaleConfig(base_batch_size=4, rule=rule), None)

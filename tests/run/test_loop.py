@@ -1032,6 +1032,42 @@ def _three_steps(folder: Path, **settings: Any) -> None:
     drive(make_run(model(), backend=LocalBackend(folder), **settings), stop_after=3)
 
 
+def test_hooks_that_checkpoints_do_not_call_are_warned_of() -> None:
+    net = model()
+    optimizer = optimizer_of(net, "sgd")
+    optimizer.register_state_dict_post_hook(lambda o, state: {**state, "mark": 1})
+    config = AdaScaleConfig(base_batch_size=4, total_steps=4)
+    with pytest.warns(UserWarning, match=r"SGD has hooks around its state dict.*extra_state="):
+        Run(net, optimizer, None, dataset(), config)
+
+
+@pytest.mark.parametrize("part", ["model", "layer"])
+@pytest.mark.parametrize("compiled_at_first", [True, False])
+def test_a_run_resumes_and_is_read_with_and_without_compile(tmp_path: Path, part: str, compiled_at_first: bool) -> None:
+    def compiled(net: nn.Sequential) -> nn.Module:
+        if part == "model":
+            return torch.compile(net, backend="eager")  # type: ignore[return-value]
+        net[0] = torch.compile(net[0], backend="eager")
+        return net
+
+    def run(compile_it: bool, folder: Path) -> tuple[nn.Module, Run]:
+        net: nn.Module = model()
+        net = compiled(net) if compile_it else net  # type: ignore[arg-type]
+        backend = LocalBackend(folder)
+        return net, make_run(net, backend=backend, checkpoint_every_s=1e-9, async_checkpoint=False)
+
+    whole, unbroken = run(False, tmp_path / "whole")
+    drive(unbroken, stop_after=6)
+    drive(run(compiled_at_first, tmp_path / "cut")[1], stop_after=3)
+    net, resumed = run(not compiled_at_first, tmp_path / "cut")
+    assert resumed.effective_steps == 3
+    drive(resumed, stop_after=3)
+    assert torch.equal(flat(net), flat(whole))
+    momenta = [[s["momentum_buffer"] for s in one.optimizer.state.values()] for one in (unbroken, resumed)]
+    assert all(torch.equal(p, q) for p, q in zip(*momenta, strict=True))
+    assert load_weights(tmp_path / "cut").keys() == model().state_dict().keys()
+
+
 def test_the_refusal_shows_both_curves_where_they_differ(tmp_path: Path) -> None:
     _three_steps(tmp_path)
     with pytest.raises(ValueError, match="accept_changes=True") as caught:
@@ -1066,6 +1102,54 @@ def test_an_accepted_base_batch_rescales_the_variance_of_a_base_batch(tmp_path: 
         run = make_run(model(), base_batch_size=8, accept_changes=True, **state)
     assert run.scale == 2
     assert run.optimizer.average_moments() == pytest.approx((before / 2, mu2))
+
+
+def test_an_accepted_base_batch_rescales_the_variance_that_is_kept_between_measured_steps(tmp_path: Path) -> None:
+    def run(**settings: Any) -> Run:
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+        state = {"per_worker_batch_size": 16, "noise": "per_example", "noise_budget": 0.06, "total_steps": 4000}
+        return make_run(net, scheduler=False, **{**state, **settings})
+
+    saved = LocalBackend(tmp_path)
+    drive(run(backend=saved, checkpoint_every_s=1e-9, async_checkpoint=False), stop_after=2)
+    same = run(backend=LocalBackend(tmp_path))
+    with pytest.warns(UserWarning, match="base_batch_size is 8, was 4"):
+        changed = run(base_batch_size=8, accept_changes=True, backend=LocalBackend(tmp_path))
+    sigma2, mu2 = same.optimizer.average_moments()
+    r = (sigma2 / 2 + mu2) / (sigma2 / 4 + mu2)
+    assert changed.optimizer.last_step.gain == pytest.approx(r)
+    for one in (same, changed):
+        assert one.optimizer._statistics.examples.every > 2  # type: ignore[union-attr]
+        drive(one, stop_after=1)
+    # The step's own σ² is that of the first step. It was of base batches of 4 examples, and is of 8 now.
+    assert changed.optimizer.last_step.sigma2 == pytest.approx(same.optimizer.last_step.sigma2 / 2)
+    assert changed.optimizer.last_step.mu2 == pytest.approx(same.optimizer.last_step.mu2)
+
+
+def test_lr_evaluation_and_end_come_with_the_step_that_reaches_their_effective_step() -> None:
+    """Ten steps of S = 1.1 are 11 effective steps, where their sum is 10.999999999999998."""
+    rows: list[dict[str, Any]] = []
+    evaluated: list[int] = []
+    run = make_run(
+        model(),
+        base_batch_size=20,
+        per_worker_batch_size=11,
+        accumulation=2,
+        rule="linear",
+        total_steps=88,
+        evaluate=lambda _: evaluated.append(len(rows)) or {"metric": 1.0},  # type: ignore[func-returns-value]
+        evaluate_every=11,
+    )
+    for x, y in run:
+        run.backward(F.cross_entropy(run.model(x), y))
+        if run.step():
+            rows.append(dict(run.summary()))
+    assert [row["effective_steps"] for row in rows[9::10]] == [11.0 * i for i in range(1, 9)]
+    assert len(rows) == 80
+    assert evaluated == [*range(9, 79, 10), 80]  # in each tenth step, and after the last
+    # StepLR divides every 7 base steps: the step at 75.9, that at 77 and that at 78.1.
+    assert [row["lr"] for row in rows[69:72]] == pytest.approx([0.1 * 0.9**10, 0.1 * 0.9**11, 0.1 * 0.9**11])
 
 
 def test_a_finished_run_that_is_given_more_steps_ends_with_a_checkpoint_again(tmp_path: Path) -> None:
@@ -1108,6 +1192,32 @@ def own_iterable(batches: list[Any]) -> Any:
             return iter(batches)
 
     return Batches()
+
+
+def test_a_loader_may_give_the_length_of_an_epoch() -> None:
+    loader = DataLoader(dataset(), batch_size=4, shuffle=True)
+    run = make_run(model(), data=loader, total_steps=None, total_epochs=2, scheduler_unit="epoch")
+    assert (run.total_steps, run.base_schedule.base_steps_per_epoch) == (30, 15)
+    drive(run, stop_after=16)
+    assert run.epoch == 1
+
+
+@pytest.mark.filterwarnings("ignore:Skipping batches")
+def test_batches_with_the_examples_in_another_dimension_are_made_from_the_dataset() -> None:
+    def positions_first(examples: list[Any]) -> Any:
+        return torch.stack([x for x, _ in examples], dim=1), torch.stack([y for _, y in examples])
+
+    net = nn.Linear(6, 2)
+    loader = DataLoader(dataset(), batch_size=4, collate_fn=positions_first)
+    run = make_run(net, data=loader)
+    with pytest.raises(ValueError, match=r"loader\.dataset"):
+        next(iter(run))
+    run = make_run(net, data=loader.dataset, collate_fn=positions_first)
+    for x, y in run:
+        assert x.shape == (6, 4)
+        run.backward(F.cross_entropy(run.model(x.T), y))
+        run.step()
+    assert run.effective_steps == 40
 
 
 def test_epochs_may_give_the_length() -> None:

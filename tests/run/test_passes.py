@@ -99,6 +99,42 @@ def test_calls_in_another_order_are_refused() -> None:
         passes.check_backward("step comes later")  # of the next micro-batch
 
 
+@pytest.mark.filterwarnings("ignore:One gradient sample")
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("scale", [1, 2])
+@pytest.mark.parametrize("when", ["before", "after", "instead"])
+def test_a_second_loss_with_a_backward_pass_of_its_own_is_refused(when: str, scale: int, passes: int) -> None:
+    plan = BatchPlan(base_batch_size=8 // scale, global_batch_size=8, world_size=1, accumulation=passes)
+    setup = Setup(plan)
+    examples, before = 8 // passes, setup.model.weight.item()
+
+    def own() -> None:
+        setup.model(setup.batch(0, examples).batch).square().mean().backward()
+
+    def loop() -> None:
+        for index in range(passes):
+            if when == "instead":
+                setup.passes.begin(setup.batch(index, examples, last=passes - 1))
+                own()
+                setup.passes.begin_backward(torch.zeros(()))
+            if when == "before":
+                own()
+            setup.backward(index, examples, last=passes - 1)
+            if when == "after":
+                own()
+            if setup.passes.ends_step():
+                setup.passes.step()
+                setup.passes.end_step()
+
+    if when == "after" and scale == passes == 1:
+        loop()  # nothing counts these passes; the weights are those of the sum of both losses
+        assert setup.model.weight.item() != before
+        return
+    with pytest.raises(RuntimeError, match=r"[aA]dd the losses"):
+        loop()
+    assert setup.model.weight.item() == before
+
+
 def test_a_step_is_between_passes_at_its_end_and_knows_its_last_pass() -> None:
     setup = Setup()
     passes = setup.passes
@@ -307,3 +343,19 @@ def test_gradients_are_those_of_the_plain_loop_at_the_base_batch() -> None:
     setup.backward(0, last=0)
     assert setup.grad.item() == 1.0
     assert setup.passes.is_last
+
+
+@pytest.mark.parametrize("how", ["detached", "frozen"])
+def test_a_loss_without_a_gradient_says_what_to_look_at(how: str) -> None:
+    setup = Setup()
+    if how == "frozen":
+        setup.model.requires_grad_(False)
+    setup.passes.begin(setup.batch(0))
+    loss = setup.model(setup.batch(0).batch).mean().detach()
+    setup.passes.begin_backward(loss)
+    with pytest.raises(RuntimeError, match="does not require grad") as caught:
+        setup.passes.backward(loss, setup.plan)
+    (note,) = caught.value.__notes__
+    assert note.startswith("In run.backward(loss): the loss depends on no trainable parameter.")
+    assert ".detach()" in note
+    assert "frozen" in note

@@ -550,3 +550,14 @@ def test_a_group_that_never_moves_does_not_count_as_one_at_zero() -> None:
         return L.StepLR(optimizer, 100, 0.5)
 
     assert _said(make, 300) is None
+
+
+def test_a_scheduler_that_ends_before_the_run_is_named_with_the_length_to_make_it_for() -> None:
+    optimizer = sgd()
+    scheduler = L.OneCycleLR(optimizer, max_lr=0.1, total_steps=32)
+    schedule = EffectiveSchedule(optimizer, scheduler, unit="step")
+    for fails in (lambda: schedule.curve(40), lambda: schedule.advance_to(39.0)):
+        with pytest.raises(ValueError, match="Tried to step 33 times") as caught:
+            fails()
+        (note,) = caught.value.__notes__
+        assert note.startswith("In call 33 of OneCycleLR.step(), of 39 that are due. Make the scheduler for the length")

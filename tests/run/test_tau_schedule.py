@@ -239,3 +239,43 @@ def test_without_a_scheduler_it_tells_the_end_alone() -> None:
         take(model, optimizer, [next(data), next(data)])
     assert optimizer.effective_steps >= 3
     assert schedule.get_last_lr() == [0.1]
+
+
+@pytest.mark.parametrize("optimizer_first", [True, False])
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_fused_optimizer_goes_on_at_the_lr_of_tau_in_either_order_of_saving_and_loading(
+    optimizer_first: bool, stale: bool
+) -> None:
+    optimizer, schedule, used, step = fused_at_full_gain(40)
+    for _ in range(3):
+        step()
+    # At τ = 12, of which the host has read τ = 8.
+    states = [optimizer.state_dict(), schedule.state_dict()]
+    assert states[0]["param_groups"][0]["lr"] == 0.1 / 13
+    if stale:  # as saved before the schedule was asked for its state
+        states[0]["param_groups"][0]["lr"] = 0.1 / 9
+    loaded, other, used, step = fused_at_full_gain(40)
+    parts = list(zip((loaded, other), states, strict=True))
+    for part, state in parts if optimizer_first else reversed(parts):
+        part.load_state_dict(state)
+    assert other.get_last_lr() == [0.1 / 13]
+    step()
+    step()
+    assert used == pytest.approx([0.4 / 13, 0.4 / 17], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["cosine", "onecycle", "sequence"])
+def test_a_loaded_optimizer_is_enough(name: str) -> None:
+    """The schedule is a function of τ, so nothing is wrong where only the optimizer's state was saved."""
+    model, optimizer, schedule = made(SCHEDULERS[name])
+    data = batches(12, 4)
+    for i in range(0, 8, 2):
+        take(model, optimizer, data[i : i + 2])
+    twin, other, followed = made(SCHEDULERS[name])
+    twin.load_state_dict(model.state_dict())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for i in range(8, 12, 2):
+        take(model, optimizer, data[i : i + 2])
+        take(twin, other, data[i : i + 2])
+        assert followed.get_last_lr() == schedule.get_last_lr()
+        assert torch.equal(next(twin.parameters()), next(model.parameters()))

@@ -329,3 +329,65 @@ def _adascale_state() -> tuple[Tensor, Tensor]:
 @pytest.mark.also_simulated
 def test_adascale_resumes_over_a_sharded_optimizer(pool: Pool) -> None:
     assert_agree(pool(2).run(_adascale_state))
+
+
+# ---- hooks -------------------------------------------------------------------------------------------------------------
+
+
+def _hooks_called(layers: int) -> list[str]:
+    """The calls of all six kinds of hook: on the user's optimizer, the OSS around it, and the AdaScale around that."""
+    model, calls = build(), list[str]()
+    wrappers: list[Any] = [AdamW(groups(model), lr=0.01)]
+    # Some loops register before the optimizer is wrapped, others after it.
+    for n in range(layers):
+        _register(wrappers[-1], f"{n}", calls)
+        wrappers.append(OSS.wrap(wrappers[-1]) if n == 0 else AdaScale(wrappers[-1], scale=1.0))
+    _register(wrappers[-1], f"{layers}", calls)
+    outermost = wrappers[-1]
+    train(model, outermost, batches(1))
+    oss = wrappers[1]
+    oss.consolidate_state_dict(-1)
+    saved = outermost.state_dict()
+    for n in range(len(wrappers)):
+        assert saved[f"mark {n}"] == n  # an addition to the checkpoint
+    sizes = [p.numel() for group in outermost.param_groups for p in group["params"]]
+    assert all(state["exp_avg"].numel() == sizes[i] for i, state in saved["state"].items())  # whole, on each worker
+    outermost.load_state_dict(saved)
+    assert [g["lr"] for g in outermost.param_groups] == [0.02 / 2 ** (layers + 1), *[0.01 / 2 ** (layers + 1)] * 2]
+    return calls
+
+
+def _register(optimizer: Any, n: str, calls: list[str]) -> None:
+    optimizer.register_step_pre_hook(lambda *_: calls.append(f"before step {n}"))
+    optimizer.register_step_post_hook(lambda *_: calls.append(f"after step {n}"))
+    optimizer.register_state_dict_pre_hook(lambda _: calls.append(f"before save {n}"))
+
+    def add(o: Any, state: dict[str, Any]) -> dict[str, Any]:
+        assert o is optimizer
+        calls.append(f"after save {n}")
+        return {**state, f"mark {n}": int(n)}
+
+    def halve(o: Any, state: dict[str, Any]) -> dict[str, Any]:
+        assert o is optimizer
+        assert state[f"mark {n}"] == int(n)
+        calls.append(f"before load {n}")
+        return {**state, "param_groups": [{**g, "lr": g["lr"] / 2} for g in state["param_groups"]]}
+
+    optimizer.register_state_dict_post_hook(add)
+    optimizer.register_load_state_dict_pre_hook(halve)
+    optimizer.register_load_state_dict_post_hook(lambda _: calls.append(f"after load {n}"))
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_hooks_of_the_optimizer_and_of_each_wrapper_are_called_as_torch_calls_them(
+    pool: Pool, world_size: int, layers: int
+) -> None:
+    outside_in, inside_out = range(layers, -1, -1), range(layers + 1)
+    expected = [
+        f"{when} {what} {n}"
+        for what in ("step", "save", "load")
+        for when, order in (("before", outside_in), ("after", inside_out))
+        for n in order
+    ]
+    assert pool(world_size).run(_hooks_called, layers) == [expected] * world_size
