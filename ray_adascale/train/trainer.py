@@ -64,6 +64,8 @@ _ANSWER_S = 5.0
 """Time limit of the driver for an answer of the channel. It tries again."""
 _ROOM_S = 5.0, 30.0
 """Seconds of the workers' start before the driver logs the resources that the cluster lacks, and between repetitions."""
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
+"""Ctrl-C, and the signal of `ray job stop`, of `kill` and of batch systems."""
 _STOP_S = 60.0
 """Time limit for the workers' checkpoint after Ctrl-C."""
 
@@ -314,8 +316,8 @@ class AdaScaleTrainer(TorchTrainer):
             ray.train.TrainingFailedError: A worker failed more often than ``FailureConfig`` allows, or with an exception that
                 every restart would repeat: one during the build, one before a start's first optimizer step, or two after
                 the same step. The last checkpoint can be used: the same call resumes from it.
-            KeyboardInterrupt: Ctrl-C. The workers have written a checkpoint at the next step boundary, unless that took more
-                than a minute or Ctrl-C came twice. The same call resumes.
+            KeyboardInterrupt: Ctrl-C, or SIGTERM. The workers have written a checkpoint at the next step boundary, unless that took
+                more than a minute or the signal came twice. The same call resumes.
         """
         quiet_init()
         asked = self._given.scaling_config
@@ -402,7 +404,7 @@ class AdaScaleTrainer(TorchTrainer):
 
     def _fit(self) -> ray.train.Result:
         in_main_thread = threading.current_thread() is threading.main_thread()
-        handler = signal.getsignal(signal.SIGINT) if in_main_thread else None
+        handlers = {number: signal.getsignal(number) for number in _INTERRUPTS} if in_main_thread else {}
         try:
             result = super().fit()
         except ray.train.ControllerError as e:
@@ -425,8 +427,9 @@ class AdaScaleTrainer(TorchTrainer):
                 raise KeyboardInterrupt("The run ended at once; what came after its last checkpoint is lost.") from None
             raise
         finally:
-            if handler is not None:
-                signal.signal(signal.SIGINT, handler)  # Ray leaves its own handler behind
+            for number, handler in handlers.items():
+                if handler is not None:
+                    signal.signal(number, handler)  # Ray leaves its own handler of SIGINT behind
         if result.return_value["stopped"] == INTERRUPTED:
             raise KeyboardInterrupt(
                 f"The run has written a checkpoint of optimizer step {result.metrics['optimizer_steps']:,}."
@@ -439,7 +442,8 @@ class AdaScaleTrainer(TorchTrainer):
         A test fails if the hook moves. Ctrl-C would then end a run without a checkpoint, as in Ray.
         """
         self._monitor.controller = controller
-        signal.signal(signal.SIGINT, lambda *_: self._monitor.interrupt())
+        for number in _INTERRUPTS:
+            signal.signal(number, lambda *_: self._monitor.interrupt())
 
 
 class DriverMonitor:

@@ -378,10 +378,13 @@ def test_a_second_run_of_one_name_is_refused_while_the_first_runs(
         assert files() == [LOCK]  # nothing of the second one
 
 
-def test_ctrl_c_ends_the_workers_and_leaves_a_checkpoint_to_resume_from(
+def test_sigterm_ends_the_workers_and_leaves_a_checkpoint_to_resume_from(
     ray_session: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command line with a Ray of its own, and then here: half a minute, for the start of two workers and of one."""
+    """The command line with a Ray of its own, and then here: half a minute, for the start of two workers and of one.
+
+    SIGTERM, as `ray job stop` sends it, has Ctrl-C's handler.
+    """
     command = [
         sys.executable,
         "-m",
@@ -404,7 +407,7 @@ def test_ctrl_c_ends_the_workers_and_leaves_a_checkpoint_to_resume_from(
             assert time.monotonic() < deadline
             time.sleep(0.2)
         assert json.loads((tmp_path / "stopped" / LOCK).read_text())["process"] == process.pid
-        os.kill(process.pid, signal.SIGINT)
+        os.kill(process.pid, signal.SIGTERM)
         _, err = process.communicate(timeout=120)
     finally:
         if process.poll() is None:
