@@ -28,8 +28,8 @@ __all__ = [
     "options_of",
     "options_text",
     "read_options",
-    "resume_command",
     "set_failure_aside",
+    "way_on",
     "with_files_found",
     "write_options",
 ]
@@ -257,8 +257,8 @@ def ended(folder: str, config: AdaScaleConfig, recipe: str | None, *, verify: bo
     return None
 
 
-def resume_command(folder: str, config: AdaScaleConfig, recipe: str | None) -> str | None:
-    """Return the command that goes on with a run; None if there is no checkpoint to go on from, or no step to take.
+def way_on(folder: str, config: AdaScaleConfig, recipe: str | None) -> str | None:
+    """Return a sentence with the command that goes on with a run; None if there is no step to take, or no start to repeat.
 
     Args:
         folder, config, recipe: As for :func:`ended`.
@@ -267,13 +267,16 @@ def resume_command(folder: str, config: AdaScaleConfig, recipe: str | None) -> s
 
     try:
         names = list_names(folder)
+        if OPTIONS not in names or ended(folder, config, recipe, verify=False) is not None:
+            return None
         checkpoints = [found for found in names if found.startswith("checkpoint_")]
         whole = any(MANIFEST in list_names(join(folder, found)) for found in checkpoints)
-        if OPTIONS in names and whole and ended(folder, config, recipe, verify=False) is None:
-            return f"ray-adascale resume {shlex.quote(folder)}"
     except (OSError, ValueError):
-        pass
-    return None
+        return None
+    command = f"`ray-adascale resume {shlex.quote(folder)}`"
+    if whole:
+        return f"{command} goes on from the last checkpoint."
+    return f"There is no checkpoint yet; {command} starts the run again."
 
 
 # ---- its failures ----------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ from .cluster import (
 from .driver_channel import DriverClient, News, forward_warnings, make_channel
 from .hang_watch import HangWatch
 from .network import network_advice, with_interface
-from .ray_record import unlisted_checkpoints
+from .ray_record import has_checkpoint, unlisted_checkpoints
 from .retry import RepeatedMistake, RetryPolicy, failure_in_words
 from .run_lock import RunLock
 from .worker_follow import RecordFile, Room, WorkerFollower, read_follow
@@ -424,7 +424,11 @@ class AdaScaleTrainer(TorchTrainer):
         except (ray.exceptions.RayActorError, SystemExit) as e:
             # DriverMonitor has killed the controller, or Ray's own handler of Ctrl-C has exited with code 0.
             if self._monitor.interrupts or isinstance(e, SystemExit):
-                raise KeyboardInterrupt("The run ended at once; what came after its last checkpoint is lost.") from None
+                config = self.run_config
+                folder = join(str(config.storage_path), str(config.name))
+                saved = has_checkpoint(folder, config.storage_filesystem)
+                lost = "what came after its last checkpoint is lost" if saved else "it has no checkpoint yet"
+                raise KeyboardInterrupt(f"The run ended at once; {lost}.") from None
             raise
         finally:
             for number, handler in handlers.items():
