@@ -145,9 +145,15 @@ def _train_workload(job: dict[str, Any]) -> dict[str, Any]:
                 "of workers, so examples would repeat."
             )
         backend.driver.running()
-        for batch in run:
-            run.backward(workload.loss_fn(run.model, batch))
-            run.step()
+        try:
+            for batch in run:
+                run.backward(workload.loss_fn(run.model, batch))
+                run.step()
+        except Exception:
+            for listener in run.parts.listeners:
+                with contextlib.suppress(Exception):  # the failure of the run is the one to report
+                    listener.failed()
+            raise
         return run.summary()
 
 

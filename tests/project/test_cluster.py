@@ -338,10 +338,10 @@ def _stop_a_job(address: str, run: Path, env: dict[str, str]) -> None:
     done = ray("job", "stop", "--address", address, "stopped", env=env, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     said = ray("job", "logs", "--address", address, "stopped", env=env).stdout
-    step = re.search(r"interrupted\. The run has written a checkpoint of optimizer step (\d+)\.", said)
+    step = re.search(r"interrupted\. The run has written a checkpoint of optimizer step ([\d,]+)\.", said)
     assert step is not None, said
-    (saved,) = run.glob("checkpoint_*")
-    assert checkpoint.load_state(saved)["iterations"] == int(step[1]) >= 100
+    (saved,) = run.glob("checkpoint_*/")
+    assert checkpoint.load_state(saved)["iterations"] == int(step[1].replace(",", "")) >= 100
 
 
 @pytest.mark.ray
