@@ -289,7 +289,9 @@ def _train(args: argparse.Namespace) -> int:
             result = trainer.fit()
     except (ray.train.TrainingFailedError, ray.exceptions.RayError) as e:
         _print_error(f"run {name!r} failed. {failure_in_words(e)}")
-        print(f"The whole traceback: {run_folder.keep_failure(folder, whole_failure(e))}", file=sys.stderr)
+        sentence = failure_in_words(e, lines=False).partition("\n")[0]
+        text = f"{sentence}\n\n{whole_failure(e)}"
+        print(f"The whole traceback: {run_folder.keep_failure(folder, text, options)}", file=sys.stderr)
         cause = worker_failure(e)
         if cause is None or not isinstance(cause[1], NoUsableCheckpoint):
             print_way_on()

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .._files import SEARCH, absolute, join, list_names, move_if_there, read_json, read_text, split, write_text
+from .._files import ERROR, SEARCH, absolute, join, list_names, move_if_there, read_json, read_text, split, write_text
 from .arguments import key_and_value
 
 if TYPE_CHECKING:
@@ -39,9 +39,6 @@ OPTIONS = "options.txt"
 
 _STORAGE = "~/ray_results"
 """Ray's default of ``--storage-path``."""
-
-_ERROR = "error.txt"
-"""The traceback of the last start, if that start has failed."""
 
 _EARLIER_ERROR = "error-earlier.txt"
 """The traceback of an earlier start."""
@@ -282,10 +279,20 @@ def way_on(folder: str, config: AdaScaleConfig, recipe: str | None) -> str | Non
 # ---- its failures ----------------------------------------------------------------------------------------------------
 
 
-def keep_failure(folder: str, text: str) -> str:
-    """Write the traceback of a failure to the run's folder, or to a scratch file if that fails. Returns the path."""
-    path = join(folder, _ERROR)
+def keep_failure(folder: str, text: str, options: str) -> str:
+    """Write a failure to the run's folder, with the options if a failed build has left none. Return the path of the text.
+
+    If the folder can't be written, the text goes to a scratch file.
+
+    Args:
+        folder: The run's.
+        text: The failure in a sentence, on the first line, and its traceback.
+        options: From :func:`options_text`.
+    """
+    path = join(folder, ERROR)
     try:
+        if OPTIONS not in list_names(folder):
+            write_options(folder, options)
         write_text(path, text)
     except OSError:
         with tempfile.NamedTemporaryFile("w", prefix="ray_adascale-error-", suffix=".txt", delete=False) as file:
@@ -297,4 +304,4 @@ def keep_failure(folder: str, text: str) -> str:
 def set_failure_aside(folder: str) -> None:
     """Rename the traceback of an earlier start, once a later start has succeeded."""
     with contextlib.suppress(OSError):  # an old traceback is no reason to end a run
-        move_if_there(join(folder, _ERROR), join(folder, _EARLIER_ERROR))
+        move_if_there(join(folder, ERROR), join(folder, _EARLIER_ERROR))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -279,10 +278,8 @@ def _check_early_stop(config: AdaScaleConfig, evaluate: object) -> None:
         )
 
 
-def _open_trace(
-    backend: Backend, rows: list[dict[str, Any]], *, keep: int | None, ended: bool
-) -> TraceFile | None:
-    """Return the trace, with the rows of earlier starts; None if the backend keeps none. The trace of an ended run stays as it is."""
+def _open_trace(backend: Backend, rows: list[dict[str, Any]], *, keep: int | None, ended: bool) -> TraceFile | None:
+    """Return the trace, with the rows of earlier starts; None if the backend keeps none. That of an ended run stays as it is."""
     folder = backend.trace_folder()
     if folder is not None:
         if ended and (folder / TRACE).is_file():

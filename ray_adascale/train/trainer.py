@@ -322,8 +322,8 @@ class AdaScaleTrainer(TorchTrainer):
             ray.train.TrainingFailedError: A worker failed more often than ``FailureConfig`` allows, or with an exception that
                 every restart would repeat: one during the build, one before a start's first optimizer step, or two after
                 the same step. The last checkpoint can be used: the same call resumes from it.
-            KeyboardInterrupt: Ctrl-C, or SIGTERM. The workers have written a checkpoint at the next step boundary, unless that took
-                more than a minute or the signal came twice. The same call resumes.
+            KeyboardInterrupt: Ctrl-C, or SIGTERM. The workers have written a checkpoint at the next step boundary, unless that
+                took more than a minute or the signal came twice. The same call resumes.
         """
         quiet_init()
         asked = self._given.scaling_config

@@ -541,6 +541,11 @@ def test_every_end_says_how_to_go_on(
     called |= {"error": KeyboardInterrupt("It has no checkpoint yet."), "refused": True}  # before the workers' loop
     assert main.main([*TRAIN, "--name=x", f"--storage-path={tmp_path}"]) == 130
     assert "The workers had not begun; the same command starts the run again.\n" in capsys.readouterr().err
+    called["error"] = ray.train.WorkerGroupError("all of it", {1: OSError("no disk")})
+    assert main.main([*TRAIN, "--name=unbuilt", f"--storage-path={tmp_path}"]) == 1
+    assert f"`ray-adascale resume {tmp_path}/unbuilt` starts the run again.\n" in capsys.readouterr().err
+    assert main.main(["describe", str(tmp_path / "unbuilt")]) == 0
+    assert "Worker 1: OSError: no disk" in capsys.readouterr().out
     # Where every checkpoint is damaged, a resume would fail as well.
     called["refused"] = False
     called["error"] = ray.train.WorkerGroupError("", {0: checkpoint.NoUsableCheckpoint("None of the 2 checkpoints")})
@@ -567,6 +572,7 @@ def test_the_whole_traceback_is_in_a_file_that_is_named(
     whole = (tmp_path / "x" / "error.txt").read_text()
     assert "Traceback (most recent call last):" in whole
     assert "all of it" in whole
+    assert whole.splitlines()[0] == lines[0].partition("failed. ")[2]  # for `describe` and `report`
 
     # A later start that is refused leaves it; one that succeeds renames it, whether its start is heard of or not.
     called["refused"], called["error"] = True, ValueError("refused")

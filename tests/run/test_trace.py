@@ -15,7 +15,6 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from ray_adascale import AdaScaleConfig, LocalBackend, Run
 from ray_adascale._files import TRACE
@@ -417,9 +416,7 @@ def fail_after(folder: Path, steps: int) -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 5])
-def test_the_trace_of_a_run_that_dies_before_its_first_checkpoint_is_in_its_folder(
-    tmp_path: Path, steps: int
-) -> None:
+def test_the_trace_of_a_run_that_dies_before_its_first_checkpoint_is_in_its_folder(tmp_path: Path, steps: int) -> None:
     (tmp_path / TRACE).write_text('{"step": 77}\n')  # of an earlier start, which failed too
     died = multiprocessing.get_context("fork").Process(target=fail_after, args=(tmp_path, steps))
     died.start()
