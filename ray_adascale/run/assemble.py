@@ -17,7 +17,7 @@ from .._errors import SettingError
 from .._files import TRACE
 from .._warn import warn_at_user
 from ..batch_policy import BatchController, BatchPlan
-from ..config import AUTO, AdaScaleConfig
+from ..config import AUTO, AdaScaleConfig, read_settings
 from ..data import make_source
 from ..data.order import ExampleOrder
 from ..data.source import BatchSource
@@ -106,7 +106,7 @@ def assemble(
     Raises:
         ValueError: A setting, the model, the optimizer or the scheduler can't work. The message names it and a remedy.
     """
-    config = config.with_recipe(recipe)
+    config = read_settings(config).with_recipe(recipe)
     rank, device = backend.rank, backend.device
     check_built(model, optimizer, config, recipe)
     _check_early_stop(config, evaluate)

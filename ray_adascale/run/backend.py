@@ -229,8 +229,12 @@ def _own_device(device: str | torch.device | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
-    if device.type != "cuda" or not torch.cuda.is_available():
+    if device.type != "cuda":
         return device
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f"Invalid device={str(device)!r}: torch finds no CUDA device on this machine. Use 'cpu', or leave the device out."
+        )
     visible = torch.cuda.device_count()
     index = _own_index(visible) if device.index is None else device.index
     if index >= visible:

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .._errors import SettingError
 from .._files import join, room_in_words
-from ..config import AdaScaleConfig
+from ..config import AdaScaleConfig, read_settings
 from ..data.source import MapSource
 from ..recipe import Recipe
 from ..replay import noise_curves
@@ -249,7 +249,7 @@ class AdaScaleTrainer(TorchTrainer):
             )
         if recipe is not None and not isinstance(recipe, Recipe):
             raise ValueError(f"Invalid recipe of type {type(recipe).__name__}. Load a file with Recipe.load(path).")
-        config = (AdaScaleConfig() if config is None else config).with_recipe(recipe)
+        config = read_settings(config).with_recipe(recipe)
         scaling_config = ray.train.ScalingConfig() if scaling_config is None else scaling_config
         fewest = scaling_config.num_workers
         if isinstance(fewest, tuple):

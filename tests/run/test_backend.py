@@ -302,6 +302,10 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ValueError, match=r"Invalid device='cuda:2'.*2 CUDA device"):
         LocalBackend(device="cuda:2")
     assert cuda.chosen == []
+    Cuda(monkeypatch, visible=0)
+    for asked in ("cuda", "cuda:0"):
+        with pytest.raises(ValueError, match=rf"Invalid device='{asked}': torch finds no CUDA device .* Use 'cpu'"):
+            LocalBackend(device=asked)
 
 
 def test_no_gpu_is_touched_for_a_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -337,6 +337,7 @@ def test_of_the_checkpoints_the_best_stay_and_the_newest(of_a_file: ray.train.Re
         ({"config": AdaScaleConfig(base_batch_size=8, total_steps=9, batch_schedule="seesaw")}, "needs a recipe"),
         ({"config": AdaScaleConfig(batch_schedule="0:3"), "recipe": _recipe()}, "smaller than base_batch_size=4"),
         ({"recipe": {"lr": 0.1}}, r"Recipe\.load"),
+        ({"config": {"base_batch_size": 4}}, r"Must be an AdaScaleConfig: AdaScaleConfig\(\*\*config\)"),
         ({"workload": "digits.py:workload"}, "workload"),
         ({"scaling_config": ScalingConfig(num_workers=0), "recipe": _recipe()}, "num_workers"),
     ],
@@ -415,7 +416,7 @@ def test_sigterm_ends_the_workers_and_leaves_a_checkpoint_to_resume_from(
     said = err.decode()
     assert process.returncode == 130
     assert "Traceback" not in said, said[-3000:]
-    assert "stopped: Started on 2 workers: batch 16 at base batch 4, so S = 4; T = 200 effective steps." in said
+    assert " Started on 2 workers: batch 16 at base batch 4, so S = 4; T = 200 effective steps." in said
     saved = re.search(r"interrupted\. The run has written a checkpoint of optimizer step (\d+)\.", said)
     assert saved is not None, said[-3000:]
     assert not (tmp_path / "stopped" / LOCK).exists()
