@@ -4,8 +4,8 @@
 rank order. An exception on a rank is raised here, with its traceback. The pool then replaces its processes, since the
 other ranks may be stuck in a collective.
 
-A process that crashes (a segmentation fault in gloo's thread was seen once in thousands of runs) is no failure of an assertion: the
-pool starts its processes again and calls the function once more. :data:`RESTARTED` says so, in the summary of the session.
+A process that crashes (a segmentation fault in gloo's thread was seen once) is no failure of an assertion: the pool starts its
+processes again and calls the function once more. :data:`RESTARTED` says so, in the summary of the session.
 
 The processes are forks of one server process. The server imports torch and the package once and runs nothing, so that
 it has one thread: a fork would copy the locks of other threads, but not the threads.
