@@ -132,6 +132,7 @@ def kinds(text: str) -> list[str]:
         kind = re.sub(r"\d[\d.,:]*(e[-+]?\d+)?", "0", kind)
         kind = re.sub(r"checkpoint_\S+", "checkpoint_0", kind)
         kind = re.sub(r"\S+ +(left|examples/s)|e-0|\? left|[│┃╇━┏┓└┘┴─┼├┤ ]+", " ", kind).strip()
+        kind = re.sub(r"^big: 0-0 0 ", "big: ", kind)
         often = kind.startswith(
             (
                 "ray-adascale: checking",

@@ -29,7 +29,7 @@ from ..data.source import MapSource
 from ..recipe import Recipe
 from ..replay import noise_curves
 from ..run.backend import ReportPolicy
-from ..run.failure import annotate_exceptions
+from ..run.failure import annotate_exceptions, telling_of_failure
 from ..run.loop import Run
 from ..run.train_state import INTERRUPTED
 from ..worker_policy import WorkerController, WorkersFollow
@@ -145,15 +145,10 @@ def _train_workload(job: dict[str, Any]) -> dict[str, Any]:
                 "of workers, so examples would repeat."
             )
         backend.driver.running()
-        try:
-            for batch in run:
-                run.backward(workload.loss_fn(run.model, batch))
-                run.step()
-        except Exception:
-            for listener in run.parts.listeners:
-                with contextlib.suppress(Exception):  # the failure of the run is the one to report
-                    listener.failed()
-            raise
+        stack.enter_context(telling_of_failure(run.parts.listeners))
+        for batch in run:
+            run.backward(workload.loss_fn(run.model, batch))
+            run.step()
         return run.summary()
 
 
@@ -337,8 +332,7 @@ class AdaScaleTrainer(TorchTrainer):
                 "ScalingConfig",
                 num_workers=asked.num_workers,
             )
-        config = self.run_config
-        folder = join(str(config.storage_path), str(config.name))
+        config, folder = self.run_config, self._folder
         with RunLock(folder, str(config.name), filesystem=config.storage_filesystem) as lock:
             self._job["unlisted"] = unlisted_checkpoints(folder, str(config.name), config.storage_filesystem)
             channel = make_channel()
@@ -358,6 +352,10 @@ class AdaScaleTrainer(TorchTrainer):
             finally:
                 self._job["channel"] = self._retry_policy.channel = None
                 ray.kill(channel)
+
+    @property
+    def _folder(self) -> str:
+        return join(str(self.run_config.storage_path), str(self.run_config.name))
 
     def _what_to_ask_for(self) -> str:
         without = self.scaling_config.use_gpu and not ray.cluster_resources().get("GPU")
@@ -417,9 +415,10 @@ class AdaScaleTrainer(TorchTrainer):
             mistake = e.controller_failure
             if not isinstance(mistake, RepeatedMistake):
                 if isinstance(mistake, OSError):
-                    config = self.run_config
-                    folder = join(str(config.storage_path), str(config.name))
-                    room = "" if "://" in folder or config.storage_filesystem else room_in_words(mistake, folder)
+                    folder = self._folder
+                    room = (
+                        "" if "://" in folder or self.run_config.storage_filesystem else room_in_words(mistake, folder)
+                    )
                     e.add_note(f"Ray's controller could not write to the run's folder {folder}{room}.")
                 if advice := network_advice(str(e)):
                     e.add_note(advice)
@@ -430,9 +429,7 @@ class AdaScaleTrainer(TorchTrainer):
         except (ray.exceptions.RayActorError, SystemExit) as e:
             # DriverMonitor has killed the controller, or Ray's own handler of Ctrl-C has exited with code 0.
             if self._monitor.interrupts or isinstance(e, SystemExit):
-                config = self.run_config
-                folder = join(str(config.storage_path), str(config.name))
-                saved = has_checkpoint(folder, config.storage_filesystem)
+                saved = has_checkpoint(self._folder, self.run_config.storage_filesystem)
                 lost = "what came after its last checkpoint is lost" if saved else "it has no checkpoint yet"
                 raise KeyboardInterrupt(f"The run ended at once; {lost}.") from None
             raise

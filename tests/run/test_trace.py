@@ -18,6 +18,7 @@ import torch
 
 from ray_adascale import AdaScaleConfig, LocalBackend, Run
 from ray_adascale._files import TRACE
+from ray_adascale.run.failure import telling_of_failure
 from ray_adascale.run.metrics import METRICS
 from ray_adascale.run.trace import Trace, TraceFile, read_trace
 
@@ -443,7 +444,9 @@ def test_where_the_storage_is_no_disk_the_trace_of_a_failed_run_is_stored() -> N
     log = TraceFile.scratch(keep=None, store=lambda path: stored.append(len(read_trace(path))))
     assert log is not None
     take_steps(log, 3)
-    log.failed()
+    broken = Mock(failed=Mock(side_effect=OSError("no disk")))
+    with pytest.raises(KeyError, match="the cat"), telling_of_failure([broken, log]):
+        raise KeyError("the cat")
     assert stored == [3]
 
 
