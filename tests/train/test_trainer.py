@@ -408,6 +408,7 @@ def test_sigterm_ends_the_workers_and_leaves_a_checkpoint_to_resume_from(
             assert time.monotonic() < deadline
             time.sleep(0.2)
         assert json.loads((tmp_path / "stopped" / LOCK).read_text())["process"] == process.pid
+        sent = time.time()
         os.kill(process.pid, signal.SIGTERM)
         _, err = process.communicate(timeout=120)
     finally:
@@ -417,6 +418,9 @@ def test_sigterm_ends_the_workers_and_leaves_a_checkpoint_to_resume_from(
     assert process.returncode == 130
     assert "Traceback" not in said, said[-3000:]
     assert " Started on 2 workers: batch 16 at base batch 4, so S = 4; T = 200 effective steps." in said
+    (ended,) = re.findall(r"stopped: (\d\d-\d\d \d\d:\d\d:\d\d) Ended: interrupted", said)
+    at = time.mktime(time.strptime(f"{time.localtime(sent).tm_year}-{ended}", "%Y-%m-%d %H:%M:%S"))
+    assert at - sent < 4, "2 s, and as much for a machine with more work than cores"
     saved = re.search(r"interrupted\. The run has written a checkpoint of optimizer step (\d+)\.", said)
     assert saved is not None, said[-3000:]
     assert not (tmp_path / "stopped" / LOCK).exists()
