@@ -418,11 +418,12 @@ def test_sigterm_ends_the_workers_and_leaves_a_checkpoint_to_resume_from(
     assert process.returncode == 130
     assert "Traceback" not in said, said[-3000:]
     assert " Started on 2 workers: batch 16 at base batch 4, so S = 4; T = 200 effective steps." in said
-    (ended,) = re.findall(r"stopped: (\d\d-\d\d \d\d:\d\d:\d\d) Ended: interrupted", said)
-    at = time.mktime(time.strptime(f"{time.localtime(sent).tm_year}-{ended}", "%Y-%m-%d %H:%M:%S"))
+    ((stopped, step),) = re.findall(r"stopped: (\d\d-\d\d \d\d:\d\d:\d\d) Stopped after optimizer step (\d+)\.", said)
+    at = time.mktime(time.strptime(f"{time.localtime(sent).tm_year}-{stopped}", "%Y-%m-%d %H:%M:%S"))
     assert at - sent < 4, "2 s, and as much for a machine with more work than cores"
     saved = re.search(r"interrupted\. The run has written a checkpoint of optimizer step (\d+)\.", said)
     assert saved is not None, said[-3000:]
+    assert saved[1] == step
     assert not (tmp_path / "stopped" / LOCK).exists()
     assert f"`ray-adascale resume {tmp_path}/stopped` goes on from the last checkpoint." in said
     deadline = time.monotonic() + 20
