@@ -33,8 +33,8 @@ $(VENV)/.installed-%: $(STAMP)
 demo: $(STAMP)  ## search at batch 8, then the same schedule on two workers, then the comparison table
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh $(DEMO)
 
-test: $(STAMP)  ## all tests but the slow ones and those of docs and benchmarks, in four lanes, two at a time
-	$(MAKE) --jobs=2 --output-sync=target test-ray test-pool test-simulated test-plain
+test: $(STAMP)  ## all tests but the slow ones and those of docs and benchmarks, in four lanes, two at a time; runs all, then fails
+	$(MAKE) --keep-going --jobs=2 --output-sync=target test-ray test-pool test-simulated test-plain
 
 # Each lane imports only what it needs (tests/conftest.py).
 LANE = $(BIN)/python -m pytest -q -m "not slow" --lane

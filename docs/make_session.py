@@ -92,6 +92,7 @@ def run(command: str, acts: list[Act], folder: Path) -> tuple[list[str], int]:
     lines, left = [], list(acts)
     assert process.stdout is not None
     for line in process.stdout:
+        line = re.sub(r"^big: \d\d-\d\d \d\d:\d\d:\d\d ", "big: ", line)
         lines.append(line.rstrip().replace(f"{folder}/", ""))
         if left and left[0][0].search(line):
             said = left.pop(0)[1](process)
@@ -113,6 +114,7 @@ def page(folder: Path) -> str:
         "# A whole session in a terminal\n",
         f"`python docs/make_session.py` made this page on {time.strftime('%Y-%m-%d')}, on two shared cores. "
         "The output was written to a file; on a terminal one live line at the bottom replaces the lines with τ. "
+        "The dates and times of log lines are left out. "
         "The workload is [examples/digits.py](../../examples/digits.py).\n",
     ]
     for before, command, acts, code in STEPS:

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 __all__ = [
+    "ERROR",
     "SEARCH",
     "TRACE",
     "absolute",
@@ -36,6 +37,9 @@ __all__ = [
 
 TRACE = "trace.jsonl"
 """The trace of a run, in its folder and in each of its checkpoints."""
+
+ERROR = "error.txt"
+"""The failure of the last start of a run, in its folder: a sentence on the first line, and the whole traceback."""
 
 SEARCH = "search.json"
 """The description of a search, in its folder."""

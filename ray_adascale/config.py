@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -20,7 +20,7 @@ from .throughput import Throughput
 if TYPE_CHECKING:
     from .recipe import Recipe
 
-__all__ = ["AUTO", "AdaScaleConfig", "EarlyStop"]
+__all__ = ["AUTO", "AdaScaleConfig", "EarlyStop", "read_settings"]
 
 AUTO: Final = "auto"
 """The value of ``per_worker_batch_size`` for the largest one that fits."""
@@ -365,3 +365,17 @@ class AdaScaleConfig:
                 total_epochs=self.total_epochs,
             )
         return max(1, math.floor(self.total_epochs * base_steps_per_epoch + 1e-9))
+
+
+def read_settings(config: object) -> AdaScaleConfig:
+    """Return the settings that a caller has given; None stands for the defaults.
+
+    Raises:
+        ValueError: It is no :class:`AdaScaleConfig`.
+    """
+    if config is None:
+        return AdaScaleConfig()
+    if not isinstance(config, AdaScaleConfig):
+        how = ": AdaScaleConfig(**config)" if isinstance(config, Mapping) else ""
+        raise ValueError(f"Invalid config of type {type(config).__name__}. Must be an AdaScaleConfig{how}.")
+    return config

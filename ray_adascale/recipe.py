@@ -207,7 +207,7 @@ class Recipe:
             f"Recipe {self.fingerprint} for {self.workload or 'an unnamed workload'}, made {self.created}",
             f"  base batch   {self.base_batch_size} examples, {self.total_steps} effective steps{epochs}",
             f"  score        {self.metric} = {self.score:.6g} ({self.mode})",
-            f"  config       {hyperparameters or 'empty'}",
+            f"  hyperparameters {hyperparameters or 'none'}",
             *(f"  LR, group {g}  {curve} ({unit})" for g, curve in enumerate(curves)),
             f"  noise        {_describe_noise(self)}",
             f"  settings     {_describe_settings(self.settings)}",

@@ -33,7 +33,7 @@ os.environ.update(
 import pytest
 import torch
 
-from .pool import ProcessPool
+from .pool import RESTARTED, ProcessPool
 
 # pytest explains the failed assertions of these modules, as it does those of test files.
 pytest.register_assert_rewrite("tests.samples_of", "tests.uneven", "tests.project.readme", "tests.integrations.problem")
@@ -138,6 +138,11 @@ class _Pools(dict[int, ProcessPool]):
     def close(self) -> None:
         for pool in self.values():
             pool.close()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    for line in RESTARTED:
+        terminalreporter.write_line(f"RESTARTED {line}")
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,9 @@
 rank order. An exception on a rank is raised here, with its traceback. The pool then replaces its processes, since the
 other ranks may be stuck in a collective.
 
+A process that crashes (a segmentation fault in gloo's thread was seen once) is no failure of an assertion: the pool starts its
+processes again and calls the function once more. :data:`RESTARTED` says so, in the summary of the session.
+
 The processes are forks of one server process. The server imports torch and the package once and runs nothing, so that
 it has one thread: a fork would copy the locks of other threads, but not the threads.
 
@@ -17,12 +20,13 @@ from __future__ import annotations
 import datetime
 import multiprocessing
 import os
+import signal
 import socket
 import time
 import traceback
 import unittest.mock
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
@@ -50,8 +54,19 @@ _PRELOADED = [
 _KEPT: list[Any] = []
 
 
+RESTARTED: list[str] = []
+"""A line for each function that was called once more after a crash."""
+
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
+_OF_A_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+
+
 class RankFailed(AssertionError):
     """A rank raised; the message is its traceback."""
+
+
+class _Crashed(RankFailed):
+    """A process died of one of :data:`_CRASHES`, and no rank raised anything but the loss of that one."""
 
 
 # The server with torch and the simulated GPU, beside multiprocessing's own with torch alone.
@@ -134,6 +149,12 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, simulated_gp
             pipe.send((False, traceback.format_exc()))
 
 
+def _is_of_a_lost_peer(failure: str) -> bool:
+    """Return whether the traceback of a rank ends with the loss of another rank."""
+    *_, last = failure.strip().splitlines()
+    return not last.startswith("AssertionError") and any(text in last for text in _OF_A_LOST_PEER)
+
+
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -181,6 +202,14 @@ class ProcessPool:
                 raise RankFailed(f"rank {rank} of {self.world_size} ended before it could serve") from None
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        try:
+            return self._run(fn, *args, **kwargs)
+        except _Crashed as error:
+            test = os.environ.get("PYTEST_CURRENT_TEST", "outside of a test")
+            RESTARTED.append(f"{test}: {error} Its pool was started again.")
+            return self._run(fn, *args, **kwargs)
+
+    def _run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         if not self._processes:
             self._start()
         for pipe in self._pipes:
@@ -199,10 +228,27 @@ class ProcessPool:
                 except EOFError:
                     ok, value = False, "the process ended"
                 if not ok:
+                    crash = self._crash() if value == "the process ended" or _is_of_a_lost_peer(value) else None
                     self.kill()
+                    if crash is not None:
+                        raise _Crashed(crash)
                     raise RankFailed(f"rank {rank} of {self.world_size} failed:\n{value}")
                 results[rank] = value
         return [results[rank] for rank in range(self.world_size)]
+
+    def _crash(self) -> str | None:
+        """Return what a process has died of, if it has crashed, and nobody has failed by himself; else None."""
+        wait([process.sentinel for process in self._processes], timeout=5)
+        for pipe in self._pipes:
+            with suppress(EOFError, OSError):
+                while pipe.poll(1):  # the others' answers: they soon lose the connection to a process that has crashed
+                    ok, value = pipe.recv()
+                    if not ok and not _is_of_a_lost_peer(value):
+                        return None
+        for rank, process in enumerate(self._processes):
+            if process.exitcode is not None and -process.exitcode in _CRASHES:
+                return f"Rank {rank} of {self.world_size} died of {signal.Signals(-process.exitcode).name}."
+        return None
 
     def kill(self) -> None:
         for process in self._processes:

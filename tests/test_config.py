@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
-from ray_adascale import AdaScaleConfig
+from ray_adascale import AdaScaleConfig, Run, attach
+from ray_adascale.analysis.forecast import forecast_recipe
+from ray_adascale.integrations.client import with_clients_batch
+from ray_adascale.run.base_run import record_recipe
 
-from .samples_of import recipe
+from .samples_of import recipe, regression
 
 
 @pytest.mark.parametrize(
@@ -161,3 +164,26 @@ def test_settings_that_differ_from_the_searchs_are_told() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         AdaScaleConfig(grad_clip=1.0).with_recipe(recipe([]))  # nothing is known of the settings
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda config: Run(*_built(), config),
+        lambda config: attach(*_built()[:3], config),
+        lambda config: record_recipe(regression, {}, base_batch_size=4, total_steps=8, config=config),
+        lambda config: forecast_recipe(recipe([(0.0, 3.0, 1.0)]), workers=[1, 2], config=config),
+        lambda config: with_clients_batch(
+            config, accumulation=(1, "theirs"), per_worker_batch_size=(4, "theirs"), dataset=[]
+        ),
+    ],
+    ids=["Run", "attach", "record_recipe", "forecast_recipe", "a client"],
+)
+def test_settings_in_a_dict_are_refused_with_what_to_write(call: Any) -> None:
+    with pytest.raises(ValueError, match=r"Invalid config of type dict\. Must be an AdaScaleConfig: .*\(\*\*config\)"):
+        call({"base_batch_size": 4, "total_steps": 8})
+
+
+def _built() -> tuple[Any, ...]:
+    built = regression({"total_steps": 8})
+    return built.model, built.optimizer, built.scheduler, built.train_dataset

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -74,6 +76,56 @@ def test_a_failure_is_raised_with_its_rank_and_the_processes_are_replaced(two: P
         two.run(_fail_on, 1)
     after = two.run(_fail_on, -1)
     assert not set(before) & set(after)
+
+
+def _crash_once(mark: str, rank: int, then: str) -> str:
+    """Die of a segmentation fault on a rank, if nobody did so before; the other ranks wait for it, or fail by themselves."""
+    if not Path(mark).exists():
+        if dist.get_rank() == rank:
+            if then == "another fails":
+                dist.barrier()  # it fails first
+                time.sleep(1.0)
+            with contextlib.suppress(FileNotFoundError):
+                Path(mark).touch()
+            os.kill(os.getpid(), signal.SIGKILL if then == "was killed" else signal.SIGSEGV)
+        if then == "another fails":
+            dist.barrier()
+            raise AssertionError("1 == 2")
+    dist.barrier()
+    return "done"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_crash_starts_the_pool_again_once_and_says_so(
+    two: ProcessPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(module, "RESTARTED", said)
+    assert two.run(_crash_once, str(tmp_path / "mark"), rank, "") == ["done", "done"]
+    (line,) = said
+    assert line.startswith("tests/test_pool.py::test_a_crash_starts_the_pool_again_once_and_says_so")
+    assert f"Rank {rank} of 2 died of SIGSEGV. Its pool was started again." in line
+
+
+def test_a_crash_that_comes_again_is_a_failure(
+    two: ProcessPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RESTARTED", [])
+    with pytest.raises(RankFailed, match="Rank 0 of 2 died of SIGSEGV"):
+        two.run(_crash_once, str(tmp_path / "no folder" / "mark"), 0, "again")
+
+
+@pytest.mark.parametrize(
+    ("then", "message"), [("another fails", "AssertionError: 1 == 2"), ("was killed", "ended|peer")]
+)
+def test_a_crash_hides_no_failure_and_a_kill_is_no_crash(
+    two: ProcessPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str, message: str
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(module, "RESTARTED", said)
+    with pytest.raises(RankFailed, match=message):
+        two.run(_crash_once, str(tmp_path / "mark"), 1, then)
+    assert said == []
 
 
 def _sleep_on_one(seconds: float) -> None:

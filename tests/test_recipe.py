@@ -478,7 +478,7 @@ def test_the_description_has_what_people_ask_for() -> None:
     text = recipe().describe()
     for part in ("train.py:workload", "32 examples", "100 effective steps", "3.509 epochs", "accuracy = 0.97 (max)"):
         assert part in text
-    assert "lr=0.1" in text
+    assert "  hyperparameters lr=0.1" in text  # the attribute's name
     assert "0.1 → 0.001 over 4 values" in text
     assert "2 probes; noise scale over the whole run unknown" in text  # Σμ² = 0
     noise = [NoiseProbe(effective_steps=t, sigma2=4, mu2=2) for t in (0, 50)]

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from ..checkpoint.rng import seed_everything
-from ..config import AdaScaleConfig
+from ..config import AdaScaleConfig, read_settings
 from ..measure.probe import examples_of, halves_of
 from ..recipe import Recipe
 from ..run.backend import LocalBackend
@@ -89,7 +89,7 @@ def check_workload(
 
 def _at_base_batch(config: AdaScaleConfig, recipe: Recipe | None) -> AdaScaleConfig:
     """Return the settings of a run at the base batch on one worker."""
-    config = config.with_recipe(recipe)
+    config = read_settings(config).with_recipe(recipe)
     return replace(
         config,
         per_worker_batch_size=None,

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from .. import checkpoint
+from .._files import ERROR
 from ..recipe import Recipe, RecipeError
 from ..run.batch_search import read_found
 from ..run.eta import clock_time
 from ..run.metrics import FOUND_BATCH
-from .runs import RunTrace, is_number, load_run, workers_in_words
+from .runs import RunTrace, failure_of, is_number, load_run, workers_in_words
 
 __all__ = ["describe"]
 
@@ -93,7 +94,14 @@ def _describe_checkpoint(path: Path) -> tuple[str, bool]:
 
 
 def _describe_run(path: Path) -> str:
-    run = load_run(path)
+    failure = failure_of(path)
+    failed = [] if failure is None else [f"  failed       {failure} ({ERROR} has the whole traceback)"]
+    try:
+        run = load_run(path)
+    except ValueError:
+        if not failed:
+            raise
+        return "\n".join([f"Run {path.resolve().name}", "  steps        none", *failed])
     last = run.last
     lines = [
         f"Run {run.label}",
@@ -101,6 +109,8 @@ def _describe_run(path: Path) -> str:
         f"{run.mean_gain:.2f} at scale {last['scale']:g} on {workers_in_words(last.get('world_size'))}",
         f"  loss         {last.get('loss', math.nan):.4g}, {last.get('examples_per_s', math.nan):,.0f} examples/s",
     ]
+    if math.isfinite(run.noise_scale):
+        lines.append(f"  noise scale  {run.noise_scale:,.3g} examples over the whole run")
     left = _left_in_words(run)
     if left is not None:
         lines.insert(2, f"  left         {left}")
@@ -115,7 +125,7 @@ def _describe_run(path: Path) -> str:
         found = checkpoint.in_run(path)
         whole = next((folder.name for folder in reversed(found) if checkpoint.is_complete(folder)), "none")
         lines.append(f"  checkpoints  {len(found)}, newest whole one {whole}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *failed])
 
 
 def _left_in_words(run: RunTrace) -> str | None:

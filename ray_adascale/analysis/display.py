@@ -52,7 +52,7 @@ class RunDisplay:
         poll: Returns the newest metrics, with ``total_steps``, or None before the first. Called in a thread of its own.
         label: The run's name, at the beginning of each line.
         interval_s: Seconds between lines where the output is not a terminal.
-        log: Show this logger's messages from INFO on, a line each; on a terminal above the display.
+        log: Show this logger's messages from INFO on, a line each, with their time; on a terminal above the display.
         console: The output; default: standard error.
     """
 
@@ -165,7 +165,8 @@ class _Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._display.show_line(record.getMessage())
+            at = time.strftime("%m-%d %H:%M:%S", time.localtime(record.created))
+            self._display.show_line(f"{at} {record.getMessage()}")
         except Exception:
             self.handleError(record)
 

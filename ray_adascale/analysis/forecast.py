@@ -20,7 +20,7 @@ from rich.table import Table
 from .._errors import SettingError
 from ..adaptive_batch import max_useful_workers
 from ..batch_policy import BatchPlan
-from ..config import AdaScaleConfig
+from ..config import AdaScaleConfig, read_settings
 from ..evidence import forecast_doubt
 from ..optim.rules import make_rule, metric_of
 from ..recipe import Recipe
@@ -238,9 +238,7 @@ def forecast_recipe(
             "measure_throughput() or Throughput.fit() (on the command line --measure WORKLOAD or --run RUN)."
         )
     # Precision, clipping and the order of examples do not change the forecast, so there is no warning about them.
-    config = replace(AdaScaleConfig() if config is None else config, elastic=True).with_recipe(
-        replace(recipe, settings=None)
-    )
+    config = replace(read_settings(config), elastic=True).with_recipe(replace(recipe, settings=None))
     made = make_rule(config.rule)
     if metric_of(made) != "euclidean":
         raise ValueError(

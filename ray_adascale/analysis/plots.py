@@ -14,7 +14,7 @@ import numpy as np
 
 from .runs import RunTrace
 
-__all__ = ["Panel", "color_of", "draw_png", "draw_svg", "make_panels", "pyplot"]
+__all__ = ["Panel", "color_of", "draw_png", "draw_svg", "make_panels", "pyplot", "same_curve"]
 
 _INK = "#123457"  # replaced by the reader's text colour in the page
 _POINTS = 1200  # most points of a line: more would be invisible, and make the page slow
@@ -94,6 +94,13 @@ def color_of(i: int) -> str:
     return _COLORS[i % len(_COLORS)]
 
 
+def same_curve(one: RunTrace, other: RunTrace, key: str) -> bool:
+    """Return whether two runs have the same values of a column at the same τ, so that one hides the other."""
+    return len(one.rows) == len(other.rows) and all(
+        np.array_equal(one.column(name), other.column(name), equal_nan=True) for name in ("effective_steps", key)
+    )
+
+
 def _all_positive(runs: list[RunTrace], key: str) -> bool:
     values = np.concatenate([run.column(key) for run in runs])
     return bool((values[np.isfinite(values)] > 0).all())
@@ -161,7 +168,8 @@ def _drawn(panel: Panel, runs: list[RunTrace], *, ink: str) -> Iterator[tuple[An
         if panel.log:
             axes.set_yscale("log")
         for i, run in enumerate(runs):
-            _draw_run(axes, panel, run, color_of(i))
+            later = sum(same_curve(run, other, panel.keys[0]) for other in runs[i + 1 :])
+            _draw_run(axes, panel, run, color_of(i), wider=1.8 * later)
         if panel.noisy:
             axes.margins(y=0.2)
             axes.set(
@@ -182,13 +190,22 @@ def _points(panel: Panel, run: RunTrace, key: str) -> tuple[np.ndarray, np.ndarr
     return (tau[values > 0], values[values > 0]) if panel.log else (tau, values)
 
 
-def _draw_run(axes: Any, panel: Panel, run: RunTrace, color: str) -> None:
+def _draw_run(axes: Any, panel: Panel, run: RunTrace, color: str, *, wider: float) -> None:
     for dash, key in zip(("-", ":"), panel.keys, strict=False):
         tau, values = _points(panel, run, key)
         label = _literal(run.label) if key == panel.keys[0] else None
         if panel.noisy and len(tau) > 2 * _STRETCHES:
             tau, values = _stretches(tau, values)
-        axes.plot(tau, values, dash, marker="o" if panel.dots else None, ms=3, lw=1.3, color=color, label=label)
+        axes.plot(
+            tau,
+            values,
+            dash,
+            marker="o" if panel.dots else None,
+            ms=3 + wider,
+            lw=1.3 + wider,
+            color=color,
+            label=label,
+        )
     if panel.ceiling is not None:
         axes.plot(*_line(run, panel.ceiling, dots=False), "--", lw=0.9, alpha=0.7, color=color)
     for at, what in run.events:

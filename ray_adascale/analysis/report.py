@@ -22,8 +22,8 @@ from .._version import __version__
 from ..recipe import Recipe
 from ..replay import Forecaster
 from ..worker_record import WorkersRecord
-from .plots import color_of, draw_png, draw_svg, make_panels
-from .runs import RunTrace, load_run, with_distinct_labels
+from .plots import color_of, draw_png, draw_svg, make_panels, same_curve
+from .runs import RunTrace, failure_of, load_run, with_distinct_labels
 from .savings import LARGEST, Savings, fixed_scale_forecast, fixed_scale_measured
 
 if TYPE_CHECKING:
@@ -59,22 +59,36 @@ def write_report(
     named = list(runs.items()) if isinstance(runs, Mapping) else [(None, run) for run in runs]
     if not named:
         raise ValueError("Invalid runs: none given. Give at least one trace.jsonl or run folder.")
-    loaded = with_distinct_labels([load_run(run, label=label, recipe=recipe) for label, run in named])
+    loaded, failures = [], []
+    for label, run in named:
+        failure = failure_of(run)
+        if failure is not None:
+            failures.append((label or Path(run).expanduser().resolve().name, failure))
+        try:
+            loaded.append(load_run(run, label=label, recipe=recipe))
+        except ValueError:
+            if failure is None:
+                raise  # it has not failed, so it is no run; a run that failed may have no steps
+    loaded = with_distinct_labels(loaded)
     output = Path(output).expanduser()
     if output.is_dir():
         raise ValueError(f"Invalid output {str(output)!r}: a folder. Name the HTML file.")
     output.parent.mkdir(parents=True, exist_ok=True)
     figures = []
-    for panel in make_panels(loaded):
+    for panel in make_panels(loaded) if loaded else []:
         draw_png(panel, loaded, output.with_name(f"{output.stem}-{panel.slug}.png"))
         figures.append((panel.title, draw_svg(panel, loaded)))
-    page = _render(loaded, figures, recipe, forecast)
+    page = _render(loaded, failures, figures, recipe, forecast)
     write_atomically(output, [page.encode()], sync=False)
     return output
 
 
 def _render(
-    runs: list[RunTrace], figures: list[tuple[str, str]], recipe: Recipe | None, forecast: Forecast | None
+    runs: list[RunTrace],
+    failures: list[tuple[str, str]],
+    figures: list[tuple[str, str]],
+    recipe: Recipe | None,
+    forecast: Forecast | None,
 ) -> str:
     """Return the HTML, from report.html.j2."""
     metrics = list(dict.fromkeys(key for run in runs for key in run.metrics))
@@ -91,6 +105,8 @@ def _render(
         made=f"ray_adascale {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         keys=keys,
         metrics=metrics,
+        failures=failures,
+        notes=[*_of_search(runs), *_equal_runs(runs)],
         outcomes=[(key, _outcome(run, metrics)) for key, run in zip(keys, runs, strict=True)],
         chosen=[(keys[i], cells) for i, cells in _saved(runs, recipe)],
         events=[(key, [f"{tau:,.0f}", what]) for key, run in zip(keys, runs, strict=True) for tau, what in run.events],
@@ -102,6 +118,22 @@ def _render(
         recipe=recipe,
         hyperparameters=None if recipe is None else json.dumps(recipe.hyperparameters, indent=2),
     )
+
+
+def _of_search(runs: list[RunTrace]) -> Iterator[str]:
+    for run in runs:
+        if run.of_search:
+            yield (
+                f"{run.label} is a trial of a search. Each of its training losses is the mean over the steps since the report "
+                "before, and is drawn at the report: while the loss falls, its curve lies above those of the other runs."
+            )
+
+
+def _equal_runs(runs: list[RunTrace]) -> Iterator[str]:
+    for i, run in enumerate(runs):
+        equal = [other.label for other in runs[:i] if same_curve(other, run, "loss")]
+        if equal:
+            yield f"{run.label} has the same training loss in every step as {equal[0]}, which is drawn wider under it."
 
 
 class _Key(NamedTuple):
@@ -125,6 +157,7 @@ def _outcome(run: RunTrace, metrics: Iterable[str]) -> list[str]:
         f"{run.mean_gain:.2f}",
         f"{run.mean_gain / _mean_scale(run):.0%}",
         _four_digits(losses.mean()) if len(losses) else "",
+        f"{run.noise_scale:,.3g}" if math.isfinite(run.noise_scale) else "",
         *(_newest(run.column(key)) for key in metrics),
     ]
 

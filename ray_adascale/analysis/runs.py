@@ -12,14 +12,22 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from .._files import SEARCH, TRACE
+from .._files import ERROR, SEARCH, TRACE
 from .._warn import warn_at_user
 from ..recipe import Recipe
 from ..run.metrics import COUNTERS, METRICS, SHORT_STEP
 from ..run.trace import read_trace
 from ..worker_record import WORKERS, WorkersRecord
 
-__all__ = ["RunTrace", "is_number", "load_run", "trace_path", "with_distinct_labels", "workers_in_words"]
+__all__ = [
+    "RunTrace",
+    "failure_of",
+    "is_number",
+    "load_run",
+    "trace_path",
+    "with_distinct_labels",
+    "workers_in_words",
+]
 
 
 @dataclass(frozen=True)
@@ -30,11 +38,13 @@ class RunTrace:
         label: The run's name, for people.
         rows: The rows of the trace, in order; at least one.
         workers: The record of a run that asked for workers when they pay; None for another run.
+        of_search: Whether this is a trial of a search, whose rows are its reports.
     """
 
     label: str
     rows: list[dict[str, Any]]
     workers: WorkersRecord | None = None
+    of_search: bool = False
 
     def column(self, key: str) -> np.ndarray:
         """Return the values of a key as floats, shape (rows,); NaN where a row lacks the key or has no number.
@@ -56,6 +66,18 @@ class RunTrace:
         """r̄, the mean over the optimizer steps."""
         steps = self.last["optimizer_steps"]
         return self.last["progress"] / steps if steps else 1.0
+
+    @property
+    def noise_scale(self) -> float:
+        """B_noise in examples over the whole run: B0·Σσ²/Σμ² over effective steps, as a recipe has it. NaN if it is unknown."""
+        sigma2, mu2, of_row = (self.column(key) for key in ("sigma2", "mu2", "noise_scale"))
+        known = np.isfinite(sigma2) & np.isfinite(mu2)
+        with np.errstate(all="ignore"):
+            base_batch_size = (of_row * mu2 / sigma2)[known]
+        base_batch_size = base_batch_size[np.isfinite(base_batch_size)]
+        steps = np.diff(self.column("effective_steps"), prepend=0.0)[known]
+        noise, signal = float(np.dot(steps, sigma2[known])), float(np.dot(steps, mu2[known]))
+        return float(base_batch_size[-1]) * noise / signal if len(base_batch_size) and signal > 0 else math.nan
 
     @property
     def metrics(self) -> list[str]:
@@ -154,6 +176,14 @@ def trace_path(run: str | os.PathLike[str]) -> Path:
     )
 
 
+def failure_of(run: str | os.PathLike[str]) -> str | None:
+    """Return the failure of a run's last start in a sentence; None if it has not failed, or was not started by ``train``."""
+    path = Path(run).expanduser()
+    path = path.parent if path.is_file() else path
+    error = (path.parent if path.name.startswith("checkpoint_") else path) / ERROR
+    return next(iter(error.read_text(errors="replace").splitlines()), "") if error.is_file() else None
+
+
 def _last_step(trace: Path) -> float:
     """Return the number of a trace's last step; −1 if its last line has none."""
     try:
@@ -180,7 +210,7 @@ def load_run(run: str | os.PathLike[str], *, label: str | None = None, recipe: R
     if (folder / SEARCH).is_file():
         from .search_rows import read_best_trial  # workers load this module for their event files, and read no search
 
-        return RunTrace(label or folder.resolve().name, read_best_trial(folder, recipe))
+        return RunTrace(label or folder.resolve().name, read_best_trial(folder, recipe), of_search=True)
     path = trace_path(run)
     rows = read_trace(path)
     if not rows:

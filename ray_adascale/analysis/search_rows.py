@@ -56,4 +56,11 @@ def read_best_trial(folder: Path, recipe: Recipe | None = None) -> list[dict[str
             steps = {"effective_steps": float(step), "progress": float(step), "optimizer_steps": step}
             rows.append({**steps, "gain": 1.0, "scale": 1.0, "lr": schedule.lr_at(0, step - 1)})
     rows.sort(key=lambda row: row["effective_steps"])
-    return [{**row, "world_size": results[0].get("world_size")} for row in rows]
+    return [
+        {
+            **row,
+            "world_size": results[0].get("world_size"),
+            "position": int(row["optimizer_steps"]) * schedule.base_batch_size,
+        }
+        for row in rows
+    ]

@@ -13,7 +13,7 @@ import torch
 
 from .._warn import warn_at_user
 from ..checkpoint.rng import seed_everything
-from ..config import AdaScaleConfig
+from ..config import AdaScaleConfig, read_settings
 from ..run.loop import Run
 from ..run.trace import read_trace
 from ..throughput import Measurement, Throughput
@@ -106,9 +106,7 @@ def measure_throughput(
     torch.set_num_threads(threads)
     try:
         points = [
-            _time_alone(
-                workload, hyperparameters, per_worker_batch_size, passes, config or AdaScaleConfig(), seconds / 2
-            )
+            _time_alone(workload, hyperparameters, per_worker_batch_size, passes, read_settings(config), seconds / 2)
             for passes in (2, 4)
         ]
     finally:

@@ -17,7 +17,7 @@ from typing import Literal
 from rich import box
 from rich.table import Table
 
-from ..config import AdaScaleConfig
+from ..config import AdaScaleConfig, read_settings
 from ..evidence import forecast_doubt
 from ..recipe import Recipe
 from ..replay import Law, NoiseCurve, momenta_of, noise_curves, replay
@@ -213,9 +213,7 @@ def forecast_workers(
     Raises:
         ValueError: An argument can't work, the seconds of a step are unknown, or the recipe holds no noise.
     """
-    config = replace(AdaScaleConfig() if config is None else config, elastic=True).with_recipe(
-        replace(recipe, settings=None)
-    )
+    config = replace(read_settings(config), elastic=True).with_recipe(replace(recipe, settings=None))
     settings = follow_settings(follow, config)
     throughput = settings.throughput if throughput is None else throughput
     if throughput is None:

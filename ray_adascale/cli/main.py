@@ -263,10 +263,10 @@ def _train(args: argparse.Namespace) -> int:
         run_folder.write_options(folder, options)
         run_folder.set_failure_aside(folder)
 
-    def print_resume_command() -> None:
-        command = run_folder.resume_command(folder, config, args.recipe)
-        if command is not None:
-            print(f"`{command}` goes on from the last checkpoint.", file=sys.stderr)
+    def print_way_on(otherwise: str = "") -> None:
+        sentence = run_folder.way_on(folder, config, args.recipe) or otherwise
+        if sentence:
+            print(sentence, file=sys.stderr)
 
     trainer = AdaScaleTrainer(  # before the check, which takes seconds: it refuses settings that can't work
         workload,
@@ -289,14 +289,16 @@ def _train(args: argparse.Namespace) -> int:
             result = trainer.fit()
     except (ray.train.TrainingFailedError, ray.exceptions.RayError) as e:
         _print_error(f"run {name!r} failed. {failure_in_words(e)}")
-        print(f"The whole traceback: {run_folder.keep_failure(folder, whole_failure(e))}", file=sys.stderr)
+        sentence = failure_in_words(e, lines=False).partition("\n")[0]
+        text = f"{sentence}\n\n{whole_failure(e)}"
+        print(f"The whole traceback: {run_folder.keep_failure(folder, text, options)}", file=sys.stderr)
         cause = worker_failure(e)
         if cause is None or not isinstance(cause[1], NoUsableCheckpoint):
-            print_resume_command()
+            print_way_on()
         return 1
     except KeyboardInterrupt as e:
         print(f"ray-adascale: interrupted. {e}".rstrip(), file=sys.stderr)
-        print_resume_command()
+        print_way_on("The workers had not begun; the same command starts the run again.")
         return 130
     run_folder.set_failure_aside(folder)  # a short run may end before its start is reported
     if args.keep_best is not None and math.isnan(result.metrics.get(read_best(args.keep_best)[0], math.nan)):

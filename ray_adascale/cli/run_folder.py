@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .._files import SEARCH, absolute, join, list_names, move_if_there, read_json, read_text, split, write_text
+from .._files import ERROR, SEARCH, absolute, join, list_names, move_if_there, read_json, read_text, split, write_text
 from .arguments import key_and_value
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ __all__ = [
     "options_of",
     "options_text",
     "read_options",
-    "resume_command",
     "set_failure_aside",
+    "way_on",
     "with_files_found",
     "write_options",
 ]
@@ -39,9 +39,6 @@ OPTIONS = "options.txt"
 
 _STORAGE = "~/ray_results"
 """Ray's default of ``--storage-path``."""
-
-_ERROR = "error.txt"
-"""The traceback of the last start, if that start has failed."""
 
 _EARLIER_ERROR = "error-earlier.txt"
 """The traceback of an earlier start."""
@@ -257,8 +254,8 @@ def ended(folder: str, config: AdaScaleConfig, recipe: str | None, *, verify: bo
     return None
 
 
-def resume_command(folder: str, config: AdaScaleConfig, recipe: str | None) -> str | None:
-    """Return the command that goes on with a run; None if there is no checkpoint to go on from, or no step to take.
+def way_on(folder: str, config: AdaScaleConfig, recipe: str | None) -> str | None:
+    """Return a sentence with the command that goes on with a run; None if there is no step to take, or no start to repeat.
 
     Args:
         folder, config, recipe: As for :func:`ended`.
@@ -267,22 +264,35 @@ def resume_command(folder: str, config: AdaScaleConfig, recipe: str | None) -> s
 
     try:
         names = list_names(folder)
+        if OPTIONS not in names or ended(folder, config, recipe, verify=False) is not None:
+            return None
         checkpoints = [found for found in names if found.startswith("checkpoint_")]
         whole = any(MANIFEST in list_names(join(folder, found)) for found in checkpoints)
-        if OPTIONS in names and whole and ended(folder, config, recipe, verify=False) is None:
-            return f"ray-adascale resume {shlex.quote(folder)}"
     except (OSError, ValueError):
-        pass
-    return None
+        return None
+    command = f"`ray-adascale resume {shlex.quote(folder)}`"
+    if whole:
+        return f"{command} goes on from the last checkpoint."
+    return f"There is no checkpoint yet; {command} starts the run again."
 
 
 # ---- its failures ----------------------------------------------------------------------------------------------------
 
 
-def keep_failure(folder: str, text: str) -> str:
-    """Write the traceback of a failure to the run's folder, or to a scratch file if that fails. Returns the path."""
-    path = join(folder, _ERROR)
+def keep_failure(folder: str, text: str, options: str) -> str:
+    """Write a failure to the run's folder, with the options if a failed build has left none. Return the path of the text.
+
+    If the folder can't be written, the text goes to a scratch file.
+
+    Args:
+        folder: The run's.
+        text: The failure in a sentence, on the first line, and its traceback.
+        options: From :func:`options_text`.
+    """
+    path = join(folder, ERROR)
     try:
+        if OPTIONS not in list_names(folder):
+            write_options(folder, options)
         write_text(path, text)
     except OSError:
         with tempfile.NamedTemporaryFile("w", prefix="ray_adascale-error-", suffix=".txt", delete=False) as file:
@@ -294,4 +304,4 @@ def keep_failure(folder: str, text: str) -> str:
 def set_failure_aside(folder: str) -> None:
     """Rename the traceback of an earlier start, once a later start has succeeded."""
     with contextlib.suppress(OSError):  # an old traceback is no reason to end a run
-        move_if_there(join(folder, _ERROR), join(folder, _EARLIER_ERROR))
+        move_if_there(join(folder, ERROR), join(folder, _EARLIER_ERROR))

@@ -16,7 +16,7 @@ from .._errors import SettingError
 from .._torch import called_to_make_state
 from .._warn import warn_at_user
 from ..batch_policy import BatchPlan
-from ..config import AUTO, AdaScaleConfig
+from ..config import AUTO, AdaScaleConfig, read_settings
 from ..gain import advanced
 from ..measure.per_example import not_covered
 from ..measure.probe import probe_examples, probe_noise
@@ -55,6 +55,7 @@ def with_clients_batch(
     Raises:
         ValueError: The settings contradict the client.
     """
+    config = read_settings(config)
     (passes, their_passes), (batch, their_batch) = accumulation, per_worker_batch_size
     if config.accumulation not in (1, passes):
         raise ValueError(

@@ -83,7 +83,8 @@ class NoiseWarning(Listener):
         if not step.skipped:
             self._gains += step.metrics["gain"]
             self._scales += step.plan.scale
-        warning = too_large_for_the_noise(step.plan, step.metrics["noise_scale"], step.metrics["gain"])
+        of_step = step.metrics["noise_scale"], step.metrics["gain"]
+        warning = too_large_for_the_noise(step.plan, *of_step, window=self._window)
         if warning is None:  # the noise scale may be NaN, too
             self._too_large_since = None
             return

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from .._errors import SettingError
 from .._files import TRACE
 from .._warn import warn_at_user
 from ..batch_policy import BatchController, BatchPlan
-from ..config import AUTO, AdaScaleConfig
+from ..config import AUTO, AdaScaleConfig, read_settings
 from ..data import known_length, make_source
 from ..data.order import ExampleOrder
 from ..data.source import BatchSource
@@ -115,7 +114,7 @@ def assemble(
     Raises:
         ValueError: A setting, the model, the optimizer or the scheduler can't work. The message names it and a remedy.
     """
-    config = config.with_recipe(recipe)
+    config = read_settings(config).with_recipe(recipe)
     rank, device = backend.rank, backend.device
     check_built(model, optimizer, config, recipe)
     if rank == 0:
@@ -217,8 +216,7 @@ def assemble(
         extra={} if extra_state is None else extra_state,
         found_batches=found,
     )
-    store = backend.trace_store() if rank == 0 else None
-    trace = None if store is None else TraceFile.scratch(keep=config.trace_rows, store=store)
+    trace: TraceFile | None = None
     with backend.latest_checkpoint() as folder:
         workers_before = None
         if folder is not None:
@@ -231,6 +229,8 @@ def assemble(
         listeners: list[Listener] = []
         if rank == 0:
             log_start(train_state, plan, folder, workers_before, config.checkpoint_every_s)
+            rows = read_trace(folder / TRACE) if folder is not None and (folder / TRACE).is_file() else []
+            trace = _open_trace(backend, rows, keep=config.trace_rows, ended=state.stopped is not None)
             listeners = _listeners(
                 backend,
                 config,
@@ -238,7 +238,7 @@ def assemble(
                 train_state,
                 plan,
                 trace,
-                folder,
+                rows,
                 same_workers=workers_before == plan.world_size,
             )
             if found:
@@ -296,6 +296,20 @@ def _check_early_stop(config: AdaScaleConfig, evaluate: object) -> None:
         )
 
 
+def _open_trace(backend: Backend, rows: list[dict[str, Any]], *, keep: int | None, ended: bool) -> TraceFile | None:
+    """Return the trace, with the rows of earlier starts; None if the backend keeps none. That of an ended run stays as it is."""
+    folder = backend.trace_folder()
+    if folder is not None:
+        if ended and (folder / TRACE).is_file():
+            return TraceFile(folder / TRACE, keep=keep)
+        return TraceFile.in_folder(folder, rows, keep=keep)
+    store = backend.trace_store()
+    trace = None if store is None else TraceFile.scratch(keep=keep, store=store)
+    if trace is not None:
+        trace.resume(rows)
+    return trace
+
+
 def _listeners(
     backend: Backend,
     config: AdaScaleConfig,
@@ -303,16 +317,15 @@ def _listeners(
     train_state: TrainState,
     plan: BatchPlan,
     trace: TraceFile | None,
-    folder: Path | None,
+    rows: list[dict[str, Any]],
     *,
     same_workers: bool,
 ) -> list[Listener]:
-    """Return the listeners of rank 0. The rows of the trace in ``folder``, the checkpoint, are those of earlier starts."""
+    """Return the listeners of rank 0. ``rows`` are those of earlier starts."""
     state, tau = train_state.loop, train_state.optimizer.effective_steps
     total_steps = train_state.base_schedule.total_steps
     window = config.averaging_window * total_steps
     policy = config.batch_policy
-    rows = read_trace(folder / TRACE) if folder is not None and (folder / TRACE).is_file() else []
     remaining = forecast_remaining_steps(
         recipe,
         rows,
@@ -334,7 +347,6 @@ def _listeners(
             log_useful_workers(policy, config.rule, recipe, plan, total_steps)
     listeners.append(tracker)
     if trace is not None:
-        trace.resume(rows)
         listeners.append(trace)
     listeners += [*backend.listeners(tracker), line]
     if state.stopped is not None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from .._errors import SettingError
 from .._torch import is_dtensor
 from .._warn import warn_on_first_worker
-from ..config import AUTO, AdaScaleConfig
+from ..config import AUTO, AdaScaleConfig, read_settings
 from ..optim.adascale import AdaScale
 from ..recipe import Recipe
 from ..sharding.sharded_ddp import ShardedDataParallel
@@ -60,7 +60,7 @@ def attach(
         ValueError: A setting, the model, the optimizer or the scheduler can't work. The message names it and a remedy.
         RuntimeError: There are several processes, and no process group yet.
     """
-    config = config.with_recipe(recipe)
+    config = read_settings(config).with_recipe(recipe)
     workers = _workers()
     bare = model.module if isinstance(model, DistributedDataParallel) else model
     _check_model(bare)

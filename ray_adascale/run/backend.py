@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from .. import checkpoint
-from .._files import TRACE, check_folder
+from .._files import check_folder
 from .eta import EtaTracker
 from .pulse import Pulse
 from .step import Listener, StepReport
@@ -118,6 +118,13 @@ class Backend(ABC):
         """
         return ()
 
+    def trace_folder(self) -> Path | None:
+        """Return the folder on a disk in which the trace grows, so that it is there if the run fails. Called on rank 0.
+
+        None if there is no such folder: the trace is then stored at the end, by :meth:`trace_store`.
+        """
+        return None
+
     def trace_store(self) -> Callable[[Path], object] | None:
         """Return the function that stores the trace of an ended run; None to keep no trace. Called on rank 0.
 
@@ -209,9 +216,8 @@ class LocalBackend(Backend):
                 if old not in kept:
                     checkpoint.delete(old)
 
-    def trace_store(self) -> Callable[[Path], object] | None:
-        folder = self.folder
-        return None if folder is None else lambda path: shutil.copyfile(path, folder / TRACE)
+    def trace_folder(self) -> Path | None:
+        return self.folder
 
 
 def _own_device(device: str | torch.device | None) -> torch.device:
@@ -223,8 +229,12 @@ def _own_device(device: str | torch.device | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
-    if device.type != "cuda" or not torch.cuda.is_available():
+    if device.type != "cuda":
         return device
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f"Invalid device={str(device)!r}: torch finds no CUDA device on this machine. Use 'cpu', or leave the device out."
+        )
     visible = torch.cuda.device_count()
     index = _own_index(visible) if device.index is None else device.index
     if index >= visible:

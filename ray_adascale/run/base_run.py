@@ -21,7 +21,7 @@ from .._errors import SettingError
 from .._version import __version__
 from ..chain import largest_part
 from ..checkpoint.rng import seed_everything
-from ..config import AdaScaleConfig
+from ..config import AdaScaleConfig, read_settings
 from ..evidence import kind_of
 from ..recipe import SETTINGS, NoiseProbe, Recipe, Repeat
 from ..workload import Workload, WorkloadFn, build, injected_settings
@@ -257,10 +257,7 @@ def base_config(
     Raises:
         ValueError: ``config`` has another base batch or length than the arguments.
     """
-    if config is None:
-        config = AdaScaleConfig()
-    elif not isinstance(config, AdaScaleConfig):
-        raise ValueError(f"Invalid config of type {type(config).__name__}. Must be an AdaScaleConfig.")
+    config = read_settings(config)
     if config.early_stop is not None:
         raise SettingError("Invalid {}: a base run is trained to T. Leave it out.", early_stop=config.early_stop)
     given = {"base_batch_size": base_batch_size, "total_steps": total_steps, "total_epochs": total_epochs}

@@ -115,7 +115,10 @@ def check_recipe(recipe: Recipe, schedule: BaseSchedule) -> None:
     if difference is not None:
         raise ValueError(
             f"The learning-rate curve is not the recipe's: {difference}. Build optimizer and scheduler from the "
-            "hyperparameters in the workload's config, as in the search, or search anew."
+            "hyperparameters in the workload's config, as in the search, or search anew. For another learning rate leave the "
+            f"recipe out and give base_batch_size={recipe.base_batch_size} and total_steps={recipe.total_steps} instead (on the "
+            f"command line --base-batch-size {recipe.base_batch_size} --total-steps {recipe.total_steps} in place of --recipe, "
+            "and the hyperparameters): the run has no forecast then."
         )
 
 

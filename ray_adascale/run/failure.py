@@ -9,10 +9,13 @@ import copyreg
 import linecache
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .step import Listener
 
 __all__ = [
     "MISTAKES",
@@ -20,6 +23,7 @@ __all__ = [
     "is_users",
     "lines_of",
     "place_of",
+    "telling_of_failure",
     "traceback_of",
     "users_lines",
     "was_beginning",
@@ -57,6 +61,18 @@ def annotate_exceptions(steps: Callable[[], tuple[int, int] | None] = lambda: No
                 error.add_note(note)
             setattr(error, _TRACEBACK, "".join(traceback.format_exception(error)))
             _take_notes_along(type(error))
+        raise
+
+
+@contextmanager
+def telling_of_failure(listeners: Iterable[Listener]) -> Iterator[None]:
+    """Return a context that tells the listeners of an exception. An exception of a listener is dropped."""
+    try:
+        yield
+    except Exception:
+        for listener in listeners:
+            with suppress(Exception):
+                listener.failed()
         raise
 
 

@@ -26,8 +26,11 @@ class Interrupt(Stage):
 
     def act(self, run: RunAtBoundary, flags: BoundaryFlags) -> str | None:
         # A stalled run ends for good: it must not be resumed.
-        ends = BoundaryFlags.STOP in flags and BoundaryFlags.STALLED not in flags
-        return INTERRUPTED if ends else None
+        if BoundaryFlags.STOP not in flags or BoundaryFlags.STALLED in flags:
+            return None
+        if self._backend.rank == 0:
+            _log.info("Stopped after optimizer step %s. Its checkpoint is being written.", f"{run.state.iterations:,}")
+        return INTERRUPTED
 
 
 class Preemption(Stage):

@@ -139,6 +139,9 @@ class Listener:
             metrics: The metrics of the last report.
         """
 
+    def failed(self) -> None:
+        """Process the failure of the run on this worker, under an ``AdaScaleTrainer``."""
+
 
 class BoundaryFlags(IntFlag):
     """Actions that are due at a step boundary, as one number that is summed over the workers.

@@ -19,7 +19,7 @@ import tempfile
 import weakref
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -53,6 +53,7 @@ class Trace:
         self.flush_every = flush_every
         self.keep = keep
         self._pending: list[bytes] = []
+        self._last_at = 0  # where the rows begin that were written last
         self._steps = array("q")  # the step of each row, if there is a limit to them
         self._kinds = array("i")  # the index of each row's keys in _keys
         self._keys: dict[tuple[str, ...], int] = {}
@@ -82,15 +83,27 @@ class Trace:
         for key, value in row.items():
             if type(value) not in _SCALARS or type(key) is not str:
                 _check(key, value)
-        self._pending.append(_encode(dict(row)).encode() + b"\n")
+        self._pending.append(_line(row))
         if self.keep is not None:
             self._index(row)
         if len(self._pending) >= self.flush_every:
             self.flush()
 
+    def replace_last(self, row: Mapping[str, Any]) -> None:
+        """Replace the row that :meth:`append` has added last, which was written at once (``flush_every=1``)."""
+        if self._file is None:
+            raise ValueError(f"The trace {self.path} is closed.")
+        self._file.truncate(self._last_at)
+        self._file.seek(0, os.SEEK_END)
+        if self.keep is not None:
+            self._steps.pop()
+            self._kinds.pop()
+        self.append(row)
+
     def flush(self) -> None:
         """Write the collected rows to the file."""
         if self._file is not None and self._pending:
+            self._last_at = self._file.tell()
             self._file.write(b"".join(self._pending))
             self._file.flush()
             self._pending.clear()
@@ -196,6 +209,10 @@ def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     raise ValueError(f"Line {torn} of {path} is not a trace row. Only the last line of a trace may be torn.")
 
 
+def _line(row: Mapping[str, Any]) -> bytes:
+    return _encode(dict(row)).encode() + b"\n"
+
+
 def _parse(line: bytes) -> dict[str, Any] | None:
     # No proper prefix of a JSON object is JSON, so a torn row is never read as a shorter row.
     try:
@@ -251,7 +268,7 @@ class TraceFile(Listener):
         path: The file. New rows are appended.
         keep: Rows to keep, see :class:`Trace`.
         store: Function that stores the file of an ended run. Default: the file stays where it is.
-        flush: Whether to write each row at once. Default: many rows together.
+        flush: Whether to write each row at once, so that the trace of a run that fails is there. Default: many rows together.
     """
 
     def __init__(
@@ -264,10 +281,29 @@ class TraceFile(Listener):
     ) -> None:
         self._path = path
         self._store = store
+        self._flush = flush
         self._row: dict[str, Any] | None = None  # the last step's, while metrics may be recorded for it
+        self._changed = False  # whether metrics were recorded since that row was written
         self._trace: Trace | None = None  # None once the trace can't be written
         with self._warning_on_error():
             self._trace = Trace(path, flush_every=1 if flush else 100, keep=keep)
+
+    @classmethod
+    def in_folder(cls, folder: Path, rows: Sequence[Mapping[str, Any]], *, keep: int | None) -> TraceFile:
+        """Return a trace that grows in the run's own folder.
+
+        Args:
+            folder: The run's.
+            rows: The rows of earlier starts. They replace the trace of a start that failed later.
+            keep: Rows to keep, see :class:`Trace`.
+        """
+        path = folder / TRACE
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, (_line(row) for row in rows), sync=False)
+        except OSError as e:
+            _warn_of_loss(e)
+        return cls(path, keep=keep, flush=True)
 
     @classmethod
     def scratch(cls, *, keep: int | None, store: Callable[[Path], object]) -> TraceFile | None:
@@ -292,11 +328,14 @@ class TraceFile(Listener):
         """Write the previous step's row, and keep this step's row for metrics that are recorded for it."""
         self.write_row()
         self._row = step.row
+        if self._flush:
+            self._write(Trace.append, step.row)
 
     def recorded(self, metrics: Mapping[str, Any]) -> None:
         """Add metrics to the row of the last step."""
         if self._row is not None:
             self._row.update(metrics)
+            self._changed = True
 
     def ended(self, why: str, metrics: Mapping[str, Any]) -> None:
         """Write the last row, shorten the trace, and store it."""
@@ -331,10 +370,19 @@ class TraceFile(Listener):
 
     def write_row(self) -> None:
         """Write the last step's row. No more metrics can be recorded for it."""
-        row, self._row = self._row, None
-        if self._trace is not None and row is not None:
+        row, self._row, changed, self._changed = self._row, None, self._changed, False
+        if row is not None and (changed or not self._flush):
+            self._write(Trace.replace_last if self._flush else Trace.append, row)
+
+    def _write(self, write: Callable[[Trace, Mapping[str, Any]], None], row: Mapping[str, Any]) -> None:
+        if self._trace is not None:
             with self._warning_on_error():
-                self._trace.append(row)
+                write(self._trace, row)
+
+    def failed(self) -> None:
+        """Store the trace of a run that fails."""
+        if self._store is not None:
+            self.ended("failed", {})
 
     @contextlib.contextmanager
     def _warning_on_error(self) -> Iterator[None]:

@@ -365,13 +365,12 @@ def log_start(
     if workers_before not in (None, plan.world_size):
         workers += f" (before: {workers_before}; S is {plan.scale:g} now)"
     _log.info(
-        "Resumed from %s: optimizer step %d, effective step %.2f of %d, start %d, %s. Steps taken after this checkpoint "
+        "Resumed from %s: optimizer step %d, effective step %.2f of %d, %s. Steps taken after this checkpoint "
         "are taken again: at most those of %g s and of the writing of a checkpoint.",
         folder.name,
         loop.iterations,
         train_state.optimizer.effective_steps,
         total,
-        loop.attempt,
         workers,
         checkpoint_every_s,
     )

@@ -218,7 +218,7 @@ class Watch(tune.Callback):
 
     @contextmanager
     def noticing_ctrl_c(self) -> Iterator[None]:
-        """Detect Ctrl-C, after which Tune saves the search and returns as if it had finished.
+        """Detect Ctrl-C, after which Tune saves the search and returns as if it had finished. SIGTERM acts as Ctrl-C.
 
         Tune has no interface for it. Its handler restores the previous handler when the signal comes. Without a signal it
         leaves its own handler behind, which would swallow the program's next Ctrl-C.
@@ -228,12 +228,16 @@ class Watch(tune.Callback):
             os.environ.get("TUNE_DISABLE_SIGINT_HANDLER", "0")
         )
         self._own_handler = before if installs else None
+        before_term = signal.getsignal(signal.SIGTERM)
+        if installs:
+            signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
         try:
             yield
             self._notice_ctrl_c()
         finally:
             if installs:
                 signal.signal(signal.SIGINT, before)
+                signal.signal(signal.SIGTERM, before_term)
 
     def _notice_ctrl_c(self) -> None:
         if self._own_handler is not None and signal.getsignal(signal.SIGINT) is self._own_handler:

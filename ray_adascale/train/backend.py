@@ -239,8 +239,9 @@ class RayTrainBackend(Backend):
 
     def _event_files(self) -> LiveEvents:
         """Return the listener that writes TensorBoard's event files to the run's folder, at the end where that is no disk."""
-        if isinstance(self._storage.storage_filesystem, pyarrow.fs.LocalFileSystem):
-            return LiveEvents(Path(self._storage.experiment_fs_path, _EVENTS))
+        folder = self.trace_folder()
+        if folder is not None:
+            return LiveEvents(folder / _EVENTS)
         scratch = Path(tempfile.mkdtemp(prefix="ray_adascale-events-"))
         return LiveEvents(scratch / _EVENTS, store=self._store_events)
 
@@ -248,6 +249,10 @@ class RayTrainBackend(Backend):
         if folder.is_dir():
             self._copy(folder, _EVENTS)
         shutil.rmtree(folder.parent, ignore_errors=True)
+
+    def trace_folder(self) -> Path | None:
+        local = isinstance(self._storage.storage_filesystem, pyarrow.fs.LocalFileSystem)
+        return Path(self._storage.experiment_fs_path) if local else None
 
     def trace_store(self) -> Callable[[Path], object] | None:
         return lambda path: self._copy(path, TRACE)

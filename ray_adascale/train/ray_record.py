@@ -16,7 +16,7 @@ import pyarrow.fs
 from .._files import absolute
 from ..checkpoint.files import MANIFEST, STATE
 
-__all__ = ["RECORD", "UnlistedCheckpoint", "unlisted_checkpoints"]
+__all__ = ["RECORD", "UnlistedCheckpoint", "has_checkpoint", "unlisted_checkpoints"]
 
 _log = logging.getLogger(__name__)
 
@@ -50,10 +50,7 @@ def unlisted_checkpoints(
         name: The run's name, for the warning.
         filesystem: The storage, if the folder is a path within one.
     """
-    if filesystem is None:
-        filesystem, folder = pyarrow.fs.FileSystem.from_uri(absolute(folder))
-    selector = pyarrow.fs.FileSelector(folder, allow_not_found=True)
-    names = {info.base_name for info in filesystem.get_file_info(selector)}
+    filesystem, folder, names = _listed(folder, filesystem)
     if RECORD in names:
         if _is_json(_read(filesystem, f"{folder}/{RECORD}")):
             return []
@@ -69,6 +66,23 @@ def unlisted_checkpoints(
             f"{found[-1].step:,}",
         )
     return found
+
+
+def has_checkpoint(folder: str, filesystem: pyarrow.fs.FileSystem | None = None) -> bool:
+    """Return whether a run's folder has a complete checkpoint, listed or not. Contents are not verified.
+
+    Args:
+        folder, filesystem: As for :func:`unlisted_checkpoints`.
+    """
+    return bool(_complete(*_listed(folder, filesystem)))
+
+
+def _listed(folder: str, filesystem: pyarrow.fs.FileSystem | None) -> tuple[pyarrow.fs.FileSystem, str, set[str]]:
+    """Return the storage, the path within it, and the names in the folder."""
+    if filesystem is None:
+        filesystem, folder = pyarrow.fs.FileSystem.from_uri(absolute(folder))
+    selector = pyarrow.fs.FileSelector(folder, allow_not_found=True)
+    return filesystem, folder, {info.base_name for info in filesystem.get_file_info(selector)}
 
 
 def _complete(filesystem: pyarrow.fs.FileSystem, folder: str, names: set[str]) -> list[UnlistedCheckpoint]:

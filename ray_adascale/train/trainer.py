@@ -24,12 +24,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .._errors import SettingError
 from .._files import join, room_in_words
-from ..config import AdaScaleConfig
+from ..config import AdaScaleConfig, read_settings
 from ..data.source import MapSource
 from ..recipe import Recipe
 from ..replay import noise_curves
 from ..run.backend import ReportPolicy
-from ..run.failure import annotate_exceptions
+from ..run.failure import annotate_exceptions, telling_of_failure
 from ..run.loop import Run
 from ..run.train_state import INTERRUPTED
 from ..worker_policy import WorkerController, WorkersFollow
@@ -49,7 +49,7 @@ from .cluster import (
 from .driver_channel import DriverClient, News, forward_warnings, make_channel
 from .hang_watch import HangWatch
 from .network import network_advice, with_interface
-from .ray_record import unlisted_checkpoints
+from .ray_record import has_checkpoint, unlisted_checkpoints
 from .retry import RepeatedMistake, RetryPolicy, failure_in_words
 from .run_lock import RunLock
 from .worker_follow import RecordFile, Room, WorkerFollower, read_follow
@@ -64,6 +64,8 @@ _ANSWER_S = 5.0
 """Time limit of the driver for an answer of the channel. It tries again."""
 _ROOM_S = 5.0, 30.0
 """Seconds of the workers' start before the driver logs the resources that the cluster lacks, and between repetitions."""
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
+"""Ctrl-C, and the signal of `ray job stop`, of `kill` and of batch systems."""
 _STOP_S = 60.0
 """Time limit for the workers' checkpoint after Ctrl-C."""
 
@@ -143,6 +145,7 @@ def _train_workload(job: dict[str, Any]) -> dict[str, Any]:
                 "of workers, so examples would repeat."
             )
         backend.driver.running()
+        stack.enter_context(telling_of_failure(run.parts.listeners))
         for batch in run:
             run.backward(workload.loss(run.model, batch))
             run.step()
@@ -241,7 +244,7 @@ class AdaScaleTrainer(TorchTrainer):
             )
         if recipe is not None and not isinstance(recipe, Recipe):
             raise ValueError(f"Invalid recipe of type {type(recipe).__name__}. Load a file with Recipe.load(path).")
-        config = (AdaScaleConfig() if config is None else config).with_recipe(recipe)
+        config = read_settings(config).with_recipe(recipe)
         scaling_config = ray.train.ScalingConfig() if scaling_config is None else scaling_config
         fewest = scaling_config.num_workers
         if isinstance(fewest, tuple):
@@ -314,8 +317,8 @@ class AdaScaleTrainer(TorchTrainer):
             ray.train.TrainingFailedError: A worker failed more often than ``FailureConfig`` allows, or with an exception that
                 every restart would repeat: one during the build, one before a start's first optimizer step, or two after
                 the same step. The last checkpoint can be used: the same call resumes from it.
-            KeyboardInterrupt: Ctrl-C. The workers have written a checkpoint at the next step boundary, unless that took more
-                than a minute or Ctrl-C came twice. The same call resumes.
+            KeyboardInterrupt: Ctrl-C, or SIGTERM. The workers have written a checkpoint at the next step boundary, unless that
+                took more than a minute or the signal came twice. The same call resumes.
         """
         quiet_init()
         asked = self._given.scaling_config
@@ -329,8 +332,7 @@ class AdaScaleTrainer(TorchTrainer):
                 "ScalingConfig",
                 num_workers=asked.num_workers,
             )
-        config = self.run_config
-        folder = join(str(config.storage_path), str(config.name))
+        config, folder = self.run_config, self._folder
         with RunLock(folder, str(config.name), filesystem=config.storage_filesystem) as lock:
             self._job["unlisted"] = unlisted_checkpoints(folder, str(config.name), config.storage_filesystem)
             channel = make_channel()
@@ -350,6 +352,10 @@ class AdaScaleTrainer(TorchTrainer):
             finally:
                 self._job["channel"] = self._retry_policy.channel = None
                 ray.kill(channel)
+
+    @property
+    def _folder(self) -> str:
+        return join(str(self.run_config.storage_path), str(self.run_config.name))
 
     def _what_to_ask_for(self) -> str:
         without = self.scaling_config.use_gpu and not ray.cluster_resources().get("GPU")
@@ -402,16 +408,17 @@ class AdaScaleTrainer(TorchTrainer):
 
     def _fit(self) -> ray.train.Result:
         in_main_thread = threading.current_thread() is threading.main_thread()
-        handler = signal.getsignal(signal.SIGINT) if in_main_thread else None
+        handlers = {number: signal.getsignal(number) for number in _INTERRUPTS} if in_main_thread else {}
         try:
             result = super().fit()
         except ray.train.ControllerError as e:
             mistake = e.controller_failure
             if not isinstance(mistake, RepeatedMistake):
                 if isinstance(mistake, OSError):
-                    config = self.run_config
-                    folder = join(str(config.storage_path), str(config.name))
-                    room = "" if "://" in folder or config.storage_filesystem else room_in_words(mistake, folder)
+                    folder = self._folder
+                    room = (
+                        "" if "://" in folder or self.run_config.storage_filesystem else room_in_words(mistake, folder)
+                    )
                     e.add_note(f"Ray's controller could not write to the run's folder {folder}{room}.")
                 if advice := network_advice(str(e)):
                     e.add_note(advice)
@@ -422,11 +429,14 @@ class AdaScaleTrainer(TorchTrainer):
         except (ray.exceptions.RayActorError, SystemExit) as e:
             # DriverMonitor has killed the controller, or Ray's own handler of Ctrl-C has exited with code 0.
             if self._monitor.interrupts or isinstance(e, SystemExit):
-                raise KeyboardInterrupt("The run ended at once; what came after its last checkpoint is lost.") from None
+                saved = has_checkpoint(self._folder, self.run_config.storage_filesystem)
+                lost = "what came after its last checkpoint is lost" if saved else "it has no checkpoint yet"
+                raise KeyboardInterrupt(f"The run ended at once; {lost}.") from None
             raise
         finally:
-            if handler is not None:
-                signal.signal(signal.SIGINT, handler)  # Ray leaves its own handler behind
+            for number, handler in handlers.items():
+                if handler is not None:
+                    signal.signal(number, handler)  # Ray leaves its own handler of SIGINT behind
         if result.return_value["stopped"] == INTERRUPTED:
             raise KeyboardInterrupt(
                 f"The run has written a checkpoint of optimizer step {result.metrics['optimizer_steps']:,}."
@@ -439,7 +449,8 @@ class AdaScaleTrainer(TorchTrainer):
         A test fails if the hook moves. Ctrl-C would then end a run without a checkpoint, as in Ray.
         """
         self._monitor.controller = controller
-        signal.signal(signal.SIGINT, lambda *_: self._monitor.interrupt())
+        for number in _INTERRUPTS:
+            signal.signal(number, lambda *_: self._monitor.interrupt())
 
 
 class DriverMonitor:

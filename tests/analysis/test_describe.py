@@ -80,6 +80,7 @@ def test_a_run_by_its_folder_or_its_trace(tmp_path: Path) -> None:
         "Run mine",
         "  steps        3 for 6.0 effective ones, mean gain 2.00 at scale 4 on 1 worker",
         "  loss         0.3333, 1,000 examples/s",
+        "  noise scale  24 examples over the whole run",
         "  accuracy     0.5",
         "  τ = 2        restarted",
         "  τ = 4        resized from 2 workers (S = 4) to 1 worker (S = 4)",
@@ -87,6 +88,18 @@ def test_a_run_by_its_folder_or_its_trace(tmp_path: Path) -> None:
     text, whole = describe(path.parent)
     assert whole
     assert text.splitlines()[-1] == "  checkpoints  0, newest whole one none"
+
+
+def test_a_run_that_failed(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "error.txt").write_text("Worker 0: ValueError: no data\n\nTraceback ...\n")
+    failed = "  failed       Worker 0: ValueError: no data (error.txt has the whole traceback)"
+    assert describe(folder) == (f"Run mine\n  steps        none\n{failed}", True)
+    write_rows(folder / "trace.jsonl", [row(1), row(2)])
+    text, _ = describe(folder)
+    assert "steps        2 for 4.0" in text
+    assert text.splitlines()[-1] == failed
 
 
 def test_a_run_amid_its_way_has_its_time_left(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
 import sys
 import time
@@ -152,3 +153,12 @@ def test_a_searchs_lines_stay_above_its_display_and_the_display_goes(capsys: pyt
     assert "repeats" in shown
     assert isinstance(out.file, io.StringIO)
     assert "\x1b[2K" in out.file.getvalue().rpartition("best error")[2]  # erased
+
+
+def test_lines_of_the_log_carry_their_time(capsys: pytest.CaptureFixture[str]) -> None:
+    log = logging.getLogger("ray_adascale.of-this-test")
+    with RunDisplay(lambda: None, label="x", log=log):
+        log.info("Started")
+        log.warning("Worker 1 died.")
+    for line, text in zip(capsys.readouterr().err.splitlines(), ("Started", "Worker 1 died."), strict=True):
+        assert re.fullmatch(rf"x: \d\d-\d\d \d\d:\d\d:\d\d {text}", line)

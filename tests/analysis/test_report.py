@@ -18,6 +18,7 @@ from ray_adascale.recipe import Repeat
 from ray_adascale.worker_record import WORKERS, Change, Stay, WorkersRecord
 
 from ..samples_of import probes, recipe, row, write_rows
+from .test_runs import trial
 
 NASTY = "<script>alert('$x_{$')</script>&amp;"
 
@@ -102,12 +103,13 @@ def test_page_says_what_the_runs_did(make: Callable[..., Page], tmp_path: Path) 
             "mean gain",
             "efficiency",
             "loss, last 5 %",
+            "noise scale, whole run",
             "accuracy",
         )
     ]
     assert rows == [
-        ["base", "1", "1", "20", "640", "20", "1.00", "100%", "0.05000", "0.8000"],
-        ["scaled", "2", "4", "10", "320", "20", "2.00", "50%", "0.1000", "0.8000"],
+        ["base", "1", "1", "20", "640", "20", "1.00", "100%", "0.05000", "", "0.8000"],
+        ["scaled", "2", "4", "10", "320", "20", "2.00", "50%", "0.1000", "24", "0.8000"],
     ]
     # r falls from 16/7 to 2.04 with these σ², μ² (see test_replay): ⌈20 / 2.1⌉ = 10 steps, of one seed 9.5·e^±0.2. The base run
     # is not compared.
@@ -337,3 +339,44 @@ def test_a_damaged_record_of_workers_is_reported(make: Callable[..., Page], tmp_
     with pytest.warns(UserWarning, match="The worker hours of mine are missing"):
         page = make([run])
     assert "Workers that were asked for when they paid" not in page.headings
+
+
+def test_the_noise_scale_is_that_of_the_whole_run(make: Callable[..., Page], tmp_path: Path) -> None:
+    # At B0 = 8: three of four effective steps with σ²/μ² = 3, one with 5/2, so 8 · (3·3 + 5) / (3·1 + 2).
+    rows = [row(1, effective_steps=3.0), row(2, effective_steps=4.0, sigma2=5.0, mu2=2.0, noise_scale=20.0)]
+    assert make(write_rows(tmp_path / "x" / "trace.jsonl", rows)).tables[0][1][9] == f"{8 * 14 / 5:.3g}"
+    assert make(write_rows(tmp_path / "y" / "trace.jsonl", [row(1, mu2=-1.0)])).tables[0][1][9] == ""
+
+
+def test_a_search_has_its_examples_and_what_its_losses_are(make: Callable[..., Page], tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "search.json").write_text("{}")
+    trial(tmp_path / "base", "best", 0.25)
+    page = make(tmp_path / "base", write_rows(tmp_path / "big" / "trace.jsonl", [row(1), row(2)]))
+    assert [cells[4] for cells in page.tables[0][1:]] == ["32", "64"]
+    text = (tmp_path / "out" / "report.html").read_text()
+    assert text.count("base is a trial of a search. Each of its training losses is the mean over the steps since") == 1
+    assert "big is a trial" not in text
+
+
+def test_equal_runs_are_told_and_both_seen(make: Callable[..., Page], tmp_path: Path) -> None:
+    paths = [write_rows(tmp_path / name / "trace.jsonl", [row(s) for s in range(1, 9)]) for name in ("one", "two")]
+    other = write_rows(tmp_path / "other" / "trace.jsonl", [row(s, loss=2.0) for s in range(1, 9)])
+    make(*paths, other)
+    text = (tmp_path / "out" / "report.html").read_text()
+    assert text.count("the same training loss in every step") == 1
+    assert "two has the same training loss in every step as one, which is drawn wider under it." in text
+    widths = dict(re.findall(r"stroke: (#\w{6}); stroke-width: ([\d.]+); stroke-linecap: square", text))
+    assert float(widths["#3b7dd8"]) > float(widths["#e0702a"])
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_run_that_failed_is_reported_with_its_cause(make: Callable[..., Page], tmp_path: Path, steps: int) -> None:
+    path = write_rows(tmp_path / "mine" / "trace.jsonl", [row(s) for s in range(1, steps + 1)])
+    (path.parent / "error.txt").write_text("Worker 1: OSError: no <disk>\n\nTraceback ...\n")
+    page = make([path.parent])
+    assert [cells[0] for cells in page.tables[0][1:]] == ["mine"] * (steps > 0)
+    assert ("Failures" in page.headings, "Plots" in page.headings) == (True, steps > 0)
+    text = (tmp_path / "out" / "report.html").read_text()
+    assert "mine: Worker 1: OSError: no &lt;disk&gt; (error.txt in the run" in text
+    assert "Traceback" not in text

@@ -76,6 +76,7 @@ def test_a_search_is_read_as_its_best_trial(tmp_path: Path) -> None:
     np.testing.assert_array_equal(run.column("error"), [math.nan, 1.0, math.nan, 0.25])
     np.testing.assert_array_equal(run.column("lr")[[0, 2]], [0.1, 0.05])  # of the steps taken from τ = 0 and τ = 2
     assert (run.events, run.changed_its_batch) == ([], False)
+    assert (run.last["position"], run.of_search) == (4 * 8, True)
     (tmp_path / "best" / "result.json").write_text("no JSON")
     with pytest.raises(ValueError, match="does not hold the results of a trial"):
         load_run(tmp_path)

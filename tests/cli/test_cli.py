@@ -513,7 +513,7 @@ def test_a_failed_run_exits_with_1_and_the_workers_own_words(
     assert "run 'x' failed. The actor died" in capsys.readouterr().err
 
 
-def test_every_end_that_leaves_a_checkpoint_says_how_to_go_on(
+def test_every_end_says_how_to_go_on(
     called: dict[str, Any], stored: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for error, code in (
@@ -525,7 +525,9 @@ def test_every_end_that_leaves_a_checkpoint_says_how_to_go_on(
             if saved:
                 (folder / "checkpoint_1").mkdir()  # and no whole one yet: nothing to go on from
                 assert main.main([*TRAIN, "--name=x", f"--storage-path={folder.parent}"]) == code
-                assert "goes on" not in capsys.readouterr().err
+                said = capsys.readouterr().err
+                assert "goes on" not in said
+                assert f"There is no checkpoint yet; `ray-adascale resume '{folder}'` starts the run again.\n" in said
                 checkpoint.save(
                     folder / "checkpoint_2",
                     {"x": torch.ones(1)},
@@ -536,7 +538,16 @@ def test_every_end_that_leaves_a_checkpoint_says_how_to_go_on(
             said = capsys.readouterr().err
             assert (f"`ray-adascale resume '{folder}'` goes on from the last checkpoint.\n" in said) == saved
             assert ("The run was interrupted." in said) == (code == 130)
+    called |= {"error": KeyboardInterrupt("It has no checkpoint yet."), "refused": True}  # before the workers' loop
+    assert main.main([*TRAIN, "--name=x", f"--storage-path={tmp_path}"]) == 130
+    assert "The workers had not begun; the same command starts the run again.\n" in capsys.readouterr().err
+    called["error"] = ray.train.WorkerGroupError("all of it", {1: OSError("no disk")})
+    assert main.main([*TRAIN, "--name=unbuilt", f"--storage-path={tmp_path}"]) == 1
+    assert f"`ray-adascale resume {tmp_path}/unbuilt` starts the run again.\n" in capsys.readouterr().err
+    assert main.main(["describe", str(tmp_path / "unbuilt")]) == 0
+    assert "Worker 1: OSError: no disk" in capsys.readouterr().out
     # Where every checkpoint is damaged, a resume would fail as well.
+    called["refused"] = False
     called["error"] = ray.train.WorkerGroupError("", {0: checkpoint.NoUsableCheckpoint("None of the 2 checkpoints")})
     assert main.main([*TRAIN, "--name=x", f"--storage-path={folder.parent}"]) == 1
     said = capsys.readouterr().err
@@ -561,6 +572,7 @@ def test_the_whole_traceback_is_in_a_file_that_is_named(
     whole = (tmp_path / "x" / "error.txt").read_text()
     assert "Traceback (most recent call last):" in whole
     assert "all of it" in whole
+    assert whole.splitlines()[0] == lines[0].partition("failed. ")[2]  # for `describe` and `report`
 
     # A later start that is refused leaves it; one that succeeds renames it, whether its start is heard of or not.
     called["refused"], called["error"] = True, ValueError("refused")

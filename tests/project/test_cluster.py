@@ -123,6 +123,20 @@ def test_a_lost_node_is_waited_for_briefly_and_the_token_is_the_users_alone() ->
     assert re.search(r"ray job submit --working-dir examples -- \\?\s+ray-adascale resume ", guide)
 
 
+def test_a_stopped_job_has_the_time_for_a_checkpoint() -> None:
+    """Ray's default is 3 s, and the driver waits a minute for the workers' checkpoint."""
+    from ray_adascale.train.trainer import _STOP_S
+
+    for path in (LAUNCHER, LOCAL):
+        (start,) = (line for line in load(path)["head_start_ray_commands"] if "ray start" in line)
+        (wait,) = (word for word in start.split() if word.startswith("RAY_JOB_STOP_WAIT_TIME_S="))
+        assert int(wait.partition("=")[2]) > _STOP_S, path.name
+    head = load(RAYJOB)["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    (variable,) = head["containers"][0]["env"]
+    assert variable == {"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": str(head["terminationGracePeriodSeconds"])}
+    assert int(variable["value"]) > _STOP_S
+
+
 @pytest.mark.parametrize("path", [LAUNCHER, LOCAL, RAYJOB], ids=lambda path: path.name)
 def test_no_paths_or_hosts_of_one_machine(path: Path) -> None:
     text = path.read_text()
@@ -309,6 +323,27 @@ def wait_for_nodes(
     raise AssertionError("\n".join([f"no {count} nodes: {last}", *(log.read_text() for log in started)]))
 
 
+def _stop_a_job(address: str, run: Path, env: dict[str, str]) -> None:
+    """`ray job stop` ends a run with a checkpoint of a step that was due long after, and says so in the job's log."""
+    train = ["ray-adascale", "train", "digits.py:workload", "lr=0.05", "momentum=0.9", "--base-batch-size=8"]
+    train += ["--total-steps=1000000", "--per-worker-batch-size=16", "--num-workers=2", "--checkpoint-every=10000"]
+    train += [f"--storage-path={run.parent}", f"--name={run.name}", "--no-check"]
+    submit = ["job", "submit", "--no-wait", "--submission-id=stopped", "--working-dir", str(ROOT / "examples"), "--"]
+    done = ray(submit[0], submit[1], "--address", address, *submit[2:], *train, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    deadline = time.monotonic() + 120
+    while not re.search(r"step [1-9]\d\d", said := ray("job", "logs", "--address", address, "stopped", env=env).stdout):
+        assert time.monotonic() < deadline, said
+        time.sleep(1)
+    done = ray("job", "stop", "--address", address, "stopped", env=env, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = ray("job", "logs", "--address", address, "stopped", env=env).stdout
+    step = re.search(r"interrupted\. The run has written a checkpoint of optimizer step ([\d,]+)\.", said)
+    assert step is not None, said
+    (saved,) = run.glob("checkpoint_*/")
+    assert checkpoint.load_state(saved)["iterations"] == int(step[1].replace(",", "")) >= 100
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(480)
@@ -328,6 +363,7 @@ def test_launches_for_real() -> None:
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
         "RAY_TRAIN_METRICS_ENABLED": "0",
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+        "RAY_JOB_STOP_WAIT_TIME_S": "90",
     }
     env = own | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
     gcs, dashboard = free_port(), free_port()
@@ -358,6 +394,7 @@ def test_launches_for_real() -> None:
                 assert done.returncode == 0, done.stdout + done.stderr
                 assert "succeeded" in done.stdout
                 assert "total_steps reached" in done.stdout
+                _stop_a_job(address, storage / "stopped", env)
 
         run = storage / "for-real"
         rows = read_trace(run / "trace.jsonl")

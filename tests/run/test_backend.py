@@ -63,6 +63,7 @@ def test_without_a_folder_nothing_is_kept_and_nothing_found(tmp_path: Path) -> N
     assert (backend.rank, backend.world_size, backend.device) == (0, 1, torch.device("cpu"))
     assert backend.checkpoint_folder(3) is None
     assert latest(backend) is None
+    assert backend.trace_folder() is None
     assert backend.trace_store() is None
     backend.report(outcome(loss=0.5), None)
     assert backend.metrics == {"loss": 0.5}
@@ -70,13 +71,7 @@ def test_without_a_folder_nothing_is_kept_and_nothing_found(tmp_path: Path) -> N
 
 
 def test_the_trace_is_beside_the_checkpoints(tmp_path: Path) -> None:
-    backend = LocalBackend(tmp_path / "run")
-    save(backend, 1)
-    (tmp_path / "trace").write_text("row\n")
-    store = backend.trace_store()
-    assert store is not None
-    store(tmp_path / "trace")
-    assert (tmp_path / "run" / "trace.jsonl").read_text() == "row\n"
+    assert LocalBackend(tmp_path / "run").trace_folder() == tmp_path / "run"
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
@@ -307,6 +302,10 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ValueError, match=r"Invalid device='cuda:2'.*2 CUDA device"):
         LocalBackend(device="cuda:2")
     assert cuda.chosen == []
+    Cuda(monkeypatch, visible=0)
+    for asked in ("cuda", "cuda:0"):
+        with pytest.raises(ValueError, match=rf"Invalid device='{asked}': torch finds no CUDA device .* Use 'cpu'"):
+            LocalBackend(device=asked)
 
 
 def test_no_gpu_is_touched_for_a_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

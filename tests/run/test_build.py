@@ -127,6 +127,7 @@ def test_the_error_of_another_curve_than_the_recipes_ends_its_sentences_once(cur
     text = str(raised.value)
     assert not re.search(r"\.\s*[.:;,]", text), text
     assert ". Build optimizer and scheduler from" in text
+    assert "leave the recipe out and give base_batch_size=8 and total_steps=10 instead" in text
 
 
 def _warnings_of(optimizer: type[torch.optim.Optimizer], recipe: Recipe | None = None) -> list[str]:

@@ -56,10 +56,11 @@ def test_what_is_no_number_is_refused() -> None:
 
 def test_a_batch_beyond_the_noise_scale_is_too_large_but_not_at_the_base_batch() -> None:
     plan = AdaScaleConfig(base_batch_size=8, total_steps=10, per_worker_batch_size=32).batch_policy.plan(2)
-    assert "64 exceeds the gradient noise scale of 63" in (too_large_for_the_noise(plan, 63.0, 2.0) or "")
-    assert too_large_for_the_noise(plan, 64.0, 2.0) is None
+    text = too_large_for_the_noise(plan, 63.0, 2.0, window=100.0) or ""
+    assert "64 exceeds the gradient noise scale of 63 examples over the last 100 effective steps (gain" in text
+    assert too_large_for_the_noise(plan, 64.0, 2.0, window=100.0) is None
     base = AdaScaleConfig(base_batch_size=8, total_steps=10, per_worker_batch_size=8).batch_policy.plan(1)
-    assert too_large_for_the_noise(base, 1.0, 1.0) is None
+    assert too_large_for_the_noise(base, 1.0, 1.0, window=100.0) is None
 
 
 @pytest.mark.parametrize(

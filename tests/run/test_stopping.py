@@ -45,7 +45,9 @@ class Asked(LocalBackend, Listener):
         return self.steps >= self.after
 
 
-def test_a_run_that_is_asked_to_stop_saves_and_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on_as_if_it_had_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     evaluations: list[int] = []
     whole = make_run(model(dropout=0.2), accumulation=2, per_worker_batch_size=4)
     drive(whole)
@@ -57,8 +59,10 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_as_if_it_had_not(tmp_path
         evaluate=lambda _: evaluations.append(1) or {},
         evaluate_every=1e9,
     )
+    caplog.set_level(logging.INFO, "ray_adascale")
     drive(run)
     assert run.stopped == "interrupted"
+    assert f"Stopped after optimizer step {run.state.iterations}. Its checkpoint is being written." in caplog.messages
     assert not evaluations  # whoever asked is waiting
     assert 5 <= run.state.iterations <= 6
     assert (tmp_path / "trace.jsonl").exists()
@@ -267,7 +271,7 @@ def test_extra_state_that_comes_or_goes_is_told(tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         with_average(tmp_path, 1, more=Counter())
-    found = [warning for warning in said if "extra_state" in str(warning.message)]
+    found = [warning for warning in said if "extra_state '" in str(warning.message)]  # not this test's folder
     assert {warning.filename for warning in found} == {__file__}  # the user's own line
     texts = [str(warning.message) for warning in found]
     assert len(texts) == 2

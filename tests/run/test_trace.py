@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import multiprocessing
 import os
 import resource
+import shutil
 import tempfile
 import warnings
 from pathlib import Path
@@ -13,10 +15,10 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from ray_adascale import AdaScaleConfig, LocalBackend, Run
 from ray_adascale._files import TRACE
+from ray_adascale.run.failure import telling_of_failure
 from ray_adascale.run.metrics import METRICS
 from ray_adascale.run.trace import Trace, TraceFile, read_trace
 
@@ -372,23 +374,85 @@ def scratch_while_running(scratch: str, backend: LocalBackend) -> list[str]:
         tempfile.tempdir = None
 
 
-@pytest.mark.parametrize("why", ["no folder", "the backend says so", None])
+@pytest.mark.parametrize("why", ["no folder", "the backend says so", "no disk", None])
 def test_a_trace_is_written_where_somebody_keeps_it(
     why: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "scratch").mkdir()
     backend = LocalBackend(None if why == "no folder" else tmp_path / "run", device="cpu")
-    if why == "the backend says so":
-        monkeypatch.setattr(backend, "trace_store", lambda: None)
-    assert len(scratch_while_running(str(tmp_path / "scratch"), backend)) == (why is None)
-    assert (tmp_path / "run" / "trace.jsonl").exists() == (why is None)
+    if why in ("the backend says so", "no disk"):
+        monkeypatch.setattr(backend, "trace_folder", lambda: None)
+    if why == "no disk":
+        store = lambda path: shutil.copyfile(path, tmp_path / "run" / "trace.jsonl")  # noqa: E731
+        monkeypatch.setattr(backend, "trace_store", lambda: store)
+    assert len(scratch_while_running(str(tmp_path / "scratch"), backend)) == (why == "no disk")
+    assert (tmp_path / "run" / "trace.jsonl").exists() == (why in ("no disk", None))
 
 
-def on_two_workers(folder: str) -> int:
-    scratch = Path(folder, f"scratch-{dist.get_rank()}")
-    scratch.mkdir()
-    return len(scratch_while_running(str(scratch), LocalBackend(Path(folder, "run"), device="cpu")))
+def on_two_workers(folder: str) -> list[int]:
+    backend = LocalBackend(Path(folder, "run"), device="cpu")
+    scratch_while_running(folder, backend)
+    return [] if backend.trace_folder() is None else [row["step"] for row in read_trace(Path(folder, "run", TRACE))]
 
 
 def test_the_first_worker_alone_writes_a_trace(pool: Any, tmp_path: Path) -> None:
-    assert pool(2).run(on_two_workers, str(tmp_path)) == [1, 0]
+    assert pool(2).run(on_two_workers, str(tmp_path))[0] == [1, 2, 3]
+
+
+# ---- a run that fails ------------------------------------------------------------------------------------------------
+
+
+def fail_after(folder: Path, steps: int) -> None:
+    """A run whose loop fails after so many steps, an evaluation of the last one included, as its process dies."""
+    net = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    config = AdaScaleConfig(base_batch_size=2, total_steps=9)
+    run = Run(net, optimizer, None, [torch.ones(2)] * 8, config, backend=LocalBackend(folder, device="cpu"))
+    for taken, x in enumerate(run):
+        if taken == steps:
+            run.record(accuracy=0.5)
+            os._exit(3)
+        run.backward(run.model(x).square().mean())
+        run.step()
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_the_trace_of_a_run_that_dies_before_its_first_checkpoint_is_in_its_folder(tmp_path: Path, steps: int) -> None:
+    (tmp_path / TRACE).write_text('{"step": 77}\n')  # of an earlier start, which failed too
+    died = multiprocessing.get_context("fork").Process(target=fail_after, args=(tmp_path, steps))
+    died.start()
+    died.join(60)
+    assert died.exitcode == 3
+    assert not list(tmp_path.glob("checkpoint_*"))
+    assert [row["step"] for row in read_trace(tmp_path / TRACE)] == list(range(1, steps + 1))
+
+
+def test_metrics_that_come_after_a_row_was_written_replace_it(tmp_path: Path) -> None:
+    log = TraceFile.in_folder(tmp_path, rows(1), keep=10)
+    for step in (2, 3):
+        log.after_step(step_of(step, row={"step": step, "loss": 1.0}))
+        log.recorded({"accuracy": 0.5, "more": step})
+    log.after_step(step_of(4, row={"step": 4, "loss": 1.0}))
+    expected = [{"step": s, "loss": 1.0, "accuracy": 0.5, "more": s} for s in (2, 3)]
+    assert read_trace(tmp_path / TRACE) == [*rows(1), *expected, {"step": 4, "loss": 1.0}]
+    log.ended("", {})
+    assert read_trace(tmp_path / TRACE)[1:3] == expected
+
+
+def test_where_the_storage_is_no_disk_the_trace_of_a_failed_run_is_stored() -> None:
+    stored: list[int] = []
+    log = TraceFile.scratch(keep=None, store=lambda path: stored.append(len(read_trace(path))))
+    assert log is not None
+    take_steps(log, 3)
+    broken = Mock(failed=Mock(side_effect=OSError("no disk")))
+    with pytest.raises(KeyError, match="the cat"), telling_of_failure([broken, log]):
+        raise KeyError("the cat")
+    assert stored == [3]
+
+
+def test_the_trace_of_an_ended_run_stays_as_it_is(tmp_path: Path) -> None:
+    scratch_while_running(str(tmp_path), LocalBackend(tmp_path / "run", device="cpu"))
+    trace = tmp_path / "run" / TRACE
+    trace.write_bytes(b"".join(trace.read_bytes().splitlines(keepends=True)[1:]))  # as a long one, which is thinned
+    scratch_while_running(str(tmp_path), LocalBackend(tmp_path / "run", device="cpu"))
+    assert [row["step"] for row in read_trace(trace)] == [2, 3]

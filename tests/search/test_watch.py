@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,21 +22,24 @@ from ray_adascale.search.watch import BestMean, Finished, Watch, best_mean
 T = 200
 
 
-@pytest.mark.parametrize("interrupted", [True, False])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, None])
 def test_trials_that_ran_when_a_search_was_interrupted_have_not_ended(
-    interrupted: bool, capsys: pytest.CaptureFixture[str]
+    number: signal.Signals | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    interrupted, before_term = number is not None, signal.getsignal(signal.SIGTERM)
     watch = Watch(2, verbose=True)
     trial = SimpleNamespace(trial_id="a", config={"lr": 0.1}, status="TERMINATED", last_result={"total_steps": T})
     with watch.noticing_ctrl_c():
         # As Tune does: a handler of its own, until the signal comes; and then trials that run are ended without a word.
-        before = signal.signal(signal.SIGINT, lambda *_: None)
-        if interrupted:
-            signal.signal(signal.SIGINT, before)
+        before = signal.getsignal(signal.SIGINT)
+        signal.signal(signal.SIGINT, lambda *_: signal.signal(signal.SIGINT, before))
+        if number is not None:
+            os.kill(os.getpid(), number)
         watch.on_experiment_end([trial])
     assert watch.interrupted == interrupted
     assert ("trial 1 of 2: stopped early" in capsys.readouterr().err) == (not interrupted)
     assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(signal.SIGTERM) is before_term
 
 
 def repeated(index: int, score: float | None, mode: Literal["min", "max"] = "min") -> Finished:

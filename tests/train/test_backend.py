@@ -125,6 +125,7 @@ def test_event_files_are_in_the_runs_folder_wherever_that_is(
     (events,) = (listener for listener in made if isinstance(listener, LiveEvents))
     written = tmp_path / "run" / "tensorboard" / "steps"
     assert (events.folder == written.parent) == local
+    assert backend.trace_folder() == (tmp_path / "run" if local else None)
     (tmp_path / "trace.jsonl").write_text("{}")
     store = backend.trace_store()
     assert store is not None

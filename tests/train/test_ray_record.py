@@ -12,7 +12,7 @@ import torch
 from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
 
 from ray_adascale import checkpoint
-from ray_adascale.train.ray_record import RECORD, SET_ASIDE, UnlistedCheckpoint, unlisted_checkpoints
+from ray_adascale.train.ray_record import RECORD, SET_ASIDE, UnlistedCheckpoint, has_checkpoint, unlisted_checkpoints
 
 
 def saved(run: Path, name: str, step: int) -> UnlistedCheckpoint:
@@ -45,6 +45,14 @@ def test_a_whole_record_is_left_to_ray(run: Path, caplog: pytest.LogCaptureFixtu
     assert unlisted_checkpoints(str(run), "mine") == []
     assert not caplog.records
     assert (run / RECORD).exists()
+
+
+def test_a_checkpoint_that_was_never_finished_does_not_count(tmp_path: Path, run: Path) -> None:
+    assert has_checkpoint(str(run))
+    assert not has_checkpoint(str(tmp_path / "never begun"))
+    for manifest in run.glob("checkpoint_*/manifest.json"):
+        manifest.unlink()
+    assert not has_checkpoint(str(run))
 
 
 @pytest.mark.parametrize("left", ["", '{"checkpoint_results": [{"checkpoint_dir_na'])

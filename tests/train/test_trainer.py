@@ -337,6 +337,7 @@ def test_of_the_checkpoints_the_best_stay_and_the_newest(of_a_file: ray.train.Re
         ({"config": AdaScaleConfig(base_batch_size=8, total_steps=9, batch_schedule="seesaw")}, "needs a recipe"),
         ({"config": AdaScaleConfig(batch_schedule="0:3"), "recipe": _recipe()}, "smaller than base_batch_size=4"),
         ({"recipe": {"lr": 0.1}}, r"Recipe\.load"),
+        ({"config": {"base_batch_size": 4}}, r"Must be an AdaScaleConfig: AdaScaleConfig\(\*\*config\)"),
         ({"workload": "digits.py:workload"}, "workload"),
         ({"scaling_config": ScalingConfig(num_workers=0), "recipe": _recipe()}, "num_workers"),
     ],
@@ -378,10 +379,13 @@ def test_a_second_run_of_one_name_is_refused_while_the_first_runs(
         assert files() == [LOCK]  # nothing of the second one
 
 
-def test_ctrl_c_ends_the_workers_and_leaves_a_checkpoint_to_resume_from(
+def test_sigterm_ends_the_workers_and_leaves_a_checkpoint_to_resume_from(
     ray_session: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command line with a Ray of its own, and then here: half a minute, for the start of two workers and of one."""
+    """The command line with a Ray of its own, and then here: half a minute, for the start of two workers and of one.
+
+    SIGTERM, as `ray job stop` sends it, has Ctrl-C's handler.
+    """
     command = [
         sys.executable,
         "-m",
@@ -404,7 +408,8 @@ def test_ctrl_c_ends_the_workers_and_leaves_a_checkpoint_to_resume_from(
             assert time.monotonic() < deadline
             time.sleep(0.2)
         assert json.loads((tmp_path / "stopped" / LOCK).read_text())["process"] == process.pid
-        os.kill(process.pid, signal.SIGINT)
+        sent = time.time()
+        os.kill(process.pid, signal.SIGTERM)
         _, err = process.communicate(timeout=120)
     finally:
         if process.poll() is None:
@@ -412,9 +417,13 @@ def test_ctrl_c_ends_the_workers_and_leaves_a_checkpoint_to_resume_from(
     said = err.decode()
     assert process.returncode == 130
     assert "Traceback" not in said, said[-3000:]
-    assert "stopped: Started on 2 workers: batch 16 at base batch 4, so S = 4; T = 200 effective steps." in said
+    assert " Started on 2 workers: batch 16 at base batch 4, so S = 4; T = 200 effective steps." in said
+    ((stopped, step),) = re.findall(r"stopped: (\d\d-\d\d \d\d:\d\d:\d\d) Stopped after optimizer step (\d+)\.", said)
+    at = time.mktime(time.strptime(f"{time.localtime(sent).tm_year}-{stopped}", "%Y-%m-%d %H:%M:%S"))
+    assert at - sent < 4, "2 s, and as much for a machine with more work than cores"
     saved = re.search(r"interrupted\. The run has written a checkpoint of optimizer step (\d+)\.", said)
     assert saved is not None, said[-3000:]
+    assert saved[1] == step
     assert not (tmp_path / "stopped" / LOCK).exists()
     assert f"`ray-adascale resume {tmp_path}/stopped` goes on from the last checkpoint." in said
     deadline = time.monotonic() + 20

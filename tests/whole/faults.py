@@ -36,7 +36,7 @@ STEP_TIMEOUT_S = 20.0
 HANG_S = 240.0
 """Seconds without a step after which a run counts as hung."""
 _MOST_DRIVERS = 25
-_LAST_LINE = re.compile(r"goes on from the last checkpoint|interrupted|Checkpoint: ")
+_LAST_LINE = re.compile(r"goes on from the last checkpoint|starts the run again|interrupted|Checkpoint: ")
 WORKLOAD = f"{Path(__file__).with_name('chaos_workload.py')}:workload"
 
 

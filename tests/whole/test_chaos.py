@@ -83,7 +83,7 @@ def test_a_start_may_go_back_before_a_damaged_checkpoint_and_no_further(tmp_path
     assert around.kept_step() == 1064
     (tmp_path / "driver-1.log").write_text(
         "Skipped the checkpoint x of optimizer step 1,064: x/state.json is missing\n"
-        "Resumed from y: optimizer step 1,032, effective step 61.44 of 600, start 1\n"
+        "Resumed from y: optimizer step 1,032, effective step 61.44 of 600, 2 workers\n"
     )
     assert around.kept_step() == 1032
 

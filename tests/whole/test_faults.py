@@ -490,7 +490,7 @@ def test_a_resume_says_where_it_begins_and_what_may_be_lost(tmp_path: Path, capl
     with caplog.at_level(logging.INFO, logger="ray_adascale"):
         resumed = alone(tmp_path, checkpoint_every_s=7.0)
     (record,) = [r for r in caplog.records if r.message.startswith("Resumed")]
-    assert f"optimizer step 4, effective step {resumed.effective_steps:.2f} of 120, start 1" in record.message
+    assert f"optimizer step 4, effective step {resumed.effective_steps:.2f} of 120, 1 worker." in record.message
     assert "are taken again: at most those of 7 s" in record.message
 
 
