@@ -30,7 +30,7 @@ from ray_adascale.measure.observers import HookObserver
 
 from ..classifier import batches, in_shares, make_model, sample_gradient, weights
 from ..pool import ProcessPool
-from ..reference import ReferenceAdaScale
+from ..model.reference_run import ReferenceAdaScale
 
 Pool = Callable[[int], ProcessPool]
 

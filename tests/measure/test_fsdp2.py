@@ -29,7 +29,7 @@ from ray_adascale import AdaScale
 from ray_adascale.measure import fsdp2
 
 from ..placement import here
-from ..reference import ReferenceAdaScale
+from ..model.reference_run import ReferenceAdaScale
 
 
 class Net(nn.Module):

@@ -25,7 +25,7 @@ from ray_adascale.measure import observers
 
 from ..classifier import batches, make_model, sample_gradient
 from ..pool import ProcessPool
-from ..reference import ReferenceAdaScale
+from ..model.reference_run import ReferenceAdaScale
 
 Pool = Callable[[int], ProcessPool]
 

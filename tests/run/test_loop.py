@@ -51,7 +51,7 @@ from ray_adascale.workload import build
 
 from ..host_reads import host_reads
 from ..placement import here
-from ..reference import ReferenceAdaScale
+from ..model.reference_run import ReferenceAdaScale
 
 # Advice on how far to scale, which toy data of 60 examples rightly gets; one test looks for it.
 pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
