@@ -26,6 +26,7 @@ from torch import Tensor
 
 __all__ = [
     "Average",
+    "advanced",
     "count_decay",
     "differenced_moments",
     "effective_decay",
@@ -182,6 +183,16 @@ def effective_decay(previous_gain: Tensor | float, *, window: float, total_steps
 def plain_effective_decay(previous_gain: float, *, window: float, total_steps: float) -> float:
     """Return :func:`effective_decay` of plain numbers."""
     return math.exp(-previous_gain / (window * total_steps))
+
+
+def advanced(effective_steps: float, increment: float) -> float:
+    """Return τ after a step. Within rounding of a whole number it is that number: six steps of 4/3 are 8, not 7.99…9.
+
+    Otherwise the step would have the LR of the base step before, and a run would make one step more after T.
+    """
+    tau = effective_steps + increment
+    whole = float(round(tau)) if math.isfinite(tau) else tau
+    return whole if math.isclose(tau, whole, rel_tol=1e-12) else tau
 
 
 @dataclass(frozen=True)

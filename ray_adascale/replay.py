@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from .batch_policy import BatchChoice, BatchPlan, BatchPolicy, Position
-from .gain import plain_effective_decay, plain_gain
+from .gain import advanced, plain_effective_decay, plain_gain
 from .optim.rules import RuleInput, ScalingRule, betas_of, make_rule
 from .recipe import NoiseProbe, Recipe
 
@@ -344,7 +344,7 @@ def replay(
             law_of_step = law.under_betas(betas.exponent((law.momentum,), increment))
         taus.append(tau * stride)
         gains.append(r)
-        tau, progress = tau + increment, progress + r
+        tau, progress = advanced(tau, increment), advanced(progress, r)
         if controller is not None:
             plans.append(controller.plan)
             examples += controller.plan.global_batch_size * stride

@@ -17,6 +17,7 @@ from .._torch import called_to_make_state
 from .._warn import warn_at_user
 from ..batch_policy import BatchPlan
 from ..config import AUTO, AdaScaleConfig
+from ..gain import advanced
 from ..measure.per_example import not_covered
 from ..measure.probe import probe_examples, probe_noise
 from ..optim.adascale import AdaScale
@@ -218,7 +219,7 @@ class StepLog:
         number = self._adascale.steps
         if self._trace is None:
             self._trace = self._resume(self._path, number)
-        self._progress += last.gain
+        self._progress = advanced(self._progress, last.gain)
         metrics = self._metrics()
         place: dict[str, Any] = {"step": number, "attempt": self._attempt, "position": self._position + self._examples}
         if not self.whole_step:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..gain import Average
+from ..gain import Average, advanced
 from ..sharding.oss import OSS
 from .averages import Averages, NoiseReadout
 from .deferred import HostCopy, skippable_step, steps_on_device
@@ -163,7 +163,7 @@ class AdaScaleAlgorithm:
         with nullcontext() if betas is None else betas.applied(groups, self._inner, increments, self._step_counts):
             self._step_inner([f for f, _ in answers], scale)
         self._averages.keep(averages, sample.usual_samples)
-        self._advance(outcome, readout.gain, factor, clock + increment)
+        self._advance(outcome, readout.gain, factor, advanced(clock, increment))
 
     def _apply_rule(self, r: float, scale: float, group: int | None) -> tuple[float, float]:
         return self.rule(
@@ -233,7 +233,7 @@ class AdaScaleAlgorithm:
             self.last = replace(self.last, skipped=True, payload=outcome.payload)
         else:
             r = readout.gain
-            self._advance(outcome, r, r, self.last.effective_steps + r)
+            self._advance(outcome, r, r, advanced(self.last.effective_steps, r))
 
     # ---- the averages --------------------------------------------------------------------------------------------
 

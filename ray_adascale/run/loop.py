@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..batch_policy import BatchPlan
 from ..config import AdaScaleConfig
 from ..data import to_device
+from ..gain import advanced
 from ..recipe import Recipe
 from ..workload import Workload, with_unit
 from .advice import UnreadHyperparameters
@@ -408,7 +409,7 @@ class Run:
             self._count_nonfinite(loss, taken.number)
         else:
             state.nonfinite = 0
-            state.progress += last.gain
+            state.progress = advanced(state.progress, last.gain)
             self.schedule.advance_to(last.effective_steps)
         metrics = self._metrics(taken.own.get("loss", loss), taken.lr)
         state.metrics = {**metrics, **taken.recorded}
