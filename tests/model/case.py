@@ -128,7 +128,7 @@ def dataset(case: Case) -> TensorDataset:
     """Return rows of (x, tokens, y, index of the row)."""
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(case.length, 6, generator=generator, dtype=torch.float64)
-    tokens = torch.randint(7, (case.length, 4), generator=generator)
+    tokens = torch.randint(7, (case.length, 29), generator=generator)
     noise = torch.randn(case.length, 3, generator=generator, dtype=torch.float64)
     y = x[:, :3] + 0.5 * x[:, 3:].tanh() + 0.3 * tokens[:, :1] + 0.7 * noise
     dtype = getattr(torch, case.dtype)

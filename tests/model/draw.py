@@ -22,33 +22,28 @@ _RULES = ("adascale", "adascale", "adascale_betas", "adamscale", "linear", "sqrt
 
 def refusal(case: Case) -> str | None:
     """Return a pattern of the error with which a case is documented to be refused; None if it must run."""
-    run = case.client == "run"
+    run, found = case.client == "run", []
     for i, leg in enumerate(case.legs):
         batch, _ = batch_of(leg)
-        if run and (batch < leg.base or (leg.batch is not None and leg.batch < leg.base)):
-            return "larger than the global batch|smaller than base_batch_size"
-        if run and case.drop_last and batch > case.length:
-            return "every batch would be dropped"
-        if case.rule == "adascale_betas" and case.optimizer in ("sgd", "muon", "rmsprop") and case.optimizer != "muon":
-            return "changes betas|keeps"
-        if run and case.rule == "adamscale" and leg.sharding != "none":
-            return "with the rule AdamScale"
-        if case.rule == "adamscale" and case.optimizer not in _ADAMS:
-            return "need torch.optim.Adam"
-        if case.rule == "adamscale" and case.noise == "per_example":
-            return "excludes precondition"
-        if run and leg.sharding == "fsdp2" and leg.workers > 1 and case.precision == "fp16":
-            return "Use precision='bf16'"
-        if case.fused and leg.sharding == "fsdp2" and leg.workers > 1:
-            return "can't step the shards of fully_shard"
+        sharded = leg.workers > 1
         measured = leg.workers * leg.passes > 1 or batch != leg.base
-        if case.noise == "per_example" and case.net not in COVERED and measured:
-            return "per-example|per_example"
-        if run and i and not leg.accept:
-            before = case.legs[i - 1]
-            if leg.base != before.base or leg.total != before.total:
-                return "The run was changed since its checkpoint"
-    return None
+        before = case.legs[max(i - 1, 0)]
+        found += [
+            run and batch < leg.base and "larger than the global batch|smaller than base_batch_size",
+            run and case.drop_last and batch > case.length and "every batch would be dropped",
+            case.rule == "adascale_betas" and case.optimizer in ("sgd", "rmsprop") and "changes betas|keeps",
+            run and case.rule == "adamscale" and leg.sharding != "none" and "with the rule AdamScale",
+            case.rule == "adamscale" and case.optimizer not in _ADAMS and "need torch.optim.Adam",
+            case.rule == "adamscale" and case.noise == "per_example" and "excludes precondition",
+            sharded and leg.sharding == "fsdp2" and case.precision == "fp16" and "Use precision='bf16'",
+            sharded and leg.sharding == "fsdp2" and case.fused and "can't step the shards of fully_shard",
+            measured and case.noise == "per_example" and case.net not in COVERED and "per-example|per_example",
+            run
+            and not leg.accept
+            and (leg.base, leg.total) != (before.base, before.total)
+            and "The run was changed since",
+        ]
+    return "|".join(filter(None, found)) or None
 
 
 def allowed(case: Case) -> bool:
@@ -68,6 +63,7 @@ def allowed(case: Case) -> bool:
         not case.nesterov or (case.momentum > 0 and case.dampening == 0),
         not case.dampening or case.momentum > 0,
         not case.fused or case.optimizer in ("sgd", *_ADAMS),
+        case.optimizer != "muon" or case.groups <= 2,
         case.optimizer != "muon" or (not case.maximize and not case.fused and case.net != "conv"),
         # the settings of a client
         run or not case.drop_last,
@@ -80,20 +76,20 @@ def allowed(case: Case) -> bool:
         run or all((leg.base, leg.total) == (legs[0].base, legs[0].total) for leg in legs),
         run or all(leg.batch is None for leg in legs),
         case.scheduler is not None or case.unit == "step",
-        all((leg.batch is None) != (leg.per_worker is None) for leg in legs) or (run and all(leg.per_worker for leg in legs)),
+        all((leg.batch is None) != (leg.per_worker is None) for leg in legs)
+        or (run and all(leg.per_worker for leg in legs)),
         all(leg.total >= 5 for leg in legs),
         all(legs[i].total >= legs[i - 1].total for i in range(1, len(legs))),
         all(leg.steps is not None for leg in legs[:-1]),
-        case.effective or case.debias or not several or True,
         not case.effective or case.smoothing is None,
         # the literal model's Adam with other betas in each step is that of AdamW and Adamax
         not betas or case.optimizer in ("adamw", "adamax", "sgd"),
         not betas or not (case.optimizer == "adamax" and (case.weight_decay or case.groups > 1)),
-        not betas or case.clip is None or True,
         # torch: reduced precision is of float32 weights; fully_shard needs a gradient of every parameter
         (case.precision == "fp32") or case.dtype == "float32",
         case.net != "branch" or "fsdp2" not in shardings,
-        case.net != "branch" or case.noise == "samples",
+        case.noise == "samples"
+        or all(batch_of(leg)[0] > 1 and (run or leg.per_worker * leg.workers > 1) for leg in legs),
         # one gradient sample above S = 1 is measured by examples alone
         all(
             leg.workers * passes > 1 or case.noise == "per_example" or _scale(case, leg, passes) == 1
@@ -106,7 +102,6 @@ def allowed(case: Case) -> bool:
         # DDP does not reduce parameters that were frozen when it was built
         case.frozen is None or case.frozen[0] > 0,
         case.frozen is None or (case.noise == "samples" and "fsdp2" not in shardings and not several),
-        case.net != "twice" or "fsdp2" not in shardings or True,
     ]
     return all(checks)
 
@@ -175,7 +170,9 @@ def _any_case(rng: random.Random) -> Case:
         client="run" if run else "adascale",
         legs=tuple(legs),
         via="checkpoint" if run else "state_dict",
-        net=rng.choice(("mlp", "conv", "words") if noise == "per_example" else ("mlp", "conv", "words", "tied", "twice", "branch")),
+        net=rng.choice(
+            ("mlp", "conv", "words") if noise == "per_example" else ("mlp", "conv", "words", "tied", "twice", "branch")
+        ),
         optimizer=optimizer,
         momentum=momentum if sgd else 0.0,
         nesterov=nesterov,
@@ -263,7 +260,11 @@ def values(case: Case) -> dict[str, str]:
         "frozen": str(case.frozen is not None),
         "drop_last": str(case.drop_last),
         "shuffle": str(case.shuffle),
-        "averages": "effective" if case.client == "run" or case.effective else "θ" if case.smoothing is not None else "n",
+        "averages": "effective"
+        if case.client == "run" or case.effective
+        else "θ"
+        if case.smoothing is not None
+        else "n",
         "debias": str(case.debias),
         "clipped": "samples" if case.client != "run" and case.clip_samples else "averages",
         "single gain": str(case.client == "run" or case.single_gain),

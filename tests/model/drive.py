@@ -47,12 +47,16 @@ def drive(case: Case, pools: Pools) -> tuple[list[Row], Tensor]:
             results = [_leg(*args)] if leg.workers == 1 else pools(leg.workers).run(_leg, *args)
             for result in results:
                 if isinstance(result, Refused):
-                    if result.kind != "ValueError" and leg.workers > 1:
+                    if not result.expectable and leg.workers > 1:
                         pools(leg.workers).kill()  # other workers may still wait in a collective
                     raise result
             rows += _same(results)
             weights = results[0][1]
-            if case.via != "checkpoint" and len(case.legs) > i + 1 and len(rows) < sum(x.steps or 0 for x in case.legs[: i + 1]):
+            if (
+                case.via != "checkpoint"
+                and len(case.legs) > i + 1
+                and len(rows) < sum(x.steps or 0 for x in case.legs[: i + 1])
+            ):
                 break  # at T
     return rows, weights
 
@@ -74,18 +78,18 @@ def _same(results: list[tuple[list[Row], Tensor]]) -> list[Row]:
 
 
 class Refused(Exception):
-    """An error that a worker raised; its text has the traceback.
+    """An error that a worker raised, with its traceback as text.
 
     Attributes:
-        kind: Name of the error's class.
+        expectable: Whether it is a ``ValueError``, as for settings that can't work.
     """
 
-    def __init__(self, text: str, kind: str = "") -> None:
-        super().__init__(text, kind)
-        self.kind = kind
+    def __init__(self, text: str, expectable: bool) -> None:
+        super().__init__(text, expectable)
+        self.expectable = expectable
 
     def __str__(self) -> str:
-        return f"{self.kind}: {self.args[0]}"
+        return str(self.args[0])
 
 
 def _leg(case: Case, number: int, taken: int, folder: str) -> Any:
@@ -95,7 +99,7 @@ def _leg(case: Case, number: int, taken: int, folder: str) -> Any:
         try:
             return (_run_leg if case.client == "run" else _bare_leg)(case, number, taken, folder)
         except Exception as error:
-            return Refused(traceback.format_exc(), type(error).__name__)
+            return Refused(traceback.format_exc(), isinstance(error, ValueError))
 
 
 def _built(case: Case, leg: Leg) -> tuple[nn.Module, Optimizer, Any]:
@@ -184,7 +188,12 @@ def _run_leg(case: Case, number: int, taken: int, folder: str) -> tuple[list[Row
     )
     saves = len(case.legs) > 1
     run = Run(
-        module, optimizer, schedule, dataset(case), config, backend=LocalBackend(folder if saves else None, device="cpu")
+        module,
+        optimizer,
+        schedule,
+        dataset(case),
+        config,
+        backend=LocalBackend(folder if saves else None, device="cpu"),
     )
     watch = _Watch(run.optimizer)
     rows: list[Row] = []
@@ -316,7 +325,7 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> tuple[list[Ro
             optimizer.consolidate_state_dict()
         state = {
             "model": _plain(module.state_dict()),
-            "optimizer": _plain(ada.state_dict()) if leg.sharding != "oss" or rank == 0 else {},
+            "optimizer": _plain(ada.state_dict()) if rank == 0 or not isinstance(optimizer, OSS) else {},
             "position": position,
             "scheduler": {} if schedule is None else schedule.state_dict(),
             "calls": calls,

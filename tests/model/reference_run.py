@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -364,7 +364,7 @@ def calls_at(case: Case, leg: Leg, tau: float) -> int:
     per_call = 1.0
     if case.unit == "epoch":
         per_call = case.length // leg.base if case.drop_last else case.length / leg.base
-    return min(math.floor(math.floor(tau) / per_call + 1e-12), math.floor((leg.total - 1) / per_call + 1e-12))
+    return min(math.floor(math.floor(tau + 1e-9) / per_call + 1e-12), math.floor((leg.total - 1) / per_call + 1e-12))
 
 
 def in_adams_metric(optimizer: torch.optim.Optimizer, p: Tensor, g: Tensor) -> Tensor:
@@ -465,7 +465,9 @@ def reference_run(case: Case) -> tuple[list[Row], Vector]:
                     found = np.array([moments(gs, [1 / batch] * batch, scale) for gs in by_group])
                     if held is None and not case.every:
                         every = 10**9
-                        if averages.averaging == "effective":  # two measured steps in the window, even if each is worth S
+                        if (
+                            averages.averaging == "effective"
+                        ):  # two measured steps in the window, even if each is worth S
                             every = max(1, math.floor(case.window * leg.total / (2 * scale)))
                     held = found[:, 0]
                 statistics = np.array([[s, float(m @ m) - s / scale] for s, m in zip(held, mean, strict=True)])
@@ -499,7 +501,9 @@ def flat(case: Case, optimizer: torch.optim.Optimizer, group: dict[str, Any], g:
     """A group's gradient as one vector, in the metric of the rule."""
     parts = [g.get(p) for p in group["params"]]
     if case.rule == "adamscale":
-        parts = [None if v is None else in_adams_metric(optimizer, p, v) for p, v in zip(group["params"], parts, strict=True)]
+        parts = [
+            None if v is None else in_adams_metric(optimizer, p, v) for p, v in zip(group["params"], parts, strict=True)
+        ]
     zeros = [torch.zeros_like(p) if v is None else v for p, v in zip(group["params"], parts, strict=True)]
     return np.concatenate([v.detach().double().numpy().ravel() for v in zeros])
 
