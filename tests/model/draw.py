@@ -36,7 +36,11 @@ def refusal(case: Case) -> str | None:
             case.rule == "adamscale" and case.optimizer not in _ADAMS and "need torch.optim.Adam",
             case.rule == "adamscale" and case.noise == "per_example" and "excludes precondition",
             sharded and leg.sharding == "fsdp2" and case.precision == "fp16" and "Use precision='bf16'",
-            sharded and leg.sharding == "fsdp2" and case.fused and "can't step the shards of fully_shard",
+            sharded
+            and leg.sharding == "fsdp2"
+            and case.fused
+            and case.optimizer == "sgd"
+            and "can't step the shards of fully_shard",
             measured and case.noise == "per_example" and case.net not in COVERED and "per-example|per_example",
             run
             and not leg.accept
