@@ -16,7 +16,18 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import TensorDataset
 
-__all__ = ["Case", "Leg", "dataset", "frozen_names", "groups_of", "loss_of", "net", "optimizers", "scheduler"]
+__all__ = [
+    "Case",
+    "Leg",
+    "added_group",
+    "dataset",
+    "frozen_names",
+    "groups_of",
+    "loss_of",
+    "net",
+    "optimizers",
+    "scheduler",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +62,7 @@ class Case:
     """A whole run. The defaults are the plainest one, to which a failing case is shrunk.
 
     Attributes:
-        client: "run" (``Run``) or "adascale" (the bare class in a loop of its own).
+        client: "run" (``Run``), "base" (``record_recipe``), or "adascale" (the bare class in a loop of its own).
         legs: The starts of the run, in order.
         via: How one start's state gets to the next: "checkpoint" (Run's own), "state_dict", "dcp".
         net: Name of the model.
@@ -63,8 +74,9 @@ class Case:
         scheduler: Name of the scheduler; None for none.
         unit: "step" or "epoch".
         rule: Name of the scaling rule.
-        noise: "samples" or "per_example".
+        noise: "samples", "per_example" or "auto".
         every: Whether the noise of single examples is measured on every step; else as rarely as is allowed.
+        probe_every: Base run: steps from one measurement to the next.
         precision: "fp32", "bf16" or "fp16"; the weights' dtype is ``dtype`` anyway.
         dtype: "float64" or "float32".
         clip: Largest gradient norm, None for no clipping.
@@ -74,11 +86,17 @@ class Case:
         length: Examples of the dataset.
         seed: Of the order of examples.
         drop_last, shuffle: As in the settings.
+        iterable: Whether each worker has an iterable of batches of its own.
+        loaders: Loader processes.
+        batches: Batch schedule: (τ, examples) pairs.
+        efficiency: Target of a batch that follows the noise. The model is given the batch of each step.
+        evaluate: Effective steps between evaluations; None for none.
         smoothing: Bare: θ; None for max(1 − n/1000, 0).
         effective: Bare: average over effective time instead.
         debias, clip_samples, floor, single_gain, scaled_loss: Bare: as in AdaScale.
         changes: Bare: (step, passes) from which on a step has so many passes.
         short: Bare: (step, passes): that step alone has fewer passes.
+        rescaled: Bare: (step, factor) from which on S is that multiple of what the batch makes it.
         added: Bare: step before which the last layer's parameters are added as a group; None: never.
     """
 
@@ -99,6 +117,7 @@ class Case:
     rule: str = "adascale"
     noise: str = "samples"
     every: bool = True
+    probe_every: int = 3
     precision: str = "fp32"
     dtype: str = "float64"
     clip: float | None = None
@@ -109,6 +128,11 @@ class Case:
     seed: int = 0
     drop_last: bool = False
     shuffle: bool = True
+    iterable: bool = False
+    loaders: int = 0
+    batches: tuple[tuple[int, int], ...] = ()
+    efficiency: float | None = None
+    evaluate: float | None = None
     smoothing: float | None = None
     effective: bool = False
     debias: bool = True
@@ -118,6 +142,7 @@ class Case:
     scaled_loss: bool = True
     changes: tuple[tuple[int, int], ...] = ()
     short: tuple[tuple[int, int], ...] = ()
+    rescaled: tuple[tuple[int, float], ...] = ()
     added: int | None = None
 
 
@@ -204,8 +229,6 @@ COVERED = ("mlp", "conv", "words")  # nets whose noise can be measured by single
 def net(case: Case) -> nn.Module:
     torch.manual_seed(3)
     module = NETS[case.net]()
-    if case.net == "words":
-        module.out.weight.requires_grad_(True)
     return module.to(getattr(torch, case.dtype))
 
 
@@ -216,11 +239,14 @@ def loss_of(case: Case, model: nn.Module, x: Tensor, tokens: Tensor, y: Tensor) 
 
 
 def frozen_names(case: Case, step: int) -> list[str]:
-    """Return the names of the parameters that are frozen in a step, which are those of the first layer."""
-    if case.frozen is None or not case.frozen[0] <= step < case.frozen[1]:
+    """Return the names of the parameters that are frozen in a step: the first layer's, and those that are added later."""
+    if case.frozen is None and case.added is None:
         return []
-    first, *_ = (name for name, _ in net(case).named_parameters())
-    return [name for name, _ in net(case).named_parameters() if name.split(".")[0] == first.split(".")[0]]
+    names = [name for name, _ in net(case).named_parameters()]
+    frozen = []
+    if case.frozen is not None and case.frozen[0] <= step < case.frozen[1]:
+        frozen = [name for name in names if name.split(".")[0] == names[0].split(".")[0]]
+    return frozen + (names[-2:] if case.added is not None and step < case.added else [])
 
 
 # ---- optimizer and scheduler -------------------------------------------------------------------------------------------------
@@ -262,6 +288,11 @@ def optimizers(case: Case, module: nn.Module) -> list[Optimizer]:
         return [torch.optim.Adam(groups, **shared, amsgrad=True, maximize=case.maximize)]
     kinds = {"adam": "Adam", "adamw": "AdamW", "adamax": "Adamax", "rmsprop": "RMSprop"}
     return [getattr(torch.optim, kinds[case.optimizer])(groups, **shared, maximize=case.maximize)]
+
+
+def added_group(case: Case, module: nn.Module) -> dict[str, Any]:
+    """Return the group that is added in mid-run."""
+    return {"params": list(module.parameters())[-2:], "lr": LRS[case.optimizer] / 2}
 
 
 def _lambdas(groups: int) -> list[Any]:

@@ -6,17 +6,36 @@ import math
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ray_adascale import AdaScale, AdaScaleConfig, LEGWRule, LinearRule, LocalBackend, OptimizerChain, Run
+from ray_adascale import (
+    AdaScale,
+    AdaScaleConfig,
+    LEGWRule,
+    LinearRule,
+    LocalBackend,
+    OptimizerChain,
+    Run,
+    ShardedGradScaler,
+    Workload,
+    record_recipe,
+)
 from ray_adascale._torch import is_dtensor
 from ray_adascale.optim.rules import make_rule
 from ray_adascale.scaling_rules import adam_preconditioner
@@ -24,8 +43,8 @@ from ray_adascale.sharding.fsdp2 import shard_model
 from ray_adascale.sharding.oss import OSS
 from ray_adascale.sharding.sharded_ddp import ShardedDataParallel
 
-from .case import Case, Leg, dataset, frozen_names, loss_of, net, optimizers, scheduler
-from .reference_run import Row, calls_at, examples_of
+from .case import Case, Leg, added_group, dataset, frozen_names, loss_of, net, optimizers, scheduler
+from .reference_run import Row, calls_at, examples_of, own_batches
 
 __all__ = ["Refused", "drive"]
 
@@ -97,7 +116,7 @@ def _leg(case: Case, number: int, taken: int, folder: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         try:
-            return (_run_leg if case.client == "run" else _bare_leg)(case, number, taken, folder)
+            return {"run": _run_leg, "base": _base_run, "adascale": _bare_leg}[case.client](case, number, taken, folder)
         except Exception as error:
             return Refused(traceback.format_exc(), isinstance(error, ValueError))
 
@@ -141,12 +160,14 @@ class _Watch:
         self.lrs = [float(group["lr"]) for group in self._groups.param_groups]
 
 
-def _row(optimizer: AdaScale, lrs: list[float], seen: list[list[int]]) -> Row:
+def _row(
+    optimizer: AdaScale, lrs: list[float], seen: list[list[int]], evaluated: bool = False, skipped: bool = False
+) -> Row:
     last, nan = optimizer.last_step, math.nan
-    if last.skipped:
-        return Row(True, last.gain, last.effective_steps, nan, nan, nan, nan, [], [seen])
+    if last.skipped or skipped:
+        return Row(True, last.gain, last.effective_steps, nan, nan, nan, nan, [], [seen], evaluated)
     means = optimizer.average_moments()
-    return Row(False, last.gain, last.effective_steps, last.sigma2, last.mu2, *means, lrs, [seen])
+    return Row(False, last.gain, last.effective_steps, last.sigma2, last.mu2, *means, lrs, [seen], evaluated)
 
 
 def _weights(module: nn.Module) -> Tensor:
@@ -179,6 +200,11 @@ def _run_leg(case: Case, number: int, taken: int, folder: str) -> tuple[list[Row
         seed=case.seed,
         shuffle=case.shuffle,
         drop_last=case.drop_last,
+        num_loader_workers=case.loaders,
+        dataset_length=case.length if case.iterable else None,
+        batch_schedule=list(case.batches) or None,
+        target_efficiency=case.efficiency,
+        evaluate_every=case.evaluate,
         find_unused_parameters=case.net == "branch" or case.frozen is not None,
         accept_changes=leg.accept,
         async_checkpoint=False,
@@ -186,15 +212,20 @@ def _run_leg(case: Case, number: int, taken: int, folder: str) -> tuple[list[Row
         report_every_s=math.inf,
         show_progress=False,
     )
-    saves = len(case.legs) > 1
-    run = Run(
-        module,
-        optimizer,
-        schedule,
-        dataset(case),
-        config,
-        backend=LocalBackend(folder if saves else None, device="cpu"),
-    )
+    backend = LocalBackend(folder if len(case.legs) > 1 else None, device="cpu")
+    evaluations: list[bool] = []
+
+    def evaluate(bare: nn.Module) -> dict[str, float]:
+        assert not bare.training
+        assert not torch.is_grad_enabled()
+        evaluations.append(True)
+        return {"score": 1.0}
+
+    data: Any = dataset(case)
+    if case.iterable:
+        assert leg.per_worker is not None
+        data = _Batches(data, own_batches(case, backend.rank, leg.workers, leg.per_worker))
+    run = Run(module, optimizer, schedule, data, config, backend=backend, evaluate=evaluate if case.evaluate else None)
     watch = _Watch(run.optimizer)
     rows: list[Row] = []
     seen: list[list[int]] = []
@@ -206,13 +237,69 @@ def _run_leg(case: Case, number: int, taken: int, folder: str) -> tuple[list[Row
         run.backward(_poisoned(case, step, not seen, loss))
         seen.append(index.tolist())
         if run.step():
-            rows.append(_row(run.optimizer, watch.lrs, seen))
-            seen = []
+            rows.append(_row(run.optimizer, watch.lrs, seen, bool(evaluations)))
+            seen, evaluations[:] = [], []
             if len(rows) == leg.steps and run.stopped is None and run.effective_steps < run.total_steps:
                 if number + 1 < len(case.legs):
                     run.save_checkpoint()
                 break
+    if evaluations:
+        rows[-1] = replace(rows[-1], evaluated=True)
     return rows, _weights(run.module)
+
+
+class _Batches:
+    """An iterable of batches."""
+
+    def __init__(self, data: Any, indices: list[list[int]]) -> None:
+        self._data, self._indices = data, indices
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._data[rows] for rows in self._indices)
+
+
+# ---- a base run ----------------------------------------------------------------------------------------------------------------
+
+
+def _base_run(case: Case, number: int, taken: int, folder: str) -> tuple[list[Row], Tensor]:
+    leg = case.legs[number]
+    module, optimizer, schedule = _built(case, leg)
+    lrs: list[list[float]] = []
+    parts = optimizer.optimizers if isinstance(optimizer, OptimizerChain) else [optimizer]
+    parts[0].register_step_pre_hook(lambda *_: lrs.append([float(group["lr"]) for group in optimizer.param_groups]))
+
+    def workload(config: Any) -> Workload:
+        return Workload(
+            model=module,
+            optimizer=optimizer,
+            scheduler=schedule,
+            scheduler_unit=None if schedule is None else case.unit,  # type: ignore[arg-type]
+            train_dataset=dataset(case),
+            loss_fn=lambda model, batch: loss_of(case, model, *batch[:3]),
+        )
+
+    config = AdaScaleConfig(
+        noise=case.noise,
+        grad_clip=case.clip,
+        shuffle=case.shuffle,
+        drop_last=case.drop_last,
+        show_progress=False,
+    )
+    recipe = record_recipe(
+        workload,
+        {},
+        base_batch_size=leg.base,
+        total_steps=leg.total,
+        seed=case.seed,
+        config=config,
+        probe_every=case.probe_every,
+    )
+    noise = {probe.effective_steps: (probe.sigma2, probe.mu2) for probe in recipe.noise}
+    nan = math.nan
+    rows = [
+        Row(False, 1.0, i + 1.0, *noise.get(float(i), (nan, nan)), nan, nan, each, [[]]) for i, each in enumerate(lrs)
+    ]
+    return rows, _weights(module)
 
 
 # ---- the bare AdaScale ---------------------------------------------------------------------------------------------------------
@@ -242,12 +329,20 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> tuple[list[Ro
         model = module
     else:
         model, optimizer = _wrapped(module, optimizer, leg.sharding, unused)
-    passes, batch = leg.passes, leg.workers * leg.passes * leg.per_worker
-    more: dict[str, Any] = {}
+    assert leg.per_worker is not None
+    passes, factor = leg.passes, math.prod(by for at, by in case.rescaled if at < taken)
+    for at, count in case.changes:
+        passes = count if at <= taken else passes
+    batch = leg.workers * passes * leg.per_worker
+    scaler: torch.amp.GradScaler | None = None
+    if case.precision == "fp16":
+        sharded = leg.workers > 1 and leg.sharding == "zero2"
+        scaler = ShardedGradScaler(device="cpu") if sharded else torch.amp.GradScaler("cpu")
+    more: dict[str, Any] = {"grad_scaler": scaler}
     if case.effective:
-        more = {"averaging_window": case.window}
+        more["averaging_window"] = case.window
     elif case.smoothing is not None:
-        more = {"smoothing": case.smoothing}
+        more["smoothing"] = case.smoothing
     ada = AdaScale(
         optimizer,
         world_size=leg.workers,
@@ -269,10 +364,17 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> tuple[list[Ro
     )
     path = Path(folder, f"leg{number - 1}.pt")
     position = calls = 0
+    options = StateDictOptions(full_state_dict=True)
     if number:
         saved = torch.load(path, weights_only=True)
-        _load_module(module, saved["model"])
-        ada.load_state_dict(saved["optimizer"])
+        if case.via == "dcp":
+            set_model_state_dict(module, saved["model"], options=options)
+            set_optimizer_state_dict(module, ada, saved["optimizer"], options=options)
+        else:
+            module.load_state_dict(saved["model"])
+            ada.load_state_dict(saved["optimizer"])
+        if scaler is not None:
+            scaler.load_state_dict(saved["scaler"])
         position = saved["position"]
         if schedule is not None:
             schedule.load_state_dict(saved["scheduler"])
@@ -281,17 +383,17 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> tuple[list[Ro
     data = dataset(case)
     rows: list[Row] = []
     changes, short = dict(case.changes), dict(case.short)
-    for at, count in case.changes if number else ():
-        passes = count if at < taken else passes
-    if passes != leg.passes:
-        ada.set_num_gradients_to_accumulate(passes, update_smoothing=_counts(case))
-        ada.set_scale(leg.workers * passes * leg.per_worker / leg.base)
+    if factor != 1:
+        ada.set_scale(factor * batch / leg.base)
     while ada.effective_steps < leg.total and len(rows) != leg.steps:
         step = taken + len(rows)
-        if step in changes:
-            passes = changes[step]
+        if step in changes or step in dict(case.rescaled):
+            passes, factor = changes.get(step, passes), factor * dict(case.rescaled).get(step, 1)
             ada.set_num_gradients_to_accumulate(passes, update_smoothing=_counts(case))
-            ada.set_scale(leg.workers * passes * leg.per_worker / leg.base)
+            ada.set_scale(factor * leg.workers * passes * leg.per_worker / leg.base)
+        if step == case.added:
+            _freeze(case, module, step)
+            ada.add_param_group(added_group(case, module))
         now = short.get(step, passes)
         if now != passes:
             ada.expect_passes(now)
@@ -299,9 +401,11 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> tuple[list[Ro
         _freeze(case, module, step)
         for i, indices in enumerate(seen[rank]):
             x, tokens, y, _ = data[indices]
-            loss = _poisoned(case, step, i == 0, loss_of(case, model, x, tokens, y))
-            if case.scaled_loss:
-                loss = loss / now
+            with torch.autocast("cpu", dtype=torch.float16, enabled=scaler is not None):
+                loss = loss_of(case, model, x, tokens, y)
+            loss = _poisoned(case, step, i == 0, loss / now if case.scaled_loss else loss)
+            if scaler is not None:
+                loss = scaler.scale(loss)
             if i + 1 < now and isinstance(model, DistributedDataParallel | ShardedDataParallel):
                 with model.no_sync():
                     loss.backward()
@@ -313,23 +417,36 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> tuple[list[Ro
             ada.complete_samples()
             ada.scale_grad_by_num_grads_to_accum()
         if case.clip is not None:
+            if scaler is not None:
+                scaler.unscale_(ada)
             ada.clip_grad_norm(case.clip)
-        ada.step()
+        expected, before = ada.gain(), ada.steps
+        if scaler is not None:
+            scaler.step(ada)
+            scaler.update()
+        else:
+            ada.step()
         ada.zero_grad()
-        rows.append(_row(ada, watch.lrs, seen[rank]))
+        skipped = ada.steps == before
+        assert skipped or ada.last_step.gain == expected, "gain() before step() is another one"
+        rows.append(_row(ada, watch.lrs, seen[rank], skipped=skipped))
         while schedule is not None and calls < calls_at(case, leg, ada.effective_steps):
             schedule.step()
             calls += 1
     if number + 1 < len(case.legs):
-        if isinstance(optimizer, OSS):
-            optimizer.consolidate_state_dict()
         state = {
-            "model": _plain(module.state_dict()),
-            "optimizer": _plain(ada.state_dict()) if rank == 0 or not isinstance(optimizer, OSS) else {},
             "position": position,
             "scheduler": {} if schedule is None else schedule.state_dict(),
             "calls": calls,
+            "scaler": {} if scaler is None else scaler.state_dict(),
         }
+        if isinstance(optimizer, OSS):
+            optimizer.consolidate_state_dict(0 if case.via == "state_dict" else -1)
+        if case.via == "dcp":
+            state["model"] = get_model_state_dict(module, options=options)
+            state["optimizer"] = get_optimizer_state_dict(module, ada, options=options)
+        elif rank == 0:
+            state["model"], state["optimizer"] = module.state_dict(), ada.state_dict()
         if rank == 0:
             torch.save(state, Path(folder, f"leg{number}.pt"))
         if leg.workers > 1:
@@ -340,23 +457,3 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> tuple[list[Ro
 def _counts(case: Case) -> bool:
     """Whether θ follows from the number of samples."""
     return case.smoothing is None and not case.effective
-
-
-def _plain(state: Any) -> Any:
-    """Return a nested state with whole tensors in place of DTensors. Collective."""
-    if isinstance(state, Tensor):
-        return (state.full_tensor() if is_dtensor(state) else state).detach().clone()
-    if isinstance(state, dict):
-        return {key: _plain(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(_plain(value) for value in state)
-    return state
-
-
-def _load_module(module: nn.Module, state: dict[str, Tensor]) -> None:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-    if any(is_dtensor(p) for p in module.parameters()):
-        set_model_state_dict(module, state, options=StateDictOptions(full_state_dict=True))
-    else:
-        module.load_state_dict(state)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .case import Case, Leg, dataset, frozen_names, loss_of, net, optimizers, scheduler
+from .case import Case, Leg, added_group, dataset, frozen_names, loss_of, net, optimizers, scheduler
 
 Vector = NDArray[np.float64]
 
@@ -65,7 +65,7 @@ class MovingAverage:
         self.debias = debias
         self.t = 0
         self.biased: Vector | float = 0.0
-        self.weights = 0.0
+        self.weights: Vector | float = 0.0
         self.value: Vector | None = None
 
     def update(self, x: Vector, theta: float) -> None:
@@ -151,6 +151,13 @@ class ReferenceAdaScale:
 
     def _restart(self) -> None:
         self.sigma2, self.mu2 = MovingAverage(self.debias), MovingAverage(self.debias)
+
+    def add_group(self) -> None:
+        """One more gain, without a sample yet."""
+        for average in [] if self.single_gain else [self.sigma2, self.mu2]:
+            if average.value is not None:
+                average.weights = np.append(np.zeros_like(average.value) + average.weights, 0.0)
+                average.biased = np.append(average.biased, 0.0)
 
     def set_scale(self, scale: float) -> None:
         """σ² is per base batch, so nothing is rescaled; but ḡ_{t−1} came from a batch of another size."""
@@ -281,7 +288,8 @@ def adam_with_changing_betas(
 class Row:
     """One optimizer step: r, τ after it, σ² and μ² of the step and of the averages, the LR that each group stepped with.
 
-    ``seen[worker][pass]`` are the examples. A skipped step has r and τ of the step before, and no other numbers.
+    ``seen[worker][pass]`` are the examples. A skipped step has r and τ of the step before, and no other numbers. ``evaluated``:
+    whether an evaluation came after the step.
     """
 
     skipped: bool
@@ -293,6 +301,7 @@ class Row:
     mean_mu2: float
     lrs: list[float]
     seen: list[list[list[int]]]
+    evaluated: bool = False
 
 
 def order_of(case: Case, epoch: int) -> list[int]:
@@ -303,8 +312,13 @@ def order_of(case: Case, epoch: int) -> list[int]:
     return torch.randperm(case.length, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def batch_of(leg: Leg) -> tuple[int, int]:
-    """B and the passes of a step: B is given, or workers × passes × examples of a pass."""
+def batch_of(leg: Leg, batches: Sequence[tuple[int, int]] = (), tau: float = 0.0) -> tuple[int, int]:
+    """B and the passes of a step: B is given, or workers × passes × examples of a pass, or by the schedule of (τ, B)."""
+    if batches:
+        now = [batch for start, batch in batches if start <= tau][-1]
+        above_base = max(batch for _, batch in batches) > leg.base
+        fewest = 2 if leg.workers == 1 and above_base else 1
+        return batch_of(replace(leg, batch=now, passes=max(leg.passes, fewest)))
     if leg.batch is None:
         assert leg.per_worker is not None
         return leg.workers * leg.passes * leg.per_worker, leg.passes
@@ -313,8 +327,18 @@ def batch_of(leg: Leg) -> tuple[int, int]:
     return max(leg.batch, leg.workers * passes), passes
 
 
+def own_batches(case: Case, worker: int, workers: int, size: int) -> list[list[int]]:
+    """The batches of a worker's own iterable, of its share of the examples."""
+    rows = list(range(case.length))[worker::workers]
+    return [rows[i : i + size] for i in range(0, len(rows) - size + 1, size)]
+
+
 def examples_of(case: Case, position: int, batch: int, workers: int, passes: int) -> tuple[list[list[list[int]]], int]:
     """``seen[worker][pass]`` of the step at a position of the endless stream of epochs, and the next position."""
+    if case.iterable:
+        own = [own_batches(case, k, workers, batch // (workers * passes)) for k in range(workers)]
+        first = position // batch * passes
+        return [[b[(first + p) % len(b)] for p in range(passes)] for b in own], position + batch
     rest = case.length - position % case.length
     if case.drop_last and rest < batch:
         position += rest
@@ -388,8 +412,8 @@ def gradients(case: Case, module: torch.nn.Module, rows: list[int], factor: floa
     return {p: None if g is None else g / factor for p, g in zip(params, found, strict=True)}
 
 
-def reference_run(case: Case) -> tuple[list[Row], Vector]:
-    """The rows of a whole run, and the weights at its end."""
+def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[list[Row], Vector]:
+    """The rows of a whole run, and the weights at its end; ``plans``: (B, passes) of each step, where the noise decides."""
     module = net(case)
     members = optimizers(case, module)
     groups = [group for each in members for group in each.param_groups]
@@ -408,7 +432,8 @@ def reference_run(case: Case) -> tuple[list[Row], Vector]:
     betas = {p: ([], [], [], p.detach().double().numpy().ravel().copy()) for g in groups for p in g["params"]}
     rows: list[Row] = []
     tau, r, position, loss_scale = 0.0, 1.0, 0, 65536.0 if case.precision == "fp16" else 1.0
-    held, every, measured_at, base = None, 1, 0, case.legs[0].base
+    held, every, measured_at, base, evaluated_at, frozen = None, 1, 0, case.legs[0].base, 0.0, frozen_names(case, 0)
+    late, shape = set(), None
     for leg in case.legs:
         curve, averages.total_steps = base_hyperparameters(case, leg), leg.total
         if leg.base != base and isinstance(averages.sigma2.biased, np.ndarray):  # σ² is that of a base batch
@@ -419,7 +444,7 @@ def reference_run(case: Case) -> tuple[list[Row], Vector]:
         while tau < leg.total - 1e-9 and (leg.steps is None or len(rows) < first + leg.steps):
             step = len(rows)
             # ---- what the step consists of
-            batch, passes = batch_of(leg)
+            batch, passes = plans[min(step, len(plans) - 1)] if plans else batch_of(leg, case.batches, tau)
             for at, count in case.changes:
                 passes = count if step >= at else passes
             full, passes = passes, dict(case.short).get(step, passes)
@@ -427,12 +452,26 @@ def reference_run(case: Case) -> tuple[list[Row], Vector]:
                 assert leg.per_worker is not None
                 batch = leg.workers * passes * leg.per_worker
             scale, n = batch / leg.base, leg.workers * passes
-            by_examples = case.noise == "per_example" and (leg.workers * full > 1 or scale != 1)
+            for at, factor in case.rescaled:
+                scale *= factor if step >= at else 1
+            probed = math.nan, math.nan
+            by_examples = (
+                case.client != "base" and case.noise == "per_example" and (leg.workers * full > 1 or scale != 1)
+            )
+            by_examples = by_examples or (case.noise == "auto" and leg.workers * full == 1 and scale > 1)
+            declared = leg, full, scale * full / passes
+            if declared != shape:  # hooks are set anew, and a frozen parameter can't carry one
+                same = shape is not None and shape[0] is leg
+                late, shape = set(frozen_names(replace(case, added=None), step - same)), declared
             averages.set_scale(scale)
             averages.set_n(max(leg.workers * full, 2 if by_examples else 1))
             averages.smoothing = max(1 - leg.workers * full / 1000, 0.0) if case.smoothing is None else case.smoothing
             # ---- the gradient samples g_i with weights w_i
-            frozen = frozen_names(case, step)
+            before, frozen = frozen, frozen_names(case, step)
+            if step == case.added:
+                groups.append(added_group(case, module))
+                members[0].add_param_group(groups[-1])
+                averages.add_group()
             for name, p in module.named_parameters():
                 p.requires_grad_(name not in frozen)
             seen, position = examples_of(case, position, batch, leg.workers, passes)
@@ -440,7 +479,7 @@ def reference_run(case: Case) -> tuple[list[Row], Vector]:
             for p in range(passes):
                 for k in range(leg.workers):
                     w = len(seen[k][p]) / batch
-                    g = gradients(case, module, seen[k][p], n * w / passes * loss_scale)
+                    g = gradients(case, module, seen[k][p], n * w / (passes if case.scaled_loss else 1) * loss_scale)
                     if p == 0 and (step, k) in case.poison:
                         g = {q: None if v is None else v * math.inf for q, v in g.items()}
                     samples.append(g)
@@ -458,7 +497,16 @@ def reference_run(case: Case) -> tuple[list[Row], Vector]:
             by_group = [[flat(case, members[0], group, g) for g in samples] for group in groups]
             mean = [np.sum([w * g for w, g in zip(weights, gs, strict=True)], axis=0) for gs in by_group]
             statistics = None
-            if by_examples:
+            unseen = late - set(frozen)
+            late -= unseen
+            if unseen and not (leg.sharding == "zero2" and leg.workers > 1 and full == 1):
+                held, measured_at = (
+                    None,
+                    measured_at + 1,
+                )  # a step in which unhooked parameters are unfrozen has no sample
+            elif by_examples and frozen != before:  # a step in which parameters are frozen or unfrozen has no sample
+                held, measured_at = None, measured_at + 1
+            elif by_examples:
                 if held is None or measured_at % every == 0:
                     single = [gradients(case, module, [i], 1.0) for k in seen for p in k for i in p]
                     by_group = [[flat(case, members[0], group, g) for g in single] for group in groups]
@@ -474,13 +522,26 @@ def reference_run(case: Case) -> tuple[list[Row], Vector]:
                 measured_at += 1
             elif n > 1:
                 statistics = np.array([moments(gs, weights, scale) for gs in by_group])
+            if case.client == "base" and tau % case.probe_every == 0:  # of the examples, or of the halves of the batch
+                (rows_,) = seen[0]
+                cut = (
+                    [[i] for i in rows_]
+                    if case.noise == "per_example"
+                    else [rows_[: (batch + 1) // 2], rows_[(batch + 1) // 2 :]]
+                )
+                single = [
+                    flat(case, members[0], {"params": list(betas)}, gradients(case, module, part, 1.0)) for part in cut
+                ]
+                probed = moments(single, [len(part) / batch for part in cut], 1.0)
             # ---- r, the step with factor · lr(⌊τ⌋), τ
             result = averages.advance(statistics, mean)
             r, (_, increment) = result.gain, apply_rule(case, leg, result.gain, scale, tau)
             if case.clip is not None:
                 torch.nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], case.clip)
             lrs = []
-            for group, gain_, at_base in zip(groups, result.gains, curve[calls_at(case, leg, tau)], strict=True):
+            at_bases = curve[calls_at(case, leg, tau)]
+            at_bases = at_bases + [dict(group) for group in groups[len(at_bases) :]]
+            for group, gain_, at_base in zip(groups, result.gains, at_bases, strict=True):
                 factor, exponent = apply_rule(case, leg, gain_, scale, tau)
                 group.update(at_base)
                 group["lr"] = factor * at_base["lr"]
@@ -491,9 +552,13 @@ def reference_run(case: Case) -> tuple[list[Row], Vector]:
             for member in members if case.rule != "adascale_betas" else []:
                 member.step()
             tau += increment
+            crossed = case.evaluate is not None and tau // case.evaluate > evaluated_at // case.evaluate
+            if crossed or (case.evaluate is not None and tau >= leg.total - 1e-9):
+                evaluated_at = tau
             means = [averages.sigma2.value, averages.mu2.value]
             total = [math.nan if m is None else float(np.maximum(m, 0).sum()) for m in means]
-            rows.append(Row(False, r, tau, result.sigma2, result.mu2, total[0], total[1], lrs, seen))
+            noise = (result.sigma2, result.mu2) if case.client != "base" else probed
+            rows.append(Row(False, r, tau, *noise, *total, lrs, seen, evaluated_at == tau > 0))
     return rows, np.concatenate([p.detach().double().numpy().ravel() for p in module.parameters()])
 
 
