@@ -540,7 +540,7 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
                 torch.nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], case.clip)
             lrs = []
             at_bases = curve[calls_at(case, leg, tau)]
-            at_bases = at_bases + [dict(group) for group in groups[len(at_bases) :]]
+            at_bases = at_bases + [{"lr": added_group(case, module)["lr"]} for _ in groups[len(at_bases) :]]
             for group, gain_, at_base in zip(groups, result.gains, at_bases, strict=True):
                 factor, exponent = apply_rule(case, leg, gain_, scale, tau)
                 group.update(at_base)
