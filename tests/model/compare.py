@@ -32,10 +32,11 @@ import torch
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from tests.model.base import Row, batch_of
 from tests.model.case import Case, Leg
 from tests.model.draw import allowed, draw, refusal, smaller, values
 from tests.model.drive import Refused, drive
-from tests.model.reference_run import Row, batch_of, reference_run
+from tests.model.reference_run import reference_run
 from tests.pool import ProcessPool
 
 __all__ = ["check", "shrunk"]

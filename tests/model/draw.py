@@ -6,8 +6,8 @@ import random
 from dataclasses import fields, replace
 from typing import Any
 
+from .base import batch_of
 from .case import COVERED, NETS, SCHEDULERS, Case, Leg
-from .reference_run import batch_of
 
 __all__ = ["allowed", "draw", "refusal", "values"]
 
@@ -27,14 +27,17 @@ def refusal(case: Case) -> str | None:
     """Return a pattern of the error with which a case is documented to be refused; None if it must run."""
     run, found = case.client == "run", []
     follows = case.rule in ("adascale", "adascale_betas", "adamscale")
-    adam = case.rule == "adamscale"
+    adam, fixed = case.rule == "adamscale", not (case.batches or case.efficiency)
     for i, leg in enumerate(case.legs):
         batch, _ = batch_of(leg)
         sharding = leg.sharding if leg.workers > 1 else "none"
         measured = leg.workers * leg.passes > 1 or batch != leg.base or bool(case.batches)
         before = case.legs[max(i - 1, 0)]
         found += [
-            (run and batch < leg.base, "larger than the global batch|smaller than base_batch_size"),
+            (
+                run and fixed and batch < leg.base,
+                "larger than the global batch|smaller than base_batch_size",
+            ),
             (run and case.drop_last and batch > case.length, "every batch would be dropped"),
             (run and case.efficiency is not None and not follows, "the clock of that rule advances by the scale"),
             (case.rule == "adascale_betas" and case.optimizer in ("sgd", "rmsprop"), "changes betas|keeps"),
@@ -44,7 +47,7 @@ def refusal(case: Case) -> str | None:
             (adam and case.noise == "per_example", "excludes precondition"),
             (run and sharding == "fsdp2" and case.precision == "fp16", "Use precision='bf16'"),
             (sharding == "fsdp2" and case.fused and case.optimizer == "sgd", "can't step the shards of fully_shard"),
-            (measured and case.noise == "per_example" and case.net not in COVERED, "per-example|per_example"),
+            (measured and case.noise == "per_example" and case.net in ("tied", "twice"), "per-example|per_example"),
             (
                 run and not leg.accept and (leg.base, leg.total) != (before.base, before.total),
                 "The run was changed since",
@@ -101,6 +104,7 @@ def allowed(case: Case) -> bool:
         # torch: reduced precision is of float32 weights; fully_shard needs a gradient of every parameter
         case.precision == "fp32" or case.dtype == "float32",
         case.net != "branch" or "fsdp2" not in shardings,
+        case.net != "branch" or case.noise != "per_example",
         not bare or case.precision == "fp32" or (case.noise == "samples" and "fsdp2" not in shardings),
         # the noise of single examples needs two of them; one gradient sample above S = 1 is measured by them alone
         case.noise == "samples" or all(batch_of(leg)[0] > 1 for leg in legs),

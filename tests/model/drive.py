@@ -43,8 +43,8 @@ from ray_adascale.sharding.fsdp2 import shard_model
 from ray_adascale.sharding.oss import OSS
 from ray_adascale.sharding.sharded_ddp import ShardedDataParallel
 
+from .base import Row, calls_at, examples_of, own_batches
 from .case import Case, Leg, added_group, dataset, frozen_names, loss_of, net, optimizers, scheduler
-from .reference_run import Row, calls_at, examples_of, own_batches
 
 __all__ = ["Refused", "drive"]
 
