@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Sequence
@@ -31,12 +32,11 @@ class Row:
     evaluated: bool = False  # whether an evaluation came after the step
 
 
-def order_of(case: Case, epoch: int) -> list[int]:
+@functools.cache
+def order_of(length: int, seed: int, epoch: int) -> list[int]:
     """The order of an epoch's examples: a permutation whose seed is a hash of "order:seed:epoch"."""
-    if not case.shuffle:
-        return list(range(case.length))
-    seed = int.from_bytes(hashlib.sha256(f"order:{case.seed}:{epoch}".encode()).digest()[:8], "big") >> 1
-    return torch.randperm(case.length, generator=torch.Generator().manual_seed(seed)).tolist()
+    hashed = int.from_bytes(hashlib.sha256(f"order:{seed}:{epoch}".encode()).digest()[:8], "big") >> 1
+    return torch.randperm(length, generator=torch.Generator().manual_seed(hashed)).tolist()
 
 
 def batch_of(leg: Leg, batches: Sequence[tuple[int, int]] = (), tau: float = 0.0) -> tuple[int, int]:
@@ -89,7 +89,8 @@ def examples_of(case: Case, position: int, batch: int, workers: int, passes: int
         first = position // batch * passes
         return [[b[(first + p) % len(b)] for p in range(passes)] for b in own], position + batch
     position = _step_start(case, position, batch)
-    stream = [order_of(case, i // case.length)[i % case.length] for i in range(position, position + batch)]
+    places = [divmod(i, case.length) for i in range(position, position + batch)]
+    stream = [order_of(case.length, case.seed, epoch)[i] if case.shuffle else i for epoch, i in places]
     parts, n = [], workers * passes
     for i in range(n):  # sizes differ by 1 at most, the larger ones first
         size = batch // n + (i < batch % n)

@@ -5,6 +5,7 @@ Nothing here imports the package.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -151,13 +152,18 @@ class Case:
 
 def dataset(case: Case) -> TensorDataset:
     """Return rows of (x, tokens, y, index of the row)."""
+    return _dataset(case.length, case.dtype)
+
+
+@functools.cache
+def _dataset(length: int, dtype_name: str) -> TensorDataset:
     generator = torch.Generator().manual_seed(7)
-    x = torch.randn(case.length, 6, generator=generator, dtype=torch.float64)
-    tokens = torch.randint(7, (case.length, 29), generator=generator)
-    noise = torch.randn(case.length, 3, generator=generator, dtype=torch.float64)
+    x = torch.randn(length, 6, generator=generator, dtype=torch.float64)
+    tokens = torch.randint(7, (length, 29), generator=generator)
+    noise = torch.randn(length, 3, generator=generator, dtype=torch.float64)
     y = x[:, :3] + 0.5 * x[:, 3:].tanh() + 0.3 * tokens[:, :1] + 0.7 * noise
-    dtype = getattr(torch, case.dtype)
-    return TensorDataset(x.to(dtype), tokens, y.to(dtype), torch.arange(case.length))
+    dtype = getattr(torch, dtype_name)
+    return TensorDataset(x.to(dtype), tokens, y.to(dtype), torch.arange(length))
 
 
 class _Mlp(nn.Sequential):
@@ -322,6 +328,7 @@ def scheduler(case: Case, optimizer: Optimizer, total: int) -> LRScheduler | Non
             [lr_scheduler.LinearLR(optimizer, 0.2, 1.0, 3), lr_scheduler.CosineAnnealingLR(optimizer, total - 3)],
             [3],
         ),
+        "plateau": lambda: lr_scheduler.ReduceLROnPlateau(optimizer),
         "chained": lambda: lr_scheduler.ChainedScheduler(
             [lr_scheduler.LinearLR(optimizer, 0.5, 1.0, 4), lr_scheduler.ExponentialLR(optimizer, 0.95)]
         ),

@@ -20,8 +20,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -184,24 +184,30 @@ def _chunks(numbers: list[int], size: int) -> Iterator[list[int]]:
         yield numbers[at : at + size]
 
 
-def pairs_table(cases: list[Case]) -> str:
-    """Return, for each two dimensions, how many pairs of values the cases have, and the pairs that none has."""
-    seen: dict[tuple[str, str], set[tuple[str, str]]] = defaultdict(set)
-    domain: dict[str, set[str]] = defaultdict(set)
+def _pairs(cases: Iterable[Case]) -> Counter[tuple[tuple[str, str], tuple[str, str]]]:
+    """Return how many cases have each pair of values of two dimensions."""
+    found: Counter[tuple[tuple[str, str], tuple[str, str]]] = Counter()
     for case in cases:
-        at = values(case)
-        for name, value in at.items():
-            domain[name].add(value)
-        for a, b in itertools.combinations(at, 2):
-            seen[a, b].add((at[a], at[b]))
-    lines, covered, all_pairs = [], 0, 0
-    for (a, b), found in seen.items():
-        wanted = set(itertools.product(domain[a], domain[b]))
-        covered, all_pairs = covered + len(found), all_pairs + len(wanted)
-        missing = sorted(wanted - found)
-        if missing:
-            lines.append(f"{a} × {b}: {len(found)} of {len(wanted)}; not {', '.join(' & '.join(m) for m in missing)}")
-    return "\n".join([*lines, f"pairs of values: {covered} of {all_pairs}"])
+        found.update(itertools.combinations(values(case).items(), 2))
+    return found
+
+
+def pairs_table(cases: list[Case]) -> str:
+    """Return, for each two dimensions, how many pairs of values the cases have of those that can be drawn, and which not.
+
+    Pairs that 20,000 other draws have can be drawn; the others exclude each other.
+    """
+    seen, possible = _pairs(cases), _pairs(draw(f"pairs:{i}") for i in range(20_000))
+    missing: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for (a, x), (b, y) in possible.keys() - seen.keys():
+        missing[a, b].append(f"{x} & {y}")
+    wanted = Counter((a, b) for (a, _), (b, _) in possible)
+    lines = [
+        f"{a} × {b}: {count - len(missing[a, b])} of {count}"
+        + "".join(f"; not {pair}" for pair in sorted(missing[a, b]))
+        for (a, b), count in sorted(wanted.items())
+    ]
+    return "\n".join([*lines, f"pairs of values: {len(seen.keys() & possible.keys())} of {len(possible)}"])
 
 
 def until_first(seed: int, numbers: range) -> int:

@@ -25,7 +25,7 @@ _RULES = ("adascale", "adascale", "adascale_betas", "adamscale", "linear", "sqrt
 
 def refusal(case: Case) -> str | None:
     """Return a pattern of the error with which a case is documented to be refused; None if it must run."""
-    run, found = case.client == "run", []
+    run, bare, found = case.client == "run", case.client == "adascale", []
     follows = case.rule in ("adascale", "adascale_betas", "adamscale")
     adam, fixed = case.rule == "adamscale", not (case.batches or case.efficiency)
     for i, leg in enumerate(case.legs):
@@ -94,6 +94,7 @@ def allowed(case: Case) -> bool:
         not base_run or (legs[0].workers, legs[0].passes, legs[0].per_worker) == (1, 1, legs[0].base),
         base_run or default("probe_every"),
         case.scheduler is not None or case.unit == "step",
+        not bare or case.scheduler != "plateau",
         all(leg.batch is not None or leg.per_worker is not None for leg in legs),
         all(legs[i].total >= legs[i - 1].total for i in range(1, len(legs))),
         all(leg.steps is not None for leg in legs[:-1]) and legs[-1].steps is None,
@@ -200,7 +201,7 @@ def _any_case(rng: random.Random) -> Case:
     optimizer = rng.choice(known) if rng.random() < 0.97 else "sgd"
     sgd, momentum = optimizer == "sgd", rng.choice((0.0, 0.9, 0.5))
     nesterov = sgd and momentum > 0 and rng.random() < 0.4
-    scheduler = maybe(0.85, rng.choice(SCHEDULERS), None)
+    scheduler = maybe(0.85, rng.choice(SCHEDULERS), None) if rng.random() < 0.99 else "plateau"
     noise = rng.choices(("samples", "per_example", "auto"), (60, 28, 12))[0]
     more: dict[str, Any] = {}
     if bare:
@@ -215,7 +216,7 @@ def _any_case(rng: random.Random) -> Case:
             "changes": maybe(0.2, ((rng.randint(1, 3), rng.randint(1, 4)),), ()),
             "short": maybe(0.25, ((rng.randint(0, 4), rng.randint(1, 3)),), ()),
             "rescaled": maybe(0.15, ((rng.randint(0, 4), rng.choice((0.75, 2.0))),), ()),
-            "added": maybe(0.1, rng.randint(1, 4), None),
+            "added": maybe(0.2, rng.randint(1, 4), None),
         }
         if more["added"]:
             scheduler, noise = None, "samples"
@@ -223,7 +224,7 @@ def _any_case(rng: random.Random) -> Case:
         batches = ((0, rng.randint(base, 12)), (rng.randint(1, 3), rng.randint(base, 20)), (5, rng.randint(base, 30)))
         more = {
             "iterable": maybe(0.06, True, False),
-            "loaders": maybe(0.03, 1, 0),
+            "loaders": maybe(0.04, 1, 0),
             "batches": maybe(0.1, batches, ()),
             "efficiency": maybe(0.1, rng.choice((0.4, 0.6, 0.8, 1.0)), None),
             "evaluate": maybe(0.2, rng.choice((1.0, 2.5)), None),
