@@ -34,6 +34,7 @@ def refusal(case: Case) -> str | None:
         measured = leg.workers * leg.passes > 1 or batch != leg.base or bool(case.batches)
         before = case.legs[max(i - 1, 0)]
         found += [
+            (not bare and case.scheduler == "plateau", "ReduceLROnPlateau"),
             (
                 run and fixed and batch < leg.base,
                 "larger than the global batch|smaller than base_batch_size",
