@@ -54,7 +54,7 @@ class Leg:
     base: int = 4
     total: int = 12
     steps: int | None = None
-    accept: bool = False
+    accept: bool = True
     sharding: str = "none"
 
 
