@@ -121,10 +121,9 @@ def allowed(case: Case) -> bool:
         # DDP does not reduce parameters that were frozen when it was built
         case.frozen is None
         or all(
-            not case.frozen[0] <= start < case.frozen[1] or leg.workers == 1 or leg.sharding == "zero2"
+            not case.frozen[0] <= start < case.frozen[1] or leg.workers == 1 or leg.sharding in ("zero2", "fsdp2")
             for start, leg in zip(starts, legs, strict=True)
         ),
-        case.frozen is None or "fsdp2" not in shardings,
         case.added is None
         or (shardings <= {"zero2"} and not several and default("frozen", "scheduler", "noise", "changes")),
         case.added is None or (case.debias and case.optimizer != "muon" and case.net in ("mlp", "conv", "words")),
