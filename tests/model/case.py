@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +26,7 @@ __all__ = [
     "dataset",
     "frozen_names",
     "groups_of",
+    "in_wide_precision",
     "loss_of",
     "net",
     "optimizers",
@@ -299,6 +302,11 @@ def optimizers(case: Case, module: nn.Module) -> list[Optimizer]:
 def added_group(case: Case, module: nn.Module) -> dict[str, Any]:
     """Return the group that is added in mid-run."""
     return {"params": list(module.parameters())[-2:], "lr": LRS[case.optimizer] / 2}
+
+
+def in_wide_precision() -> AbstractContextManager[Any]:
+    """Return a context in which Muon orthogonalizes in the weights' precision, and not in bfloat16."""
+    return mock.patch.object(Tensor, "bfloat16", lambda tensor: tensor.clone())
 
 
 def _lambdas(groups: int) -> list[Any]:

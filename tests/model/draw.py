@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from .base import batch_of
-from .case import COVERED, NETS, SCHEDULERS, Case, Leg
+from .case import COVERED, NETS, SCHEDULERS, Case, Leg, net
 
 __all__ = ["allowed", "draw", "refusal", "values"]
 
@@ -28,6 +28,8 @@ def refusal(case: Case) -> str | None:
     run, bare, found = case.client == "run", case.client == "adascale", []
     follows = case.rule in ("adascale", "adascale_betas", "adamscale")
     adam, fixed = case.rule == "adamscale", not (case.batches or case.efficiency)
+    matrices = [p for p in net(case).parameters() if p.ndim == 2] if case.optimizer == "muon" else []
+    fewest_rows = min((len(p) for p in matrices), default=99)
     for i, leg in enumerate(case.legs):
         batch, _ = batch_of(leg)
         sharding = leg.sharding if leg.workers > 1 else "none"
@@ -48,6 +50,10 @@ def refusal(case: Case) -> str | None:
             (adam and case.noise == "per_example", "excludes precondition"),
             (run and sharding == "fsdp2" and case.precision == "fp16", "Use precision='bf16'"),
             (sharding == "fsdp2" and case.fused and case.optimizer == "sgd", "can't step the shards of fully_shard"),
+            (
+                sharding == "fsdp2" and fewest_rows < leg.workers,
+                "can't step the shards of fully_shard: .* fails with a matrix",
+            ),
             (measured and case.noise == "per_example" and case.net in ("tied", "twice"), "per-example|per_example"),
             (
                 run and not leg.accept and (leg.base, leg.total) != (before.base, before.total),

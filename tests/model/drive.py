@@ -44,7 +44,7 @@ from ray_adascale.sharding.oss import OSS
 from ray_adascale.sharding.sharded_ddp import ShardedDataParallel
 
 from .base import Row, calls_at, examples_of, own_batches
-from .case import Case, Leg, added_group, dataset, frozen_names, loss_of, net, optimizers, scheduler
+from .case import Case, Leg, added_group, dataset, frozen_names, in_wide_precision, loss_of, net, optimizers, scheduler
 
 __all__ = ["Refused", "drive"]
 
@@ -113,7 +113,7 @@ class Refused(Exception):
 
 def _leg(case: Case, number: int, taken: int, folder: str) -> Any:
     torch.set_num_threads(1)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), in_wide_precision():
         warnings.simplefilter("ignore", UserWarning)
         try:
             return {"run": _run_leg, "base": _base_run, "adascale": _bare_leg}[case.client](case, number, taken, folder)
