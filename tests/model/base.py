@@ -108,8 +108,8 @@ def _step_start(case: Case, position: int, batch: int) -> int:
 
 def base_hyperparameters(case: Case, leg: Leg) -> list[list[dict[str, Any]]]:
     """``[call][group]``: the groups of the base run, of length T, after each scheduler call."""
-    groups = [group for each in optimizers(case, net(case)) for group in each.param_groups]
-    one = optimizers(case, net(case))[0] if case.optimizer != "muon" else torch.optim.SGD(groups)
+    groups = [group for each in optimizers(case, net(case), leg.lr) for group in each.param_groups]
+    one = optimizers(case, net(case), leg.lr)[0] if case.optimizer != "muon" else torch.optim.SGD(groups)
     driver = scheduler(case, one, leg.total)
     keys = ("lr", "momentum", "betas") if case.optimizer != "muon" else ("lr",)
     points = []

@@ -46,7 +46,8 @@ class Leg:
         base: B0.
         total: T.
         steps: Optimizer steps, with skipped ones, after which this start ends; None: it runs to T.
-        accept: Whether a change of B0 or T since the last leg is accepted.
+        lr: Factor on all learning rates of the program.
+        accept: Whether a change of B0, T or the learning rates since the last leg is accepted.
         sharding: "none", "oss", "zero2" or "fsdp2".
     """
 
@@ -57,6 +58,7 @@ class Leg:
     base: int = 4
     total: int = 12
     steps: int | None = None
+    lr: float = 1.0
     accept: bool = True
     sharding: str = "none"
 
@@ -263,22 +265,22 @@ def frozen_names(case: Case, step: int) -> list[str]:
 LRS = {"sgd": 0.05, "adam": 0.01, "amsgrad": 0.01, "adamw": 0.01, "adamax": 0.01, "muon": 0.01, "rmsprop": 0.003}
 
 
-def groups_of(case: Case, params: Iterable[Tensor]) -> list[dict[str, Any]]:
+def groups_of(case: Case, params: Iterable[Tensor], factor: float = 1.0) -> list[dict[str, Any]]:
     """Return parameter groups with learning rates of their own."""
     params = list(params)
-    lr = LRS[case.optimizer]
+    lr = LRS[case.optimizer] * factor
     groups = [{"params": params[k :: case.groups], "lr": lr / (k + 1)} for k in range(case.groups)]
     if case.groups > 1 and case.optimizer != "muon":
         groups[1]["weight_decay"] = 0.01
     return groups
 
 
-def optimizers(case: Case, module: nn.Module) -> list[Optimizer]:
-    """Return the optimizer; for Muon a list of two, to be chained."""
+def optimizers(case: Case, module: nn.Module, factor: float = 1.0) -> list[Optimizer]:
+    """Return the optimizer; for Muon a list of two, to be chained. ``factor``: on the learning rates."""
     params = list(module.parameters())
     if case.added is not None:
         params = params[:-2]
-    lr, decay = LRS[case.optimizer], case.weight_decay
+    lr, decay = LRS[case.optimizer] * factor, case.weight_decay
     shared: dict[str, Any] = {"lr": lr, "weight_decay": decay}
     if case.fused:
         shared["fused"] = True
@@ -287,9 +289,9 @@ def optimizers(case: Case, module: nn.Module) -> list[Optimizer]:
         rest = [p for p in params if p.ndim != 2]
         return [
             torch.optim.Muon(matrices, lr=lr, weight_decay=decay),
-            torch.optim.AdamW(groups_of(case, rest), **shared),
+            torch.optim.AdamW(groups_of(case, rest, factor), **shared),
         ]
-    groups = groups_of(case, params)
+    groups = groups_of(case, params, factor)
     if case.optimizer == "sgd":
         more = {"momentum": case.momentum, "nesterov": case.nesterov, "dampening": case.dampening}
         return [torch.optim.SGD(groups, **shared, **more, maximize=case.maximize)]

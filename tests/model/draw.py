@@ -56,11 +56,16 @@ def refusal(case: Case) -> str | None:
             ),
             (measured and case.noise == "per_example" and case.net in ("tied", "twice"), "per-example|per_example"),
             (
-                run and not leg.accept and (leg.base, leg.total) != (before.base, before.total),
+                run and not leg.accept and _fixed(leg) != _fixed(before),
                 "The run was changed since",
             ),
         ]
     return "|".join(pattern for refused, pattern in found if refused) or None
+
+
+def _fixed(leg: Leg) -> tuple[int, int, float]:
+    """Return what may change in a resume only where that is accepted."""
+    return leg.base, leg.total, leg.lr
 
 
 def allowed(case: Case) -> bool:
@@ -95,7 +100,8 @@ def allowed(case: Case) -> bool:
         bare or case.via == "checkpoint",
         not bare or not several or case.via != "checkpoint",
         not bare or (default("drop_last") and case.unit == "step" and case.precision != "bf16"),
-        not bare or all((leg.base, leg.total, leg.batch) == (legs[0].base, legs[0].total, None) for leg in legs),
+        not bare or all((*_fixed(leg), leg.batch) == (*_fixed(legs[0]), None) for leg in legs),
+        legs[0].lr == 1,
         not base_run or (default("poison", "frozen", "precision", "window", "every") and case.rule == "unscaled"),
         not base_run or (not several and case.noise != "auto" and legs[0].base > 1),
         not base_run or (legs[0].workers, legs[0].passes, legs[0].per_worker) == (1, 1, legs[0].base),
@@ -192,6 +198,8 @@ def _any_case(rng: random.Random) -> Case:
         legs.append(_leg(rng, run, base, total))
         if run and rng.random() < 0.2:
             base = rng.randint(2, 6)
+        if run and rng.random() < 0.1:
+            legs[-1] = replace(legs[-1], lr=0.5 if len(legs) > 1 else 1.0)
         if run and rng.random() < 0.2:
             total += rng.randint(1, 4)
     legs[-1] = replace(legs[-1], steps=None)
@@ -316,7 +324,9 @@ def values(case: Case) -> dict[str, str]:
         "sharding": first.sharding if workers > 1 else "none",
         "sharding, end": last.sharding if last.workers > 1 else "none",
         "resumed with": "workers" if "workers" in kinds else sorted(kinds)[0],
-        "accepted": str(len({(leg.base, leg.total) for leg in case.legs}) > 1),
+        "accepted": "+".join(
+            name for name, was, now in zip(("B0", "T", "LR"), _fixed(first), _fixed(last), strict=True) if was != now
+        ),
         "optimizer": case.optimizer + "+m" * (case.momentum > 0) + "+n" * case.nesterov + "+d" * (case.dampening > 0),
         "decay": str(case.weight_decay > 0),
         "maximize": str(case.maximize),
@@ -371,7 +381,14 @@ def smaller(case: Case) -> list[Case]:
         if f.name != "legs" and getattr(case, f.name) != getattr(plain, f.name)
     ]
     for i, leg in enumerate(case.legs):
-        for name, value in {"workers": 1, "passes": 1, "sharding": "none", "accept": True, "batch": None}.items():
+        for name, value in {
+            "workers": 1,
+            "passes": 1,
+            "sharding": "none",
+            "accept": True,
+            "batch": None,
+            "lr": 1.0,
+        }.items():
             if getattr(leg, name) != value:
                 changed = replace(leg, **{name: value}, **({"per_worker": 4} if name == "batch" else {}))
                 out.append(replace(case, legs=(*case.legs[:i], changed, *case.legs[i + 1 :])))

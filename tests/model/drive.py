@@ -123,7 +123,7 @@ def _leg(case: Case, number: int, taken: int, folder: str) -> Any:
 
 def _built(case: Case, leg: Leg) -> tuple[nn.Module, Optimizer, Any]:
     module = net(case)
-    members = optimizers(case, module)
+    members = optimizers(case, module, leg.lr)
     optimizer = members[0] if len(members) == 1 else OptimizerChain(members)
     return module, optimizer, scheduler(case, optimizer, leg.total)
 
