@@ -128,8 +128,8 @@ def allowed(case: Case) -> bool:
         # the state dict of an optimizer with DTensors goes through torch.distributed.checkpoint
         case.via != "state_dict" or not several or "fsdp2" not in shardings,
         not (KEYS_OF_WHAT_WAS_MEASURED and case.via == "dcp" and case.noise != "samples"),
-        # torch's functions step an optimizer without state, and save that; they know each parameter by one name, and fail with the
-        # whole state of an SGD without momentum
+        # torch's functions step an optimizer without state, and save that; they know each parameter by one name; and they fail
+        # with the whole state of an SGD without momentum
         case.via != "dcp" or not sgd or case.momentum > 0,
         case.via != "dcp" or (default("precision", "poison") and case.net not in ("tied", "twice")),
         # DDP does not reduce parameters that were frozen when it was built
