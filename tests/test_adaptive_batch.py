@@ -33,7 +33,7 @@ from ray_adascale.run.trace import read_trace
 
 from . import changing_batch
 from .changing_batch import Numbered, Step, assert_exactly_once, drive, flat, network
-from .reference import moments
+from .model.reference_run import moments
 from .samples_of import recipe
 
 

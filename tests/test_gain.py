@@ -32,7 +32,7 @@ from ray_adascale.gain import (
     scale_at_efficiency,
 )
 
-from . import reference
+from .model import reference_run as reference
 
 CLOSE = 1e-12
 

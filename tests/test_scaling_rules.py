@@ -28,7 +28,7 @@ from ray_adascale.scaling_rules import (
 from ray_adascale.worker_policy import follow_settings
 
 from .classifier import batches, make_model, weights
-from .reference import gain as reference_gain
+from .model.reference_run import gain as reference_gain
 
 
 def now(gain: float = 3.0, scale: float = 4.0, **kwargs: Any) -> RuleInput:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, Muon, Optimizer
 
 from .._torch import is_dtensor
 from ..chain import SEVERAL_OPTIMIZERS, needs_closure, parts_of
@@ -150,12 +150,12 @@ def check_wrappable(optimizer: Optimizer) -> None:
         )
     for part, _ in parts_of(optimizer):
         for group in part.param_groups:
-            if group.get("fused"):
-                _check_fused(part, group)
+            if group.get("fused") or isinstance(part, Muon):
+                _check_shards(part, group)
 
 
-def _check_fused(optimizer: Optimizer, group: dict[str, Any]) -> None:
-    """Raise if torch can't step this group's shards (DTensors) with the optimizer's fused kernel, by trying it on one tensor.
+def _check_shards(optimizer: Optimizer, group: dict[str, Any]) -> None:
+    """Raise if torch can't step this group's shards (DTensors) with a fused kernel or with Muon, by trying it on the smallest.
 
     Raises:
         ValueError: It can't. Without this check the first step would fail.
@@ -163,7 +163,7 @@ def _check_fused(optimizer: Optimizer, group: dict[str, Any]) -> None:
     shards = [p for p in group["params"] if is_dtensor(p)]
     if not shards:
         return
-    smallest = min(shards, key=lambda p: p.numel())
+    smallest = min(shards, key=lambda p: (p.shape[0], p.numel()))
     shard = torch.zeros_like(smallest, requires_grad=False)
     shard.grad = torch.zeros_like(shard)
     twin = copy.copy(optimizer)  # without the user's hooks, which torch leaves out of copies
@@ -173,9 +173,14 @@ def _check_fused(optimizer: Optimizer, group: dict[str, Any]) -> None:
         twin.state[shard] = {key: value.clone() if torch.is_tensor(value) else value for key, value in state}
     try:
         twin.step()
-    except NotImplementedError as e:
-        name = type(optimizer).__name__
-        raise ValueError(
-            f"{name}(fused=True) can't step the shards of fully_shard: torch {torch.__version__} has no sharding strategy for "
-            f"its kernel. Use {name}(foreach=True)."
-        ) from e
+    except RuntimeError as e:
+        name, workers = type(optimizer).__name__, cast(Any, smallest).device_mesh.size()
+        if group.get("fused"):
+            why = f"torch {torch.__version__} has no sharding strategy for its kernel. Use {name}(foreach=True)"
+        else:
+            why = (
+                f"torch {torch.__version__} fails with a matrix of shape {tuple(smallest.shape)} over {workers} workers. Leave "
+                "matrices with fewer rows than workers to the other optimizer of the chain, or use sharding='zero2'"
+            )
+        name += "(fused=True)" if group.get("fused") else ""
+        raise ValueError(f"{name} can't step the shards of fully_shard: {why}.") from e

@@ -22,7 +22,7 @@ from ray_adascale.compat.adaptdl import AdaptiveDataParallel
 from ray_adascale.scaling_rules import LEGWScale, ScalingRuleBase
 
 from ..classifier import batches, make_model, sample_gradient, two_groups, weights
-from ..reference import differenced_moments, moments
+from ..model.reference_run import differenced_moments, moments
 
 
 class AdaptDL:

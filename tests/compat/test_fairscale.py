@@ -18,7 +18,7 @@ from ray_adascale import OSS, AdaScale
 from ray_adascale.compat.fairscale import AdaScaleWrapper
 
 from ..classifier import batches, make_model, sample_gradient, weights
-from ..reference import ReferenceAdaScale
+from ..model.reference_run import ReferenceAdaScale
 
 
 def _train(optimizer: AdaScale, model: torch.nn.Module, passes: int) -> torch.Tensor:

@@ -26,7 +26,7 @@ from torch.utils.data import TensorDataset
 from ray_adascale import AdaScale, AdaScaleConfig, Run
 
 from ..classifier import batches, make_model, sample_gradient, weights
-from ..reference import ReferenceAdaScale
+from ..model.reference_run import ReferenceAdaScale
 
 BATCH = 4
 """B0, and the examples of a pass on one worker: S = n."""

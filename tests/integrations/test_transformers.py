@@ -20,7 +20,7 @@ from ray_adascale import read_trace
 
 from .. import samples_of
 from ..classifier import weights
-from ..reference import ReferenceAdaScale
+from ..model.reference_run import ReferenceAdaScale
 from .problem import (
     BATCH,
     LR,

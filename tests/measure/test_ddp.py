@@ -29,8 +29,8 @@ from ray_adascale.measure.ddp import DDPBucketObserver, measure_buckets
 from ray_adascale.measure.observers import HookObserver
 
 from ..classifier import batches, in_shares, make_model, sample_gradient, weights
+from ..model.reference_run import ReferenceAdaScale
 from ..pool import ProcessPool
-from ..reference import ReferenceAdaScale
 
 Pool = Callable[[int], ProcessPool]
 

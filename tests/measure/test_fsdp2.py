@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ray_adascale import AdaScale
 from ray_adascale.measure import fsdp2
 
+from ..model.reference_run import ReferenceAdaScale
 from ..placement import here
-from ..reference import ReferenceAdaScale
 
 
 class Net(nn.Module):

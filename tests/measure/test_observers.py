@@ -24,8 +24,8 @@ from ray_adascale import AdaScale
 from ray_adascale.measure import observers
 
 from ..classifier import batches, make_model, sample_gradient
+from ..model.reference_run import ReferenceAdaScale
 from ..pool import ProcessPool
-from ..reference import ReferenceAdaScale
 
 Pool = Callable[[int], ProcessPool]
 

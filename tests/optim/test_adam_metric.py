@@ -13,7 +13,7 @@ from ray_adascale.optim.adam_metric import adam_preconditioner
 from ray_adascale.scaling_rules import AdamScale
 
 from ..classifier import make_model
-from ..reference import gain as reference_gain
+from ..model.reference_run import gain as reference_gain
 
 
 @pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.AdamW])

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ray_adascale import OSS, AdaScale, BetaRule, RuleInput
+from ray_adascale import OSS, AdaScale, BetaRule, RuleInput, UnscaledRule
 from ray_adascale.scaling_rules import ScalingRuleBase
 
 from ..classifier import backward, batches, make_model, ready, weights
@@ -34,6 +34,20 @@ def test_scale_one_is_the_plain_optimizer_bit_for_bit() -> None:
         ends.append(weights(model))
     assert torch.equal(ends[0], ends[1])
     assert optimizer.effective_steps == 20
+
+
+@pytest.mark.parametrize(("scale", "steps", "tau"), [(4 / 3, 6, 8), (4 / 3, 3, 4), (1.1, 10, 11), (7 / 3, 9, 21)])
+def test_a_clock_of_the_scale_comes_to_whole_numbers(scale: float, steps: int, tau: int) -> None:
+    """Six steps of 4/3 are 8, and not 7.99…9, which is before the end of a run with T = 8 and has the LR of base step 7."""
+    model = make_model()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    adascale = AdaScale(inner, scale=scale, num_gradients_to_accumulate=2, rule=UnscaledRule())
+    for i, batch in enumerate(batches(2 * steps, 4)):
+        (F.cross_entropy(model(batch[0]), batch[1]) / 2).backward()
+        if i % 2:
+            adascale.step()
+            adascale.zero_grad()
+    assert adascale.effective_steps == tau
 
 
 def test_rule_sets_the_factor_and_the_clock() -> None:

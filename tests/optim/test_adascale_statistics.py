@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ray_adascale import OSS, AdaScale
 
 from ..classifier import batches, in_shares, make_model, sample_gradient, two_groups, weights
-from ..reference import ReferenceAdaScale
+from ..model.reference_run import ReferenceAdaScale
 
 
 @pytest.mark.parametrize("single_gain", [False, True])

@@ -19,7 +19,7 @@ from ray_adascale.optim.rules import betas_of
 from ray_adascale.optim.step_counts import StepCounts
 
 from ..classifier import backward, batches, make_model, two_groups, weights
-from ..reference import adam_with_changing_betas
+from ..model.adam_betas import adam_with_changing_betas
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ray_adascale import AdaScale
 
 from ..classifier import backward, batches, make_model, ready, sample_gradient, weights
-from ..reference import ReferenceAdaScale
+from ..model.reference_run import ReferenceAdaScale
 
 
 def test_frozen_and_unused_parameters_and_an_empty_group() -> None:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ray_adascale import OSS, AdaScale, ShardedDataParallel
 
 from ..classifier import batches, make_model, ready, sample_gradient, weights
-from ..reference import ReferenceAdaScale
+from ..model.reference_run import ReferenceAdaScale
 
 WINDOW: dict[str, Any] = {"clip": "averages", "averaging_window": 0.05, "total_steps": 100, "single_gain": True}
 THEIRS: dict[str, Any] = {

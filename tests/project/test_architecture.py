@@ -171,7 +171,7 @@ def test_the_list_has_every_module_and_no_other() -> None:
 
 def test_tests_are_in_folders_with_the_packages_names() -> None:
     there = {path.name for path in (ROOT / "tests").iterdir() if (path / "__init__.py").exists()}
-    assert there == {*PACKAGES, "gpu", "project", "simulated_gpu", "whole"}
+    assert there == {*PACKAGES, "gpu", "model", "project", "simulated_gpu", "whole"}
 
 
 def test_the_picture_is_made_from_the_list() -> None:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from ray_adascale import AdaScale
 
-from ..reference import gain, moments
+from ..model.reference_run import gain, moments
 
 pytestmark = pytest.mark.docs
 

@@ -104,6 +104,20 @@ def test_a_run_resumes_to_the_last_bit(tmp_path: Path, rule: str) -> None:
     assert all(torch.equal(a[i][key], b[i][key]) for i in b for key in b[i])
 
 
+def _thin_matrix() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2))
+    chain = OptimizerChain([Muon([layer.weight for layer in model]), AdamW([layer.bias for layer in model])])
+    data = TensorDataset(torch.zeros(LENGTH, 6))
+    with pytest.raises(
+        ValueError, match=r"Muon can't step the shards of fully_shard: .*shape \(2, 8\) .*over 3 workers"
+    ):
+        Run(model, chain, None, data, settings(sharding="fsdp2", rule="unscaled"), backend=LocalBackend(device="cpu"))
+
+
+def test_muon_is_refused_where_torch_cannot_step_a_matrix_with_fewer_rows_than_workers(pool: Any) -> None:
+    pool(3).run(_thin_matrix)
+
+
 def _weights(sharding: str, **kwargs: Any) -> tuple[Tensor, int]:
     """Orthogonalized in float64: bfloat16 would make a rounding of the gradient a difference of the step."""
     with mock.patch.object(Tensor, "bfloat16", lambda t: t.clone()):

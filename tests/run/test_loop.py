@@ -50,8 +50,8 @@ from ray_adascale.run.train_state import load_rng
 from ray_adascale.workload import build
 
 from ..host_reads import host_reads
+from ..model.reference_run import ReferenceAdaScale
 from ..placement import here
-from ..reference import ReferenceAdaScale
 
 # Advice on how far to scale, which toy data of 60 examples rightly gets; one test looks for it.
 pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")

@@ -1,0 +1,352 @@
+"""A case: one whole run with all its settings, and the plain torch pieces that model and package are both given.
+
+Nothing here imports the package.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import TensorDataset
+
+__all__ = [
+    "Case",
+    "Leg",
+    "added_group",
+    "dataset",
+    "frozen_names",
+    "groups_of",
+    "in_wide_precision",
+    "loss_of",
+    "net",
+    "optimizers",
+    "scheduler",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leg:
+    """One start of the run.
+
+    Attributes:
+        workers: Workers.
+        passes: Backward passes of an optimizer step, at least.
+        per_worker: Examples of one pass on one worker; None: follows from ``batch``.
+        batch: Examples of an optimizer step on any number of workers; None: follows from ``per_worker``.
+        base: B0.
+        total: T.
+        steps: Optimizer steps, with skipped ones, after which this start ends; None: it runs to T.
+        lr: Factor on all learning rates of the program.
+        accept: Whether a change of B0, T or the learning rates since the last leg is accepted.
+        sharding: "none", "oss", "zero2" or "fsdp2".
+    """
+
+    workers: int = 1
+    passes: int = 1
+    per_worker: int | None = 4
+    batch: int | None = None
+    base: int = 4
+    total: int = 12
+    steps: int | None = None
+    lr: float = 1.0
+    accept: bool = True
+    sharding: str = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A whole run. The defaults are the plainest one, to which a failing case is shrunk.
+
+    Attributes:
+        client: "run" (``Run``), "base" (``record_recipe``), or "adascale" (the bare class in a loop of its own).
+        legs: The starts of the run, in order.
+        via: How one start's state gets to the next: "checkpoint" (Run's own), "state_dict", "dcp".
+        net: Name of the model.
+        optimizer: Name of the optimizer.
+        momentum: m of SGD.
+        nesterov, dampening, weight_decay, maximize: As in torch.
+        fused: Torch's fused kernels.
+        groups: Parameter groups, each with its own learning rate.
+        scheduler: Name of the scheduler; None for none.
+        unit: "step" or "epoch".
+        rule: Name of the scaling rule.
+        noise: "samples", "per_example" or "auto".
+        every: Whether the noise of single examples is measured on every step; else as rarely as is allowed.
+        probe_every: Base run: steps from one measurement to the next.
+        precision: "fp32", "bf16" or "fp16"; the weights' dtype is ``dtype`` anyway.
+        dtype: "float64" or "float32".
+        clip: Largest gradient norm, None for no clipping.
+        poison: (step, worker) pairs: that worker's loss is not finite in the first pass of that step.
+        frozen: First and last step + 1 in which the first layer is frozen; None: never.
+        window: Averaging window, a share of T.
+        length: Examples of the dataset.
+        seed: Of the order of examples.
+        drop_last, shuffle: As in the settings.
+        iterable: Whether each worker has an iterable of batches of its own.
+        loaders: Loader processes.
+        batches: Batch schedule: (τ, examples) pairs.
+        efficiency: Target of a batch that follows the noise. The model is given the batch of each step.
+        evaluate: Effective steps between evaluations; None for none.
+        smoothing: Bare: θ; None for max(1 − n/1000, 0).
+        effective: Bare: average over effective time instead.
+        debias, clip_samples, floor, single_gain, scaled_loss: Bare: as in AdaScale.
+        changes: Bare: (step, passes) from which on a step has so many passes.
+        short: Bare: (step, passes): that step alone has fewer passes.
+        rescaled: Bare: (step, factor) from which on S is that multiple of what the batch makes it.
+        added: Bare: step before which the last layer's parameters are added as a group; None: never.
+    """
+
+    client: str = "run"
+    legs: tuple[Leg, ...] = (Leg(),)
+    via: str = "checkpoint"
+    net: str = "mlp"
+    optimizer: str = "sgd"
+    momentum: float = 0.0
+    nesterov: bool = False
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    maximize: bool = False
+    fused: bool = False
+    groups: int = 1
+    scheduler: str | None = None
+    unit: str = "step"
+    rule: str = "adascale"
+    noise: str = "samples"
+    every: bool = True
+    probe_every: int = 3
+    precision: str = "fp32"
+    dtype: str = "float64"
+    clip: float | None = None
+    poison: tuple[tuple[int, int], ...] = ()
+    frozen: tuple[int, int] | None = None
+    window: float = 0.3
+    length: int = 61
+    seed: int = 0
+    drop_last: bool = False
+    shuffle: bool = True
+    iterable: bool = False
+    loaders: int = 0
+    batches: tuple[tuple[int, int], ...] = ()
+    efficiency: float | None = None
+    evaluate: float | None = None
+    smoothing: float | None = None
+    effective: bool = False
+    debias: bool = True
+    clip_samples: bool = True
+    floor: float = 0.0
+    single_gain: bool = False
+    scaled_loss: bool = True
+    changes: tuple[tuple[int, int], ...] = ()
+    short: tuple[tuple[int, int], ...] = ()
+    rescaled: tuple[tuple[int, float], ...] = ()
+    added: int | None = None
+
+
+# ---- data, model and loss ----------------------------------------------------------------------------------------------------
+
+
+def dataset(case: Case) -> TensorDataset:
+    """Return rows of (x, tokens, y, index of the row)."""
+    return _dataset(case.length, case.dtype)
+
+
+@functools.cache
+def _dataset(length: int, dtype_name: str) -> TensorDataset:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(length, 6, generator=generator, dtype=torch.float64)
+    tokens = torch.randint(7, (length, 29), generator=generator)
+    noise = torch.randn(length, 3, generator=generator, dtype=torch.float64)
+    y = x[:, :3] + 0.5 * x[:, 3:].tanh() + 0.3 * tokens[:, :1] + 0.7 * noise
+    dtype = getattr(torch, dtype_name)
+    return TensorDataset(x.to(dtype), tokens, y.to(dtype), torch.arange(length))
+
+
+class _Mlp(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class _Conv(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Conv1d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3))
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return super().forward(x[:, None])
+
+
+class _Words(nn.Module):
+    """An embedding, whose weight is the last layer's as well where it is tied."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.words, self.inner = nn.Embedding(7, 5), nn.Linear(5, 5)
+        self.out = nn.Linear(5, 7)
+        if tied:
+            self.out.weight = self.words.weight
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.inner(self.words(tokens).mean(1))))[:, :3]
+
+
+class _Twice(nn.Module):
+    """A layer under two names, called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = self.first
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+class _Branch(nn.Module):
+    """A layer that some micro-batches don't use, so that its parameters have no gradient there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.extra, self.out = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        h = torch.tanh(self.trunk(x))
+        return self.out(h + self.extra(h) if x[0, 0] > 0 else h)
+
+
+NETS = {
+    "mlp": _Mlp,
+    "conv": _Conv,
+    "words": lambda: _Words(False),
+    "tied": lambda: _Words(True),
+    "twice": _Twice,
+    "branch": _Branch,
+}
+COVERED = ("mlp", "conv", "words")  # nets whose noise can be measured by single examples
+
+
+def net(case: Case) -> nn.Module:
+    torch.manual_seed(3)
+    module = NETS[case.net]()
+    return module.to(getattr(torch, case.dtype))
+
+
+def loss_of(case: Case, model: nn.Module, x: Tensor, tokens: Tensor, y: Tensor) -> Tensor:
+    """Return the mean loss of a micro-batch; with ``maximize`` its negative, so that training still lowers the error."""
+    loss = F.mse_loss(model(x, tokens), y)
+    return -loss if case.maximize else loss
+
+
+def frozen_names(case: Case, step: int) -> list[str]:
+    """Return the names of the parameters that are frozen in a step: the first layer's, and those that are added later."""
+    if case.frozen is None and case.added is None:
+        return []
+    names = [name for name, _ in net(case).named_parameters()]
+    frozen = []
+    if case.frozen is not None and case.frozen[0] <= step < case.frozen[1]:
+        frozen = [name for name in names if name.split(".")[0] == names[0].split(".")[0]]
+    return frozen + (names[-2:] if case.added is not None and step < case.added else [])
+
+
+# ---- optimizer and scheduler -------------------------------------------------------------------------------------------------
+
+LRS = {"sgd": 0.05, "adam": 0.01, "amsgrad": 0.01, "adamw": 0.01, "adamax": 0.01, "muon": 0.01, "rmsprop": 0.003}
+
+
+def groups_of(case: Case, params: Iterable[Tensor], factor: float = 1.0) -> list[dict[str, Any]]:
+    """Return parameter groups with learning rates of their own."""
+    params = list(params)
+    lr = LRS[case.optimizer] * factor
+    groups = [{"params": params[k :: case.groups], "lr": lr / (k + 1)} for k in range(case.groups)]
+    if case.groups > 1 and case.optimizer != "muon":
+        groups[1]["weight_decay"] = 0.01
+    return groups
+
+
+def optimizers(case: Case, module: nn.Module, factor: float = 1.0) -> list[Optimizer]:
+    """Return the optimizer; for Muon a list of two, to be chained. ``factor``: on the learning rates."""
+    params = list(module.parameters())
+    if case.added is not None:
+        params = params[:-2]
+    lr, decay = LRS[case.optimizer] * factor, case.weight_decay
+    shared: dict[str, Any] = {"lr": lr, "weight_decay": decay}
+    if case.fused:
+        shared["fused"] = True
+    if case.optimizer == "muon":
+        matrices = [p for p in params if p.ndim == 2]
+        rest = [p for p in params if p.ndim != 2]
+        return [
+            torch.optim.Muon(matrices, lr=lr, weight_decay=decay),
+            torch.optim.AdamW(groups_of(case, rest, factor), **shared),
+        ]
+    groups = groups_of(case, params, factor)
+    if case.optimizer == "sgd":
+        more = {"momentum": case.momentum, "nesterov": case.nesterov, "dampening": case.dampening}
+        return [torch.optim.SGD(groups, **shared, **more, maximize=case.maximize)]
+    if case.optimizer == "amsgrad":
+        return [torch.optim.Adam(groups, **shared, amsgrad=True, maximize=case.maximize)]
+    kinds = {"adam": "Adam", "adamw": "AdamW", "adamax": "Adamax", "rmsprop": "RMSprop"}
+    return [getattr(torch.optim, kinds[case.optimizer])(groups, **shared, maximize=case.maximize)]
+
+
+def added_group(case: Case, module: nn.Module) -> dict[str, Any]:
+    """Return the group that is added in mid-run."""
+    return {"params": list(module.parameters())[-2:], "lr": LRS[case.optimizer] / 2}
+
+
+def in_wide_precision() -> AbstractContextManager[Any]:
+    """Return a context in which Muon orthogonalizes in the weights' precision, and not in bfloat16."""
+    return mock.patch.object(Tensor, "bfloat16", lambda tensor: tensor.clone())
+
+
+def _lambdas(groups: int) -> list[Any]:
+    return [lambda call, k=k: 1 / (1 + 0.1 * (k + 1) * call) for k in range(groups)]
+
+
+def scheduler(case: Case, optimizer: Optimizer, total: int) -> LRScheduler | None:
+    """Return the scheduler of a base run of ``total`` steps."""
+    count = len(optimizer.param_groups)
+    cycles = case.optimizer in ("sgd", "adam", "adamw") and not case.fused and case.rule != "adascale_betas"
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    make: dict[str, Any] = {
+        "step": lambda: lr_scheduler.StepLR(optimizer, 3, 0.7),
+        "multistep": lambda: lr_scheduler.MultiStepLR(optimizer, [2, 5, 6], 0.6),
+        "lambda": lambda: lr_scheduler.LambdaLR(optimizer, _lambdas(count)),
+        "multiplicative": lambda: lr_scheduler.MultiplicativeLR(optimizer, lambda call: 0.9 if call % 2 else 1.02),
+        "constant": lambda: lr_scheduler.ConstantLR(optimizer, 0.5, 4),
+        "linear": lambda: lr_scheduler.LinearLR(optimizer, 0.3, 1.0, 5),
+        "exponential": lambda: lr_scheduler.ExponentialLR(optimizer, 0.95),
+        "polynomial": lambda: lr_scheduler.PolynomialLR(optimizer, total, 1.5),
+        "cosine": lambda: lr_scheduler.CosineAnnealingLR(optimizer, total),
+        "restarts": lambda: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 4, 2),
+        "onecycle": lambda: lr_scheduler.OneCycleLR(optimizer, peaks, total_steps=total, cycle_momentum=cycles),
+        "cyclic": lambda: lr_scheduler.CyclicLR(optimizer, [lr / 4 for lr in peaks], peaks, 3, cycle_momentum=cycles),
+        "sequential": lambda: lr_scheduler.SequentialLR(
+            optimizer,
+            [lr_scheduler.LinearLR(optimizer, 0.2, 1.0, 3), lr_scheduler.CosineAnnealingLR(optimizer, total - 3)],
+            [3],
+        ),
+        "plateau": lambda: lr_scheduler.ReduceLROnPlateau(optimizer),
+        "chained": lambda: lr_scheduler.ChainedScheduler(
+            [lr_scheduler.LinearLR(optimizer, 0.5, 1.0, 4), lr_scheduler.ExponentialLR(optimizer, 0.95)]
+        ),
+    }
+    return None if case.scheduler is None else make[case.scheduler]()
+
+
+SCHEDULERS = (
+    "step", "multistep", "lambda", "multiplicative", "constant", "linear", "exponential", "polynomial", "cosine", "restarts",
+    "onecycle", "cyclic", "sequential", "chained",
+)  # fmt: skip

@@ -1,0 +1,402 @@
+"""Draws cases from seeds, and says which of them the documentation refuses."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields, replace
+from typing import Any
+
+from .base import batch_of
+from .case import COVERED, NETS, SCHEDULERS, Case, Leg, net
+
+__all__ = ["allowed", "draw", "refusal", "values"]
+
+# Crossings that are known to be wrong, while they are mended elsewhere.
+# A resume that changes B0 keeps the σ² of single examples that was measured at the old B0.
+HELD_OVER_ANOTHER_BASE = True
+# The keys of AdaScale's state dict, and with them what torch.distributed.checkpoint can load, depend on what was measured.
+KEYS_OF_WHAT_WAS_MEASURED = True
+# (A fused optimizer with a TauSchedule that is loaded in the other order is not drawn: TauSchedule belongs to ``attach``.)
+
+_SHARDINGS = ("none", "oss", "zero2", "fsdp2")
+_ADAMS = ("adam", "amsgrad", "adamw")
+_RULES = ("adascale", "adascale", "adascale_betas", "adamscale", "linear", "sqrt", "unscaled", "legw", "lsw+")
+
+
+def refusal(case: Case) -> str | None:
+    """Return a pattern of the error with which a case is documented to be refused; None if it must run."""
+    run, bare, found = case.client == "run", case.client == "adascale", []
+    follows = case.rule in ("adascale", "adascale_betas", "adamscale")
+    adam, fixed = case.rule == "adamscale", not (case.batches or case.efficiency)
+    matrices = [p for p in net(case).parameters() if p.ndim == 2] if case.optimizer == "muon" else []
+    fewest_rows = min((len(p) for p in matrices), default=99)
+    for i, leg in enumerate(case.legs):
+        batch, _ = batch_of(leg)
+        sharding = leg.sharding if leg.workers > 1 else "none"
+        measured = leg.workers * leg.passes > 1 or batch != leg.base or bool(case.batches)
+        before = case.legs[max(i - 1, 0)]
+        found += [
+            (not bare and case.scheduler == "plateau", "ReduceLROnPlateau"),
+            (
+                run and fixed and batch < leg.base,
+                "larger than the global batch|smaller than base_batch_size",
+            ),
+            (run and case.drop_last and batch > case.length, "every batch would be dropped"),
+            (run and case.efficiency is not None and not follows, "the clock of that rule advances by the scale"),
+            (case.rule == "adascale_betas" and case.optimizer in ("sgd", "rmsprop"), "changes betas|keeps"),
+            (run and adam and leg.sharding != "none", "with the rule AdamScale"),
+            (not run and adam and sharding != "none", "precondition= needs"),
+            (adam and case.optimizer not in _ADAMS, "need torch.optim.Adam"),
+            (adam and case.noise == "per_example", "excludes precondition"),
+            (run and sharding == "fsdp2" and case.precision == "fp16", "Use precision='bf16'"),
+            (sharding == "fsdp2" and case.fused and case.optimizer == "sgd", "can't step the shards of fully_shard"),
+            (
+                sharding == "fsdp2" and fewest_rows < leg.workers,
+                "can't step the shards of fully_shard: .* fails with a matrix",
+            ),
+            (measured and case.noise == "per_example" and case.net in ("tied", "twice"), "per-example|per_example"),
+            (
+                run and not leg.accept and _fixed(leg) != _fixed(before),
+                "The run was changed since",
+            ),
+        ]
+    return "|".join(pattern for refused, pattern in found if refused) or None
+
+
+def _fixed(leg: Leg) -> tuple[int, int, float]:
+    """Return what may change in a resume only where that is accepted."""
+    return leg.base, leg.total, leg.lr
+
+
+def allowed(case: Case) -> bool:
+    """Return whether a case is one to run: its settings can be expressed, and it is not among what torch can't do."""
+    run, base_run, bare = case.client == "run", case.client == "base", case.client == "adascale"
+    legs, plain = case.legs, Case()
+    sgd, betas = case.optimizer == "sgd", case.rule == "adascale_betas"
+    shardings = {leg.sharding for leg in legs if leg.workers > 1}
+    several = len(legs) > 1
+    of_bare = (
+        "smoothing", "effective", "debias", "clip_samples", "floor", "single_gain", "scaled_loss", "changes", "short",
+        "rescaled", "added",
+    )  # fmt: skip
+    of_run = ("iterable", "loaders", "batches", "efficiency", "evaluate")
+
+    def default(*names: str) -> bool:
+        return all(getattr(case, name) == getattr(plain, name) for name in names)
+
+    starts = [sum(leg.steps or 0 for leg in legs[:i]) for i in range(len(legs))]
+    checks = [
+        # what torch's optimizers accept
+        sgd or default("momentum", "dampening", "nesterov"),
+        not case.nesterov or (case.momentum > 0 and case.dampening == 0),
+        not case.dampening or case.momentum > 0,
+        not case.fused or case.optimizer in ("sgd", *_ADAMS),
+        case.optimizer != "muon" or (case.groups <= 2 and default("maximize", "fused") and case.net != "conv"),
+        # torch's fused SGD fails where some parameters have a momentum buffer and others none yet
+        not (case.fused and case.momentum) or (case.net != "branch" and default("frozen", "added")),
+        # the settings of a client
+        bare or default(*of_bare),
+        run or default(*of_run),
+        bare or case.via == "checkpoint",
+        not bare or not several or case.via != "checkpoint",
+        not bare or (default("drop_last") and case.unit == "step" and case.precision != "bf16"),
+        not bare or all((*_fixed(leg), leg.batch) == (*_fixed(legs[0]), None) for leg in legs),
+        legs[0].lr == 1,
+        not base_run or (default("poison", "frozen", "precision", "window", "every") and case.rule == "unscaled"),
+        not base_run or (not several and case.noise != "auto" and legs[0].base > 1),
+        not base_run or (legs[0].workers, legs[0].passes, legs[0].per_worker) == (1, 1, legs[0].base),
+        base_run or default("probe_every"),
+        case.scheduler is not None or case.unit == "step",
+        not bare or case.scheduler != "plateau",
+        all(leg.batch is not None or leg.per_worker is not None for leg in legs),
+        all(legs[i].total >= legs[i - 1].total for i in range(1, len(legs))),
+        all(leg.steps is not None for leg in legs[:-1]) and legs[-1].steps is None,
+        not case.effective or case.smoothing is None,
+        # the literal model's Adam with other betas in each step is that of AdamW and Adamax
+        not betas or case.optimizer in ("adamw", "adamax", "sgd"),
+        not betas or not (case.optimizer == "adamax" and (case.weight_decay or case.groups > 1)),
+        # torch: reduced precision is of float32 weights; fully_shard needs a gradient of every parameter
+        case.precision == "fp32" or case.dtype == "float32",
+        case.net != "branch" or "fsdp2" not in shardings,
+        case.net != "branch" or case.noise != "per_example",
+        not bare or case.precision == "fp32" or (case.noise == "samples" and "fsdp2" not in shardings),
+        # the noise of single examples needs two of them; one gradient sample above S = 1 is measured by them alone
+        case.noise == "samples" or all(batch_of(leg)[0] > 1 for leg in legs),
+        case.noise == "samples" or not bare or all(leg.workers * (leg.per_worker or 0) > 1 for leg in legs),
+        all(_measurable(case, leg) for leg in legs),
+        not (HELD_OVER_ANOTHER_BASE and case.noise != "samples" and len({leg.base for leg in legs}) > 1),
+        # the state dict of an optimizer with DTensors goes through torch.distributed.checkpoint
+        case.via != "state_dict" or not several or "fsdp2" not in shardings,
+        not (KEYS_OF_WHAT_WAS_MEASURED and case.via == "dcp" and case.noise != "samples"),
+        # torch's functions step an optimizer without state, and save that; they know each parameter by one name; and they fail
+        # with the whole state of an SGD without momentum
+        case.via != "dcp" or not sgd or case.momentum > 0,
+        case.via != "dcp" or (default("precision", "poison") and case.net not in ("tied", "twice")),
+        # DDP does not reduce parameters that were frozen when it was built
+        case.frozen is None
+        or all(
+            not case.frozen[0] <= start < case.frozen[1] or leg.workers == 1 or leg.sharding in ("zero2", "fsdp2")
+            for start, leg in zip(starts, legs, strict=True)
+        ),
+        case.added is None
+        or (shardings <= {"zero2"} and not several and default("frozen", "scheduler", "noise", "changes")),
+        case.added is None or (case.debias and case.optimizer != "muon" and case.net in ("mlp", "conv", "words")),
+        case.added is None or (not betas and case.rule not in ("adamscale", "legw")),
+        not case.rescaled or (case.noise == "samples" and default("changes", "short")),
+        # batches of the run's own
+        not case.iterable or (not several and default("drop_last", "shuffle", "loaders", "batches", "efficiency")),
+        not case.iterable or (legs[0].batch is None and case.length // legs[0].workers >= (legs[0].per_worker or 0)),
+        not case.loaders or (not several and legs[0].workers == 1),
+        not (case.batches or case.efficiency) or (default("drop_last") and all(leg.batch is None for leg in legs)),
+        not (case.batches and case.efficiency),
+        not case.batches or min(b for _, b in case.batches) >= max(leg.base for leg in legs),
+    ]
+    return all(checks)
+
+
+def _measurable(case: Case, leg: Leg) -> bool:
+    """Return whether the noise of a start's steps can be measured at all."""
+    if case.batches or case.efficiency:
+        return True  # the run makes two passes
+    counts = {batch_of(leg)[1], *(count for _, count in case.changes)}
+    for passes in (x for x in counts if leg.workers * x == 1):
+        scale = (
+            batch_of(leg)[0] / leg.base
+            if case.client == "run"
+            else leg.workers * passes * (leg.per_worker or 0) / leg.base
+        )
+        if scale != 1 or case.rescaled:
+            by_examples = case.noise == "per_example" or (case.noise == "auto" and scale > 1 and case.net in COVERED)
+            if not by_examples or case.rule == "adamscale":
+                return False
+    return True
+
+
+def _leg(rng: random.Random, run: bool, base: int, total: int) -> Leg:
+    given = run and rng.random() < 0.4
+    workers = rng.choices((1, 2, 3, 4), (4, 4, 2, 1))[0]
+    return Leg(
+        workers=workers,
+        passes=rng.choices((1, 2, 3, 4), (4, 4, 2, 1))[0],
+        per_worker=rng.choice((None, 3, 5)) if given else rng.randint(1, 5),
+        batch=rng.randint(base, 5 * base) if given else None,
+        base=base,
+        total=total,
+        steps=rng.randint(1, 5),
+        accept=rng.random() < 0.8,
+        sharding=rng.choice(_SHARDINGS),
+    )
+
+
+def _any_case(rng: random.Random) -> Case:
+    def maybe(share: float, value: Any, otherwise: Any) -> Any:
+        return value if rng.random() < share else otherwise
+
+    client = rng.choices(("run", "adascale", "base"), (60, 36, 4))[0]
+    run, bare, base_run = client == "run", client == "adascale", client == "base"
+    base, total = rng.randint(2, 6), rng.randint(5, 14)
+    legs = []
+    for _ in range(1 if base_run else rng.choices((1, 2, 3), (5, 4, 2))[0]):
+        legs.append(_leg(rng, run, base, total))
+        if run and rng.random() < 0.2:
+            base = rng.randint(2, 6)
+        if run and rng.random() < 0.25:
+            legs[-1] = replace(legs[-1], lr=0.5 if len(legs) > 1 else 1.0)
+        if run and rng.random() < 0.2:
+            total += rng.randint(1, 4)
+    legs[-1] = replace(legs[-1], steps=None)
+    if base_run:
+        legs = [Leg(base=base, per_worker=base, total=total)]
+    rule = "unscaled" if base_run else rng.choice(_RULES)
+    if rule == "adamscale" and rng.random() < 0.95:
+        legs = [replace(leg, sharding="none") for leg in legs]
+    if bare and rng.random() < 0.1:
+        legs = [replace(leg, sharding="zero2") for leg in legs]
+    of_rule = {"adascale_betas": ("adamw", "adamax"), "adamscale": _ADAMS}
+    known = of_rule.get(rule, ("sgd", "sgd", "sgd", "adam", "amsgrad", "adamw", "adamax", "rmsprop", "muon"))
+    optimizer = rng.choice(known) if rng.random() < 0.97 else "sgd"
+    sgd, momentum = optimizer == "sgd", rng.choice((0.0, 0.9, 0.5))
+    nesterov = sgd and momentum > 0 and rng.random() < 0.4
+    scheduler = maybe(0.85, rng.choice(SCHEDULERS), None) if rng.random() < 0.99 else "plateau"
+    noise = rng.choices(("samples", "per_example", "auto"), (60, 28, 12))[0]
+    more: dict[str, Any] = {}
+    if bare:
+        more = {
+            "effective": maybe(0.3, True, False),
+            "smoothing": maybe(0.2, rng.choice((0.0, 0.5, 0.9)), None),
+            "debias": maybe(0.6, True, False),
+            "clip_samples": maybe(0.7, True, False),
+            "floor": maybe(0.2, 1e-6, 0.0),
+            "single_gain": maybe(0.3, True, False),
+            "scaled_loss": maybe(0.7, True, False),
+            "changes": maybe(0.2, ((rng.randint(1, 3), rng.randint(1, 4)),), ()),
+            "short": maybe(0.25, ((rng.randint(0, 4), rng.randint(1, 3)),), ()),
+            "rescaled": maybe(0.15, ((rng.randint(0, 4), rng.choice((0.75, 2.0))),), ()),
+            "added": maybe(0.2, rng.randint(1, 4), None),
+        }
+        if more["added"]:
+            scheduler, noise = None, "samples"
+    elif run:
+        batches = ((0, rng.randint(base, 12)), (rng.randint(1, 3), rng.randint(base, 20)), (5, rng.randint(base, 30)))
+        more = {
+            "iterable": maybe(0.06, True, False),
+            "loaders": maybe(0.04, 1, 0),
+            "batches": maybe(0.1, batches, ()),
+            "efficiency": maybe(0.1, rng.choice((0.4, 0.6, 0.8, 1.0)), None),
+            "evaluate": maybe(0.2, rng.choice((1.0, 2.5)), None),
+        }
+        if more["batches"] or more["efficiency"] or more["iterable"]:
+            legs = [replace(leg, batch=None, per_worker=leg.per_worker or base) for leg in legs]
+    else:
+        more = {"probe_every": rng.randint(1, 4)}
+    return Case(
+        client=client,
+        legs=tuple(legs),
+        via=rng.choice(("state_dict", "dcp")) if bare and len(legs) > 1 else "checkpoint",
+        net=rng.choice(COVERED if noise == "per_example" and rng.random() < 0.98 else tuple(NETS)),
+        optimizer=optimizer,
+        momentum=momentum if sgd else 0.0,
+        nesterov=nesterov,
+        dampening=maybe(0.3, 0.3, 0.0) if sgd and momentum > 0 and not nesterov else 0.0,
+        weight_decay=maybe(0.4, 0.05, 0.0) if optimizer != "adamax" else 0.0,
+        maximize=maybe(0.15, optimizer != "muon", False),
+        fused=maybe(0.1, optimizer in ("sgd", *_ADAMS), False),
+        groups=1 if rule == "adascale_betas" and optimizer == "adamax" else rng.choices((1, 2, 3), (3, 3, 2))[0],
+        scheduler=scheduler,
+        unit=maybe(0.3, "epoch", "step") if scheduler and not bare else "step",
+        rule=rule,
+        noise=noise,
+        every=maybe(0.5, True, False) or base_run,
+        precision="fp32" if base_run else rng.choices(("fp32", "bf16", "fp16"), (8, 1, 1))[0],
+        dtype=maybe(0.85, "float64", "float32"),
+        clip=maybe(0.3, rng.choice((0.5, 2.0, 1e9)), None),
+        poison=()
+        if base_run
+        else tuple((rng.randint(0, 6), rng.randint(0, 1)) for _ in range(rng.choice((0, 0, 0, 1, 2)))),
+        frozen=maybe(0.15, (rng.randint(0, 3), rng.randint(3, 8)), None) if not base_run else None,
+        window=rng.choice((0.05, 0.1, 0.3, 1.0)) if not base_run else 0.3,
+        length=rng.randint(17, 61),
+        seed=rng.randint(0, 10**6),
+        drop_last=maybe(0.25, not bare, False),
+        shuffle=maybe(0.9, True, False),
+        **more,
+    )
+
+
+def draw(seed: str) -> Case:
+    """Return the case of a seed."""
+    rng = random.Random(seed)
+    refused = rng.random() < 0.06
+    while True:
+        case = _any_case(rng)
+        if case.precision != "fp32":
+            case = replace(case, dtype="float32")
+        if allowed(case) and (refusal(case) is not None) == refused and _sensible(case):
+            return case
+
+
+def _sensible(case: Case) -> bool:
+    """Return whether the parts of the case that are drawn for certain steps and workers have an effect."""
+    passes = min(batch_of(leg)[1] for leg in case.legs)
+    return (
+        all(count < passes for _, count in case.short)
+        and not (case.short and case.changes)
+        and sum(leg.steps or 0 for leg in case.legs) < 12
+    )
+
+
+def _share(x: float) -> str:
+    return "1" if x == 1 else "whole" if x == int(x) else "other"
+
+
+def values(case: Case) -> dict[str, str]:
+    """Return a value of each dimension, for the table of pairs."""
+    first, last = case.legs[0], case.legs[-1]
+    batch, passes = batch_of(first)
+    kinds = {"none"} if len(case.legs) == 1 else set()
+    for a, b in zip(case.legs, case.legs[1:], strict=False):
+        kinds.add("workers" if a.workers != b.workers else "base" if a.base != b.base else "same")
+    workers = first.workers
+    return {
+        "client": case.client,
+        "workers": str(workers),
+        "passes": str(min(passes, 4)),
+        "even": str(batch % (workers * passes) == 0),
+        "scale": _share(batch / first.base),
+        "sharding": first.sharding if workers > 1 else "none",
+        "sharding, end": last.sharding if last.workers > 1 else "none",
+        "resumed with": "workers" if "workers" in kinds else sorted(kinds)[0],
+        "accepted": "+".join(
+            name for name, was, now in zip(("B0", "T", "LR"), _fixed(first), _fixed(last), strict=True) if was != now
+        ),
+        "optimizer": case.optimizer + "+m" * (case.momentum > 0) + "+n" * case.nesterov + "+d" * (case.dampening > 0),
+        "decay": str(case.weight_decay > 0),
+        "maximize": str(case.maximize),
+        "fused": str(case.fused),
+        "groups": str(case.groups),
+        "scheduler": str(case.scheduler),
+        "unit": case.unit,
+        "rule": case.rule,
+        "noise": case.noise + ("" if case.every or case.noise != "per_example" else ", rarely"),
+        "precision": case.dtype if case.precision == "fp32" else case.precision,
+        "net": case.net,
+        "clip": str(case.clip is not None),
+        "skipped": str(bool(case.poison)),
+        "frozen": str(case.frozen is not None),
+        "drop_last": str(case.drop_last),
+        "shuffle": str(case.shuffle),
+        "averages": "effective"
+        if case.client == "run" or case.effective
+        else "θ"
+        if case.smoothing is not None
+        else "n",
+        "debias": str(case.debias),
+        "clipped": "samples" if case.client == "adascale" and case.clip_samples else "averages",
+        "single gain": str(case.client != "adascale" or case.single_gain),
+        "scaled loss": str(case.scaled_loss),
+        "passes change": "changed" if case.changes else "short" if case.short else "S" if case.rescaled else "no",
+        "added": str(case.added is not None),
+        "via": case.via if len(case.legs) > 1 else "none",
+        "batch": "schedule"
+        if case.batches
+        else "noise"
+        if case.efficiency
+        else "iterable"
+        if case.iterable
+        else "fixed",
+        "loaders": str(case.loaders),
+        "evaluate": str(case.evaluate is not None),
+    }
+
+
+def smaller(case: Case) -> list[Case]:
+    """Return cases that are simpler in one place each, the largest simplification first."""
+    out, plain = [], Case()
+    for i in range(len(case.legs)):
+        if len(case.legs) > 1:
+            kept = list(case.legs[:i] + case.legs[i + 1 :])
+            kept[-1] = replace(kept[-1], steps=None)
+            out.append(replace(case, legs=tuple(kept)))
+    out += [
+        replace(case, **{f.name: getattr(plain, f.name)})
+        for f in fields(Case)
+        if f.name != "legs" and getattr(case, f.name) != getattr(plain, f.name)
+    ]
+    for i, leg in enumerate(case.legs):
+        for name, value in {
+            "workers": 1,
+            "passes": 1,
+            "sharding": "none",
+            "accept": True,
+            "batch": None,
+            "lr": 1.0,
+        }.items():
+            if getattr(leg, name) != value:
+                changed = replace(leg, **{name: value}, **({"per_worker": 4} if name == "batch" else {}))
+                out.append(replace(case, legs=(*case.legs[:i], changed, *case.legs[i + 1 :])))
+        if leg.workers > 2:
+            out.append(replace(case, legs=(*case.legs[:i], replace(leg, workers=2), *case.legs[i + 1 :])))
+        if i and (leg.base, leg.total) != (case.legs[0].base, case.legs[0].total):
+            same = replace(leg, base=case.legs[0].base, total=case.legs[0].total)
+            out.append(replace(case, legs=(*case.legs[:i], same, *case.legs[i + 1 :])))
+    return out

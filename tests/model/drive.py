@@ -1,0 +1,460 @@
+"""Runs a case with the package, start by start: on gloo processes where there are several workers, else in this process."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ray_adascale import (
+    AdaScale,
+    AdaScaleConfig,
+    LEGWRule,
+    LinearRule,
+    LocalBackend,
+    OptimizerChain,
+    Run,
+    ShardedGradScaler,
+    Workload,
+    record_recipe,
+)
+from ray_adascale._torch import is_dtensor
+from ray_adascale.optim.rules import make_rule
+from ray_adascale.scaling_rules import adam_preconditioner
+from ray_adascale.sharding.fsdp2 import shard_model
+from ray_adascale.sharding.oss import OSS
+from ray_adascale.sharding.sharded_ddp import ShardedDataParallel
+
+from .base import Row, calls_at, examples_of, own_batches
+from .case import Case, Leg, added_group, dataset, frozen_names, in_wide_precision, loss_of, net, optimizers, scheduler
+
+__all__ = ["Refused", "drive"]
+
+Pools = Callable[[int], Any]
+TINY, HUGE = 1e-9, 1e9  # noise budgets: as rarely as allowed, on every step
+
+
+def drive(case: Case, pools: Pools) -> tuple[list[Row], Tensor]:
+    """Return the rows of the run and the weights at its end.
+
+    Raises:
+        Exception: The run failed. On several workers it is a ``RankFailed`` with the traceback as its text.
+    """
+    rows: list[Row] = []
+    weights = torch.empty(0)
+    with tempfile.TemporaryDirectory() as folder:
+        for i, leg in enumerate(case.legs):
+            args = case, i, len(rows), folder
+            results = [_leg(*args)] if leg.workers == 1 else pools(leg.workers).run(_leg, *args)
+            for result in results:
+                if isinstance(result, Refused):
+                    if not result.expectable and leg.workers > 1:
+                        pools(leg.workers).kill()  # other workers may still wait in a collective
+                    raise result
+            rows += _same(results)
+            weights = results[0][1]
+            if (
+                case.via != "checkpoint"
+                and len(case.legs) > i + 1
+                and len(rows) < sum(x.steps or 0 for x in case.legs[: i + 1])
+            ):
+                break  # at T
+    return rows, weights
+
+
+def _same(results: list[tuple[list[Row], Tensor]]) -> list[Row]:
+    """Return the rows with the examples of all workers. All other numbers must be the same on all workers."""
+    first, weights = results[0]
+    joined = []
+    for i, row in enumerate(first):
+        seen = [rows[i].seen[0] for rows, _ in results]
+        for rank, (rows, _) in enumerate(results):
+            a, b = ({**vars(r), "seen": None} for r in (row, rows[i]))
+            assert repr(a) == repr(b), f"step {i}: rank {rank} has {b}, rank 0 {a}"
+        joined.append(Row(**{**vars(row), "seen": seen}))
+    for rank, (rows, theirs) in enumerate(results):
+        assert len(rows) == len(first), f"rank {rank} took {len(rows)} steps, rank 0 {len(first)}"
+        assert torch.equal(weights, theirs), f"rank {rank} has other weights than rank 0"
+    return joined
+
+
+class Refused(Exception):
+    """An error that a worker raised, with its traceback as text.
+
+    Attributes:
+        expectable: Whether it is a ``ValueError``, as for settings that can't work.
+    """
+
+    def __init__(self, text: str, expectable: bool) -> None:
+        super().__init__(text, expectable)
+        self.expectable = expectable
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def _leg(case: Case, number: int, taken: int, folder: str) -> Any:
+    torch.set_num_threads(1)
+    with warnings.catch_warnings(), in_wide_precision():
+        warnings.simplefilter("ignore", UserWarning)
+        try:
+            return {"run": _run_leg, "base": _base_run, "adascale": _bare_leg}[case.client](case, number, taken, folder)
+        except Exception as error:
+            return Refused(traceback.format_exc(), isinstance(error, ValueError))
+
+
+def _built(case: Case, leg: Leg) -> tuple[nn.Module, Optimizer, Any]:
+    module = net(case)
+    members = optimizers(case, module, leg.lr)
+    optimizer = members[0] if len(members) == 1 else OptimizerChain(members)
+    return module, optimizer, scheduler(case, optimizer, leg.total)
+
+
+def _rule(case: Case) -> Any:
+    if case.rule == "legw":
+        return LEGWRule(0.1, case.length)
+    return LinearRule(steps=7) if case.rule == "lsw+" else case.rule
+
+
+def _poisoned(case: Case, step: int, first_pass: bool, loss: Tensor) -> Tensor:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return loss * math.inf if first_pass and (step, rank) in case.poison else loss
+
+
+def _freeze(case: Case, module: nn.Module, step: int) -> None:
+    frozen = frozen_names(case, step)
+    for name, p in module.named_parameters():
+        p.requires_grad_(name not in frozen)
+
+
+class _Watch:
+    """Records the LR that each group steps with."""
+
+    def __init__(self, optimizer: AdaScale) -> None:
+        inner = optimizer.wrapped
+        self._groups = optimizer
+        self.lrs: list[float] = []
+        innermost = inner.optim if isinstance(inner, OSS) else inner
+        parts = innermost.optimizers if isinstance(innermost, OptimizerChain) else [innermost]
+        parts[0].register_step_pre_hook(self._read)
+
+    def _read(self, *_: Any) -> None:
+        self.lrs = [float(group["lr"]) for group in self._groups.param_groups]
+
+
+def _row(
+    optimizer: AdaScale, lrs: list[float], seen: list[list[int]], evaluated: bool = False, skipped: bool = False
+) -> Row:
+    last, nan = optimizer.last_step, math.nan
+    if last.skipped or skipped:
+        return Row(True, last.gain, last.effective_steps, nan, nan, nan, nan, [], [seen], evaluated)
+    means = optimizer.average_moments()
+    return Row(False, last.gain, last.effective_steps, last.sigma2, last.mu2, *means, lrs, [seen], evaluated)
+
+
+def _weights(module: nn.Module) -> Tensor:
+    whole = [p.detach() for p in module.parameters()]
+    whole = [p.full_tensor() if is_dtensor(p) else p for p in whole]
+    return torch.cat([p.reshape(-1).double() for p in whole])
+
+
+# ---- Run -----------------------------------------------------------------------------------------------------------------------
+
+
+def _run_leg(case: Case, number: int, taken: int, folder: str) -> tuple[list[Row], Tensor]:
+    leg = case.legs[number]
+    module, optimizer, schedule = _built(case, leg)
+    _freeze(case, module, taken)
+    config = AdaScaleConfig(
+        base_batch_size=leg.base,
+        total_steps=leg.total,
+        scheduler_unit=None if schedule is None else case.unit,
+        per_worker_batch_size=leg.per_worker,
+        accumulation=leg.passes,
+        global_batch_size=leg.batch,
+        rule=_rule(case),
+        sharding=leg.sharding,
+        precision=case.precision,
+        grad_clip=case.clip,
+        averaging_window=case.window,
+        noise=case.noise,
+        noise_budget=HUGE if case.every else TINY,
+        seed=case.seed,
+        shuffle=case.shuffle,
+        drop_last=case.drop_last,
+        num_loader_workers=case.loaders,
+        dataset_length=case.length if case.iterable else None,
+        batch_schedule=list(case.batches) or None,
+        target_efficiency=case.efficiency,
+        evaluate_every=case.evaluate,
+        find_unused_parameters=case.net == "branch" or case.frozen is not None,
+        accept_changes=leg.accept,
+        async_checkpoint=False,
+        checkpoint_every_s=math.inf,
+        report_every_s=math.inf,
+        show_progress=False,
+    )
+    backend = LocalBackend(folder if len(case.legs) > 1 else None, device="cpu")
+    evaluations: list[bool] = []
+
+    def evaluate(bare: nn.Module) -> dict[str, float]:
+        assert not bare.training
+        assert not torch.is_grad_enabled()
+        evaluations.append(True)
+        return {"score": 1.0}
+
+    data: Any = dataset(case)
+    if case.iterable:
+        assert leg.per_worker is not None
+        data = _Batches(data, own_batches(case, backend.rank, leg.workers, leg.per_worker))
+    run = Run(module, optimizer, schedule, data, config, backend=backend, evaluate=evaluate if case.evaluate else None)
+    watch = _Watch(run.optimizer)
+    rows: list[Row] = []
+    seen: list[list[int]] = []
+    for x, tokens, y, index in run:
+        step = taken + len(rows)
+        if not seen:
+            _freeze(case, module, step)
+        loss = loss_of(case, run.model, x, tokens, y)
+        run.backward(_poisoned(case, step, not seen, loss))
+        seen.append(index.tolist())
+        if run.step():
+            rows.append(_row(run.optimizer, watch.lrs, seen, bool(evaluations)))
+            seen, evaluations[:] = [], []
+            if len(rows) == leg.steps and run.stopped is None and run.effective_steps < run.total_steps:
+                if number + 1 < len(case.legs):
+                    run.save_checkpoint()
+                break
+    if evaluations:
+        rows[-1] = replace(rows[-1], evaluated=True)
+    return rows, _weights(run.module)
+
+
+class _Batches:
+    """An iterable of batches."""
+
+    def __init__(self, data: Any, indices: list[list[int]]) -> None:
+        self._data, self._indices = data, indices
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._data[rows] for rows in self._indices)
+
+
+# ---- a base run ----------------------------------------------------------------------------------------------------------------
+
+
+def _base_run(case: Case, number: int, taken: int, folder: str) -> tuple[list[Row], Tensor]:
+    leg = case.legs[number]
+    module, optimizer, schedule = _built(case, leg)
+    lrs: list[list[float]] = []
+    parts = optimizer.optimizers if isinstance(optimizer, OptimizerChain) else [optimizer]
+    parts[0].register_step_pre_hook(lambda *_: lrs.append([float(group["lr"]) for group in optimizer.param_groups]))
+
+    def workload(config: Any) -> Workload:
+        return Workload(
+            model=module,
+            optimizer=optimizer,
+            scheduler=schedule,
+            scheduler_unit=None if schedule is None else case.unit,  # type: ignore[arg-type]
+            train_dataset=dataset(case),
+            loss_fn=lambda model, batch: loss_of(case, model, *batch[:3]),
+        )
+
+    config = AdaScaleConfig(
+        noise=case.noise,
+        grad_clip=case.clip,
+        shuffle=case.shuffle,
+        drop_last=case.drop_last,
+        show_progress=False,
+    )
+    recipe = record_recipe(
+        workload,
+        {},
+        base_batch_size=leg.base,
+        total_steps=leg.total,
+        seed=case.seed,
+        config=config,
+        probe_every=case.probe_every,
+    )
+    noise = {probe.effective_steps: (probe.sigma2, probe.mu2) for probe in recipe.noise}
+    nan = math.nan
+    rows = [
+        Row(False, 1.0, i + 1.0, *noise.get(float(i), (nan, nan)), nan, nan, each, [[]]) for i, each in enumerate(lrs)
+    ]
+    return rows, _weights(module)
+
+
+# ---- the bare AdaScale ---------------------------------------------------------------------------------------------------------
+
+
+def _wrapped(module: nn.Module, optimizer: Optimizer, sharding: str, unused: bool) -> tuple[nn.Module, Optimizer]:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return module, optimizer
+    if sharding == "fsdp2":
+        shard_model(module, optimizer, torch.device("cpu"))
+        return module, optimizer
+    if sharding in ("oss", "zero2"):
+        optimizer = OSS.wrap(optimizer)
+    if sharding == "zero2":
+        return ShardedDataParallel(module, optimizer), optimizer
+    return DistributedDataParallel(module, find_unused_parameters=unused), optimizer
+
+
+def _bare_leg(case: Case, number: int, taken: int, folder: str) -> tuple[list[Row], Tensor]:
+    leg = case.legs[number]
+    rank = dist.get_rank() if leg.workers > 1 else 0
+    module, optimizer, schedule = _built(case, leg)
+    _freeze(case, module, taken)
+    precondition = adam_preconditioner(optimizer) if case.rule == "adamscale" else None
+    unused = case.net == "branch" or case.frozen is not None
+    if leg.workers == 1:
+        model = module
+    else:
+        model, optimizer = _wrapped(module, optimizer, leg.sharding, unused)
+    assert leg.per_worker is not None
+    passes, factor = leg.passes, math.prod(by for at, by in case.rescaled if at < taken)
+    for at, count in case.changes:
+        passes = count if at <= taken else passes
+    batch = leg.workers * passes * leg.per_worker
+    scaler: torch.amp.GradScaler | None = None
+    if case.precision == "fp16":
+        sharded = leg.workers > 1 and leg.sharding == "zero2"
+        scaler = ShardedGradScaler(device="cpu") if sharded else torch.amp.GradScaler("cpu")
+    more: dict[str, Any] = {"grad_scaler": scaler}
+    if case.effective:
+        more["averaging_window"] = case.window
+    elif case.smoothing is not None:
+        more["smoothing"] = case.smoothing
+    ada = AdaScale(
+        optimizer,
+        world_size=leg.workers,
+        batch_size=batch,
+        num_gradients_to_accumulate=passes,
+        is_scaled_loss=case.scaled_loss,
+        debias_ewma=case.debias,
+        variance_floor=case.floor,
+        clip="samples" if case.clip_samples else "averages",
+        total_steps=leg.total,
+        single_gain=case.single_gain,
+        base_batch_size=leg.base,
+        rule=make_rule(_rule(case)),
+        precondition=precondition,
+        model=module,
+        noise=case.noise,
+        noise_budget=HUGE if case.every else TINY,
+        **more,
+    )
+    path = Path(folder, f"leg{number - 1}.pt")
+    position = calls = 0
+    options = StateDictOptions(full_state_dict=True)
+    if number:
+        saved = torch.load(path, weights_only=True)
+        if case.via == "dcp":
+            set_model_state_dict(module, saved["model"], options=options)
+            set_optimizer_state_dict(module, ada, saved["optimizer"], options=options)
+        else:
+            module.load_state_dict(saved["model"])
+            ada.load_state_dict(saved["optimizer"])
+        if scaler is not None:
+            scaler.load_state_dict(saved["scaler"])
+        position = saved["position"]
+        if schedule is not None:
+            schedule.load_state_dict(saved["scheduler"])
+            calls = saved["calls"]
+    watch = _Watch(ada)
+    data = dataset(case)
+    rows: list[Row] = []
+    changes, short = dict(case.changes), dict(case.short)
+    if factor != 1:
+        ada.set_scale(factor * batch / leg.base)
+    while ada.effective_steps < leg.total and len(rows) != leg.steps:
+        step = taken + len(rows)
+        if step in changes or step in dict(case.rescaled):
+            passes, factor = changes.get(step, passes), factor * dict(case.rescaled).get(step, 1)
+            ada.set_num_gradients_to_accumulate(passes, update_smoothing=_counts(case))
+            ada.set_scale(factor * leg.workers * passes * leg.per_worker / leg.base)
+        if step == case.added:
+            _freeze(case, module, step)
+            ada.add_param_group(added_group(case, module))
+        now = short.get(step, passes)
+        if now != passes:
+            ada.expect_passes(now)
+        seen, position = examples_of(case, position, leg.workers * now * leg.per_worker, leg.workers, now)
+        _freeze(case, module, step)
+        for i, indices in enumerate(seen[rank]):
+            x, tokens, y, _ = data[indices]
+            with torch.autocast("cpu", dtype=torch.float16, enabled=scaler is not None):
+                loss = loss_of(case, model, x, tokens, y)
+            loss = _poisoned(case, step, i == 0, loss / now if case.scaled_loss else loss)
+            if scaler is not None:
+                loss = scaler.scale(loss)
+            if i + 1 < now and isinstance(model, DistributedDataParallel | ShardedDataParallel):
+                with model.no_sync():
+                    loss.backward()
+            else:
+                if leg.sharding == "fsdp2" and leg.workers > 1:
+                    model.set_requires_gradient_sync(i + 1 == now)
+                loss.backward()
+        if not case.scaled_loss:
+            ada.complete_samples()
+            ada.scale_grad_by_num_grads_to_accum()
+        if case.clip is not None:
+            if scaler is not None:
+                scaler.unscale_(ada)
+            ada.clip_grad_norm(case.clip)
+        expected, before = ada.gain(), ada.steps
+        if scaler is not None:
+            scaler.step(ada)
+            scaler.update()
+        else:
+            ada.step()
+        ada.zero_grad()
+        skipped = ada.steps == before
+        same = math.isclose(ada.last_step.gain, expected, rel_tol=1e-12)  # a step on the device has its own formula
+        assert skipped or same, "gain() before step() is another one"
+        rows.append(_row(ada, watch.lrs, seen[rank], skipped=skipped))
+        while schedule is not None and calls < calls_at(case, leg, ada.effective_steps):
+            schedule.step()
+            calls += 1
+    if number + 1 < len(case.legs):
+        state = {
+            "position": position,
+            "scheduler": {} if schedule is None else schedule.state_dict(),
+            "calls": calls,
+            "scaler": {} if scaler is None else scaler.state_dict(),
+        }
+        if isinstance(optimizer, OSS):
+            optimizer.consolidate_state_dict(0 if case.via == "state_dict" else -1)
+        if case.via == "dcp":
+            state["model"] = get_model_state_dict(module, options=options)
+            state["optimizer"] = get_optimizer_state_dict(module, ada, options=options)
+        elif rank == 0:
+            state["model"], state["optimizer"] = module.state_dict(), ada.state_dict()
+        if rank == 0:
+            torch.save(state, Path(folder, f"leg{number}.pt"))
+        if leg.workers > 1:
+            dist.barrier()
+    return rows, _weights(module)
+
+
+def _counts(case: Case) -> bool:
+    """Whether θ follows from the number of samples."""
+    return case.smoothing is None and not case.effective

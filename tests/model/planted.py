@@ -1,0 +1,127 @@
+"""Plants small faults in a copy of the package, one at a time, and counts the cases until the comparison finds each::
+
+    python -m tests.model.planted --cases 1000 --seed 5
+
+The faults were written from the code, before it was tried which of them the comparison finds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+__all__ = ["FAULTS"]
+
+ROOT = Path(__file__).parents[2]
+
+# (file, code, wrong code)
+FAULTS: list[tuple[str, str, str]] = [
+    # ---- gain
+    ("gain.py", "(scale / (count - 1))", "(scale / count)"),
+    ("gain.py", "    mu2 = reduced_sq_norm - sigma2 / scale\n", "    mu2 = reduced_sq_norm - sigma2\n"),
+    ("gain.py", "return math.exp(-previous_gain / (window * total_steps))", "return math.exp(-1 / (window * total_steps))"),
+    ("gain.py", "self.count + 1 < 1 / weight", "self.count < 1 / weight"),
+    ("gain.py", "    mu2 = mu2.clamp(min=0.0)\n", "    mu2 = mu2.abs()\n"),
+    ("gain.py", "max(1.0 - count / 1000.0, 0.0)", "max(1.0 - (count - 1) / 1000.0, 0.0)"),
+    # ---- optim
+    ("optim/algorithm.py", "self._apply_rule(gains[i % len(gains)], scale, i)", "self._apply_rule(gains[0], scale, i)"),
+    ("optim/algorithm.py", "replace(self.last, skipped=True, payload=outcome.payload)\n        if isinstance",
+     "replace(self.last, skipped=True, gain=1.0, payload=outcome.payload)\n        if isinstance"),
+    ("optim/algorithm.py", 'gain=float(state["previous_gain"])', "gain=1.0"),
+    ("optim/algorithm.py", "increments = [c for _, c in answers]", "increments = [increment for _ in answers]"),
+    ("optim/averages.py", "whole = gain_math.gain(sigma2.sum(), mu2.sum(), scale",
+     "whole = gain_math.gain(sigma2[0], mu2[0], scale"),
+    ("optim/averages.py", "(self.num_samples == 1) == (num_samples == 1)", "self.num_samples == num_samples"),
+    ("optim/step_shape.py", "self.scale * passes / self.passes", "self.scale"),
+    ("optim/sample.py", "c = c / shape.multiple_of_mean**2", "c = c / shape.multiple_of_mean"),
+    ("optim/sample.py", "unscale = scale.reciprocal().square()", "unscale = scale.reciprocal()"),
+    ("optim/example_noise.py", "max(self.window / (2 * shape.scale), 1)", "max(self.window / shape.scale, 1)"),
+    ("optim/example_noise.py", "reduced_sq_norm - held / shape.scale", "reduced_sq_norm - held"),
+    ("optim/example_noise.py", 'self._step = int(state["examples_step"]) if "examples_step" in state else 0', "self._step = 0"),
+    ("optim/betas.py", "new = tuple(beta**exponent for beta in factors)", "new = (factors[0] ** exponent, *factors[1:])"),
+    ("optim/adam_metric.py", 'correction = 1 - group["betas"][1] **', 'correction = 1 - group["betas"][0] **'),
+    ("optim/rules.py", "warmup = scale * warmup_epochs * base_steps_per_epoch",
+     "warmup = warmup_epochs * base_steps_per_epoch"),
+    # ---- measure
+    ("measure/norms.py", "        for slots in self._slots:\n            slots.clear()\n", ""),
+    ("measure/norms.py", "self._group_of = torch.tensor([g for g, _ in params])",
+     "self._group_of = torch.tensor([g % 2 for g, _ in params])"),
+    ("measure/fsdp2.py", "shards.append((self._group_of[param], ", "shards.append((0, "),
+    ("measure/per_example.py", "self._examples += self._rows or 0", "self._examples = self._rows or 0"),
+    ("measure/layers.py", "same = index.unsqueeze(1) == index.unsqueeze(2)",
+     "same = torch.eye(t, dtype=torch.bool).expand(len(index), t, t)"),
+    # ---- sharding
+    ("sharding/clipping.py", "            total = total ** (1 / self.norm_type)\n", "            total = total * 1.0\n"),
+    ("sharding/clipping.py", "torch.float64 if self.wide else torch.float32", "torch.float32"),
+    ("sharding/gradient_bucket.py", "if not all(self._seen[span.index] for span in mine):", "if False:"),
+    ("sharding/gradient_bucket.py", "shift(start), shift(end - 1) + 1", "shift(start), shift(end - 1)"),
+    ("sharding/oss.py", "f.tensor.grad = None if f.param.grad is None else f.of(f.param.grad)",
+     "f.tensor.grad = torch.zeros_like(f.tensor) if f.param.grad is None else f.of(f.param.grad)"),
+    # ---- run/passes, run/schedule
+    ("run/passes.py", "plan.num_samples * batch.examples / (plan.global_batch_size * plan.accumulation)",
+     "1 / plan.accumulation"),
+    ("run/passes.py", "self._optimizer.sample_weights = self._weights", "self._optimizer.sample_weights = None"),
+    ("run/passes.py", "            self.scaler.unscale_(self._optimizer)\n", ""),
+    ("run/schedule.py", "calls = self._calls_before(math.floor(effective_steps))",
+     "calls = self._calls_before(round(effective_steps))"),
+    ("run/schedule.py", "return _floor(step / self._base_steps_per_epoch)",
+     "return _floor((step + 1) / self._base_steps_per_epoch)"),
+    # ---- data/order
+    ("data/order.py", "return [size + 1] * larger + [size] * (parts - larger)",
+     "return [size] * (parts - larger) + [size + 1] * larger"),
+    ("data/order.py", "self.order.drop_last and rest < batch", "self.order.drop_last and rest <= batch"),
+    # ---- checkpoint/optimizer
+    ("checkpoint/optimizer.py", "return first * (param.numel() // max(param.shape[0], 1)), ", "return first, "),
+    ("checkpoint/optimizer.py", "into[key] = TensorShard(part, f.start, f.param.numel())",
+     "into[key] = TensorShard(part, 0, f.param.numel())"),
+]  # fmt: skip
+
+
+def planted(folder: Path, number: int) -> str:
+    """Copy the package and the comparison into a folder, with one fault; return its description."""
+    name, old, new = FAULTS[number]
+    shutil.copytree(ROOT / "ray_adascale", folder / "ray_adascale", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "tests").mkdir()
+    for path in ("__init__.py", "pool.py", "placement.py"):
+        shutil.copy(ROOT / "tests" / path, folder / "tests" / path)
+    shutil.copytree(ROOT / "tests" / "model", folder / "tests" / "model", ignore=shutil.ignore_patterns("__pycache__"))
+    file = folder / "ray_adascale" / name
+    text = file.read_text(encoding="utf-8")
+    if text.count(old) != 1:
+        raise ValueError(f"Fault {number}: {old!r} is {text.count(old)} times in {name}, and must be there once.")
+    file.write_text(text.replace(old, new), encoding="utf-8")
+    return f"{number:2} {name}: {old.strip()} → {new.strip() or 'nothing'}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Plant faults in a copy of the package, and see which are found.")
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=5)
+    parser.add_argument("--faults", type=int, nargs="*", help="their numbers; default: all")
+    args = parser.parse_args()
+    numbers = range(len(FAULTS)) if args.faults is None else args.faults
+    found = 0
+    for number in numbers:
+        with tempfile.TemporaryDirectory() as name:
+            folder, began = Path(name), time.monotonic()
+            what = planted(folder, number)
+            command = [sys.executable, "-m", "tests.model.compare", "--until-first", "--cases", str(args.cases)]
+            environment = {**os.environ, "PYTHONPATH": name}
+            done = subprocess.run(
+                [*command, "--seed", str(args.seed)], cwd=folder, env=environment, capture_output=True, text=True
+            )
+            last = (done.stdout.strip().splitlines() or [f"no answer: {done.stderr[-500:]}"])[-1]
+            found += done.returncode == 1
+            print(f"{what}\n   {last} ({time.monotonic() - began:.0f} s)", flush=True)
+    print(f"{found} of {len(numbers)} faults found within {args.cases} cases")
+    return 0 if found == len(numbers) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,391 @@
+"""AdaScale as the paper states it, slow and literal: what the production code is tested against.
+
+Johnson et al., *AdaScale SGD: A User-Friendly Algorithm for Distributed Training*, ICML 2020 (arXiv 2007.05105), in float64,
+one gradient sample at a time. It imports nothing from ``ray_adascale``, and has no speed to be proud of. The formulas come
+first, then the statistics of a run, and at the end a whole run in one process (:func:`reference_run`).
+
+Symbols: gradient samples ``g_i`` (i = 1…n) with weights ``w_i`` that sum to 1, scale ``S``, gradient variance ``σ²`` of
+one base batch, squared gradient ``μ²``, gain ``r``, effective steps ``τ``, total steps ``T``, decay ``θ``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from .adam_betas import step_with_betas
+from .base import Row, Shape, base_hyperparameters, calls_at, examples_of, shape_of
+from .case import Case, Leg, added_group, dataset, frozen_names, loss_of, net, optimizers
+
+Vector = NDArray[np.float64]
+Gradient = dict[Tensor, Tensor | None]
+
+
+def moments(samples: Sequence[Vector], weights: Sequence[float], scale: float) -> tuple[float, float]:
+    """``(σ², μ²)`` of one optimizer step from its n ≥ 2 flat gradient samples, unclipped."""
+    n = len(samples)
+    # ḡ = Σ w_i g_i
+    mean = np.sum([w * g for w, g in zip(weights, samples, strict=True)], axis=0)
+    # A = Σ w_i ‖g_i‖²
+    a = sum(w * float(g @ g) for w, g in zip(weights, samples, strict=True))
+    # C = ‖ḡ‖²
+    c = float(mean @ mean)
+    # σ² = S · (A − C) / (n − 1)
+    sigma2 = scale * (a - c) / (n - 1)
+    # μ² = C − σ² / S
+    return sigma2, c - sigma2 / scale
+
+
+def differenced_moments(g: Vector, g_prev: Vector, scale: float) -> tuple[float, float]:
+    """``(σ², μ²)`` from the mean gradients of two consecutive steps, for n = 1."""
+    # σ² = (S/2) · ‖g_t − g_{t−1}‖²
+    sigma2 = scale / 2 * float((g - g_prev) @ (g - g_prev))
+    # μ² = ⟨g_t, g_{t−1}⟩
+    return sigma2, float(g @ g_prev)
+
+
+def gain(sigma2: float, mu2: float, scale: float, floor: float = 0.0) -> float:
+    """``r``, from statistics clipped here: σ² at ``floor``, μ² at 0. Both zero: 1."""
+    sigma2, mu2 = max(sigma2, floor), max(mu2, 0.0)
+    if sigma2 / scale + mu2 == 0:
+        return 1.0
+    # r = (σ² + μ²) / (σ²/S + μ²)
+    return (sigma2 + mu2) / (sigma2 / scale + mu2)
+
+
+class MovingAverage:
+    """Of vectors; ``value`` is None before the first sample."""
+
+    def __init__(self, debias: bool) -> None:
+        self.debias = debias
+        self.t = 0
+        self.biased: Vector | float = 0.0
+        self.weights: Vector | float = 0.0
+        self.value: Vector | None = None
+
+    def update(self, x: Vector, theta: float) -> None:
+        self.t += 1
+        if self.debias:
+            # biased ← θ·biased + (1−θ)·x;  weights ← θ·weights + (1−θ);  value = biased / weights
+            self.biased = theta * self.biased + (1 - theta) * x
+            self.weights = theta * self.weights + (1 - theta)
+            self.value = self.biased / self.weights
+        elif self.value is None:
+            self.value = x
+        elif self.t < 1 / (1 - theta):
+            # mean_t = ((t−1)·mean_{t−1} + x_t) / t
+            self.value = ((self.t - 1) * self.value + x) / self.t
+        else:
+            # value ← θ·value + (1−θ)·x
+            self.value = theta * self.value + (1 - theta) * x
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step yields."""
+
+    gains: list[float]  # r for the learning rate of each parameter group (all the same with ``single_gain``)
+    gain: float  # r that advances the clock; NaN for a skipped step
+    mean_gradient: list[Vector]  # ḡ of each parameter group
+    sigma2: float  # this step's unclipped σ², summed over groups; NaN where the step yields none
+    mu2: float  # this step's unclipped μ², likewise
+    effective_steps: float  # τ after the step
+    skipped: bool = False  # a gradient sample was not finite
+
+
+class ReferenceAdaScale:
+    """The statistics of a whole run; the caller owns weights and learning rate."""
+
+    def __init__(
+        self,
+        *,
+        scale: float,  # S
+        n: int,  # gradient samples in one optimizer step
+        averaging: Literal["count", "effective"] = "count",  # θ = ``smoothing``, or θ_t = exp(−r_{t−1} / (window·T))
+        smoothing: float | None = None,  # None: max(1 − n/1000, 0)
+        debias: bool = True,  # False: the paper's Appendix B.3, a plain mean at first
+        clip: Literal["samples", "averages"] = "samples",  # σ² ≥ floor and μ² ≥ 0 before averaging, or only on reading
+        variance_floor: float = 0.0,
+        window: float = 0.05,  # a share of T
+        total_steps: float | None = None,  # T
+        single_gain: bool = False,  # sum the statistics over parameter groups before anything else
+    ) -> None:
+        self.scale, self.n = scale, n
+        self.averaging, self.smoothing, self.debias, self.clip = averaging, smoothing, debias, clip
+        self.variance_floor, self.window, self.total_steps = variance_floor, window, total_steps
+        self.single_gain = single_gain
+        self.effective_steps = 0.0
+        self.previous_gain = 1.0  # r_{−1}
+        self.previous_mean: list[Vector] | None = None  # ḡ_{t−1}, for n = 1
+        self._restart()
+
+    def _restart(self) -> None:
+        self.sigma2, self.mu2 = MovingAverage(self.debias), MovingAverage(self.debias)
+
+    def add_group(self) -> None:
+        """One more gain, without a sample yet."""
+        for average in [] if self.single_gain else [self.sigma2, self.mu2]:
+            if average.value is not None:
+                average.weights = np.append(np.zeros_like(average.value) + average.weights, 0.0)
+                average.biased = np.append(average.biased, 0.0)
+
+    def set_scale(self, scale: float) -> None:
+        """σ² is per base batch, so nothing is rescaled; but ḡ_{t−1} came from a batch of another size."""
+        if scale != self.scale:
+            self.previous_mean = None
+        self.scale = scale
+
+    def set_n(self, n: int) -> None:
+        """The two estimators have different biases: going from one to the other starts the averages anew."""
+        if n != self.n:
+            self.previous_mean = None
+        if (n == 1) != (self.n == 1):
+            self._restart()
+        self.n = n
+
+    def theta(self) -> float:
+        if self.averaging == "effective":
+            # θ_t = exp(−r_{t−1} / (window·T))
+            return math.exp(-self.previous_gain / (self.window * self.total_steps))
+        # θ = max(1 − n/1000, 0)
+        return max(1 - self.n / 1000, 0.0) if self.smoothing is None else self.smoothing
+
+    def step(self, samples: Sequence[Sequence[Vector]], weights: Sequence[float] | None = None) -> StepResult:
+        """``samples[i][k]`` is the flat gradient of gradient sample i for parameter group k; weights default to 1/n."""
+        assert len(samples) == self.n
+        if weights is None:
+            weights = [1 / self.n] * self.n
+        by_group = list(zip(*samples, strict=True))
+        groups = len(by_group)
+        with np.errstate(invalid="ignore"):  # ∞ − ∞ in a step that is skipped below
+            mean = [np.sum([w * g for w, g in zip(weights, gs, strict=True)], axis=0) for gs in by_group]
+        if not all(np.isfinite(g).all() for gs in by_group for g in gs):
+            self.previous_mean = None  # the next difference would span two steps
+            return StepResult([math.nan] * groups, math.nan, mean, math.nan, math.nan, self.effective_steps, True)
+
+        statistics = None  # for each group (σ², μ²)
+        if self.n > 1:
+            statistics = np.array([moments(gs, weights, self.scale) for gs in by_group])
+        elif self.previous_mean is not None:
+            pairs = zip(mean, self.previous_mean, strict=True)
+            statistics = np.array([differenced_moments(g, g_prev, self.scale) for g, g_prev in pairs])
+        self.previous_mean = mean
+        return self.advance(statistics, mean)
+
+    def advance(self, statistics: NDArray[np.float64] | None, mean: list[Vector]) -> StepResult:
+        """A step with (σ², μ²) of each group, or with none."""
+        groups = len(mean)
+        total_sigma2 = total_mu2 = math.nan
+        if statistics is not None:
+            total_sigma2, total_mu2 = statistics.sum(axis=0)
+            if self.single_gain:
+                statistics = statistics.sum(axis=0, keepdims=True)
+            sigma2, mu2 = statistics.T
+            if self.clip == "samples":
+                sigma2, mu2 = np.maximum(sigma2, self.variance_floor), np.maximum(mu2, 0.0)
+            # This step's sample enters the averages before r_t is read from them: FairScale's order.
+            theta = self.theta()
+            self.sigma2.update(sigma2, theta)
+            self.mu2.update(mu2, theta)
+
+        gains, clock = self._gains(groups)
+        # τ ← τ + r
+        self.effective_steps += clock
+        self.previous_gain = clock
+        return StepResult(gains, clock, mean, float(total_sigma2), float(total_mu2), self.effective_steps)
+
+    def _gains(self, groups: int) -> tuple[list[float], float]:
+        sigma2, mu2 = self.sigma2.value, self.mu2.value
+        if sigma2 is None or mu2 is None:
+            return [1.0] * groups, 1.0
+        # The clock: the gain of the sums over groups.
+        clock = gain(float(sigma2.sum()), float(mu2.sum()), self.scale, self.variance_floor)
+        if self.single_gain:
+            return [clock] * groups, clock
+        pairs = zip(sigma2, mu2, strict=True)
+        return [gain(float(s), float(m), self.scale, self.variance_floor) for s, m in pairs], clock
+
+
+# ---- a whole run ---------------------------------------------------------------------------------------------------------------
+
+
+def apply_rule(case: Case, leg: Leg, r: float, scale: float, tau: float) -> tuple[float, float]:
+    """(factor on the LR, increment of τ) of a scaling rule."""
+    ramp = min(1.0, tau / (5 / 90 * leg.total))
+    warmup = scale * 0.1 * case.length / leg.base  # LEGW's: 0.1 epochs of the base run, S times as long
+    rules = {
+        "adascale": (r, r),
+        "adascale_betas": (r, r),
+        "adamscale": (math.sqrt(r), r),
+        "linear": (1 + (scale - 1) * ramp, scale),
+        "sqrt": (math.sqrt(scale), scale),
+        "unscaled": (1.0, scale),
+        "legw": (math.sqrt(scale) * min(1.0, tau / warmup), scale),
+        "lsw+": (1 + (scale - 1) * ramp, leg.total / 7),
+    }
+    return rules[case.rule]
+
+
+def gradient(case: Case, module: nn.Module, rows: list[int], factor: float = 1.0) -> Gradient:
+    """The gradient of the mean loss of some examples, by way of a multiple of it; None for parameters without one."""
+    params = [p for p in module.parameters() if p.requires_grad]
+    x, tokens, y, _ = dataset(case)[rows]
+    kind = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[case.precision]
+    with torch.autocast("cpu", dtype=kind, enabled=kind is not None):
+        loss = loss_of(case, module, x, tokens, y)
+    found = torch.autograd.grad(loss * factor, params, allow_unused=True)
+    return {p: None if g is None else g / factor for p, g in zip(params, found, strict=True)}
+
+
+def samples_of(case: Case, module: nn.Module, seen: Any, shape: Shape, step: int, loss_scale: float) -> list[Gradient]:
+    """The gradient samples g_i; the loss carries the factor n·w_i/passes, and the loss scale."""
+    samples = []
+    for p in range(shape.passes):
+        for k in range(shape.workers):
+            factor = shape.workers * len(seen[k][p]) / shape.batch * (1 if case.scaled_loss else shape.passes)
+            g = gradient(case, module, seen[k][p], factor * loss_scale)
+            poisoned = p == 0 and (step, k) in case.poison
+            samples.append({q: v * math.inf if poisoned and v is not None else v for q, v in g.items()})
+    return samples
+
+
+def flat(case: Case, optimizer: torch.optim.Optimizer, params: Sequence[Tensor], g: Gradient) -> Vector:
+    """A gradient as one vector; for AdamScale in Adam's metric, g / (√(v / (1 − β₂^t)) + ε) with v and t of the step before."""
+    parts = []
+    for p in params:
+        v = g.get(p)
+        v = torch.zeros_like(p) if v is None else v
+        state = optimizer.state.get(p) if case.rule == "adamscale" else None
+        if state:
+            group = next(group for group in optimizer.param_groups if any(q is p for q in group["params"]))
+            second = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
+            v = v / ((second / (1 - group["betas"][1] ** float(state["step"]))).sqrt() + group["eps"])
+        parts.append(v.detach().double().numpy().ravel())
+    return np.concatenate(parts)
+
+
+def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[list[Row], Vector]:
+    """The rows of a whole run, and the weights at its end; ``plans``: (B, passes) of each step, where the noise decides."""
+    module = net(case)
+    members = optimizers(case, module)
+    groups = [group for each in members for group in each.param_groups]
+    bare, base_run = case.client == "adascale", case.client == "base"
+    averages = ReferenceAdaScale(
+        scale=1.0,
+        n=1,
+        averaging="effective" if not bare or case.effective else "count",
+        debias=case.debias or not bare,
+        clip="samples" if bare and case.clip_samples else "averages",
+        variance_floor=case.floor if bare else 0.0,
+        window=case.window,
+        single_gain=case.single_gain or not bare,
+    )
+    betas = {p: ([], [], [], p.detach().double().numpy().ravel().copy()) for g in groups for p in g["params"]}
+    rows: list[Row] = []
+    tau, r, position, loss_scale = 0.0, 1.0, 0, 65536.0 if case.precision == "fp16" else 1.0
+    base, evaluated_at, frozen = case.legs[0].base, 0.0, frozen_names(case, 0)
+    held, every, count = None, 1, 0  # σ² of the single examples, steps from one measurement to the next, steps so far
+    for leg in case.legs:
+        curve, averages.total_steps, hooked_for = base_hyperparameters(case, leg), leg.total, None
+        if averages.sigma2.value is not None:  # σ² is that of a base batch
+            averages.sigma2.biased, averages.sigma2.value = (
+                x * base / leg.base for x in (averages.sigma2.biased, averages.sigma2.value)
+            )
+        first, base = len(rows), leg.base
+        while tau < leg.total - 1e-9 and (leg.steps is None or len(rows) < first + leg.steps):
+            step = len(rows)
+            # ---- what the step consists of
+            shape = shape_of(case, leg, step, tau, plans[min(step, len(plans) - 1)] if plans else None)
+            scale, n, full_n = shape.scale, shape.workers * shape.passes, shape.workers * shape.full
+            by_examples = case.noise == "per_example" and not base_run and (full_n > 1 or scale != 1)
+            by_examples = by_examples or (case.noise == "auto" and full_n == 1 and scale > 1)
+            averages.set_scale(scale)
+            averages.set_n(max(full_n, 2 if by_examples else 1))
+            averages.smoothing = max(1 - full_n / 1000, 0.0) if case.smoothing is None else case.smoothing
+            before, frozen = frozen, frozen_names(case, step)
+            if hooked_for != (shape.full, scale * shape.full / shape.passes):  # a frozen parameter can't carry a hook
+                unhooked = set(frozen_names(replace(case, added=None), step - (hooked_for is not None)))
+                hooked_for = shape.full, scale * shape.full / shape.passes
+            if step == case.added:
+                groups.append(added_group(case, module))
+                members[0].add_param_group(groups[-1])
+                curve = [[*at_call, dict(groups[-1])] for at_call in curve]
+                averages.add_group()
+            for name, p in module.named_parameters():
+                p.requires_grad_(name not in frozen)
+            # ---- the gradient samples g_i with weights w_i, and ḡ = Σ w_i g_i; None where no sample has a gradient
+            seen, position = examples_of(case, position, shape.batch, shape.workers, shape.passes)
+            weights = [len(seen[k][p]) / shape.batch for p in range(shape.passes) for k in range(shape.workers)]
+            samples = samples_of(case, module, seen, shape, step, loss_scale)
+            for q in module.parameters():
+                found = [w * g[q] for w, g in zip(weights, samples, strict=True) if g.get(q) is not None]
+                q.grad = sum(found[1:], found[0]) if found else None
+            count += 1
+            # A step in which parameters are frozen or unfrozen has no noise of single examples, and one in which parameters are
+            # unfrozen that carry no hook has no noise at all.
+            late, unhooked = unhooked - set(frozen), unhooked & set(frozen)
+            left_out = (by_examples and frozen != before) or (late and not _finds_unfrozen(leg, shape))
+            held = None if left_out else held
+            if not all(v is None or bool(v.isfinite().all()) for g in samples for v in g.values()):
+                loss_scale = loss_scale / 2 if case.precision == "fp16" else 1.0
+                rows.append(Row(True, r, tau, math.nan, math.nan, math.nan, math.nan, [], seen))
+                continue
+            # ---- σ² and μ²
+            flats = [[flat(case, members[0], group["params"], g) for g in samples] for group in groups]
+            mean = [np.sum([w * g for w, g in zip(weights, gs, strict=True)], axis=0) for gs in flats]
+            statistics = None
+            if by_examples and not left_out:
+                if held is None or (count - 1) % every == 0:
+                    single = [gradient(case, module, [i]) for k in seen for p in k for i in p]
+                    flats = [[flat(case, members[0], group["params"], g) for g in single] for group in groups]
+                    if held is None and not case.every:  # two measured steps in the window, even if each is worth S
+                        longest = case.window * leg.total if averages.averaging == "effective" else math.inf
+                        every = int(min(max(longest / (2 * scale), 1), 1e9))
+                    held = [moments(gs, [1 / shape.batch] * shape.batch, scale)[0] for gs in flats]
+                statistics = np.array([[s, float(m @ m) - s / scale] for s, m in zip(held, mean, strict=True)])
+            elif n > 1 and not left_out:
+                statistics = np.array([moments(gs, weights, scale) for gs in flats])
+            # ---- r, the step with factor · lr(⌊τ⌋), τ
+            result = averages.advance(statistics, mean)
+            r, (_, increment) = result.gain, apply_rule(case, leg, result.gain, scale, tau)
+            noise = result.sigma2, result.mu2
+            if base_run:
+                noise = probe(case, module, seen[0][0]) if tau % case.probe_every == 0 else (math.nan, math.nan)
+            if case.clip is not None:
+                torch.nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], case.clip)
+            for group, r_group, at_base in zip(groups, result.gains, curve[calls_at(case, leg, tau)], strict=True):
+                factor, exponent = apply_rule(case, leg, r_group, scale, tau)
+                group.update({**at_base, "params": group["params"], "lr": factor * at_base["lr"]})
+                for p in group["params"] if case.rule == "adascale_betas" else ():
+                    step_with_betas(p, group, exponent, betas[p])
+            for member in members if case.rule != "adascale_betas" else ():
+                member.step()
+            tau += increment
+            if case.evaluate and (tau // case.evaluate > evaluated_at // case.evaluate or tau >= leg.total - 1e-9):
+                evaluated_at = tau
+            values = averages.sigma2.value, averages.mu2.value
+            means = [math.nan if value is None else float(np.maximum(value, 0).sum()) for value in values]
+            lrs = [group["lr"] for group in groups]
+            rows.append(Row(False, r, tau, *noise, *means, lrs, seen, evaluated_at == tau > 0))
+    return rows, np.concatenate([p.detach().double().numpy().ravel() for p in module.parameters()])
+
+
+def _finds_unfrozen(leg: Leg, shape: Shape) -> bool:
+    """Whether gradients are measured in buckets, or hooked in the forward pass, so that an unfrozen parameter is seen at once."""
+    return leg.workers > 1 and (leg.sharding == "fsdp2" or (leg.sharding == "zero2" and shape.full == 1))
+
+
+def probe(case: Case, module: nn.Module, rows: list[int]) -> tuple[float, float]:
+    """σ² and μ² of a step of a base run: of its examples, or of the two halves of its batch."""
+    cut = (len(rows) + 1) // 2
+    parts = [[i] for i in rows] if case.noise == "per_example" else [rows[:cut], rows[cut:]]
+    optimizer = optimizers(case, module)[0]  # for its metric only, which is the Euclidean one
+    found = [flat(case, optimizer, list(module.parameters()), gradient(case, module, part)) for part in parts]
+    return moments(found, [len(part) / len(rows) for part in parts], 1.0)

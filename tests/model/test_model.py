@@ -1,0 +1,77 @@
+"""300 whole runs at random settings, compared with the literal model step by step (``compare.py`` compares more of them)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from ray_adascale import gain
+
+from ..pool import ProcessPool
+from .case import Case, Leg
+from .compare import check, short, shrunk
+from .draw import allowed, draw, refusal
+from .planted import FAULTS, ROOT
+
+Pool = Callable[[int], ProcessPool]
+
+SEED = 0
+PARTS = 12
+CASES = 300
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_runs_agree_with_the_literal_model(pool: Pool, part: int) -> None:
+    """r, σ², μ², τ, LRs and examples after every step, and the weights at the end; or the documented refusal."""
+    for i in range(part, CASES, PARTS):
+        case = draw(f"{SEED}:{i}")
+        found = check(case, pool)
+        if found is not None:
+            small = shrunk(case, pool)
+            pytest.fail(f"seed {SEED}:{i}, made smaller: {short(small)}\n{check(small, pool) or found}")
+
+
+def test_a_wrong_formula_is_found_and_its_case_made_small(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = gain.gradient_moments
+    case = Case(
+        legs=(Leg(passes=3, per_worker=2, steps=2), Leg(passes=2)), momentum=0.9, groups=2, scheduler="cosine", clip=1.0
+    )
+    assert allowed(case)
+    assert check(case, pool) is None
+
+    def wrong(a: object, c: object, *, scale: float, count: int) -> object:
+        return right(a, c, scale=scale, count=count + 1)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(gain, "gradient_moments", wrong)
+    found = check(case, pool)
+    assert found is not None
+    assert "step 0: sigma2 is" in found
+    assert shrunk(case, pool) == Case(legs=(Leg(passes=2),))
+
+
+def test_a_refusal_must_come_where_the_draw_says_so_and_nowhere_else(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = Case(legs=(Leg(per_worker=1),))
+    assert refusal(refused) is not None
+    assert check(refused, pool) is None
+    monkeypatch.setattr("tests.model.compare.refusal", lambda case: None)
+    assert "larger than the global batch" in (check(refused, pool) or "")
+    monkeypatch.setattr("tests.model.compare.refusal", lambda case: "no such message")
+    assert "not the expected refusal" in (check(refused, pool) or "")
+    assert "should have been" in (check(Case(legs=(Leg(passes=2),)), pool) or "")
+
+
+def test_a_case_is_repeated_by_its_repr() -> None:
+    for i in range(50):
+        case = draw(f"repr:{i}")
+        assert eval(repr(case), {"Case": Case, "Leg": Leg}) == eval(short(case), {"Case": Case, "Leg": Leg}) == case
+
+
+@pytest.mark.parametrize("number", range(len(FAULTS)))
+def test_planted_faults_are_in_the_code(number: int) -> None:
+    """A fault whose line was rewritten must be written anew."""
+    name, old, new = FAULTS[number]
+    assert old != new
+    assert (ROOT / "ray_adascale" / name).read_text(encoding="utf-8").count(old) == 1
