@@ -204,16 +204,6 @@ def plain_effective_decay(previous_gain: float, *, window: float, total_steps: f
     return math.exp(-previous_gain / (window * total_steps))
 
 
-def advanced(effective_steps: float, increment: float) -> float:
-    """Return τ after a step. Within rounding of a whole number it is that number: six steps of 4/3 are 8, not 7.99…9.
-
-    Otherwise the step would have the LR of the base step before, and a run would make one step more after T.
-    """
-    tau = effective_steps + increment
-    whole = float(round(tau)) if math.isfinite(tau) else tau
-    return whole if math.isclose(tau, whole, rel_tol=1e-12) else tau
-
-
 @dataclass(frozen=True)
 class Average:
     """A moving average of statistics. ``value`` is NaN before the first sample.
