@@ -99,6 +99,7 @@ class Passes:
     @contextmanager
     def guard(self) -> Iterator[None]:
         """Return a context in which the user's own optimizer refuses to step by itself. It closes an open pass at its end."""
+        self._optimizer.zero_grad()  # gradients of before the loop, or of a loop that was left within a step
         hook = self._guarded.register_step_pre_hook(self._check_stepping)
         try:
             yield
@@ -137,19 +138,20 @@ class Passes:
     def _check_only_backward(self, batch: MicroBatch) -> None:
         """Check that no backward pass has run since the last ``run.backward()``.
 
-        At S = 1 on one worker nothing counts the passes. Then gradients show it, in the first steps of a start.
+        Before the first pass of a step gradients show it: ``torch.autograd.grad`` counts as a pass and leaves none. At S = 1 on
+        one worker nothing counts the passes, and they are looked for in the first steps of a start.
 
         Raises:
             RuntimeError: The loop has run one.
         """
         found = self._optimizer.passes > batch.pass_index
-        if batch.pass_index == 0 and self._steps < _CHECKED_STEPS:
-            found |= any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"])
+        if batch.pass_index == 0 and (found or self._steps < _CHECKED_STEPS):
+            found = any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"])
         if found:
             raise RuntimeError(
-                "loss.backward() was called in the loop beside run.backward(), so a micro-batch has several backward passes. Add "
-                "the losses, and call run.backward() once: run.backward(loss + other_loss). If the gradients are from before the "
-                "loop, clear them there."
+                "loss.backward(), or torch.autograd.grad() of parameters between the passes of a step, was called in the loop "
+                "beside run.backward(), so a micro-batch has several backward passes. Add the losses, and call run.backward() "
+                "once: run.backward(loss + other_loss)."
             )
 
     def begin_backward(self, loss: Tensor) -> None:

@@ -135,6 +135,21 @@ def test_a_second_loss_with_a_backward_pass_of_its_own_is_refused(when: str, sca
     assert setup.model.weight.item() == before
 
 
+def test_gradients_of_before_the_loop_are_no_part_of_its_first_step() -> None:
+    """As of a loop that was left between the passes of a step, in a notebook."""
+    grads = []
+    for left in (False, True):
+        setup = Setup()
+        if left:
+            setup.model(setup.batch(0).batch).mean().backward()
+        with setup.passes.guard():
+            setup.backward(0)
+            assert not setup.passes.ends_step()
+            setup.backward(1)
+            grads.append(setup.grad.clone())
+    assert torch.equal(*grads)
+
+
 def test_a_step_is_between_passes_at_its_end_and_knows_its_last_pass() -> None:
     setup = Setup()
     passes = setup.passes
