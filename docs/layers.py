@@ -110,7 +110,7 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "sharding",
             "where a tensor lives and how it travels",
-            "oss partition share_state collect_state clipping sharded_ddp reduction gradient_bucket observers buckets "
+            "oss partition share_state collect_state clipping elsewhere sharded_ddp reduction gradient_bucket observers buckets "
             "collectives fsdp2",
         )
     ],

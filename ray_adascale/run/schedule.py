@@ -253,6 +253,7 @@ class EffectiveSchedule:
             calls: Number of calls that are due. If more were made, the values are those after the calls so far.
         """
         if self._scheduler is None or self._fresh is None:
+            self._left_lrs = self.lrs  # the state's
             return
         dry = _dry_copy(self._fresh)
         start, now = self._fresh.optimizer.param_groups, dry.optimizer.param_groups
@@ -272,6 +273,7 @@ class EffectiveSchedule:
         for group, keys, at in zip(self._scheduler.optimizer.param_groups, constant, values, strict=True):
             for key in at.keys() - keys:
                 _restore(group, key, at[key])
+        self._left_lrs = self.lrs
         self._replay(calls)
 
     def _replay(self, calls: int) -> None:

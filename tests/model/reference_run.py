@@ -299,6 +299,8 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
                 x * base / leg.base for x in (averages.sigma2.biased, averages.sigma2.value)
             )
         first, base = len(rows), leg.base
+        held = held if frozen_names(case, first) == frozen else None  # a start loads σ² of the same parameters
+        frozen = frozen_names(case, first)
         while tau < leg.total - 1e-9 and (leg.steps is None or len(rows) < first + leg.steps):
             step = len(rows)
             # ---- what the step consists of
