@@ -102,6 +102,8 @@ def allowed(case: Case) -> bool:
         not bare or (default("drop_last") and case.unit == "step" and case.precision != "bf16"),
         not bare or all((*_fixed(leg), leg.batch) == (*_fixed(legs[0]), None) for leg in legs),
         legs[0].lr == 1,
+        # a start of a run that has ended saves nothing, so that the last checkpoint may be that of an earlier start
+        all(leg.accept or len({_fixed(x) for x in legs[:i]}) <= 1 for i, leg in enumerate(legs)),
         not base_run or (default("poison", "frozen", "precision", "window", "every") and case.rule == "unscaled"),
         not base_run or (not several and case.noise != "auto" and legs[0].base > 1),
         not base_run or (legs[0].workers, legs[0].passes, legs[0].per_worker) == (1, 1, legs[0].base),
