@@ -121,7 +121,7 @@ class Backend(ABC):
     def trace_folder(self) -> Path | None:
         """Return the folder on a disk in which the trace grows, so that it is there if the run fails. Called on rank 0.
 
-        None if there is no such folder: the trace is then stored at the end, by :meth:`trace_store`.
+        None if there is no such folder: the trace is then stored at the end, by ``trace_store``.
         """
         return None
 

@@ -142,6 +142,17 @@ class ReferenceAdaScale:
             self.previous_mean = None
         self.scale = scale
 
+    def rebase(self, ratio: float, r: float) -> float:
+        """The base batch is another: σ² is that of a base batch, and so are σ²/S and the last gain, which is returned."""
+        if self.sigma2.value is not None and self.mu2.value is not None:
+            of_all = [max(float(average.value.sum()), 0.0) for average in (self.sigma2, self.mu2)]
+            self.sigma2.biased, self.sigma2.value = self.sigma2.biased * ratio, self.sigma2.value * ratio
+            # r = (σ² + μ²) / (σ²/S + μ²), where σ²/S stays
+            if sum(of_all) > 0:
+                r *= (of_all[0] * ratio + of_all[1]) / sum(of_all)
+                self.previous_gain = r
+        return r
+
     def set_n(self, n: int) -> None:
         """The two estimators have different biases: going from one to the other starts the averages anew."""
         if n != self.n:
@@ -291,13 +302,11 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
     rows: list[Row] = []
     tau, r, position, loss_scale = 0.0, 1.0, 0, 65536.0 if case.precision == "fp16" else 1.0
     base, evaluated_at, frozen = case.legs[0].base, 0.0, frozen_names(case, 0)
-    held, every, count = None, 1, 0  # σ² of the single examples, steps from one measurement to the next, steps so far
+    held, count = None, 0  # σ² of the single examples, steps by examples so far
     for leg in case.legs:
         curve, averages.total_steps, hooked_for = base_hyperparameters(case, leg), leg.total, None
-        if averages.sigma2.value is not None:  # σ² is that of a base batch
-            averages.sigma2.biased, averages.sigma2.value = (
-                x * base / leg.base for x in (averages.sigma2.biased, averages.sigma2.value)
-            )
+        if base != leg.base:
+            r, held = averages.rebase(base / leg.base, r), None if held is None else [s * base / leg.base for s in held]
         first, base = len(rows), leg.base
         held = held if frozen_names(case, first) == frozen else None  # a start loads σ² of the same parameters
         frozen = frozen_names(case, first)
@@ -329,7 +338,7 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
             for q in module.parameters():
                 found = [w * g[q] for w, g in zip(weights, samples, strict=True) if g.get(q) is not None]
                 q.grad = sum(found[1:], found[0]) if found else None
-            count += 1
+            held, count = (held, count + 1) if by_examples else (None, 0)
             # A step in which parameters are frozen or unfrozen has no noise of single examples, and one in which parameters are
             # unfrozen that carry no hook has no noise at all.
             late, unhooked = unhooked - set(frozen), unhooked & set(frozen)
@@ -344,12 +353,13 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
             mean = [np.sum([w * g for w, g in zip(weights, gs, strict=True)], axis=0) for gs in flats]
             statistics = None
             if by_examples and not left_out:
+                every = 1
+                if not case.every:  # two measured steps in the window, even if each is worth S
+                    longest = case.window * leg.total if averages.averaging == "effective" else math.inf
+                    every = int(min(max(longest / (2 * scale * shape.full / shape.passes), 1), 1e9))
                 if held is None or (count - 1) % every == 0:
                     single = [gradient(case, module, [i]) for k in seen for p in k for i in p]
                     flats = [[flat(case, members[0], group["params"], g) for g in single] for group in groups]
-                    if held is None and not case.every:  # two measured steps in the window, even if each is worth S
-                        longest = case.window * leg.total if averages.averaging == "effective" else math.inf
-                        every = int(min(max(longest / (2 * scale), 1), 1e9))
                     held = [moments(gs, [1 / shape.batch] * shape.batch, scale)[0] for gs in flats]
                 statistics = np.array([[s, float(m @ m) - s / scale] for s, m in zip(held, mean, strict=True)])
             elif n > 1 and not left_out:
