@@ -48,8 +48,8 @@ def tolerance(case: Case) -> float:
     """Relative tolerance, about ten times the largest difference that was seen in a hundred cases of each kind."""
     if case.precision != "fp32":  # the forward pass rounds weights and activations that differ in their last bit
         return 0.03 if case.precision == "bf16" else 0.01
-    if case.dtype == "float32":
-        return 2e-5
+    if case.dtype == "float32":  # Adam's metric divides by √v, and so makes a rounding of small gradients large
+        return 2e-3 if case.rule == "adamscale" else 2e-5
     # A fused step has its LR in float32; torch counts Adam's steps in float32, of which the betas' rule makes fractions.
     return 1e-7 if case.fused or case.rule == "adascale_betas" else 1e-9
 

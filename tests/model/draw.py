@@ -176,7 +176,7 @@ def _measurable(case: Case, leg: Leg) -> bool:
 
 def _leg(rng: random.Random, run: bool, base: int, total: int) -> Leg:
     given = run and rng.random() < 0.4
-    workers = rng.choices((1, 2, 3, 4), (4, 4, 2, 1))[0]
+    workers = rng.choices((1, 2, 3, 4), (6, 6, 2, 1))[0]
     return Leg(
         workers=workers,
         passes=rng.choices((1, 2, 3, 4), (4, 4, 2, 1))[0],
@@ -186,7 +186,7 @@ def _leg(rng: random.Random, run: bool, base: int, total: int) -> Leg:
         total=total,
         steps=rng.randint(1, 5),
         accept=rng.random() < 0.8,
-        sharding=rng.choice(_SHARDINGS),
+        sharding=rng.choices(_SHARDINGS, (3, 3, 3, 2))[0],
     )
 
 
@@ -242,7 +242,7 @@ def _any_case(rng: random.Random) -> Case:
         batches = ((0, rng.randint(base, 12)), (rng.randint(1, 3), rng.randint(base, 20)), (5, rng.randint(base, 30)))
         more = {
             "iterable": maybe(0.06, True, False),
-            "loaders": maybe(0.04, 1, 0),
+            "loaders": maybe(0.015, 1, 0),
             "batches": maybe(0.1, batches, ()),
             "efficiency": maybe(0.1, rng.choice((0.4, 0.6, 0.8, 1.0)), None),
             "evaluate": maybe(0.2, rng.choice((1.0, 2.5)), None),

@@ -321,9 +321,12 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
             averages.set_n(max(full_n, 2 if by_examples else 1))
             averages.smoothing = max(1 - full_n / 1000, 0.0) if case.smoothing is None else case.smoothing
             before, frozen = frozen, frozen_names(case, step)
-            if hooked_for != (shape.full, scale * shape.full / shape.passes):  # a frozen parameter can't carry a hook
+            hooks = shape.full, scale * shape.full / shape.passes
+            if hooks != hooked_for or step in dict(
+                case.changes
+            ):  # hooks are set anew, and a frozen parameter can't carry one
                 unhooked = set(frozen_names(replace(case, added=None), step - (hooked_for is not None)))
-                hooked_for = shape.full, scale * shape.full / shape.passes
+                hooked_for = hooks
             if step == case.added:
                 groups.append(added_group(case, module))
                 members[0].add_param_group(groups[-1])
