@@ -11,13 +11,6 @@ from .case import COVERED, NETS, SCHEDULERS, Case, Leg, net
 
 __all__ = ["allowed", "draw", "refusal", "values"]
 
-# Crossings that are known to be wrong, while they are mended elsewhere.
-# A resume that changes B0 keeps the σ² of single examples that was measured at the old B0.
-HELD_OVER_ANOTHER_BASE = True
-# The keys of AdaScale's state dict, and with them what torch.distributed.checkpoint can load, depend on what was measured.
-KEYS_OF_WHAT_WAS_MEASURED = True
-# (A fused optimizer with a TauSchedule that is loaded in the other order is not drawn: TauSchedule belongs to ``attach``.)
-
 _SHARDINGS = ("none", "oss", "zero2", "fsdp2")
 _ADAMS = ("adam", "amsgrad", "adamw")
 _RULES = ("adascale", "adascale", "adascale_betas", "adamscale", "linear", "sqrt", "unscaled", "legw", "lsw+")
@@ -126,10 +119,8 @@ def allowed(case: Case) -> bool:
         case.noise == "samples" or all(batch_of(leg)[0] > 1 for leg in legs),
         case.noise == "samples" or not bare or all(leg.workers * (leg.per_worker or 0) > 1 for leg in legs),
         all(_measurable(case, leg) for leg in legs),
-        not (HELD_OVER_ANOTHER_BASE and case.noise != "samples" and len({leg.base for leg in legs}) > 1),
         # the state dict of an optimizer with DTensors goes through torch.distributed.checkpoint
         case.via != "state_dict" or not several or "fsdp2" not in shardings,
-        not (KEYS_OF_WHAT_WAS_MEASURED and case.via == "dcp" and case.noise != "samples"),
         # torch's functions step an optimizer without state, and save that; they know each parameter by one name; and they fail
         # with the whole state of an SGD without momentum
         case.via != "dcp" or not sgd or case.momentum > 0,
