@@ -97,6 +97,17 @@ def warn_of_state_dict_hooks(optimizer: Optimizer) -> None:
         )
 
 
+def _warn_of_step_hooks(optimizer: Optimizer) -> None:
+    """Warn if the optimizer that is to be sharded has hooks around its step."""
+    parts = [optimizer, *(part for part, _ in parts_of(optimizer))]
+    if any(part._optimizer_step_pre_hooks or part._optimizer_step_post_hooks for part in parts):
+        warn_on_first_worker(
+            f"{type(optimizer).__name__} has hooks around its step. With sharded state they see this worker's share of the "
+            "parameters and gradients, before the workers exchange their shares. Use after_step= for an average of the weights, grad_clip= "
+            "for clipping, or AdaScaleConfig(sharding='none')."
+        )
+
+
 def check_recipe(recipe: Recipe, schedule: BaseSchedule) -> None:
     """Check that a schedule is the recipe's.
 
@@ -180,6 +191,7 @@ def wrap(
         shard_model(module, optimizer, device)
         names = parameter_names(module, optimizer)
     if sharding in ("oss", "zero2"):
+        _warn_of_step_hooks(optimizer)
         optimizer = OSS.wrap(optimizer)
     if sharding == "zero2":
         model = ShardedDataParallel(module, optimizer)

@@ -534,3 +534,20 @@ def test_a_worker_that_saves_alone_says_what_it_waits_for(pool: Any, tmp_path: P
     (text,), _ = pool(2).run(_saves_late, str(tmp_path))
     assert text.startswith("Rank 0 has been in run.save_checkpoint() for 0 s.")
     assert "Call it on every worker, not on rank 0 alone" in text
+
+
+def _hooked(sharding: str) -> list[str]:
+    model = nn.Linear(6, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.register_step_post_hook(lambda *_: None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_run(model, optimizer=optimizer, per_worker_batch_size=BATCH, sharding=sharding)
+    return [str(warning.message) for warning in caught]
+
+
+def test_step_hooks_of_an_optimizer_that_is_sharded_are_warned_of(pool: Any) -> None:
+    (told, others), whole = pool(2).run(_hooked, "auto"), pool(2).run(_hooked, "none")
+    assert [text.startswith("SGD has hooks around its step. With sharded state") for text in told] == [True]
+    assert others == []
+    assert whole == [[], []]
