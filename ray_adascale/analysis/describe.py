@@ -107,6 +107,11 @@ def _describe_run(path: Path) -> str:
         f"Run {run.label}",
         f"  steps        {last['optimizer_steps']:,} for {last['effective_steps']:,.1f} effective ones, mean gain "
         f"{run.mean_gain:.2f} at scale {last['scale']:g} on {workers_in_words(last.get('world_size'))}",
+        *(
+            [f"  skipped      {run.skipped_steps} steps, whose gradients were not finite"]
+            if run.skipped_steps > 0
+            else []
+        ),
         f"  loss         {last.get('loss', math.nan):.4g}, {last.get('examples_per_s', math.nan):,.0f} examples/s",
     ]
     if math.isfinite(run.noise_scale):

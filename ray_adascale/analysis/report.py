@@ -106,7 +106,7 @@ def _render(
         keys=keys,
         metrics=metrics,
         failures=failures,
-        notes=[*_of_search(runs), *_equal_runs(runs)],
+        notes=[*_of_search(runs), *_skipped_steps(runs), *_equal_runs(runs)],
         outcomes=[(key, _outcome(run, metrics)) for key, run in zip(keys, runs, strict=True)],
         chosen=[(keys[i], cells) for i, cells in _saved(runs, recipe)],
         events=[(key, [f"{tau:,.0f}", what]) for key, run in zip(keys, runs, strict=True) for tau, what in run.events],
@@ -127,6 +127,12 @@ def _of_search(runs: list[RunTrace]) -> Iterator[str]:
                 f"{run.label} is a trial of a search. Each of its training losses is the mean over the steps since the report "
                 "before, and is drawn at the report: while the loss falls, its curve lies above those of the other runs."
             )
+
+
+def _skipped_steps(runs: list[RunTrace]) -> Iterator[str]:
+    for run in runs:
+        if run.skipped_steps > 0:
+            yield f"{run.label} skipped {run.skipped_steps} steps, whose gradients were not finite."
 
 
 def _equal_runs(runs: list[RunTrace]) -> Iterator[str]:

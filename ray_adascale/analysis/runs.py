@@ -68,6 +68,12 @@ class RunTrace:
         return self.last["progress"] / steps if steps else 1.0
 
     @property
+    def skipped_steps(self) -> int:
+        """The number of steps that were left out, because their gradients were not finite."""
+        taken = self.last["optimizer_steps"]
+        return int(self.last.get("step", taken) - taken)
+
+    @property
     def noise_scale(self) -> float:
         """B_noise in examples over the whole run: B0·Σσ²/Σμ² over effective steps, as a recipe has it. NaN if it is unknown."""
         sigma2, mu2, of_row = (self.column(key) for key in ("sigma2", "mu2", "noise_scale"))

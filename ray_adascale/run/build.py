@@ -103,8 +103,8 @@ def _warn_of_step_hooks(optimizer: Optimizer) -> None:
     if any(part._optimizer_step_pre_hooks or part._optimizer_step_post_hooks for part in parts):
         warn_on_first_worker(
             f"{type(optimizer).__name__} has hooks around its step. With sharded state they see this worker's share of the "
-            "parameters and gradients, before the workers exchange their shares. Use after_step= for an average of the weights, grad_clip= "
-            "for clipping, or AdaScaleConfig(sharding='none')."
+            "parameters and gradients, before the workers exchange their shares. Use after_step= for an average of the weights, "
+            "grad_clip= for clipping, or AdaScaleConfig(sharding='none')."
         )
 
 

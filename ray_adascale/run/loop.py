@@ -128,6 +128,7 @@ class Run:
         """The objects that make up this run."""
         self._after_step = after_step
         self._warned_of_skipped = False
+        self._slower = "Lower the learning rate" if recipe is None else "Search for a recipe with a lower learning rate"
         self._probed: tuple[float, float] | None = None
         self._taken: TakenStep | None = None  # until it is read
         self._flags = BoundaryFlags(0)  # of the steps that were read since the stages last ran
@@ -498,16 +499,16 @@ class Run:
             self._warned_of_skipped = True
             warn_on_first_worker(
                 f"Step {step} was skipped, because its gradient is not finite (loss {loss:g}). Weights and effective steps stay "
-                "as they were. Further ones are not warned of: summary() and the report count skipped steps. Check the "
-                "data of this step, lower the learning rate or clip gradients."
+                "as they were. Further ones are not warned of: summary() and the report count skipped steps. "
+                f"{self._slower}, clip gradients, or check the data of this step."
             )
         if self.state.nonfinite >= self.config.max_nonfinite_steps:
             loss_scale = 1.0 if self.scaler is None else self.scaler.get_scale()
             raise FloatingPointError(
                 f"The gradient was not finite in {self.state.nonfinite} optimizer steps in a row, up to step "
                 f"{step} at effective step {self.effective_steps:.1f} of {self.total_steps} "
-                f"(loss {loss:g}, loss scale {loss_scale:g}). These steps left the weights as they were. Lower the learning "
-                "rate, clip gradients, or check the data of this step."
+                f"(loss {loss:g}, loss scale {loss_scale:g}). These steps left the weights as they were. "
+                f"{self._slower}, clip gradients, or check the data of this step."
             )
 
     def _metrics(self, loss: float, lr: float) -> dict[str, Any]:

@@ -359,6 +359,17 @@ def test_a_search_has_its_examples_and_what_its_losses_are(make: Callable[..., P
     assert "big is a trial" not in text
 
 
+def test_skipped_steps_are_told(make: Callable[..., Page], tmp_path: Path) -> None:
+    rows = [row(1), row(2, optimizer_steps=1, skipped=True), row(3, optimizer_steps=2)]
+    make(
+        write_rows(tmp_path / "bad" / "trace.jsonl", rows),
+        write_rows(tmp_path / "good" / "trace.jsonl", [row(1), row(2)]),
+    )
+    text = (tmp_path / "out" / "report.html").read_text()
+    assert text.count("whose gradients were not finite") == 1
+    assert "bad skipped 1 steps, whose gradients were not finite." in text
+
+
 def test_equal_runs_are_told_and_both_seen(make: Callable[..., Page], tmp_path: Path) -> None:
     paths = [write_rows(tmp_path / name / "trace.jsonl", [row(s) for s in range(1, 9)]) for name in ("one", "two")]
     other = write_rows(tmp_path / "other" / "trace.jsonl", [row(s, loss=2.0) for s in range(1, 9)])
