@@ -300,6 +300,7 @@ def test_the_gain_in_the_l1_norm_by_hand(candidates: Any) -> None:
     assert noisy(now) == (4.0, 4.0)  # noise alone: S
 
 
+@pytest.mark.filterwarnings("ignore:Step .* was skipped")
 def test_divergence_is_a_result(transfer: Any, comparison: Any, pages: Any) -> None:
     job = transfer.Job("tabular", "AdaScale", 1, 1, 10.0, "cosine", 80, "test")
     lost = transfer.train(job)
