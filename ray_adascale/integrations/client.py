@@ -197,6 +197,8 @@ class StepLog:
 
     def _before(self) -> None:
         self._counts = not called_to_make_state(self._adascale)
+        if not self._counts:
+            return
         self._lr = self._schedule.get_last_lr()[0]  # of the coming step, before the gain
         self._plan = self._plan_of_step()
         if self._trace is not None:

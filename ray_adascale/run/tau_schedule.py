@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from .._torch import called_to_make_state
 from ..batch_policy import BatchPlan
 from ..optim.adascale import AdaScale
 from .schedule import BaseSchedule, EffectiveSchedule, SchedulerUnit
@@ -74,12 +75,16 @@ class TauSchedule(LRScheduler):
         self._advance()
         ref = weakref.ref(self)
 
+        makes_state = False  # torch then steps with LRs of zero, which it restores
+
         def before(*_: Any) -> None:
-            if (schedule := ref()) is not None:
+            nonlocal makes_state
+            makes_state = called_to_make_state(optimizer.wrapped)
+            if not makes_state and (schedule := ref()) is not None:
                 schedule._advance()
 
         def after(*_: Any) -> None:
-            if (schedule := ref()) is not None and schedule._adascale.last_step_known:
+            if not makes_state and (schedule := ref()) is not None and schedule._adascale.last_step_known:
                 schedule._advance()
 
         # The LR of a step depends on the previous step. It is set after that step if the host has read it, for readers of the

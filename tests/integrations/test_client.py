@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from ray_adascale import AdaScaleConfig, attach, read_trace
@@ -158,40 +158,6 @@ def test_a_row_is_written_before_the_next_step_and_a_skipped_step_leaves_it_alon
     assert [row["loss"] for row in read_trace(tmp_path / "trace.jsonl")][1:] == [0.25, 0.5]
 
 
-class Offset(nn.Module):
-    """w·x + b, of which somebody else trains b."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros((), dtype=torch.float64))
-        self.b = nn.Parameter(torch.zeros((), dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w * x + self.b
-
-
-def squares(model: nn.Module, batch: Any) -> Tensor:
-    x, y = batch
-    return 0.5 * (model(x) - y).square().mean()
-
-
-def test_what_the_optimizer_does_not_train_is_not_probed() -> None:
-    model = Offset()
-    optimizer = torch.optim.SGD([model.w], lr=0.1)
-    config = AdaScaleConfig(base_batch_size=2, total_steps=1)
-    adascale, schedule = attach(model, optimizer, None, config)
-    recorder = RecipeRecorder(squares)
-    recorder.begin(schedule, config)
-    batch = torch.ones(2, dtype=torch.float64), torch.tensor([1.0, 3.0], dtype=torch.float64)
-    recorder.before_step(model, batch)
-    squares(model, batch).backward()
-    adascale.step()
-    (probe,) = recorder.recipe({}, metric="loss", mode="min", score=0.0, workload=Offset).noise
-    # w's gradient is -1 in one half and -3 in the other: mean of squares 5, square of the mean 4, so σ² = 1 and μ² = 4 - 1 = 3.
-    # b's is the same, and would make it 2 and 6.
-    assert (probe.sigma2, probe.mu2) == pytest.approx((1.0, 3.0), rel=1e-12)
-
-
 @pytest.mark.parametrize("kind", ["examples", "halves"])
 def test_a_base_run_is_probed_by_examples_where_the_model_is_covered(kind: str) -> None:
     torch.manual_seed(0)
@@ -207,7 +173,7 @@ def test_a_base_run_is_probed_by_examples_where_the_model_is_covered(kind: str) 
         model(batch).square().mean().backward()
         adascale.step()
         adascale.zero_grad()
-    recipe = recorder.recipe({}, metric="loss", mode="min", score=0.0, workload=Offset)
+    recipe = recorder.recipe({}, metric="loss", mode="min", score=0.0, workload=nn.Linear)
     assert [probe.effective_steps for probe in recipe.noise] == [0, 2]
     assert recipe.search["noise"] == {"from": kind, "every": 2}
 
@@ -228,7 +194,7 @@ def test_a_recipe_of_a_resumed_run_warns_of_the_noise_that_it_lacks(resumed_at: 
         adascale.zero_grad()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        recipe = recorder.recipe({}, metric="loss", mode="min", score=0.0, workload=Offset)
+        recipe = recorder.recipe({}, metric="loss", mode="min", score=0.0, workload=nn.Linear)
     assert [probe.effective_steps for probe in recipe.noise] == [0, 2][resumed_at // 2 :]
     told = ["before effective step 2 was not recorded" in str(each.message) for each in seen]
     assert told == [True] * (resumed_at > 0)

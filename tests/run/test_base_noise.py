@@ -154,6 +154,7 @@ def test_another_model_is_measured_on_halves_and_one_line_says_why(
     assert why in line
 
 
+@pytest.mark.filterwarnings("ignore:Step 1 was skipped")
 def test_a_first_step_that_overflows_does_not_show_that_the_model_is_covered() -> None:
     first = True
 
