@@ -13,7 +13,17 @@ import torch
 
 from .case import Case, Leg, net, optimizers, scheduler
 
-__all__ = ["Row", "Shape", "base_hyperparameters", "batch_of", "calls_at", "examples_of", "own_batches", "shape_of"]
+__all__ = [
+    "Row",
+    "Shape",
+    "base_hyperparameters",
+    "batch_of",
+    "calls_at",
+    "examples_of",
+    "finds_unfrozen",
+    "own_batches",
+    "shape_of",
+]
 
 
 @dataclass(frozen=True)
@@ -127,3 +137,8 @@ def calls_at(case: Case, leg: Leg, tau: float) -> int:
     if case.unit == "epoch":
         per_call = case.length // leg.base if case.drop_last else case.length / leg.base
     return min(math.floor(math.floor(tau + 1e-9) / per_call + 1e-12), math.floor((leg.total - 1) / per_call + 1e-12))
+
+
+def finds_unfrozen(leg: Leg, shape: Shape) -> bool:
+    """Whether gradients are measured in buckets, or hooked in the forward pass, so that an unfrozen parameter is seen at once."""
+    return leg.workers > 1 and (leg.sharding == "fsdp2" or (leg.sharding == "zero2" and shape.full == 1))

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from .adam_betas import step_with_betas
-from .base import Row, Shape, base_hyperparameters, calls_at, examples_of, shape_of
+from .base import Row, Shape, base_hyperparameters, calls_at, examples_of, finds_unfrozen, shape_of
 from .case import Case, Leg, added_group, dataset, frozen_names, loss_of, net, optimizers
 
 Vector = NDArray[np.float64]
@@ -345,7 +345,7 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
             # A step in which parameters are frozen or unfrozen has no noise of single examples, and one in which parameters are
             # unfrozen that carry no hook has no noise at all.
             late, unhooked = unhooked - set(frozen), unhooked & set(frozen)
-            left_out = (by_examples and frozen != before) or (late and not _finds_unfrozen(leg, shape))
+            left_out = (by_examples and frozen != before) or (late and not finds_unfrozen(leg, shape))
             held = None if left_out else held
             if not all(v is None or bool(v.isfinite().all()) for g in samples for v in g.values()):
                 loss_scale = loss_scale / 2 if case.precision == "fp16" else 1.0
@@ -390,11 +390,6 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
             lrs = [group["lr"] for group in groups]
             rows.append(Row(False, r, tau, *noise, *means, lrs, seen, evaluated_at == tau > 0))
     return rows, np.concatenate([p.detach().double().numpy().ravel() for p in module.parameters()])
-
-
-def _finds_unfrozen(leg: Leg, shape: Shape) -> bool:
-    """Whether gradients are measured in buckets, or hooked in the forward pass, so that an unfrozen parameter is seen at once."""
-    return leg.workers > 1 and (leg.sharding == "fsdp2" or (leg.sharding == "zero2" and shape.full == 1))
 
 
 def probe(case: Case, module: nn.Module, rows: list[int]) -> tuple[float, float]:
