@@ -1,8 +1,7 @@
 """AdaScale as the paper states it, slow and literal: what the production code is tested against.
 
-Johnson et al., *AdaScale SGD: A User-Friendly Algorithm for Distributed Training*, ICML 2020 (arXiv 2007.05105), in float64,
-one gradient sample at a time. It imports nothing from ``ray_adascale``, and has no speed to be proud of. The formulas come
-first, then the statistics of a run, and at the end a whole run in one process (:func:`reference_run`).
+Johnson et al., *AdaScale SGD: A User-Friendly Algorithm for Distributed Training*, ICML 2020 (arXiv 2007.05105), in float64, one
+gradient sample at a time, without ``ray_adascale``. The formulas come first, then a whole run (:func:`reference_run`).
 
 Symbols: gradient samples ``g_i`` (i = 1…n) with weights ``w_i`` that sum to 1, scale ``S``, gradient variance ``σ²`` of
 one base batch, squared gradient ``μ²``, gain ``r``, effective steps ``τ``, total steps ``T``, decay ``θ``.
