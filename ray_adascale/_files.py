@@ -14,27 +14,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-__all__ = [
-    "ERROR",
-    "SEARCH",
-    "TRACE",
-    "absolute",
-    "check_folder",
-    "check_storage",
-    "check_writable",
-    "join",
-    "list_names",
-    "move_if_there",
-    "read_json",
-    "read_text",
-    "room_in_words",
-    "split",
-    "unique_name",
-    "write_atomically",
-    "write_json",
-    "write_text",
-]
-
 TRACE = "trace.jsonl"
 """The trace of a run, in its folder and in each of its checkpoints."""
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-__all__ = ["after_load", "after_save", "before_load", "before_save", "without_load_hooks"]
-
 
 def before_save(*optimizers: Optimizer) -> None:
     """Call the hooks of ``register_state_dict_pre_hook``, in this order of the optimizers."""

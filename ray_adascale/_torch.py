@@ -18,16 +18,6 @@ from torch.optim import Optimizer
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "as_bytes",
-    "called_to_make_state",
-    "count_of_writes",
-    "global_rank",
-    "is_dtensor",
-    "uncompiled",
-    "uncompiled_name",
-]
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 

@@ -10,8 +10,6 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-__all__ = ["warn_at_user", "warn_on_first_worker"]
-
 # torch's decorators, hooks and schedulers call this package, so their frames lie between the user's line and ours.
 _NOT_THE_USERS = tuple(os.path.dirname(os.path.abspath(file)) + os.sep for file in (__file__, torch.__file__))
 

@@ -20,17 +20,6 @@ from .batch_policy import BatchController, BatchLimits, BatchPlan, BatchPolicy, 
 from .gain import plain_gain, scale_at_efficiency
 from .throughput import Throughput
 
-__all__ = [
-    "BatchSizeController",
-    "EfficiencyBatch",
-    "GoodputBatch",
-    "NoiseBatch",
-    "fit_step_time",
-    "max_useful_workers",
-    "useful_workers",
-    "useful_workers_over",
-]
-
 PAYS = 0.5
 """Further workers are useful while each adds at least this share of the first worker's speed."""
 

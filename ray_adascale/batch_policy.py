@@ -15,18 +15,6 @@ from ._errors import SettingError
 from .data.order import BatchSplit
 from .throughput import Throughput
 
-__all__ = [
-    "BatchChoice",
-    "BatchController",
-    "BatchLimits",
-    "BatchPlan",
-    "BatchPolicy",
-    "FixedBatch",
-    "Position",
-    "check_positive",
-    "nearest_plan",
-]
-
 _RATIO = 2**0.25
 """Ratio of neighbouring pass sizes in the grid: few sizes, and one of them near to any wanted size."""
 _NEAR = 2**0.125

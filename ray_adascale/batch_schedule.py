@@ -16,8 +16,6 @@ from .batch_policy import BatchController, BatchLimits, BatchPlan, BatchPolicy, 
 if TYPE_CHECKING:
     from .recipe import Recipe
 
-__all__ = ["BatchSchedule", "GivenBatches", "ScheduledBatch", "Seesaw", "read_schedule"]
-
 Unit = Literal["share", "steps", "examples"]
 
 

@@ -13,8 +13,6 @@ from torch.optim import LBFGS, Optimizer
 
 from . import _hooks
 
-__all__ = ["SEVERAL_OPTIMIZERS", "OptimizerChain", "empty_copy", "largest_part", "needs_closure", "parts_of"]
-
 SEVERAL_OPTIMIZERS = (
     "There is one gain and one clock, and several optimizers would each advance the clock. Make them one: "
     "ray_adascale.OptimizerChain([Muon(matrices, ...), AdamW(the_rest, ...)]) for different classes, or one optimizer with "

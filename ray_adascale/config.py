@@ -20,8 +20,6 @@ from .throughput import Throughput
 if TYPE_CHECKING:
     from .recipe import Recipe
 
-__all__ = ["AUTO", "AdaScaleConfig", "EarlyStop", "read_settings"]
-
 AUTO: Final = "auto"
 """The value of ``per_worker_batch_size`` for the largest one that fits."""
 

@@ -10,8 +10,6 @@ from .chain import largest_part, parts_of
 from .optim.rules import AdamScaleRule, AdaScaleRule, ScalingRule, betas_of
 from .recipe import Recipe
 
-__all__ = ["doubt", "forecast_doubt", "kind_of", "recipe_doubt"]
-
 SGD = frozenset({"SGD"})
 ADAM = frozenset({"Adam", "AdamW"})
 MUON = frozenset({"Muon"})

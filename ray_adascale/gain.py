@@ -24,22 +24,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Average",
-    "advanced",
-    "count_decay",
-    "differenced_moments",
-    "effective_decay",
-    "gain",
-    "gradient_moments",
-    "noise_scale",
-    "plain_effective_decay",
-    "plain_gain",
-    "plain_noise_scale",
-    "scale_at_efficiency",
-]
-
-
 _CLOCK_ROUNDING = 2.0**-45
 """Relative rounding of τ: 128 times the spacing of float64. A hundred additions of the same number stay below it."""
 

@@ -24,8 +24,6 @@ from ._files import write_atomically
 from ._version import __version__
 from .gain import plain_noise_scale
 
-__all__ = ["NoiseProbe", "Recipe", "RecipeError", "Repeat", "curve_length", "json_value"]
-
 FORMAT = "ray_adascale/recipe"
 VERSION = 1
 

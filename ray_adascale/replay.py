@@ -24,17 +24,6 @@ from .gain import advanced, plain_effective_decay, plain_gain
 from .optim.rules import RuleInput, ScalingRule, betas_of, make_rule
 from .recipe import NoiseProbe, Recipe
 
-__all__ = [
-    "Forecaster",
-    "Law",
-    "NoiseCurve",
-    "Replay",
-    "Steps",
-    "momenta_of",
-    "noise_curves",
-    "replay",
-]
-
 NARROWEST, NARROWNESS, WIDEST = 0.006, 0.3, 0.05
 """The probes are smoothed at τ over a width of 0.3·τ, within 0.006·T and 0.05·T: noise changes fastest at the beginning."""
 _EARLY, _EARLY_POINTS, _POINTS = 0.08, 160, 400  # grid of a smoothed curve: 160 of its 400 points lie in the first 8 %

@@ -15,8 +15,6 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["Measurement", "Throughput"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:

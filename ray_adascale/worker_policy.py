@@ -22,19 +22,6 @@ from .optim.rules import follows_gain, make_rule
 from .replay import NoiseCurve
 from .throughput import Throughput
 
-__all__ = [
-    "DECIDE_S",
-    "RESTART_S",
-    "Situation",
-    "StepTimes",
-    "WorkerController",
-    "WorkerDecision",
-    "WorkersFollow",
-    "follow_settings",
-    "numbers_to_compare",
-    "plan_workers",
-]
-
 MARGIN = 2.0
 """Factor of a restart's price in the comparison, since noise and restarts are not known exactly."""
 WORTH = 0.02

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 
-__all__ = ["WORKERS", "Change", "Stay", "WorkersRecord"]
-
 WORKERS = "workers.json"
 """The file, in the run's folder."""
 

@@ -23,17 +23,6 @@ from .chain import SEVERAL_OPTIMIZERS
 from .config import AdaScaleConfig
 from .recipe import Recipe
 
-__all__ = [
-    "ConfigAccessLog",
-    "Workload",
-    "WorkloadFn",
-    "build",
-    "injected_settings",
-    "torchs_own_hint",
-    "unread_warning",
-    "with_unit",
-]
-
 INJECTED = ("base_batch_size", "total_steps")
 """The fields of ``AdaScaleConfig`` that a workload's function may read from its config."""
 

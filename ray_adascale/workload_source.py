@@ -10,8 +10,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["resolve"]
-
 
 def resolve(spec: str, what: str = "workload") -> Any:
     """Return the object with a name from the command line.

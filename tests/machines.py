@@ -20,8 +20,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["SHARED", "Machines", "lacking"]
-
 SHARED = "/mnt/runs"
 _HOME = "/home/ubuntu"
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"

@@ -20,8 +20,6 @@ from ..run.failure import annotate_exceptions, lines_of, place_of
 from ..run.loop import Run
 from ..workload import Workload, WorkloadFn, build, unread_warning
 
-__all__ = ["Finding", "check_workload"]
-
 _EXAMPLES = 8
 """Most examples of the pass: a batch of a large model would take minutes on a CPU."""
 

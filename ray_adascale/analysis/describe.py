@@ -16,8 +16,6 @@ from ..run.eta import clock_time
 from ..run.metrics import FOUND_BATCH
 from .runs import RunTrace, failure_of, is_number, load_run, workers_in_words
 
-__all__ = ["describe"]
-
 
 def describe(path: str | os.PathLike[str]) -> tuple[str, bool]:
     """Return a few lines for people, and whether the object is whole: no edited recipe, no damaged checkpoint.

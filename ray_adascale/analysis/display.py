@@ -24,8 +24,6 @@ from rich.text import Text
 from ..run.eta import LEFT, Eta, clock_time
 from ..run.metrics import METRICS, format_metrics, state_of, tau_of
 
-__all__ = ["RunDisplay", "SearchDisplay"]
-
 _WIDTH = 32  # of the bar, in characters
 
 

@@ -28,8 +28,6 @@ from ..replay import MOST_STEPS, Forecaster, Steps
 from ..throughput import Throughput
 from .plots import pyplot
 
-__all__ = ["Forecast", "ForecastRow", "forecast_recipe", "in_units"]
-
 _FAR = 16  # S above which a note advises to check the forecast during the run
 _ROUGH_STEPS = 2000  # in the replays for the useful number of workers, some hundred of them
 _MOST = 4096  # largest number of workers that is tried for the useful number

@@ -14,8 +14,6 @@ import numpy as np
 
 from .runs import RunTrace
 
-__all__ = ["Panel", "color_of", "draw_png", "draw_svg", "make_panels", "pyplot", "same_curve"]
-
 _INK = "#123457"  # replaced by the reader's text colour in the page
 _POINTS = 1200  # most points of a line: more would be invisible, and make the page slow
 _STRETCHES = 60  # equal parts of a run for the means of its loss

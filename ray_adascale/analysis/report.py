@@ -29,8 +29,6 @@ from .savings import LARGEST, Savings, fixed_scale_forecast, fixed_scale_measure
 if TYPE_CHECKING:
     from .forecast import Forecast
 
-__all__ = ["write_report"]
-
 
 def write_report(
     runs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str]],

@@ -19,16 +19,6 @@ from ..run.metrics import COUNTERS, METRICS, SHORT_STEP
 from ..run.trace import read_trace
 from ..worker_record import WORKERS, WorkersRecord
 
-__all__ = [
-    "RunTrace",
-    "failure_of",
-    "is_number",
-    "load_run",
-    "trace_path",
-    "with_distinct_labels",
-    "workers_in_words",
-]
-
 
 @dataclass(frozen=True)
 class RunTrace:

@@ -11,8 +11,6 @@ from ..recipe import Recipe
 from ..replay import Forecaster
 from .runs import RunTrace
 
-__all__ = ["LARGEST", "FixedScale", "Savings", "fixed_scale_forecast", "fixed_scale_measured"]
-
 LARGEST = 4096
 """Largest fixed scale of the comparison."""
 

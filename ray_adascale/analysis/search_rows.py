@@ -12,8 +12,6 @@ from ..recipe import Recipe
 from ..run.base_run import RESULT, BaseResult
 from ..run.metrics import METRICS
 
-__all__ = ["read_best_trial"]
-
 _LR_ROWS = 400
 """Most rows that show the learning rate between two results."""
 

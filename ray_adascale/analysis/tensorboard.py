@@ -22,8 +22,6 @@ from ..run.metrics import COUNTERS
 from ..run.step import Listener, Step
 from .runs import RunTrace, is_number, load_run
 
-__all__ = ["LiveEvents", "write_events"]
-
 _NO_CURVES = (*COUNTERS, "optimizer_steps")
 """Keys without a curve: the position of the run, and optimizer steps, which are an axis."""
 

@@ -19,8 +19,6 @@ from ..run.trace import read_trace
 from ..throughput import Measurement, Throughput
 from ..workload import WorkloadFn, build
 
-__all__ = ["measure_throughput", "measurement_from_trace"]
-
 _WIDE = 1.5
 """Ratio of the quartiles of the measured steps from which on a warning is given."""
 

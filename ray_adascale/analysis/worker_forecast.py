@@ -34,8 +34,6 @@ from .forecast import in_units
 from .plots import pyplot
 from .worker_replay import ReplayedRun, WorkerClock
 
-__all__ = ["FixedNumber", "WorkersForecast", "at_equal_time", "at_equal_worker_hours", "forecast_workers"]
-
 _MOST_STEPS = 4_000
 """Strides of a replay, some ten of them. The changes are exact to a stride."""
 _MOST_DECISIONS = 500

@@ -10,8 +10,6 @@ from ..batch_policy import BatchChoice, BatchController, BatchPlan, BatchPolicy,
 from ..throughput import Throughput
 from ..worker_policy import DECIDE_S, Situation, WorkerController
 
-__all__ = ["Part", "ReplayedRun", "WorkerClock"]
-
 _HOUR = 3600.0
 
 

@@ -50,28 +50,6 @@ if TYPE_CHECKING:
 
     from . import dcp  # imports DCP, which takes most of a second; so it is imported where it is needed
 
-__all__ = [
-    "MANIFEST",
-    "WEIGHTS_PREFIX",
-    "CheckpointError",
-    "NoUsableCheckpoint",
-    "Save",
-    "TensorInfo",
-    "TensorShard",
-    "begin_save",
-    "delete",
-    "in_run",
-    "is_complete",
-    "is_sealed",
-    "latest_valid",
-    "load",
-    "load_state",
-    "load_weights",
-    "save",
-    "tensor_index",
-    "verify",
-]
-
 WEIGHTS_PREFIX = "model/"
 """Prefix of the keys of the model's own state dict. ``load_weights`` finds the model by it."""
 

@@ -31,8 +31,6 @@ from .files import CheckpointError, TensorShard
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["hyperparameters", "load_hyperparameters", "load_optimizer", "optimizer_tensors", "parameter_names"]
-
 # The order matters, since a bool is an int.
 _NUMBERS: dict[str, tuple[type, torch.dtype]] = {
     "optim.bool": (bool, torch.bool),

@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["capture_rng", "digest_of", "empty_rng", "restore_rng", "seed_everything", "separate_streams"]
-
 
 def capture_rng(device: torch.device) -> dict[str, Tensor]:
     """Copy the state of Python's, NumPy's global, torch's CPU and, on a GPU, torch's device generator."""

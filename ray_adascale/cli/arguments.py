@@ -19,20 +19,6 @@ from .parser import OptionParser
 if TYPE_CHECKING:
     from ..config import AdaScaleConfig
 
-__all__ = [
-    "ELASTIC_FAILURES",
-    "error_text",
-    "key_and_value",
-    "make_parser",
-    "read_best",
-    "read_config",
-    "read_follow",
-    "read_numbers",
-    "read_overrides",
-    "read_placement",
-    "read_workers",
-]
-
 Command = Callable[[argparse.Namespace], int]
 
 ELASTIC_FAILURES = 20

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-__all__ = ["BATCH_OPTIONS", "add_batch_options", "number_or_word"]
-
 BATCH_OPTIONS = ("per_worker_batch_size", "accumulation", "target_efficiency", "batch_schedule", "rule")
 """The fields of ``AdaScaleConfig`` that decide about a step's batch and have options of their own."""
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ..config import AdaScaleConfig
     from ..recipe import Recipe
 
-__all__ = ["Request", "file_and_function", "passed", "run_check"]
-
 _CHILD = "import sys; from ray_adascale.cli.checking import _child; _child(*sys.argv[1:])"
 
 _QUIET_S = 2.0

@@ -6,8 +6,6 @@ import os
 import socket
 from pathlib import Path
 
-__all__ = ["check_address", "connect"]
-
 _ANSWER_S = 10.0
 _METHOD = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 """A method of Ray's control service that every driver calls first. It is not public; a test fails if it moves."""

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from ..throughput import Throughput
     from ..worker_policy import WorkersFollow
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.

@@ -9,9 +9,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["OptionParser"]
-
-
 _SPELLED_OUT = ("--workers-follow",)
 """Options that can't be abbreviated: their beginning is an option of another command, as --workers of `forecast`."""
 

@@ -19,21 +19,6 @@ from .arguments import key_and_value
 if TYPE_CHECKING:
     from ..config import AdaScaleConfig
 
-__all__ = [
-    "OPTIONS",
-    "ended",
-    "folder_of",
-    "in_folder",
-    "keep_failure",
-    "options_of",
-    "options_text",
-    "read_options",
-    "set_failure_aside",
-    "way_on",
-    "with_files_found",
-    "write_options",
-]
-
 OPTIONS = "options.txt"
 """The options of the ``ray-adascale train`` that started a run."""
 

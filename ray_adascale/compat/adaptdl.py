@@ -30,8 +30,6 @@ from ..optim.rules import RuleInput, metric_of
 from ..optim.step_shape import StepShape
 from ..scaling_rules import VARIANCE_FLOOR, ScalingRuleBase, pick_factor
 
-__all__ = ["AdaptiveDataParallel", "GradientNoiseScale"]
-
 
 def _smoothing(shape: StepShape) -> float:
     """Return AdaptDL's θ, 0.999 per base batch. A differenced sample, of two gradients, counts as twice the batch."""

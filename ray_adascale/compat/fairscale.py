@@ -9,8 +9,6 @@ from torch.optim import SGD, Optimizer
 
 from ..optim.adascale import AdaScale
 
-__all__ = ["AdaScaleWrapper"]
-
 
 class AdaScaleWrapper(AdaScale):
     """``AdaScale(optim_cls(params, ...))`` for code that makes an optimizer from a class and parameters.

@@ -16,11 +16,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from .._warn import warn_at_user
-from .iterables import IterableSource, RayDataBatches, even_size, fixed_batches, known_length, unshared
+from .iterables import IterableSource, RayDataBatches, even_size, fixed_batches, unshared
 from .order import BatchSplit, ExampleOrder
 from .source import BatchSource, MapSource, loader_generator, stacked
-
-__all__ = ["is_map_style", "known_length", "make_source", "to_device"]
 
 
 def make_source(

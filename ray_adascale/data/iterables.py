@@ -12,8 +12,6 @@ from .._warn import warn_at_user
 from .order import BatchSplit, checked_int
 from .source import BatchSource, MicroBatch, as_micro_batches, base_steps, check_state
 
-__all__ = ["IterableSource", "RayDataBatches", "even_size", "fixed_batches", "known_length", "unshared"]
-
 
 def even_size(split: BatchSplit) -> int:
     """Return the examples in each micro-batch of a step, if all have one size.

@@ -24,18 +24,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-__all__ = [
-    "BatchSplit",
-    "ExampleOrder",
-    "Part",
-    "StepSampler",
-    "checked_int",
-    "epoch_order",
-    "keyed_order",
-    "split_evenly",
-    "stable_seed",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleOrder:

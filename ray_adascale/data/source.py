@@ -18,17 +18,6 @@ from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, defaul
 from .._errors import noted
 from .order import BatchSplit, ExampleOrder, Part, StepSampler, checked_int, stable_seed
 
-__all__ = [
-    "BatchSource",
-    "MapSource",
-    "MicroBatch",
-    "as_micro_batches",
-    "base_steps",
-    "check_state",
-    "loader_generator",
-    "stacked",
-]
-
 
 @dataclass(frozen=True)
 class MicroBatch:

@@ -18,8 +18,6 @@ from ..run.attach import attach
 from ..run.tau_schedule import TauSchedule
 from .client import early_step_end, with_clients_batch
 
-__all__ = ["prepare"]
-
 _PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 

@@ -30,8 +30,6 @@ from ..run.step import Step
 from ..run.tau_schedule import TauSchedule
 from ..run.trace import TraceFile, read_trace
 
-__all__ = ["RecipeRecorder", "StepLog", "StepsToGo", "early_step_end", "follow_batch", "with_clients_batch"]
-
 LOGGED = ("gain", "scale", "effective_steps", "noise_scale", "efficiency")
 """The metrics of a step for the client's log."""
 

@@ -26,8 +26,6 @@ from ..run.attach import attach
 from ..run.tau_schedule import TauSchedule
 from .client import RecipeRecorder, StepLog, early_step_end, follow_batch, with_clients_batch
 
-__all__ = ["AdaScaleCallback"]
-
 _PRECISIONS = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 
 

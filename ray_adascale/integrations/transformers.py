@@ -24,8 +24,6 @@ from ..run.evaluation import in_eval_mode
 from ..run.tau_schedule import TauSchedule
 from .client import RecipeRecorder, StepLog, StepsToGo, follow_batch, with_clients_batch
 
-__all__ = ["AdaScaleMixin", "AdaScaleTrainer"]
-
 _Base: Any = Trainer if TYPE_CHECKING else object
 
 _BARS = ("training_bar", "training_tracker")

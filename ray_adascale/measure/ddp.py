@@ -20,8 +20,6 @@ from .observers import GradientObserver, PassListener, queue_end_of_backward, re
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with the classes, not with their names.
 
-__all__ = ["CommHook", "DDPBucketObserver", "bucket_observer", "measure_buckets", "reduces_in_one_round"]
-
 CommHook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
 """Hook of ``DistributedDataParallel.register_comm_hook``: maps (state, bucket) to the future of the reduced bucket."""
 

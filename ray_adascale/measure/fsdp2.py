@@ -29,8 +29,6 @@ from torch.utils.hooks import RemovableHandle
 from .norms import take_norms
 from .observers import HookObserver, PassListener
 
-__all__ = ["FSDP2Observer"]
-
 
 class FSDP2Observer(HookObserver):
     """Hooks on the whole parameters of FSDP2 modules, set in the forward pass that first unshards them.

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from .norms import take_norm
 
-__all__ = ["COUPLING", "LayerRule", "Operands", "rule_of", "sum_over_positions"]
-
 COUPLING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """Layers that couple the examples of a batch: an example has no gradient of its own."""
 

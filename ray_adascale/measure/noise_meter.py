@@ -14,8 +14,6 @@ from ..gain import Average, gradient_moments, plain_noise_scale
 from .norms import take_norms
 from .per_example import ExampleNorms
 
-__all__ = ["NoiseMeter"]
-
 
 class NoiseMeter:
     """Measures B_noise, the gradient noise scale in examples, in any training loop::

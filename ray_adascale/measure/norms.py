@@ -16,15 +16,6 @@ from torch import Tensor
 
 from .._torch import count_of_writes
 
-__all__ = [
-    "GroupSums",
-    "SampleNorms",
-    "all_finite",
-    "take_norm",
-    "take_norms",
-    "worth_sharing",
-]
-
 # Longest run of float32 squares that is summed in float32: one pass over a million elements is off by 1e-5 on a CPU,
 # blocks of this length, summed in float64, by 1e-8, at the same speed.
 _BLOCK = 16384

@@ -23,16 +23,6 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from .norms import GroupSums, SampleNorms, take_norm, take_norms, worth_sharing
 
-__all__ = [
-    "GradientObserver",
-    "HookObserver",
-    "PassListener",
-    "in_compiled_autograd",
-    "queue_end_of_backward",
-    "refuse_compiled",
-    "refuse_nested",
-]
-
 
 def queue_end_of_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the running backward pass has ended, after the callbacks that were queued before (DDP's wait).

@@ -25,8 +25,6 @@ from .layers import COUPLING, LayerRule, Operands, rule_of, sum_over_positions
 from .norms import take_norm
 from .observers import queue_end_of_backward, refuse_compiled, refuse_nested
 
-__all__ = ["ExampleNorms", "MeasuredPasses", "not_covered"]
-
 _TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.05}
 """Relative difference allowed between a gradient and its sum over examples, by dtype of the output gradient; else 1e-3."""
 

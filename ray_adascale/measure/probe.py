@@ -25,8 +25,6 @@ from ..gain import gradient_moments
 from .norms import take_norm
 from .per_example import ExampleNorms, MeasuredPasses
 
-__all__ = ["examples_of", "halves_of", "probe_examples", "probe_noise"]
-
 
 def probe_noise(
     model: nn.Module,

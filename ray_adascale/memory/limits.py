@@ -15,8 +15,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["MemoryLimit", "cuda_limits", "host_limits", "shared_limits", "tightest"]
-
 _UNLIMITED = 1 << 60
 """Version 1 of cgroups writes a number near 2⁶³ for no limit."""
 

@@ -15,8 +15,6 @@ import torch
 
 from .limits import MemoryLimit, cuda_limits, host_limits
 
-__all__ = ["CudaMeter", "HostMeter", "Meter", "is_out_of_memory", "meter_for"]
-
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 _OWN_MAPPING = 1 << 20
 """Bytes from which on an allocation has a mapping of its own, which goes back to the system when it is freed."""

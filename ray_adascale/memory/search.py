@@ -16,8 +16,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["MARGIN", "Ceiling", "Decision", "Trial", "decide", "growth", "predicted", "wanted"]
-
 MARGIN = 0.05
 """Share of the examples that would fit which stay unused: later steps vary, and other memory than that of a step is needed."""
 _SAFETY = 0.02

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
-__all__ = ["adam_preconditioner"]
-
 
 def adam_preconditioner(optimizer: Optimizer) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a function for ``AdaScale(..., precondition=...)`` that divides gradients as Adam does, for norms in its metric.

@@ -24,8 +24,6 @@ from .step_shape import StepEnd, StepResult, StepShape, checked_count
 from .workers import Workers
 from .wrapper import OptimizerWrapper, check_parameters
 
-__all__ = ["AdaScale"]
-
 
 class AdaScale(OptimizerWrapper):
     """Wraps an SGD-like optimizer; ``step()`` uses ``lr · r`` with the gain r of the current gradients.

@@ -24,8 +24,6 @@ from .sample import Outcome, Sample, unpack_outcome
 from .step_counts import StepCounts
 from .step_shape import StepResult
 
-__all__ = ["AdaScaleAlgorithm", "from_numbers", "of_other_base_batch", "portable"]
-
 _EQUAL, _EQUAL_STEPS = 1e-6, 10
 """Largest σ²/μ² of equal gradient samples (the mean of three equal float32 numbers is rounded), and steps before a warning."""
 

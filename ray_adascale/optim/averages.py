@@ -14,8 +14,6 @@ from ..gain import Average
 from .sample import Sample
 from .step_shape import StepShape
 
-__all__ = ["Averages", "CountDecay", "NoiseReadout", "Smoothing", "check_averaging"]
-
 Smoothing = float | Callable[[StepShape], float]
 """θ of a moving average over steps: a constant, or a function of the step's shape."""
 

@@ -15,8 +15,6 @@ from ..chain import OptimizerChain, parts_of
 from .deferred import fill_momentum
 from .step_counts import StepCounts
 
-__all__ = ["BetaRule"]
-
 # Their bias correction is 1 − β^step alone, so a step count in effective steps makes it exact. AdamW is an Adam.
 _COUNTING = (Adam, Adamax)
 _REFUSED: dict[type[Optimizer], str] = {

@@ -16,8 +16,6 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from .._torch import is_dtensor
 
-__all__ = ["HostCopy", "fill_momentum", "skippable_step", "steps_on_device"]
-
 # These classes only, since a subclass may override step(). Adagrad's kernel was never tried on a GPU.
 _FUSED: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW)
 

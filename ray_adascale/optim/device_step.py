@@ -19,8 +19,6 @@ from .averages import Averages
 from .sample import Gathered, Sample
 from .step_shape import StepShape
 
-__all__ = ["DeviceArithmetic", "DeviceStep"]
-
 _MOST_SHAPES = 64  # constants that are kept; a run has one or two shapes of a step, and few S
 
 

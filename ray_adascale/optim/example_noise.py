@@ -14,8 +14,6 @@ from ..gain import gradient_moments
 from ..measure.per_example import ExampleNorms, not_covered
 from .step_shape import StepShape
 
-__all__ = ["ExampleNoise", "ExampleSums", "NoiseChoice"]
-
 
 @dataclass(frozen=True)
 class NoiseChoice:

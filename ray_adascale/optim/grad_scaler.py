@@ -13,8 +13,6 @@ from torch.optim import Optimizer
 from ..sharding.oss import OSS
 from .adascale import AdaScale
 
-__all__ = ["ShardedGradScaler"]
-
 
 class _Target:
     """An optimizer as torch's GradScaler expects it: its parameters have the gradients of the coming step.

@@ -23,8 +23,6 @@ from .sample import Gathered, Sample
 from .step_shape import StepEnd, StepShape
 from .workers import Workers
 
-__all__ = ["GradientStatistics"]
-
 
 class GradientStatistics:
     """Counts the backward passes of a step, keeps the norms that an observer measures, and sums them over workers.

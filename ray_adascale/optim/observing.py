@@ -16,8 +16,6 @@ from ..measure.ddp import bucket_observer, reduces_in_one_round
 from ..measure.observers import GradientObserver, HookObserver, PassListener
 from ..sharding.oss import OSS, GradientReducer
 
-__all__ = ["Measurement", "has_dtensors", "has_sharded_gradients", "make_observer"]
-
 
 @dataclass(frozen=True)
 class Measurement:

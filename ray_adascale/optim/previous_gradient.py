@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["PreviousGradient"]
-
 # Elements of a dot product in float32. A CPU adds them in a row, a GPU as a tree.
 _RUN_ON_CPU, _RUN = 1 << 14, 1 << 22
 

@@ -14,25 +14,6 @@ from typing import ClassVar, Literal, get_args
 from .._warn import warn_at_user
 from .betas import BetaRule
 
-__all__ = [
-    "RULES",
-    "AdaScaleBetasRule",
-    "AdaScaleRule",
-    "AdamScaleRule",
-    "LEGWRule",
-    "LinearRule",
-    "Metric",
-    "RuleInput",
-    "ScalingRule",
-    "SquareRootRule",
-    "UnscaledRule",
-    "betas_of",
-    "follows_gain",
-    "legw_factor",
-    "make_rule",
-    "metric_of",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RuleInput:

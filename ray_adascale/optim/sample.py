@@ -15,8 +15,6 @@ from .example_noise import ExampleNoise, ExampleSums
 from .numbers import Numbers
 from .step_shape import StepShape
 
-__all__ = ["Gathered", "Outcome", "Sample", "unpack_outcome"]
-
 
 @dataclass(frozen=True)
 class Outcome:

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["StepCounts"]
-
 
 class StepCounts:
     """Divides ``state["step"]`` of an optimizer's parameters for a step, by one exponent for each parameter group.

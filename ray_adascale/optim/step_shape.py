@@ -10,8 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["StepEnd", "StepResult", "StepShape", "checked_count"]
-
 
 def checked_count(name: str, count: Any) -> int:
     """Return a count of passes or workers as an int. NumPy's integers are accepted, bools are not.

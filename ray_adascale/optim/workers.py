@@ -6,8 +6,6 @@ import torch.distributed as dist
 
 from .step_shape import checked_count
 
-__all__ = ["Workers"]
-
 
 def _initialized() -> bool:
     return dist.is_available() and dist.is_initialized()

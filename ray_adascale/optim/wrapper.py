@@ -14,8 +14,6 @@ from .._torch import is_dtensor
 from ..chain import SEVERAL_OPTIMIZERS, needs_closure, parts_of
 from ..sharding.oss import OSS
 
-__all__ = ["OptimizerWrapper", "check_parameters", "check_wrappable"]
-
 # GradScaler looks for these on the optimizer that it steps. Forwarded from the wrapped optimizer, they would make it pass scaled
 # gradients; without them it unscales first and leaves out step() if a gradient is not finite.
 _NEVER_FORWARDED = frozenset({"_step_supports_amp_scaling", "grad_scale", "found_inf"})

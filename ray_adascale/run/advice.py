@@ -24,8 +24,6 @@ from .eta import RemainingSteps
 from .metrics import USEFUL_WORKERS, too_large_for_the_noise
 from .step import Listener, Step
 
-__all__ = ["NoiseWarning", "UnreadHyperparameters", "UsefulWorkers", "log_useful_workers", "warn_of_equal_batches"]
-
 _log = logging.getLogger(__name__)
 
 _WINDOWS, _STEPS = 3, 20

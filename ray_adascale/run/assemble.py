@@ -18,7 +18,8 @@ from .._files import TRACE
 from .._warn import warn_at_user
 from ..batch_policy import BatchController, BatchPlan
 from ..config import AUTO, AdaScaleConfig, read_settings
-from ..data import known_length, make_source
+from ..data import make_source
+from ..data.iterables import known_length
 from ..data.order import ExampleOrder
 from ..data.source import BatchSource
 from ..optim.adascale import AdaScale
@@ -48,8 +49,6 @@ from .schedule import BaseSchedule, EffectiveSchedule
 from .step import Listener, LoopState, Stage
 from .trace import TraceFile, read_trace
 from .train_state import TrainState, log_start
-
-__all__ = ["Parts", "assemble"]
 
 
 @dataclass(frozen=True, kw_only=True)

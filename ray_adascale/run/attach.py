@@ -21,8 +21,6 @@ from ..sharding.sharded_ddp import ShardedDataParallel
 from .build import adascale_of, check_built, check_recipe, check_rule, check_schedule
 from .tau_schedule import TauSchedule
 
-__all__ = ["attach"]
-
 
 def attach(
     model: nn.Module,

@@ -22,8 +22,6 @@ from .eta import EtaTracker
 from .pulse import Pulse
 from .step import Listener, StepReport
 
-__all__ = ["CHECKPOINT", "Backend", "LocalBackend", "ReportPolicy"]
-
 _log = logging.getLogger(__name__)
 
 CHECKPOINT = "Checkpoint of optimizer step %d, effective step %.2f."

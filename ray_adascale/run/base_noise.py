@@ -20,8 +20,6 @@ from ..recipe import NoiseProbe
 from ..workload import Workload
 from .loop import Run
 
-__all__ = ["NoiseEvery", "NoiseRecorder"]
-
 _log = logging.getLogger(__name__)
 
 

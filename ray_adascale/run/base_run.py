@@ -30,20 +30,6 @@ from .base_noise import NoiseEvery, NoiseRecorder
 from .loop import Run
 from .schedule import BaseSchedule
 
-__all__ = [
-    "RESULT",
-    "BaseResult",
-    "Momentum",
-    "base_config",
-    "freeze",
-    "kept_settings",
-    "momentum_of",
-    "record_recipe",
-    "train_base",
-    "workload_name",
-]
-
-
 RESULT = "outcome"
 """The key of a trial's :class:`BaseResult`, as JSON, in its last report to Tune."""
 

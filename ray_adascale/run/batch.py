@@ -14,8 +14,6 @@ from ..data.source import BatchSource
 from ..optim.adascale import AdaScale
 from .step import BoundaryFlags, RunAtBoundary, Stage
 
-__all__ = ["AdaptiveBatch"]
-
 
 class AdaptiveBatch(Stage):
     """Sets the batch of the next step.

@@ -25,8 +25,6 @@ from .batch_trial import BatchTrial, Examples, OutOfMemoryAlone, bytes_of, untou
 from .metrics import FOUND_BATCH
 from .step import Listener, Step
 
-__all__ = ["FoundBatch", "FoundBatchRow", "find_batch", "read_found"]
-
 _log = logging.getLogger(__name__)
 
 _KEY = "found_batches"

@@ -35,8 +35,6 @@ from ..sharding.oss import OSS
 from .build import wrap
 from .passes import Passes
 
-__all__ = ["BatchTrial", "Examples", "OutOfMemoryAlone", "bytes_of", "untouched"]
-
 _EXAMPLES = 64
 """Most examples of the dataset that the batches of trials are made of, so that a trial does not wait for the disk."""
 _STEPS = 2

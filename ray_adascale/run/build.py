@@ -30,8 +30,6 @@ from ..sharding.partition import has_state
 from ..sharding.sharded_ddp import ShardedDataParallel
 from .schedule import BaseSchedule, curve_difference, other_length
 
-__all__ = ["Wrapped", "adascale_of", "check_built", "check_recipe", "check_rule", "check_schedule", "set_batch", "wrap"]
-
 
 @dataclass(frozen=True)
 class Wrapped:

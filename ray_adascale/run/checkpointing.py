@@ -25,8 +25,6 @@ from .step import BoundaryFlags, IntervalTimer, RunAtBoundary, Stage, StepReport
 from .trace import TraceFile
 from .train_state import TrainState
 
-__all__ = ["Boundary", "Checkpointing", "Content", "Saver", "check_agreement"]
-
 _NOTHING = BoundaryFlags(0)
 
 Content = tuple[dict[str, Any], dict[str, Any], dict[str, tuple[Path, int]]]

@@ -16,8 +16,6 @@ from ..recipe import Recipe
 from ..replay import Forecaster, Replay
 from .step import Listener, Step
 
-__all__ = ["LEFT", "UNKNOWN", "Eta", "EtaTracker", "RemainingSteps", "clock_time", "forecast_remaining_steps"]
-
 CORRECT_FROM = 0.2
 """Share of the run from which its own gains correct the forecast. Earlier gains predict little of the rest."""
 TRUST = 0.5

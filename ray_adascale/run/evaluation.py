@@ -12,8 +12,6 @@ from torch import nn
 from ..config import EarlyStop
 from .step import BoundaryFlags, RunAtBoundary, Stage
 
-__all__ = ["Evaluation", "in_eval_mode"]
-
 _NOTHING = BoundaryFlags(0)
 
 

@@ -17,19 +17,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .step import Listener
 
-__all__ = [
-    "MISTAKES",
-    "annotate_exceptions",
-    "is_users",
-    "lines_of",
-    "place_of",
-    "telling_of_failure",
-    "traceback_of",
-    "users_lines",
-    "was_beginning",
-    "was_building",
-]
-
 MISTAKES = (ValueError, TypeError, LookupError, AttributeError, NameError, ImportError)
 """Exceptions caused by the program. A retry may help after other exceptions: memory or a disk may be available then."""
 

@@ -33,8 +33,6 @@ from .metrics import SKIPPED, plain_numbers, step_metrics
 from .pulse import Phase, Pulse
 from .step import BoundaryFlags, Step, StepReport, TakenStep
 
-__all__ = ["TOTAL_STEPS_REACHED", "Run"]
-
 _log = logging.getLogger(__name__)
 TOTAL_STEPS_REACHED = "total_steps reached"
 _LONG_S = 30.0

@@ -11,23 +11,6 @@ from ..gain import plain_noise_scale
 from ..optim.adascale import AdaScale
 from .eta import LEFT, Eta
 
-__all__ = [
-    "COUNTERS",
-    "FOUND_BATCH",
-    "METRICS",
-    "OWN_KEYS",
-    "SECONDS_PER_PASS",
-    "SHORT_STEP",
-    "SKIPPED",
-    "USEFUL_WORKERS",
-    "format_metrics",
-    "plain_numbers",
-    "state_of",
-    "step_metrics",
-    "tau_of",
-    "too_large_for_the_noise",
-]
-
 METRICS = (
     "gain",
     "scale",

@@ -8,8 +8,6 @@ from .backend import Backend
 from .step import BoundaryFlags, IntervalTimer, RunAtBoundary, Stage
 from .train_state import INTERRUPTED
 
-__all__ = ["Interrupt", "Preemption"]
-
 _log = logging.getLogger(__name__)
 
 _NOTHING = BoundaryFlags(0)

@@ -20,8 +20,6 @@ from ..optim.adascale import AdaScale
 from ..sharding.elsewhere import mark_gradients_elsewhere, unmark_gradients
 from ..sharding.sharded_ddp import ShardedDataParallel
 
-__all__ = ["Passes"]
-
 _CHECKED_STEPS = 3
 """Steps of a start in which gradients are checked between passes. A loop that changes them does so from its first step on."""
 

@@ -14,8 +14,6 @@ from .eta import EtaTracker
 from .metrics import format_metrics, state_of, tau_of
 from .step import Listener, Step
 
-__all__ = ["ProgressLine"]
-
 
 class ProgressLine(Listener):
     """Prints the progress of a run on standard error: one live line on a terminal, else a line every half minute.

@@ -7,8 +7,6 @@ from collections import deque
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["Phase", "Position", "Pulse"]
-
 _LAST_STEPS = 20
 """Number of steps whose slowest sets the limit."""
 _TIMES = 10.0

@@ -9,8 +9,6 @@ from .checkpointing import Checkpointing
 from .evaluation import Evaluation
 from .step import BoundaryFlags, IntervalTimer, RunAtBoundary, Stage
 
-__all__ = ["Reporting"]
-
 _NOTHING = BoundaryFlags(0)
 
 

@@ -30,8 +30,6 @@ from torch.optim.lr_scheduler import (
 from .._errors import noted
 from ..workload import torchs_own_hint
 
-__all__ = ["BaseSchedule", "EffectiveSchedule", "SchedulerUnit", "curve_difference", "other_length"]
-
 SchedulerUnit = Literal["step", "epoch"]
 
 # torch's two warnings about the order of optimizer.step() and scheduler.step(). Both check the first call only, and both are

@@ -11,18 +11,6 @@ from typing import Any, Protocol
 from ..batch_policy import BatchPlan
 from .schedule import BaseSchedule, EffectiveSchedule
 
-__all__ = [
-    "BoundaryFlags",
-    "IntervalTimer",
-    "Listener",
-    "LoopState",
-    "RunAtBoundary",
-    "Stage",
-    "Step",
-    "StepReport",
-    "TakenStep",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Step:

@@ -14,8 +14,6 @@ from ..batch_policy import BatchPlan
 from ..optim.adascale import AdaScale
 from .schedule import BaseSchedule, EffectiveSchedule, SchedulerUnit
 
-__all__ = ["TauSchedule"]
-
 
 class TauSchedule(LRScheduler):
     """Drives any LR scheduler by the effective steps τ of an :class:`ray_adascale.AdaScale`. It is a torch scheduler itself.

@@ -27,8 +27,6 @@ from .._files import TRACE, write_atomically
 from .._warn import warn_at_user
 from .step import Listener, Step
 
-__all__ = ["Trace", "TraceFile", "read_trace"]
-
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 _SCALARS = frozenset({bool, int, float, str, type(None)})
 _RARE = 100

@@ -29,17 +29,6 @@ from .batch_search import FoundBatch, found_state
 from .schedule import BaseSchedule, EffectiveSchedule, curve_difference
 from .step import LoopState, Stage
 
-__all__ = [
-    "INTERRUPTED",
-    "TrainState",
-    "changes_since",
-    "load_rng",
-    "log_start",
-    "put_together",
-    "saved_schedule",
-    "taken_apart",
-]
-
 _log = logging.getLogger(__name__)
 
 INTERRUPTED = "interrupted"

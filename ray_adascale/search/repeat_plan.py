@@ -12,8 +12,6 @@ from ..recipe import json_value
 from .trial import PlannedRepeat
 from .watch import Finished
 
-__all__ = ["PLAN", "RepeatPlan"]
-
 PLAN = "repeats.json"
 """The plan's file, in the folder of the repeats."""
 

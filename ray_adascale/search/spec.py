@@ -31,8 +31,6 @@ from ..run.base_run import base_config, kept_settings, workload_name
 from ..workload import WorkloadFn
 from .trial import EPOCHS
 
-__all__ = ["SearchSpec"]
-
 _REPEATS_DENSER = 4
 """Probes on every 5th step bring many more forecasts within 10 % than on every 20th: docs/results/forecast.md has how many."""
 

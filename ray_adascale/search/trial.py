@@ -33,20 +33,6 @@ from ..run.loop import Run
 from ..run.step import StepReport
 from ..workload import ConfigAccessLog, Workload, WorkloadFn, build
 
-__all__ = [
-    "EPOCHS",
-    "OBJECTIVE",
-    "Collected",
-    "InOneProcess",
-    "MissingMetric",
-    "PlannedRepeat",
-    "TrialSetup",
-    "describe_config",
-    "make_run",
-    "run_repeat",
-    "run_trial",
-]
-
 OBJECTIVE = "objective"  # the workload's metric, negated where small is better; Tune maximises it
 EPOCHS = "epochs"  # τ in passes over the dataset: ASHA's clock where T is given in epochs
 _FILE = "trial.json"  # a trial's data so far, beside the run's own files in a checkpoint

@@ -27,8 +27,6 @@ from ..train.network import AddressTorchConfig
 from ..train.retry import worker_failure
 from .trial import Collected, TrialSetup, make_run
 
-__all__ = ["OnWorkers"]
-
 _POLL_S = 0.2  # between looks for the end of the workers
 
 

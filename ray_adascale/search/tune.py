@@ -35,8 +35,6 @@ from .spec import SearchSpec
 from .trial import OBJECTIVE, InOneProcess, TrialSetup, describe_config, run_repeat, run_trial
 from .watch import BestMean, Finished, StopOnMistake, Watch, best_mean, watching
 
-__all__ = ["tune_recipe"]
-
 _QUIET = {"RAY_AIR_NEW_OUTPUT": "0", "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
 """Tune's new output prints a banner even at verbose=0; the old output does not. Ray prints errors that are never fetched."""
 

@@ -21,8 +21,6 @@ from ..run.base_run import RESULT, BaseResult
 from ..run.failure import lines_of, was_building
 from .trial import MissingMetric, PlannedRepeat, describe_config
 
-__all__ = ["BestMean", "BestTrial", "Finished", "StopOnMistake", "Watch", "best_mean", "watching"]
-
 
 @dataclass(frozen=True)
 class Finished:

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Bucket", "Fragment", "Span", "make_buckets", "memory_order", "memory_view"]
-
 # Where each parameter begins: matrix kernels want aligned weights.
 _ALIGN_BYTES = 64
 

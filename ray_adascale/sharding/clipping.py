@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["NormOverWorkers"]
-
 
 @dataclass(frozen=True)
 class NormOverWorkers:

@@ -13,8 +13,6 @@ from .._torch import as_bytes, global_rank
 from .buckets import Fragment
 from .share_state import ShareState, copy_of, describe_entry, place_for
 
-__all__ = ["EVERYONE", "collect_state"]
-
 EVERYONE = -1
 """Recipient rank that stands for all workers."""
 

@@ -18,9 +18,6 @@ from torch import Tensor
 
 from .._torch import as_bytes, global_rank
 
-__all__ = ["Buffers", "Reduction", "gather_shards"]
-
-
 _TAG = 7_451  # of these point-to-point messages, against the user's own
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["GradientElsewhere", "mark_gradients_elsewhere", "unmark_gradients"]
-
 
 class GradientElsewhere(Tensor):
     """A tensor without data that raises at any use.

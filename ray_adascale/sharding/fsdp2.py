@@ -11,8 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-__all__ = ["shard_model"]
-
 # Smallest number of elements of a block that is gathered by itself: smaller ones are not worth a message of their own.
 _BLOCK_NUMEL = 1 << 20
 

@@ -15,8 +15,6 @@ from ..measure.norms import take_norms
 from .buckets import Bucket, memory_view
 from .collectives import Buffers, Reduction
 
-__all__ = ["GradientBucket"]
-
 _MOST_PATTERNS = 16  # of parameters with a gradient: flags that are kept
 
 

@@ -14,8 +14,6 @@ from ..measure.observers import GradientObserver, HookObserver, PassListener
 from .gradient_bucket import GradientBucket
 from .oss import OSS
 
-__all__ = ["BucketObserver", "OwnedShards", "ShardHookObserver"]
-
 
 class OwnedShards(Protocol):
     """This worker's shards of the reduced gradient of one optimizer. An observer holds it weakly."""

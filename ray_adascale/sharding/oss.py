@@ -30,8 +30,6 @@ from .collectives import gather_shards
 from .partition import TORCHS, Owners, check_holds_none, check_shardable, is_elementwise
 from .share_state import NOT_COLLECTED, ShareState, copy_of, hyperparameters, packed, part_of_state
 
-__all__ = ["OSS", "GradientReducer", "ReducerListener"]
-
 
 class GradientReducer(Protocol):
     """Reduces each gradient to the worker that owns it (ShardedDataParallel); every worker gets those of its fragments only."""

@@ -27,17 +27,6 @@ from torch.optim import (
 from .._torch import is_dtensor
 from ..chain import parts_of
 
-__all__ = [
-    "TORCHS",
-    "Owners",
-    "check_holds_none",
-    "check_shardable",
-    "has_state",
-    "is_elementwise",
-    "partition",
-    "register_elementwise",
-]
-
 TORCHS: frozenset[type[Optimizer]] = frozenset(
     {SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop, Adagrad, Adadelta, ASGD}
 )

@@ -17,8 +17,6 @@ from .gradient_bucket import GradientBucket
 from .observers import BucketObserver, ShardHookObserver
 from .oss import OSS
 
-__all__ = ["GradientReduction", "ShardReducer"]
-
 # Reductions under way at a time: one on the network while the next bucket fills. A GPU's stream would wait for the last one
 # before it copies the next bucket, so it may have three. Each has a buffer of a bucket's size, kept from step to step.
 _IN_FLIGHT, _IN_FLIGHT_ON_GPU = 1, 3

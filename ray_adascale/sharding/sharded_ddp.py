@@ -20,8 +20,6 @@ from .._torch import as_bytes, global_rank
 from .oss import OSS
 from .reduction import GradientReduction
 
-__all__ = ["ShardedDDP", "ShardedDataParallel"]
-
 
 class ShardedDataParallel(nn.Module):
     """Data parallelism over sharded optimizer state: each worker gets the mean gradient of its share alone.

@@ -13,17 +13,6 @@ from torch import Tensor
 
 from .buckets import Fragment, memory_view
 
-__all__ = [
-    "NOT_COLLECTED",
-    "ShareState",
-    "copy_of",
-    "describe_entry",
-    "hyperparameters",
-    "packed",
-    "part_of_state",
-    "place_for",
-]
-
 # Entries of a parameter group that list its parameters. A group and a share of it have different ones.
 _PER_PARAMETER = frozenset({"params", "param_names"})
 

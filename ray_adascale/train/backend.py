@@ -34,8 +34,6 @@ from .heartbeat import Heartbeat
 from .ray_record import UnlistedCheckpoint
 from .stop_request import StopRequest
 
-__all__ = ["RayTrainBackend"]
-
 _log = logging.getLogger(__name__)
 
 _EVENTS = "tensorboard"  # the folder of event files in a run's

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 
 from ..run.pulse import Phase
 
-__all__ = ["Beat", "Beats", "Hang"]
-
 _SILENT_S = 60.0
 """Seconds without a beat after which a worker counts as silent in the description of a hang."""
 

@@ -23,19 +23,6 @@ from ..config import AdaScaleConfig
 from ..recipe import Recipe
 from ..workload import Workload, WorkloadFn, build
 
-__all__ = [
-    "WORKER_TIMEOUT_S",
-    "alive_nodes",
-    "build_on_worker",
-    "is_local",
-    "lacking",
-    "lost_nodes",
-    "pickle_by_value",
-    "portable",
-    "quiet_init",
-    "start_in_words",
-]
-
 WORKER_TIMEOUT_S = 300
 """Time limit for workers that wait for a hanging one. Ray's default is half an hour, even for a worker that has died."""
 

@@ -20,8 +20,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ..run.failure import is_users
 from .beats import Beat, Beats, Hang
 
-__all__ = ["DriverChannel", "DriverClient", "News", "forward_warnings", "make_channel"]
-
 _MOST_EVENTS = 1_000
 """Largest number of events that wait for the driver."""
 _ANSWER_S = 10.0

@@ -7,8 +7,6 @@ from ..run.metrics import SECONDS_PER_PASS
 from ..run.step import IntervalTimer, Listener, Step
 from .driver_channel import DriverClient
 
-__all__ = ["DriverUpdates"]
-
 _INTERVAL_S = 1.0
 
 

@@ -10,8 +10,6 @@ from ..run.eta import EtaTracker
 from ..run.metrics import METRICS
 from ..run.step import IntervalTimer, Listener, Step
 
-__all__ = ["Gauges"]
-
 _GAUGES = ("gain", "scale", "effective_steps", "efficiency", "lr", "loss", "steps_left", "seconds_left")
 _MOST_GAUGES = 50
 """Largest number of gauges of one run, with the user's metrics. Each gauge is a time series in the metrics store."""

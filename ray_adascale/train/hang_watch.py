@@ -14,8 +14,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .beats import Beat, Hang
 
-__all__ = ["HangWatch"]
-
 _log = logging.getLogger(__name__)
 
 _SURE_S = 15.0

@@ -12,8 +12,6 @@ from ..run.pulse import Phase, Pulse
 from .beats import Beat
 from .driver_channel import DriverClient
 
-__all__ = ["Heartbeat"]
-
 _INTERVAL_S = 5.0
 """Most seconds between beats of one worker: a thousand workers then send 200 messages a second."""
 

@@ -19,8 +19,6 @@ from typing import Any
 import ray.util
 from ray.train.torch import TorchConfig
 
-__all__ = ["AddressTorchConfig", "choose_interface", "gloo_address", "interface_of", "network_advice", "with_interface"]
-
 _log = logging.getLogger(__name__)
 
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"

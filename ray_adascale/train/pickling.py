@@ -14,8 +14,6 @@ from ray.util import inspect_serializability
 
 from .cluster import portable
 
-__all__ = ["pickling_problem"]
-
 _DEPTH = 8
 """Objects within each other that are searched for the variable."""
 

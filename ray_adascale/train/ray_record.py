@@ -16,8 +16,6 @@ import pyarrow.fs
 from .._files import absolute
 from ..checkpoint.files import MANIFEST, STATE
 
-__all__ = ["RECORD", "UnlistedCheckpoint", "has_checkpoint", "unlisted_checkpoints"]
-
 _log = logging.getLogger(__name__)
 
 RECORD = "checkpoint_manager_snapshot.json"

@@ -23,15 +23,6 @@ from ..run.failure import lines_of, place_of, traceback_of, was_beginning
 from .driver_channel import DriverClient
 from .network import network_advice
 
-__all__ = [
-    "RepeatedMistake",
-    "RetryPolicy",
-    "failure_in_words",
-    "is_rays",
-    "whole_failure",
-    "worker_failure",
-]
-
 _BETWEEN_WORKERS = re.compile(r"gloo|NCCL|[Cc]onnection (closed|reset|refused)|Broken pipe|ProcessGroup|TCPStore")
 _RAYS_ADVICE = re.compile(r" (Worker exit type: \w+ Worker exit detail:|Some common causes include:).*")
 _STORAGE_TRIES = 3

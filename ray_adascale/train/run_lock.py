@@ -24,8 +24,6 @@ import pyarrow.fs
 from .._errors import SettingError
 from .._files import absolute, split
 
-__all__ = ["LOCK", "RunLock"]
-
 _log = logging.getLogger(__name__)
 
 LOCK = "lock.json"

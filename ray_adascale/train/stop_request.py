@@ -9,8 +9,6 @@ from typing import Any
 from ..run.step import Listener
 from .driver_channel import DriverClient
 
-__all__ = ["StopRequest"]
-
 _INTERVAL_S = 0.5
 
 

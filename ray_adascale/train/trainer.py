@@ -54,8 +54,6 @@ from .retry import RepeatedMistake, RetryPolicy, failure_in_words
 from .run_lock import RunLock
 from .worker_follow import RecordFile, Room, WorkerFollower, read_follow
 
-__all__ = ["AdaScaleTrainer", "prepare"]
-
 _log = logging.getLogger(__name__)
 _PACKAGE = __name__.partition(".")[0]
 

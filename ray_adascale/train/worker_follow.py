@@ -35,8 +35,6 @@ from ..worker_policy import (
 )
 from ..worker_record import WORKERS, Change, Stay, WorkersRecord
 
-__all__ = ["RecordFile", "Room", "WorkerFollower", "read_follow"]
-
 _log = logging.getLogger(__name__)
 
 _ROOM_S = 600.0

@@ -13,18 +13,6 @@ import torch
 
 from .case import Case, Leg, net, optimizers, scheduler
 
-__all__ = [
-    "Row",
-    "Shape",
-    "base_hyperparameters",
-    "batch_of",
-    "calls_at",
-    "examples_of",
-    "finds_unfrozen",
-    "own_batches",
-    "shape_of",
-]
-
 
 @dataclass(frozen=True)
 class Row:

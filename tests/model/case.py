@@ -19,20 +19,6 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import TensorDataset
 
-__all__ = [
-    "Case",
-    "Leg",
-    "added_group",
-    "dataset",
-    "frozen_names",
-    "groups_of",
-    "in_wide_precision",
-    "loss_of",
-    "net",
-    "optimizers",
-    "scheduler",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Leg:

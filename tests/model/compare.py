@@ -39,8 +39,6 @@ from tests.model.drive import Refused, drive
 from tests.model.reference_run import reference_run
 from tests.pool import ProcessPool
 
-__all__ = ["check", "shrunk"]
-
 Pools = Callable[[int], ProcessPool]
 
 

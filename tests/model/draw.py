@@ -9,8 +9,6 @@ from typing import Any
 from .base import batch_of
 from .case import COVERED, NETS, SCHEDULERS, Case, Leg, net
 
-__all__ = ["allowed", "draw", "refusal", "values"]
-
 _SHARDINGS = ("none", "oss", "zero2", "fsdp2")
 _ADAMS = ("adam", "amsgrad", "adamw")
 _RULES = ("adascale", "adascale", "adascale_betas", "adamscale", "linear", "sqrt", "unscaled", "legw", "lsw+")

@@ -46,8 +46,6 @@ from ray_adascale.sharding.sharded_ddp import ShardedDataParallel
 from .base import Row, calls_at, examples_of, own_batches
 from .case import Case, Leg, added_group, dataset, frozen_names, in_wide_precision, loss_of, net, optimizers, scheduler
 
-__all__ = ["Refused", "drive"]
-
 Pools = Callable[[int], Any]
 TINY, HUGE = 1e-9, 1e9  # noise budgets: as rarely as allowed, on every step
 

@@ -16,8 +16,6 @@ import tempfile
 import time
 from pathlib import Path
 
-__all__ = ["FAULTS"]
-
 ROOT = Path(__file__).parents[2]
 
 # (file, code, wrong code)
