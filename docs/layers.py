@@ -70,7 +70,7 @@ TORCH_LAYERS: list[list[Package]] = [
             "run",
             "what happens at a step boundary of one worker's loop",
             "loop assemble build passes step batch batch_search batch_trial evaluation notices checkpointing reporting "
-            "train_state schedule tau_schedule backend metrics advice "
+            "train_state two_passes schedule tau_schedule backend metrics advice "
             "eta pulse progress trace attach base_noise base_run failure",
         ),
         Package("compat", "FairScale's and AdaptDL's interfaces", "adaptdl fairscale"),
@@ -102,7 +102,7 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "optim",
             "how weights move",
-            "adascale algorithm step_shape gradient_statistics previous_gradient observing workers averages rules betas "
+            "adascale algorithm step_shape gradient_statistics observing workers averages rules betas "
             "step_counts deferred wrapper grad_scaler adam_metric example_noise numbers sample device_step",
         )
     ],

@@ -24,7 +24,6 @@ if TYPE_CHECKING:  # the same again, as type checkers read no tables
     from .checkpoint import load_weights as load_weights
     from .checkpoint.rng import seed_everything as seed_everything
     from .compat.adaptdl import AdaptiveDataParallel as AdaptiveDataParallel
-    from .compat.adaptdl import GradientNoiseScale as GradientNoiseScale
     from .compat.fairscale import AdaScaleWrapper as AdaScaleWrapper
     from .config import AdaScaleConfig as AdaScaleConfig
     from .config import EarlyStop as EarlyStop
@@ -72,7 +71,7 @@ _NAMES = {
     "chain": ["OptimizerChain"],
     "checkpoint": ["CheckpointError", "load_weights"],
     "checkpoint.rng": ["seed_everything"],
-    "compat.adaptdl": ["AdaptiveDataParallel", "GradientNoiseScale"],
+    "compat.adaptdl": ["AdaptiveDataParallel"],
     "compat.fairscale": ["AdaScaleWrapper"],
     "config": ["AdaScaleConfig", "EarlyStop"],
     "measure.ddp": ["measure_buckets"],

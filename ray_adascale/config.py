@@ -112,10 +112,10 @@ class AdaScaleConfig:
         grad_clip: Largest gradient norm, None for no clipping. A threshold does not transfer over scales: the gradient
             of a larger batch is less noisy, so it is clipped less often.
         averaging_window: Memory of the averages of σ² and μ² as a share of the run.
-        noise: How the noise of the gradient is measured. "samples": by the gradients of workers and passes; with one of them a
-            step, by consecutive gradients, or in a base run by the halves of a batch. "per_example": by the gradient norms of
-            the single examples, which the backward pass yields layer by layer; a model that is not covered is refused. "auto":
-            by examples where there is one gradient sample a step and the model is covered, else by samples.
+        noise: How the noise of the gradient is measured. "samples": by the gradients of workers and passes; one worker makes two
+            passes of half the size in place of one, and a base run takes the halves of a batch. "per_example": by the gradient
+            norms of the single examples, which the backward pass yields layer by layer; a model that is not covered is refused.
+            "auto": by examples where there is one gradient sample a step and the model is covered, else by samples.
         noise_budget: Share of the time of the steps that per-example norms may cost. So only every few steps are measured. A base
             run measures every fifth instead.
         max_nonfinite_steps: Optimizer steps in a row with a non-finite gradient before the run ends with an error.

@@ -47,24 +47,10 @@ def gradient_moments(
         ``(σ², μ²)``, unclipped: either may be negative in a single step.
     """
     if not isinstance(count, Tensor) and count < 2:
-        raise ValueError(f"Invalid {count=}. The variance of one gradient sample is unknown; use differenced_moments.")
+        raise ValueError(f"Invalid {count=}. The variance of one gradient sample is unknown.")
     sigma2 = (mean_sq_norm - reduced_sq_norm) * (scale / (count - 1))
     mu2 = reduced_sq_norm - sigma2 / scale
     return sigma2, mu2
-
-
-def differenced_moments(difference_sq_norm: Tensor, inner_product: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
-    """Return estimates of σ² and μ² for one gradient sample a step, from two consecutive reduced gradients.
-
-    ``σ² = (S/2)·‖g_t − g_{t−1}‖²`` and ``μ² = ⟨g_t, g_{t−1}⟩``. Biased the dangerous way: the drift of the true
-    gradient between the two steps lowers μ² and so raises the gain. Prefer two accumulation passes.
-
-    Args:
-        difference_sq_norm: ``‖g_t − g_{t−1}‖²``.
-        inner_product: ``⟨g_t, g_{t−1}⟩``.
-        scale: ``S``.
-    """
-    return difference_sq_norm * (scale / 2), inner_product
 
 
 def gain(sigma2: Tensor, mu2: Tensor, scale: float, *, variance_floor: float = 0.0) -> Tensor:

@@ -240,7 +240,7 @@ def gains_of(
 
 
 def one_pass(smoke: bool) -> None:
-    """Print the optimizer steps of one pass a step, by consecutive gradients and by examples, against eight passes."""
+    """Print the optimizer steps of one pass a step, by its examples, against eight passes."""
     seeds = range(1 if smoke else 5)
     rows = []
     for case in chosen(smoke):
@@ -248,7 +248,6 @@ def one_pass(smoke: bool) -> None:
         scores: dict[str, float] = {}
         for way, samples, noise, budget in (
             ("eight passes", 8, "samples", 1.0),
-            ("consecutive", 1, "samples", 1.0),
             ("examples, each step", 1, "per_example", 100.0),
             ("examples, 5 %", 1, "per_example", 0.05),
         ):
@@ -261,7 +260,6 @@ def one_pass(smoke: bool) -> None:
     head = [
         "workload",
         "eight passes: steps, score",
-        "one pass, consecutive gradients",
         "one pass, examples of each step",
         "examples, budget 5 %",
     ]
@@ -304,7 +302,7 @@ def main() -> None:
     parser.add_argument("part", nargs="?", choices=list(PARTS), help="default: all")
     parser.add_argument("--smoke", action="store_true", help="small: only check that it runs")
     arguments = parser.parse_args()
-    warnings.simplefilter("ignore")  # of one gradient sample, and of batches beyond the noise
+    warnings.simplefilter("ignore")  # of batches beyond the noise
     torch.set_num_threads(1)
     announce()
     for name in [arguments.part] if arguments.part else PARTS:

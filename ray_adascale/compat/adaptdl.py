@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -26,121 +26,86 @@ from ..chain import SEVERAL_OPTIMIZERS
 from ..gain import plain_gain
 from ..optim.adam_metric import adam_preconditioner
 from ..optim.adascale import AdaScale
-from ..optim.rules import RuleInput, metric_of
+from ..optim.rules import RuleInput
 from ..optim.step_shape import StepShape
-from ..scaling_rules import VARIANCE_FLOOR, ScalingRuleBase, pick_factor
+from ..scaling_rules import VARIANCE_FLOOR, ScalingRuleBase
+
+_ANY_PASSES = 1 << 30
+"""Passes of a step, declared; the pass that is not under ``no_sync()`` ends it before."""
 
 
-def _smoothing(shape: StepShape) -> float:
-    """Return AdaptDL's θ, 0.999 per base batch. A differenced sample, of two gradients, counts as twice the batch."""
-    return 0.999 ** (2 * shape.scale if shape.num_samples == 1 else shape.scale)
+class NoiseScale:
+    """Gradient statistics of one model under the names of AdaptDL's ``GradientNoiseScale``; ``adp.gns``.
 
-
-class _Accumulation:
-    """The end of a step as AdaptDL has it: the first backward pass that reduces gradients. A :data:`StepEnd`.
-
-    Args:
-        adp: The model's wrapper, held weakly: it owns this object.
-        workers: Workers that share the batch.
-
-    Attributes:
-        accum_scale: S of one pass of all workers.
-    """
-
-    def __init__(self, adp: Any, workers: int) -> None:
-        self._adp = weakref.ref(adp)
-        self._workers = workers
-        self.accum_scale = float(workers)
-
-    def __call__(self, number: int) -> StepShape | None:
-        adp = self._adp()
-        if isinstance(adp, AdaptiveDataParallel):
-            reduces = adp.pass_reduces
-        else:
-            reduces = adp is None or bool(adp.require_backward_grad_sync)
-        return StepShape(number, self._workers, self.accum_scale * number) if reduces else None
-
-
-class _StepRule:
-    """A scaling rule of AdaptDL for one step of the statistics.
+    Averages are AdaptDL's: raw samples with θ = 0.999^S, debiased, clipped on reading. Before the first sample σ² = 0 and μ² = 1,
+    a gain of 1. A step of one gradient sample at S = 1 has no sample; AdaptDL compares it with the step before.
 
     Args:
-        gns: The statistics.
-        scale_lr: Maps S to LR factors.
-    """
-
-    def __init__(self, gns: GradientNoiseScale, scale_lr: Callable[[float], Any]) -> None:
-        self._gns = gns
-        self._scale_lr = scale_lr
-        self._factors: Any = None
-
-    def __call__(self, now: RuleInput) -> tuple[float, float]:
-        if self._factors is None:  # AdaptDL calls its rule once a step, and this is called once for each group
-            self._factors = self._scale_lr(now.scale)
-        return pick_factor(self._factors, now.group), self._gns.gain(now.scale) if now.group is None else 0.0
-
-
-class GradientNoiseScale:
-    """The gradient statistics of one model, under AdaptDL's names; ``adp.gns``.
-
-    Averages are AdaptDL's: raw samples with θ = 0.999^S (0.999^2S for one gradient sample a step), debiased, clipped on
-    reading. Values at the start are σ² = 0, μ² = 1, a gain of 1.
-
-    Args:
-        adp: The model's wrapper; a backward pass completes a step if its ``require_backward_grad_sync`` is true.
+        adp: The model's wrapper.
         optimizer: The plain optimizer, not yet patched.
-        mp_scaler: The ``GradScaler`` that scales the loss.
-        num_replicas: Workers. Default: the size of ``process_group``, else 1.
-        accum_scale: S of one pass of all workers. Default: ``num_replicas``.
-        process_group: Workers that reduce gradients together.
-        variance_floor: Lower bound on each group's σ². 0 makes gains independent of the gradients' size.
-        precondition: See :class:`ray_adascale.AdaScale`.
+        accum_scale: S of one pass of all workers.
+        variance_floor: Lower bound on each group's σ².
+        **kwargs: Of :class:`ray_adascale.AdaScale`.
 
     Attributes:
         statistics: The :class:`ray_adascale.AdaScale` that takes the steps.
+        scale: S of the step under way once its last pass has ended, else of the step before.
     """
 
     def __init__(
-        self,
-        adp: Any,
-        optimizer: Optimizer,
-        mp_scaler: torch.amp.GradScaler | None = None,
-        num_replicas: int | None = None,
-        accum_scale: float | None = None,
-        *,
-        process_group: dist.ProcessGroup | None = None,
-        variance_floor: float = VARIANCE_FLOOR,
-        precondition: Callable[[Tensor, Tensor], Tensor] | None = None,
+        self, adp: AdaptiveDataParallel, optimizer: Optimizer, accum_scale: float, variance_floor: float, **kwargs: Any
     ) -> None:
-        if num_replicas is None:
-            num_replicas = dist.get_world_size(process_group) if dist.is_available() and dist.is_initialized() else 1
-        self._orig_optimizer_zero_grad = optimizer.zero_grad
-        self._accumulation = _Accumulation(adp, num_replicas)
-        if accum_scale is not None:
-            self.set_accum_scale(accum_scale)
+        self._zero_grad = optimizer.zero_grad
+        self._adp = weakref.ref(adp)  # it owns this object
+        self.scale = self.accum_scale = accum_scale
         self.variance_floor = float(variance_floor)
         self.statistics = AdaScale(
             optimizer,
-            num_replicas,
-            smoothing=_smoothing,
+            scale=accum_scale,
+            smoothing=lambda shape: 0.999**shape.scale,
+            num_gradients_to_accumulate=_ANY_PASSES,
             is_scaled_loss=False,
-            process_group=process_group,
-            grad_scaler=mp_scaler,
             variance_floor=variance_floor,
             clip="averages",
-            precondition=precondition,
+            **kwargs,
         )
-        self.statistics.set_open_ended_accumulation(self._accumulation, scale=self.accum_scale)
+        self.statistics.step_end = self._shape_if_last
 
-    # ---- one step ------------------------------------------------------------------------------------------------
+    def _shape_if_last(self, number: int) -> StepShape | None:
+        """Return the shape of a step whose pass of this number reduces gradients, and so ends it; else None."""
+        adp = self._adp()
+        if adp is not None and not adp.pass_reduces:
+            return None
+        workers = self.statistics.shape.workers
+        self.scale = self.accum_scale * number
+        if workers * number == 1 and self.scale != 1:
+            raise RuntimeError(
+                f"One gradient sample a step at scale {self.scale:g} tells nothing of the noise. Make two passes of half the "
+                "size: all but the last under no_sync()."
+            )
+        return StepShape(number, workers, self.scale)
 
     @uncompiled  # Dynamo fails at arrays that were tensors before
     def run_step(self, scale_lr: Callable[[float], Any], *args: Any, **kwargs: Any) -> Any:
-        """One optimizer step with each group's LR times ``scale_lr(S)``; progress advances by the gain.
+        """Take one optimizer step with each group's LR times ``scale_lr(S)``; progress advances by the gain.
 
-        A non-finite gradient changes nothing at all.
+        A gradient that is not finite changes nothing at all.
         """
-        before, self.statistics.rule = self.statistics.rule, _StepRule(self, scale_lr)
+        factors: list[Any] = []
+
+        def rule(now: RuleInput) -> tuple[float, float]:
+            if not factors:  # AdaptDL calls its rule once a step, and this is called once for each group
+                factors.append(np.atleast_1d(np.asarray(scale_lr(now.scale), dtype=np.float64)).ravel())
+            found = factors[0]
+            if now.group is None:
+                return float(found.mean()), self.gain(now.scale)
+            if len(found) != 1 and now.group >= len(found):
+                raise ValueError(
+                    f"scale_lr returned {len(found)} factors for at least {now.group + 1} parameter groups."
+                )
+            return float(found[now.group % len(found)]), 0.0
+
+        before, self.statistics.rule = self.statistics.rule, rule
         try:
             return self.statistics.step(*args, **kwargs)
         finally:
@@ -153,13 +118,8 @@ class GradientNoiseScale:
 
     def reset_accumulation(self, *args: Any, **kwargs: Any) -> None:
         """Clear gradients, and forget the passes of an unfinished step."""
-        self._orig_optimizer_zero_grad(*args, **kwargs)
+        self._zero_grad(*args, **kwargs)
         self.statistics.discard_samples()
-
-    @property
-    def accum_scale(self) -> float:
-        """S of one pass of all workers."""
-        return self._accumulation.accum_scale
 
     def set_accum_scale(self, accum_scale: float) -> None:
         """Change :attr:`accum_scale` after a change of the micro-batch; from the next backward pass on.
@@ -169,35 +129,20 @@ class GradientNoiseScale:
         """
         if not 0 < accum_scale < float("inf"):
             raise ValueError(f"Invalid {accum_scale=}. Must be positive: workers × micro-batch / base batch size.")
-        self._accumulation.accum_scale = float(accum_scale)
+        self.accum_scale = float(accum_scale)
 
-    @property
-    def accum_count(self) -> int:
-        """Backward passes since gradients were cleared or stepped with."""
-        return self.statistics.passes
-
-    @property
-    def scale(self) -> float:
-        """S of the step under way once its last pass has ended, else of the step before."""
-        return self.statistics.scale
-
-    # ---- the statistics, with the current gradients -------------------------------------------------------------
-
-    def _raw(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        var, sqr = (np.asarray(x) for x in self.statistics.group_moments())
-        seen = ~np.isnan(var)
-        var, sqr = np.where(seen, var, 0.0), np.where(seen, sqr, 1.0)
-        var.flags.writeable = sqr.flags.writeable = False
-        return var, sqr
+    def _raw(self) -> NDArray[np.float64]:
+        moments = np.array(self.statistics.group_moments())
+        return np.where(np.isnan(moments), [[0.0], [1.0]], moments)
 
     @property
     def raw_var_avg(self) -> NDArray[np.float64]:
-        """Averaged σ² of each parameter group, unclipped; 0 before the first sample. Read-only."""
+        """Averaged σ² of each parameter group, unclipped; 0 before the first sample."""
         return self._raw()[0]
 
     @property
     def raw_sqr_avg(self) -> NDArray[np.float64]:
-        """Averaged μ² of each parameter group, unclipped; 1 before the first sample. Read-only."""
+        """Averaged μ² of each parameter group, unclipped; 1 before the first sample."""
         return self._raw()[1]
 
     def var_avg(self) -> float:
@@ -215,19 +160,6 @@ class GradientNoiseScale:
     def get_progress(self) -> float:
         """Σ r over the optimizer steps, whatever the rule."""
         return self.statistics.effective_steps
-
-    def set_progress(self, progress: float) -> None:
-        """Set Σ r to a value."""
-        self.statistics.effective_steps = progress
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return averages and progress, as copies on the CPU. At a step boundary only."""
-        return self.statistics.statistics_state()
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load a :meth:`state_dict`. σ² is per base batch, so workers and passes may differ from those of the state."""
-        self.statistics.discard_samples()
-        self.statistics.load_statistics_state(state)
 
 
 class AdaptiveDataParallel(DistributedDataParallel):
@@ -254,7 +186,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         **kwargs: Of ``DistributedDataParallel``.
 
     Attributes:
-        gns: The statistics, :class:`GradientNoiseScale`.
+        gns: The statistics, :class:`NoiseScale`.
 
     Raises:
         ValueError: There is no process group, a batch size is out of range, or the optimizer can't be used.
@@ -290,14 +222,12 @@ class AdaptiveDataParallel(DistributedDataParallel):
         rule = default() if scaling_rule is None else scaling_rule
         if not isinstance(rule, ScalingRuleBase):
             raise ValueError(f"Invalid {scaling_rule=}. Must be an instance of a ScalingRuleBase, e.g. LinearScale().")
-        if hasattr(optimizer.step, "_patched_by_scaling_rule"):
-            raise ValueError("The optimizer is patched by a scaling rule already. Make a new one for a second model.")
         if batch_size is not None and base_batch_size is None:
             raise ValueError(f"{batch_size=} needs base_batch_size, the batch size that the schedule was tuned at.")
         for what, size in (("base_batch_size", base_batch_size), ("batch_size", batch_size)):
             if size is not None and not size > 0:
                 raise ValueError(f"Invalid {what}={size}. Must be a positive number of examples.")
-        precondition = adam_preconditioner(optimizer) if metric_of(rule) == "adam" else None
+        precondition = adam_preconditioner(optimizer) if rule.metric == "adam" else None
 
         super().__init__(model, **kwargs)
         group = kwargs.get("process_group")
@@ -308,14 +238,13 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self._optimizer, self._lr_scheduler, self._mp_scaler = optimizer, lr_scheduler, mp_scaler
         self.pass_reduces = True
         """Whether the backward pass of the last forward pass reduces gradients, and so completes a step."""
-        self.gns = GradientNoiseScale(
+        self.gns = NoiseScale(
             self,
             optimizer,
-            mp_scaler,
-            workers,
-            None if base_batch_size is None else workers * (batch_size or base_batch_size) / base_batch_size,
+            workers if base_batch_size is None else workers * (batch_size or base_batch_size) / base_batch_size,
+            variance_floor,
             process_group=group,
-            variance_floor=variance_floor,
+            grad_scaler=mp_scaler,
             precondition=precondition,
         )
         rule.initialize(self, optimizer, patch_optimizer=True)
@@ -363,7 +292,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         """
         return {
             "name": self.name,
-            "statistics": self.gns.state_dict(),
+            "statistics": self.gns.statistics.statistics_state(),
             "model": self.module.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "lr_scheduler": None if self._lr_scheduler is None else self._lr_scheduler.state_dict(),
@@ -378,7 +307,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
         """
         if state["name"] != self.name:
             raise ValueError(f"The training state is of name={state['name']!r}, this model's is {self.name!r}.")
-        self.gns.load_state_dict(state["statistics"])
+        self.gns.statistics.discard_samples()
+        self.gns.statistics.load_statistics_state(state["statistics"])
         self.module.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         for own, key in ((self._lr_scheduler, "lr_scheduler"), (self._mp_scaler, "mp_scaler")):

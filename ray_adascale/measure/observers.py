@@ -98,9 +98,6 @@ class _Pass:
 class PassListener(Protocol):
     """Receiver of the norms. The observer holds it weakly."""
 
-    def keeps_measuring(self) -> bool:
-        """Return whether there is anything to measure. An observer that may end calls it once, as the first pass begins."""
-
     def on_begin(self, observer: GradientObserver) -> bool:
         """Begin a backward pass, at its first gradient; return whether it is the last pass of an optimizer step."""
 
@@ -171,7 +168,6 @@ class HookObserver(GradientObserver):
         local: Take the norm of each gradient sample. False if only the end of the pass matters.
         precondition: Maps (parameter, gradient) to the tensor that the norm is taken of.
         early: Call ``on_local`` before the reduction has come to its end, which hides the time of what the listener sends.
-        may_end: As the first pass begins, ask the listener whether there is anything to measure, and remove the hooks if not.
 
     Attributes:
         last_pass: Whether the running pass is the last of an optimizer step.
@@ -185,9 +181,7 @@ class HookObserver(GradientObserver):
         local: bool = True,
         precondition: Callable[[Tensor, Tensor], Tensor] | None = None,
         early: bool = True,
-        may_end: bool = False,
     ) -> None:
-        self._may_end = may_end
         self.last_pass = True
         self._listener = weakref.ref(listener)
         self._local = local
@@ -259,15 +253,6 @@ class HookObserver(GradientObserver):
 
     def start_pass(self) -> bool:
         """Begin a pass, unless it has begun; return whether the pass is measured. Only to be called inside a hook."""
-        if self._may_end:
-            if in_compiled_autograd():
-                return False  # refused only where something is measured
-            with self._starting:
-                listener = self._listener()
-                if self._may_end and (listener is None or not listener.keeps_measuring()):
-                    self.detach()
-                    return False
-                self._may_end = False
         if self._pass.runs:
             return True
         refuse_compiled()

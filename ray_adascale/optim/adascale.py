@@ -31,8 +31,7 @@ class AdaScale(OptimizerWrapper):
     Use it like the optimizer itself: any ``torch.optim.lr_scheduler`` may be built on the wrapper or on the wrapped optimizer.
     :attr:`effective_steps` is the number of optimizer steps so far on the clock of the base batch. Drive the schedule with it,
     and stop when it reaches the number of steps that the schedule was made for. Collective: the last backward pass of a step ends
-    with one small all-reduce over ``process_group``. AdaScale may be built before ``init_process_group``. Then, without
-    ``world_size`` and ``process_group``, the workers at the first backward pass share the batch.
+    with one small all-reduce over ``process_group``. Build AdaScale after ``init_process_group``.
 
     In a step the host waits once for the device, to read r. A fused optimizer (``SGD``, ``Adam`` or ``AdamW`` with
     ``fused=True``, also in OSS; parameters on one device; AdaScale's own rule) gets the LR as a float32 tensor and skips a step
@@ -65,7 +64,7 @@ class AdaScale(OptimizerWrapper):
             the Euclidean one. Costs a copy of one gradient at a time.
         model: The model. Needed for ``fully_shard``, for per-example norms, and for a ``DistributedDataParallel`` whose buckets
             are to be measured (:func:`ray_adascale.measure.ddp.measure_buckets`).
-        noise: The gradient samples. "samples": the gradients of workers and passes; with one a step, of consecutive steps.
+        noise: The gradient samples. "samples": the gradients of workers and passes.
             "per_example": the examples of the batch, by their gradient norms in each layer of ``model``. They lie along the first
             dimension of each layer's input. "auto": examples, where a step above S = 1 has one sample and they are covered.
         noise_budget: Share of the time that per-example norms may cost: every few steps are measured.
@@ -121,13 +120,11 @@ class AdaScale(OptimizerWrapper):
             scale = batch_size / base_batch_size
         if process_group is None and isinstance(optimizer, OSS):
             process_group = optimizer.group
-        workers = Workers(world_size, process_group, sharded=isinstance(optimizer, OSS))
-        workers.scale_follows = scale is None
+        workers = Workers(world_size, process_group)
         self._is_scaled_loss = is_scaled_loss
         window = None if averaging_window is None else averaging_window * cast(float, total_steps)
         self._noise = NoiseChoice(noise, noise_budget, model if precondition is None else None, window)
         self._single_gain = single_gain
-        self._warned_single_sample = False
         self._statistics = GradientStatistics(
             optimizer,
             workers,
@@ -156,7 +153,6 @@ class AdaScale(OptimizerWrapper):
             base_batch_size=base_batch_size,
         )
         self._declare(passes, workers.count * passes if scale is None else scale)
-        self._warn_of_single_sample()
 
     def __repr__(self) -> str:
         return f"AdaScale(scale={self._statistics.shape.scale:g}, n={self.num_samples}, {self._optimizer!r})"
@@ -184,11 +180,7 @@ class AdaScale(OptimizerWrapper):
             self._optimizer.step()
             return None
         self._algorithm.synchronize()
-        self._statistics.add_workers()
-        self._warn_of_single_sample(stepping=True)
         self._algorithm.step()
-        if self._statistics.uncovered is not None:
-            self._warn_of_single_sample()
         return loss
 
     @torch.no_grad()
@@ -199,7 +191,6 @@ class AdaScale(OptimizerWrapper):
             RuntimeError: Called after fewer or more backward passes than ``num_gradients_to_accumulate``.
         """
         self._algorithm.synchronize()
-        self._statistics.add_workers()
         self._algorithm.skip()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -241,7 +232,6 @@ class AdaScale(OptimizerWrapper):
         """
         self._require_boundary("load_state_dict")
         self._algorithm.synchronize()
-        self._add_workers_in_time()
         state_dict = _hooks.before_load(state_dict, self)
         groups = state_dict["param_groups"]
         inner = {key: value for key, value in state_dict.items() if key != "adascale"}
@@ -296,7 +286,7 @@ class AdaScale(OptimizerWrapper):
         self.set_batch(scale=scale)
 
     def set_num_gradients_to_accumulate(self, num_gradients_to_accumulate: int, update_smoothing: bool = True) -> None:
-        """Change the backward passes per step, and θ to max(1 − n/1000, 0). Between n = 1 and n > 1 the averages restart."""
+        """Change the backward passes per step, and θ to max(1 − n/1000, 0)."""
         passes = checked_count("num_gradients_to_accumulate", num_gradients_to_accumulate)
         self._require_boundary("set_num_gradients_to_accumulate")
         self.set_batch(passes=passes)
@@ -318,7 +308,6 @@ class AdaScale(OptimizerWrapper):
     @property
     def shape(self) -> StepShape:
         """What the step under way consists of, as far as that is known; else what a full step consists of."""
-        self._add_workers_in_time()
         return self._statistics.shape
 
     @property
@@ -326,12 +315,17 @@ class AdaScale(OptimizerWrapper):
         """n, gradient samples in one optimizer step: workers × accumulation passes."""
         return self.shape.num_samples
 
+    @property
+    def lacks_samples(self) -> bool:
+        """Whether the next backward pass will raise: a step has one gradient sample at S ≠ 1, and examples can't be measured."""
+        return self._statistics.lacks_samples
+
     def set_batch(self, *, scale: float | None = None, passes: int | None = None) -> None:
         """Change S and the backward passes per step, from the next step on. θ stays.
 
         Args:
             scale: S. Default: as before.
-            passes: Backward passes per step. Default: as before. Between n = 1 and n > 1 the averages restart.
+            passes: Backward passes per step. Default: as before.
 
         Raises:
             ValueError: A number is out of its range.
@@ -339,12 +333,8 @@ class AdaScale(OptimizerWrapper):
         """
         self._require_boundary("set_batch")
         self._algorithm.synchronize()
-        self._add_workers_in_time()
         declared = self._statistics.declared
         self._declare(declared.passes if passes is None else passes, declared.scale if scale is None else scale)
-        if scale is not None:
-            self._statistics.workers.scale_follows = False
-            self._warn_of_single_sample()
 
     def _declare(self, passes: int, scale: float) -> None:
         shape = StepShape(
@@ -356,13 +346,11 @@ class AdaScale(OptimizerWrapper):
         )
         self._choose_samples(shape)
         self._statistics.declare(shape)
-        self._averages.follow(cast(int, self._statistics.usual_samples))
 
     def _choose_samples(self, shape: StepShape) -> None:
         if self._statistics.uncovered is None:
-            groups, statistics = [group["params"] for group in self.param_groups], self._statistics
-            may_grow = not statistics.workers.final
-            statistics.measure_by(self._noise.examples(shape, groups, statistics.examples, may_grow=may_grow))
+            groups = [group["params"] for group in self.param_groups]
+            self._statistics.measure_by(self._noise.examples(shape, groups, self._statistics.examples))
 
     def expect_passes(self, passes: int, *, scale: float | None = None, loss_divided_by: int | None = None) -> None:
         """Announce that one optimizer step, the one under way or else the next, has fewer backward passes than declared.
@@ -379,13 +367,9 @@ class AdaScale(OptimizerWrapper):
 
         Raises:
             ValueError: The step can't have this number of passes.
-            RuntimeError: The number of passes is left open.
         """
         statistics = self._statistics
         self._algorithm.synchronize()
-        self._add_workers_in_time()
-        if statistics.usual_samples is None:
-            raise RuntimeError("Open-ended accumulation counts the passes of each step; leave expect_passes() out.")
         declared, made = statistics.declared, statistics.passes if statistics.gathered is None else 0
         if isinstance(passes, bool) or not isinstance(passes, int) or not made < passes <= declared.passes:
             raise ValueError(
@@ -407,26 +391,6 @@ class AdaScale(OptimizerWrapper):
     @step_end.setter
     def step_end(self, step_end: StepEnd | None) -> None:
         self._statistics.step_end = step_end
-
-    def set_open_ended_accumulation(self, step_end: StepEnd, *, scale: float | None = None) -> None:
-        """From the next step on, let ``step_end`` decide the shape of each step, instead of declaring a number of passes.
-
-        Between a step with one gradient sample and a step with several the averages restart.
-
-        Args:
-            step_end: Called as each pass begins. Returns the shape of the step if the pass is its last, else None.
-            scale: S that is assumed before the first step. Default: as before.
-
-        Raises:
-            ValueError: ``is_scaled_loss=True`` says that the loss is divided by a number that is not known yet.
-        """
-        if self._is_scaled_loss:
-            raise ValueError(
-                "Open-ended accumulation needs AdaScale(..., is_scaled_loss=False): gradients are divided."
-            )
-        self._require_boundary("set_open_ended_accumulation")
-        self._algorithm.synchronize()
-        self._statistics.leave_open(step_end, self._statistics.declared.scale if scale is None else scale)
 
     @property
     def sample_weights(self) -> Sequence[float] | None:
@@ -474,7 +438,7 @@ class AdaScale(OptimizerWrapper):
 
     @effective_steps.setter
     def effective_steps(self, effective_steps: float) -> None:
-        self._algorithm.set_last(replace(self.last_step, effective_steps=float(effective_steps)))
+        self._algorithm.last = replace(self.last_step, effective_steps=float(effective_steps))
 
     @property
     def known_effective_steps(self) -> float:
@@ -502,7 +466,6 @@ class AdaScale(OptimizerWrapper):
 
     def load_statistics_state(self, state: dict[str, Tensor]) -> None:
         """Load a :meth:`statistics_state`."""
-        self._add_workers_in_time()
         self._algorithm.load(state)
 
     # ---- the passes of a step ------------------------------------------------------------------------------------
@@ -575,24 +538,9 @@ class AdaScale(OptimizerWrapper):
         norm = torch.nn.utils.clip_grad_norm_(self._statistics.params, max_norm, norm_type)
         return cast(Any, norm).full_tensor() if is_dtensor(norm) else norm
 
-    def _add_workers_in_time(self) -> None:
-        """Add workers that came up since this was built; if it is too late for them, :meth:`step` will raise."""
-        if self._statistics.workers.in_time:
-            self._statistics.add_workers()
-
     def _require_boundary(self, what: str) -> None:
         if not self.at_boundary and not (self.saves_within_step and what in ("state_dict", "statistics_state")):
             raise RuntimeError(
                 f"{what}() between a backward pass and step(): gradients of an unfinished step would be lost. Call it at "
                 "a step boundary, after step() (or zero_grad()) and before the next backward pass."
             )
-
-    def _warn_of_single_sample(self, *, stepping: bool = False) -> None:
-        shape, workers = self._statistics.declared, self._statistics.workers
-        # Before the first step further workers may come up; if passes are left open, only a step has a number of them.
-        undecided = self._statistics.usual_samples is None or not (workers.final or workers.steps)
-        one_sample = shape.num_samples == 1 and shape.scale > 1 and self._statistics.examples is None
-        if undecided != stepping or not one_sample or self._warned_single_sample:
-            return
-        self._warned_single_sample = True
-        warn_at_user(workers.single_sample_in_words(shape.scale))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from ..sharding.oss import OSS
 from .averages import Averages, NoiseReadout
 from .deferred import HostCopy, skippable_step, steps_on_device
 from .device_step import DeviceArithmetic, DeviceStep
+from .example_noise import no_examples
 from .gradient_statistics import GradientStatistics
 from .rules import AdaScaleRule, RuleInput, ScalingRule, betas_of
 from .sample import Outcome, Sample, unpack_outcome
@@ -135,14 +135,14 @@ class AdaScaleAlgorithm:
         statistics.complete()
         gathered = statistics.gathered
         if gathered is not None and self._arithmetic.applies(gathered):
-            shape, usual_samples = gathered.shape, gathered.usual_samples
+            shape = gathered.shape
             step = self._arithmetic.step(gathered, self.last.gain)
         else:
             sample = statistics.finish(on_host=False)
-            shape, usual_samples = sample.shape, sample.usual_samples
+            shape = sample.shape
             step = DeviceStep.of(sample, self._averages, self.last.gain)
         skippable_step(self._inner, step.skip, lambda: self._step_inner(step.gains, shape.scale))
-        self._averages.keep(step.averages, usual_samples)
+        self._averages.now = step.averages
         self._pending = _PendingStep(step, shape.scale, HostCopy(step.numbers))
 
     def _step_on_host(self, sample: Sample, averages: Average) -> None:
@@ -166,7 +166,7 @@ class AdaScaleAlgorithm:
         increments = [c for _, c in answers]
         with nullcontext() if betas is None else betas.applied(groups, self._inner, increments, self._step_counts):
             self._step_inner([f for f, _ in answers], scale)
-        self._averages.keep(averages, sample.usual_samples)
+        self._averages.now = averages
         self._advance(outcome, readout.gain, factor, advanced(clock, increment))
 
     def _apply_rule(self, r: float, scale: float, group: int | None) -> tuple[float, float]:
@@ -223,23 +223,20 @@ class AdaScaleAlgorithm:
         self._statistics.end_step()
 
     def _leave_out(self, outcome: Outcome) -> None:
-        self._statistics.previous = None
         self.last = replace(self.last, skipped=True, payload=outcome.payload)
         if isinstance(self._optimizer, OSS):
             self._optimizer.discard_gradients()
 
     def _advance(self, outcome: Outcome, gain: float, lr_factor: float, effective_steps: float) -> None:
         self._check_samples(outcome)
-        self.set_last(
-            StepResult(
-                gain=gain,
-                effective_steps=effective_steps,
-                steps=self.last.steps + 1,
-                sigma2=outcome.sigma2,
-                mu2=outcome.mu2,
-                lr_factor=lr_factor,
-                payload=outcome.payload,
-            )
+        self.last = StepResult(
+            gain=gain,
+            effective_steps=effective_steps,
+            steps=self.last.steps + 1,
+            sigma2=outcome.sigma2,
+            mu2=outcome.mu2,
+            lr_factor=lr_factor,
+            payload=outcome.payload,
         )
 
     def _check_samples(self, outcome: Outcome) -> None:
@@ -254,11 +251,6 @@ class AdaScaleAlgorithm:
                 f"All gradient samples of a step were equal in {_EQUAL_STEPS} steps in a row, so the gain is 1, and more workers "
                 "or passes help nothing. Do all workers read the same examples, with equal seeds?"
             )
-
-    def set_last(self, last: StepResult) -> None:
-        """Replace the last step, and with it the clock."""
-        self.last = last
-        self._statistics.workers.steps = last.steps
 
     def synchronize(self) -> None:
         """Wait for the numbers of a step that was taken on the device, and learn of one that a GradScaler left out."""
@@ -293,7 +285,7 @@ class AdaScaleAlgorithm:
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
-        """Return averages, clock and previous gradient: copies on the CPU."""
+        """Return averages, clock and the part of the examples: copies on the CPU. The keys are the same in all runs."""
         self.synchronize()
         state = {
             **self._averages.state(),
@@ -301,9 +293,8 @@ class AdaScaleAlgorithm:
             "previous_gain": torch.tensor(self.last.gain, dtype=torch.float64),
             "steps": torch.tensor(self.last.steps),
         }
-        for part in (self._statistics.previous, self._statistics.examples):
-            state |= {} if part is None else part.state()
-        return state
+        examples = self._statistics.examples
+        return state | (no_examples() if examples is None else examples.state())
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Load a :meth:`state`.
@@ -313,21 +304,13 @@ class AdaScaleAlgorithm:
         """
         self._averages.check(state)
         self.synchronize()
-        examples = self._statistics.examples
-        if examples is not None and not examples.required and _of_consecutive_gradients(state):
-            # Its model turned out not to be covered. To try again would start the averages afresh.
-            self._statistics.measure_by(None)
-            self._statistics.uncovered = "the saved run compared consecutive gradients"
-        self._averages.load(state, self._statistics.usual_samples)
-        self.set_last(
-            replace(
-                self.last,
-                gain=float(state["previous_gain"]),
-                effective_steps=float(state["effective_steps"]),
-                steps=int(state["steps"]),
-            )
+        self._averages.load(state)
+        self.last = replace(
+            self.last,
+            gain=float(state["previous_gain"]),
+            effective_steps=float(state["effective_steps"]),
+            steps=int(state["steps"]),
         )
-        self._statistics.load_previous(state if self._averages.num_samples == 1 else {})
         if self._statistics.examples is not None:
             self._statistics.examples.load(state, self._statistics.device)
 
@@ -335,10 +318,9 @@ class AdaScaleAlgorithm:
         """Reset averages and clock."""
         self.synchronize()
         self._averages.restart()
-        self.set_last(replace(self.last, gain=1.0, effective_steps=0.0, steps=0))
-        self._statistics.previous = None
+        self.last = replace(self.last, gain=1.0, effective_steps=0.0, steps=0)
         if self._statistics.examples is not None:
-            self._statistics.examples.load({}, self._statistics.device)
+            self._statistics.examples.load(no_examples(), self._statistics.device)
 
 
 def _scaled(lr: float | Tensor, factor: float | Tensor, scale: float) -> Any:
@@ -353,25 +335,19 @@ def _scaled(lr: float | Tensor, factor: float | Tensor, scale: float) -> Any:
 
 
 def portable(state: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return a :meth:`AdaScaleAlgorithm.state` for a state dict: as numbers, and the same as tensors.
+    """Return a :meth:`AdaScaleAlgorithm.state` for a state dict: as numbers, and the averages and the clock as tensors.
 
     ``torch.distributed.checkpoint.state_dict`` copies "state" and "param_groups" only, and takes tensors for the model's. So a
-    parameter group gets the numbers; without g_{t−1}, which starts afresh. ``dcp.load`` loads the keys that a fresh optimizer's
-    state has, and raises if one is missing in the checkpoint. So all states have the keys of the first ones, and what only some
-    runs measure is in one of the values, as JSON: DCP makes a key of each entry of a dict, and of each list that has one.
+    parameter group gets the numbers. ``dcp.load`` loads the keys that a fresh optimizer's state has, and raises if one is missing
+    in the checkpoint.
     """
     tensors = {k: v for k, v in state.items() if not k.startswith("examples_")}
-    numbers = {k: v.tolist() for k, v in tensors.items() if not k.startswith("previous_gradient")}
-    of_examples = {k: v.tolist() for k, v in state.items() if k not in tensors}
-    return numbers | {"num_samples": json.dumps([numbers["num_samples"], of_examples])}, tensors
+    return {k: v.tolist() for k, v in state.items()}, tensors
 
 
 def from_numbers(numbers: dict[str, Any], *, like: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return a state from the numbers of :func:`portable`, with the dtypes of another state; empty without numbers."""
-    if isinstance(numbers.get("num_samples"), str):  # in old states it is a number
-        count, of_examples = json.loads(numbers["num_samples"])
-        numbers = {**numbers, "num_samples": count, **of_examples}
-    return {k: torch.tensor(v, dtype=like[k].dtype if k in like else torch.float64) for k, v in numbers.items()}
+    return {k: torch.tensor(v, dtype=like[k].dtype) for k, v in numbers.items() if k in like}
 
 
 def of_other_base_batch(state: dict[str, Tensor], ratio: float) -> dict[str, Tensor]:
@@ -389,13 +365,5 @@ def of_other_base_batch(state: dict[str, Tensor], ratio: float) -> dict[str, Ten
     old, new = ((t / state["weight"]).nan_to_num(0).clamp(min=0).sum() for t in (state["total"], total))
     if old > 0:
         changed["previous_gain"] = state["previous_gain"] * new / old
-    for key in ("examples_sigma2", "previous_gradient_scale"):
-        if key in state:
-            changed[key] = state[key] * ratio
+    changed["examples_sigma2"] = state["examples_sigma2"] * ratio
     return state | changed
-
-
-def _of_consecutive_gradients(state: dict[str, Tensor]) -> bool:
-    """Return whether a state has averages of steps with one gradient sample, compared with the step before."""
-    measured = bool((state["weight"] > 0).any()) or any(key.startswith("previous_gradient") for key in state)
-    return int(state["num_samples"]) == 1 and measured

@@ -90,7 +90,6 @@ class Averages:
 
     Attributes:
         now: The averages. They are replaced and never changed in place.
-        num_samples: n of a full step. One gradient sample a step has another estimator than several.
         non_negative: Whether the averages are known to be σ² ≥ the floor and μ² ≥ 0.
     """
 
@@ -115,7 +114,6 @@ class Averages:
         # One weight for each gain, since a group may be added later.
         self.now = Average.empty((2, num_gains), device)
         self.non_negative = clip_samples
-        self.num_samples = 1
         self._cached: tuple[Average, float, NoiseReadout] | None = (
             None  # a step evaluates the same averages several times
         )
@@ -131,14 +129,14 @@ class Averages:
         return self.smoothing(shape) if callable(self.smoothing) else self.smoothing
 
     def with_sample(self, sample: Sample, previous_gain: float) -> Average:
-        """Return the averages with one more sample in them. Computed once for each sample; :meth:`keep` commits them.
+        """Return the averages with one more sample in them. Computed once for each sample.
 
         Args:
             sample: A complete step's.
             previous_gain: r of the step before.
         """
         if sample.averages is None:
-            sample.averages = self.of_steps(sample.usual_samples).to(sample.check.device)
+            sample.averages = self.now.to(sample.check.device)
             if sample.moments is not None:
                 moments = sample.moments
                 if self.clip_samples:
@@ -161,18 +159,6 @@ class Averages:
         if self._window is None or self._total_steps is None:
             return self.theta(shape)
         return gain_math.plain_effective_decay(previous_gain, window=self._window, total_steps=self._total_steps)
-
-    def of_steps(self, num_samples: int) -> Average:
-        """Return the averages for steps of n samples: empty ones if those so far are of the other estimator, n = 1 or n > 1."""
-        return self.now if (self.num_samples == 1) == (num_samples == 1) else self._empty()
-
-    def keep(self, averages: Average, num_samples: int) -> None:
-        """Replace the averages by these, of steps of n samples."""
-        self.now, self.num_samples = averages, num_samples
-
-    def follow(self, num_samples: int) -> None:
-        """Prepare for steps of n samples: start afresh if that is another estimator."""
-        self.keep(self.of_steps(num_samples), num_samples)
 
     def restart(self) -> None:
         """Remove all samples."""
@@ -238,8 +224,7 @@ class Averages:
 
     def state(self) -> dict[str, Tensor]:
         """Return copies on the CPU."""
-        now = {name: getattr(self.now, name).detach().cpu().clone() for name in ("total", "weight", "count")}
-        return {**now, "num_samples": torch.tensor(self.num_samples)}
+        return {name: getattr(self.now, name).detach().cpu().clone() for name in ("total", "weight", "count")}
 
     def check(self, state: dict[str, Tensor]) -> None:
         """Raise if a :meth:`state` has another number of gains.
@@ -254,20 +239,12 @@ class Averages:
                 "Parameter groups (or single_gain) differ."
             )
 
-    def load(self, state: dict[str, Tensor], num_samples: int | None) -> None:
-        """Load a :meth:`state`, unless it is of the other estimator: then the averages start afresh.
-
-        Args:
-            state: It is left unchanged.
-            num_samples: n of a full step; None if the steps to come may have as many samples as the saved ones.
-        """
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Load a :meth:`state`, which is left unchanged."""
         self.check(state)
         device = self.now.total.device
-        saved = Average.of(*(state[name].to(device, copy=True) for name in ("total", "weight", "count")))
         sigma2, mu2 = state["total"]
         self.non_negative = self.clip_samples and bool(
             (sigma2 >= self.variance_floor * state["weight"]).all() and (mu2 >= 0).all()
         )
-        self.now, self.num_samples = saved, int(state["num_samples"])
-        if num_samples is not None:
-            self.follow(num_samples)
+        self.now = Average.of(*(state[name].to(device, copy=True) for name in ("total", "weight", "count")))

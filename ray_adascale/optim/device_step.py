@@ -135,10 +135,8 @@ class DeviceArithmetic:
             seen = numbers["complete"][0] > 0
             use, total = finite & seen, total.masked_fill(~seen, math.nan)
         averages = self._averages
-        after = (
-            averages.of_steps(gathered.usual_samples)
-            .to(device)
-            .update_packed(torch.maximum(sample, constants.floor), averages.decay(shape, previous_gain), use=use)
+        after = averages.now.to(device).update_packed(
+            torch.maximum(sample, constants.floor), averages.decay(shape, previous_gain), use=use
         )
         parts = constants.gain @ after.packed
         if gains > 1:

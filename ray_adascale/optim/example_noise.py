@@ -46,7 +46,7 @@ class NoiseChoice:
             )
 
     def examples(
-        self, shape: StepShape, groups: Sequence[Sequence[Tensor]], present: ExampleNoise | None, *, may_grow: bool
+        self, shape: StepShape, groups: Sequence[Sequence[Tensor]], present: ExampleNoise | None
     ) -> ExampleNoise | None:
         """Return what measures steps of a shape by their examples; None if gradient samples do.
 
@@ -54,11 +54,10 @@ class NoiseChoice:
             shape: The shape.
             groups: The parameters, by parameter group.
             present: Returned in place of a new one.
-            may_grow: Whether further workers, and with them a larger S, may come up before the first pass.
         """
         if self.model is None or self.noise == "samples":
             return None
-        if shape.num_samples == 1 and shape.scale == 1 and not may_grow:
+        if shape.num_samples == 1 and shape.scale == 1:
             return None  # r is 1 whatever the noise
         if self.noise == "auto" and (shape.num_samples > 1 or shape.scale <= 1 or not_covered(self.model, groups)):
             return None
@@ -95,6 +94,16 @@ class ExampleSums:
     def of(cls, numbers: Tensor) -> ExampleSums:
         """Return the sums from the numbers of :meth:`as_tensor`."""
         return cls(numbers[:-4], *numbers[-4:].unbind())
+
+
+def no_examples() -> dict[str, Tensor]:
+    """Return the :meth:`ExampleNoise.state` of a run that has measured no step by its examples."""
+    return {
+        "examples_sigma2": torch.empty(0, dtype=torch.float64),
+        "examples_step": torch.tensor(0),
+        "examples_every": torch.tensor(1),
+        "examples_trainable": torch.empty(0, dtype=torch.bool),
+    }
 
 
 class ExampleNoise:
@@ -226,22 +235,24 @@ class ExampleNoise:
 
     def state(self) -> dict[str, Tensor]:
         """Return the state: copies on the CPU. Without σ² no step has confirmed that the model is covered."""
-        counts = {"examples_step": torch.tensor(self._step), "examples_every": torch.tensor(self._every)}
-        if self._held is None or not self.confirmed:
-            return counts
-        trainable = torch.tensor(self._norms.trainable)
-        return {**counts, "examples_sigma2": self._held.detach().cpu().clone(), "examples_trainable": trainable}
+        state = no_examples() | {
+            "examples_step": torch.tensor(self._step),
+            "examples_every": torch.tensor(self._every),
+            "examples_trainable": torch.tensor(self._norms.trainable),
+        }
+        if self._held is not None and self.confirmed:
+            state["examples_sigma2"] = self._held.detach().cpu().clone()
+        return state
 
     def load(self, state: dict[str, Tensor], device: torch.device) -> None:
-        """Load a :meth:`state`; without one in ``state``, start afresh. σ² is loaded if the same parameters are trainable."""
+        """Load a :meth:`state`, or :func:`no_examples`. σ² is loaded if the same parameters are trainable."""
         self._norms.begin()
-        held, trainable = state.get("examples_sigma2"), state.get("examples_trainable")
-        if trainable is not None and trainable.tolist() != self._norms.trainable:
+        held: Tensor | None = state["examples_sigma2"]
+        if not len(state["examples_sigma2"]) or state["examples_trainable"].tolist() != self._norms.trainable:
             held = None
         if held is not None:
             self._norms.expect_examples_first()  # else a batch as long as its sequences could not be told, and would raise
         self._held = None if held is None else held.to(device, torch.float64, copy=True)
-        self._step = int(state["examples_step"]) if "examples_step" in state else 0
-        self._every = int(state["examples_every"]) if "examples_every" in state else 1
+        self._step, self._every = int(state["examples_step"]), int(state["examples_every"])
         self.confirmed = held is not None
         self.begin_step()

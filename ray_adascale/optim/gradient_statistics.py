@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -17,8 +16,7 @@ from ..measure.observers import GradientObserver
 from ..sharding.oss import OSS
 from .example_noise import ExampleNoise, ExampleSums
 from .numbers import Numbers
-from .observing import Measurement, has_dtensors, has_sharded_gradients, make_observer
-from .previous_gradient import PreviousGradient
+from .observing import has_dtensors, has_sharded_gradients, make_observer
 from .sample import Gathered, Sample
 from .step_shape import StepEnd, StepShape
 from .workers import Workers
@@ -46,7 +44,6 @@ class GradientStatistics:
         weights: w of this worker's gradient sample in each pass; None: all 1/n.
         payload: 1-D numbers that are summed over workers in the same all-reduce; None: none.
         observer: Measures the norms; None where there is nothing to measure.
-        previous: g_{t−1} of the differenced estimator.
         uncovered: Why examples turned out not to be measurable; None otherwise.
         passes: Backward passes so far in this step.
         gathered: The sums of the step, once its last pass has ended.
@@ -74,15 +71,12 @@ class GradientStatistics:
         self.examples: ExampleNoise | None = None
         self.declared = StepShape(1, workers.count)
         self.step_end: StepEnd | None = None
-        self._open_ended = False
         self._expected: StepShape | None = None  # of the step under way or the next, where it differs from `declared`
         self.weights: Sequence[float] | None = None
         self.payload: Tensor | None = None
         self.observer: GradientObserver | None = None
-        self.previous: PreviousGradient | None = None
         self.uncovered: str | None = None
         self._unhooked = False
-        self._provisional = False  # whether the observer was chosen before the number of workers was final
         self.passes = 0
         self._constants: dict[tuple[float, torch.device], Tensor] = {}
         self.gathered: Gathered | None = None
@@ -107,7 +101,6 @@ class GradientStatistics:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.begin_step()
-        self.workers.awaited = not self.workers.final
         self.attach()
 
     @property
@@ -124,15 +117,6 @@ class GradientStatistics:
     def accumulating(self) -> bool:
         """Whether there was a backward pass, and the step's last is yet to come."""
         return self.passes > 0 and self._ended is None
-
-    @property
-    def usual_samples(self) -> int | None:
-        """n of a full step, at least 2 with examples as samples; None where the number of passes is left open."""
-        return None if self._open_ended else self._estimated_from
-
-    @property
-    def _estimated_from(self) -> int:
-        return self.declared.num_samples if self.examples is None else max(self.declared.num_samples, 2)
 
     @property
     def num_gains(self) -> int:
@@ -159,23 +143,7 @@ class GradientStatistics:
 
     def declare(self, shape: StepShape) -> None:
         """Set the shape of the steps from the next one on. At a step boundary."""
-        if self._open_ended:
-            self.step_end, self._open_ended = None, False
         self.declared, self._expected = shape, None
-        self.previous = None  # batches of different size have gradients of different noise
-        self.attach()
-
-    def leave_open(self, step_end: StepEnd, scale: float) -> None:
-        """Let ``step_end`` decide the shape of each step, without a declared number of passes. At a step boundary.
-
-        Args:
-            step_end: Decides which pass is a step's last.
-            scale: S to assume before the first step has ended.
-        """
-        self.step_end, self._open_ended = step_end, True
-        self.measure_by(None)
-        self.declared, self._expected = StepShape(1, self.workers.count, float(scale)), None
-        self.previous = None
         self.attach()
 
     def measure_by(self, examples: ExampleNoise | None) -> None:
@@ -190,24 +158,6 @@ class GradientStatistics:
             self.begin_step()  # of a step that was never taken
         self._expected = shape
 
-    def add_workers(self) -> None:
-        """Add the workers of a process group that came up since the optimizer was built.
-
-        Raises:
-            RuntimeError: It is too late for that.
-        """
-        count = self.workers.look()
-        if count is None or count == 1:
-            return
-        factor = count if self.workers.scale_follows else 1
-        self.declared = replace(self.declared, workers=count, scale=self.declared.scale * factor)
-        if self._expected is not None:
-            self._expected = replace(self._expected, workers=count, scale=self._expected.scale * factor)
-        if self.examples is not None and not self.examples.required:
-            self.measure_by(None)  # with several workers there are gradient samples
-        if self.observer is None:  # a pass was made before the group came up
-            self.attach()
-
     def attach(self) -> None:
         """(Re)install the observer: none if a step has a single sample at S = 1, which yields nothing."""
         if self.observer is not None:
@@ -220,40 +170,22 @@ class GradientStatistics:
                 "The optimizer's parameters are DTensors. Give AdaScale(..., model=model), the model that fully_shard was "
                 "applied to: gradient samples are measured on its unsharded parameters."
             )
-        wanted = Measurement(
-            workers=self.workers.count,
-            needed=self._several_samples or self.declared.scale != 1,
-            local=self._several_samples and self.examples is None,
-            one_pass=self.declared.passes == 1 and not self._open_ended,
-            workers_awaited=self.workers.awaited,
-        )
-        if wanted.needed or wanted.workers_awaited:
+        several = self.declared.num_samples > 1
+        if several or self.declared.scale != 1:
             self.observer = make_observer(
-                self._optimizer, self, wanted, model=self._model, precondition=self._precondition
+                self._optimizer,
+                self,
+                workers=self.workers.count,
+                local=several and self.examples is None,
+                one_pass=self.declared.passes == 1,
+                model=self._model,
+                precondition=self._precondition,
             )
-        self._provisional = wanted.workers_awaited
         if self.examples is not None:
             self.examples.detach() if self.observer is None else self.examples.begin_step()
 
     on_reducer_attached = attach
     """Called by OSS when a ShardedDataParallel begins to reduce its gradients."""
-
-    @property
-    def _several_samples(self) -> bool:
-        """Whether a step has several gradient samples, or may have."""
-        return self.declared.num_samples > 1 or self._open_ended
-
-    def keeps_measuring(self) -> bool:
-        self._await_workers()
-        if not self._several_samples and self.declared.scale == 1:
-            self.observer = None
-            self.measure_by(None)
-        return self.observer is not None
-
-    def _await_workers(self) -> None:
-        if self.workers.awaited:
-            self.workers.awaited = False
-            self.add_workers()
 
     def add_group(self) -> None:
         """Watch the parameter group that was added to the optimizer last."""
@@ -261,11 +193,6 @@ class GradientStatistics:
             self.observer.add_group(self._optimizer.param_groups[-1]["params"])
             if self.examples is not None:
                 self.examples.begin_step()
-        self.previous = None
-
-    def load_previous(self, state: dict[str, Tensor]) -> None:
-        """Load g_{t−1} from a state dict's tensors, if it has one."""
-        self.previous = PreviousGradient.from_state(state, self.params, self.device, self.declared.scale)
 
     def unhook(self) -> None:
         """Stop watching for good."""
@@ -309,10 +236,6 @@ class GradientStatistics:
             if self.examples is not None:
                 self.examples.end_step()
         self._expected = self.payload = None
-        if self._provisional and not self.workers.awaited:
-            self._provisional = False
-            if self.observer is not None and not self._several_samples:
-                self.attach()  # before the first pass the samples were measured in case workers came
 
     def _first_gradient(self) -> tuple[int, int] | None:
         """Return the address and the number of writes of the first gradient; None without one. Clearing changes them."""
@@ -324,19 +247,18 @@ class GradientStatistics:
 
     def _shape_if_last(self, number: int) -> StepShape | None:
         shape = self._expected or self.declared
-        if not self._open_ended and number >= shape.passes:
+        if number >= shape.passes:
             return shape
         return None if self.step_end is None else self.step_end(number)
 
     @torch.no_grad()
     def on_begin(self, observer: GradientObserver) -> bool:
-        self._await_workers()
         self.workers.require_group(self._process_group)
+        self._require_samples()
         if self.gathered is not None:
             # A complete step was never taken, as after an overflow that a GradScaler found. Were its gradients cleared since?
             grads = observer.gradients_left(self.params)
             too_many = any(bool(take_norm(_local(grad.detach())) != 0) for grad in grads)
-            self.previous = None
             self.left_out |= self._scales_loss and not too_many
             self._clear_passes()
             self._too_many = too_many
@@ -357,10 +279,6 @@ class GradientStatistics:
         if shape is None:
             return
         self._ended = shape
-        if self._open_ended:
-            if shape.scale != self.declared.scale or shape.num_samples > 1:
-                self.previous = None  # g_{t−1} counts if both steps are of one sample, from batches of one size
-            self.declared = shape
         if observer.reduced_everywhere:
             # Only A is still in parts. Sent now, it travels behind the last gradients, which are awaited anyway.
             self._sent = self._send({})
@@ -369,6 +287,22 @@ class GradientStatistics:
     def on_reduced(self, observer: GradientObserver) -> None:
         if self._ended is not None and self.gathered is None:
             self._finish_passes(self._gather(observer))
+
+    @property
+    def lacks_samples(self) -> bool:
+        """Whether the steps to come can't measure their noise: they have one gradient sample at S ≠ 1."""
+        return self.declared.num_samples == 1 and self.declared.scale != 1 and self.examples is None
+
+    def _require_samples(self) -> None:
+        if not self.lacks_samples:
+            return
+        why = "" if self.uncovered is None else f" The single examples can't be measured: {self.uncovered}."
+        raise RuntimeError(
+            f"One gradient sample a step at scale {self.declared.scale:g} tells nothing of the noise, so the gain is "
+            f"unknown.{why} Make two backward passes of half the size: AdaScale(..., num_gradients_to_accumulate=2), or "
+            "AdaScaleConfig(accumulation=2, per_worker_batch_size=half of it). Or give AdaScale(..., model=model), whose single "
+            "examples are measured where its layers allow it."
+        )
 
     def _finish_passes(self, gathered: Gathered) -> None:
         self.gathered = gathered
@@ -399,6 +333,9 @@ class GradientStatistics:
             )
         if self.gathered is not None:
             return
+        self.workers.require_group(self._process_group)
+        if self.observer is not None:
+            self._require_samples()
         lacks_passes = self.accumulating
         if self.observer is not None and self.workers.reduce:
             # A backward pass reached no parameter here: a sample of zero. The others are in the reduction already.
@@ -499,16 +436,8 @@ class GradientStatistics:
             after["loss_scale"] = self._grad_scaler.scale(one)
         numbers = numbers.between(before, after)
         examples = self._covered_examples(numbers.part("examples"))
-        if not observer.complete:
-            self.previous = None  # the next gradient has other parameters
-        elif examples is not None or shape.num_samples > 1:
-            pass
-        elif shape != self.declared:
-            self.previous = None  # the steps around a shortened one are of another batch
-        elif shape.scale != 1:
-            numbers = numbers.between({}, self._consecutive(numbers))
         seen_here = self._ended is not None
-        return Gathered(shape, self._estimated_from, self.num_gains, numbers, examples, observer.complete, seen_here)
+        return Gathered(shape, self.num_gains, numbers, examples, observer.complete, seen_here)
 
     def _covered_examples(self, by_example: Tensor | None) -> ExampleNoise | None:
         """Return :attr:`examples`. The first measured step without an overflow shows whether the model is covered.
@@ -532,21 +461,6 @@ class GradientStatistics:
         self.uncovered = why
         return None
 
-    def _consecutive(self, numbers: Numbers) -> dict[str, Tensor]:
-        """Keep the gradient of a step with one gradient sample; return its products with the last step's, if there is one."""
-        before, scale = self.previous, numbers.part("loss_scale")
-        factor: Tensor | float = 1.0 if scale is None else scale.reciprocal()[0]
-        factor = factor / self.shape.multiple_of_mean
-        gradient = [None if p.grad is None else _local(p.grad.detach()) * factor for p in self.params]
-        finite = torch.isfinite((numbers["a"] + numbers["c"]).sum())
-        self.previous = PreviousGradient(gradient, finite, self.shape.scale, [p.requires_grad for p in self.params])
-        if before is None or not self.previous.comparable_with(before):
-            return {}
-        difference, inner = self.previous.products_with(
-            before, [len(g["params"]) for g in self._optimizer.param_groups]
-        )
-        return {"difference": difference, "inner": inner, "comparable": before.finite.double().view(1)}
-
     def _sample_without_passes(self) -> Sample:
         """Return a sample without moments, of gradients that no observer watched: at n = 1 and S = 1, or after :meth:`unhook`."""
         device, grads = self.device, self.step_gradients()
@@ -560,7 +474,7 @@ class GradientStatistics:
             finite = flag > 0
         check = 1 / finite.double()
         payload = None if self.payload is None else self.payload.to(device, torch.float64)
-        return Sample(self.shape, self._estimated_from, None, finite, check, payload)
+        return Sample(self.shape, None, finite, check, payload)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -15,25 +14,6 @@ from .._torch import is_dtensor
 from ..measure.ddp import bucket_observer, reduces_in_one_round
 from ..measure.observers import GradientObserver, HookObserver, PassListener
 from ..sharding.oss import OSS, GradientReducer
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """What is to be measured.
-
-    Attributes:
-        workers: Workers that share the batch.
-        needed: Whether a step needs any measurement.
-        local: Whether a step needs the norm of each gradient sample.
-        one_pass: Whether each step is known to have a single pass.
-        workers_awaited: Whether further workers may come up before the first pass.
-    """
-
-    workers: int
-    needed: bool
-    local: bool
-    one_pass: bool
-    workers_awaited: bool
 
 
 def has_dtensors(optimizer: Optimizer) -> bool:
@@ -49,8 +29,10 @@ def has_sharded_gradients(optimizer: Optimizer) -> bool:
 def make_observer(
     optimizer: Optimizer,
     listener: PassListener,
-    wanted: Measurement,
     *,
+    workers: int,
+    local: bool,
+    one_pass: bool,
     model: torch.nn.Module | None,
     precondition: Callable[[Tensor, Tensor], Tensor] | None,
 ) -> GradientObserver:
@@ -59,7 +41,9 @@ def make_observer(
     Args:
         optimizer: The wrapped one.
         listener: Called at the begin and the end of each pass; held weakly.
-        wanted: What to measure.
+        workers: Workers that share the batch.
+        local: Whether a step needs the norm of each gradient sample.
+        one_pass: Whether each step is known to have a single pass.
         model: The model, where norms may be taken of it.
         precondition: Maps (parameter, gradient) to the tensor that norms are taken of.
 
@@ -71,24 +55,17 @@ def make_observer(
         _refuse(precondition, "whole parameters and their optimizer state, which fully_shard splits over workers")
         from ..measure.fsdp2 import FSDP2Observer  # here, since DTensor takes half a second to import
 
-        return FSDP2Observer(
-            groups, listener, model=cast(torch.nn.Module, model), world_size=wanted.workers, local=wanted.local
-        )
-    if wanted.workers_awaited:
-        # Samples are measured in case there are several. If nothing else is needed, the hooks go when no workers have come.
-        return HookObserver(groups, listener, precondition=precondition, may_end=not wanted.needed)
+        return FSDP2Observer(groups, listener, model=cast(torch.nn.Module, model), world_size=workers, local=local)
     if has_sharded_gradients(optimizer):
         _refuse(precondition, "whole gradients on every worker")
         oss = cast(OSS, optimizer)
-        return cast(GradientReducer, oss.reducer).observe(listener, accumulating=not wanted.one_pass)
-    if isinstance(model, DistributedDataParallel) and wanted.local and wanted.one_pass and not precondition:
+        return cast(GradientReducer, oss.reducer).observe(listener, accumulating=not one_pass)
+    if isinstance(model, DistributedDataParallel) and local and one_pass and not precondition:
         # Of several passes, a bucket holds the sum; a precondition is of one parameter.
         buckets = bucket_observer(model, groups, listener)
         if buckets is not None:
             return buckets
-    return HookObserver(
-        groups, listener, local=wanted.local, precondition=precondition, early=reduces_in_one_round(model)
-    )
+    return HookObserver(groups, listener, local=local, precondition=precondition, early=reduces_in_one_round(model))
 
 
 def _refuse(precondition: object, needs: str) -> None:

@@ -50,7 +50,6 @@ class Sample:
 
     Attributes:
         shape: The step's shape.
-        usual_samples: n of a full step. It differs from that of ``shape`` in a step that was shortened.
         moments: σ² and μ², ``[2, groups]``, unclipped; None where the step yields none.
         usable: Whether ``moments`` are valid; bool, 0-dim.
         check: A number that is finite if the step's gradient is; float64, 0-dim.
@@ -59,7 +58,6 @@ class Sample:
     """
 
     shape: StepShape
-    usual_samples: int
     moments: Tensor | None
     usable: Tensor
     check: Tensor
@@ -98,18 +96,15 @@ class Gathered:
 
     Attributes:
         shape: The step's shape.
-        usual_samples: n of a full step.
         num_gains: Gains: one for each group, or one for all.
         numbers: On the device of the statistics: "c" and "a" per group as measured, "complete" (workers that saw all passes);
-            "examples" (an :class:`ExampleSums`), "payload", "loss_scale" where there are such; "difference", "inner" and
-            "comparable", where the step has one gradient sample and is compared with the step before.
+            "examples" (an :class:`ExampleSums`), "payload", "loss_scale" where there are such.
         examples: Measures the noise by single examples; None: gradient samples do.
         watched: Whether every gradient of the step was watched. Else "c" has a gradient that "a" lacks.
         seen_here: Whether this worker saw all passes, so that "complete" is not 0.
     """
 
     shape: StepShape
-    usual_samples: int
     num_gains: int
     numbers: Numbers
     examples: ExampleNoise | None
@@ -151,11 +146,7 @@ class Gathered:
             usable = usable & measured
         elif shape.num_samples > 1:
             moments = torch.stack(gain_math.gradient_moments(a, c, scale=shape.scale, count=shape.num_samples))
-        elif (comparable := numbers.part("comparable")) is not None:
-            products = self._by_gain(numbers["difference"]), self._by_gain(numbers["inner"])
-            moments = torch.stack(gain_math.differenced_moments(*products, scale=shape.scale))
-            usable = usable & (comparable[0] > 0)
-        return Sample(shape, self.usual_samples, moments, usable, (a + c).sum(), numbers.part("payload"))
+        return Sample(shape, moments, usable, (a + c).sum(), numbers.part("payload"))
 
     def _by_gain(self, of_groups: Tensor) -> Tensor:
         return of_groups if len(of_groups) == self.num_gains else of_groups.sum(dim=0, keepdim=True)

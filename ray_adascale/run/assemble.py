@@ -49,6 +49,7 @@ from .schedule import BaseSchedule, EffectiveSchedule
 from .step import Listener, LoopState, Stage
 from .trace import TraceFile, read_trace
 from .train_state import TrainState, log_start
+from .two_passes import TwoPasses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +194,11 @@ def assemble(
         device=device,
         fully_sharded=wrapped.sharding == "fsdp2",
     )
-    adaptive = None if controller is None else AdaptiveBatch(controller, wrapped.optimizer, source, device)
+    batch: AdaptiveBatch | TwoPasses | None = None
+    if controller is not None:
+        batch = AdaptiveBatch(controller, wrapped.optimizer, source, device)
+    elif plan.num_samples == 1 and plan.scale != 1:
+        batch = TwoPasses(wrapped.optimizer)
     evaluation = Evaluation(
         evaluate, module, every=config.evaluate_every or total_steps / 10, early_stop=config.early_stop
     )
@@ -206,7 +211,7 @@ def assemble(
         schedule=schedule,
         source=source,
         loop=state,
-        stages=[evaluation] if adaptive is None else [adaptive, evaluation],
+        stages=[evaluation] if batch is None else [batch, evaluation],
         base_schedule=base_schedule,
         world_size=plan.world_size,
         recipe=None if recipe is None else recipe.fingerprint,
@@ -220,9 +225,9 @@ def assemble(
         workers_before = None
         if folder is not None:
             workers_before = train_state.load(folder, accept_changes=config.accept_changes)
-            if controller is not None:
-                plan = controller.plan
-                set_batch(plan, wrapped.optimizer, source, rank)
+        if batch is not None and (chosen := batch.plan_of(plan)) != plan:
+            plan = chosen
+            set_batch(plan, wrapped.optimizer, source, rank)
         if evaluation.stalled is not None:
             state.stopped = evaluation.stalled
         listeners: list[Listener] = []
@@ -266,7 +271,7 @@ def assemble(
         optimizer=wrapped.optimizer,
         passes=passes,
         state=state,
-        stages=stages if adaptive is None else (adaptive, *stages),
+        stages=stages if batch is None else (batch, *stages),
         evaluation=evaluation,
         checkpointing=checkpointing,
         reporting=reporting,

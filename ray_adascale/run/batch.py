@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..batch_policy import BatchController, Position
+from ..batch_policy import BatchController, BatchPlan, Position
 from ..data.source import BatchSource
 from ..optim.adascale import AdaScale
 from .step import BoundaryFlags, RunAtBoundary, Stage
@@ -32,6 +32,10 @@ class AdaptiveBatch(Stage):
         self._optimizer = optimizer
         self._source = source
         self._device = device
+
+    def plan_of(self, plan: BatchPlan) -> BatchPlan:
+        """Return the controller's plan, in place of this one."""
+        return self.controller.plan
 
     def due_by(self, effective_steps: float) -> bool:
         return self.controller.due_by(self._at(effective_steps))

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import rich.console
 
-from ray_adascale import AdaScaleConfig
+from ray_adascale import AdamScaleRule, AdaScaleConfig
 from ray_adascale.analysis.forecast import Forecast, forecast_recipe
 from ray_adascale.analysis.throughput import Throughput
 from ray_adascale.recipe import Repeat
 from ray_adascale.replay import Forecaster
-from ray_adascale.scaling_rules import AdamScale
 
 from ..samples_of import probes, recipe
 
@@ -218,7 +217,7 @@ def test_what_makes_an_interval_wide_is_said() -> None:
         ({"workers": []}, "Invalid workers="),
         ({"workers": [0, 1]}, "Invalid workers="),
         ({"config": AdaScaleConfig(rule="adamscale")}, "no forecast for it"),
-        ({"config": AdaScaleConfig(rule=AdamScale())}, "no forecast for it"),
+        ({"config": AdaScaleConfig(rule=AdamScaleRule())}, "no forecast for it"),
         ({"config": AdaScaleConfig(base_batch_size=4)}, "base_batch_size=4.: the recipe says 8"),
         ({"cost_per_worker_hour": -1, "throughput": MODEL}, "cost_per_worker_hour=-1"),
         ({"config": AdaScaleConfig(global_batch_size=4)}, "global_batch_size=4.: smaller than base_batch_size=8"),

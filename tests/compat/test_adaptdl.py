@@ -19,10 +19,10 @@ from torch.optim.lr_scheduler import LRScheduler, MultiStepLR
 
 from ray_adascale import AdaScale, scaling_rules
 from ray_adascale.compat.adaptdl import AdaptiveDataParallel
-from ray_adascale.scaling_rules import LEGWScale, ScalingRuleBase
+from ray_adascale.scaling_rules import ScalingRuleBase
 
 from ..classifier import batches, make_model, sample_gradient, two_groups, weights
-from ..model.reference_run import differenced_moments, moments
+from ..model.reference_run import moments
 
 
 class AdaptDL:
@@ -33,22 +33,14 @@ class AdaptDL:
         self.weight = 0.0
         self.averages = np.stack([np.zeros(groups), np.ones(groups)])
         self.progress = 0.0
-        self.before: Any = None
         self.mean: Any = None
 
     def sample(self, samples: list[list[np.ndarray]], scale: float) -> None:
         by_group = list(zip(*samples, strict=True))
         n = len(samples)
         self.mean = [np.mean(gs, axis=0) for gs in by_group]
-        if n > 1:
-            new, exponent = [moments(gs, [1 / n] * n, scale) for gs in by_group], scale
-        else:
-            before, self.before = self.before, self.mean
-            if before is None:
-                return
-            new = [differenced_moments(g, h, scale) for g, h in zip(self.mean, before, strict=True)]
-            exponent = 2 * scale
-        theta = 0.999**exponent
+        new = [moments(gs, [1 / n] * n, scale) for gs in by_group]
+        theta = 0.999**scale
         self.sums = theta * self.sums + (1 - theta) * np.array(new).T
         self.weight = theta * self.weight + (1 - theta)
         self.averages = self.sums / self.weight
@@ -185,30 +177,16 @@ def test_one_worker_that_accumulates_needs_no_declared_number(pool: Any) -> None
     assert 1 < gains[-1] < 3
 
 
-def _lone_bigger_batch(scale: float) -> list[float]:
+def _lone_bigger_batch() -> None:
     bare = make_model()
-    optimizer = torch.optim.SGD(two_groups(bare), lr=0.05)
-    model = AdaptiveDataParallel(bare, optimizer, base_batch_size=4 / scale, batch_size=4)
-    theirs, gains = AdaptDL(2), []
-    for x, y in batches(6, 4):
-        theirs.sample([sample_gradient(bare, (x, y), optimizer.param_groups)], scale)
+    model = AdaptiveDataParallel(bare, torch.optim.SGD(bare.parameters(), lr=0.05), base_batch_size=1, batch_size=4)
+    x, y = batches(1, 4)[0]
+    with pytest.raises(RuntimeError, match=r"One gradient sample a step at scale 4 .*no_sync"):
         F.cross_entropy(model(x), y).backward()
-        assert model.gain == pytest.approx(theirs.gain(scale), rel=1e-9)
-        optimizer.step()
-        optimizer.zero_grad()
-        gains.append(model.gain)
-    return gains
 
 
-def _lone() -> None:
-    with pytest.warns(UserWarning, match="consecutive steps"):
-        gains = _lone_bigger_batch(4.0)
-    assert gains[0] == pytest.approx(1, abs=1e-5)  # nothing to compare with yet
-    assert gains[-1] > 1
-
-
-def test_one_sample_a_step_is_differenced_as_in_adaptdl(pool: Any) -> None:
-    pool(1).run(_lone)
+def test_one_sample_a_step_is_refused_with_what_to_do(pool: Any) -> None:
+    pool(1).run(_lone_bigger_batch)
 
 
 def _scale_one() -> None:
@@ -436,37 +414,6 @@ def test_adam_scale_takes_its_statistics_in_adams_metric(pool: Any) -> None:
     assert first[1:6] == pytest.approx([1.0] * 5, abs=1e-6)
 
 
-def _switch() -> None:
-    bare = make_model()
-    optimizer = torch.optim.SGD(bare.parameters(), lr=0.05)
-    model = AdaptiveDataParallel(bare, optimizer, base_batch_size=2, batch_size=4)
-    data = iter(batches(20, 4))
-    seen = []
-    for passes in (1, 1, 1, 2, 1, 1):
-        samples = []
-        for p in range(passes):
-            x, y = next(data)
-            samples.append(sample_gradient(bare, (x, y), optimizer.param_groups)[0])
-            with model.no_sync() if p < passes - 1 else contextlib.nullcontext():
-                F.cross_entropy(model(x), y).backward()
-        seen.append((samples, model.gns.raw_var_avg.item(), model.gns.raw_sqr_avg.item()))
-        optimizer.step()
-        optimizer.zero_grad()
-    # Each of the last three is of its own estimator's samples alone: there is one at most.
-    assert seen[3][1:] == pytest.approx(moments(seen[3][0], [0.5, 0.5], 4.0), rel=1e-9)
-    assert seen[4][1:] == (0.0, 1.0)  # nothing to compare with yet
-    assert seen[5][1:] == pytest.approx(differenced_moments(seen[5][0][0], seen[4][0][0], 2.0), rel=1e-9)
-
-
-def _switch_with_warning() -> None:
-    with pytest.warns(UserWarning, match="consecutive steps"):
-        _switch()
-
-
-def test_going_between_one_gradient_sample_and_several_starts_the_averages_anew(pool: Any) -> None:
-    pool(1).run(_switch_with_warning)
-
-
 def _left_out() -> None:
     bare = make_model()
     optimizer = torch.optim.SGD(bare.parameters(), lr=0.05)
@@ -487,62 +434,6 @@ def _left_out() -> None:
 
 def test_a_complete_step_that_is_never_taken_leaves_nothing_behind(pool: Any) -> None:
     pool(1).run(_left_out)
-
-
-def _legw_with_changing_scale() -> None:
-    with pytest.warns(UserWarning, match="changed from 2 to 4"):
-        _train("legw", 1, steps=2, per_step=True)
-
-
-def test_legw_warns_when_the_scale_changes(pool: Any) -> None:
-    pool(2).run(_legw_with_changing_scale)
-
-
-def _legw_under_a_scheduler(gammas: list[float]) -> int:
-    bare = make_model()
-    optimizer = torch.optim.SGD(bare.parameters(), lr=0.05)
-    scheduler = torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda call: gammas[call - 1])
-    model = AdaptiveDataParallel(bare, optimizer, scheduler, scaling_rule=LEGWScale(1, 100), base_batch_size=4)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for x, y in batches(5, 4):
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
-    return sum("begins by raising the LR" in str(w.message) for w in caught)
-
-
-@pytest.mark.parametrize(("gammas", "count"), [([1, 2, 2, 2, 2], 1), ([1, 0.5, 4, 1, 1], 0)], ids=["rises", "falls"])
-def test_legw_warns_once_of_a_scheduler_with_a_warm_up(pool: Any, gammas: list[float], count: int) -> None:
-    assert pool(2).run(_legw_under_a_scheduler, gammas) == [count] * 2
-
-
-def _legw_resumed_before_a_restart() -> int:
-    """Cosine annealing with warm restarts: its first change is a fall, the first after this resume is a rise."""
-    caught: list[warnings.WarningMessage] = []
-    state: dict[str, Any] = {}
-    for steps in (3, 3):
-        bare = make_model()
-        optimizer = torch.optim.SGD(bare.parameters(), lr=0.05)
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=4)
-        model = AdaptiveDataParallel(bare, optimizer, scheduler, scaling_rule=LEGWScale(1, 100), base_batch_size=4)
-        with warnings.catch_warnings(record=True) as some:
-            warnings.simplefilter("always")
-            if state:
-                model.load_training_state(state)
-            for x, y in batches(steps, 4):
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                scheduler.step()
-        caught += some
-        state = model.training_state()
-    return sum("begins by raising the LR" in str(w.message) for w in caught)
-
-
-def test_legw_does_not_take_a_resume_for_the_beginning_of_the_schedule(pool: Any) -> None:
-    assert pool(2).run(_legw_resumed_before_a_restart) == [0, 0]
 
 
 def _group_added_later() -> None:

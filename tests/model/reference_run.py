@@ -42,14 +42,6 @@ def moments(samples: Sequence[Vector], weights: Sequence[float], scale: float) -
     return sigma2, c - sigma2 / scale
 
 
-def differenced_moments(g: Vector, g_prev: Vector, scale: float) -> tuple[float, float]:
-    """``(σ², μ²)`` from the mean gradients of two consecutive steps, for n = 1."""
-    # σ² = (S/2) · ‖g_t − g_{t−1}‖²
-    sigma2 = scale / 2 * float((g - g_prev) @ (g - g_prev))
-    # μ² = ⟨g_t, g_{t−1}⟩
-    return sigma2, float(g @ g_prev)
-
-
 def gain(sigma2: float, mu2: float, scale: float, floor: float = 0.0) -> float:
     """``r``, from statistics clipped here: σ² at ``floor``, μ² at 0. Both zero: 1."""
     sigma2, mu2 = max(sigma2, floor), max(mu2, 0.0)
@@ -122,10 +114,6 @@ class ReferenceAdaScale:
         self.single_gain = single_gain
         self.effective_steps = 0.0
         self.previous_gain = 1.0  # r_{−1}
-        self.previous_mean: list[Vector] | None = None  # ḡ_{t−1}, for n = 1
-        self._restart()
-
-    def _restart(self) -> None:
         self.sigma2, self.mu2 = MovingAverage(self.debias), MovingAverage(self.debias)
 
     def add_group(self) -> None:
@@ -136,9 +124,7 @@ class ReferenceAdaScale:
                 average.biased = np.append(average.biased, 0.0)
 
     def set_scale(self, scale: float) -> None:
-        """σ² is per base batch, so nothing is rescaled; but ḡ_{t−1} came from a batch of another size."""
-        if scale != self.scale:
-            self.previous_mean = None
+        """σ² is per base batch, so nothing is rescaled."""
         self.scale = scale
 
     def rebase(self, ratio: float, r: float) -> float:
@@ -153,11 +139,7 @@ class ReferenceAdaScale:
         return r
 
     def set_n(self, n: int) -> None:
-        """The two estimators have different biases: going from one to the other starts the averages anew."""
-        if n != self.n:
-            self.previous_mean = None
-        if (n == 1) != (self.n == 1):
-            self._restart()
+        """σ² is per base batch, however many samples tell it."""
         self.n = n
 
     def theta(self) -> float:
@@ -177,16 +159,11 @@ class ReferenceAdaScale:
         with np.errstate(invalid="ignore"):  # ∞ − ∞ in a step that is skipped below
             mean = [np.sum([w * g for w, g in zip(weights, gs, strict=True)], axis=0) for gs in by_group]
         if not all(np.isfinite(g).all() for gs in by_group for g in gs):
-            self.previous_mean = None  # the next difference would span two steps
             return StepResult([math.nan] * groups, math.nan, mean, math.nan, math.nan, self.effective_steps, True)
 
         statistics = None  # for each group (σ², μ²)
         if self.n > 1:
             statistics = np.array([moments(gs, weights, self.scale) for gs in by_group])
-        elif self.previous_mean is not None:
-            pairs = zip(mean, self.previous_mean, strict=True)
-            statistics = np.array([differenced_moments(g, g_prev, self.scale) for g, g_prev in pairs])
-        self.previous_mean = mean
         return self.advance(statistics, mean)
 
     def advance(self, statistics: NDArray[np.float64] | None, mean: list[Vector]) -> StepResult:

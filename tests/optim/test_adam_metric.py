@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from ray_adascale import OSS, AdaScale
+from ray_adascale import OSS, AdamScaleRule, AdaScale
 from ray_adascale.optim.adam_metric import adam_preconditioner
-from ray_adascale.scaling_rules import AdamScale
 
 from ..classifier import make_model
 from ..model.reference_run import gain as reference_gain
@@ -55,7 +54,7 @@ def test_gains_in_adams_metric_equal_the_reference_and_ignore_a_parameters_units
             scale=4.0,
             num_gradients_to_accumulate=2,
             smoothing=0.0,
-            rule=AdamScale(),
+            rule=AdamScaleRule(),
             precondition=adam_preconditioner(adam),
         )
         for _ in range(3):

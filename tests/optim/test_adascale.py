@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ray_adascale import OSS, AdaScale, BetaRule, RuleInput, UnscaledRule
-from ray_adascale.scaling_rules import ScalingRuleBase
 
 from ..classifier import backward, batches, make_model, ready, weights
 
@@ -98,13 +97,12 @@ def test_a_rule_may_have_a_factor_and_betas_for_each_group(single_gain: bool) ->
 
 
 def test_the_factors_of_a_users_rule_are_those_of_their_groups_with_a_single_gain() -> None:
-    class Halved(ScalingRuleBase):
-        def scale_lr(self, scale: float) -> Any:
-            return np.array([1.0, 0.5])
+    def halved(now: RuleInput) -> tuple[float, float]:
+        return {0: 1.0, 1: 0.5, None: 0.75}[now.group], now.gain
 
     a, b = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(()))
     sgd = torch.optim.SGD([{"params": [a]}, {"params": [b]}], lr=1.0)
-    adascale = AdaScale(sgd, num_gradients_to_accumulate=2, rule=Halved(), single_gain=True)
+    adascale = AdaScale(sgd, num_gradients_to_accumulate=2, rule=halved, single_gain=True)
     for _ in range(2):
         ((a + b) / 2).backward()
     adascale.step()
@@ -255,8 +253,23 @@ def test_a_change_of_scale_gives_the_true_gain_at_once() -> None:
     assert adascale.gain() == pytest.approx((sigma2 + mu2) / (sigma2 / 8 + mu2))
     adascale.set_num_gradients_to_accumulate(2)
     assert adascale.average_moments() == (sigma2, mu2)
-    adascale.set_num_gradients_to_accumulate(1)  # another estimator: what the old one saw does not count
-    assert math.isnan(adascale.average_moments()[0])
+    adascale.set_num_gradients_to_accumulate(1)
+    assert adascale.average_moments() == (sigma2, mu2)
+
+
+def test_a_step_with_one_gradient_sample_is_refused_with_what_to_do() -> None:
+    model, adascale = ready(scale=4.0, n=1)
+    assert adascale.lacks_samples
+    with pytest.raises(RuntimeError, match=r"One gradient sample a step at scale 4 .*num_gradients_to_accumulate=2"):
+        backward(model, batches(1, 4))
+    with pytest.raises(RuntimeError, match="One gradient sample a step"):
+        adascale.step()  # with gradients that were set by hand
+    adascale.zero_grad()
+    adascale.set_num_gradients_to_accumulate(2)
+    assert not adascale.lacks_samples
+    backward(model, batches(2, 4))
+    adascale.step()
+    assert adascale.gain() > 1
 
 
 def test_a_group_added_later_has_its_own_gain() -> None:

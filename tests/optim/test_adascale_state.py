@@ -57,35 +57,6 @@ def test_state_loads_without_pickles_does_not_alias_and_continues_exactly() -> N
     assert other.effective_steps == adascale.effective_steps
 
 
-@pytest.mark.filterwarnings("ignore:One gradient sample a step")
-def test_steps_of_one_sample_resume_with_the_gradient_of_the_step_before() -> None:
-    """Their σ² is of two consecutive gradients, so the first step of a resumed run needs the last one before it."""
-
-    def go_on(model: nn.Module, adascale: AdaScale, data: list[tuple[Tensor, Tensor]]) -> list[float]:
-        out = []
-        for batch in data:
-            backward(model, [batch])
-            adascale.step()
-            adascale.zero_grad()
-            out += [adascale.gain(), adascale.effective_steps, adascale.last_step.sigma2, *adascale.average_moments()]
-        return [*out, *weights(model).tolist()]
-
-    data = batches(8, 4)
-    model, adascale = ready(n=1)
-    go_on(model, adascale, data[:4])
-    saved = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": adascale.state_dict()}, saved)
-    unbroken = go_on(model, adascale, data[4:])
-    assert 1 < unbroken[0] < 4
-
-    saved.seek(0)
-    loaded = torch.load(saved, weights_only=True)
-    twin, other = ready(n=1)
-    twin.load_state_dict(loaded["model"])
-    other.load_state_dict(loaded["optimizer"])
-    assert go_on(twin, other, data[4:]) == unbroken
-
-
 @pytest.mark.parametrize("split", [False, True], ids=["one-group", "two-groups"])
 def test_state_goes_through_a_distributed_checkpoint(split: bool, tmp_path: Path) -> None:
     def ready() -> tuple[nn.Sequential, AdaScale]:

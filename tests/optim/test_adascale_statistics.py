@@ -72,22 +72,6 @@ def test_gains_weights_and_clock_equal_the_reference(
     assert 1 < adascale.gain() < scale  # the comparison was not one of clipped ends
 
 
-def test_differenced_estimator_equals_the_reference() -> None:
-    model = make_model()
-    adascale = AdaScale(torch.optim.SGD(two_groups(model), lr=0.05), scale=4.0)
-    reference = ReferenceAdaScale(scale=4.0, n=1)
-    for step, batch in enumerate(batches(15, 4)):
-        expected = reference.step([sample_gradient(model, batch, adascale.param_groups)])
-        F.cross_entropy(model(batch[0]), batch[1]).backward()
-        # Said at the first step, and not before: a process group might have come up.
-        with pytest.warns(UserWarning, match="consecutive steps") if step == 0 else nullcontext():
-            adascale.step()
-        adascale.zero_grad()
-        assert adascale.gain() == pytest.approx(expected.gain, rel=1e-9), step
-        assert adascale.effective_steps == pytest.approx(expected.effective_steps, rel=1e-9)
-    assert adascale.gain() > 1
-
-
 def test_unequal_micro_batches_give_the_weighted_gradient_and_its_gain() -> None:
     model = make_model()
     sizes = [2, 5, 3]

@@ -15,7 +15,7 @@ from ray_adascale.optim.step_shape import StepShape
 SCALE = 4.0
 
 
-def averages(*, groups: int = 1, num_samples: int = 2, **settings: Any) -> Averages:
+def averages(*, groups: int = 1, **settings: Any) -> Averages:
     fields = {
         "smoothing": 0.75,
         "variance_floor": 0.0,
@@ -24,9 +24,7 @@ def averages(*, groups: int = 1, num_samples: int = 2, **settings: Any) -> Avera
         "window": None,
         "total_steps": None,
     }
-    made = Averages(groups, **(fields | settings))  # type: ignore[arg-type]
-    made.follow(num_samples)
-    return made
+    return Averages(groups, **(fields | settings))  # type: ignore[arg-type]
 
 
 def sample(
@@ -36,16 +34,15 @@ def sample(
     usable: bool = True,
     finite: bool = True,
     shape: StepShape | None = None,
-    usual: int = 2,
 ) -> Sample:
     moments = torch.tensor([[sigma2], [mu2]], dtype=torch.float64)
     step = StepShape(2, scale=SCALE) if shape is None else shape
-    return Sample(step, usual, moments, torch.tensor(usable), torch.tensor(0.0 if finite else math.inf), None)
+    return Sample(step, moments, torch.tensor(usable), torch.tensor(0.0 if finite else math.inf), None)
 
 
 def take(into: Averages, *samples: Sample, previous_gain: float = 1.0) -> None:
     for one in samples:
-        into.keep(into.with_sample(one, previous_gain), one.usual_samples)
+        into.now = into.with_sample(one, previous_gain)
 
 
 def readout(of: Averages, scale: float = SCALE) -> NoiseReadout:
@@ -101,24 +98,6 @@ def test_a_sample_counts_once_and_only_when_it_is_kept() -> None:
     assert float(mine.now.weight) == 0.0
 
 
-@pytest.mark.parametrize(("before", "after", "kept"), [(2, 4, True), (2, 1, False), (1, 1, True), (1, 2, False)])
-def test_averages_of_the_other_estimator_are_left(before: int, after: int, kept: bool) -> None:
-    mine = averages(num_samples=before)
-    take(mine, sample(8.0, 2.0, usual=before))
-    state = mine.state()
-    mine.follow(after)
-    assert (float(mine.now.weight) > 0) == kept
-    other = averages(num_samples=after)
-    other.load(state, after)
-    assert (float(other.now.weight) > 0) == kept
-    assert other.num_samples == after
-    undecided = averages(num_samples=after)
-    undecided.load(state, None)
-    assert float(undecided.now.weight) > 0
-    assert undecided.num_samples == before
-    assert (float(undecided.with_sample(sample(1.0, 1.0, usable=False, usual=after), 1.0).weight) > 0) == kept
-
-
 def test_a_readout_is_cached_for_its_averages_and_scale() -> None:
     mine = averages()
     take(mine, sample(8.0, 2.0))
@@ -159,7 +138,7 @@ def test_a_gain_that_comes_later_starts_without_a_sample() -> None:
     assert math.isnan(known.sigma2[1])
     assert known.gains == [(8 + 2) / (8 / 4 + 2), 1.0]
     with pytest.raises(ValueError, match="of 1 gains, this optimizer has 2"):
-        mine.load(averages().state(), 2)
+        mine.load(averages().state())
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def gathered(
     shape: StepShape, c: Tensor, a: Tensor, gains: int, *, complete: int = 1, seen_here: bool = True, **more: Tensor
 ) -> Gathered:
     numbers = Numbers.of(c=c, a=a, complete=torch.full((1,), complete, dtype=torch.float64), **more)
-    return Gathered(shape, shape.num_samples, gains, numbers, None, True, seen_here)
+    return Gathered(shape, gains, numbers, None, True, seen_here)
 
 
 def sums(groups: int, generator: torch.Generator, shape: StepShape) -> tuple[Tensor, Tensor]:
@@ -66,8 +66,8 @@ def test_equals_the_formulas(shape: StepShape, groups: int, gains: int, floor: f
         assert short.skip.item() == long.skip.item() == float(number in (3, 4))
         assert short.skip.dtype is torch.float32
         assert torch.stack([*short.gains]).tolist() == pytest.approx(torch.stack([*long.gains]).tolist(), rel=1e-12)
-        mine.keep(short.averages, shape.num_samples)
-        theirs.keep(long.averages, shape.num_samples)
+        mine.now = short.averages
+        theirs.now = long.averages
         assert torch.equal(mine.now.count, theirs.now.count)
         found = unpack_outcome(short.numbers.tolist(), short.payloads)
         expected = unpack_outcome(long.numbers.tolist(), long.payloads)
@@ -95,8 +95,8 @@ def test_the_gain_of_the_whole_with_a_group_that_was_added_later(finite: bool) -
             a[-1] += 100 if finite else math.inf
         one = gathered(shape, c, a, len(c))
         short, long = DeviceArithmetic(mine).step(one, 1.0), DeviceStep.of(one.sample(on_host=False), theirs, 1.0)
-        mine.keep(short.averages, 4)
-        theirs.keep(long.averages, 4)
+        mine.now = short.averages
+        theirs.now = long.averages
         found, expected = (
             of.cache(of.now, shape.scale, unpack_outcome(step.numbers.tolist(), 0)[1]).gain
             for of, step in ((mine, short), (theirs, long))
@@ -150,7 +150,7 @@ def test_applies_where_its_formulas_hold() -> None:
     assert not DeviceArithmetic(averages(1, clip=False)).applies(several)
     assert not DeviceArithmetic(averages(1, debias=False)).applies(several)
     below = averages(1)
-    below.load({**below.state(), "total": -torch.ones(2, 1, dtype=torch.float64)}, 2)
+    below.load({**below.state(), "total": -torch.ones(2, 1, dtype=torch.float64)})
     assert not DeviceArithmetic(below).applies(several)
 
 

@@ -20,7 +20,6 @@ from ray_adascale import (
     UnscaledRule,
 )
 from ray_adascale.optim.rules import RULES, ScalingRule, follows_gain, legw_factor, make_rule, metric_of
-from ray_adascale.scaling_rules import LEGWScale, LinearScale
 
 
 def now(gain: float = 3.0, scale: float = 4.0, **kwargs: Any) -> RuleInput:
@@ -68,7 +67,7 @@ def test_rules_by_name_and_refused_ones() -> None:
     named = [AdamScaleRule(), AdaScaleRule(), AdaScaleBetasRule(), LinearRule(), SquareRootRule(), UnscaledRule()]
     names = ("adamscale", "adascale", "adascale_betas", "linear", "sqrt", "unscaled")
     assert [make_rule(name) for name in names] == named
-    for cls in (LinearRule, LinearScale):
+    for cls in (LinearRule, LEGWRule):
         with pytest.raises(ValueError, match=rf"{cls.__name__}\(\.\.\.\)"):
             make_rule(cls)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"rule='cubic'\. Known rules: adamscale, adascale, adascale_betas, linear"):
@@ -132,39 +131,36 @@ def test_legws_factor_rises_to_the_root_of_the_scale() -> None:
 # ---- LEGW ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("legw", [LEGWRule, LEGWScale])
-def test_legw_says_what_it_needs_and_when_it_cannot_work(legw: type[LEGWRule]) -> None:
+def test_legw_says_what_it_needs_and_when_it_cannot_work() -> None:
     with pytest.raises(ValueError, match="base_batch_size"):
-        legw(5, 1000)(now())
+        LEGWRule(5, 1000)(now())
     with pytest.raises(ValueError, match="base_warmup_epochs=-1"):
-        legw(-1, 1000)
+        LEGWRule(-1, 1000)
     with pytest.raises(ValueError, match="data_size=0"):
-        legw(5, 0)
-    rule = legw(5, 1000)
+        LEGWRule(5, 0)
+    rule = LEGWRule(5, 1000)
     with pytest.warns(UserWarning, match="longer than the whole run"):
         rule(now(base_batch_size=100, total_steps=199.0))  # 4 × 5 × 10 = 200
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rule(now(base_batch_size=100, total_steps=199.0))  # once
-        legw(5, 1000)(now(base_batch_size=100, total_steps=200.0))
+        LEGWRule(5, 1000)(now(base_batch_size=100, total_steps=200.0))
     with pytest.warns(UserWarning, match="changed from 4 to 8"):
         rule(now(scale=8.0, base_batch_size=100))
 
 
-@pytest.mark.parametrize("legw", [LEGWRule, LEGWScale])
-def test_legw_warns_of_a_schedule_with_a_warm_up_of_its_own(legw: type[LEGWRule]) -> None:
+def test_legw_warns_of_a_schedule_with_a_warm_up_of_its_own() -> None:
     flat, falling = [0.1] * 4, [0.1, 0.1, 0.05, 0.2]
     rising = [0.1, 0.1, 0.3, 0.05]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        legw(5, 1000).check_curve([flat, falling])
-        legw(0, 1000).check_curve([rising])  # no warm-up of LEGW's
+        LEGWRule(5, 1000).check_curve([flat, falling])
+        LEGWRule(0, 1000).check_curve([rising])  # no warm-up of LEGW's
     with pytest.warns(UserWarning, match=r"group 1: from 0\.1 to 0\.3"):
-        legw(5, 1000).check_curve([flat, rising])
+        LEGWRule(5, 1000).check_curve([flat, rising])
 
 
-@pytest.mark.parametrize("legw", [LEGWRule, LEGWScale])
-def test_legw_warms_up_at_the_base_batch_too_and_may_have_no_warm_up(legw: type[LEGWRule]) -> None:
-    rule = legw(1, 1000)
+def test_legw_warms_up_at_the_base_batch_too_and_may_have_no_warm_up() -> None:
+    rule = LEGWRule(1, 1000)
     assert rule(now(scale=1.0, gain=1.0, effective_steps=5.0, base_batch_size=100)) == (0.5, 1.0)
-    assert legw(0, 1000)(now(base_batch_size=100)) == (2.0, 4.0)
+    assert LEGWRule(0, 1000)(now(base_batch_size=100)) == (2.0, 4.0)

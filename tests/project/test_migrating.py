@@ -51,9 +51,8 @@ def test_the_names_on_the_page_exist() -> None:
         "zero_grad add_param_group state_dict load_state_dict unhook effective_steps steps at_boundary last_step set_batch "
         "average_moments group_moments",
         adaptdl.AdaptiveDataParallel: "gain to_tensorboard zero_grad training_state load_training_state no_sync",
-        adaptdl.GradientNoiseScale: "raw_var_avg raw_sqr_avg var_avg sqr_avg gain get_progress set_progress accum_scale "
-        "accum_count set_accum_scale reset_accumulation",
-        scaling_rules.ScalingRuleBase: "initialize scale_lr step zero_grad clock",
+        adaptdl.NoiseScale: "raw_var_avg raw_sqr_avg var_avg sqr_avg gain get_progress set_accum_scale reset_accumulation",
+        scaling_rules.ScalingRuleBase: "initialize scale_lr step zero_grad",
         scaling_rules: "AdaScale AdamScale LinearScale SqrtScale LEGWScale adam_preconditioner",
         OSS: "wrap step clip_grad_norm consolidate_state_dict state_dict load_state_dict add_param_group refresh_trainable",
         ShardedDataParallel: "reduce sync_buffers no_sync zero_grad refresh_trainable device_type is_multi_device_module",

@@ -1,0 +1,56 @@
+"""Two passes of half the size, where one worker's single pass tells nothing of the noise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from .._warn import warn_at_user
+from ..batch_policy import BatchPlan
+from ..optim.adascale import AdaScale
+from .step import BoundaryFlags, RunAtBoundary, Stage
+
+
+class TwoPasses(Stage):
+    """Splits the pass of a step in two, if the step has one gradient sample at S > 1 and its examples can't be measured.
+
+    Only the first measured step shows this of some models, so it may happen as the run goes on. A resume splits passes again.
+
+    Args:
+        optimizer: The optimizer of the run.
+
+    Attributes:
+        split: Whether passes were split, in this start or an earlier one.
+    """
+
+    def __init__(self, optimizer: AdaScale) -> None:
+        self.split = False
+        self._optimizer = optimizer
+
+    def plan_of(self, plan: BatchPlan) -> BatchPlan:
+        """Return the plan with its pass split in two, if it needs that; else the plan."""
+        if plan.num_samples > 1 or plan.scale == 1 or not (self.split or self._optimizer.lacks_samples):
+            return plan
+        if not self.split:
+            self.split = True
+            warn_at_user(
+                f"One gradient sample a step at scale {plan.scale:g} tells nothing of the noise, and the single examples of this "
+                "model can't be measured. So a step has two passes of half the size from now on, as with accumulation=2."
+            )
+        return replace(plan, accumulation=2)
+
+    def due_by(self, effective_steps: float) -> bool:
+        return self._optimizer.lacks_samples
+
+    def act(self, run: RunAtBoundary, flags: BoundaryFlags) -> str | None:
+        plan = self.plan_of(run.plan)
+        if plan is not run.plan:
+            run.set_plan(plan)
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"two_passes": self.split}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.split = state.get("two_passes", False)
