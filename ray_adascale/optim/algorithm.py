@@ -289,12 +289,16 @@ class AdaScaleAlgorithm:
         self.synchronize()
         state = {
             **self._averages.state(),
+            **self._no_examples(),
             "effective_steps": torch.tensor(self.last.effective_steps, dtype=torch.float64),
             "previous_gain": torch.tensor(self.last.gain, dtype=torch.float64),
             "steps": torch.tensor(self.last.steps),
         }
         examples = self._statistics.examples
-        return state | (no_examples() if examples is None else examples.state())
+        return state if examples is None else state | examples.state()
+
+    def _no_examples(self) -> dict[str, Tensor]:
+        return no_examples(self._statistics.num_gains, [p.requires_grad for p in self._statistics.params])
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Load a :meth:`state`.
@@ -304,6 +308,7 @@ class AdaScaleAlgorithm:
         """
         self._averages.check(state)
         self.synchronize()
+        state = self._no_examples() | state
         self._averages.load(state)
         self.last = replace(
             self.last,
@@ -320,7 +325,7 @@ class AdaScaleAlgorithm:
         self._averages.restart()
         self.last = replace(self.last, gain=1.0, effective_steps=0.0, steps=0)
         if self._statistics.examples is not None:
-            self._statistics.examples.load(no_examples(), self._statistics.device)
+            self._statistics.examples.load(self._no_examples(), self._statistics.device)
 
 
 def _scaled(lr: float | Tensor, factor: float | Tensor, scale: float) -> Any:

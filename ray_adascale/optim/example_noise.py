@@ -96,13 +96,18 @@ class ExampleSums:
         return cls(numbers[:-4], *numbers[-4:].unbind())
 
 
-def no_examples() -> dict[str, Tensor]:
-    """Return the :meth:`ExampleNoise.state` of a run that has measured no step by its examples."""
+def no_examples(gains: int, trainable: Sequence[bool]) -> dict[str, Tensor]:
+    """Return the :meth:`ExampleNoise.state` of a run that has measured no step by its examples.
+
+    Args:
+        gains: Number of gains.
+        trainable: Whether each parameter is trainable.
+    """
     return {
-        "examples_sigma2": torch.empty(0, dtype=torch.float64),
+        "examples_sigma2": torch.full((gains,), math.nan, dtype=torch.float64),
         "examples_step": torch.tensor(0),
         "examples_every": torch.tensor(1),
-        "examples_trainable": torch.empty(0, dtype=torch.bool),
+        "examples_trainable": torch.tensor(trainable, dtype=torch.bool),
     }
 
 
@@ -234,21 +239,24 @@ class ExampleNoise:
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state: copies on the CPU. Without σ² no step has confirmed that the model is covered."""
-        state = no_examples() | {
-            "examples_step": torch.tensor(self._step),
-            "examples_every": torch.tensor(self._every),
+        """Return the part of :func:`no_examples` that is another one: copies on the CPU. σ² if a step has confirmed the model."""
+        counts = {"examples_step": torch.tensor(self._step), "examples_every": torch.tensor(self._every)}
+        if self._held is None or not self.confirmed:
+            return counts
+        return {
+            **counts,
+            "examples_sigma2": self._held.detach().cpu().clone(),
             "examples_trainable": torch.tensor(self._norms.trainable),
         }
-        if self._held is not None and self.confirmed:
-            state["examples_sigma2"] = self._held.detach().cpu().clone()
-        return state
 
     def load(self, state: dict[str, Tensor], device: torch.device) -> None:
-        """Load a :meth:`state`, or :func:`no_examples`. σ² is loaded if the same parameters are trainable."""
+        """Load a :func:`no_examples`, with a :meth:`state` in it or not. σ² is loaded if the same parameters are trainable."""
         self._norms.begin()
         held: Tensor | None = state["examples_sigma2"]
-        if not len(state["examples_sigma2"]) or state["examples_trainable"].tolist() != self._norms.trainable:
+        if (
+            bool(state["examples_sigma2"].isnan().all())
+            or state["examples_trainable"].tolist() != self._norms.trainable
+        ):
             held = None
         if held is not None:
             self._norms.expect_examples_first()  # else a batch as long as its sequences could not be told, and would raise
