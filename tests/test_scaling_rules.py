@@ -25,7 +25,6 @@ from ray_adascale.scaling_rules import (
     SqrtScale,
     pick_factor,
 )
-from ray_adascale.worker_policy import follow_settings
 
 from .classifier import batches, make_model, weights
 from .model.reference_run import gain as reference_gain
@@ -174,8 +173,6 @@ def test_each_rule_answers_with_factor_and_clock(rule: ScalingRuleBase, pair: tu
 def test_a_batch_that_follows_the_noise_refuses_a_clock_that_does_not(rule: ScalingRuleBase) -> None:
     with pytest.raises(ValueError, match="clock of that rule advances by the scale"):
         AdaScaleConfig(target_efficiency=0.6, rule=rule)
-    with pytest.raises(ValueError, match="clock of that rule advances by the scale"):
-        follow_settings("pay", AdaScaleConfig(rule=rule))
 
 
 def test_each_rule_says_what_its_statistics_are_measured_in() -> None:

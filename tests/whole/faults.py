@@ -136,9 +136,9 @@ class Surroundings:
                 "--config",
                 f"step_timeout_s={STEP_TIMEOUT_S}",
             ]
-        self.spawn(sys.executable, "-m", "ray_adascale", *words)
+        self._spawn(sys.executable, "-m", "ray_adascale", *words)
 
-    def spawn(self, *command: str) -> None:
+    def _spawn(self, *command: str) -> None:
         """Start a command as the driver, with its output in a log."""
         number = len(self.drivers)
         if number == _MOST_DRIVERS:
