@@ -50,11 +50,6 @@ class BatchPlan:
         return self.world_size * self.accumulation
 
     @property
-    def measures_noise(self) -> bool:
-        """Whether gradient samples measure the noise: there are several, or the one is of more than a base batch."""
-        return self.num_samples > 1 or self.scale > 1
-
-    @property
     def largest_pass(self) -> int:
         """Examples in the largest micro-batch of the step."""
         return math.ceil(self.global_batch_size / self.num_samples)
