@@ -45,7 +45,7 @@ RAY_LAYERS: list[list[Package]] = [
             "train",
             "where the workers of a run live: Ray Train, its cluster, preemption notices",
             "trainer backend driver_channel driver_updates beats heartbeat hang_watch stop_request gauges retry run_lock "
-            "ray_record pickling network cluster worker_follow",
+            "ray_record pickling network cluster",
         )
     ],
 ]
@@ -61,8 +61,7 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "analysis",
             "what a person reads: forecast, report, display",
-            "check runs search_rows forecast throughput worker_forecast worker_replay report savings plots describe tensorboard "
-            "display",
+            "check runs search_rows forecast throughput report savings plots describe tensorboard display",
         )
     ],
     [
@@ -75,7 +74,6 @@ TORCH_LAYERS: list[list[Package]] = [
         ),
         Package("compat", "FairScale's and AdaptDL's interfaces", "adaptdl fairscale"),
     ],
-    [Package("", "the number of workers that pays", "worker_policy")],
     [
         Package("", "the model, data and optimizer that a user's function returns", "workload"),
         Package("", "where a function is that the command line names", "workload_source"),
@@ -116,7 +114,6 @@ TORCH_LAYERS: list[list[Package]] = [
     ],
     [
         Package("", "how long a step takes", "throughput"),
-        Package("", "the numbers of workers that a run has had", "worker_record"),
         Package("", "several optimizers as one", "chain"),
     ],
     [
@@ -154,7 +151,7 @@ HEAVY = {
     "torch.distributed.fsdp": ["measure.fsdp2", "sharding.fsdp2", "optim.grad_scaler"],
     "matplotlib": [],
     "jinja2": ["analysis.report"],
-    "rich": ["analysis.display", "analysis.forecast", "analysis.worker_forecast"],
+    "rich": ["analysis.display", "analysis.forecast"],
 }
 # Importing these imports nothing heavy, since every worker imports them.
 LIGHT = ["run.loop", "train.backend"]

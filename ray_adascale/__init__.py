@@ -16,8 +16,6 @@ if TYPE_CHECKING:  # the same again, as type checkers read no tables
     from .analysis.forecast import forecast_recipe as forecast_recipe
     from .analysis.report import write_report as write_report
     from .analysis.throughput import measure_throughput as measure_throughput
-    from .analysis.worker_forecast import WorkersForecast as WorkersForecast
-    from .analysis.worker_forecast import forecast_workers as forecast_workers
     from .batch_schedule import Seesaw as Seesaw
     from .chain import OptimizerChain as OptimizerChain
     from .checkpoint import CheckpointError as CheckpointError
@@ -58,7 +56,6 @@ if TYPE_CHECKING:  # the same again, as type checkers read no tables
     from .throughput import Throughput as Throughput
     from .train.trainer import AdaScaleTrainer as AdaScaleTrainer
     from .train.trainer import prepare as prepare
-    from .worker_policy import WorkersFollow as WorkersFollow
     from .workload import Workload as Workload
 
 # The public names, by the module that each is from.
@@ -66,7 +63,6 @@ _NAMES = {
     "analysis.forecast": ["Forecast", "forecast_recipe"],
     "analysis.report": ["write_report"],
     "analysis.throughput": ["measure_throughput"],
-    "analysis.worker_forecast": ["WorkersForecast", "forecast_workers"],
     "batch_schedule": ["Seesaw"],
     "chain": ["OptimizerChain"],
     "checkpoint": ["CheckpointError", "load_weights"],
@@ -103,7 +99,6 @@ _NAMES = {
     "sharding.sharded_ddp": ["ShardedDDP", "ShardedDataParallel"],
     "throughput": ["Throughput"],
     "train.trainer": ["AdaScaleTrainer", "prepare"],
-    "worker_policy": ["WorkersFollow"],
     "workload": ["Workload"],
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

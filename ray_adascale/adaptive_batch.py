@@ -1,4 +1,4 @@
-"""The policies of a batch that follows the noise, and the number of workers that is useful at that noise.
+"""The policies of a batch that follows the noise.
 
 Decisions are made at step boundaries, at intervals in τ, from the averages of σ² and μ² alone. So all ranks decide alike without
 a further collective, and a resumed run decides like one that was never stopped. "goodput" also needs a model of a step's seconds.
@@ -7,7 +7,6 @@ It is fitted once, to the run's first steps, and belongs to the run's state from
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 from abc import abstractmethod
@@ -19,9 +18,6 @@ from ._errors import SettingError
 from .batch_policy import BatchController, BatchLimits, BatchPlan, BatchPolicy, Position, nearest_plan
 from .gain import plain_gain, scale_at_efficiency
 from .throughput import Throughput
-
-PAYS = 0.5
-"""Further workers are useful while each adds at least this share of the first worker's speed."""
 
 _INTERVAL = 0.25
 """Effective steps between decisions, as a share of the averages' window: the averages change no faster."""
@@ -69,11 +65,9 @@ class NoiseBatch(BatchPolicy):
 
     Attributes:
         limits: The batches that workers can make, and the bounds of the largest one.
-        elastic: As in :class:`ray_adascale.AdaScaleConfig`.
     """
 
     limits: BatchLimits
-    elastic: bool = False
 
     @property
     def changes_batch(self) -> bool:
@@ -181,10 +175,6 @@ class EfficiencyBatch(NoiseBatch):
         wanted = max(wanted, plans[0].global_batch_size)
         return wanted if max(wanted / batch, batch / wanted) >= _STEADY else batch
 
-    def plan_at(self, world_size: int, sigma2: float, mu2: float, batch: int) -> BatchPlan:
-        wanted = scale_at_efficiency(sigma2, mu2, self.target_efficiency) * self.limits.base_batch_size
-        return nearest_plan(self.plans(world_size), wanted)
-
 
 @dataclass(frozen=True, kw_only=True)
 class GoodputBatch(NoiseBatch):
@@ -218,17 +208,14 @@ class GoodputBatch(NoiseBatch):
         return GoodputController(self, world_size, window=window, largest=largest)
 
     def _better(self, plans: Sequence[BatchPlan], now: BatchPlan, sigma2: float, mu2: float) -> float:
-        assert self.throughput is not None
-        batch = now.global_batch_size
-        goodput = functools.partial(_speed, self, sigma2=sigma2, mu2=mu2)
+        batch, throughput = now.global_batch_size, self.throughput
+        assert throughput is not None
+
+        def goodput(plan: BatchPlan) -> float:
+            return plain_gain(sigma2, mu2, plan.scale) / max(plan.seconds(throughput), 1e-12)
+
         best = max((plan for plan in plans if plan.global_batch_size <= _GROWTH * batch), key=goodput)
         return best.global_batch_size if goodput(best) > _BETTER * goodput(now) else batch
-
-    def plan_at(self, world_size: int, sigma2: float, mu2: float, batch: int) -> BatchPlan:
-        return max(self.plans(world_size), key=functools.partial(_speed, self, sigma2=sigma2, mu2=mu2))
-
-    def duration(self, plan: BatchPlan) -> float:
-        return super().duration(plan) if self.throughput is None else plan.seconds(self.throughput)
 
 
 class BatchSizeController(BatchController):
@@ -379,83 +366,3 @@ def _trials(plans: list[BatchPlan], max_accumulation: int | None) -> list[BatchP
         if batch <= plans[-1].global_batch_size:
             found.append(BatchPlan(first.base_batch_size, batch, first.world_size, passes))
     return found if plans[1:] else []
-
-
-# ---- how many workers are useful -------------------------------------------------------------------------------------
-
-
-def _speed(policy: BatchPolicy, plan: BatchPlan, sigma2: float, mu2: float) -> float:
-    """Return the effective steps in a unit of :meth:`BatchPolicy.duration`."""
-    return plain_gain(sigma2, mu2, plan.scale) / max(policy.duration(plan), 1e-12)
-
-
-def max_useful_workers(speedup: Callable[[int], float], most: int) -> int | None:
-    """Return the largest useful number of workers: each of the last ones still adds a share of the first one's speed.
-
-    The increase is averaged over up to twice as many workers: with a fixed batch, three workers may need as many passes as two.
-    The number is exact up to 64 workers and to a sixteenth above them. It is None where even ``most`` workers are useful.
-    The share is ``PAYS · speedup(k) / k``, with k the fewest workers that can make a batch, usually 1.
-
-    Args:
-        speedup: Speed by the number of workers, in any unit; 0 for workers that can't make a batch.
-        most: Largest number of workers to try.
-
-    Raises:
-        ValueError: No number of workers can make a batch.
-    """
-    tried = list(range(1, min(64, most) + 1))
-    while tried[-1] < most:
-        tried.append(tried[-1] + tried[-1] // 16)
-    here = next((k for k in tried if speedup(k) > 0), 0)
-    if here == 0:
-        raise ValueError(f"No number of workers up to {most} can make a batch. Change the bounds of the batch.")
-    share = PAYS * speedup(here) / here
-    while here <= most:
-        more = (k for k in tried if here < k <= 2 * here and speedup(k) - speedup(here) >= share * (k - here))
-        found = next(more, None)
-        if found is None:
-            return here
-        here = found
-    return None
-
-
-def useful_workers(policy: BatchPolicy, sigma2: float, mu2: float, *, batch: int, most: int) -> int:
-    """Return the number of workers up to which each one adds at least half as much as the first, at the present noise.
-
-    Args:
-        policy: Of the run.
-        sigma2: Averaged gradient variance of one base batch.
-        mu2: Averaged squared gradient norm.
-        batch: Examples of the present step.
-        most: Largest number to try.
-    """
-
-    @functools.cache
-    def speed_of(workers: int) -> float:
-        try:
-            plan = policy.plan_at(workers, sigma2, mu2, batch)
-        except SettingError:  # the bounds leave no batch on this number
-            return 0.0
-        return _speed(policy, plan, sigma2, mu2)
-
-    return max_useful_workers(speed_of, most) or most
-
-
-def useful_workers_over(
-    policy: BatchPolicy, noise: Callable[[float], tuple[float, float]], total_steps: float, *, batch: int, most: int
-) -> list[tuple[float, int]]:
-    """Return the useful number of workers over a run as (share of the run, workers), one pair for each change.
-
-    Args:
-        policy: As for :func:`useful_workers`.
-        noise: Returns σ² and μ² at τ. It is asked at each twentieth of the run.
-        total_steps: T.
-        batch: Examples of the first step.
-        most: Largest number to try.
-    """
-    found: list[tuple[float, int]] = []
-    for share in (i / 20 for i in range(20)):
-        useful = useful_workers(policy, *noise(share * total_steps), batch=batch, most=most)
-        if not found or found[-1][1] != useful:
-            found.append((share, useful))
-    return found

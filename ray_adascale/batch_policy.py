@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from ._errors import SettingError
@@ -48,11 +48,6 @@ class BatchPlan:
     def num_samples(self) -> int:
         """n, gradient samples in one optimizer step."""
         return self.world_size * self.accumulation
-
-    @property
-    def measures_noise(self) -> bool:
-        """Whether gradient samples measure the noise: there are several, or the one is of more than a base batch."""
-        return self.num_samples > 1 or self.scale > 1
 
     @property
     def largest_pass(self) -> int:
@@ -231,14 +226,20 @@ class BatchLimits:
         return plans
 
 
-class BatchChoice(Protocol):
-    """Chooses the batch of each step, of a run or of its replay.
+class BatchController(Protocol):
+    """Chooses the batch of each step of one run, and resumes. All workers choose alike.
 
     Attributes:
+        plans: The plans to choose from.
         plan: The plan of the next step.
     """
 
+    plans: Sequence[BatchPlan]
     plan: BatchPlan
+
+    def due_by(self, at: Position) -> bool:
+        """Return whether a decision is due at a boundary at this position."""
+        ...
 
     def after_step(
         self,
@@ -255,20 +256,6 @@ class BatchChoice(Protocol):
             seconds: Duration of the last step on this worker.
             agree: Returns rank 0's numbers on all workers, a collective.
         """
-        ...
-
-
-class BatchController(BatchChoice, Protocol):
-    """Chooses the batch of each step of one run, and resumes. All workers choose alike.
-
-    Attributes:
-        plans: The plans to choose from.
-    """
-
-    plans: Sequence[BatchPlan]
-
-    def due_by(self, at: Position) -> bool:
-        """Return whether a decision is due at a boundary at this position."""
         ...
 
     def state(self) -> dict[str, Any]:
@@ -291,11 +278,6 @@ class BatchPolicy(Protocol):
 
     The members with a body are those of a policy that keeps one batch.
     """
-
-    @property
-    def elastic(self) -> bool:
-        """Whether the number of workers may change."""
-        ...
 
     @property
     def changes_batch(self) -> bool:
@@ -347,24 +329,6 @@ class BatchPolicy(Protocol):
         """Return this policy with a model of a step's seconds, if it needs one."""
         return self
 
-    def plan_at(self, world_size: int, sigma2: float, mu2: float, batch: int) -> BatchPlan:
-        """Return the batch that this number of workers makes at a given noise.
-
-        Args:
-            world_size: Workers.
-            sigma2: Averaged gradient variance of one base batch.
-            mu2: Averaged squared gradient norm.
-            batch: Examples of the present step, for a policy whose batch does not depend on noise and workers.
-
-        Raises:
-            SettingError: The workers can't make a batch.
-        """
-        ...
-
-    def duration(self, plan: BatchPlan) -> float:
-        """Return the duration of a step: its passes, or seconds if the policy has a model of them."""
-        return plan.accumulation
-
 
 @dataclass(frozen=True, kw_only=True)
 class FixedBatch(BatchPolicy):
@@ -406,9 +370,6 @@ class FixedBatch(BatchPolicy):
         if self.global_batch_size is not None:
             return math.ceil(self.global_batch_size / parts)
         return max(largest // parts, math.ceil(self.limits.base_batch_size / parts))
-
-    def plan_at(self, world_size: int, sigma2: float, mu2: float, batch: int) -> BatchPlan:
-        return replace(self, elastic=True).plan(world_size)
 
 
 def _grid_below(largest: int, smallest: int) -> list[int]:

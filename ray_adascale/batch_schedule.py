@@ -251,12 +251,10 @@ class ScheduledBatch(BatchPolicy):
     Attributes:
         limits: The batches that workers can make, and the bounds of the largest one.
         schedule: The schedule.
-        elastic: As in :class:`ray_adascale.AdaScaleConfig`.
     """
 
     limits: BatchLimits
     schedule: BatchSchedule
-    elastic: bool = False
 
     @property
     def changes_batch(self) -> bool:
@@ -290,12 +288,6 @@ class ScheduledBatch(BatchPolicy):
     def largest_pass(self, world_size: int, *, window: float, largest: int) -> int:
         batches = self.schedule.batches(self.limits.base_batch_size, self.limits.largest_choice(window, largest))
         return self.limits.largest_pass(max(batches.sizes), world_size, self._fewest(world_size, batches))
-
-    def plan_at(self, world_size: int, sigma2: float, mu2: float, batch: int) -> BatchPlan:
-        batches = self.schedule.batches(self.limits.base_batch_size)
-        fewest = self._fewest(world_size, batches)
-        self.limits.smallest(world_size, fewest, batch_schedule=str(batches))  # refuses bounds that leave no batch
-        return self.limits.bounded_plan(batch, world_size, fewest)
 
 
 class ScheduleController(BatchController):

@@ -269,11 +269,11 @@ class AdaScaleConfig:
         limits = BatchLimits(**shared)
         self._check_one_decides()
         if self.batch_schedule is not None:
-            return ScheduledBatch(limits=limits, schedule=read_schedule(self.batch_schedule), elastic=self.elastic)
+            return ScheduledBatch(limits=limits, schedule=read_schedule(self.batch_schedule))
         if self.target_efficiency == "goodput":
-            return GoodputBatch(limits=limits, throughput=self.throughput, elastic=self.elastic)
+            return GoodputBatch(limits=limits, throughput=self.throughput)
         if self.target_efficiency is not None:
-            return EfficiencyBatch(limits=limits, target_efficiency=self.target_efficiency, elastic=self.elastic)
+            return EfficiencyBatch(limits=limits, target_efficiency=self.target_efficiency)
         return FixedBatch(limits=limits, global_batch_size=self.global_batch_size, elastic=self.elastic)
 
     def _check_one_decides(self) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from .batch_policy import BatchChoice, BatchPlan, BatchPolicy, Position
+from .batch_policy import BatchController, BatchPlan, BatchPolicy, Position
 from .gain import advanced, plain_effective_decay, plain_gain
 from .optim.rules import RuleInput, ScalingRule, betas_of, make_rule
 from .recipe import NoiseProbe, Recipe
@@ -261,7 +261,7 @@ def replay(
     rule: str | ScalingRule = "adascale",
     averaging_window: float = 0.05,
     most_steps: int | None = None,
-    controller: BatchChoice | None = None,
+    controller: BatchController | None = None,
 ) -> Replay:
     """Replay a run over a noise curve, with the loop's arithmetic.
 
@@ -427,7 +427,7 @@ class Forecaster:
         per_epoch = self._recipe.base_steps_per_epoch
         largest = math.inf if per_epoch is None else per_epoch * self._recipe.base_batch_size
 
-        def controller() -> BatchChoice | None:
+        def controller() -> BatchController | None:
             total_steps = self._recipe.total_steps
             return policy.controller(
                 workers, total_steps=total_steps, window=self._window * total_steps, largest=largest
@@ -443,7 +443,7 @@ class Forecaster:
         scale: float,
         count: int,
         most_steps: int,
-        controller: Callable[[], BatchChoice | None] = lambda: None,
+        controller: Callable[[], BatchController | None] = lambda: None,
     ) -> Steps:
         replays = [
             replay(

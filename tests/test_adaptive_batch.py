@@ -6,7 +6,6 @@ import copy
 import itertools
 import math
 import multiprocessing
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,18 +22,13 @@ from ray_adascale.adaptive_batch import (
     EfficiencyBatch,
     GoodputBatch,
     fit_step_time,
-    max_useful_workers,
-    useful_workers,
-    useful_workers_over,
 )
 from ray_adascale.batch_policy import BatchLimits, BatchPlan, Position
-from ray_adascale.run.metrics import state_of
 from ray_adascale.run.trace import read_trace
 
 from . import changing_batch
 from .changing_batch import Numbered, Step, assert_exactly_once, drive, flat, network
 from .model.reference_run import moments
-from .samples_of import recipe
 
 
 def step_time(pass_s: float, example_s: float, step_s: float) -> Throughput:
@@ -538,80 +532,3 @@ def test_loader_processes_live_on() -> None:
         run.step()
     assert run.plan.scale > 2
     assert [len(processes) for processes in seen] == [2]
-
-
-# ---- how many workers pay --------------------------------------------------------------------------------------------
-
-
-def test_workers_pay_while_each_adds_half_of_the_first_ones_speed() -> None:
-    # Each brings a base batch: S = k, r = (ν + 1)/(ν/k + 1). With ν = 3 that is 1, 1.6, 2, 2.286: the second adds 0.6, the third
-    # 0.4. With ν = 100 they are 1, 1.98, 2.94, 3.88, 4.81, 5.72, 6.61, 7.48; the eighth adds 0.87.
-    config = AdaScaleConfig(base_batch_size=8, elastic=True)
-    assert useful_workers(config.batch_policy, 3.0, 1.0, batch=8, most=16) == 2
-    assert useful_workers(config.batch_policy, 0.0, 1.0, batch=8, most=16) == 1
-    assert useful_workers(config.batch_policy, 100.0, 1.0, batch=8, most=8) == 8
-    assert useful_workers(config.batch_policy, 1.0, 0.0, batch=8, most=100) == 100  # nothing but noise
-
-    # With E = 0.5 and ν = 3 a step has S = 5: 40 examples, or 42, 48 and 45 on 2, 3 and more workers, in 5, 3, 2, 2 passes of 8
-    # on one to four workers, and in one on five. r is about 2.5 throughout: speeds of 1/5, 1/3, 1/2, 1/2 and 1.
-    config = AdaScaleConfig(base_batch_size=8, target_efficiency=0.5, max_global_batch_size=256)
-    assert useful_workers(config.batch_policy, 3.0, 1.0, batch=8, most=32) == 5
-    # Passes of up to 16 examples need half as many workers; steps that take 10 s whatever they hold need one.
-    config = AdaScaleConfig(
-        base_batch_size=8, target_efficiency=0.5, max_global_batch_size=256, per_worker_batch_size=16
-    )
-    assert useful_workers(config.batch_policy, 3.0, 1.0, batch=8, most=32) == 3
-    slow = Throughput(example_s=0.01 / 8, step_s=10.0)
-    config = AdaScaleConfig(
-        base_batch_size=8, target_efficiency="goodput", max_global_batch_size=256, throughput=slow, max_accumulation=64
-    )
-    assert useful_workers(config.batch_policy, 3.0, 1.0, batch=8, most=32) == 1
-    # The base batch is all that E = 1 takes; and more workers than examples are no help.
-    config = AdaScaleConfig(base_batch_size=8, target_efficiency=1, max_global_batch_size=8)
-    assert useful_workers(config.batch_policy, 3.0, 1.0, batch=8, most=32) == 1
-
-
-def test_where_one_worker_cannot_make_a_batch_the_fewest_that_can_set_the_share() -> None:
-    # Four workers with a speed of 4 are 1 each, so the fifth pays with 0.6 and the sixth does not with 0.1.
-    speeds = {4: 4.0, 5: 4.6}
-    assert max_useful_workers(lambda k: 0.0 if k < 4 else speeds.get(k, 4.7), 64) == 5
-    with pytest.raises(ValueError, match="No number of workers up to 64 can make a batch"):
-        max_useful_workers(lambda k: 0.0, 64)
-
-
-def test_a_recipes_noise_tells_from_when_on_more_workers_pay(caplog: pytest.LogCaptureFixture) -> None:
-    # S = k, T = 100: ν = 0 up to τ = 39, where one worker is enough; ν = 3 from 41 on, where two pay; 100 from 71 on.
-    def noise(tau: float) -> tuple[float, float]:
-        return (0.0 if tau < 40 else 3.0 if tau < 70 else 100.0), 1.0
-
-    config = AdaScaleConfig(base_batch_size=8, elastic=True)
-    assert useful_workers_over(config.batch_policy, noise, 100, batch=8, most=8) == [(0.0, 1), (0.4, 2), (0.7, 8)]
-
-    points = [(t, noise(t)[0], 1.0) for t in range(100)]
-    made = recipe(points, base_batch_size=4, total_steps=100, lr_curve=[[0.1]])
-    net = network()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with caplog.at_level("INFO"):
-        Run(net, optimizer, None, Numbered(), AdaScaleConfig(elastic=True), recipe=made)
-    (told,) = (line for line in caplog.messages if "By the recipe's noise" in line)
-    assert re.fullmatch(r"By the recipe's noise 1 worker pays at first, 2 from τ = (40|45)%; there is 1\.", told)
-
-
-def test_a_run_tells_how_many_workers_pay(tmp_path: Path) -> None:
-    run = make_run(network(), str(tmp_path))
-    drive(run)
-    rows = read_trace(tmp_path / "trace.jsonl")
-    assert run.summary()["useful_workers"] in (1, 2)  # it looks no further than twice as many
-    assert {row["useful_workers"] for row in rows} <= {1, 2}
-    fixed = {"target_efficiency": None, "max_global_batch_size": None, "per_worker_batch_size": 4}
-    assert "useful_workers" not in make_run(network(), **fixed).summary()
-    with pytest.raises(ValueError, match="useful_workers"):
-        run.record(useful_workers=3)
-
-
-def test_too_many_workers_are_told_on_the_progress_line() -> None:
-    metrics = {"effective_steps": 1.0, "optimizer_steps": 1, "gain": 1.0, "scale": 1.0, "lr": 0.1, "loss": 0.5}
-    metrics |= {"examples_per_s": 10.0, "world_size": 8}
-    assert state_of(metrics).endswith("8 workers")
-    assert state_of(metrics | {"useful_workers": 16}).endswith("8 workers")
-    assert state_of(metrics | {"useful_workers": 3}).endswith("3 of 8 workers pay")

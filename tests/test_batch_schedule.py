@@ -12,7 +12,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from ray_adascale import AdaScaleConfig, LinearRule, LocalBackend, Run, Seesaw
-from ray_adascale.adaptive_batch import useful_workers
 from ray_adascale.batch_policy import BatchPlan, Position
 from ray_adascale.batch_schedule import GivenBatches, read_schedule
 from ray_adascale.replay import Forecaster, Law, noise_curves, replay
@@ -163,24 +162,6 @@ def test_a_step_that_may_end_in_the_second_of_two_equal_batches_is_read() -> Non
     assert it is not None
     assert it.due_by(Position(6.0, 0))
     assert it.after_step(Position(4.0, 0), lambda: (1.0, 1.0)).global_batch_size == 32
-
-
-def test_useful_workers_are_those_that_the_present_batch_has_passes_for() -> None:
-    # 64 examples in passes of 8: r is the same on 1, 2, 4 and 8 workers, in 8, 4, 2 and 1 passes; a ninth adds nothing.
-    policy = AdaScaleConfig(base_batch_size=8, batch_schedule="0:8,10:64").batch_policy
-    assert useful_workers(policy, 3.0, 1.0, batch=64, most=32) == 8
-    assert useful_workers(policy, 3.0, 1.0, batch=8, most=32) == 2  # one worker makes two passes of 8 examples
-    # Passes of 4 and at most 16 examples: more than four workers can't make a batch.
-    bounded = AdaScaleConfig(
-        base_batch_size=8,
-        batch_schedule="0:8,10:16",
-        per_worker_batch_size=4,
-        min_examples_per_worker=4,
-        max_global_batch_size=16,
-    ).batch_policy
-    assert useful_workers(bounded, 3.0, 1.0, batch=16, most=8) == 4
-    with pytest.raises(ValueError, match="leave no batch on 8 workers"):
-        bounded.plan_at(8, 3.0, 1.0, 16)
 
 
 # ---- Seesaw ----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -18,7 +18,6 @@ from rich import box
 from rich.table import Table
 
 from .._errors import SettingError
-from ..adaptive_batch import max_useful_workers
 from ..batch_policy import BatchPlan
 from ..config import AdaScaleConfig, read_settings
 from ..evidence import forecast_doubt
@@ -28,6 +27,7 @@ from ..replay import MOST_STEPS, Forecaster, Steps
 from ..throughput import Throughput
 from .plots import pyplot
 
+_PAYS = 0.5  # share of the first worker's speed that further workers must add to be useful
 _FAR = 16  # S above which a note advises to check the forecast during the run
 _ROUGH_STEPS = 2000  # in the replays for the useful number of workers, some hundred of them
 _MOST = 4096  # largest number of workers that is tried for the useful number
@@ -313,6 +313,36 @@ def forecast_recipe(
         max_useful_workers_low=fewest,
         max_useful_workers_high=most,
     )
+
+
+def max_useful_workers(speedup: Callable[[int], float], most: int) -> int | None:
+    """Return the largest useful number of workers: each of the last ones still adds a share of the first one's speed.
+
+    The increase is averaged over up to twice as many workers: with a fixed batch, three workers may need as many passes as two.
+    The number is exact up to 64 workers and to a sixteenth above them. It is None where even ``most`` workers are useful.
+    The share is ``½ · speedup(k) / k``, with k the fewest workers that can make a batch, usually 1.
+
+    Args:
+        speedup: Speed by the number of workers, in any unit; 0 for workers that can't make a batch.
+        most: Largest number of workers to try.
+
+    Raises:
+        ValueError: No number of workers can make a batch.
+    """
+    tried = list(range(1, min(64, most) + 1))
+    while tried[-1] < most:
+        tried.append(tried[-1] + tried[-1] // 16)
+    here = next((k for k in tried if speedup(k) > 0), 0)
+    if here == 0:
+        raise ValueError(f"No number of workers up to {most} can make a batch. Change the bounds of the batch.")
+    share = _PAYS * speedup(here) / here
+    while here <= most:
+        more = (k for k in tried if here < k <= 2 * here and speedup(k) - speedup(here) >= share * (k - here))
+        found = next(more, None)
+        if found is None:
+            return here
+        here = found
+    return None
 
 
 def _step_time(throughput: Throughput | None, plan: BatchPlan) -> float:

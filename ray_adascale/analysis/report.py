@@ -21,7 +21,6 @@ from .._files import write_atomically
 from .._version import __version__
 from ..recipe import Recipe
 from ..replay import Forecaster
-from ..worker_record import WorkersRecord
 from .plots import color_of, draw_png, draw_svg, make_panels, same_curve
 from .runs import RunTrace, failure_of, load_run, with_distinct_labels
 from .savings import LARGEST, Savings, fixed_scale_forecast, fixed_scale_measured
@@ -108,9 +107,6 @@ def _render(
         outcomes=[(key, _outcome(run, metrics)) for key, run in zip(keys, runs, strict=True)],
         chosen=[(keys[i], cells) for i, cells in _saved(runs, recipe)],
         events=[(key, [f"{tau:,.0f}", what]) for key, run in zip(keys, runs, strict=True) for tau, what in run.events],
-        followed=[
-            (key, _followed(run.workers)) for key, run in zip(keys, runs, strict=True) if run.workers is not None
-        ],
         comparisons=[(keys[i], cells) for i, cells in _comparisons(runs, recipe, forecast)],
         figures=figures,
         recipe=recipe,
@@ -171,17 +167,6 @@ def _mean_scale(run: RunTrace) -> float:
     scales, steps = run.column("scale"), run.steps_by_row
     known = np.isfinite(scales)
     return float(np.average(scales[known], weights=steps[known]))
-
-
-def _followed(record: WorkersRecord) -> list[str]:
-    """Return the row of a run that asked for workers when they pay: numbers, worker hours, changes, seconds of a restart."""
-    restarts = record.restarts_s
-    return [
-        _changes([stay.workers for stay in record.stays]),
-        f"{record.worker_hours:.3g}",
-        f"{len(record.changes)}",
-        f"{sum(restarts) / len(restarts):.0f} s" if restarts else "",
-    ]
 
 
 def _scales_in_words(run: RunTrace) -> str:

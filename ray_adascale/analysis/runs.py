@@ -13,11 +13,9 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from .._files import ERROR, SEARCH, TRACE
-from .._warn import warn_at_user
 from ..recipe import Recipe
 from ..run.metrics import COUNTERS, METRICS, SHORT_STEP
 from ..run.trace import read_trace
-from ..worker_record import WORKERS, WorkersRecord
 
 
 @dataclass(frozen=True)
@@ -27,13 +25,11 @@ class RunTrace:
     Attributes:
         label: The run's name, for people.
         rows: The rows of the trace, in order; at least one.
-        workers: The record of a run that asked for workers when they pay; None for another run.
         of_search: Whether this is a trial of a search, whose rows are its reports.
     """
 
     label: str
     rows: list[dict[str, Any]]
-    workers: WorkersRecord | None = None
     of_search: bool = False
 
     def column(self, key: str) -> np.ndarray:
@@ -219,15 +215,4 @@ def load_run(run: str | os.PathLike[str], *, label: str | None = None, recipe: R
     folder = path.resolve().parent
     if folder.name.startswith("checkpoint_"):
         folder = folder.parent
-    return RunTrace(label or (folder.name if path.name == TRACE else path.stem), rows, _read_record(folder / WORKERS))
-
-
-def _read_record(path: Path) -> WorkersRecord | None:
-    """Return the record of a run's workers; None without one. A damaged one is reported."""
-    if not path.is_file():
-        return None
-    try:
-        return WorkersRecord.from_json(path.read_text())
-    except ValueError as e:
-        warn_at_user(f"The worker hours of {path.parent.name} are missing: {path} is damaged ({e}).")
-        return None
+    return RunTrace(label or (folder.name if path.name == TRACE else path.stem), rows)

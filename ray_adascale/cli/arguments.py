@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._errors import SettingError
 from .._version import __version__
-from .batch_options import add_batch_options, number_or_word
+from .batch_options import add_batch_options
 from .parser import OptionParser
 
 if TYPE_CHECKING:
@@ -162,13 +162,7 @@ def _add_forecast(predict: argparse.ArgumentParser) -> None:
         "--workers",
         default="1,2,4,8,16,32",
         metavar="N,N,...",
-        help="numbers of workers (default: %(default)s); MIN..MAX with --workers-follow",
-    )
-    _add_follow(
-        predict, "with MIN..MAX: forecast a run that asks for workers when they pay; needs --measure", "leave it out"
-    )
-    predict.add_argument(
-        "--restart-s", type=float, metavar="SECONDS", help="with --workers-follow: what a restart takes (default: 60)"
+        help="numbers of workers (default: %(default)s)",
     )
     add_batch_options(predict)
     predict.add_argument(
@@ -299,11 +293,6 @@ def _add_workers(parser: argparse._ActionsContainer, *, default: str | None) -> 
         metavar="N|MIN..MAX",
         help=f"Ray workers: 8, or 2..8 for as many as the cluster has at a time (default: {shown})",
     )
-    _add_follow(
-        parser,
-        "with MIN..MAX: ask for workers when they pay at the run's noise, and restart with them",
-        "as before" if default is None else "as many as there are",
-    )
     parser.add_argument(
         "--use-gpu",
         action=argparse.BooleanOptionalAction,
@@ -329,18 +318,6 @@ def _add_workers(parser: argparse._ActionsContainer, *, default: str | None) -> 
         metavar="N",
         help="restarts after lost workers (default: "
         + ("as before)" if default is None else f"0; with MIN..MAX {ELASTIC_FAILURES})"),
-    )
-
-
-def _add_follow(parser: argparse._ActionsContainer, what: str, default: str) -> None:
-    parser.add_argument(
-        "--workers-follow",
-        nargs="?",
-        const="pay",
-        type=number_or_word,
-        metavar="HOURS",
-        help=f"{what}; HOURS is what an hour of the run is worth, in worker hours (without a value MAX); no: stop following "
-        f"(default: {default})",
     )
 
 
@@ -466,33 +443,16 @@ def read_numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(
-            f"Invalid --workers {text!r}. Must be numbers with commas between them, as 1,2,4; or MIN..MAX with --workers-follow."
-        ) from None
+        raise ValueError(f"Invalid --workers {text!r}. Must be numbers with commas between them, as 1,2,4.") from None
 
 
-def read_workers(text: str, option: str = "--num-workers") -> int | tuple[int, int]:
-    """Return the number or the range of ``--num-workers``, or of another option."""
+def read_workers(text: str) -> int | tuple[int, int]:
+    """Return the number or the range of ``--num-workers``."""
     low, dots, high = text.partition("..")
     try:
         return (int(low), int(high)) if dots else int(low)
     except ValueError:
-        raise ValueError(f"Invalid {option} {text!r}. Must be a number, or MIN..MAX for an elastic run.") from None
-
-
-def read_follow(given: str | float | None) -> Any:
-    """Return the value of ``--workers-follow`` as ``AdaScaleTrainer(workers=...)``.
-
-    Raises:
-        ValueError: The value is not a positive number, "pay" or "no".
-    """
-    from ..worker_policy import WorkersFollow
-
-    if isinstance(given, float) and given > 0:
-        return WorkersFollow(value_per_hour=given)
-    if given not in (None, "pay", "no"):
-        raise ValueError(f"Invalid --workers-follow {given}. Must be a positive number of worker hours, pay, or no.")
-    return "pay" if given == "pay" else None
+        raise ValueError(f"Invalid --num-workers {text!r}. Must be a number, or MIN..MAX for an elastic run.") from None
 
 
 def read_placement(args: argparse.Namespace) -> dict[str, Any]:

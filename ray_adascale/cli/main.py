@@ -24,7 +24,6 @@ from .arguments import (
     make_parser,
     read_best,
     read_config,
-    read_follow,
     read_numbers,
     read_overrides,
     read_placement,
@@ -37,12 +36,9 @@ from .connection import check_address, connect
 if TYPE_CHECKING:
     from ray.train import CheckpointConfig
 
-    from ..analysis.forecast import Forecast
-    from ..analysis.worker_forecast import WorkersForecast
     from ..config import AdaScaleConfig
     from ..recipe import Recipe
     from ..throughput import Throughput
-    from ..worker_policy import WorkersFollow
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -180,15 +176,11 @@ def _forecast(args: argparse.Namespace) -> int:
 
     ray-adascale forecast recipe.json --workers 1,2,4,8 --measure my/file.py:workload --cost-per-worker-hour 2.5
 
-    A pass is one forward and backward. Nothing is started on Ray. With --workers MIN..MAX --workers-follow it predicts the
-    numbers of workers of a run that asks for them when they pay, and what that saves:
-
-    ray-adascale forecast recipe.json --workers 1..8 --workers-follow 4 --measure my/file.py:workload --restart-s 60
+    A pass is one forward and backward. Nothing is started on Ray.
     """
     from rich.console import Console
 
     from ..analysis.forecast import forecast_recipe
-    from ..analysis.worker_forecast import forecast_workers
     from ..recipe import Recipe
 
     recipe = Recipe.load(args.recipe)
@@ -197,22 +189,13 @@ def _forecast(args: argparse.Namespace) -> int:
         raise ValueError("--run needs --measure WORKLOAD: the time of a step on one worker, to compare with.")
     if args.cost_per_worker_hour is not None and not args.measure:
         raise ValueError("--cost-per-worker-hour needs --measure WORKLOAD: cost follows from the time of a step.")
-    follow = _follow_of_forecast(args)
-    made: Forecast | WorkersForecast
-    if follow is not None:
-        bounds = read_workers(args.workers, "--workers")
-        if not isinstance(bounds, tuple):
-            raise ValueError(f"Invalid --workers {args.workers} with --workers-follow. Must be a range, as 1..8.")
-        throughput = _measure(args, recipe, config)
-        made = forecast_workers(recipe, workers=bounds, follow=follow, config=config, throughput=throughput)
-    else:
-        made = forecast_recipe(
-            recipe,
-            workers=read_numbers(args.workers),
-            config=config,
-            throughput=_measure(args, recipe, config) if args.measure else None,
-            cost_per_worker_hour=args.cost_per_worker_hour,
-        )
+    made = forecast_recipe(
+        recipe,
+        workers=read_numbers(args.workers),
+        config=config,
+        throughput=_measure(args, recipe, config) if args.measure else None,
+        cost_per_worker_hour=args.cost_per_worker_hour,
+    )
     if args.plot:
         made.plot(args.plot)
     if args.json:
@@ -274,7 +257,6 @@ def _train(args: argparse.Namespace) -> int:
         scaling_config=scaling_config,
         run_config=run_config,
         on_start=on_start,  # not earlier: a refused command must leave the options of an earlier one
-        workers=read_follow(args.workers_follow),
     )
     if not args.no_check and not passed(_request(args, config, storage_path=run_config.storage_path)):
         return 1
@@ -357,7 +339,6 @@ _CHECK_BATCH, _CHECK_STEPS = 8, 1000
 _OF_RESUME = (
     "no_check",
     "num_workers",
-    "workers_follow",
     "use_gpu",
     "cpus_per_worker",
     "placement",
@@ -472,23 +453,6 @@ def _param_space(args: argparse.Namespace) -> Any:
     return {**space, **fixed} if isinstance(space, dict) else space
 
 
-def _follow_of_forecast(args: argparse.Namespace) -> WorkersFollow | None:
-    """Return the settings of a forecast with ``--workers-follow``; None without."""
-    from ..worker_policy import WorkersFollow
-
-    follow = read_follow(args.workers_follow)
-    if follow is None:
-        if args.restart_s is not None:
-            raise ValueError("--restart-s needs --workers-follow: only such a run restarts.")
-        return None
-    if not args.measure:
-        raise ValueError("--workers-follow needs --measure WORKLOAD: what a worker adds depends on the time of a step.")
-    follow = WorkersFollow() if follow == "pay" else follow
-    cost = 1.0 if args.cost_per_worker_hour is None else args.cost_per_worker_hour
-    value = None if follow.value_per_hour is None else follow.value_per_hour * cost
-    return WorkersFollow(cost_per_worker_hour=cost, value_per_hour=value, restart_s=args.restart_s)
-
-
 def _measure(args: argparse.Namespace, recipe: Recipe, config: AdaScaleConfig) -> Throughput:
     """Fit the throughput model that ``--measure`` and ``--run`` ask for."""
     from ..analysis.runs import trace_path
@@ -538,9 +502,9 @@ def _print_error(text: str) -> None:
 def _summary(metrics: dict[str, Any], seconds: float, stopped: str) -> str:
     """Return the result of a run in a line: the user's metrics, steps and gain, and why it stopped."""
     from ..run.eta import LEFT
-    from ..run.metrics import METRICS, USEFUL_WORKERS
+    from ..run.metrics import METRICS
 
-    not_own = {*METRICS, *LEFT, USEFUL_WORKERS}
+    not_own = {*METRICS, *LEFT}
     own = ", ".join(
         f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in metrics.items() if k not in not_own
     )

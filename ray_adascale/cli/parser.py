@@ -9,9 +9,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-_SPELLED_OUT = ("--workers-follow",)
-"""Options that can't be abbreviated: their beginning is an option of another command, as --workers of `forecast`."""
-
 
 class OptionParser(argparse.ArgumentParser):
     """Reads files of options like a shell: several options on a line, quotes, comments. Names a mistyped command or option.
@@ -37,8 +34,7 @@ class OptionParser(argparse.ArgumentParser):
         options = [option for action in self._actions for option in action.option_strings]
         for word in given[: given.index("--")] if "--" in given else given:
             name = word.partition("=")[0]
-            known = name in options or any(o.startswith(name) for o in options if o not in _SPELLED_OUT)
-            if name.startswith("--") and not known:
+            if name.startswith("--") and not any(option.startswith(name) for option in options):
                 self.error(f"unknown option {name}{_meant(name, options)}. `{self.prog} --help` lists the options")
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:

@@ -1,10 +1,8 @@
-"""Advice to the user of a run: warnings about batch and hyperparameters, and the number of useful workers."""
+"""Advice to the user of a run: warnings about data, batch and hyperparameters."""
 
 from __future__ import annotations
 
-import logging
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,18 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._warn import warn_at_user, warn_on_first_worker
-from ..adaptive_batch import useful_workers, useful_workers_over
-from ..batch_policy import BatchPlan, BatchPolicy
 from ..checkpoint.rng import digest_of
-from ..optim.rules import ScalingRule, make_rule, metric_of
-from ..recipe import Recipe
-from ..replay import noise_curves
 from ..workload import ConfigAccessLog, unread_warning
 from .eta import RemainingSteps
-from .metrics import USEFUL_WORKERS, too_large_for_the_noise
+from .metrics import too_large_for_the_noise
 from .step import Listener, Step
-
-_log = logging.getLogger(__name__)
 
 _WINDOWS, _STEPS = 3, 20
 """Windows of the averages, and optimizer steps, after which the averages are reliable enough for a warning."""
@@ -122,63 +113,3 @@ class UnreadHyperparameters(Listener):
         reads, self._reads = self._reads, None
         if reads is not None and reads.unread:
             warn_at_user(unread_warning(reads.unread))
-
-
-class UsefulWorkers(Listener):
-    """Adds the number of useful workers to the metrics. It is computed four times in each window of the averages.
-
-    Args:
-        policy: The batch policy of the run.
-        window: Window of the averages, in effective steps.
-        effective_steps: τ at this start.
-        before: The number in the checkpoint; None to compute it at the first step.
-    """
-
-    def __init__(self, policy: BatchPolicy, window: float, effective_steps: float, before: int | None) -> None:
-        self._policy = policy
-        self._window = window
-        self._useful = before
-        self._computed_at = -1 if before is None else self._quarters(effective_steps)
-
-    def after_step(self, step: Step) -> None:
-        """Add the number to the metrics and the row of the step, if σ² and μ² are known."""
-        quarters = self._quarters(step.tau)
-        known = not math.isnan(step.metrics["sigma2"] + step.metrics["mu2"])
-        if (self._useful is None or quarters != self._computed_at) and known:
-            self._computed_at = quarters
-            sigma2, mu2 = step.metrics["sigma2"], step.metrics["mu2"]
-            self._useful = useful_workers(
-                self._policy, sigma2, mu2, batch=step.plan.global_batch_size, most=2 * step.plan.world_size
-            )
-        elif quarters != self._computed_at:
-            return
-        if self._useful is not None:
-            step.metrics[USEFUL_WORKERS] = step.row[USEFUL_WORKERS] = self._useful
-
-    def _quarters(self, effective_steps: float) -> int:
-        """Return the number of quarters of a window up to τ."""
-        return math.floor(4 * effective_steps / self._window)
-
-
-def log_useful_workers(
-    policy: BatchPolicy, rule: str | ScalingRule, recipe: Recipe, plan: BatchPlan, total_steps: float
-) -> None:
-    """Log the numbers of useful workers over the run, computed from the recipe's noise. Without noise log nothing."""
-    if not recipe.noise or metric_of(make_rule(rule)) != "euclidean":
-        return
-    found: Sequence[tuple[float, int]] = useful_workers_over(
-        policy,
-        noise_curves(recipe)[0].at,
-        total_steps,
-        batch=plan.global_batch_size,
-        most=2 * plan.world_size,
-    )
-    later = "".join(f", {useful} from τ = {share:.0%}" for share, useful in found[1:])
-    _log.info(
-        "By the recipe's noise %d worker%s at first%s; there %s %d.",
-        found[0][1],
-        " pays" if found[0][1] == 1 else "s pay",
-        later,
-        "is" if plan.world_size == 1 else "are",
-        plan.world_size,
-    )

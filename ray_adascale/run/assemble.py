@@ -24,7 +24,7 @@ from ..data.order import ExampleOrder
 from ..data.source import BatchSource
 from ..optim.adascale import AdaScale
 from ..recipe import Recipe
-from .advice import NoiseWarning, UsefulWorkers, log_useful_workers
+from .advice import NoiseWarning
 from .backend import Backend
 from .batch import AdaptiveBatch
 from .batch_search import FoundBatch, FoundBatchRow, find_batch, read_found
@@ -40,7 +40,7 @@ from .build import (
 from .checkpointing import Checkpointing
 from .eta import EtaTracker, forecast_remaining_steps
 from .evaluation import Evaluation
-from .metrics import METRICS, USEFUL_WORKERS
+from .metrics import METRICS
 from .notices import Interrupt, Preemption
 from .passes import Passes
 from .progress import ProgressLine
@@ -235,16 +235,7 @@ def assemble(
             log_start(train_state, plan, folder, workers_before, config.checkpoint_every_s)
             rows = read_trace(folder / TRACE) if folder is not None and (folder / TRACE).is_file() else []
             trace = _open_trace(backend, rows, keep=config.trace_rows, ended=state.stopped is not None)
-            listeners = _listeners(
-                backend,
-                config,
-                recipe,
-                train_state,
-                plan,
-                trace,
-                rows,
-                same_workers=workers_before == plan.world_size,
-            )
+            listeners = _listeners(backend, config, recipe, train_state, plan, trace, rows)
             if found:
                 listeners.insert(0, FoundBatchRow(found[-1]))
     # Built last, because their intervals begin now.
@@ -322,11 +313,9 @@ def _listeners(
     plan: BatchPlan,
     trace: TraceFile | None,
     rows: list[dict[str, Any]],
-    *,
-    same_workers: bool,
 ) -> list[Listener]:
     """Return the listeners of rank 0. ``rows`` are those of earlier starts."""
-    state, tau = train_state.loop, train_state.optimizer.effective_steps
+    state = train_state.loop
     total_steps = train_state.base_schedule.total_steps
     window = config.averaging_window * total_steps
     policy = config.batch_policy
@@ -343,12 +332,6 @@ def _listeners(
     listeners: list[Listener] = []
     if not policy.changes_batch:
         listeners.append(NoiseWarning(window, remaining, train_state.base_schedule.highest_at))
-    if policy.changes_batch or policy.elastic:
-        before = state.metrics.get(USEFUL_WORKERS) if same_workers else None
-        listeners.append(UsefulWorkers(policy, window, tau, before))
-        # The later batches of a schedule are not those of the plan.
-        if recipe is not None and state.stopped is None and (policy.follows_noise or not policy.changes_batch):
-            log_useful_workers(policy, config.rule, recipe, plan, total_steps)
     listeners.append(tracker)
     if trace is not None:
         listeners.append(trace)

@@ -157,7 +157,7 @@ class EtaTracker(Listener):
     def __init__(self, remaining: RemainingSteps | None) -> None:
         self.remaining = remaining
         self.eta = UNKNOWN
-        self._timed = self._passes = 0
+        self._timed = 0
         self._since = time.monotonic()
 
     def after_step(self, step: Step) -> None:
@@ -172,9 +172,8 @@ class EtaTracker(Listener):
             rough = True
             left = left * step.metrics["optimizer_steps"] / step.tau if step.tau > 0 else math.inf
         self._timed += 1
-        self._passes += step.plan.accumulation
         if self._timed == self._FIRST:
-            self._since, self._passes = time.monotonic(), 0
+            self._since = time.monotonic()
         self.eta = UNKNOWN if step.skipped else Eta(left, left * self.seconds_per_step if left else 0.0, rough)
 
     @property
@@ -184,11 +183,6 @@ class EtaTracker(Listener):
         if self._timed > self._FIRST:
             return elapsed / (self._timed - self._FIRST)
         return elapsed / self._timed if 0 < self._timed < self._FIRST else math.inf
-
-    @property
-    def seconds_per_pass(self) -> float:
-        """Seconds per pass of this start, with all work between passes; ∞ while unknown. The passes of a step may change."""
-        return (time.monotonic() - self._since) / self._passes if self._passes else math.inf
 
 
 def forecast_remaining_steps(

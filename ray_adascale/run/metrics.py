@@ -30,10 +30,6 @@ METRICS = (
 so that over effective steps it is the same curve at every scale."""
 
 
-USEFUL_WORKERS = "useful_workers"
-"""The key of the number of useful workers at the present noise, in reports of a run that may change its workers or its batch."""
-
-
 SHORT_STEP = "short_step"
 """The key of True in the trace's row of a step with fewer passes than declared, as at the end of a client's epoch."""
 
@@ -46,12 +42,8 @@ FOUND_BATCH = "found_per_worker_batch_size"
 """The key of the answer of ``per_worker_batch_size="auto"``, in the first row of a start's trace."""
 
 
-COUNTERS = ("step", "attempt", "position", "total_steps", "steps_left", USEFUL_WORKERS, FOUND_BATCH)
+COUNTERS = ("step", "attempt", "position", "total_steps", "steps_left", FOUND_BATCH)
 """The keys of a row, beside :data:`METRICS`, that the run writes itself. They give its position and measure nothing."""
-
-
-SECONDS_PER_PASS = "seconds_per_pass"
-"""The key of the time of a pass, in the messages to the driver."""
 
 
 OWN_KEYS = frozenset(
@@ -61,7 +53,6 @@ OWN_KEYS = frozenset(
         *COUNTERS,
         SHORT_STEP,
         SKIPPED,
-        SECONDS_PER_PASS,
         "stopped",  # the end of the run, for the driver
         "loop_seconds",  # these two in the run's summary
         "skipped_steps",
@@ -160,14 +151,10 @@ def tau_of(metrics: Mapping[str, Any], total_steps: float) -> str:
 def state_of(metrics: Mapping[str, Any]) -> str:
     """Return steps, gain and scale, LR, loss, throughput and workers as text."""
     workers = metrics["world_size"]
-    useful = metrics.get(USEFUL_WORKERS, workers)
-    shown = (
-        f"{workers} worker{'s' if workers != 1 else ''}" if useful >= workers else f"{useful} of {workers} workers pay"
-    )
     return (
         f"step {metrics['optimizer_steps']:,}  gain {metrics['gain']:.2f} of {metrics['scale']:g}  "
         f"lr {metrics['lr']:.3g}  loss {metrics['loss']:.4g}  {metrics['examples_per_s']:,.0f} examples/s  "
-        f"{shown}"
+        f"{workers} worker{'s' if workers != 1 else ''}"
     )
 
 

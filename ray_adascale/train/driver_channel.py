@@ -37,7 +37,6 @@ class News(NamedTuple):
         events: The events since the last call: (level of ``logging``, text of one line).
         sent: Number of events so far.
         hang: The hang of the run, as far as the heartbeats show; None without one.
-        failures: Number of failures so far after which the workers were restarted.
     """
 
     metrics: dict[str, Any] | None
@@ -45,7 +44,6 @@ class News(NamedTuple):
     events: list[tuple[int, str]]
     sent: int
     hang: Hang | None = None
-    failures: int = 0
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -57,7 +55,6 @@ class DriverChannel:
         self._running = False
         self._events: list[tuple[int, str]] = []
         self._sent = 0
-        self._failures = 0
         self._stop = False
         self._sent_once: set[str] = set()
         self._beats = Beats()
@@ -70,15 +67,6 @@ class DriverChannel:
         """Set the newest metrics."""
         self._metrics = metrics
         self._running = True
-
-    def begin(self) -> None:
-        """Prepare for workers of another start: no stop is requested, and there are no metrics."""
-        self._stop = False
-        self.set_running(False)
-
-    def count_failure(self) -> None:
-        """Count a failure after which the workers are restarted."""
-        self._failures += 1
 
     def set_running(self, running: bool) -> None:
         """Set whether the workers are in their loop."""
@@ -99,9 +87,7 @@ class DriverChannel:
     def news(self, since: int) -> News:
         """Return the news, with the events after the first ``since``."""
         events = self._events[max(len(self._events) - self._sent + since, 0) :]
-        return News(
-            self._metrics, self._running, events, self._sent, self._beats.hang(time.monotonic()), self._failures
-        )
+        return News(self._metrics, self._running, events, self._sent, self._beats.hang(time.monotonic()))
 
     def request_stop(self) -> None:
         """Request that the workers stop at the next step boundary."""
@@ -154,16 +140,9 @@ class DriverClient:
         """Send that the loop begins."""
         self._send("set_running", True)
 
-    def restarting(self, why: str, *, counts: bool = True) -> None:
-        """Send that the workers restart after a failure, and why.
-
-        Args:
-            why: The failure.
-            counts: Whether it is one of ``max_failures``.
-        """
+    def restarting(self, why: str) -> None:
+        """Send that the workers restart after a failure, and why."""
         self._send("set_running", False)
-        if counts:
-            self._send("count_failure")
         self.log(logging.WARNING, why)
 
     def stop_requested(self) -> bool | None:

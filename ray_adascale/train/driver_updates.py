@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ..run.eta import EtaTracker
-from ..run.metrics import SECONDS_PER_PASS
 from ..run.step import IntervalTimer, Listener, Step
 from .driver_channel import DriverClient
 
@@ -28,5 +27,4 @@ class DriverUpdates(Listener):
         if self._timer is not None and not self._timer.due and step.tau < step.total_steps:
             return
         self._timer = IntervalTimer(_INTERVAL_S)
-        more = {"total_steps": step.total_steps, SECONDS_PER_PASS: self._tracker.seconds_per_pass}
-        self._client.put({**step.metrics, **more, **self._tracker.eta.as_metrics()})
+        self._client.put({**step.metrics, "total_steps": step.total_steps, **self._tracker.eta.as_metrics()})

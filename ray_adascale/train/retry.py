@@ -162,7 +162,7 @@ class RetryPolicy(UserCallback):
             self._preemptions += not polled_again
             if not polled_again and (self._max_preemptions < 0 or self._preemptions <= self._max_preemptions):
                 text = _in_a_sentence({rank: worker_exceptions[rank] for rank in gone})
-                driver.restarting(f"{text} Its node was preempted. Restart from the last checkpoint.", counts=False)
+                driver.restarting(f"{text} Its node was preempted. Restart from the last checkpoint.")
             return
         found = worker_failure(ray.train.WorkerGroupError("", dict(worker_exceptions)))
         assert found is not None

@@ -9,8 +9,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import ray
 import ray.exceptions
@@ -25,14 +25,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from .._errors import SettingError
 from .._files import join, room_in_words
 from ..config import AdaScaleConfig, read_settings
-from ..data.source import MapSource
 from ..recipe import Recipe
-from ..replay import noise_curves
 from ..run.backend import ReportPolicy
 from ..run.failure import annotate_exceptions, telling_of_failure
 from ..run.loop import Run
 from ..run.train_state import INTERRUPTED
-from ..worker_policy import WorkerController, WorkersFollow
 from ..workload import Workload, WorkloadFn
 from .backend import RayTrainBackend
 from .cluster import (
@@ -52,7 +49,6 @@ from .network import network_advice, with_interface
 from .ray_record import has_checkpoint, unlisted_checkpoints
 from .retry import RepeatedMistake, RetryPolicy, failure_in_words
 from .run_lock import RunLock
-from .worker_follow import RecordFile, Room, WorkerFollower, read_follow
 
 _log = logging.getLogger(__name__)
 _PACKAGE = __name__.partition(".")[0]
@@ -137,11 +133,6 @@ def _train_workload(job: dict[str, Any]) -> dict[str, Any]:
             workload, config = _with_ray_data(workload, config, job["lengths"])
         run = Run.of(workload, config, recipe=job["recipe"], backend=backend)
         began = run.state.iterations
-        if job["follows"] and not isinstance(run.source, MapSource):
-            raise ValueError(
-                "workers='pay' needs a map-style train_dataset: other data begin their epoch anew at each change of the number "
-                "of workers, so examples would repeat."
-            )
         backend.driver.running()
         stack.enter_context(telling_of_failure(run.parts.listeners))
         for batch in run:
@@ -174,17 +165,6 @@ def _known_length(dataset: Any) -> int | None:
     return int(dataset.count()) if isinstance(dataset, MaterializedDataset) else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Given:
-    """Ray Train's arguments, as the user gave them."""
-
-    scaling_config: ray.train.ScalingConfig
-    run_config: ray.train.RunConfig
-    torch_config: ray.train.torch.TorchConfig
-    datasets: dict[str, Any] | None
-    dataset_config: ray.train.DataConfig | None
-
-
 @PublicAPI(stability="alpha")
 class AdaScaleTrainer(TorchTrainer):
     """Runs a workload on any number of Ray workers with the schedule of its base batch. There is no loop to write.
@@ -212,9 +192,6 @@ class AdaScaleTrainer(TorchTrainer):
         progress: Show the progress while ``fit()`` waits: live on a terminal, else a line every few seconds.
         on_start: Called on the driver, in another thread, when the workers first enter their loop. All checks have passed
             then, and the checkpoint is loaded, if there is one.
-        workers: "pay" has a run with ``num_workers=(min, max)`` ask for as many workers as pay at its noise: at step boundaries
-            it compares their numbers, and a change that is worth its restart is a checkpoint and a restart with the other number.
-            :class:`ray_adascale.WorkersFollow` has the prices and the other settings. None: as many as the cluster has at a time.
 
     Raises:
         ValueError: A setting can't work. Raised on the driver, before any worker starts.
@@ -234,7 +211,6 @@ class AdaScaleTrainer(TorchTrainer):
         torch_config: ray.train.torch.TorchConfig | None = None,
         progress: bool = True,
         on_start: Callable[[], None] | None = None,
-        workers: Literal["pay"] | WorkersFollow | None = None,
     ) -> None:
         if not callable(workload):
             raise ValueError(
@@ -254,10 +230,11 @@ class AdaScaleTrainer(TorchTrainer):
                 "Invalid {}. Must be ≥ 1; without Ray use ray_adascale.Run.", "ScalingConfig", num_workers=fewest
             )
         config.before_search.batch_policy.plan(fewest)
-        self._follow = read_follow(workers, config, scaling_config, datasets)
         if config.total_epochs is None:
             config.resolve_total_steps(None)
         run_config = ray.train.RunConfig() if run_config is None else run_config
+        failure_config = run_config.failure_config or ray.train.FailureConfig()
+        self._retry_policy = RetryPolicy(failure_config.max_failures, failure_config.max_preemption_failures)
         self._progress = progress
         self._on_start = on_start
         self._job: dict[str, Any] = {
@@ -267,38 +244,18 @@ class AdaScaleTrainer(TorchTrainer):
             "recipe": recipe,
             "channel": None,
             "unlisted": (),
-            "follows": self._follow is not None,
             "reports_evaluations": bool(run_config.callbacks),
             "lengths": None if datasets is None else {name: _known_length(data) for name, data in datasets.items()},
             "kept_by": getattr(getattr(run_config, "checkpoint_config", None), "checkpoint_score_attribute", None),
         }
-        self._given = _Given(
-            scaling_config=scaling_config,
-            run_config=run_config,
-            torch_config=with_interface(torch_config, WORKER_TIMEOUT_S),
-            datasets=None if datasets is None else dict(datasets),
-            dataset_config=dataset_config,
-        )
-        failure_config = run_config.failure_config or ray.train.FailureConfig()
-        self._set_up(scaling_config.num_workers, failure_config)
-
-    def _set_up(self, num_workers: int | tuple[int, int], failure_config: ray.train.FailureConfig) -> None:
-        """Set Ray's trainer up for a start with this number of workers and these restarts."""
-        given = self._given
-        self._retry_policy = RetryPolicy(failure_config.max_failures, failure_config.max_preemption_failures)
-        self._retry_policy.channel = self._job["channel"]
         super().__init__(
             _train_workload,
             train_loop_config=self._job,
-            scaling_config=replace(given.scaling_config, num_workers=num_workers),
-            run_config=replace(
-                given.run_config,
-                callbacks=[*(given.run_config.callbacks or []), self._retry_policy],
-                failure_config=failure_config,
-            ),
-            torch_config=given.torch_config,
-            datasets=given.datasets,
-            dataset_config=given.dataset_config,
+            scaling_config=scaling_config,
+            run_config=replace(run_config, callbacks=[*(run_config.callbacks or []), self._retry_policy]),
+            torch_config=with_interface(torch_config, WORKER_TIMEOUT_S),
+            datasets=None if datasets is None else dict(datasets),
+            dataset_config=dataset_config,
         )
 
     def fit(self) -> ray.train.Result:
@@ -319,9 +276,8 @@ class AdaScaleTrainer(TorchTrainer):
                 took more than a minute or the signal came twice. The same call resumes.
         """
         quiet_init()
-        asked = self._given.scaling_config
-        bundle = {key: value / asked.max_workers for key, value in asked.total_resources.items()}
-        needs = bundle, asked.min_workers
+        asked = self.scaling_config
+        needs = {key: value / asked.max_workers for key, value in asked.total_resources.items()}, asked.min_workers
         short = lacking(*needs)
         if short is not None and is_local():
             raise SettingError(
@@ -335,11 +291,10 @@ class AdaScaleTrainer(TorchTrainer):
             self._job["unlisted"] = unlisted_checkpoints(folder, str(config.name), config.storage_filesystem)
             channel = make_channel()
             self._job["channel"] = self._retry_policy.channel = channel
-            follower = self._follower(folder, bundle)
-            self._monitor = DriverMonitor(channel, needs, lock, self._on_start, follower)
+            self._monitor = DriverMonitor(channel, needs, lock, self._on_start)
             try:
                 with self._display() or contextlib.nullcontext(), self._monitor:
-                    return self._fit() if follower is None else self._fit_following(follower)
+                    return self._fit()
             except (ray.exceptions.RayActorError, KeyboardInterrupt) as e:
                 if lock.lost is None:
                     raise
@@ -367,42 +322,6 @@ class AdaScaleTrainer(TorchTrainer):
         return RunDisplay(
             lambda: self._monitor.metrics, label=str(self.run_config.name), log=logging.getLogger(_PACKAGE)
         )
-
-    def _follower(self, folder: str, bundle: Mapping[str, float]) -> WorkerFollower | None:
-        """Return the object that decides on the number of workers; None for a run that takes what there is."""
-        if self._follow is None:
-            return None
-        config, recipe, scaling = self._job["config"], self._job["recipe"], self._given.scaling_config
-        policy = config.batch_policy
-        outlook = noise_curves(recipe)[0] if recipe is not None and recipe.noise else None
-        return WorkerFollower(
-            WorkerController(self._follow, policy, *scaling.num_workers, outlook=outlook),
-            policy.limits.base_batch_size,
-            RecordFile(folder, self.run_config.storage_filesystem),
-            lambda more: Room(bundle, more, scaling.placement_strategy),
-            total_steps=config.total_steps,
-        )
-
-    def _fit_following(self, follower: WorkerFollower) -> ray.train.Result:
-        """Run to the end, with a restart for each change of the number of workers."""
-        given = self._given.run_config.failure_config or ray.train.FailureConfig()
-        try:
-            while True:
-                # The restarts that are left, since Ray counts those of each start anew.
-                left = given.max_failures
-                left = left if left < 0 else max(left - self._monitor.failures, 0)
-                self._set_up((follower.least, follower.asked), replace(given, max_failures=left))
-                self._monitor.begin(follower)
-                try:
-                    return self._fit()
-                except KeyboardInterrupt:
-                    if not follower.changing or self._monitor.interrupts:
-                        raise
-                except ray.train.TrainingFailedError as e:
-                    if self._monitor.interrupts or not follower.revert(failure_in_words(e, lines=False)):
-                        raise
-        finally:
-            follower.close()
 
     def _fit(self) -> ray.train.Result:
         in_main_thread = threading.current_thread() is threading.main_thread()
@@ -459,7 +378,6 @@ class DriverMonitor:
         needs: Resources of one worker, and the fewest workers.
         lock: The lock on the run's folder. The run ends if another process has taken the lock over.
         on_start: Called once, when the workers are in their loop.
-        follower: Decides on the number of workers, from the metrics; None for a run that takes what there is.
     """
 
     def __init__(
@@ -468,12 +386,8 @@ class DriverMonitor:
         needs: tuple[dict[str, float], int],
         lock: RunLock,
         on_start: Callable[[], None] | None = None,
-        follower: WorkerFollower | None = None,
     ) -> None:
         self._on_start = on_start
-        self._follower = follower
-        self.failures = 0
-        """Number of failures so far after which the workers were restarted."""
         self.metrics: dict[str, Any] | None = None
         self.interrupts = 0
         """Number of Ctrl-C so far."""
@@ -491,20 +405,8 @@ class DriverMonitor:
         self._logged_at: float | None = None
         self._wake = threading.Event()
         self._done = False
-        self._reading = threading.Lock()
         self._hangs = HangWatch()
         self._thread = threading.Thread(target=self._run, name="ray_adascale-listener", daemon=True)
-
-    def begin(self, follower: WorkerFollower) -> None:
-        """Prepare for workers of another start, without metrics of the start before.
-
-        Args:
-            follower: Decides on the number of workers.
-        """
-        with self._reading:
-            ray.get(self._channel.begin.remote())
-            self.metrics = None
-            follower.begin(self._channel)
 
     def interrupt(self) -> None:
         """Register a Ctrl-C in the main thread. The monitor's thread handles it."""
@@ -529,23 +431,13 @@ class DriverMonitor:
             # A failure here must not fail the run, and Ray reports its own failures.
             with contextlib.suppress(Exception):
                 self._answer_interrupts()
-            with self._reading:
-                with contextlib.suppress(Exception):
-                    self._apply(ray.get(self._channel.news.remote(self._seen), timeout=_ANSWER_S))
-                if self._follower is not None and not last:
-                    self._follow(self._follower)
+            with contextlib.suppress(Exception):
+                self._apply(ray.get(self._channel.news.remote(self._seen), timeout=_ANSWER_S))
             with contextlib.suppress(Exception):
                 self._log_missing_resources()
 
-    def _follow(self, follower: WorkerFollower) -> None:
-        try:
-            follower.look(self.metrics)
-        except Exception as e:  # the run goes on with the workers it has
-            self._follower = None
-            _log.warning("The number of workers stays from here on: %s: %s", type(e).__name__, e)
-
     def _apply(self, news: News) -> None:
-        self.metrics, self._seen, self.failures = news.metrics, news.sent, news.failures
+        self.metrics, self._seen = news.metrics, news.sent
         if self._running and not news.running:
             self._waiting_since, self._logged_at = time.monotonic(), None
         self._hangs.look(news.hang)

@@ -12,7 +12,7 @@ import pytest
 import rich.console
 
 from ray_adascale import AdamScaleRule, AdaScaleConfig
-from ray_adascale.analysis.forecast import Forecast, forecast_recipe
+from ray_adascale.analysis.forecast import Forecast, forecast_recipe, max_useful_workers
 from ray_adascale.analysis.throughput import Throughput
 from ray_adascale.recipe import Repeat
 from ray_adascale.replay import Forecaster
@@ -311,3 +311,11 @@ def test_goodput_is_forecast_from_the_time_of_a_step() -> None:
     assert (slow.scale, slow.last_scale, slow.steps) == (1, 1, 100)
     assert fast.last_scale == 8
     assert fast.seconds < slow.seconds
+
+
+def test_where_one_worker_cannot_make_a_batch_the_fewest_that_can_set_the_share() -> None:
+    # Four workers with a speed of 4 are 1 each, so the fifth pays with 0.6 and the sixth does not with 0.1.
+    speeds = {4: 4.0, 5: 4.6}
+    assert max_useful_workers(lambda k: 0.0 if k < 4 else speeds.get(k, 4.7), 64) == 5
+    with pytest.raises(ValueError, match="No number of workers up to 64 can make a batch"):
+        max_useful_workers(lambda k: 0.0, 64)

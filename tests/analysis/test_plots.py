@@ -50,10 +50,10 @@ def test_losses_are_averaged_over_equal_stretches() -> None:
 
 
 def test_each_plot_has_a_file_of_its_own() -> None:
-    more = {"val/loss": 1.0, "val_loss": 2.0, "val loss": 3.0, "useful_workers": 2}
+    more = {"val/loss": 1.0, "val_loss": 2.0, "val loss": 3.0}
     slugs = [panel.slug for panel in make_panels([RunTrace("x", [row(1) | more, row(2, world_size=4) | more])])]
     assert len(slugs) == len(set(slugs))
-    assert {"workers", "useful-workers", "metric-val-loss", "metric-val-loss-2", "metric-val-loss-3"} <= set(slugs)
+    assert {"workers", "metric-val-loss", "metric-val-loss-2", "metric-val-loss-3"} <= set(slugs)
 
 
 def test_what_the_run_has_expected_of_itself_is_a_plot() -> None:

@@ -15,7 +15,6 @@ from ray_adascale import AdaScaleConfig
 from ray_adascale.analysis.forecast import forecast_recipe
 from ray_adascale.analysis.report import write_report
 from ray_adascale.recipe import Repeat
-from ray_adascale.worker_record import WORKERS, Change, Stay, WorkersRecord
 
 from ..samples_of import probes, recipe, row, write_rows
 from .test_runs import trial
@@ -314,31 +313,6 @@ def test_no_runs_and_no_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ValueError, match=r"is needed for a .*: pip install matplotlib"):
         write_report([write_rows(tmp_path / "t.jsonl", [row(1)])], tmp_path / "r.html")
-
-
-def test_a_run_that_followed_its_noise_has_its_workers_and_worker_hours(
-    make: Callable[..., Page], tmp_path: Path
-) -> None:
-    run = write_rows(tmp_path / "mine" / "trace.jsonl", [row(1), row(2), row(3)])
-    change = Change(
-        before=1, after=3, effective_steps=2.0, optimizer_steps=2, at="2026-11-25", reason="pays", restart_s=1200.0
-    )
-    stays = [
-        Stay(workers=1, seconds=3600.0, effective_steps=2.0),
-        Stay(workers=3, seconds=7200.0, effective_steps=4.0),
-    ]
-    (run.parent / WORKERS).write_text(WorkersRecord(workers=3, changes=[change], stays=stays).to_json())
-    page = make([run])
-    assert "Workers that were asked for when they paid" in page.headings
-    assert ["mine", "1 → 3", "8", "1", "1200 s"] in [line for table in page.tables for line in table]
-
-
-def test_a_damaged_record_of_workers_is_reported(make: Callable[..., Page], tmp_path: Path) -> None:
-    run = write_rows(tmp_path / "mine" / "trace.jsonl", [row(1), row(2)])
-    (run.parent / WORKERS).write_text("{")
-    with pytest.warns(UserWarning, match="The worker hours of mine are missing"):
-        page = make([run])
-    assert "Workers that were asked for when they paid" not in page.headings
 
 
 def test_the_noise_scale_is_that_of_the_whole_run(make: Callable[..., Page], tmp_path: Path) -> None:

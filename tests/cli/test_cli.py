@@ -25,15 +25,15 @@ import torch
 from ray.exceptions import RayActorError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
 
-from ray_adascale import AdaScaleConfig, Recipe, Throughput, WorkersFollow, _files, checkpoint
+from ray_adascale import AdaScaleConfig, Recipe, Throughput, _files, checkpoint
 from ray_adascale._errors import SettingError
 from ray_adascale._version import __version__
 from ray_adascale.analysis import throughput
 from ray_adascale.batch_schedule import GivenBatches
 from ray_adascale.cli import main, run_folder
-from ray_adascale.cli.arguments import error_text, read_follow
+from ray_adascale.cli.arguments import error_text
 from ray_adascale.cli.checking import file_and_function
-from ray_adascale.cli.run_folder import folder_of, options_of
+from ray_adascale.cli.run_folder import folder_of
 from ray_adascale.run.failure import annotate_exceptions
 from ray_adascale.run.metrics import METRICS
 from ray_adascale.search import tune
@@ -60,7 +60,7 @@ DEAD = RayActorError(None, "The actor is dead")
 
 class Result:
     metrics = {**dict.fromkeys(METRICS, 1.0), "optimizer_steps": 10, "progress": 25.0, "scale": 4.0, "accuracy": 0.9}
-    metrics |= {"useful_workers": 4, "steps_left": 0.0}  # the run's own, too
+    metrics |= {"steps_left": 0.0}  # the run's own, too
     return_value = {"stopped": "total_steps reached"}
 
     class checkpoint:
@@ -867,36 +867,6 @@ def test_forecast_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     assert seen["runs"] == [tmp_path / "run" / "trace.jsonl"]
 
 
-def test_forecast_says_what_workers_that_follow_save(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(throughput, "measure_throughput", lambda *_, **__: Throughput(example_s=36 / 32))
-    common = ["forecast", str(RECIPE), "--workers=1..3"]
-    measured = [f"--measure={WORKLOAD}", "--restart-s=30"]
-    prices = ["--workers-follow=2", "--cost-per-worker-hour=5"]
-    assert main.main([*common, *measured, *prices, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    # An hour is worth 2 worker hours of 5 each.
-    assert (found["value_per_hour"], found["settings"]["cost_per_worker_hour"], found["restart_s"]) == (10, 5, 30)
-    assert [row["workers"] for row in found["fixed"]] == [1, 2, 3]
-    assert found["fixed"][0]["hours"] == pytest.approx(1)  # 100 steps of 36 s
-    assert main.main([*common, *measured, "--workers-follow", f"--plot={tmp_path / 'f.png'}"]) == 0
-    assert "Worker hours at equal time: it saves" in capsys.readouterr().out
-    assert (tmp_path / "f.png").is_file()
-    for words, message in (
-        ([*common, "--workers-follow"], "--workers-follow needs --measure WORKLOAD"),
-        ([*common, *measured], "--restart-s needs --workers-follow"),
-        (
-            [*common],
-            "Invalid --workers '1..3'. Must be numbers with commas between them, as 1,2,4; or MIN..MAX with --w",
-        ),
-        (["forecast", str(RECIPE), "--workers=3", "--workers-follow", *measured], "Must be a range, as 1..8"),
-        (["forecast", str(RECIPE), "--workers=1,3", "--workers-follow", *measured], "Invalid --workers '1,3'. Must be"),
-    ):
-        assert main.main(words) == 2
-        assert message in capsys.readouterr().err
-
-
 def test_a_warning_is_a_line(called: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Trainer:
         def __init__(self, *_: Any, **__: Any) -> None:
@@ -1251,28 +1221,3 @@ def test_trials_on_several_workers(called: dict[str, Any], tmp_path: Path, capsy
     ):
         assert main.main([*command, *more]) == 2
         assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ([], None),
-        (["--workers-follow"], "pay"),
-        (["--workers-follow=pay"], "pay"),
-        (["--workers-follow=no"], None),
-        (["--workers-follow=4"], WorkersFollow(value_per_hour=4.0)),
-    ],
-)
-def test_workers_follow_is_a_word_or_worker_hours(given: list[str], expected: Any) -> None:
-    args = main._parse(["train", WORKLOAD, *given])
-    assert read_follow(args.workers_follow) == expected
-    # It is kept for `resume`, in the form in which it is read.
-    kept = options_of(args, ["workers_follow"])
-    assert read_follow(main._parse(["train", WORKLOAD, *kept]).workers_follow) == expected
-
-
-@pytest.mark.parametrize("value", ["some", "0", "-1"])
-def test_other_values_of_workers_follow_are_refused(value: str) -> None:
-    args = main._parse(["train", WORKLOAD, f"--workers-follow={value}"])
-    with pytest.raises(ValueError, match="Must be a positive number of worker hours, pay, or no"):
-        read_follow(args.workers_follow)

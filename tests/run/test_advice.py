@@ -1,8 +1,7 @@
-"""Advice on rank 0: when a warning of the noise comes, how often useful workers are computed, which keys count as read."""
+"""Advice on rank 0: when a warning of the noise comes, and which keys count as read."""
 
 from __future__ import annotations
 
-import logging
 import math
 import warnings
 from collections.abc import Callable
@@ -12,12 +11,10 @@ from typing import Any
 
 import pytest
 
-from ray_adascale.batch_policy import BatchLimits, FixedBatch
-from ray_adascale.run.advice import NoiseWarning, UnreadHyperparameters, UsefulWorkers, log_useful_workers
-from ray_adascale.run.metrics import USEFUL_WORKERS
+from ray_adascale.run.advice import NoiseWarning, UnreadHyperparameters
 from ray_adascale.workload import ConfigAccessLog
 
-from ..samples_of import recipe, step_of
+from ..samples_of import step_of
 
 SMALL, LARGE = 1.0, 100.0
 """Noise scales, in examples. The batch of 16 is larger than the first and smaller than the second."""
@@ -82,43 +79,6 @@ def test_a_forecast_that_is_efficient_as_a_whole_silences_the_warning(whole: int
     assert warned_at(NoiseWarning(2.0, remaining), lambda _: SMALL, total_steps=100) == at
 
 
-ELASTIC = FixedBatch(limits=BatchLimits(base_batch_size=8), elastic=True)
-TWO, ONE, UNKNOWN = {"sigma2": 3.0, "mu2": 1.0}, {"sigma2": 0.0, "mu2": 1.0}, {"sigma2": math.nan, "mu2": math.nan}
-"""Moments with which two workers, or one worker, are useful at this base batch."""
-
-
-def useful(listener: UsefulWorkers, number: int, moments: dict[str, float]) -> int | None:
-    step = step_of(number, **moments)
-    listener.after_step(step)
-    assert step.metrics.get(USEFUL_WORKERS) == step.row.get(USEFUL_WORKERS)
-    return step.metrics.get(USEFUL_WORKERS)
-
-
-def test_useful_workers_are_computed_once_a_quarter_of_a_window() -> None:
-    listener = UsefulWorkers(ELASTIC, window=8.0, effective_steps=0.0, before=None)
-    found = [useful(listener, n, m) for n, m in enumerate((TWO, ONE, TWO, TWO, ONE, ONE, TWO, TWO), start=1)]
-    # New quarters begin at τ = 2, 4, 6 and 8.
-    assert found == [2, 1, 1, 2, 2, 1, 1, 2]
-
-
-def test_nothing_is_added_while_the_noise_is_unknown() -> None:
-    listener = UsefulWorkers(ELASTIC, window=8.0, effective_steps=0.0, before=None)
-    moments = (UNKNOWN, UNKNOWN, UNKNOWN, TWO, UNKNOWN, UNKNOWN, ONE)
-    assert [useful(listener, n, m) for n, m in enumerate(moments, start=1)] == [None, None, None, 2, 2, None, 1]
-
-
-def test_a_resumed_run_keeps_the_number_of_its_checkpoint_until_the_quarter_ends() -> None:
-    resumed = UsefulWorkers(ELASTIC, window=8.0, effective_steps=6.5, before=7)
-    assert [useful(resumed, n, ONE) for n in (7, 8)] == [7, 1]
-    on_other_workers = UsefulWorkers(ELASTIC, window=8.0, effective_steps=6.5, before=None)
-    assert useful(on_other_workers, 7, ONE) == 1
-
-
-def test_useful_workers_are_looked_for_among_twice_the_present_number() -> None:
-    listener = UsefulWorkers(ELASTIC, window=8.0, effective_steps=0.0, before=None)
-    assert useful(listener, 1, {"sigma2": 1.0, "mu2": 0.0}) == 2  # noise alone: any number of workers is useful
-
-
 def test_a_key_that_is_read_before_the_end_of_the_first_step_counts_as_read() -> None:
     reads = ConfigAccessLog({"lr": 0.1, "lazy": 1, "unused": 2})
     reads.read["lr"] = None
@@ -134,13 +94,3 @@ def test_no_warning_comes_after_the_first_step_or_without_unread_keys() -> None:
     reads = ConfigAccessLog({"lr": 0.1})
     reads.read["lr"] = None
     UnreadHyperparameters(reads).after_step(step_of(1))
-
-
-def test_useful_workers_are_logged_for_a_recipe_with_noise_only(caplog: pytest.LogCaptureFixture) -> None:
-    plan, noisy = ELASTIC.plan(1), recipe([(0.0, 3.0, 1.0), (50.0, 3.0, 1.0)])
-    with caplog.at_level(logging.INFO, "ray_adascale"):
-        log_useful_workers(ELASTIC, "adascale", recipe([]), plan, 100)
-        log_useful_workers(ELASTIC, "adamscale", noisy, plan, 100)
-        assert caplog.messages == []
-        log_useful_workers(ELASTIC, "adascale", noisy, plan, 100)
-    assert caplog.messages == ["By the recipe's noise 2 workers pay at first; there is 1."]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ray_adascale import AdaScaleConfig, EarlyStop, LocalBackend
-from ray_adascale.run.advice import NoiseWarning, UsefulWorkers
+from ray_adascale.run.advice import NoiseWarning
 from ray_adascale.run.assemble import Parts, assemble
 from ray_adascale.run.batch import AdaptiveBatch
 from ray_adascale.run.checkpointing import Checkpointing
@@ -26,7 +24,6 @@ from ray_adascale.run.reporting import Reporting
 from ray_adascale.run.step import Listener
 from ray_adascale.run.trace import TraceFile, read_trace
 
-from ..samples_of import step_of
 from .test_loop import dataset, drive, make_run, model
 
 pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
@@ -93,10 +90,8 @@ def test_listeners_that_add_to_a_step_come_before_those_that_write_it(tmp_path: 
     fixed = built(Watched(tmp_path, device="cpu")).listeners
     assert kinds(fixed) == with_trace
     assert fixed[3].tracker is fixed[1]  # type: ignore[attr-defined]
-    elastic = built(Watched(tmp_path, device="cpu"), elastic=True).listeners
-    assert kinds(elastic) == [NoiseWarning, UsefulWorkers, *with_trace[1:]]
     adaptive = built(Watched(tmp_path, device="cpu"), **ADAPTIVE).listeners
-    assert kinds(adaptive) == [UsefulWorkers, *with_trace[1:]]  # its batch is never larger than wanted
+    assert kinds(adaptive) == with_trace[1:]  # its batch is never larger than wanted
 
 
 def test_a_fresh_run_begins_at_zero() -> None:
@@ -118,7 +113,7 @@ def _beside_rank_0(folder: str) -> tuple[list[str], list[str], int]:
 
 def test_workers_beside_rank_0_have_the_stages_and_no_listeners(pool: Any, tmp_path: Path) -> None:
     first, second = pool(2).run(_beside_rank_0, str(tmp_path))
-    assert len(first[0]) == 6
+    assert len(first[0]) == 5
     assert second[0] == []
     assert first[1] == second[1] == [stage.__name__ for stage in STAGES]
     assert (first[2], second[2]) == (1, 0)  # rank 0 warns of doubts
@@ -166,15 +161,10 @@ def test_a_resume_loads_every_part_of_a_checkpoint(tmp_path: Path) -> None:
     assert parts.source.position == 7 * 8
     assert parts.evaluation.evaluated_at == run.parts.evaluation.evaluated_at > 0
     assert kinds(parts.stages) == STAGES
-    assert kinds(parts.listeners) == [NoiseWarning, UsefulWorkers, EtaTracker, TraceFile, Watched.Mine, ProgressLine]
+    assert kinds(parts.listeners) == [NoiseWarning, EtaTracker, TraceFile, Watched.Mine, ProgressLine]
     trace = next(each for each in parts.listeners if isinstance(each, TraceFile))
     ((path, _),) = trace.files().values()
     assert [row["step"] for row in read_trace(path)] == [1, 2, 3, 4, 5, 6, 7]
-    # Within its quarter of a window the number of useful workers is the checkpoint's, here while the noise is unknown.
-    useful = next(each for each in parts.listeners if isinstance(each, UsefulWorkers))
-    step = replace(step_of(8, sigma2=math.nan, mu2=math.nan), tau=run.effective_steps)
-    useful.after_step(step)
-    assert step.metrics["useful_workers"] == rows[-1]["useful_workers"]
 
 
 def test_a_resumed_adaptive_run_begins_with_the_batch_of_its_checkpoint(tmp_path: Path) -> None:

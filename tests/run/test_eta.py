@@ -163,19 +163,6 @@ def test_seconds_leave_the_first_steps_out(monkeypatch: pytest.MonkeyPatch) -> N
     assert [took(1), took(1), took(4)] == [1, 1, 2]
 
 
-def test_seconds_of_a_pass_hold_while_the_number_of_passes_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [100.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
-    tracker = EtaTracker(None)
-    assert tracker.seconds_per_pass == math.inf
-    found = []
-    for passes in (1, 1, 1, 1, 1, 4, 4):  # of 2 s each, and the first three steps are slow
-        clock[0] += 2.0 * passes + (30.0 if len(found) < 3 else 0.0)
-        tracker.after_step(step_of(scale=passes))
-        found.append(tracker.seconds_per_pass)
-    assert found == [32.0, 32.0, math.inf, 2.0, 2.0, 2.0, 2.0]
-
-
 def test_in_words() -> None:
     assert str(Eta(10, 65, False)) == "1:05 left"
     assert str(Eta(10, 65, True)) == "~1:05 left"

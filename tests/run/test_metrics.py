@@ -39,7 +39,7 @@ def test_a_name_that_the_run_reports_is_refused() -> None:
             "short_step",
             "found_per_worker_batch_size",
         ),  # of a row
-        *("stopped", "seconds_per_pass", "loop_seconds", "useful_workers"),  # for the driver
+        *("stopped", "loop_seconds"),  # for the driver
         *("objective", "epochs", "outcome"),  # of a report to Tune
     ],
 )

@@ -9,7 +9,6 @@ import pickle
 import random
 import subprocess
 import sys
-import threading
 import time
 import types
 from pathlib import Path
@@ -332,51 +331,3 @@ def test_a_start_that_takes_long_names_the_node_that_was_lost(
             time.sleep(0.01)
         time.sleep(0.1)
     assert killed == ["the controller"]  # once: nothing of this process is written after another one has taken over
-
-
-def test_a_start_begins_without_the_metrics_of_the_start_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """News that was read before a start must not reach the decision on workers after it."""
-    read, go_on = threading.Event(), threading.Event()
-    old = {"world_size": 2, "optimizer_steps": 90}
-    log: list[object] = []
-
-    def answer(value: Any, timeout: float | None = None) -> Any:
-        if isinstance(value, News) and not read.is_set():
-            read.set()
-            go_on.wait(0.5)  # the start begins meanwhile
-        return value
-
-    monkeypatch.setattr(ray, "get", answer)
-    monkeypatch.setattr(trainer, "_POLL_S", 0.01)
-
-    class Channel:
-        metrics: dict[str, Any] | None = old
-
-        class begin:
-            @staticmethod
-            def remote() -> None:
-                Channel.metrics = None
-
-        class news:
-            @staticmethod
-            def remote(since: int) -> News:
-                return News(Channel.metrics, False, [], 0)
-
-    class Follower:
-        def look(self, metrics: Any) -> None:
-            log.append(metrics)
-
-        def begin(self, channel: Any) -> None:
-            log.append("begin")
-            go_on.set()
-
-    follower: Any = Follower()
-    lock: Any = SimpleNamespace(lost=None)
-    monitor = DriverMonitor(Channel(), ({"CPU": 1.0}, 1), lock, follower=follower)
-    with monitor:
-        assert read.wait(60)
-        monitor.begin(follower)
-        while len(log) < log.index("begin") + 3:
-            time.sleep(0.01)
-    assert old not in log[log.index("begin") :]
-    assert monitor.metrics is None

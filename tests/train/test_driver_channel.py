@@ -82,14 +82,6 @@ def test_metrics_are_those_of_a_run_that_goes_on() -> None:
     assert news.events == [(logging.WARNING, "Worker 1 died.")]
 
 
-def test_a_preemption_is_no_failure() -> None:
-    here = Here()
-    driver = DriverClient(here)
-    driver.restarting("a worker died")
-    driver.restarting("a node was preempted", counts=False)
-    assert here.board.news(0).failures == 1
-
-
 def test_a_board_that_is_gone_costs_nothing() -> None:
     class Gone:
         def __getattr__(self, name: str) -> Any:

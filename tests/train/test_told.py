@@ -206,7 +206,7 @@ def test_a_run_that_follows_the_noise_loses_a_worker_resumes_and_ends_as_if_noth
     followed: Followed, pool: Any
 ) -> None:
     result = followed.result
-    assert set(result.metrics) == {*METRICS, "spread", "useful_workers"}
+    assert set(result.metrics) == {*METRICS, "spread"}
     assert flat(load_weights(result.checkpoint.path)).tolist() == pool(2).run(_following_without_ray)[0]
     trace = read_trace(Path(result.path) / "trace.jsonl")
     assert trace[-1]["attempt"] == 1

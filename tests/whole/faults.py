@@ -136,9 +136,9 @@ class Surroundings:
                 "--config",
                 f"step_timeout_s={STEP_TIMEOUT_S}",
             ]
-        self.spawn(sys.executable, "-m", "ray_adascale", *words)
+        self._spawn(sys.executable, "-m", "ray_adascale", *words)
 
-    def spawn(self, *command: str) -> None:
+    def _spawn(self, *command: str) -> None:
         """Start a command as the driver, with its output in a log."""
         number = len(self.drivers)
         if number == _MOST_DRIVERS:
@@ -466,8 +466,8 @@ def outcome(around: Surroundings) -> Outcome:
     state = load_weights(around.run)
     steps: dict[int, dict[int, list[int]]] = {}
     for start in around.starts():
-        for number, examples in start.examples.items():
-            steps.setdefault(number, {})[start.rank] = examples  # of the last start that took it
+        for number, taken in start.examples.items():
+            steps.setdefault(number, {})[start.rank] = taken  # of the last start that took it
     trace = read_trace(around.run / "trace.jsonl")
     last = trace[-1]["step"] if trace else 0
     examples = [
