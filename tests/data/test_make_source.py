@@ -16,7 +16,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from ray_adascale.data import known_length, make_source, to_device
+from ray_adascale.data import make_source, to_device
+from ray_adascale.data.iterables import known_length
 from ray_adascale.data.iterables import IterableSource
 from ray_adascale.data.order import BatchSplit, ExampleOrder
 from ray_adascale.data.source import MapSource
