@@ -278,7 +278,7 @@ def flat(case: Case, optimizer: torch.optim.Optimizer, params: Sequence[Tensor],
             second = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
             v = v / ((second / (1 - group["betas"][1] ** float(state["step"]))).sqrt() + group["eps"])
         parts.append(v.detach().double().numpy().ravel())
-    return np.concatenate(parts)
+    return np.concatenate([np.zeros(0), *parts])  # a group may be empty
 
 
 def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[list[Row], Vector]:
