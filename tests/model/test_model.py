@@ -66,6 +66,18 @@ def test_a_refusal_must_come_where_the_draw_says_so_and_nowhere_else(
     assert "should have been" in (check(Case(legs=(Leg(passes=2),)), pool) or "")
 
 
+def test_a_start_that_does_not_come_is_not_refused(pool: Pool) -> None:
+    """T is reached before the second start, which would be refused."""
+    second = Leg(passes=2, total=2)
+    case = Case(
+        legs=(Leg(total=2, steps=3), second), client="adascale", via="state_dict", net="tied", noise="per_example"
+    )
+    assert allowed(case)
+    assert refusal(case) is not None
+    assert check(case, pool) is None
+    assert check(replace(case, legs=(Leg(total=2, steps=1), second)), pool) is None  # refused
+
+
 def test_rounding_may_part_the_clocks_in_low_precision_only() -> None:
     """⌊τ⌋ is 5 here and 4 there, so the steps after this one have other LRs."""
     row = Row(False, 1.5, 5.00004, 1.0, 1.0, 1.0, 1.0, [0.1], [[[0]]])
