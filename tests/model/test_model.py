@@ -78,14 +78,17 @@ def test_a_start_that_does_not_come_is_not_refused(pool: Pool) -> None:
     assert check(replace(case, legs=(Leg(total=2, steps=1), second)), pool) is None  # refused
 
 
-def test_rounding_may_part_the_clocks_in_low_precision_only() -> None:
-    """⌊τ⌋ is 5 here and 4 there, so the steps after this one have other LRs."""
+def test_rounding_may_part_two_runs_in_low_precision_only() -> None:
+    """⌊τ⌋ is 5 here and 4 there, so the steps after this one have other LRs; or training diverges."""
     row = Row(False, 1.5, 5.00004, 1.0, 1.0, 1.0, 1.0, [0.1], [[[0]]])
     after, other = replace(row, tau=6.5, lrs=[0.1]), replace(row, tau=6.5, lrs=[0.2])
     rows, found, weights = [row, after], [replace(row, tau=4.99996), other], np.ones(1)
     low = Case(precision="fp16", dtype="float32", legs=(Leg(passes=2),))
     assert difference(low, rows, weights, found, weights) is None
     assert "step 1: LRs" in (difference(low, rows, weights, [replace(row, tau=5.0001), other], weights) or "")
+    assert (
+        difference(low, [replace(row, sigma2=1e7), after], weights, [replace(row, sigma2=1e7), other], weights) is None
+    )
     assert "step 0: tau" in (difference(Case(legs=low.legs), rows, weights, found, weights) or "")
 
 
