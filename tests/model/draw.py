@@ -123,6 +123,10 @@ def allowed(case: Case) -> bool:
         # with the whole state of an SGD without momentum
         case.via != "dcp" or not sgd or case.momentum > 0,
         case.via != "dcp" or (default("precision", "poison") and case.net not in ("tied", "twice")),
+        # they leave out the state of parameters that are frozen when it is loaded
+        case.via != "dcp"
+        or case.frozen is None
+        or not any(case.frozen[0] <= start < case.frozen[1] for start in starts[1:]),
         # DDP does not reduce parameters that were frozen when it was built
         case.frozen is None
         or all(

@@ -387,8 +387,9 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> tuple[list[Ro
         step = taken + len(rows)
         if step in changes or step in dict(case.rescaled):
             passes, factor = changes.get(step, passes), factor * dict(case.rescaled).get(step, 1)
+            # In one call: in two, another shape would be declared in between, such as one pass at S = 1, which measures nothing.
+            ada.set_batch(passes=passes, scale=factor * leg.workers * passes * leg.per_worker / leg.base)
             ada.set_num_gradients_to_accumulate(passes, update_smoothing=_counts(case))
-            ada.set_scale(factor * leg.workers * passes * leg.per_worker / leg.base)
         if step == case.added:
             _freeze(case, module, step)
             ada.add_param_group(added_group(case, module))

@@ -255,7 +255,7 @@ def flat(case: Case, optimizer: torch.optim.Optimizer, params: Sequence[Tensor],
             second = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
             v = v / ((second / (1 - group["betas"][1] ** float(state["step"]))).sqrt() + group["eps"])
         parts.append(v.detach().double().numpy().ravel())
-    return np.concatenate(parts)
+    return np.concatenate([np.zeros(0), *parts])  # a group may be empty
 
 
 def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[list[Row], Vector]:
@@ -286,7 +286,7 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
         first, base = len(rows), leg.base
         held = held if frozen_names(case, first) == frozen else None  # a start loads σ² of the same parameters
         frozen = frozen_names(case, first)
-        while tau < leg.total - 1e-9 and (leg.steps is None or len(rows) < first + leg.steps):
+        while tau < leg.total and (leg.steps is None or len(rows) < first + leg.steps):
             step = len(rows)
             # ---- what the step consists of
             shape = shape_of(case, leg, step, tau, plans[min(step, len(plans) - 1)] if plans else None)
@@ -298,9 +298,8 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
             averages.smoothing = max(1 - full_n / 1000, 0.0) if case.smoothing is None else case.smoothing
             before, frozen = frozen, frozen_names(case, step)
             hooks = shape.full, scale * shape.full / shape.passes
-            if hooks != hooked_for or step in dict(
-                case.changes
-            ):  # hooks are set anew, and a frozen parameter can't carry one
+            if hooks != hooked_for or step in dict(case.changes):
+                # Hooks are set anew, and a frozen parameter can't carry one.
                 unhooked = set(frozen_names(replace(case, added=None), step - (hooked_for is not None)))
                 hooked_for = hooks
             if step == case.added:
@@ -358,8 +357,9 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
                     step_with_betas(p, group, exponent, betas[p])
             for member in members if case.rule != "adascale_betas" else ():
                 member.step()
-            tau += increment
-            if case.evaluate and (tau // case.evaluate > evaluated_at // case.evaluate or tau >= leg.total - 1e-9):
+            tau += increment  # or the whole number that the sum equals but for rounding
+            tau = round(tau) if abs(tau - round(tau)) < 1e-12 * tau else tau
+            if case.evaluate and (tau // case.evaluate > evaluated_at // case.evaluate or tau >= leg.total):
                 evaluated_at = tau
             values = averages.sigma2.value, averages.mu2.value
             means = [math.nan if value is None else float(np.maximum(value, 0).sum()) for value in values]

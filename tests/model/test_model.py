@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from ray_adascale import gain
 
 from ..pool import ProcessPool
+from .base import Row
 from .case import Case, Leg
-from .compare import check, short, shrunk
+from .compare import check, difference, short, shrunk
 from .draw import allowed, draw, refusal
 from .planted import FAULTS, ROOT
 
@@ -61,6 +64,32 @@ def test_a_refusal_must_come_where_the_draw_says_so_and_nowhere_else(
     monkeypatch.setattr("tests.model.compare.refusal", lambda case: "no such message")
     assert "not the expected refusal" in (check(refused, pool) or "")
     assert "should have been" in (check(Case(legs=(Leg(passes=2),)), pool) or "")
+
+
+def test_a_start_that_does_not_come_is_not_refused(pool: Pool) -> None:
+    """T is reached before the second start, which would be refused."""
+    second = Leg(passes=2, total=2)
+    case = Case(
+        legs=(Leg(total=2, steps=3), second), client="adascale", via="state_dict", net="tied", noise="per_example"
+    )
+    assert allowed(case)
+    assert refusal(case) is not None
+    assert check(case, pool) is None
+    assert check(replace(case, legs=(Leg(total=2, steps=1), second)), pool) is None  # refused
+
+
+def test_rounding_may_part_two_runs_in_low_precision_only() -> None:
+    """⌊τ⌋ is 5 here and 4 there, so the steps after this one have other LRs; or training diverges."""
+    row = Row(False, 1.5, 5.00004, 1.0, 1.0, 1.0, 1.0, [0.1], [[[0]]])
+    after, other = replace(row, tau=6.5, lrs=[0.1]), replace(row, tau=6.5, lrs=[0.2])
+    rows, found, weights = [row, after], [replace(row, tau=4.99996), other], np.ones(1)
+    low = Case(precision="fp16", dtype="float32", legs=(Leg(passes=2),))
+    assert difference(low, rows, weights, found, weights) is None
+    assert "step 1: LRs" in (difference(low, rows, weights, [replace(row, tau=5.0001), other], weights) or "")
+    assert (
+        difference(low, [replace(row, sigma2=1e7), after], weights, [replace(row, sigma2=1e7), other], weights) is None
+    )
+    assert "step 0: tau" in (difference(Case(legs=low.legs), rows, weights, found, weights) or "")
 
 
 def test_a_case_is_repeated_by_its_repr() -> None:
