@@ -61,8 +61,7 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "analysis",
             "what a person reads: forecast, report, display",
-            "check runs search_rows forecast throughput worker_forecast worker_replay report savings plots describe tensorboard "
-            "display",
+            "check runs forecast throughput worker_forecast worker_replay report plots describe tensorboard display",
         )
     ],
     [
