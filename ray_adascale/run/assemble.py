@@ -43,7 +43,6 @@ from .evaluation import Evaluation
 from .metrics import METRICS, USEFUL_WORKERS
 from .notices import Interrupt, Preemption
 from .passes import Passes
-from .progress import ProgressLine
 from .reporting import Reporting
 from .schedule import BaseSchedule, EffectiveSchedule
 from .step import Listener, LoopState, Stage
@@ -334,7 +333,6 @@ def _listeners(
         following=(policy, plan.world_size) if policy.changes_batch else None,
     )
     tracker = EtaTracker(remaining)
-    line = ProgressLine(config.show_progress, total_steps, tracker)
     listeners: list[Listener] = []
     if not policy.changes_batch:
         listeners.append(NoiseWarning(window, remaining, train_state.base_schedule.highest_at))
@@ -347,10 +345,7 @@ def _listeners(
     listeners.append(tracker)
     if trace is not None:
         listeners.append(trace)
-    listeners += [*backend.listeners(tracker), line]
-    if state.stopped is not None:
-        line.ended(f"ended before, {state.stopped}", state.metrics)
-    return listeners
+    return [*listeners, *backend.listeners(tracker)]
 
 
 def _check_epoch(controller: BatchController, config: AdaScaleConfig, dataset: Any) -> None:

@@ -216,7 +216,7 @@ def test_a_recipe_runs_on_two_workers_fails_resumes_and_ends_as_if_nothing_happe
     shares = json.loads((Path(result.checkpoint.path) / "tensors.json").read_text())
     files = {chunk["file"] for key, entry in shares.items() if key.startswith("optim/") for chunk in entry["chunks"]}
     assert len(files) == 2  # the momentum is sharded: each worker wrote its own
-    assert "gain" in capfd.readouterr().err  # the progress line
+    assert "gain" in capfd.readouterr().err  # the display
 
 
 @pytest.mark.slow
