@@ -138,8 +138,8 @@ class AdaScaleConfig:
             worker that holds up the others, and Ray restarts all from the last checkpoint. Default: ten times the slowest of the
             last 20 steps, and at least 120; inf for never. Evaluations, checkpoints and a start's first step have no limit.
         early_stop: When to end before T, see :class:`EarlyStop`; None to run to T.
-        trace_rows: Rows that the trace keeps: the newest half of them without gaps, and of older steps every 2nd, 4th, 8th,
-            ... in the other half. Rows with metrics of their own, such as evaluations, are kept as well. None keeps all.
+        trace_rows: Most rows of the trace between the first and the last. A longer run keeps every 2nd, 4th, 8th, ... step, and
+            your own metrics of the others in the next row that is kept. None keeps all.
 
     Raises:
         ValueError: A field is out of its range.

@@ -158,10 +158,11 @@ def _describe_search(path: Path) -> str:
 
 def _left_in_words(run: RunTrace) -> str | None:
     """Return the forecast's steps and time to the end, as of the newest row; None without a forecast, or at the end."""
-    steps, positions = run.last.get("steps_left"), run.column("position")
+    steps = run.last.get("steps_left")
     if not is_number(steps) or steps <= 0:
         return None
-    batch = positions[-1] - positions[-2] if len(positions) > 1 else math.nan
+    taken, examples = (np.diff(run.column(key)[-2:]) for key in ("step", "position"))
+    batch = float(examples[0] / taken[0]) if len(taken) else math.nan
     seconds = steps * batch / run.last.get("examples_per_s", math.nan)
     time = f", {clock_time(seconds)} at this speed" if math.isfinite(seconds) else ""
     return f"{steps:,.0f} steps by the forecast, as the run corrected it{time}"

@@ -87,7 +87,7 @@ class RunTrace:
 
     @property
     def steps_by_row(self) -> np.ndarray:
-        """Number of optimizer steps of each row, shape (rows,). It is above 1 in the part of a long trace that was thinned."""
+        """Number of optimizer steps of each row, shape (rows,). It is above 1 in a long trace, which is thinned."""
         steps = self.column("optimizer_steps")
         counts: np.ndarray = np.diff(steps, prepend=steps[0] - 1)
         return counts
