@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from .._errors import check_count
 from .._files import TRACE, write_atomically
 from .._warn import warn_at_user
 from .metrics import OWN_KEYS
@@ -41,13 +42,9 @@ class Trace:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, flush_every: int = 100, keep: int | None = None) -> None:
-        if flush_every < 1:
-            raise ValueError(f"Invalid {flush_every=}. Must be at least 1 row.")
-        if keep is not None and keep < 1:
-            raise ValueError(f"Invalid {keep=}. Must be at least 1 row, or None for all.")
+        self.flush_every = check_count("flush_every", flush_every)
+        self.keep = None if keep is None else check_count("keep", keep, remedy="None keeps all rows.")
         self.path = Path(path)
-        self.flush_every = flush_every
-        self.keep = keep
         self._pending: list[bytes] = []
         self._last_at = 0  # where the rows begin that were written last
         self._steps = array("q")  # the step of each row, if there is a limit to them
