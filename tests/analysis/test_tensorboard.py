@@ -3,14 +3,39 @@
 from __future__ import annotations
 
 import math
+import struct
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ray_adascale.analysis.tensorboard import write_events
 
-from ..samples_of import row, scalars, write_rows
+from ..samples_of import row, write_rows
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Tag -> (step, value) in the event files of a folder, of all of them in order, as TensorBoard shows them.
+
+    A record is its length, a checksum, the event and a checksum. A session's start at a step takes back what was written
+    for that step and later ones.
+    """
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+    found: dict[str, list[tuple[int, float]]] = {}
+    for path in sorted(folder.glob("events*")):
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            (length,) = struct.unpack_from("<Q", data, at)
+            event: Any = Event.FromString(data[at + 12 : at + 12 + length])
+            at += 16 + length
+            if event.session_log.status == SessionLog.START:
+                found = {tag: [row for row in rows if row[0] < event.step] for tag, rows in found.items()}
+            for value in event.summary.value:
+                found.setdefault(value.tag, []).append((event.step, value.simple_value))
+    assert found
+    return found
 
 
 def test_every_number_of_the_trace_is_a_scalar(tmp_path: Path) -> None:
