@@ -185,7 +185,6 @@ def train(name: str, size: int | str) -> None:
         base_batch_size=1,
         total_steps=10**9,
         per_worker_batch_size="auto" if size == "auto" else int(size),
-        show_progress=False,
         **model.settings,
     )
     began = time.monotonic()

@@ -61,7 +61,7 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "analysis",
             "what a person reads: forecast, report, display",
-            "check runs search_rows forecast throughput report savings plots describe tensorboard display",
+            "check runs forecast throughput report plots describe tensorboard display",
         )
     ],
     [
@@ -70,7 +70,7 @@ TORCH_LAYERS: list[list[Package]] = [
             "what happens at a step boundary of one worker's loop",
             "loop assemble build passes step batch batch_search batch_trial evaluation notices checkpointing reporting "
             "train_state two_passes schedule tau_schedule backend metrics advice "
-            "eta pulse progress trace attach base_noise base_run failure",
+            "eta pulse trace attach base_noise base_run failure",
         ),
         Package("compat", "FairScale's and AdaptDL's interfaces", "adaptdl fairscale"),
     ],

@@ -1,7 +1,10 @@
-"""The error for a setting that can't work, with the setting's name for the command line; and notes on the errors of others."""
+"""The error for a setting that can't work, with the setting's name for the command line; the check of a count; and notes on
+the errors of others.
+"""
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -45,3 +48,21 @@ class SettingError(ValueError):
     def with_settings_as(self, text: str) -> str:
         """Return the message with this text for the settings."""
         return self._text.replace("{}", text, 1)
+
+
+def check_count(name: str, value: Any, minimum: int | None = 1, remedy: str = "") -> int:
+    """Return an argument as an int. NumPy's integers are accepted; True and False are not.
+
+    Args:
+        name: The argument's name.
+        value: The argument.
+        minimum: The smallest value allowed; None for any.
+        remedy: The message's last sentence: what to do.
+
+    Raises:
+        SettingError: The value is no integer, or too small.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or (minimum is not None and value < minimum):
+        least = "" if minimum is None else f" of at least {minimum}"
+        raise SettingError(f"Invalid {{}}. Must be an integer{least}.{remedy and f' {remedy}'}", "", **{name: value})
+    return int(value)

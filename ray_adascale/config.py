@@ -133,15 +133,13 @@ class AdaScaleConfig:
         accept_changes: Resume from a checkpoint of another base batch size, T or LR curve with a warning, instead of
             refusing.
         report_every_s: Seconds between reports to Ray. Each report is a barrier, and Ray Train passes one in about 2 s, so a
-            short interval makes the workers wait. Gauges, trace and progress line have no barrier.
+            short interval makes the workers wait. Gauges, trace and display have no barrier.
         step_timeout_s: Seconds that an optimizer step may take. After this time the driver of an ``AdaScaleTrainer`` ends the
             worker that holds up the others, and Ray restarts all from the last checkpoint. Default: ten times the slowest of the
             last 20 steps, and at least 120; inf for never. Evaluations, checkpoints and a start's first step have no limit.
         early_stop: When to end before T, see :class:`EarlyStop`; None to run to T.
-        show_progress: A progress line on standard error. True: one every half minute wherever standard error goes. None: a
-            live one where standard error is a terminal (``AdaScaleTrainer`` shows one on the driver anyway). False: none.
-        trace_rows: Rows that the trace keeps: the newest half of them without gaps, and of older steps every 2nd, 4th, 8th,
-            ... in the other half. Rows with metrics of their own, such as evaluations, are kept as well. None keeps all.
+        trace_rows: Most rows of the trace between the first and the last. A longer run keeps every 2nd, 4th, 8th, ... step, and
+            your own metrics of the others in the next row that is kept. None keeps all.
 
     Raises:
         ValueError: A field is out of its range.
@@ -183,7 +181,6 @@ class AdaScaleConfig:
     report_every_s: float = 10.0
     step_timeout_s: float | None = None
     early_stop: EarlyStop | None = None
-    show_progress: bool | None = None
     trace_rows: int | None = 40_000
 
     def __post_init__(self) -> None:

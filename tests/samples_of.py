@@ -1,4 +1,4 @@
-"""What tests of several rooms make or read alike: a workload, a recipe, the rows of a trace, the scalars of event files.
+"""What tests of several rooms make or read alike: a workload, a recipe, the rows of a trace.
 
 The command line's tests name this file as ``path/to/file.py:function``, so it imports nothing relative to itself.
 """
@@ -6,7 +6,6 @@ The command line's tests name this file as ``path/to/file.py:function``, so it i
 from __future__ import annotations
 
 import math
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -109,29 +108,6 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
         for each in rows:
             trace.append(each)
     return path
-
-
-def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Tag -> (step, value) in the event files of a folder, of all of them in order, as TensorBoard shows them.
-
-    A record is its length, a checksum, the event and a checksum. A session's start at a step takes back what was written
-    for that step and later ones.
-    """
-    from tensorboardX.proto.event_pb2 import Event, SessionLog
-
-    found: dict[str, list[tuple[int, float]]] = {}
-    for path in sorted(folder.glob("events*")):
-        data, at = path.read_bytes(), 0
-        while at < len(data):
-            (length,) = struct.unpack_from("<Q", data, at)
-            event: Any = Event.FromString(data[at + 12 : at + 12 + length])
-            at += 16 + length
-            if event.session_log.status == SessionLog.START:
-                found = {tag: [row for row in rows if row[0] < event.step] for tag, rows in found.items()}
-            for value in event.summary.value:
-                found.setdefault(value.tag, []).append((event.step, value.simple_value))
-    assert found
-    return found
 
 
 def step_of(number: int = 1, *, scale: int = 1, row: dict[str, Any] | None = None, **metrics: Any) -> Step:

@@ -84,7 +84,6 @@ def train(name: str, choice: str, total_steps: int, seed: int) -> dict[str, Any]
         scheduler_unit="step",
         seed=seed,
         evaluate_every=math.inf,
-        show_progress=False,
         **settings(choice),
     )
     run = Run(model, optimizer, scheduler, task(), config, backend=LocalBackend(device="cpu"))

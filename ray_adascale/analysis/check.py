@@ -102,7 +102,6 @@ def _at_base_batch(config: AdaScaleConfig, recipe: Recipe | None) -> AdaScaleCon
         elastic=False,
         sharding="none",
         num_loader_workers=0,
-        show_progress=False,
     )
 
 

@@ -1,7 +1,8 @@
-"""A description of a recipe, a checkpoint or a run in words, with a check that it is whole."""
+"""A description of a recipe, a checkpoint, a run or a search in words, with a check that it is whole."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from pathlib import Path
@@ -9,8 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from .. import checkpoint
-from .._files import ERROR
+from .._files import ERROR, SEARCH
 from ..recipe import Recipe, RecipeError
+from ..run.base_run import RESULT, BaseResult
 from ..run.batch_search import read_found
 from ..run.eta import clock_time
 from ..run.metrics import FOUND_BATCH
@@ -21,7 +23,7 @@ def describe(path: str | os.PathLike[str]) -> tuple[str, bool]:
     """Return a few lines for people, and whether the object is whole: no edited recipe, no damaged checkpoint.
 
     Args:
-        path: A recipe's file, a checkpoint's folder, a run's folder or its trace.
+        path: A recipe's file, a checkpoint's folder, a run's folder or its trace, a search's folder.
 
     Raises:
         ValueError: The path is none of these.
@@ -31,6 +33,8 @@ def describe(path: str | os.PathLike[str]) -> tuple[str, bool]:
         return _describe_checkpoint(path)
     if path.is_dir() and path.name.startswith("checkpoint_"):
         return f"Checkpoint {path}, incomplete: it has no {checkpoint.MANIFEST}.", False
+    if (path / SEARCH).is_file():
+        return _describe_search(path), True
     if path.suffix == ".jsonl" or path.is_dir():
         return _describe_run(path), True
     if not path.is_file():
@@ -131,12 +135,34 @@ def _describe_run(path: Path) -> str:
     return "\n".join([*lines, *failed])
 
 
+def _describe_search(path: Path) -> str:
+    """List the trials of a search, each with its result at T or the step that it has reached, as Ray Tune has stored them."""
+    lines = [f"Search {path.resolve().name}"]
+    for given in sorted(path.glob("*/params.json")):
+        try:
+            config = json.loads(given.read_text(encoding="utf-8"))
+            results = given.with_name("result.json").read_text(encoding="utf-8").splitlines()
+            last = json.loads(results[-1]) if results else {}
+            outcome = BaseResult.from_json(last[RESULT]) if RESULT in last else None
+        except (ValueError, KeyError, TypeError) as e:
+            raise ValueError(f"Invalid path {str(path)!r}: {given.parent} does not hold a trial: {e}") from e
+        if outcome is not None:
+            found = f"{outcome.metric} {outcome.score:.4g}"
+        elif given.with_name(ERROR).is_file():
+            found = "failed"
+        else:
+            found = f"effective step {last.get('effective_steps', 0):.0f}"
+        lines.append(f"  {found:<20} {', '.join(f'{key}={value}' for key, value in config.items())}")
+    return "\n".join(lines)
+
+
 def _left_in_words(run: RunTrace) -> str | None:
     """Return the forecast's steps and time to the end, as of the newest row; None without a forecast, or at the end."""
-    steps, positions = run.last.get("steps_left"), run.column("position")
+    steps = run.last.get("steps_left")
     if not is_number(steps) or steps <= 0:
         return None
-    batch = positions[-1] - positions[-2] if len(positions) > 1 else math.nan
+    taken, examples = (np.diff(run.column(key)[-2:]) for key in ("step", "position"))
+    batch = float(examples[0] / taken[0]) if len(taken) else math.nan
     seconds = steps * batch / run.last.get("examples_per_s", math.nan)
     time = f", {clock_time(seconds)} at this speed" if math.isfinite(seconds) else ""
     return f"{steps:,.0f} steps by the forecast, as the run corrected it{time}"

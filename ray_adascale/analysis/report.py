@@ -23,7 +23,6 @@ from ..recipe import Recipe
 from ..replay import Forecaster
 from .plots import color_of, draw_png, draw_svg, make_panels, same_curve
 from .runs import RunTrace, failure_of, load_run, with_distinct_labels
-from .savings import LARGEST, Savings, fixed_scale_forecast, fixed_scale_measured
 
 if TYPE_CHECKING:
     from .forecast import Forecast
@@ -41,8 +40,7 @@ def write_report(
     Args:
         runs: One trace or several, or folders with a trace; the base run first, if there is one. A mapping gives them labels.
         output: The HTML file; its folder is made if missing.
-        recipe: Shown in the page. The runs are compared with a forecast from its noise. The folder of a search is read as the
-            trial with its hyperparameters.
+        recipe: Shown in the page. The runs are compared with a forecast from its noise.
         forecast: A forecast from before. Its rows are compared with the runs of the same scale and workers.
 
     Returns:
@@ -62,7 +60,7 @@ def write_report(
         if failure is not None:
             failures.append((label or Path(run).expanduser().resolve().name, failure))
         try:
-            loaded.append(load_run(run, label=label, recipe=recipe))
+            loaded.append(load_run(run, label=label))
         except ValueError:
             if failure is None:
                 raise  # it has not failed, so it is no run; a run that failed may have no steps
@@ -103,24 +101,14 @@ def _render(
         keys=keys,
         metrics=metrics,
         failures=failures,
-        notes=[*_of_search(runs), *_skipped_steps(runs), *_equal_runs(runs)],
+        notes=[*_skipped_steps(runs), *_equal_runs(runs)],
         outcomes=[(key, _outcome(run, metrics)) for key, run in zip(keys, runs, strict=True)],
-        chosen=[(keys[i], cells) for i, cells in _saved(runs, recipe)],
         events=[(key, [f"{tau:,.0f}", what]) for key, run in zip(keys, runs, strict=True) for tau, what in run.events],
         comparisons=[(keys[i], cells) for i, cells in _comparisons(runs, recipe, forecast)],
         figures=figures,
         recipe=recipe,
         hyperparameters=None if recipe is None else json.dumps(recipe.hyperparameters, indent=2),
     )
-
-
-def _of_search(runs: list[RunTrace]) -> Iterator[str]:
-    for run in runs:
-        if run.of_search:
-            yield (
-                f"{run.label} is a trial of a search. Each of its training losses is the mean over the steps since the report "
-                "before, and is drawn at the report: while the loss falls, its curve lies above those of the other runs."
-            )
 
 
 def _skipped_steps(runs: list[RunTrace]) -> Iterator[str]:
@@ -221,7 +209,7 @@ def _comparisons(
         if (scales == 1).all():
             continue
         if run.changed_its_batch:
-            found = _following_steps(forecast, last) if forecast is not None else "changed its batch: see below"
+            found = _following_steps(forecast, last) if forecast is not None else "changed its batch"
         elif len(set(scales)) > 1:
             found = "resized"
         elif recipe is not None and not _follows(run, recipe):
@@ -256,46 +244,12 @@ def _following_steps(forecast: Forecast, last: dict[str, Any]) -> tuple[int, int
     return "not forecast"
 
 
-def _saved(runs: list[RunTrace], recipe: Recipe | None) -> Iterator[tuple[int, list[str]]]:
-    """Yield the savings of finished runs that changed their batch, compared with a fixed batch of as many steps.
-
-    The fixed batch is that of the page's other runs where they enclose the steps, else that of the recipe's forecast. Each item
-    is (index of a run, [steps, examples, in base runs, the fixed S, its examples, saved]).
-    """
-    if recipe is None or not recipe.noise:
-        return
-    base, forecaster = recipe.total_steps * recipe.base_batch_size, Forecaster(recipe)
-    fixed_runs = [
-        run
-        for run in runs
-        if _has_finished(run, recipe) and len(set(run.whole_steps.column("scale"))) == 1 and _is_adascale(run.last)
-    ]
-    for i, run in enumerate(runs):
-        steps, examples = run.last["optimizer_steps"], run.last.get("position")
-        if not (run.changed_its_batch and _has_finished(run, recipe) and isinstance(examples, int)):
-            continue
-        cells = [f"{steps:,}", f"{examples:,}", f"{examples / base:.2f}×"]
-        fixed = fixed_scale_measured(fixed_runs, recipe, steps) or fixed_scale_forecast(forecaster, steps)
-        if fixed is None:
-            yield i, [*cells, f"none below {LARGEST:,}", "", ""]
-        else:
-            savings = Savings(steps, examples, recipe.base_batch_size, fixed)
-            how = "measured" if fixed.measured else "forecast"
-            needed = savings.examples_at(fixed.scale)
-            yield i, [*cells, f"{fixed.scale:.3g} ({how})", f"{needed:,.0f}", savings.in_words()]
-
-
 def _replayed_steps(forecaster: Forecaster, last: dict[str, Any]) -> tuple[int, int, int] | str:
     """Return the steps and their interval by a replay of the recipe's noise, or why there are none."""
     if not _is_adascale(last):
         return "another rule than AdaScale's"
     found = forecaster.at(last["scale"])
     return found.expected.steps, math.floor(found.low), math.ceil(found.high)
-
-
-def _has_finished(run: RunTrace, recipe: Recipe) -> bool:
-    """Return whether the run follows the recipe's schedule and has reached its T."""
-    return bool(run.last["effective_steps"] >= recipe.total_steps) and _follows(run, recipe)
 
 
 def _is_adascale(last: dict[str, Any]) -> bool:

@@ -13,7 +13,6 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from .._files import ERROR, SEARCH, TRACE
-from ..recipe import Recipe
 from ..run.metrics import COUNTERS, METRICS, SHORT_STEP
 from ..run.trace import read_trace
 
@@ -25,12 +24,10 @@ class RunTrace:
     Attributes:
         label: The run's name, for people.
         rows: The rows of the trace, in order; at least one.
-        of_search: Whether this is a trial of a search, whose rows are its reports.
     """
 
     label: str
     rows: list[dict[str, Any]]
-    of_search: bool = False
 
     def column(self, key: str) -> np.ndarray:
         """Return the values of a key as floats, shape (rows,); NaN where a row lacks the key or has no number.
@@ -86,7 +83,7 @@ class RunTrace:
 
     @property
     def steps_by_row(self) -> np.ndarray:
-        """Number of optimizer steps of each row, shape (rows,). It is above 1 in the part of a long trace that was thinned."""
+        """Number of optimizer steps of each row, shape (rows,). It is above 1 in a long trace, which is thinned."""
         steps = self.column("optimizer_steps")
         counts: np.ndarray = np.diff(steps, prepend=steps[0] - 1)
         return counts
@@ -160,7 +157,7 @@ def trace_path(run: str | os.PathLike[str]) -> Path:
     if (path / SEARCH).is_file():
         raise ValueError(
             f"Invalid run {str(run)!r}: a search, whose trials keep no trace of their steps. Give the folder of a run, as "
-            "`ray-adascale train` makes."
+            "`ray-adascale train` makes; for the base run, one at the recipe's base batch."
         )
     what = f"no {TRACE} in it or in its checkpoints" if path.is_dir() else "no such file or folder"
     raise ValueError(
@@ -186,23 +183,16 @@ def _last_step(trace: Path) -> float:
     return float(step) if is_number(step) else -1.0
 
 
-def load_run(run: str | os.PathLike[str], *, label: str | None = None, recipe: Recipe | None = None) -> RunTrace:
+def load_run(run: str | os.PathLike[str], *, label: str | None = None) -> RunTrace:
     """Read a run.
 
     Args:
-        run: See :func:`trace_path`. The folder of a search is also accepted: it is read as the base run, the recipe's trial, or
-            without a recipe the best trial.
+        run: See :func:`trace_path`.
         label: Default: the folder's name.
-        recipe: The recipe of the runs.
 
     Raises:
         ValueError: There is no trace, it is empty, or it is not the trace of a run.
     """
-    folder = Path(run).expanduser()
-    if (folder / SEARCH).is_file():
-        from .search_rows import read_best_trial  # workers load this module for their event files, and read no search
-
-        return RunTrace(label or folder.resolve().name, read_best_trial(folder, recipe), of_search=True)
     path = trace_path(run)
     rows = read_trace(path)
     if not rows:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .._errors import check_count
 from .._warn import warn_at_user
 from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig, read_settings
@@ -93,8 +94,7 @@ def measure_throughput(
     Raises:
         ValueError: An argument can't work.
     """
-    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
-        raise ValueError(f"Invalid {threads=}. Must be an integer of at least 1.")
+    threads = check_count("threads", threads)
     if not seconds > 0:
         raise ValueError(f"Invalid {seconds=}. Must be positive.")
     runs = list(runs)

@@ -245,7 +245,7 @@ def _add_report(page: argparse.ArgumentParser) -> None:
 
 
 def _add_describe(describe: argparse.ArgumentParser) -> None:
-    describe.add_argument("path", help="a recipe's file, a checkpoint's folder, or a run's folder or trace.jsonl")
+    describe.add_argument("path", help="a recipe's file, or the folder of a checkpoint, a run or a search")
 
 
 _COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {

@@ -318,14 +318,14 @@ def _report(args: argparse.Namespace) -> int:
 
     recipe = None if args.recipe is None else Recipe.load(args.recipe)
     if args.tensorboard:
-        for run in with_distinct_labels([load_run(run, recipe=recipe) for run in args.runs]):
+        for run in with_distinct_labels([load_run(run) for run in args.runs]):
             write_events(run, args.tensorboard)
     print(f"Written to {write_report(args.runs, args.output, recipe=recipe)}")
     return 0
 
 
 def _describe(args: argparse.Namespace) -> int:
-    """Describe a recipe, a checkpoint or a run, and check that it is whole."""
+    """Describe a recipe, a checkpoint, a run or a search, and check that it is whole."""
     from ..analysis.describe import describe
 
     text, whole = describe(args.path)

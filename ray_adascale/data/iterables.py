@@ -8,8 +8,9 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
+from .._errors import check_count
 from .._warn import warn_at_user
-from .order import BatchSplit, checked_int
+from .order import BatchSplit
 from .source import BatchSource, MicroBatch, as_micro_batches, base_steps, check_state
 
 
@@ -80,7 +81,7 @@ class IterableSource(BatchSource):
             )
         self.split = split
         self.batch_size = even_size(split)
-        self.length = None if length is None else checked_int("length", length, 1)
+        self.length = None if length is None else check_count("length", length, 1)
         self._position = 0
         self._batches = batches
         self._iterator: Generator[MicroBatch, None, None] | None = None

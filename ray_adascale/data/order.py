@@ -14,15 +14,15 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-import numbers
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Sampler
+
+from .._errors import check_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class ExampleOrder:
     drop_last: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "seed", checked_int("seed", self.seed))
+        object.__setattr__(self, "seed", check_count("seed", self.seed, None))
         object.__setattr__(self, "shuffle", bool(self.shuffle))
         object.__setattr__(self, "drop_last", bool(self.drop_last))
 
@@ -73,7 +73,7 @@ class BatchSplit:
 
     def __post_init__(self) -> None:
         for name, minimum in (("global_batch_size", 1), ("world_size", 1), ("accumulation", 1), ("rank", 0)):
-            object.__setattr__(self, name, checked_int(name, getattr(self, name), minimum))
+            object.__setattr__(self, name, check_count(name, getattr(self, name), minimum))
         if self.rank >= self.world_size:
             raise ValueError(f"Invalid rank={self.rank} with world_size={self.world_size}. Ranks count from 0.")
         if self.global_batch_size < self.num_samples:
@@ -189,8 +189,8 @@ def _hash(x: np.ndarray) -> np.ndarray:
 
 def split_evenly(total: int, parts: int) -> list[int]:
     """Return ``parts`` sizes that sum to ``total`` and differ by at most 1, the larger ones first."""
-    checked_int("total", total, 0)
-    checked_int("parts", parts, 1)
+    check_count("total", total, 0)
+    check_count("parts", parts, 1)
     size, larger = divmod(total, parts)
     return [size + 1] * larger + [size] * (parts - larger)
 
@@ -212,12 +212,12 @@ class StepSampler(Sampler[list[int]]):
     """
 
     def __init__(self, length: int, split: BatchSplit, order: ExampleOrder, position: int = 0) -> None:
-        self.length = checked_int("length", length, 0)
+        self.length = check_count("length", length, 0)
         if length == 0:
             raise ValueError("Invalid length=0: empty dataset. Give at least one example.")
         self.order = order
         self.split = split
-        self.position = checked_int("position", position, 0)
+        self.position = check_count("position", position, 0)
         self._keyed = length >= KEYED_FROM
         self._permutation: tuple[int, Tensor] = (-1, torch.empty(0, dtype=torch.int64))
         """An epoch and the order of its examples, unless the order is keyed."""
@@ -289,20 +289,3 @@ def stable_seed(*parts: int | str) -> int:
     """Return 63 bits that depend on the parts alone. Unlike hash(), they are the same in every process and Python version."""
     digest = hashlib.sha256(":".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
-
-
-def checked_int(name: str, value: Any, minimum: int | None = None) -> int:
-    """Return a user's value as an int. NumPy's integers are accepted, bools are not.
-
-    Args:
-        name: The value's name in the error.
-        value: The value.
-        minimum: The smallest value allowed, None for any.
-
-    Raises:
-        ValueError: The value is no integer, or too small.
-    """
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or (minimum is not None and value < minimum):
-        must = "an integer" if minimum is None else f"an integer ≥ {minimum}"
-        raise ValueError(f"Invalid {name}={value!r}. Must be {must}.")
-    return int(value)

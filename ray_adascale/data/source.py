@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, default_collate
 
-from .._errors import noted
-from .order import BatchSplit, ExampleOrder, Part, StepSampler, checked_int, stable_seed
+from .._errors import check_count, noted
+from .order import BatchSplit, ExampleOrder, Part, StepSampler, stable_seed
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class MapSource(BatchSource):
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        checked_int("num_workers", num_workers, 0)
+        check_count("num_workers", num_workers, 0)
         self.sampler = StepSampler(len(dataset), split, order)
         if collate_fn is None and _has_plain_rows(dataset):
             dataset, collate_fn = _Rows(dataset.tensors), _identity
@@ -334,7 +334,7 @@ def base_steps(length: int, base_batch_size: int, *, drop_last: bool) -> float:
 
     Without ``drop_last`` a step runs on into the next epoch, so the number is not rounded.
     """
-    checked_int("base_batch_size", base_batch_size, 1)
+    check_count("base_batch_size", base_batch_size, 1)
     if not drop_last:
         return length / base_batch_size
     if base_batch_size > length:

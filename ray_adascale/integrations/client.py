@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._errors import SettingError
+from .._errors import SettingError, check_count
 from .._torch import called_to_make_state
 from .._warn import warn_at_user
 from ..batch_policy import BatchPlan
@@ -315,9 +315,7 @@ class RecipeRecorder:
     """
 
     def __init__(self, loss_fn: Callable[[nn.Module, Any], Tensor], probe_every: int = 20) -> None:
-        if isinstance(probe_every, bool) or not isinstance(probe_every, int) or probe_every < 1:
-            raise ValueError(f"Invalid {probe_every=}. Must be an integer of at least 1.")
-        self._loss_fn, self._probe_every = loss_fn, probe_every
+        self._loss_fn, self._probe_every = loss_fn, check_count("probe_every", probe_every)
         self._schedule: TauSchedule | None = None
         self._config: AdaScaleConfig | None = None
         self._momentum = Momentum()

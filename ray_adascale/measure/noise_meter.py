@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .._errors import check_count
 from .._torch import is_dtensor
 from ..gain import Average, gradient_moments, plain_noise_scale
 from .norms import take_norms
@@ -56,8 +57,7 @@ class NoiseMeter:
         window: float = 50.0,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        if every < 1:
-            raise ValueError(f"Invalid {every=}. Must be at least 1.")
+        every = check_count("every", every)
         if not window >= 1:
             raise ValueError(f"Invalid {window=}. Must be at least 1.")
         held = list(model.parameters()) if parameters is None else list(parameters)

@@ -43,7 +43,6 @@ from .evaluation import Evaluation
 from .metrics import METRICS
 from .notices import Interrupt, Preemption
 from .passes import Passes
-from .progress import ProgressLine
 from .reporting import Reporting
 from .schedule import BaseSchedule, EffectiveSchedule
 from .step import Listener, LoopState, Stage
@@ -315,7 +314,6 @@ def _listeners(
     rows: list[dict[str, Any]],
 ) -> list[Listener]:
     """Return the listeners of rank 0. ``rows`` are those of earlier starts."""
-    state = train_state.loop
     total_steps = train_state.base_schedule.total_steps
     window = config.averaging_window * total_steps
     policy = config.batch_policy
@@ -328,17 +326,13 @@ def _listeners(
         following=(policy, plan.world_size) if policy.changes_batch else None,
     )
     tracker = EtaTracker(remaining)
-    line = ProgressLine(config.show_progress, total_steps, tracker)
     listeners: list[Listener] = []
     if not policy.changes_batch:
         listeners.append(NoiseWarning(window, remaining, train_state.base_schedule.highest_at))
     listeners.append(tracker)
     if trace is not None:
         listeners.append(trace)
-    listeners += [*backend.listeners(tracker), line]
-    if state.stopped is not None:
-        line.ended(f"ended before, {state.stopped}", state.metrics)
-    return listeners
+    return [*listeners, *backend.listeners(tracker)]
 
 
 def _check_epoch(controller: BatchController, config: AdaScaleConfig, dataset: Any) -> None:

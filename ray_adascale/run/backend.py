@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from .. import checkpoint
+from .._errors import check_count
 from .._files import check_folder
 from .eta import EtaTracker
 from .pulse import Pulse
@@ -151,8 +152,7 @@ class LocalBackend(Backend):
     def __init__(
         self, folder: str | os.PathLike[str] | None = None, *, device: str | torch.device | None = None, keep: int = 2
     ) -> None:
-        if keep < 1:
-            raise ValueError(f"Invalid {keep=}. Must be at least 1.")
+        self.keep = check_count("keep", keep)
         initialized = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if initialized else 0
         self.world_size = dist.get_world_size() if initialized else 1
@@ -166,7 +166,6 @@ class LocalBackend(Backend):
                     f"Invalid folder {str(self.folder)!r}: {e.strerror or e}. Name a folder that can be written, for the "
                     "checkpoints and the trace."
                 ) from e
-        self.keep = keep
         self.keeps_checkpoints = self.folder is not None
         self.metrics: dict[str, Any] = {}
         """The last report."""

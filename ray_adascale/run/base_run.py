@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._errors import SettingError
+from .._errors import SettingError, check_count
 from .._version import __version__
 from ..chain import largest_part
 from ..checkpoint.rng import seed_everything
@@ -128,13 +128,8 @@ def record_recipe(
     Raises:
         ValueError: A setting can't work, the folder has a run already, or the workload's metric is not measured.
     """
-    if (
-        isinstance(probe_every, bool)
-        or not isinstance(probe_every, int | None)
-        or (probe_every or 1) < 1
-        or probe_every == 0
-    ):
-        raise ValueError(f"Invalid {probe_every=}. Must be an integer of at least 1.")
+    if probe_every is not None:
+        probe_every = check_count("probe_every", probe_every)
     base = base_config(config, base_batch_size, total_steps, total_epochs, seed)
     seed_everything(seed)
     built = build(workload, hyperparameters, base)

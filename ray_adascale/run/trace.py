@@ -3,9 +3,9 @@
 Rows are appended while the run trains, so a crash damages at most the last line. After a crash the run resumes from a
 checkpoint, and its trace from the checkpoint's copy: steps after the checkpoint are taken again.
 
-Each checkpoint has a copy, so a trace must not grow without bound. Beyond ``keep`` rows older rows are thinned out. The newest
-``keep / 2`` steps all stay. Of the older steps every 2nd stays, then every 4th, 8th, ..., so that they fit into the other half.
-Strides are powers of two and depend on the newest step alone, so the final trace does not depend on when it was thinned.
+Each checkpoint has a copy, so a trace must not grow without bound. Beyond ``keep`` steps every k-th step stays, with the first
+and the last row. The stride k is a power of two that depends on the newest step alone, so a trace does not depend on when it was
+thinned.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ import shutil
 import tempfile
 import weakref
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from .._errors import check_count
 from .._files import TRACE, write_atomically
 from .._warn import warn_at_user
+from .metrics import OWN_KEYS
 from .step import Listener, Step
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 _SCALARS = frozenset({bool, int, float, str, type(None)})
-_RARE = 100
-"""A row stays, however old, if it has a key that fewer than one in 100 of the newest rows have, as an evaluation's row has."""
 
 
 class Trace:
@@ -39,26 +38,21 @@ class Trace:
     Args:
         path: The file. It and its folder are made if missing.
         flush_every: Rows to collect before they are written, ≥ 1.
-        keep: Rows that :meth:`shorten` leaves, ≥ 2, beside rows with rare keys; None for all.
+        keep: Largest number of rows that :meth:`shorten` leaves between the first and the last; None for all.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, flush_every: int = 100, keep: int | None = None) -> None:
-        if flush_every < 1:
-            raise ValueError(f"Invalid {flush_every=}. Must be at least 1 row.")
-        if keep is not None and keep < 2:
-            raise ValueError(f"Invalid {keep=}. Must be at least 2 rows, or None for all.")
+        self.flush_every = check_count("flush_every", flush_every)
+        self.keep = None if keep is None else check_count("keep", keep, remedy="None keeps all rows.")
         self.path = Path(path)
-        self.flush_every = flush_every
-        self.keep = keep
         self._pending: list[bytes] = []
         self._last_at = 0  # where the rows begin that were written last
         self._steps = array("q")  # the step of each row, if there is a limit to them
-        self._kinds = array("i")  # the index of each row's keys in _keys
-        self._keys: dict[tuple[str, ...], int] = {}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             _mend(self.path)
-            self._index_rows()
+            if keep is not None:
+                self._steps.extend(row["step"] for _, row in _rows(self.path))
         self._file: BinaryIO | None = self.path.open("ab")
 
     def append(self, row: Mapping[str, Any]) -> None:
@@ -83,7 +77,7 @@ class Trace:
                 _check(key, value)
         self._pending.append(_line(row))
         if self.keep is not None:
-            self._index(row)
+            self._steps.append(step)
         if len(self._pending) >= self.flush_every:
             self.flush()
 
@@ -95,7 +89,6 @@ class Trace:
         self._file.seek(0, os.SEEK_END)
         if self.keep is not None:
             self._steps.pop()
-            self._kinds.pop()
         self.append(row)
 
     def flush(self) -> None:
@@ -106,47 +99,24 @@ class Trace:
             self._file.flush()
             self._pending.clear()
 
-    def shorten(self, *, always: bool = False) -> None:
-        """Write the collected rows, and thin out older rows if there are more than ``keep``.
+    def shorten(self) -> None:
+        """Write the collected rows, and leave out all but every k-th step, the first and the last row.
 
-        Args:
-            always: Thin out fewer rows, too. Done at the end of a run, so that the final trace depends on its steps alone and
-                not on when it was thinned.
+        The user's metrics of a row that is left out, such as those of an evaluation, go to the next row that stays.
         """
         self.flush()
-        if self.keep is None or not self._steps or (len(self._steps) <= self.keep and not always):
+        if self.keep is None or not self._steps:
             return
-        newest, special = max(self._steps), self._special_kinds()
-        stays = [
-            kind in special or _stays(step, newest, self.keep)
-            for step, kind in zip(self._steps, self._kinds, strict=True)
-        ]
+        stride = 1
+        while self._steps[-1] > self.keep * stride:
+            stride *= 2
+        last = len(self._steps) - 1
+        stays = [step % stride == 0 or i in (0, last) for i, step in enumerate(self._steps)]
         if all(stays):
             return
-
         with self.path.open("rb") as file:
-            self._rewrite(itertools.compress(file, stays))
+            self._rewrite(_thinned(file, stays))
         self._steps = array("q", itertools.compress(self._steps, stays))
-        self._kinds = array("i", itertools.compress(self._kinds, stays))
-
-    def _special_kinds(self) -> set[int]:
-        """Return the kinds of rows with a key that few of the newest rows have."""
-        assert self.keep is not None
-        newest = self._kinds[-(self.keep // 2) :]
-        kinds, having = Counter(newest), Counter[str]()
-        for keys, kind in self._keys.items():
-            having.update(dict.fromkeys(keys, kinds[kind]))
-        return {kind for keys, kind in self._keys.items() if any(having[key] * _RARE < len(newest) for key in keys)}
-
-    def _index(self, row: Mapping[str, Any]) -> None:
-        self._steps.append(row["step"])
-        self._kinds.append(self._keys.setdefault(tuple(row), len(self._keys)))
-
-    def _index_rows(self) -> None:
-        self._steps, self._kinds = array("q"), array("i")
-        if self.keep is not None:
-            for _, row in _rows(self.path):
-                self._index(row)
 
     def _rewrite(self, lines: Iterable[bytes]) -> None:
         """Replace the lines of the file by these. After an error the file is unchanged."""
@@ -220,14 +190,19 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
-def _stays(step: int, newest: int, keep: int) -> bool:
-    """Return whether the row of a step stays once the run has reached step ``newest``."""
-    half = keep // 2
-    older = newest - half
-    stride = 1
-    while older > half * stride:
-        stride *= 2
-    return step > older or step % stride == 0
+def _thinned(lines: Iterable[bytes], stays: Iterable[bool]) -> Iterator[bytes]:
+    """Yield the lines that stay, with the user's metrics of the lines left out before each."""
+    left: dict[str, Any] = {}
+    for line, stay in zip(lines, stays, strict=True):
+        if not stay:
+            row = json.loads(line)
+            left.update((key, value) for key, value in row.items() if key not in OWN_KEYS and key != "loss")
+        elif left:
+            row = json.loads(line)
+            yield _line(row | left | row)
+            left = {}
+        else:
+            yield line
 
 
 def _mend(path: Path) -> None:
@@ -349,13 +324,13 @@ class TraceFile(Listener):
         """Write the last row and close the file.
 
         Args:
-            shorten: Thin out the rows, as at the end of a run.
+            shorten: Thin out the rows.
         """
         self.write_row()
         with self._warning_on_error():
             if self._trace is not None:
                 if shorten:
-                    self._trace.shorten(always=True)
+                    self._trace.shorten()
                 self._trace.close()
 
     def files(self) -> dict[str, tuple[Path, int]]:

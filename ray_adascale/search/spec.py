@@ -22,7 +22,7 @@ from ray.tune.search.sample import Categorical, Domain
 from ray.util.state import list_nodes
 from ray.util.state.exception import RayStateApiException
 
-from .._errors import SettingError
+from .._errors import SettingError, check_count
 from .._files import SEARCH, join, read_json, write_json
 from ..config import AUTO, AdaScaleConfig
 from ..recipe import json_value
@@ -217,10 +217,8 @@ class SearchSpec:
             ("max_concurrent_trials", 1),
         ):
             value = getattr(self, name)
-            if value is None and name in ("max_concurrent_trials", "probe_every"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise SettingError(f"Invalid {{}}. Must be an integer of at least {least}.", "", **{name: value})
+            if value is not None or name not in ("max_concurrent_trials", "probe_every"):
+                setattr(self, name, check_count(name, value, least))
         resources = self.resources
         if (
             not isinstance(resources, Mapping)

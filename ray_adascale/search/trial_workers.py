@@ -109,7 +109,6 @@ class _TrialBackend(RayTrainBackend):
     """A worker of a trial. Rank 0 collects the reports for Tune. Ray Train receives checkpoints only."""
 
     report_policy = ReportPolicy(save_end=False)  # a trial that has ended is not resumed
-    writes_events = False  # Tune does
 
     def __init__(self, noise_every: int, reports: Queue) -> None:
         super().__init__()

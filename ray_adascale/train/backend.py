@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from .. import checkpoint
 from .._files import TRACE, room_in_words
-from ..analysis.tensorboard import LiveEvents
 from ..run.backend import Backend, ReportPolicy
 from ..run.eta import EtaTracker
 from ..run.pulse import Pulse
@@ -36,7 +35,6 @@ from .stop_request import StopRequest
 
 _log = logging.getLogger(__name__)
 
-_EVENTS = "tensorboard"  # the folder of event files in a run's
 _UPLOAD_PAUSES_S = (1.0, 2.0)  # between tries, as Ray's own
 _PREEMPTION_POLL_S = 5.0
 """A poll is a barrier of 3 to 4 ms: below a thousandth of the time. Notices come 30 s or more ahead."""
@@ -56,7 +54,6 @@ class RayTrainBackend(Backend):
     report_policy = ReportPolicy(evaluations=False)
     preemption_poll_s = _PREEMPTION_POLL_S
     usable_memory = _usable_memory()
-    writes_events = True
     kept_by: str | None = None
     """The metric that decides which checkpoints Ray keeps, or None."""
 
@@ -228,34 +225,12 @@ class RayTrainBackend(Backend):
 
     def listeners(self, tracker: EtaTracker) -> Sequence[Listener]:
         self._stop = StopRequest(self.driver)
-        listeners: list[Listener] = [
-            Gauges(self._name, self.rank, tracker),
-            DriverUpdates(self.driver, tracker),
-            self._stop,
-        ]
-        return [self._event_files(), *listeners] if self.writes_events else listeners
-
-    def _event_files(self) -> LiveEvents:
-        """Return the listener that writes TensorBoard's event files to the run's folder, at the end where that is no disk."""
-        folder = self.trace_folder()
-        if folder is not None:
-            return LiveEvents(folder / _EVENTS)
-        scratch = Path(tempfile.mkdtemp(prefix="ray_adascale-events-"))
-        return LiveEvents(scratch / _EVENTS, store=self._store_events)
-
-    def _store_events(self, folder: Path) -> None:
-        if folder.is_dir():
-            self._copy(folder, _EVENTS)
-        shutil.rmtree(folder.parent, ignore_errors=True)
+        return [Gauges(self._name, self.rank, tracker), DriverUpdates(self.driver, tracker), self._stop]
 
     def trace_folder(self) -> Path | None:
         local = isinstance(self._storage.storage_filesystem, pyarrow.fs.LocalFileSystem)
         return Path(self._storage.experiment_fs_path) if local else None
 
     def trace_store(self) -> Callable[[Path], object] | None:
-        return lambda path: self._copy(path, TRACE)
-
-    def _copy(self, path: Path, name: str) -> None:
-        """Copy a file or folder into the run's folder, under this name."""
-        target = f"{self._storage.experiment_fs_path}/{name}"
-        pyarrow.fs.copy_files(str(path), target, destination_filesystem=self._storage.storage_filesystem)
+        target, filesystem = f"{self._storage.experiment_fs_path}/{TRACE}", self._storage.storage_filesystem
+        return lambda path: pyarrow.fs.copy_files(str(path), target, destination_filesystem=filesystem)

@@ -1,14 +1,17 @@
-"""What is said of a recipe, a checkpoint and a run, and when one of them counts as damaged."""
+"""What is said of a recipe, a checkpoint, a run and a search, and when one of them counts as damaged."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ray_adascale import LocalBackend
 from ray_adascale.analysis.describe import describe
-from ray_adascale.run.base_run import record_recipe
+from ray_adascale.run.base_run import RESULT, BaseResult, record_recipe
+from ray_adascale.run.schedule import BaseSchedule
 
 from ..samples_of import recipe, regression, row, write_rows
 
@@ -114,10 +117,45 @@ def test_a_run_amid_its_way_has_its_time_left(tmp_path: Path) -> None:
     assert (
         text.splitlines()[2] == "  left         50 steps by the forecast, as the run corrected it, 0:02 at this speed"
     )
+    long = write_rows(tmp_path / "long" / "trace.jsonl", [row(1), row(5), row(8, steps_left=50.0)])  # thinned
+    assert describe(long)[0].splitlines()[2] == text.splitlines()[2]
     text, _ = describe(write_rows(tmp_path / "alone" / "trace.jsonl", rows[:1]))
     assert text.splitlines()[2] == "  left         55 steps by the forecast, as the run corrected it"
     text, _ = describe(write_rows(tmp_path / "done" / "trace.jsonl", [row(1), row(2, steps_left=0.0)]))
     assert "left" not in text
+
+
+def trial(folder: Path, *results: dict[str, Any], failed: bool = False) -> None:
+    """A trial's folder, as Ray Tune writes it."""
+    folder.mkdir()
+    (folder / "params.json").write_text('{"lr": 0.1}')
+    (folder / "result.json").write_text("".join(json.dumps(result) + "\n" for result in results))
+    if failed:
+        (folder / "error.txt").write_text("Traceback ...")
+
+
+def test_a_search_lists_its_trials(tmp_path: Path) -> None:
+    (tmp_path / "search.json").write_text("{}")
+    schedule = BaseSchedule(
+        base_batch_size=8, total_steps=4, scheduler_unit="step", base_steps_per_epoch=None, lr_curve=[[0.1] * 5]
+    )
+    ended = BaseResult(metric="error", mode="min", score=0.25, schedule=schedule, noise=[])
+    trial(tmp_path / "a", {"effective_steps": 2}, {"effective_steps": 4, RESULT: ended.to_json()})
+    trial(tmp_path / "b", {"effective_steps": 2})
+    trial(tmp_path / "c", {"effective_steps": 2}, failed=True)
+    trial(tmp_path / "d")
+    text, whole = describe(tmp_path)
+    assert whole
+    assert text.splitlines() == [
+        f"Search {tmp_path.name}",
+        "  error 0.25           lr=0.1",
+        "  effective step 2     lr=0.1",
+        "  failed               lr=0.1",
+        "  effective step 0     lr=0.1",
+    ]
+    (tmp_path / "b" / "result.json").write_text("no JSON")
+    with pytest.raises(ValueError, match="does not hold a trial"):
+        describe(tmp_path)
 
 
 def test_what_is_none_of_these_is_refused(tmp_path: Path) -> None:

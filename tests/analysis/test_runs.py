@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -10,10 +9,8 @@ import numpy as np
 import pytest
 
 from ray_adascale.analysis.runs import RunTrace, load_run, trace_path
-from ray_adascale.run.base_run import RESULT, BaseResult
-from ray_adascale.run.schedule import BaseSchedule
 
-from ..samples_of import recipe, row, write_rows
+from ..samples_of import row, write_rows
 
 
 def test_a_runs_trace_is_found_in_its_folder_or_its_newest_checkpoint(tmp_path: Path) -> None:
@@ -29,6 +26,9 @@ def test_a_runs_trace_is_found_in_its_folder_or_its_newest_checkpoint(tmp_path: 
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"no trace\.jsonl in it"):
         trace_path(tmp_path / "empty")
+    (tmp_path / "empty" / "search.json").write_text("{}")
+    with pytest.raises(ValueError, match="a search, whose trials keep no trace"):
+        trace_path(tmp_path / "empty")
 
 
 def test_a_run_is_called_by_its_folder_or_its_file(tmp_path: Path) -> None:
@@ -36,60 +36,6 @@ def test_a_run_is_called_by_its_folder_or_its_file(tmp_path: Path) -> None:
     assert load_run(tmp_path / "stopped").label == load_run(in_checkpoint).label == "stopped"
     assert load_run(write_rows(tmp_path / "odd.jsonl", [row(1)])).label == "odd"
     assert load_run(tmp_path / "odd.jsonl", label="mine").label == "mine"
-
-
-def trial(folder: Path, name: str, score: float, *, ended: bool = True) -> None:
-    """Write the results of a trial of T = 4, two evaluations, whose LR halves after step 2, as Ray Tune stores them."""
-    schedule = BaseSchedule(
-        base_batch_size=8,
-        total_steps=4,
-        scheduler_unit="step",
-        base_steps_per_epoch=None,
-        lr_curve=[[0.1, 0.1, 0.05, 0.05, 0.05]],
-    )
-    result = BaseResult(metric="error", mode="min", score=score, schedule=schedule, noise=[])
-    rows = [
-        {
-            **row(step, scale=1.0, gain=1.0, world_size=1),
-            "effective_steps": step,
-            "error": error,
-            "config": {"of": name},
-        }
-        for step, error in ((2, 1.0), (4, score))
-    ]
-    if ended:
-        rows[-1][RESULT] = result.to_json()
-    (folder / name).mkdir(parents=True)
-    (folder / name / "result.json").write_text("".join(json.dumps(found) + "\n" for found in rows))
-
-
-def test_a_search_is_read_as_its_best_trial(tmp_path: Path) -> None:
-    (tmp_path / "search.json").write_text("{}")
-    with pytest.raises(ValueError, match="no trial has reached T"):
-        load_run(tmp_path)
-    trial(tmp_path, "worse", 0.5)
-    trial(tmp_path, "best", 0.25)
-    trial(tmp_path, "stopped", 0.125, ended=False)
-    run = load_run(tmp_path)
-    assert (run.label, run.metrics) == (tmp_path.name, ["error"])
-    np.testing.assert_array_equal(run.column("effective_steps"), [1, 2, 3, 4])
-    np.testing.assert_array_equal(run.column("error"), [math.nan, 1.0, math.nan, 0.25])
-    np.testing.assert_array_equal(run.column("lr")[[0, 2]], [0.1, 0.05])  # of the steps taken from τ = 0 and τ = 2
-    assert (run.events, run.changed_its_batch) == ([], False)
-    assert (run.last["position"], run.of_search) == (4 * 8, True)
-    (tmp_path / "best" / "result.json").write_text("no JSON")
-    with pytest.raises(ValueError, match="does not hold the results of a trial"):
-        load_run(tmp_path)
-
-
-def test_a_search_is_read_as_the_recipes_own_trial(tmp_path: Path) -> None:
-    """After repeats the best mean may be that of another trial than the best single one."""
-    (tmp_path / "search.json").write_text("{}")
-    trial(tmp_path, "second", 0.5)
-    trial(tmp_path, "best", 0.25)
-    for of, error in (("second", 0.5), ("best", 0.25), ("of another search", 0.25)):
-        found = load_run(tmp_path, recipe=recipe([], hyperparameters={"of": of}))
-        assert found.column("error")[-1] == error
 
 
 @pytest.mark.parametrize("value", [None, math.nan, True, "many"])

@@ -200,14 +200,14 @@ def test_a_check_that_takes_too_long_is_left_out(
     ]
 
 
-def test_a_variable_of_a_nested_function_that_cannot_be_sent_is_a_failure(
+def test_a_workload_that_cannot_be_sent_is_a_failure(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(main, "run_check", checking._check)  # a process of its own would import torch anew
     assert main.main(["check", f"{file}:locked"]) == 1
     failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("failed")]
     assert len(failed) == 1
-    assert "can't be sent to the workers, because of GUARD (a _thread.lock), which it uses" in failed[0]
+    assert "can't be sent to the workers. TypeError: cannot pickle '_thread.lock' object" in failed[0]
 
 
 def test_a_recipe_of_another_workload_is_named(file: Path, tmp_path: Path) -> None:

@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorD
 from torch.utils.data.distributed import DistributedSampler
 
 from ray_adascale.data import make_source, to_device
-from ray_adascale.data.iterables import known_length
-from ray_adascale.data.iterables import IterableSource
+from ray_adascale.data.iterables import IterableSource, known_length
 from ray_adascale.data.order import BatchSplit, ExampleOrder
 from ray_adascale.data.source import MapSource
 

@@ -208,7 +208,6 @@ def _run_leg(case: Case, number: int, taken: int, folder: str) -> tuple[list[Row
         async_checkpoint=False,
         checkpoint_every_s=math.inf,
         report_every_s=math.inf,
-        show_progress=False,
     )
     backend = LocalBackend(folder if len(case.legs) > 1 else None, device="cpu")
     evaluations: list[bool] = []
@@ -281,7 +280,6 @@ def _base_run(case: Case, number: int, taken: int, folder: str) -> tuple[list[Ro
         grad_clip=case.clip,
         shuffle=case.shuffle,
         drop_last=case.drop_last,
-        show_progress=False,
     )
     recipe = record_recipe(
         workload,

@@ -68,12 +68,12 @@ WORKER = """
 import sys
 import ray_adascale.{module}
 found = sorted(name for name in sys.modules if name.startswith("ray_adascale.analysis."))
-assert found == ["ray_adascale.analysis.runs", "ray_adascale.analysis.tensorboard"], found
+assert not found, found
 """
 
 
-@pytest.mark.parametrize("module", ["analysis.tensorboard", "train.backend", "train.trainer"])
-def test_a_worker_loads_neither_the_report_nor_the_forecast_nor_a_display(module: str) -> None:
+@pytest.mark.parametrize("module", ["train.backend", "train.trainer"])
+def test_a_worker_loads_nothing_of_what_a_person_reads(module: str) -> None:
     code = WORKER.format(module=module)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

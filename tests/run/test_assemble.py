@@ -19,7 +19,6 @@ from ray_adascale.run.checkpointing import Checkpointing
 from ray_adascale.run.eta import EtaTracker
 from ray_adascale.run.evaluation import Evaluation
 from ray_adascale.run.notices import Interrupt, Preemption
-from ray_adascale.run.progress import ProgressLine
 from ray_adascale.run.reporting import Reporting
 from ray_adascale.run.step import Listener
 from ray_adascale.run.trace import TraceFile, read_trace
@@ -85,8 +84,8 @@ def test_a_given_batch_above_an_epoch_is_refused_at_once_where_it_would_be_dropp
 
 
 def test_listeners_that_add_to_a_step_come_before_those_that_write_it(tmp_path: Path) -> None:
-    assert kinds(built().listeners) == [NoiseWarning, EtaTracker, ProgressLine]  # no folder, no trace
-    with_trace = [NoiseWarning, EtaTracker, TraceFile, Watched.Mine, ProgressLine]
+    assert kinds(built().listeners) == [NoiseWarning, EtaTracker]  # no folder, no trace
+    with_trace = [NoiseWarning, EtaTracker, TraceFile, Watched.Mine]
     fixed = built(Watched(tmp_path, device="cpu")).listeners
     assert kinds(fixed) == with_trace
     assert fixed[3].tracker is fixed[1]  # type: ignore[attr-defined]
@@ -161,7 +160,7 @@ def test_a_resume_loads_every_part_of_a_checkpoint(tmp_path: Path) -> None:
     assert parts.source.position == 7 * 8
     assert parts.evaluation.evaluated_at == run.parts.evaluation.evaluated_at > 0
     assert kinds(parts.stages) == STAGES
-    assert kinds(parts.listeners) == [NoiseWarning, EtaTracker, TraceFile, Watched.Mine, ProgressLine]
+    assert kinds(parts.listeners) == [NoiseWarning, EtaTracker, TraceFile, Watched.Mine]
     trace = next(each for each in parts.listeners if isinstance(each, TraceFile))
     ((path, _),) = trace.files().values()
     assert [row["step"] for row in read_trace(path)] == [1, 2, 3, 4, 5, 6, 7]
@@ -182,18 +181,16 @@ def test_a_resumed_adaptive_run_begins_with_the_batch_of_its_checkpoint(tmp_path
 
 
 @pytest.mark.parametrize("ends", ["at T", "early"])
-def test_a_run_that_has_ended_is_not_begun_again(tmp_path: Path, ends: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_has_ended_is_not_begun_again(tmp_path: Path, ends: str) -> None:
     stop = None if ends == "at T" else EarlyStop(patience=8, metric="accuracy", mode="max")
     settings: dict[str, Any] = {"early_stop": stop, "evaluate_every": 4}
     run = make_run(
         model(), backend=LocalBackend(tmp_path), scheduler=False, evaluate=lambda _: {"accuracy": 0.5}, **settings
     )
     drive(run)
-    capsys.readouterr()
-    parts = built(LocalBackend(tmp_path), evaluate=lambda _: {}, show_progress=True, **settings)
+    parts = built(LocalBackend(tmp_path), evaluate=lambda _: {}, **settings)
     assert parts.state.stopped == run.stopped
     assert (run.stopped == "total_steps reached") == (stop is None)
-    assert f"ended before, {run.stopped}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import math
 import multiprocessing
 import os
@@ -118,8 +117,7 @@ def test_thinning_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.M
         trace.append(rows(20)[0])  # still waiting in memory when the rows are thinned
         trace.shorten()
         kept = [row["step"] for row in read_trace(path)]
-        assert len(kept) <= 4
-        assert kept[-2:] == [19, 20]
+        assert kept == [1, 8, 16, 20]
         trace.append(rows(21)[0])
     assert [row["step"] for row in read_trace(path)] == [*kept, 21]
     assert list(tmp_path.iterdir()) == [path]
@@ -183,59 +181,58 @@ def test_an_empty_trace(tmp_path: Path) -> None:
 
 
 def long_rows(first: int, last: int, *, evaluated: int = 37) -> list[dict[str, Any]]:
-    return [{"step": s, "gain": s / 3} | ({"accuracy": 0.5} if s % evaluated == 0 else {}) for s in range(first, last)]
+    return [
+        {"step": s, "gain": s / 3} | ({"accuracy": float(s)} if s % evaluated == 0 else {}) for s in range(first, last)
+    ]
 
 
-@pytest.mark.parametrize("steps", [399, 400, 1300, 5000])
-def test_a_long_trace_keeps_the_newest_rows_and_ever_fewer_of_the_older(tmp_path: Path, steps: int) -> None:
-    everything = long_rows(1, steps + 1, evaluated=450)
+@pytest.mark.parametrize(("steps", "stride"), [(400, 1), (401, 2), (1300, 4), (5000, 16)])
+def test_a_long_trace_keeps_every_kth_row_the_first_and_the_last(tmp_path: Path, steps: int, stride: int) -> None:
+    everything = [{"step": s, "gain": s / 3} for s in range(1, steps + 1)]
     with Trace(tmp_path / "t", keep=400) as trace:
         for row in everything:
             trace.append(row)
         trace.shorten()
         kept = read_trace(tmp_path / "t")
-        evaluations = [row for row in everything if "accuracy" in row]
-        assert len(kept) <= 400 + len(evaluations)
-        assert kept[-200:] == everything[-200:]
-        assert [row for row in kept if "accuracy" in row] == evaluations
-        older = [row["step"] for row in kept[:-200] if "accuracy" not in row]
-        strides = {b - a for a, b in itertools.pairwise(older)}
-        stride = min(strides, default=1)
-        assert strides <= {stride, 2 * stride}  # twice where an evaluation's row stands between
-        assert (stride == 1) == (steps <= 400)
-        assert len(older) > 90  # not far fewer than there is room for
+        assert kept == [row for row in everything if row["step"] % stride == 0 or row["step"] in (1, steps)]
+        assert 200 <= len(kept) <= 402
         trace.append({"step": steps + 1})
     assert read_trace(tmp_path / "t") == [*kept, {"step": steps + 1}]
     assert list(tmp_path.iterdir()) == [tmp_path / "t"]
 
 
+def test_the_users_metrics_of_a_row_that_is_left_out_are_in_the_next_row(tmp_path: Path) -> None:
+    with Trace(tmp_path / "t", keep=4) as trace:
+        for step in range(1, 16):  # every fourth one stays
+            own = {5: {"accuracy": 0.5, "note": "x"}, 6: {"accuracy": 0.6}, 8: {"note": "y"}, 12: {"accuracy": 0.9}}
+            trace.append({"step": step, "loss": 1.0 / step, "short_step": step == 6, **own.get(step, {})})
+        trace.shorten()
+    plain = [{"step": step, "loss": 1.0 / step, "short_step": False} for step in (1, 4, 8, 12, 15)]
+    more: list[dict[str, Any]] = [{}, {}, {"accuracy": 0.6, "note": "y"}, {"accuracy": 0.9}, {}]
+    assert read_trace(tmp_path / "t") == [row | own for row, own in zip(plain, more, strict=True)]
+
+
+@pytest.mark.parametrize("evaluated", [300, 7, 1])
 @pytest.mark.parametrize("stops", [(), (2990,), (401, 650, 1024, 1025, 2900)])
-def test_it_makes_no_difference_when_a_trace_was_shortened(tmp_path: Path, stops: tuple[int, ...]) -> None:
+def test_it_makes_no_difference_when_a_trace_was_shortened(
+    tmp_path: Path, stops: tuple[int, ...], evaluated: int
+) -> None:
     whole = Trace(tmp_path / "whole", keep=400)
-    for row in long_rows(1, 3001, evaluated=300):
+    for row in long_rows(1, 3001, evaluated=evaluated):
         whole.append(row)
-    whole.shorten(always=True)
+    whole.shorten()
     whole.close()
     first, number = 1, 0
     for stop in (*stops, 3000):  # each start takes the trace up from a checkpoint, in a file of its own
         trace = Trace(tmp_path / str(number), keep=400)
         if number:
             copy_rows(tmp_path / str(number - 1), trace)
-        for row in long_rows(first, stop + 1, evaluated=300):
+        for row in long_rows(first, stop + 1, evaluated=evaluated):
             trace.append(row)
-        trace.shorten(always=stop == 3000)
+        trace.shorten()
         trace.close()
         first, number = stop + 1, number + 1
-    assert read_trace(tmp_path / str(number - 1)) == read_trace(tmp_path / "whole")
-
-
-@pytest.mark.parametrize("has_it", [lambda step: step > 500, lambda step: step % 20 == 7], ids=["all", "many"])
-def test_keys_that_many_new_rows_have_are_no_reason_to_keep_a_row(tmp_path: Path, has_it: Any) -> None:
-    with Trace(tmp_path / "t", keep=400) as trace:
-        for step in range(1, 3001):
-            trace.append({"step": step} | ({"mine": 1.0} if has_it(step) else {}))
-        trace.shorten()
-    assert len(read_trace(tmp_path / "t")) <= 400
+    assert (tmp_path / str(number - 1)).read_bytes() == (tmp_path / "whole").read_bytes()
 
 
 def test_a_million_steps_take_what_the_docs_say(tmp_path: Path) -> None:
@@ -243,7 +240,7 @@ def test_a_million_steps_take_what_the_docs_say(tmp_path: Path) -> None:
     row = dict.fromkeys(METRICS, 123456.123456789) | {"attempt": 3, "position": 10**9}
     with Trace(tmp_path / "t", keep=40_000 // 50) as trace:
         for step in range(1, 1_000_000 // 50 + 1):
-            trace.append({"step": 1_000_000 + step, **row})
+            trace.append({"step": step, **row})
         trace.shorten()
     assert (tmp_path / "t").stat().st_size * 50 < 16e6
     assert AdaScaleConfig().trace_rows == 40_000
@@ -253,13 +250,13 @@ def test_all_rows_stay_where_that_is_wanted(tmp_path: Path) -> None:
     with Trace(tmp_path / "t") as trace:
         for row in long_rows(1, 500):
             trace.append(row)
-        trace.shorten(always=True)
+        trace.shorten()
     assert read_trace(tmp_path / "t") == long_rows(1, 500)
 
 
 def test_too_few_rows_to_keep(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="keep=1"):
-        Trace(tmp_path / "t", keep=1)
+    with pytest.raises(ValueError, match="keep=0"):
+        Trace(tmp_path / "t", keep=0)
 
 
 def test_a_trace_of_the_first_version_is_read_for_ever() -> None:

@@ -19,11 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, Run, Workload
-from ray_adascale.analysis.tensorboard import LiveEvents
 from ray_adascale.checkpoint.rng import seed_everything
 from ray_adascale.run.base_noise import NoiseEvery
 from ray_adascale.run.base_run import RESULT, BaseResult, base_config
-from ray_adascale.run.eta import EtaTracker
 from ray_adascale.run.schedule import BaseSchedule
 from ray_adascale.run.step import StepReport
 from ray_adascale.search import trial_workers
@@ -190,22 +188,6 @@ def test_other_workers_collect_nothing_and_write_their_share(tmp_path: Path, mon
     backend.report(outcome, None)
     assert len(reported) == 1  # each would be a barrier
     assert not backend.report_policy.save_end
-
-
-def test_event_files_are_left_to_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    context = SimpleNamespace(
-        get_world_rank=lambda: 0,
-        get_world_size=lambda: 2,
-        get_experiment_name=lambda: "trial",
-        get_storage=lambda: SimpleNamespace(
-            storage_filesystem=pyarrow.fs.LocalFileSystem(), experiment_fs_path=str(tmp_path)
-        ),
-    )
-    monkeypatch.setattr(ray.train, "get_context", lambda: context)
-    monkeypatch.setattr(ray.train.torch, "get_device", lambda: torch.device("cpu"))
-    backend = _TrialBackend(10, SimpleNamespace())
-    backend.collected = Collected("loss", "min")
-    assert not any(isinstance(listener, LiveEvents) for listener in backend.listeners(EtaTracker(None)))
 
 
 class Reports(queue.Queue[Any]):

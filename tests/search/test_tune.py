@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, Recipe, Run, Workload, tune_recipe
-from ray_adascale.analysis.report import write_report
-from ray_adascale.analysis.runs import load_run
+from ray_adascale.analysis.describe import describe
 from ray_adascale.cli.main import main
 from ray_adascale.data.order import epoch_order
 from ray_adascale.measure.probe import probe_noise
@@ -188,17 +187,12 @@ def test_lr_curve_is_the_schedule_of_the_ranking(searched: Recipe) -> None:
 
 
 @pytest.mark.ray
-def test_a_report_over_the_searchs_folder_has_the_recipes_trial_as_base_run(
-    searched: Recipe, ray_session: Path, tmp_path: Path
-) -> None:
-    """Over what Tune has really written, so it draws a whole page; and as if the repeats had chosen the worse of the trials."""
-    folder, worse = ray_session / searched.search["name"], replace(searched, hyperparameters={"lr": 5e-5})
-    for recipe, lr in ((searched, 0.02), (worse, 5e-5)):
-        run = load_run(folder, recipe=recipe)
-        assert run.column("lr")[0] == lr
-        assert run.column("error")[-1] == plain_loop({"lr": lr}, seed=3)
-    page = write_report([folder], tmp_path / "report.html", recipe=worse).read_text()
-    assert f">{plain_loop({'lr': 5e-5}, seed=3):#.4g}</td>" in page
+def test_describe_lists_the_trials_that_tune_has_stored(searched: Recipe, ray_session: Path) -> None:
+    text, whole = describe(ray_session / searched.search["name"])
+    assert whole
+    ended = [(f"error {plain_loop({'lr': lr}, seed=3):.4g}", lr) for lr in (0.02, 5e-05)]
+    failed = [("failed", lr) for lr in (-1.0, 0.5)]
+    assert sorted(text.splitlines()[1:]) == sorted(f"  {found:<20} lr={lr}" for found, lr in ended + failed)
 
 
 @pytest.mark.ray

@@ -176,7 +176,6 @@ def test_a_recipe_runs_on_two_workers_fails_resumes_and_ends_as_if_nothing_happe
     capfd: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from ..samples_of import scalars  # here, as the command line loads this file outside its package
 
     def trainer() -> AdaScaleTrainer:
         return AdaScaleTrainer(
@@ -217,13 +216,7 @@ def test_a_recipe_runs_on_two_workers_fails_resumes_and_ends_as_if_nothing_happe
     shares = json.loads((Path(result.checkpoint.path) / "tensors.json").read_text())
     files = {chunk["file"] for key, entry in shares.items() if key.startswith("optim/") for chunk in entry["chunks"]}
     assert len(files) == 2  # the momentum is sharded: each worker wrote its own
-    assert "gain" in capfd.readouterr().err  # the progress line
-    # Event files, written as it went, of all the starts.
-    events = scalars(Path(result.path) / "tensorboard" / "steps")
-    places = [step for step, _ in events["gain"]]
-    assert places[0] <= damaged  # what a start wrote in its last second may be lost with it
-    assert places[-1] == result.metrics["optimizer_steps"]
-    assert len(set(places)) == len(places)
+    assert "gain" in capfd.readouterr().err  # the display
 
 
 @pytest.mark.slow

@@ -1,0 +1,31 @@
+"""The check of a count: what it takes, and what it says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ray_adascale._errors import SettingError, check_count
+
+
+def test_integers_are_taken_as_python_ints() -> None:
+    assert check_count("passes", 3) == 3
+    found = check_count("passes", np.int64(3))
+    assert (found, type(found)) == (3, int)
+    assert check_count("workers", 0, minimum=0) == 0
+    assert check_count("seed", -5, minimum=None) == -5
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 1.0, "3", None])
+def test_anything_else_is_refused_with_the_name_the_value_and_what_to_do(value: Any) -> None:
+    with pytest.raises(SettingError) as caught:
+        check_count("passes", value, remedy="Leave it out for one.")
+    assert str(caught.value) == f"Invalid passes={value!r}. Must be an integer of at least 1. Leave it out for one."
+    assert caught.value.settings == {"passes": value}
+
+
+def test_without_a_minimum_the_type_alone_counts() -> None:
+    with pytest.raises(SettingError, match=r"^Invalid seed=0\.5\. Must be an integer\.$"):
+        check_count("seed", 0.5, minimum=None)
