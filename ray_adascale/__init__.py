@@ -18,7 +18,6 @@ if TYPE_CHECKING:  # the same again, as type checkers read no tables
     from .analysis.throughput import measure_throughput as measure_throughput
     from .analysis.worker_forecast import WorkersForecast as WorkersForecast
     from .analysis.worker_forecast import forecast_workers as forecast_workers
-    from .batch_schedule import Seesaw as Seesaw
     from .chain import OptimizerChain as OptimizerChain
     from .checkpoint import CheckpointError as CheckpointError
     from .checkpoint import load_weights as load_weights
@@ -68,7 +67,6 @@ _NAMES = {
     "analysis.report": ["write_report"],
     "analysis.throughput": ["measure_throughput"],
     "analysis.worker_forecast": ["WorkersForecast", "forecast_workers"],
-    "batch_schedule": ["Seesaw"],
     "chain": ["OptimizerChain"],
     "checkpoint": ["CheckpointError", "load_weights"],
     "checkpoint.rng": ["seed_everything"],

@@ -16,7 +16,7 @@ import numpy as np
 
 from ._errors import SettingError
 from .batch_policy import BatchPolicy
-from .config import AUTO, AdaScaleConfig
+from .config import AdaScaleConfig
 from .gain import plain_gain
 from .optim.rules import follows_gain, make_rule
 from .replay import NoiseCurve
@@ -104,23 +104,11 @@ def follow_settings(workers: Literal["pay"] | WorkersFollow, config: AdaScaleCon
     """
     if workers != "pay" and not isinstance(workers, WorkersFollow):
         raise SettingError('Invalid {}. Must be "pay", a WorkersFollow(...), or None.', "", workers=workers)
-    if config.per_worker_batch_size == AUTO:
-        raise SettingError(
-            "Invalid {} with workers='pay': what a worker adds depends on the number, which is found when the workers start. "
-            "Give the number that the log of a run names.",
-            per_worker_batch_size=AUTO,
-        )
     if not follows_gain(make_rule(config.rule)):
         raise SettingError(
             "Invalid {} with workers='pay': the clock of that rule advances by the scale, not by the measured gain, so further "
             "workers would always seem to pay. Use rule='adascale'.",
             rule=config.rule,
-        )
-    if config.target_efficiency == "goodput":
-        raise SettingError(
-            "Invalid {} with workers='pay': that batch depends on seconds of a step, which are measured anew at each number of "
-            "workers. Give an efficiency such as 0.6, or leave it out.",
-            target_efficiency="goodput",
         )
     return WorkersFollow() if workers == "pay" else workers
 

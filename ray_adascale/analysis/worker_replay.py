@@ -94,13 +94,7 @@ class WorkerClock(BatchChoice):
     def _controller(self, workers: int) -> BatchController | None:
         return self._policy.controller(workers, total_steps=self._total, window=self._window, largest=self._largest)
 
-    def after_step(
-        self,
-        at: Position,
-        moments: Callable[[], tuple[float, float]],
-        seconds: float = 0.0,
-        agree: Callable[[tuple[float, ...]], tuple[float, ...]] = tuple,
-    ) -> BatchPlan:
+    def after_step(self, at: Position, moments: Callable[[], tuple[float, float]]) -> BatchPlan:
         plan, tau = self.plan, at.effective_steps
         step_s = plan.seconds(self._throughput)
         taken_s = step_s * self._stride

@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._errors import SettingError
 from .._files import absolute, check_writable, join, unique_name
 from . import run_folder
 from .arguments import (
@@ -493,23 +492,15 @@ def _measure(args: argparse.Namespace, recipe: Recipe, config: AdaScaleConfig) -
     """Fit the throughput model that ``--measure`` and ``--run`` ask for."""
     from ..analysis.runs import trace_path
     from ..analysis.throughput import measure_throughput
-    from ..config import AUTO
     from ..workload_source import resolve
 
-    size = config.per_worker_batch_size or recipe.base_batch_size
-    if size == AUTO:
-        raise SettingError(
-            "Invalid {} for a forecast: the number is found when a run starts, on its workers. Give the number that the log of "
-            "such a run names.",
-            per_worker_batch_size=AUTO,
-        )
     workload = resolve(args.measure, "--measure")
     runs = [trace_path(run) for run in args.run]
     try:
         return measure_throughput(
             workload,
             recipe.hyperparameters,
-            per_worker_batch_size=size,
+            per_worker_batch_size=config.per_worker_batch_size or recipe.base_batch_size,
             config=config.with_recipe(replace(recipe, settings=None)),
             runs=runs,
             base_batch_size=recipe.base_batch_size,

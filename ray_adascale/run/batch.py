@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from ..batch_policy import BatchController, Position
 from ..data.source import BatchSource
@@ -22,16 +18,12 @@ class AdaptiveBatch(Stage):
         controller: Decides, from the optimizer's averages.
         optimizer: The optimizer of the run.
         source: The data of the run.
-        device: The device of this worker.
     """
 
-    def __init__(
-        self, controller: BatchController, optimizer: AdaScale, source: BatchSource, device: torch.device
-    ) -> None:
+    def __init__(self, controller: BatchController, optimizer: AdaScale, source: BatchSource) -> None:
         self.controller = controller
         self._optimizer = optimizer
         self._source = source
-        self._device = device
 
     def due_by(self, effective_steps: float) -> bool:
         return self.controller.due_by(self._at(effective_steps))
@@ -40,8 +32,6 @@ class AdaptiveBatch(Stage):
         plan = self.controller.after_step(
             self._at(run.effective_steps),
             self._optimizer.average_moments,
-            time.monotonic() - run.boundary_at,
-            self._from_rank_0,
         )
         if plan != run.plan:
             run.set_plan(plan)
@@ -57,10 +47,3 @@ class AdaptiveBatch(Stage):
 
     def _at(self, effective_steps: float) -> Position:
         return Position(effective_steps, self._source.position)
-
-    def _from_rank_0(self, numbers: tuple[float, ...]) -> tuple[float, ...]:
-        if self.controller.plan.world_size == 1:
-            return numbers
-        shared = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-        dist.broadcast(shared, src=0)
-        return tuple(shared.tolist())

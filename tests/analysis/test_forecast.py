@@ -296,19 +296,3 @@ def test_a_run_that_follows_the_noise_has_its_mean_and_last_scale() -> None:
 def test_efficiency_one_is_forecast_as_the_base_run() -> None:
     made = forecast_recipe(recipe([(0, 3, 1)]), workers=[1, 2], config=AdaScaleConfig(target_efficiency=1))
     assert [(row.steps, row.scale, row.last_scale, row.examples) for row in made.rows] == [(100, 1, 1, 800)] * 2
-
-
-def test_goodput_is_forecast_from_the_time_of_a_step() -> None:
-    with pytest.raises(ValueError, match=r"needs the time of a step.*--measure"):
-        forecast_recipe(recipe([(0, 3, 1)]), config=AdaScaleConfig(target_efficiency="goodput"))
-    # Where only examples take time the base batch is best; where only steps do, the largest.
-    config = AdaScaleConfig(target_efficiency="goodput", max_global_batch_size=64)
-    examples = Throughput(example_s=1 / 8)
-    steps = Throughput(example_s=1e-9 / 8, step_s=1.0)
-    slow, fast = (
-        forecast_recipe(recipe([(0, 3, 1)]), workers=[2], config=config, throughput=model).rows[0]
-        for model in (examples, steps)
-    )
-    assert (slow.scale, slow.last_scale, slow.steps) == (1, 1, 100)
-    assert fast.last_scale == 8
-    assert fast.seconds < slow.seconds

@@ -246,8 +246,6 @@ def test_seeds_give_an_interval() -> None:
         ({"workers": (0, 4)}, "Invalid workers="),
         ({"follow": 3.0}, 'Must be "pay", a WorkersFollow'),
         ({"config": AdaScaleConfig(rule="linear")}, "clock of that rule"),
-        ({"config": AdaScaleConfig(target_efficiency="goodput")}, "seconds of a step, which are measured anew"),
-        ({"config": AdaScaleConfig(per_worker_batch_size="auto")}, "found when the workers start"),
     ],
 )
 def test_what_cannot_be_forecast(changes: dict[str, Any], message: str) -> None:

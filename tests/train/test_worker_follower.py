@@ -269,8 +269,6 @@ def test_changes_are_counted_over_starts_of_the_driver(folder: Path, clock: Cloc
         ("pay", (4, 4), {}, None, "Must be a range"),
         ("some", (1, 4), {}, None, 'Must be "pay", a WorkersFollow'),
         ("pay", (1, 4), {"rule": "linear"}, None, "the clock of that rule advances by the scale"),
-        ("pay", (1, 4), {"target_efficiency": "goodput"}, None, "measured anew at each number"),
-        ("pay", (1, 4), {"per_worker_batch_size": "auto"}, None, "found when the workers start"),
         ("pay", (1, 4), {}, {"train": object()}, "Ray Data shards begin their epoch anew"),
     ],
 )
