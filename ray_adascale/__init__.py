@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__ as __version__
 
 if TYPE_CHECKING:  # the same again, as type checkers read no tables
+    from .analysis.batch_size import find_batch_size as find_batch_size
     from .analysis.forecast import Forecast as Forecast
     from .analysis.forecast import forecast_recipe as forecast_recipe
     from .analysis.report import write_report as write_report
@@ -63,6 +64,7 @@ if TYPE_CHECKING:  # the same again, as type checkers read no tables
 
 # The public names, by the module that each is from.
 _NAMES = {
+    "analysis.batch_size": ["find_batch_size"],
     "analysis.forecast": ["Forecast", "forecast_recipe"],
     "analysis.report": ["write_report"],
     "analysis.throughput": ["measure_throughput"],

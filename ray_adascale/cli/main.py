@@ -158,6 +158,7 @@ def _check(args: argparse.Namespace) -> int:
     """Check a workload here, without Ray: build it, prepare a run, and make one forward and backward pass.
 
     ray-adascale check my/file.py:workload lr=0.1 --storage-path s3://bucket/runs
+    ray-adascale check my/file.py:workload --memory
 
     `tune`, `train` and `resume` make the same check first. Hyperparameters that are not given come from the recipe, or are
     drawn from param_space beside the workload.
@@ -168,7 +169,8 @@ def _check(args: argparse.Namespace) -> int:
         length = None if config.total_epochs is not None else config.total_steps or _CHECK_STEPS
         config = replace(config, base_batch_size=config.base_batch_size or _CHECK_BATCH, total_steps=length)
     space = _space_spec(args) if args.recipe is None else None
-    findings = run_check(_request(args, config, space=space, storage_path=args.storage_path))
+    request = replace(_request(args, config, space=space, storage_path=args.storage_path), memory=args.memory)
+    findings = run_check(request)
     for found in findings:
         print(f"{found.level:8}{found.text}")
     return 1 if any(found.level == "failed" for found in findings) else 0
