@@ -1,4 +1,4 @@
-"""The batch that ``per_worker_batch_size="auto"`` finds, against the largest one that survives under the same memory limit.
+"""The batch that ``find_batch_size`` finds, against the largest one that survives under the same memory limit.
 
     python benchmarks/memory_finder.py                      # five models, 700 MiB each
     python benchmarks/memory_finder.py --models lstm --limit 900
@@ -7,16 +7,13 @@ Each search and each run is a process of its own in a fresh cgroup with the limi
 true limit is bisected to one percent by runs of a given size, each of six steps. Where no cgroup can be made, RLIMIT_DATA bounds
 the processes instead, and an allocation beyond it fails. The first line says which.
 
-A run that searches has glibc give each tensor of a MiB or more a mapping of its own. The runs of a given size do the same by
+The search has glibc give each tensor of a MiB or more a mapping of its own. The runs of a given size do the same by
 ``MALLOC_MMAP_THRESHOLD_``: without it the peak of one and the same step varies by half with its history.
-
-A run that searched and one that was given the number found must end at the same weights, to the bit.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import resource
@@ -35,7 +32,7 @@ from bench import in_words, machine, write_json
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ray_adascale import AdaScaleConfig, LocalBackend, Run
+from ray_adascale import AdaScaleConfig, LocalBackend, Run, Workload, find_batch_size
 
 _MIB = 1 << 20
 _STEPS = 6
@@ -148,17 +145,13 @@ class Model:
 
 
 MODELS = {
-    "resnet": Model(
-        _resnet, _images(32), lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9), {"accumulation": 2, "grad_clip": 1.0}
-    ),
-    "transformer": Model(
-        _transformer, _sequences(64, 64), lambda p: torch.optim.AdamW(p, lr=1e-3), {"accumulation": 2}
-    ),
+    "resnet": Model(_resnet, _images(32), lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9), {"grad_clip": 1.0}),
+    "transformer": Model(_transformer, _sequences(64, 64), lambda p: torch.optim.AdamW(p, lr=1e-3), {}),
     "lstm": Model(
         lambda: Classifier(nn.LSTM(32, 64, batch_first=True), 64),
         _sequences(64, 32),
         lambda p: torch.optim.Adam(p, lr=1e-3),
-        {"accumulation": 2},
+        {},
     ),
     "unet": Model(
         lambda: UNet(16),
@@ -171,42 +164,41 @@ MODELS = {
 }
 
 
-def train(name: str, size: int | str) -> None:
-    """Search or use a given size, train for some steps, and print the outcome. Runs in a process of its own."""
+def train(name: str, size: int | None) -> None:
+    """Search, or train for some steps with passes of a given size, and print the outcome. Runs in a process of its own."""
     torch.set_num_threads(1)
     model = MODELS[name]
-    torch.manual_seed(0)
-    net = model.build()
-
-    def loss_fn(called: nn.Module, batch: Any) -> Tensor:
-        return model.loss(called(batch[0]), batch[1])
-
     config = AdaScaleConfig(
         base_batch_size=1,
         total_steps=10**9,
-        per_worker_batch_size="auto" if size == "auto" else int(size),
+        per_worker_batch_size=size,
+        accumulation=2,
         **model.settings,
     )
+
+    def workload(_: dict[str, Any]) -> Workload:
+        net = model.build()
+        return Workload(
+            model=net,
+            optimizer=model.optimizer(net.parameters()),
+            train_dataset=Repeated(*model.data()),
+            loss_fn=lambda called, batch: model.loss(called(batch[0]), batch[1]),
+        )
+
     began = time.monotonic()
-    dataset = Repeated(*model.data())
-    run = Run(
-        net,
-        model.optimizer(net.parameters()),
-        None,
-        dataset,
-        config,
-        backend=LocalBackend(device="cpu"),
-        loss_fn=loss_fn,
-    )
-    seconds, steps = time.monotonic() - began, 0
-    for batch in run:
-        run.backward(loss_fn(run.model, batch))
-        steps += run.step()
-        if steps == _STEPS:
-            break
-    weights = hashlib.sha256(b"".join(t.numpy().tobytes() for t in net.state_dict().values())).hexdigest()
-    found = {"size": run.config.per_worker_batch_size, "seconds": seconds, "weights": weights}
-    print(_DONE + json.dumps(found), flush=True)
+    if size is None:
+        size = find_batch_size(workload, config, device="cpu")
+    else:
+        torch.manual_seed(0)
+        built = workload({})
+        run = Run.of(built, config, backend=LocalBackend(device="cpu"))
+        taken = 0
+        for batch in run:
+            run.backward(built.loss(run.model, batch))
+            taken += run.step()
+            if taken == _STEPS:
+                break
+    print(_DONE + json.dumps({"size": size, "seconds": time.monotonic() - began}), flush=True)
 
 
 # ---- processes under a limit -----------------------------------------------------------------------------------------
@@ -253,15 +245,15 @@ def cage(limit: int) -> Iterator[Callable[[], None] | None]:
                 time.sleep(0.1)
 
 
-def under_limit(name: str, size: int | str, limit: int) -> dict[str, Any] | None:
+def under_limit(name: str, size: int | None, limit: int) -> dict[str, Any] | None:
     """Run :func:`train` under a limit. Return its outcome; None if it was killed, or ran out of memory."""
     with cage(limit) as enter:
 
         def bounded() -> None:
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
-        command = [sys.executable, __file__, "--child", name, str(size)]
-        env = os.environ if size == "auto" else {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(_MIB)}
+        command = [sys.executable, __file__, "--child", name, str(size or 0)]
+        env = os.environ if size is None else {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(_MIB)}
         done = subprocess.run(
             command, capture_output=True, text=True, preexec_fn=enter or bounded, check=False, env=env
         )
@@ -288,17 +280,15 @@ def true_limit(name: str, start: int, limit: int) -> int:
 
 def measure(name: str, limit: int) -> dict[str, Any]:
     """Return the row of a model."""
-    searched = under_limit(name, "auto", limit)
+    searched = under_limit(name, None, limit)
     if searched is None:
         return {"model": name, "found": None}
-    given = under_limit(name, searched["size"], limit)
     true = true_limit(name, searched["size"], limit)
     return {
         "model": name,
         "found": searched["size"],
         "true": true,
         "below": 1 - searched["size"] / true,
-        "identical": given is not None and given["weights"] == searched["weights"],
         "seconds": searched["seconds"],
     }
 
@@ -315,7 +305,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.child is not None:
         name, size = args.child
-        train(name, size if size == "auto" else int(size))
+        train(name, int(size) or None)
         return 0
     limit = args.limit * _MIB
     with cage(limit) as enter:
@@ -323,19 +313,18 @@ def main() -> int:
     print(in_words(machine()))
     print(f"Limit: {args.limit} MiB by {kind}\n")
     if args.smoke:
-        print(under_limit("mlp", "auto", limit))
+        print(under_limit("mlp", None, limit))
         return 0
-    print("| model | found | survives | below | weights identical | seconds of the search |")
-    print("|---|---|---|---|---|---|")
+    print("| model | found | survives | below | seconds of the search |")
+    print("|---|---|---|---|---|")
     rows = []
     for name in args.models:
         row = measure(name, limit)
         rows.append(row)
         if row["found"] is None:
-            print(f"| {name} | the search was killed | | | | |", flush=True)
+            print(f"| {name} | the search was killed | | | |", flush=True)
             continue
-        identical = "yes" if row["identical"] else "NO"
-        cells = [name, row["found"], row["true"], f"{100 * row['below']:.1f} %", identical, f"{row['seconds']:.0f}"]
+        cells = [name, row["found"], row["true"], f"{100 * row['below']:.1f} %", f"{row['seconds']:.0f}"]
         print(f"| {' | '.join(map(str, cells))} |", flush=True)
     if args.json is not None:
         write_json(args.json, rows)

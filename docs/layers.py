@@ -61,14 +61,14 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "analysis",
             "what a person reads: forecast, report, display",
-            "check runs forecast throughput report plots describe tensorboard display",
+            "check batch_size runs forecast throughput report plots describe tensorboard display",
         )
     ],
     [
         Package(
             "run",
             "what happens at a step boundary of one worker's loop",
-            "loop assemble build passes step batch batch_search batch_trial evaluation notices checkpointing reporting "
+            "loop assemble build passes step batch evaluation notices checkpointing reporting "
             "train_state two_passes schedule tau_schedule backend metrics advice "
             "eta pulse trace attach base_noise base_run failure",
         ),
@@ -123,7 +123,6 @@ TORCH_LAYERS: list[list[Package]] = [
             "norms observers ddp fsdp2 probe layers per_example noise_meter",
         )
     ],
-    [Package("memory", "how much memory a worker has, and the largest batch that fits", "limits meter search")],
     [Package("", "how noisy a gradient is: the mathematics, as pure functions", "gain")],
     [
         Package(

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__ as __version__
 
 if TYPE_CHECKING:  # the same again, as type checkers read no tables
+    from .analysis.batch_size import find_batch_size as find_batch_size
     from .analysis.forecast import Forecast as Forecast
     from .analysis.forecast import forecast_recipe as forecast_recipe
     from .analysis.report import write_report as write_report
     from .analysis.throughput import measure_throughput as measure_throughput
-    from .batch_schedule import Seesaw as Seesaw
     from .chain import OptimizerChain as OptimizerChain
     from .checkpoint import CheckpointError as CheckpointError
     from .checkpoint import load_weights as load_weights
@@ -60,10 +60,10 @@ if TYPE_CHECKING:  # the same again, as type checkers read no tables
 
 # The public names, by the module that each is from.
 _NAMES = {
+    "analysis.batch_size": ["find_batch_size"],
     "analysis.forecast": ["Forecast", "forecast_recipe"],
     "analysis.report": ["write_report"],
     "analysis.throughput": ["measure_throughput"],
-    "batch_schedule": ["Seesaw"],
     "chain": ["OptimizerChain"],
     "checkpoint": ["CheckpointError", "load_weights"],
     "checkpoint.rng": ["seed_everything"],

@@ -134,17 +134,6 @@ class BatchLimits:
             return largest
         return min(largest, max(window, _ROOM) * self.base_batch_size)
 
-    def largest_pass(self, batch: float, world_size: int, fewest: int = 1) -> int:
-        """Return the examples of a pass on one worker, if this batch or the largest one within the bounds has the fewest passes.
-
-        Args:
-            batch: Examples.
-            world_size: Workers.
-            fewest: Fewest passes, beside the field.
-        """
-        bound = math.inf if self.max_global_batch_size is None else self.max_global_batch_size
-        return math.ceil(max(min(batch, bound), self.base_batch_size) / (world_size * max(self.accumulation, fewest)))
-
     def plan(self, batch: int, world_size: int, fewest: int = 1) -> BatchPlan:
         """Return the plan of this batch in as few passes as possible; of a larger batch where a pass would be too small.
 
@@ -241,20 +230,12 @@ class BatchController(Protocol):
         """Return whether a decision is due at a boundary at this position."""
         ...
 
-    def after_step(
-        self,
-        at: Position,
-        moments: Callable[[], tuple[float, float]],
-        seconds: float = 0.0,
-        agree: Callable[[tuple[float, ...]], tuple[float, ...]] = tuple,
-    ) -> BatchPlan:
+    def after_step(self, at: Position, moments: Callable[[], tuple[float, float]]) -> BatchPlan:
         """Return the plan of the next step.
 
         Args:
             at: The position after the last step.
             moments: Returns the averaged σ² and μ²; NaN where they are unknown.
-            seconds: Duration of the last step on this worker.
-            agree: Returns rank 0's numbers on all workers, a collective.
         """
         ...
 
@@ -289,11 +270,6 @@ class BatchPolicy(Protocol):
         """Whether the batch is chosen by the measured gain, so that the clock must follow the gain as well."""
         return False
 
-    @property
-    def needs_times(self) -> bool:
-        """Whether the batch depends on seconds of a step that are yet to be measured."""
-        return False
-
     def plan(self, world_size: int) -> BatchPlan:
         """Return the batch of this number of workers at the start of a run.
 
@@ -314,20 +290,6 @@ class BatchPolicy(Protocol):
             largest: Examples of the largest sensible batch: those of an epoch.
         """
         return None
-
-    def largest_pass(self, world_size: int, *, window: float, largest: int) -> int:
-        """Return the examples of the largest pass on one worker that the policy has a use for, with unlimited memory.
-
-        Args:
-            world_size: Workers.
-            window: Effective steps that the averages of σ² and μ² reach back over.
-            largest: Examples of the largest sensible batch: those of an epoch.
-        """
-        ...
-
-    def timed_by(self, throughput: Throughput | None) -> BatchPolicy:
-        """Return this policy with a model of a step's seconds, if it needs one."""
-        return self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,12 +326,6 @@ class FixedBatch(BatchPolicy):
                 base_batch_size=base,
             )
         return BatchPlan(base, batch, world_size, accumulation)
-
-    def largest_pass(self, world_size: int, *, window: float, largest: int) -> int:
-        parts = world_size * self.limits.accumulation
-        if self.global_batch_size is not None:
-            return math.ceil(self.global_batch_size / parts)
-        return max(largest // parts, math.ceil(self.limits.base_batch_size / parts))
 
 
 def _grid_below(largest: int, smallest: int) -> list[int]:

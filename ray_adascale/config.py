@@ -7,21 +7,17 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Literal
 
 from ._errors import SettingError
 from ._warn import warn_at_user
-from .adaptive_batch import EfficiencyBatch, GoodputBatch
+from .adaptive_batch import EfficiencyBatch
 from .batch_policy import BatchLimits, BatchPolicy, FixedBatch, check_positive
-from .batch_schedule import BatchSchedule, ScheduledBatch, read_schedule
+from .batch_schedule import ScheduledBatch, read_schedule
 from .optim.rules import ScalingRule, follows_gain, make_rule
-from .throughput import Throughput
 
 if TYPE_CHECKING:
     from .recipe import Recipe
-
-AUTO: Final = "auto"
-"""The value of ``per_worker_batch_size`` for the largest one that fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +70,8 @@ class AdaScaleConfig:
         total_epochs: Length of the base run in passes over the dataset, instead of ``total_steps``.
         scheduler_unit: What one ``scheduler.step()`` meant in the base run, "step" or "epoch". Required with a
             scheduler, because a wrong guess is silently wrong.
-        per_worker_batch_size: Examples per backward pass on one worker. Default: the base batch size. "auto": the most that fit
-            in the memory of every worker, found before the run by steps of growing size. The log names the number, and a resume
-            keeps it. Needs a map-style dataset, and in a loop of your own ``loss_fn`` (docs/guides/memory.md).
+        per_worker_batch_size: Examples per backward pass on one worker. Default: the base batch size.
+            :func:`ray_adascale.find_batch_size` finds the most that fit into memory.
         accumulation: Backward passes per optimizer step. Each loss is the mean over its micro-batch; don't divide it by them.
         global_batch_size: B, the same on any number of workers. The number of passes depends on the workers then:
             ``accumulation`` is the fewest passes, and ``per_worker_batch_size`` the most examples of one. B need not divide
@@ -84,20 +79,17 @@ class AdaScaleConfig:
         min_examples_per_worker: Fewest examples per backward pass on one worker. A worker with fewer would be idle most of
             the time. Where ``global_batch_size`` would give fewer, B grows instead.
         target_efficiency: Let the run choose its scale: the largest scale with an expected efficiency r/S of at least this
-            number, above 0 and at most 1 (1 keeps S = 1). Or "goodput": the scale with the most progress a second, from the
-            times of the run's first steps. Default: the scale follows from the settings alone. With this setting,
+            number, above 0 and at most 1 (1 keeps S = 1). Default: the scale follows from the settings alone. With this setting,
             ``per_worker_batch_size`` is the most examples of one pass and ``accumulation`` the fewest passes. The next two
             fields bound the batch. Without them the batch is bounded by the dataset, and no step advances the clock by more
             than ``averaging_window``. Needs a map-style dataset, and a rule that follows the gain.
         batch_schedule: The batch from each start on: pairs of start and examples of all workers, ``[(0, 32), (0.2, 128)]``, or as
             text ``"0:32,20%:128"``. The first start is 0, and no batch is below B0. The other starts have one unit. A float below
-            1 or "20%" is a share of T, an integer is effective steps, and "5000 examples" counts the examples taken. Or "seesaw"
-            (:class:`ray_adascale.Seesaw`): the batch doubles each time the recipe's LR has halved. ``per_worker_batch_size``,
-            ``accumulation`` and the next two fields mean the same as with ``target_efficiency``; a batch above a bound is cut to
-            it. Needs a map-style dataset.
+            1 or "20%" is a share of T, an integer is effective steps, and "5000 examples" counts the examples taken.
+            ``per_worker_batch_size``, ``accumulation`` and the next two fields mean the same as with ``target_efficiency``; a
+            batch above a bound is cut to it. Needs a map-style dataset.
         max_global_batch_size: Examples of the largest batch with ``target_efficiency`` or ``batch_schedule``.
         max_accumulation: Most backward passes per optimizer step with ``target_efficiency`` or ``batch_schedule``.
-        throughput: For "goodput", a model of a step's seconds (:class:`ray_adascale.Throughput`), instead of measuring them.
         elastic: The number of workers may change. Where few workers would make less than a base batch, the run accumulates
             more passes until S ≥ 1. Without this setting it refuses. ``AdaScaleTrainer`` sets it for
             ``num_workers=(min, max)``.
@@ -149,15 +141,14 @@ class AdaScaleConfig:
     total_steps: int | None = None
     total_epochs: float | None = None
     scheduler_unit: Literal["step", "epoch"] | None = None
-    per_worker_batch_size: int | Literal["auto"] | None = None
+    per_worker_batch_size: int | None = None
     accumulation: int = 1
     global_batch_size: int | None = None
     min_examples_per_worker: int = 1
-    target_efficiency: float | Literal["goodput"] | None = None
-    batch_schedule: str | Sequence[tuple[float | str, int]] | BatchSchedule | None = None
+    target_efficiency: float | None = None
+    batch_schedule: str | Sequence[tuple[float | str, int]] | None = None
     max_global_batch_size: int | None = None
     max_accumulation: int | None = None
-    throughput: Throughput | None = None
     elastic: bool = False
     rule: str | ScalingRule = "adascale"
     sharding: Literal["auto", "none", "oss", "zero2", "fsdp2"] = "auto"
@@ -223,9 +214,7 @@ class AdaScaleConfig:
                 raise SettingError(f"Invalid {{}}. Must be one of {allowed}.", **{name: getattr(self, name)})
         rule = make_rule(self.rule)
         # The policy checks its own fields. B0 may still come from a recipe, and any number serves for the check.
-        policy = self._policy_of(
-            1 if self.base_batch_size is None else self.base_batch_size, per_worker_batch_size=self._number
-        )
+        policy = self._policy_of(1 if self.base_batch_size is None else self.base_batch_size)
         if policy.follows_noise and not follows_gain(rule):
             raise SettingError(
                 "Invalid {}: the clock of that rule advances by the scale, not by the measured gain, so a larger batch would "
@@ -243,32 +232,14 @@ class AdaScaleConfig:
         """
         if self.base_batch_size is None:
             raise SettingError("{} is needed: the batch size the schedule was tuned at.", base_batch_size=...)
-        if self.per_worker_batch_size == AUTO:
-            raise SettingError(
-                "Invalid {} here: the number is found on the workers, when a run starts. Give a number, such as the one that "
-                "the log of a run names.",
-                per_worker_batch_size=AUTO,
-            )
-        return self._policy_of(self.base_batch_size, per_worker_batch_size=self.per_worker_batch_size)
+        return self._policy_of(self.base_batch_size)
 
-    @property
-    def before_search(self) -> AdaScaleConfig:
-        """These settings for checks before the search of ``per_worker_batch_size="auto"``: with the base batch size instead."""
-        return replace(self, per_worker_batch_size=self._number)
-
-    @property
-    def _number(self) -> int | None:
-        return None if self.per_worker_batch_size == AUTO else self.per_worker_batch_size
-
-    def _policy_of(self, base_batch_size: int, per_worker_batch_size: int | None) -> BatchPolicy:
+    def _policy_of(self, base_batch_size: int) -> BatchPolicy:
         shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(BatchLimits)}
-        shared |= {"base_batch_size": base_batch_size, "per_worker_batch_size": per_worker_batch_size}
-        limits = BatchLimits(**shared)
+        limits = BatchLimits(**shared | {"base_batch_size": base_batch_size})
         self._check_one_decides()
         if self.batch_schedule is not None:
             return ScheduledBatch(limits=limits, schedule=read_schedule(self.batch_schedule))
-        if self.target_efficiency == "goodput":
-            return GoodputBatch(limits=limits, throughput=self.throughput)
         if self.target_efficiency is not None:
             return EfficiencyBatch(limits=limits, target_efficiency=self.target_efficiency)
         return FixedBatch(limits=limits, global_batch_size=self.global_batch_size, elastic=self.elastic)
@@ -277,8 +248,6 @@ class AdaScaleConfig:
         """Check that one setting at most decides the batch, and that no field is given which belongs to another one."""
         if self.global_batch_size is not None:
             check_positive(global_batch_size=self.global_batch_size)
-        if self.throughput is not None and self.target_efficiency != "goodput":
-            raise SettingError("{} is for target_efficiency='goodput'. Leave it out.", throughput=...)
         given = {
             name: getattr(self, name)
             for name in ("target_efficiency", "batch_schedule", "global_batch_size")
@@ -320,13 +289,11 @@ class AdaScaleConfig:
                 total_epochs=self.total_epochs,
             )
         self._warn_of_other_settings(recipe)
-        schedule = self.batch_schedule
         return replace(
             self,
             base_batch_size=recipe.base_batch_size,
             total_steps=recipe.total_steps,
             scheduler_unit=recipe.scheduler_unit,
-            batch_schedule=None if schedule is None else read_schedule(schedule).with_recipe(recipe),
         )
 
     def _warn_of_other_settings(self, recipe: Recipe) -> None:

@@ -417,13 +417,8 @@ class Forecaster:
         """Return the steps of a run with this policy, on this number of workers.
 
         Raises:
-            ValueError: The workers can't make the batch, or the policy has no throughput for "goodput".
+            ValueError: The workers can't make the batch.
         """
-        if policy.needs_times:
-            raise ValueError(
-                "A forecast with target_efficiency='goodput' needs the time of a step: give throughput=, from "
-                "measure_throughput() or Throughput.fit() (on the command line --measure WORKLOAD or --run RUN)."
-            )
         per_epoch = self._recipe.base_steps_per_epoch
         largest = math.inf if per_epoch is None else per_epoch * self._recipe.base_batch_size
 

@@ -16,12 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ray_adascale import AdaScaleConfig, Run, Throughput, adaptive_batch
+from ray_adascale import AdaScaleConfig, Run, Throughput
 from ray_adascale.adaptive_batch import (
     BatchSizeController,
     EfficiencyBatch,
-    GoodputBatch,
-    fit_step_time,
 )
 from ray_adascale.batch_policy import BatchLimits, BatchPlan, Position
 from ray_adascale.run.trace import read_trace
@@ -29,16 +27,6 @@ from ray_adascale.run.trace import read_trace
 from . import changing_batch
 from .changing_batch import Numbered, Step, assert_exactly_once, drive, flat, network
 from .model.reference_run import moments
-
-
-def step_time(pass_s: float, example_s: float, step_s: float) -> Throughput:
-    """Seconds of a step on a fixed number of workers."""
-    return Throughput(pass_s=pass_s, example_s=example_s, step_s=step_s)
-
-
-def seconds(time: Throughput, plan: BatchPlan) -> float:
-    return time.step_seconds(plan.world_size, plan.accumulation, plan.largest_pass)
-
 
 # ---- the decision ----------------------------------------------------------------------------------------------------
 
@@ -75,56 +63,13 @@ def test_the_batch_that_is_wanted(now: int, sigma2: float, mu2: float, efficienc
 
 def test_a_step_takes_as_long_as_the_worker_with_the_most_examples() -> None:
     # 10 examples on three workers: one of them has 4. In two passes each, 20 are 3.3 a pass, so one has 4 in one of them.
-    time = step_time(0.0, 1.0, 0.0)
-    assert seconds(time, BatchPlan(10, 10, 3, 1)) == 4
-    assert seconds(time, BatchPlan(10, 20, 3, 2)) == 8
-    assert seconds(time, BatchPlan(10, 12, 3, 1)) == 4
-
-
-def test_goodput_wants_the_most_progress_a_second() -> None:
-    # ν = 3. r(S) = 4/(3/S + 1): 1, 8/5 at S = 2, 16/7 at 4, 32/11 at 8.
-    def wanted(now: int, time: Throughput) -> float:
-        plan = next(p for p in PLANS if p.global_batch_size == now)
-        return GoodputBatch(limits=LIMITS, throughput=time).wanted(PLANS, plan, 3.0, 1.0)
-
-    # On two workers B = 10, 20, 40, 80 has passes of 5, 10, 20, 40: with 1 s an example and 20 s a step these take 25, 30, 40
-    # and 60 s: 0.04, 0.0533, 0.0571 and 0.0485 a second.
-    time = step_time(0.0, 1.0, 20.0)
-    assert wanted(20, time) == 40
-    assert wanted(80, time) == 40
-    assert wanted(40, time) == 40
-    assert wanted(10, time) == 20  # at most twice as many at once
-    # Where nothing but examples takes time, the smallest; where they take none, the largest.
-    assert wanted(40, step_time(0.0, 1.0, 0.0)) == 10
-    assert wanted(40, step_time(0.0, 0.0, 1.0)) == 80
-    # 20 s → 21 s a step: B = 40 is 2.6 % better than B = 20 is with 7 s, which is not worth a change.
-    # 20: 1.6/17 = 0.0941; 40: 2.286/27 = 0.0847; 14: r = 4/(3/1.4 + 1) = 1.273, /14 = 0.0909.
-    assert wanted(14, step_time(0.0, 1.0, 7.0)) == 14  # 3.5 % less than B = 20
-    assert GoodputBatch(limits=LIMITS, throughput=time).wanted(PLANS, PLANS[2], math.nan, math.nan) == 14
-
-
-def test_seconds_of_a_step_are_found_again_from_three_plans() -> None:
-    # Two workers. 16 examples in 1 pass of 8; 32 in 1 pass of 16; 32 in 2 passes of 8.
-    plans = [BatchPlan(16, 16, 2, 1), BatchPlan(16, 32, 2, 1), BatchPlan(16, 32, 2, 2)]
-    true = step_time(0.01, 0.001, 0.05)
-    times = dict(zip(plans, (0.068, 0.076, 0.086), strict=True))  # 0.01 + 8·0.001 + 0.05; + 8·0.001; + 0.01
-    assert [seconds(true, plan) for plan in plans] == pytest.approx(list(times.values()))
-    assert vars(fit_step_time(times)) | {"notes": 0} == pytest.approx(vars(true) | {"notes": 0})
-    assert fit_step_time({plans[0]: 0.068, plans[1]: 0.06}) == step_time(0.0, 0.0, 0.068)  # larger can't be faster
-    assert fit_step_time({plans[0]: 0.068}) == step_time(0.0, 0.0, 0.068)
-
-
-def test_a_given_throughput_counts_for_these_workers() -> None:
+    time = Throughput(example_s=1.0)
+    assert BatchPlan(10, 10, 3, 1).seconds(time) == 4
+    assert BatchPlan(10, 20, 3, 2).seconds(time) == 8
+    assert BatchPlan(10, 12, 3, 1).seconds(time) == 4
     # 0.2 s a pass of 10; step 0.05 s; volume 0.3 s · 2/3 on three workers; hop 0.01 s · 2.
     model = Throughput(example_s=0.02, step_s=0.05, volume_s=0.3, hop_s=0.01)
-    assert seconds(model, BatchPlan(10, 60, 3, 4)) == pytest.approx(4 * 5 * 0.02 + 0.27)
-    assert follower("goodput", throughput=model).step_time is model
-    assert not follower("goodput", throughput=model).measuring
-
-
-def following_of(run: Run) -> dict[str, Any]:
-    """What a checkpoint has of the controller."""
-    return run.parts.stages[0].state_dict()["following"]
+    assert BatchPlan(10, 60, 3, 4).seconds(model) == pytest.approx(4 * 5 * 0.02 + 0.27)
 
 
 def follower(efficiency: Any = 0.5, workers: int = 2, **settings: Any) -> Any:
@@ -133,7 +78,7 @@ def follower(efficiency: Any = 0.5, workers: int = 2, **settings: Any) -> Any:
 
 
 def decided(follower: BatchSizeController, tau: float, sigma2: float, mu2: float) -> int:
-    plan = follower.after_step(Position(tau, 0), lambda: (sigma2, mu2), 0.0, lambda numbers: numbers)
+    plan = follower.after_step(Position(tau, 0), lambda: (sigma2, mu2))
     return plan.global_batch_size
 
 
@@ -210,55 +155,6 @@ def test_without_bounds_no_step_moves_the_clock_by_more_than_the_window() -> Non
     assert 45 < policy.controller(2, total_steps=1000, window=50).plans[-1].scale <= 50
     assert policy.controller(2, total_steps=1000, window=0.5).plans[-1].scale == 8  # a short run may grow all the same
     assert policy.controller(2, total_steps=1000, window=50, largest=100).plans[-1].global_batch_size <= 100
-
-
-def test_goodput_times_three_plans_and_takes_rank_0s_numbers() -> None:
-    it = follower("goodput", per_worker_batch_size=64)
-    told: list[tuple[float, ...]] = []
-
-    def agree(numbers: tuple[float, ...]) -> tuple[float, ...]:
-        told.append(numbers)
-        return (0.0, 0.001, 0.5)
-
-    tried = []
-    true = step_time(0.01, 0.002, 0.1)
-    while it.measuring:
-        assert it.due_by(Position(0.0, 0))  # at each boundary
-        tried.append(it.plan)
-        # The first steps with a plan warm up, and one of the others is slow, which a median leaves out.
-        slow = 10.0 if tried.count(it.plan) <= 3 or tried.count(it.plan) == 6 else 0.0
-        it.after_step(Position(len(tried), 0), lambda: (3.0, 1.0), seconds(true, it.plan) + slow, agree)
-    assert [(p.global_batch_size, p.accumulation) for p, _ in itertools.groupby(tried)] == [(16, 1), (64, 1), (32, 2)]
-    assert told == [pytest.approx((0.01, 0.002, 0.1))]
-    assert it.step_time == step_time(0.0, 0.001, 0.5)
-    # From B = 16 at most to 32; where steps cost so much more than examples, larger is better.
-    assert it.plan.global_batch_size == 32
-    assert decided(it, 400, 3.0, 1.0) == 64
-
-
-def test_goodputs_seconds_are_measured_once_and_anew_on_other_workers() -> None:
-    it = follower("goodput")
-    while it.measuring:
-        it.after_step(Position(1.0, 0), lambda: (3.0, 1.0), 0.1, lambda numbers: (0.0, 0.001, 0.5))
-    again, fewer = follower("goodput"), follower("goodput", workers=1)
-    again.resume(it.state(), Position(30.0, 0), (3.0, 1.0))
-    assert not again.measuring
-    assert again.step_time == step_time(0.0, 0.001, 0.5)
-    assert again.plan == it.plan
-    fewer.resume(it.state(), Position(30.0, 0), (3.0, 1.0))
-    assert fewer.measuring
-    assert fewer.step_time is None
-
-
-def test_bounds_that_leave_one_batch_leave_goodput_nothing_to_time_or_choose() -> None:
-    config = AdaScaleConfig(base_batch_size=16, target_efficiency="goodput", max_global_batch_size=16)
-    it = config.batch_policy.controller(2, total_steps=1000, window=50)
-    assert it is not None
-    assert [it.after_step(Position(tau, 0), lambda: (3.0, 1.0)).global_batch_size for tau in (1.0, 13.0, 26.0)] == [
-        16,
-        16,
-        16,
-    ]
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -361,19 +257,12 @@ def test_efficiency_one_is_the_base_run_bit_for_bit() -> None:
     assert outcomes[0] == outcomes[1]
 
 
-@pytest.mark.parametrize("efficiency", [0.6, "goodput"])
-def test_twenty_stops_leave_the_run_as_it_was_bit_for_bit(
-    tmp_path: Path, efficiency: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings: dict[str, Any] = {"target_efficiency": efficiency}
-    if efficiency == "goodput":  # times are never the same twice: they are measured once, and what was measured is kept
-        monkeypatch.setattr(adaptive_batch, "fit_step_time", lambda times: step_time(0.001, 0.0001, 0.01))
-    whole = stopped_at(None, (), **settings)
+def test_twenty_stops_leave_the_run_as_it_was_bit_for_bit(tmp_path: Path) -> None:
+    whole = stopped_at(None, ())
     count = len(whole[1])
-    first = 25 if efficiency == "goodput" else 1  # beyond the steps that are timed
-    stops = sorted({round(first + i * (count - 1 - first) / 19) for i in range(20)})
+    stops = sorted({round(1 + i * (count - 2) / 19) for i in range(20)})
     assert len(stops) == 20
-    resumed = stopped_at(str(tmp_path), tuple(stops), **settings)
+    resumed = stopped_at(str(tmp_path), tuple(stops))
     assert resumed == whole
     assert len({scale for scale, *_ in whole[1]}) > 3
 
@@ -422,28 +311,6 @@ def _part(folder: str, stop: int | None, settings: dict[str, Any]) -> tuple[floa
     return begin, steps, run.effective_steps
 
 
-def _goodput_on_two(folder: str) -> tuple[Any, Any, int]:
-    settings: dict[str, Any] = {"target_efficiency": "goodput", "total_steps": 400, "checkpoint_every_s": 1e-9}
-    run = make_run(network(), folder, async_checkpoint=False, **settings)
-    drive(run, 30)
-    frozen = following_of(run)["step_time"]
-    again = make_run(network(), folder, async_checkpoint=False, **settings)
-    return frozen, following_of(again)["step_time"], len(drive(again, 10))
-
-
-def test_what_goodput_measured_is_one_on_all_workers_and_stays(pool: Any, tmp_path: Path) -> None:
-    (frozen, later, steps), other = pool(2).run(_goodput_on_two, str(tmp_path))
-    assert (frozen, later, steps) == other
-    assert frozen == later
-    assert len(frozen) == 3
-    assert sum(frozen) > 0
-    one = make_run(network(), str(tmp_path), target_efficiency="goodput", total_steps=400)
-    assert following_of(one)["step_time"] is None
-    drive(one, 30)
-    assert following_of(one)["world_size"] == 1  # measured anew
-    assert following_of(one)["step_time"] != frozen
-
-
 def test_a_checkpoint_by_hand_before_the_first_decision_knows_of_none(tmp_path: Path) -> None:
     """Else the resumed run would take it for one of a fixed batch, and decide at once, from averages of a few samples."""
     run = make_run(network(), str(tmp_path), fused=True, target_efficiency=0.3, total_steps=1000)
@@ -477,7 +344,7 @@ class OnlyBatches(torch.utils.data.IterableDataset[Any]):
 @pytest.mark.parametrize(
     "data", [DataLoader(Numbered(), batch_size=4), iter([1]), OnlyBatches()], ids=["loader", "iterator", "iterable"]
 )
-@pytest.mark.parametrize("efficiency", [0.6, 1, "goodput"])
+@pytest.mark.parametrize("efficiency", [0.6, 1])
 def test_data_whose_batches_cannot_change_is_refused_with_what_to_do(data: Any, efficiency: Any) -> None:
     with pytest.raises(ValueError, match=r"can't change while the run goes on.*efficiency.*out.*map-style"):
         make_run(network(), data=data, target_efficiency=efficiency)

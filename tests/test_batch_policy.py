@@ -157,8 +157,6 @@ def test_a_plan_begins_at_one_over_the_efficiency() -> None:
     assert batch(0.5, 1) == (16, 2)
     assert batch(0.5, 2) == (16, 1)
     assert batch(0.4, 2) == (20, 2)
-    assert batch("goodput", 2) == (8, 1)
-    assert batch("goodput", 1) == (8, 2)
     assert batch(0.1, 2, max_global_batch_size=30) == (28, 2)
     assert batch(1, 1) == (8, 1)
     assert batch(1.0, 3) == (8, 1)
@@ -173,14 +171,13 @@ def test_a_plan_begins_at_one_over_the_efficiency() -> None:
         ({"target_efficiency": -0.5}, "above 0 and at most 1"),
         ({"target_efficiency": math.nan}, "above 0 and at most 1"),
         ({"target_efficiency": True}, "above 0 and at most 1"),
-        ({"target_efficiency": "fast"}, "'goodput', or None"),
+        ({"target_efficiency": "fast"}, "above 0 and at most 1"),
         ({"target_efficiency": 0.5, "global_batch_size": 64}, "not both.*max_global_batch_size"),
         ({"target_efficiency": 0.5, "rule": "linear"}, "rule='adascale'"),
         ({"target_efficiency": 1, "rule": "unscaled"}, "rule='adascale'"),
         ({"max_global_batch_size": 64}, "Give target_efficiency as well"),
         ({"max_accumulation": 4}, "Give target_efficiency as well"),
         ({"target_efficiency": 0.5, "max_accumulation": 2, "accumulation": 3}, "the fewest passes"),
-        ({"target_efficiency": 0.5, "throughput": object()}, "is for target_efficiency='goodput'"),
     ],
 )
 def test_settings_of_an_efficiency_that_cannot_be_are_named(settings: dict[str, Any], message: str) -> None:

@@ -81,15 +81,6 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         AdaScaleConfig(8)  # type: ignore[misc]
 
 
-def test_a_batch_that_is_yet_to_be_found_is_no_policy() -> None:
-    config = AdaScaleConfig(base_batch_size=8, per_worker_batch_size="auto", min_examples_per_worker=4)
-    with pytest.raises(ValueError, match=r"per_worker_batch_size='auto'\) here: the number is found on the workers"):
-        config.batch_policy  # noqa: B018
-    assert config.before_search.batch_policy.plan(4).global_batch_size == 32
-    with pytest.raises(ValueError, match="per_worker_batch_size='most'"):
-        AdaScaleConfig(per_worker_batch_size="most")  # type: ignore[arg-type]
-
-
 # ---- the length of a run ---------------------------------------------------------------------------------------------
 
 

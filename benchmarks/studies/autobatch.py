@@ -6,10 +6,8 @@
     python benchmarks/studies/autobatch.py --smoke                            check that it runs
 
 The workloads are those of ``transfer.py``, each with the schedule that was tuned there at S = 1, and one like MNIST-1D.
-Each runs at fixed scales, with ``target_efficiency`` E, and with "goodput" at a price P: a step is assumed to cost as much as P
-base batches beside its own examples. Such a run minimizes examples + P·B0·steps, step by step, at S = √(P·ν).
-A given schedule of batches is written in base batches, G=0:1,20%:4,60%:16. "G=seesaw" doubles the batch where the schedule of
-the learning rate has halved it.
+Each runs at fixed scales, with ``target_efficiency`` E, and with a given schedule of batches G, which is written in base
+batches: G=0:1,20%:4,60%:16.
 
 The frontier of the fixed scales shows how many examples a fixed batch needs for the same number of steps, and which metric it
 reaches. Both are interpolated over the logarithm of the steps, for each seed. A run is one single-threaded process; gradient
@@ -36,10 +34,9 @@ import torch
 import torch.nn.functional as F
 from study import CASES, Case, KeptRuns, announce, check_scales, prepare_process, read_runs, schedule
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import TensorDataset
 
-from ray_adascale import AdaScaleConfig, Run, Seesaw, Throughput, Workload, seed_everything
+from ray_adascale import AdaScaleConfig, Run, Workload, seed_everything
 
 sys.path.append(str(Path(__file__).parents[1]))
 from bench import ROOT, command_line, markdown, page_parser_options
@@ -145,7 +142,7 @@ WORKLOADS: dict[str, Case] = {
 
 @dataclass(frozen=True)
 class Job:
-    """One run. ``choice`` is "S=4", "E=0.6", "P=8", "G=0:1,50%:4" or "G=seesaw"."""
+    """One run. ``choice`` is "S=4", "E=0.6" or "G=0:1,50%:4"."""
 
     workload: str
     choice: str
@@ -175,10 +172,7 @@ def config_of(job: Job) -> AdaScaleConfig:
     if kind == "G":
         chosen: dict[str, Any] = {"batch_schedule": given_batches(job, value)}
     else:
-        chosen = {"target_efficiency": "goodput" if kind == "P" else float(value)}
-    if kind == "P":  # beside its own examples, a step costs as much as this number of base batches
-        price = Throughput(example_s=1 / case.base_batch_size, step_s=float(value))
-        chosen["throughput"] = price
+        chosen = {"target_efficiency": float(value)}
     return AdaScaleConfig(
         base_batch_size=case.base_batch_size,
         total_steps=job.total_steps,
@@ -190,29 +184,10 @@ def config_of(job: Job) -> AdaScaleConfig:
     )
 
 
-def given_batches(job: Job, value: str) -> list[tuple[str, int]] | Seesaw:
-    """Return the schedule of a run: in examples, where ``value`` has base batches; or the doublings of Seesaw."""
-    if value == "seesaw":
-        scheduler = build(job).scheduler
-        assert isinstance(scheduler, LRScheduler)
-        rates = []
-        for _ in range(job.total_steps):
-            rates.append(float(scheduler.get_last_lr()[0]))
-            scheduler.optimizer.step()
-            scheduler.step()
-        return Seesaw(tuple(halvings(rates)))
+def given_batches(job: Job, value: str) -> list[tuple[str, int]]:
+    """Return the schedule of a run in examples; ``value`` has base batches."""
     pairs = [pair.split(":") for pair in value.split(",")]
     return [(start, int(size) * WORKLOADS[job.workload].base_batch_size) for start, size in pairs]
-
-
-def halvings(rates: Sequence[float]) -> list[float]:
-    """Return the steps at which a learning rate first is 1/2, 1/4, ... of its peak, as ``Seesaw.of`` does for a recipe."""
-    found: list[float] = []
-    peak = max(rates)
-    for step in range(rates.index(peak), len(rates)):
-        while 0 < rates[step] <= peak / 2 ** (len(found) + 1) * (1 + 1e-9):
-            found.append(step)
-    return found
 
 
 def build(job: Job) -> Workload:
@@ -387,7 +362,6 @@ def plot(results: dict[Job, Result], plan: dict[str, int], choices: Sequence[str
         for kind, color, label in (
             ("S", "0.5", "fixed S"),
             ("E", "C0", "efficiency E"),
-            ("P", "C1", "goodput, price P"),
             ("G", "C2", "given"),
         ):
             points = []
@@ -423,20 +397,11 @@ def plot(results: dict[Job, Result], plan: dict[str, int], choices: Sequence[str
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = study.parser(
-        __doc__, seeds=5, runs=KEPT, smoke="one seed, S = 1 and 4, E = 0.6, P = 8, a schedule, 60 base steps"
+        __doc__, seeds=5, runs=KEPT, smoke="one seed, S = 1 and 4, E = 0.6, a schedule, 60 base steps"
     )
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--efficiencies", type=float, nargs="+", default=[0.8, 0.6, 0.4])
-    parser.add_argument(
-        "--prices",
-        type=float,
-        nargs="*",
-        default=[4, 16, 64],
-        help="of a step, in base batches; see the script's docstring",
-    )
-    parser.add_argument(
-        "--schedules", nargs="*", default=["0:1,20%:4,60%:16", "seesaw"], help="of batches, in base batches"
-    )
+    parser.add_argument("--schedules", nargs="*", default=["0:1,20%:4,60%:16"], help="of batches, in base batches")
     scales = [1, 2, 4, 8, 16, 32, 64]
     parser.add_argument("--scales", type=int, nargs="+", default=scales, help="1 to 8 or multiples of 8")
     page_parser_options(parser, PAGE)
@@ -445,7 +410,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--seeds must be at least 1")
     check_scales(parser, args.scales)
     if args.smoke:
-        args.seeds, args.scales, args.efficiencies, args.prices, args.schedules = 1, [1, 4], [0.6], [8], ["0:1,50%:4"]
+        args.seeds, args.scales, args.efficiencies, args.schedules = 1, [1, 4], [0.6], ["0:1,50%:4"]
     return args
 
 
@@ -454,7 +419,6 @@ def choices_of(args: argparse.Namespace) -> list[str]:
     return [
         *(f"S={s}" for s in sorted(args.scales)),
         *(f"E={e:g}" for e in sorted(args.efficiencies, reverse=True)),
-        *(f"P={p:g}" for p in sorted(args.prices)),
         *(f"G={given}" for given in args.schedules),
     ]
 

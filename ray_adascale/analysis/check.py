@@ -97,7 +97,6 @@ def _at_base_batch(config: AdaScaleConfig, recipe: Recipe | None) -> AdaScaleCon
         batch_schedule=None,
         max_global_batch_size=None,
         max_accumulation=None,
-        throughput=None,
         min_examples_per_worker=1,
         elastic=False,
         sharding="none",

@@ -13,9 +13,7 @@ from .. import checkpoint
 from .._files import ERROR, SEARCH
 from ..recipe import Recipe, RecipeError
 from ..run.base_run import RESULT, BaseResult
-from ..run.batch_search import read_found
 from ..run.eta import clock_time
-from ..run.metrics import FOUND_BATCH
 from .runs import RunTrace, failure_of, is_number, load_run, workers_in_words
 
 
@@ -85,11 +83,6 @@ def _describe_checkpoint(path: Path) -> tuple[str, bool]:
         f"  recipe       {state.get('recipe') or 'none'}",
         f"  versions     {versions or 'not said'}",
     ]
-    found = read_found(state)
-    if found:
-        lines.insert(
-            4, f"  memory       {found[-1].per_worker_batch_size} examples a pass fit, bound by {found[-1].bound}"
-        )
     if metrics:
         lines.append(f"  metrics      {metrics}")
     return "\n".join(lines), True
@@ -121,9 +114,6 @@ def _describe_run(path: Path) -> str:
     left = _left_in_words(run)
     if left is not None:
         lines.insert(2, f"  left         {left}")
-    sizes = run.column(FOUND_BATCH)
-    if np.isfinite(sizes).any():
-        lines.append(f"  memory       {sizes[np.isfinite(sizes)][-1]:.0f} examples a pass fit on a worker")
     for name in run.metrics:
         values = run.column(name)
         lines.append(f"  {name:<12} {values[values == values][-1]:.4g}")

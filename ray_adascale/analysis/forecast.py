@@ -243,7 +243,7 @@ def forecast_recipe(
             f"Invalid rule={config.rule!r}: its gain is taken in Adam's metric, and a search probes plain gradients. There "
             "is no forecast for it."
         )
-    policy = config.batch_policy.timed_by(throughput)
+    policy = config.batch_policy
     forecaster = Forecaster(recipe, rule=made, averaging_window=config.averaging_window)
     base = recipe.total_steps * _step_time(throughput, BatchPlan(recipe.base_batch_size, recipe.base_batch_size, 1, 1))
 

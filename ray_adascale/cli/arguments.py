@@ -93,6 +93,15 @@ def _add_check(check: argparse.ArgumentParser) -> None:
     length.add_argument("--total-epochs", type=float, metavar="E", help="or in passes over the dataset")
     check.add_argument("--precision", metavar="KIND", help="fp32, bf16 or fp16 (default: fp32)")
     check.add_argument("--seed", type=int, help="of the weights (default: 0)")
+    check.add_argument(
+        "--memory",
+        nargs="?",
+        type=int,
+        const=1,
+        metavar="N",
+        help="also find the most examples of one pass that fit into memory, by steps of growing size on this machine; N workers "
+        "share its memory or its GPU (default: 1)",
+    )
 
 
 def _add_tune(tune: argparse.ArgumentParser) -> None:

@@ -12,10 +12,9 @@ def add_batch_options(parser: argparse._ActionsContainer) -> None:
     """Add the options of a step's batch to a parser."""
     parser.add_argument(
         "--per-worker-batch-size",
-        type=_size_or_auto,
+        type=int,
         metavar="M",
-        help="examples of one pass on one worker, or auto: the most that fit in the memory of every worker, found when the run "
-        "starts (default: B0)",
+        help="examples of one pass on one worker (default: B0); ray-adascale check --memory finds the most that fit",
     )
     parser.add_argument(
         "--accumulation",
@@ -26,33 +25,23 @@ def add_batch_options(parser: argparse._ActionsContainer) -> None:
     )
     parser.add_argument(
         "--target-efficiency",
-        type=number_or_word,
+        type=float,
         metavar="E",
-        help="let the run choose its scale: the largest one with at least this efficiency r/S, such as 0.6; or goodput: the most "
-        "progress a second. --per-worker-batch-size is then the most examples of one pass, --accumulation the fewest passes, "
-        "and -c max_global_batch_size=... a bound (default: the scale follows from those two and the workers)",
+        help="let the run choose its scale: the largest one with at least this efficiency r/S, such as 0.6. "
+        "--per-worker-batch-size is then the most examples of one pass, --accumulation the fewest passes, and "
+        "-c max_global_batch_size=... a bound (default: the scale follows from those two and the workers)",
     )
     parser.add_argument(
         "--batch-schedule",
         metavar="START:B,...",
         help="the batch from each start on, in examples of all workers: 0:32,20%%:128 (a share of the run), 0:32,300:128 "
-        "(effective steps) or '0:32,5000 examples:128'; or seesaw: the batch doubles where the recipe's learning rate halves",
+        "(effective steps) or '0:32,5000 examples:128'",
     )
     parser.add_argument(
         "--rule",
         help="how the learning rate follows the batch: adascale, adascale_betas (Adam and AdamW: betas follow too), adamscale, "
         "linear, sqrt, unscaled (default: adascale)",
     )
-
-
-def _size_or_auto(text: str) -> int | str:
-    """Return a number, or "auto"."""
-    if text == "auto":
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"invalid value: {text!r}. Must be a whole number, or auto") from None
 
 
 def number_or_word(text: str) -> float | str:

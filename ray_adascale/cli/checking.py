@@ -45,6 +45,7 @@ class Request:
         config: The settings of the run.
         recipe: The recipe's file, or None.
         storage_path: Where the run's folder will be; None to leave that out.
+        memory: Find the largest batch that fits, where this number of workers share the memory; None to leave that out.
     """
 
     workload: str
@@ -53,6 +54,7 @@ class Request:
     config: AdaScaleConfig
     recipe: str | None
     storage_path: str | None
+    memory: int | None = None
 
 
 def run_check(request: Request, *, limit_s: float | None = None) -> list[Finding]:
@@ -164,7 +166,7 @@ def _check(request: Request, on_draw: Callable[[str], object] = lambda at: None)
     if doubt is not None:
         found.append(Finding("warning", doubt))
     given = {**(recipe.hyperparameters if recipe is not None else {}), **request.hyperparameters}
-    return [*found, *_try(workload, space, given, request.config, recipe, on_draw)]
+    return [*found, *_try(workload, space, given, request.config, recipe, on_draw, request.memory)]
 
 
 def _other_workload(named: str, workload: Any) -> str | None:
@@ -193,6 +195,7 @@ def _try(
     config: AdaScaleConfig,
     recipe: Recipe | None,
     on_draw: Callable[[str], object],
+    memory: int | None,
 ) -> list[Finding]:
     """Check the workload at the given hyperparameters and at values drawn from the space for the others.
 
@@ -207,6 +210,7 @@ def _try(
         config: The settings of the run.
         recipe: The recipe, or None.
         on_draw: Called with the values of a draw, in words, before they are tried.
+        memory: As in :class:`Request`; at the first values that pass the check.
     """
     from ..analysis.check import Finding, check_workload
     from ..search.trial import describe_config
@@ -223,6 +227,8 @@ def _try(
             on_draw(at)
         found = check_workload(workload, {**drawn, **given}, config, recipe)
         failed = " ".join(finding.text for finding in found if finding.level == "failed")
+        if not failed and memory is not None:
+            found.append(_memory(workload, {**drawn, **given}, config, recipe, memory))
         if not failed or not at:
             return [*_alone(failures), *found]
         failures[at] = failed
@@ -232,6 +238,21 @@ def _try(
             Finding("failed", f"{text}\nIt failed alike at each draw from the search space: {'; '.join(failures)}.")
         ]
     return _alone(failures)
+
+
+def _memory(
+    workload: Any, hyperparameters: Mapping[str, Any], config: AdaScaleConfig, recipe: Recipe | None, workers: int
+) -> Finding:
+    """Return the largest batch that fits, in the words of the option that takes it."""
+    from ..analysis.batch_size import find_batch_size
+    from ..analysis.check import Finding
+
+    try:
+        size = find_batch_size(workload, config, hyperparameters, recipe=recipe, workers=workers)
+    except Exception as e:
+        notes = "".join(f" {note}" for note in getattr(e, "__notes__", []))
+        return Finding("failed", f"The search for the largest batch failed. {type(e).__name__}: {e}{notes}")
+    return Finding("ok", f"{size} examples a pass fit into memory: --per-worker-batch-size {size}")
 
 
 def _alone(failures: Mapping[str, str]) -> list[Finding]:

@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._errors import SettingError
 from .._files import absolute, check_writable, join, unique_name
 from . import run_folder
 from .arguments import (
@@ -155,6 +154,7 @@ def _check(args: argparse.Namespace) -> int:
     """Check a workload here, without Ray: build it, prepare a run, and make one forward and backward pass.
 
     ray-adascale check my/file.py:workload lr=0.1 --storage-path s3://bucket/runs
+    ray-adascale check my/file.py:workload --memory
 
     `tune`, `train` and `resume` make the same check first. Hyperparameters that are not given come from the recipe, or are
     drawn from param_space beside the workload.
@@ -165,7 +165,8 @@ def _check(args: argparse.Namespace) -> int:
         length = None if config.total_epochs is not None else config.total_steps or _CHECK_STEPS
         config = replace(config, base_batch_size=config.base_batch_size or _CHECK_BATCH, total_steps=length)
     space = _space_spec(args) if args.recipe is None else None
-    findings = run_check(_request(args, config, space=space, storage_path=args.storage_path))
+    request = replace(_request(args, config, space=space, storage_path=args.storage_path), memory=args.memory)
+    findings = run_check(request)
     for found in findings:
         print(f"{found.level:8}{found.text}")
     return 1 if any(found.level == "failed" for found in findings) else 0
@@ -457,23 +458,15 @@ def _measure(args: argparse.Namespace, recipe: Recipe, config: AdaScaleConfig) -
     """Fit the throughput model that ``--measure`` and ``--run`` ask for."""
     from ..analysis.runs import trace_path
     from ..analysis.throughput import measure_throughput
-    from ..config import AUTO
     from ..workload_source import resolve
 
-    size = config.per_worker_batch_size or recipe.base_batch_size
-    if size == AUTO:
-        raise SettingError(
-            "Invalid {} for a forecast: the number is found when a run starts, on its workers. Give the number that the log of "
-            "such a run names.",
-            per_worker_batch_size=AUTO,
-        )
     workload = resolve(args.measure, "--measure")
     runs = [trace_path(run) for run in args.run]
     try:
         return measure_throughput(
             workload,
             recipe.hyperparameters,
-            per_worker_batch_size=size,
+            per_worker_batch_size=config.per_worker_batch_size or recipe.base_batch_size,
             config=config.with_recipe(replace(recipe, settings=None)),
             runs=runs,
             base_batch_size=recipe.base_batch_size,

@@ -12,11 +12,11 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._errors import SettingError, check_count
+from .._errors import check_count
 from .._torch import called_to_make_state
 from .._warn import warn_at_user
 from ..batch_policy import BatchPlan
-from ..config import AUTO, AdaScaleConfig, read_settings
+from ..config import AdaScaleConfig, read_settings
 from ..gain import advanced
 from ..measure.per_example import not_covered
 from ..measure.probe import probe_examples, probe_noise
@@ -60,11 +60,6 @@ def with_clients_batch(
             f"Invalid AdaScaleConfig(accumulation={config.accumulation}). Must be {passes}, as {their_passes}, or left out."
         )
     mine = config.per_worker_batch_size
-    if mine == AUTO:
-        raise SettingError(
-            f"Invalid {{}}: the client's loop makes the batches, so it decides their size ({their_batch}). Leave it out.",
-            per_worker_batch_size=AUTO,
-        )
     if mine is None and batch is None:
         raise ValueError("Missing AdaScaleConfig(per_worker_batch_size=...): the dataloader has no batch size.")
     if mine is not None and batch is not None and mine != batch:

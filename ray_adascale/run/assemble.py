@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .. import checkpoint
 from .._errors import SettingError
 from .._files import TRACE
 from .._warn import warn_at_user
 from ..batch_policy import BatchController, BatchPlan
-from ..config import AUTO, AdaScaleConfig, read_settings
+from ..config import AdaScaleConfig, read_settings
 from ..data import make_source
 from ..data.iterables import known_length
 from ..data.order import ExampleOrder
@@ -27,7 +26,6 @@ from ..recipe import Recipe
 from .advice import NoiseWarning
 from .backend import Backend
 from .batch import AdaptiveBatch
-from .batch_search import FoundBatch, FoundBatchRow, find_batch, read_found
 from .build import (
     check_built,
     check_recipe,
@@ -106,7 +104,6 @@ def assemble(
     recipe: Recipe | None,
     extra_state: Mapping[str, Any] | None,
     backend: Backend,
-    loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
 ) -> Parts:
     """Build the parts of a run and load the newest checkpoint into them. Collective. The arguments are those of ``Run``.
 
@@ -119,22 +116,6 @@ def assemble(
     if rank == 0:
         warn_of_state_dict_hooks(optimizer)
     _check_early_stop(config, evaluate)
-    found: list[FoundBatch] = []
-    if config.per_worker_batch_size == AUTO:
-        with backend.latest_checkpoint() as folder:
-            known = [] if folder is None else read_found(checkpoint.load_state(folder))
-        found = find_batch(
-            model,
-            optimizer,
-            dataset,
-            config,
-            collate_fn=collate_fn,
-            loss_fn=loss_fn,
-            backend=backend,
-            known=known,
-        )
-        config = replace(config, per_worker_batch_size=found[-1].per_worker_batch_size)
-
     policy = config.batch_policy
     plan = policy.plan(backend.world_size)
     source = make_source(
@@ -195,7 +176,7 @@ def assemble(
     )
     batch: AdaptiveBatch | TwoPasses | None = None
     if controller is not None:
-        batch = AdaptiveBatch(controller, wrapped.optimizer, source, device)
+        batch = AdaptiveBatch(controller, wrapped.optimizer, source)
     elif plan.num_samples == 1 and plan.scale != 1:
         batch = TwoPasses(wrapped.optimizer)
     evaluation = Evaluation(
@@ -217,7 +198,6 @@ def assemble(
         rank=rank,
         device=device,
         extra={} if extra_state is None else extra_state,
-        found_batches=found,
     )
     trace: TraceFile | None = None
     with backend.latest_checkpoint() as folder:
@@ -235,8 +215,6 @@ def assemble(
             rows = read_trace(folder / TRACE) if folder is not None and (folder / TRACE).is_file() else []
             trace = _open_trace(backend, rows, keep=config.trace_rows, ended=state.stopped is not None)
             listeners = _listeners(backend, config, recipe, train_state, plan, trace, rows)
-            if found:
-                listeners.insert(0, FoundBatchRow(found[-1]))
     # Built last, because their intervals begin now.
     checkpointing = Checkpointing(
         backend,

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from .._errors import SettingError
 from .._torch import is_dtensor
 from .._warn import warn_on_first_worker
-from ..config import AUTO, AdaScaleConfig, read_settings
+from ..config import AdaScaleConfig, read_settings
 from ..optim.adascale import AdaScale
 from ..recipe import Recipe
 from ..sharding.sharded_ddp import ShardedDataParallel
@@ -73,12 +73,6 @@ def attach(
         raise ValueError(
             "AdaScaleConfig(global_batch_size=..., elastic=...) need ray_adascale.Run, which makes the batches by them. Give the "
             "loop's per_worker_batch_size and accumulation."
-        )
-    if config.per_worker_batch_size == AUTO:
-        raise SettingError(
-            "Invalid {}: the loop that owns the data loader makes the batches. Give the number of examples that it uses, or use "
-            "ray_adascale.Run.",
-            per_worker_batch_size=AUTO,
         )
     if config.batch_policy.changes_batch:
         chosen = {"target_efficiency": config.target_efficiency, "batch_schedule": config.batch_schedule}

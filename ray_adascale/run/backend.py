@@ -53,8 +53,6 @@ class Backend(ABC):
         device: The device of this worker.
         report_policy: Events to report.
         preemption_poll_s: Seconds between calls of :meth:`preemption_notice`; inf for never.
-        keeps_checkpoints: Whether :meth:`checkpoint_folder` returns folders.
-        usable_memory: Share of a machine's or a container's memory that workers may use, where a program ends them beyond it.
     """
 
     rank: int
@@ -62,8 +60,6 @@ class Backend(ABC):
     device: torch.device
     report_policy: ReportPolicy = ReportPolicy()
     preemption_poll_s: float = math.inf
-    keeps_checkpoints: bool = True
-    usable_memory: float = 1.0
 
     @abstractmethod
     def latest_checkpoint(self) -> Any:
@@ -166,7 +162,6 @@ class LocalBackend(Backend):
                     f"Invalid folder {str(self.folder)!r}: {e.strerror or e}. Name a folder that can be written, for the "
                     "checkpoints and the trace."
                 ) from e
-        self.keeps_checkpoints = self.folder is not None
         self.metrics: dict[str, Any] = {}
         """The last report."""
 

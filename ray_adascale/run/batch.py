@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from ..batch_policy import BatchController, BatchPlan, Position
 from ..data.source import BatchSource
@@ -22,16 +18,12 @@ class AdaptiveBatch(Stage):
         controller: Decides, from the optimizer's averages.
         optimizer: The optimizer of the run.
         source: The data of the run.
-        device: The device of this worker.
     """
 
-    def __init__(
-        self, controller: BatchController, optimizer: AdaScale, source: BatchSource, device: torch.device
-    ) -> None:
+    def __init__(self, controller: BatchController, optimizer: AdaScale, source: BatchSource) -> None:
         self.controller = controller
         self._optimizer = optimizer
         self._source = source
-        self._device = device
 
     def plan_of(self, plan: BatchPlan) -> BatchPlan:
         """Return the controller's plan, in place of this one."""
@@ -44,8 +36,6 @@ class AdaptiveBatch(Stage):
         plan = self.controller.after_step(
             self._at(run.effective_steps),
             self._optimizer.average_moments,
-            time.monotonic() - run.boundary_at,
-            self._from_rank_0,
         )
         if plan != run.plan:
             run.set_plan(plan)
@@ -61,10 +51,3 @@ class AdaptiveBatch(Stage):
 
     def _at(self, effective_steps: float) -> Position:
         return Position(effective_steps, self._source.position)
-
-    def _from_rank_0(self, numbers: tuple[float, ...]) -> tuple[float, ...]:
-        if self.controller.plan.world_size == 1:
-            return numbers
-        shared = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-        dist.broadcast(shared, src=0)
-        return tuple(shared.tolist())

@@ -210,8 +210,6 @@ def forecast_remaining_steps(
         return None
     if following is not None:
         policy, workers = following
-        if policy.needs_times:
-            return None  # the batches of the run depend on seconds that are not measured yet
         forecaster = Forecaster(recipe, rule=made, averaging_window=averaging_window)
         return RemainingSteps(forecaster.following(policy, workers).expected, 1.0, corrects=False)
     if scale <= 1:

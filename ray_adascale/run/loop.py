@@ -77,8 +77,6 @@ class Run:
         after_step: ``after_step(model)`` with the bare model, called on every worker after each optimizer step (a skipped step
             too) and before a checkpoint of that step: the place to update an average of the weights.
         backend: The surroundings of the run. Default: this process or torchrun's workers, no checkpoints.
-        loss_fn: ``loss_fn(model, batch)`` is the loop's loss, the mean over the examples. Only ``per_worker_batch_size="auto"``
-            needs it, to try sizes before the loop begins.
 
     Raises:
         ValueError: A setting, the model, the optimizer or the scheduler can't work. The message names it and a remedy.
@@ -98,7 +96,6 @@ class Run:
         extra_state: Mapping[str, Any] | None = None,
         after_step: Callable[[nn.Module], object] | None = None,
         backend: Backend | None = None,
-        loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
     ) -> None:
         parts = assemble(
             model,
@@ -111,7 +108,6 @@ class Run:
             recipe=recipe,
             extra_state=extra_state,
             backend=LocalBackend() if backend is None else backend,
-            loss_fn=loss_fn,
         )
         self.backend, self.config, self.plan = parts.backend, parts.config, parts.plan
         self.source, self.schedule, self.base_schedule = parts.source, parts.schedule, parts.base_schedule
@@ -120,8 +116,6 @@ class Run:
         """Doubts about the schedule and the base batch, a sentence each. Rank 0 has warned of them."""
         self.state = parts.state
         """Step counts and metrics so far, as they go into a checkpoint."""
-        self.boundary_at = time.monotonic()
-        """Time of the last step boundary, in seconds of ``time.monotonic()``."""
         self.parts = parts
         """The objects that make up this run."""
         self._after_step = after_step
@@ -159,7 +153,6 @@ class Run:
             extra_state=workload.extra_state,
             after_step=workload.after_step,
             backend=backend,
-            loss_fn=workload.loss_fn,
         )
         if run.backend.rank == 0 and run.state.attempt == 0 and workload.config_reads is not None:
             run.parts.listeners.append(UnreadHyperparameters(workload.config_reads))
@@ -392,7 +385,6 @@ class Run:
         else:
             self._pulse.end_step(self.state.iterations)
         self._pulse.enter(Phase.BETWEEN)
-        self.boundary_at = time.monotonic()
         return True
 
     def _take_step(self, own: dict[str, Any]) -> TakenStep:

@@ -38,11 +38,7 @@ SKIPPED = "skipped"
 """The key of True in the trace's row of a step that was skipped, because its gradient was not finite."""
 
 
-FOUND_BATCH = "found_per_worker_batch_size"
-"""The key of the answer of ``per_worker_batch_size="auto"``, in the first row of a start's trace."""
-
-
-COUNTERS = ("step", "attempt", "position", "total_steps", "steps_left", FOUND_BATCH)
+COUNTERS = ("step", "attempt", "position", "total_steps", "steps_left")
 """The keys of a row, beside :data:`METRICS`, that the run writes itself. They give its position and measure nothing."""
 
 

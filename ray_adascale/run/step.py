@@ -188,7 +188,6 @@ class RunAtBoundary(Protocol):
     state: LoopState
     schedule: EffectiveSchedule
     plan: BatchPlan
-    boundary_at: float
 
     @property
     def effective_steps(self) -> float: ...

@@ -25,7 +25,6 @@ from ..checkpoint.rng import capture_rng, empty_rng, restore_rng
 from ..data.source import BatchSource
 from ..optim.adascale import AdaScale
 from ..optim.algorithm import of_other_base_batch
-from .batch_search import FoundBatch, found_state
 from .schedule import BaseSchedule, EffectiveSchedule, curve_difference
 from .step import LoopState, Stage
 
@@ -57,7 +56,6 @@ class TrainState:
         rank: This worker's number.
         device: The device of this worker.
         extra: The user's objects with ``state_dict`` and ``load_state_dict``, by name.
-        found_batches: The answers of searches for ``per_worker_batch_size="auto"``, the one in use last.
     """
 
     module: nn.Module
@@ -74,7 +72,6 @@ class TrainState:
     rank: int
     device: torch.device
     extra: Mapping[str, Any]
-    found_batches: Sequence[FoundBatch] = ()
 
     def tensors(self) -> dict[str, Any]:
         """Return this worker's share of a checkpoint's tensors. They are the live tensors, not copies."""
@@ -100,7 +97,6 @@ class TrainState:
         return {
             **vars(self.loop),
             **of_stages,
-            **found_state(self.found_batches),
             "stopped": None if self.loop.stopped == INTERRUPTED else self.loop.stopped,
             "effective_steps": self.optimizer.effective_steps,
             "total_steps": base.total_steps,

@@ -24,7 +24,7 @@ from ray.util.state.exception import RayStateApiException
 
 from .._errors import SettingError, check_count
 from .._files import SEARCH, join, read_json, write_json
-from ..config import AUTO, AdaScaleConfig
+from ..config import AdaScaleConfig
 from ..recipe import json_value
 from ..run.base_noise import NoiseEvery
 from ..run.base_run import base_config, kept_settings, workload_name
@@ -256,10 +256,6 @@ class SearchSpec:
         """Refuse settings that would have no effect."""
         if self.config is None:
             return
-        if self.config.per_worker_batch_size == AUTO:
-            raise SettingError(
-                "Invalid {} for a search: its trials have the base batch. Leave it out.", per_worker_batch_size=AUTO
-            )
         for setting in fields(AdaScaleConfig):
             used, given = getattr(self.trial_config, setting.name), getattr(self.config, setting.name)
             if given not in (used, setting.default):

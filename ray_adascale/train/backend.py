@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import shutil
 import tempfile
 import threading
@@ -40,20 +39,12 @@ _PREEMPTION_POLL_S = 5.0
 """A poll is a barrier of 3 to 4 ms: below a thousandth of the time. Notices come 30 s or more ahead."""
 
 
-def _usable_memory() -> float:
-    """Return the share of a node's memory beyond which Ray ends workers."""
-    if os.environ.get("RAY_memory_monitor_refresh_ms") == "0":  # noqa: SIM112 (Ray's own spelling)
-        return 1.0
-    return float(os.environ.get("RAY_memory_usage_threshold", "0.95"))  # noqa: SIM112
-
-
 class RayTrainBackend(Backend):
     """A worker of a Ray Train run. Every worker's share of a checkpoint is uploaded by Ray and merged on storage."""
 
     # Every report is a barrier, which Ray lets pass once in 2 s, so an evaluation's metrics go with the next report.
     report_policy = ReportPolicy(evaluations=False)
     preemption_poll_s = _PREEMPTION_POLL_S
-    usable_memory = _usable_memory()
     kept_by: str | None = None
     """The metric that decides which checkpoints Ray keeps, or None."""
 

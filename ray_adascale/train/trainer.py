@@ -18,7 +18,7 @@ import ray.train
 import ray.train.torch
 from ray.train.torch import TorchTrainer
 from ray.util.annotations import PublicAPI
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -77,7 +77,6 @@ def prepare(
     recipe: Recipe | None = None,
     extra_state: Mapping[str, Any] | None = None,
     after_step: Callable[[nn.Module], object] | None = None,
-    loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
 ) -> Run:
     """Return the run for your own training loop inside a ``TorchTrainer`` worker function.
 
@@ -109,7 +108,6 @@ def prepare(
         extra_state=extra_state,
         after_step=after_step,
         backend=backend,
-        loss_fn=loss_fn,
     )
 
 
@@ -223,13 +221,13 @@ class AdaScaleTrainer(TorchTrainer):
         fewest = scaling_config.num_workers
         if isinstance(fewest, tuple):
             config = replace(config, elastic=True)
-            config.before_search.batch_policy.plan(fewest[1])  # refuses bounds that leave no batch for this number
+            config.batch_policy.plan(fewest[1])  # refuses bounds that leave no batch for this number
             fewest = fewest[0]
         if fewest < 1:
             raise SettingError(
                 "Invalid {}. Must be ≥ 1; without Ray use ray_adascale.Run.", "ScalingConfig", num_workers=fewest
             )
-        config.before_search.batch_policy.plan(fewest)
+        config.batch_policy.plan(fewest)
         if config.total_epochs is None:
             config.resolve_total_steps(None)
         run_config = ray.train.RunConfig() if run_config is None else run_config

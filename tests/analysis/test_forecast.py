@@ -297,22 +297,6 @@ def test_efficiency_one_is_forecast_as_the_base_run() -> None:
     assert [(row.steps, row.scale, row.last_scale, row.examples) for row in made.rows] == [(100, 1, 1, 800)] * 2
 
 
-def test_goodput_is_forecast_from_the_time_of_a_step() -> None:
-    with pytest.raises(ValueError, match=r"needs the time of a step.*--measure"):
-        forecast_recipe(recipe([(0, 3, 1)]), config=AdaScaleConfig(target_efficiency="goodput"))
-    # Where only examples take time the base batch is best; where only steps do, the largest.
-    config = AdaScaleConfig(target_efficiency="goodput", max_global_batch_size=64)
-    examples = Throughput(example_s=1 / 8)
-    steps = Throughput(example_s=1e-9 / 8, step_s=1.0)
-    slow, fast = (
-        forecast_recipe(recipe([(0, 3, 1)]), workers=[2], config=config, throughput=model).rows[0]
-        for model in (examples, steps)
-    )
-    assert (slow.scale, slow.last_scale, slow.steps) == (1, 1, 100)
-    assert fast.last_scale == 8
-    assert fast.seconds < slow.seconds
-
-
 def test_where_one_worker_cannot_make_a_batch_the_fewest_that_can_set_the_share() -> None:
     # Four workers with a speed of 4 are 1 each, so the fifth pays with 0.6 and the sixth does not with 0.1.
     speeds = {4: 4.0, 5: 4.6}

@@ -238,6 +238,23 @@ def test_the_command_prints_each_finding(file: Path, tmp_path: Path, capfd: pyte
     assert [line for line in err.splitlines() if not line.startswith(LINE)] == []  # nor what the workload prints
 
 
+def test_the_largest_batch_that_fits_is_told_as_the_option_that_takes_it(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(main, "run_check", checking._check)  # a process of its own would import torch anew
+    command = ["check", f"{file}:workload", "lr=0.1", "width=3", "nested=0"]
+    assert main.main(command) == 0
+    assert "memory" not in capsys.readouterr().out
+    assert main.main([*command, "--memory"]) == 0
+    # The dataset has 64 examples.
+    assert (
+        capsys.readouterr().out.splitlines()[-1]
+        == "ok      64 examples a pass fit into memory: --per-worker-batch-size 64"
+    )
+    assert main.main([*command, "--memory", "0"]) == 1
+    assert "The search for the largest batch failed. SettingError: Invalid " in capsys.readouterr().out
+
+
 FAILED = [Finding("failed", "It can't work."), Finding("warning", "A sum."), Finding("warning", "Said.", repeated=True)]
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from ray_adascale import AdaScaleConfig, attach, read_trace
-from ray_adascale.integrations.client import RecipeRecorder, StepLog, follow_batch, with_clients_batch
+from ray_adascale.integrations.client import RecipeRecorder, StepLog, follow_batch
 
 from .problem import BATCH, dataset, loss_of, make, settings
 
@@ -198,15 +198,3 @@ def test_a_recipe_of_a_resumed_run_warns_of_the_noise_that_it_lacks(resumed_at: 
     assert [probe.effective_steps for probe in recipe.noise] == [0, 2][resumed_at // 2 :]
     told = ["before effective step 2 was not recorded" in str(each.message) for each in seen]
     assert told == [True] * (resumed_at > 0)
-
-
-def test_a_client_decides_the_size_of_its_batches() -> None:
-    with pytest.raises(
-        ValueError, match=r"per_worker_batch_size='auto'\): the client's loop makes the batches.*batch_size"
-    ):
-        with_clients_batch(
-            AdaScaleConfig(base_batch_size=8, per_worker_batch_size="auto"),
-            accumulation=(1, "accumulate_grad_batches"),
-            per_worker_batch_size=(8, "the dataloader's batch_size"),
-            dataset=dataset(16),
-        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -259,15 +258,3 @@ def test_a_run_that_chooses_its_scale_has_the_steps_of_its_replay_left() -> None
     assert [left.at(tau) for tau in (0, 2, 6, 50, 100)] == pytest.approx([13.75, 12.75, 11.75, 6.25, 0])
     left.observe(0, 50, 25.0)
     assert left.at(50) == pytest.approx(6.25)
-    unknown = replace(config, target_efficiency="goodput")
-    assert (
-        forecast_remaining_steps(
-            recipe([(0, 1, 0)]),
-            [],
-            scale=2,
-            rule="adascale",
-            averaging_window=0.05,
-            following=(unknown.batch_policy, 2),
-        )
-        is None
-    )

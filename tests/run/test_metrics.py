@@ -30,15 +30,7 @@ def test_a_name_that_the_run_reports_is_refused() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *(
-            "step",
-            "attempt",
-            "position",
-            "total_steps",
-            "steps_left",
-            "short_step",
-            "found_per_worker_batch_size",
-        ),  # of a row
+        *("step", "attempt", "position", "total_steps", "steps_left", "short_step"),  # of a row
         *("stopped", "loop_seconds"),  # for the driver
         *("objective", "epochs", "outcome"),  # of a report to Tune
     ],

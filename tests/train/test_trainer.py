@@ -327,7 +327,6 @@ def test_of_the_checkpoints_the_best_stay_and_the_newest(of_a_file: ray.train.Re
         ({"config": AdaScaleConfig(base_batch_size=8)}, "total_steps"),
         ({"config": AdaScaleConfig(total_steps=10)}, "base_batch_size"),
         ({"config": AdaScaleConfig(base_batch_size=8), "recipe": _recipe()}, "the recipe says 4"),
-        ({"config": AdaScaleConfig(base_batch_size=8, total_steps=9, batch_schedule="seesaw")}, "needs a recipe"),
         ({"config": AdaScaleConfig(batch_schedule="0:3"), "recipe": _recipe()}, "smaller than base_batch_size=4"),
         ({"recipe": {"lr": 0.1}}, r"Recipe\.load"),
         ({"config": {"base_batch_size": 4}}, r"Must be an AdaScaleConfig: AdaScaleConfig\(\*\*config\)"),
