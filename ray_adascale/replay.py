@@ -254,7 +254,6 @@ def replay(
     curve: NoiseCurve,
     *,
     scale: float,
-    count: int,
     total_steps: float,
     law: Law | None,
     base_batch_size: float | None = None,
@@ -268,7 +267,6 @@ def replay(
     Args:
         curve: σ²(τ), μ²(τ) of the base run.
         scale: S ≥ 1.
-        count: n, gradient samples a step. With one sample the noise is unknown at the first step, so its gain is 1.
         total_steps: T.
         law: Converts the base run's noise to that of this scale. None: the curve is the noise of this run itself.
         base_batch_size: B0, for rules that need it.
@@ -276,18 +274,16 @@ def replay(
         averaging_window: Width of the averages as a share of the run, as in :class:`ray_adascale.AdaScaleConfig`.
         most_steps: A run of more base steps is replayed in longer strides, in as many of them as if T were this number. The
             rounding error is far below the uncertainty of the noise.
-        controller: A fresh controller that chooses scale and samples; ``scale`` and ``count`` have no effect then.
+        controller: A fresh controller that chooses the scale; ``scale`` has no effect then.
 
     Raises:
         ValueError: An argument is out of its range, or the rule's clock stands still.
     """
     plans: list[BatchPlan] = []
     if controller is not None:
-        scale, count = controller.plan.scale, controller.plan.num_samples
+        scale = controller.plan.scale
     if not scale >= 1:
         raise ValueError(f"Invalid {scale=}. Must be at least 1: the batch may not be smaller than the base batch.")
-    if count < 1:
-        raise ValueError(f"Invalid {count=}. Must be at least 1 gradient sample a step.")
     advance = copy.deepcopy(make_rule(rule))  # LEGW's keeps the scale of its last call
     stride = 1.0 if most_steps is None else max(total_steps / most_steps, 1.0)
     length = total_steps / stride  # T in strides, as are τ, p and L from here on
@@ -307,18 +303,17 @@ def replay(
     momentum = memory / (1 + memory)  # m, where a stride is a step
     stepped_at = scale  # of the step before
     while tau < length:
-        if count > 1 or taus:
-            # Raw samples averaged, debiased, clipped on reading: gain.Average in plain numbers.
-            theta = plain_effective_decay(r, window=averaging_window, total_steps=length)
-            now = int(tau)
-            if memory > 0:
-                now = min(now, int(moved + memory * -math.expm1(-moved / memory)))
-            if law_of_step is not None and taus:
-                factor = law_of_step.factor(ratio[now], r, stepped_at)
-            variance = theta * variance + (1 - theta) * sigma2[now]
-            square = theta * square + (1 - theta) * mu2[now] * factor
-            weight = theta * weight + (1 - theta)
-            r = plain_gain(variance / weight, square / weight, scale)
+        # Raw samples averaged, debiased, clipped on reading: gain.Average in plain numbers.
+        theta = plain_effective_decay(r, window=averaging_window, total_steps=length)
+        now = int(tau)
+        if memory > 0:
+            now = min(now, int(moved + memory * -math.expm1(-moved / memory)))
+        if law_of_step is not None and taus:
+            factor = law_of_step.factor(ratio[now], r, stepped_at)
+        variance = theta * variance + (1 - theta) * sigma2[now]
+        square = theta * square + (1 - theta) * mu2[now] * factor
+        weight = theta * weight + (1 - theta)
+        r = plain_gain(variance / weight, square / weight, scale)
         seen = RuleInput(
             gain=r,
             scale=scale,
@@ -390,7 +385,7 @@ class Forecaster:
         self._rule = make_rule(rule)
         self._window = averaging_window
         self._curves = noise_curves(recipe)
-        self._found: dict[tuple[float, int, int], Steps] = {}
+        self._found: dict[tuple[float, int], Steps] = {}
         self.momenta = momenta_of(recipe)
         self.seeds = max(len(self._curves) - 1, 1)
         self.measures = self._clock_at(1.0, 4.0) != self._clock_at(4.0, 4.0)
@@ -406,11 +401,11 @@ class Forecaster:
         )
         return copy.deepcopy(self._rule)(seen)[1]
 
-    def at(self, scale: float, count: int = 2, *, most_steps: int = MOST_STEPS) -> Steps:
-        """Return the steps at S, with n gradient samples a step; ``most_steps`` as for :func:`replay`."""
-        key = scale, min(count, 2), most_steps  # two samples and more give the same replay
+    def at(self, scale: float, *, most_steps: int = MOST_STEPS) -> Steps:
+        """Return the steps at S; ``most_steps`` as for :func:`replay`."""
+        key = scale, most_steps
         if key not in self._found:
-            self._found[key] = self._steps(scale, key[1], most_steps)
+            self._found[key] = self._steps(scale, most_steps)
         return self._found[key]
 
     def following(self, policy: BatchPolicy, workers: int, *, most_steps: int = MOST_STEPS) -> Steps:
@@ -429,14 +424,12 @@ class Forecaster:
             )
 
         if policy.changes_batch:
-            return self._steps(1.0, 1, most_steps, controller)
-        plan = policy.plan(workers)
-        return self.at(plan.scale, plan.num_samples, most_steps=most_steps)
+            return self._steps(1.0, most_steps, controller)
+        return self.at(policy.plan(workers).scale, most_steps=most_steps)
 
     def _steps(
         self,
         scale: float,
-        count: int,
         most_steps: int,
         controller: Callable[[], BatchController | None] = lambda: None,
     ) -> Steps:
@@ -444,7 +437,6 @@ class Forecaster:
             replay(
                 curve,
                 scale=scale,
-                count=count,
                 total_steps=self._recipe.total_steps,
                 law=Law(momentum=momentum, momentum_is_beta=self._recipe.momentum_is_beta),
                 base_batch_size=self._recipe.base_batch_size,

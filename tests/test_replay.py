@@ -28,7 +28,7 @@ def curve(*points: tuple[float, float, float]) -> NoiseCurve:
 
 def test_constant_noise_takes_total_steps_over_the_gain() -> None:
     # r = (3 + 1) / (3/4 + 1) = 16/7: seven steps make 16 ≥ 15, six make 13.7.
-    again = replay(curve((0, 3, 1)), law=None, scale=4, count=2, total_steps=15)
+    again = replay(curve((0, 3, 1)), law=None, scale=4, total_steps=15)
     assert again.steps == 7
     assert again.gains == pytest.approx([16 / 7] * 7)
     assert again.effective_steps == again.progress == pytest.approx(16)
@@ -40,7 +40,7 @@ def test_limit_is_the_integral_of_one_over_the_gain() -> None:
     # Half of the run at 16/7, half at r = (3 + 4)/(3/4 + 4) = 28/19; the line in between is one step long.
     halves = curve((0, 3, 1), (499.5, 3, 1), (500.5, 3, 4), (1000, 3, 4))
     # The replay's averages lag by their memory, here a thousandth of the run.
-    again = replay(halves, law=None, scale=4, count=2, total_steps=1000, averaging_window=0.001)
+    again = replay(halves, law=None, scale=4, total_steps=1000, averaging_window=0.001)
     assert again.steps == pytest.approx(500 * 7 / 16 + 500 * 19 / 28, abs=2)
 
 
@@ -48,22 +48,15 @@ def test_averages_run_over_effective_time() -> None:
     # window·T = 1. θ_1 = e^−1 (r before the first step is 1), θ_2 = e^−16/7 = 0.1017.
     # μ̄² = (0.1017·0.6321·1 + 0.8983·4) / (0.1017·0.6321 + 0.8983) = 3.7997, so r = 6.7997 / 4.5497.
     jump = curve((0, 3, 1), (1, 3, 4))
-    again = replay(jump, law=None, scale=4, count=2, total_steps=10, averaging_window=0.1)
+    again = replay(jump, law=None, scale=4, total_steps=10, averaging_window=0.1)
     assert again.gains[:2] == pytest.approx([16 / 7, 1.49454], rel=1e-5)
 
 
 def test_raw_samples_are_averaged_and_clipped_on_reading() -> None:
     # The second μ̄² is (0.0643·1 − 0.8983·5)/0.9626 < 0, so r = S; samples clipped at 0 would leave 0.0668 and r = 3.75.
     negative = curve((0, 3, 1), (1, 3, -5))
-    again = replay(negative, law=None, scale=4, count=2, total_steps=10, averaging_window=0.1)
+    again = replay(negative, law=None, scale=4, total_steps=10, averaging_window=0.1)
     assert again.gains[1] == 4
-
-
-def test_a_lone_sample_has_no_gain_at_the_first_step() -> None:
-    # 1 + 6.125 further steps of 16/7 make 15.
-    again = replay(curve((0, 3, 1)), law=None, scale=4, count=1, total_steps=15)
-    assert again.gains[:2] == pytest.approx([1, 16 / 7])
-    assert again.steps == 8
 
 
 def test_gain_without_any_gradient_is_one() -> None:
@@ -87,14 +80,14 @@ def test_the_gain_settles_where_the_law_says(momentum: float, settled: float) ->
     # r = (3 + f)/(3/4 + f) with f = 0.4 + 0.15·r + ⅔·(r − 1)·(1 − m)/(1 + m), since q = ⅓: for m = 0
     # 0.81667·r² − 0.33333·r − 2.73333 = 0, for m = 0.9 0.18509·r² + 0.92982·r − 3.36491 = 0.
     noise = NoiseCurve(np.array([0.0]), np.array([3.0]), np.array([1.0]), np.array([1 / 3]))
-    again = replay(noise, law=Law(momentum=momentum), scale=4, count=2, total_steps=1000, averaging_window=1e-3)
+    again = replay(noise, law=Law(momentum=momentum), scale=4, total_steps=1000, averaging_window=1e-3)
     assert again.gains[-1] == pytest.approx(settled, rel=1e-5)
     assert again.gains[0] == pytest.approx(16 / 7)  # the weights begin as those of the base run
 
 
 def test_under_betas_on_the_clock_momentum_averages_less_and_nothing_lags() -> None:
     noise = NoiseCurve(np.array([0.0]), np.array([3.0]), np.array([1.0]), np.array([1 / 3]))
-    given: dict[str, Any] = {"scale": 4, "count": 2, "total_steps": 1000, "averaging_window": 1e-3}
+    given: dict[str, Any] = {"scale": 4, "total_steps": 1000, "averaging_window": 1e-3}
     r = replay(noise, law=Law(momentum=0.9), rule="adascale_betas", **given).gains[-1]
     m = 0.9**r
     f = 1 + 4 / 3 * (r - 1) * (1 - m) / (1 + m)  # Adam's random motion does not disappear with the noise
@@ -110,14 +103,14 @@ def test_under_betas_on_the_clock_momentum_averages_less_and_nothing_lags() -> N
     kept = replay(noise, law=Law(momentum=0.9), rule=floor, **given).gains[-1]
     assert kept == pytest.approx(replay(noise, law=Law(momentum=0.9), **given).gains[-1], rel=1e-9)
     ends = curve((0, 1, 0), (19, 1, 0), (20, 0, 1))
-    given = {"scale": 4, "count": 2, "total_steps": 40, "averaging_window": 1e-9}
+    given = {"scale": 4, "total_steps": 40, "averaging_window": 1e-9}
     again = replay(ends, law=Law(momentum=0.5), rule="adascale_betas", **given)
     assert again.gains[:6] == pytest.approx([4.0] * 5 + [1.0])  # as without momentum, where τ is 20
 
 
 def test_a_momentum_that_a_rule_for_betas_leaves_is_forecast_as_it_is() -> None:
     noise = curve((0, 1, 0.5), (200, 1, 0.1))
-    given: dict[str, Any] = {"scale": 4, "count": 2, "total_steps": 200}
+    given: dict[str, Any] = {"scale": 4, "total_steps": 200}
     plain = replay(noise, law=Law(momentum=0.9), **given).gains
     both = AdaScaleBetasRule(BetaRule(momentum=True))
     for rule, is_beta, kept in (
@@ -136,10 +129,10 @@ def test_weights_lag_behind_the_clock_by_the_momentums_memory() -> None:
     ends = curve((0, 1, 0), (19, 1, 0), (20, 0, 1))
     for momentum, fours in ((0.0, 5), (0.5, 6)):
         law = Law(momentum=momentum)
-        again = replay(ends, law=law, scale=4, count=2, total_steps=40, averaging_window=1e-9)
+        again = replay(ends, law=law, scale=4, total_steps=40, averaging_window=1e-9)
         assert again.gains[: fours + 1] == pytest.approx([4.0] * fours + [1.0])
     # Without momentum nothing lags; the base run's own weights lag as well, so at r = 1 nothing does either.
-    at_base = replay(curve((0, 1, 0)), law=Law(momentum=0.9), scale=1, count=2, total_steps=50)
+    at_base = replay(curve((0, 1, 0)), law=Law(momentum=0.9), scale=1, total_steps=50)
     assert at_base.steps == 50
 
 
@@ -148,21 +141,21 @@ def test_longer_strides_take_as_many_steps() -> None:
     noise = NoiseCurve.from_probes(
         probes([(tau, 3 + tau / 1e4, 1 - tau / 3e4) for tau in range(0, 20_000, 100)]), 20_000
     )
-    whole = replay(noise, law=Law(momentum=0.9), scale=8, count=2, total_steps=20_000)
-    short = replay(noise, law=Law(momentum=0.9), scale=8, count=2, total_steps=20_000, most_steps=2000)
+    whole = replay(noise, law=Law(momentum=0.9), scale=8, total_steps=20_000)
+    short = replay(noise, law=Law(momentum=0.9), scale=8, total_steps=20_000, most_steps=2000)
     assert len(whole.tau) > 9 * len(short.tau)
     assert short.exact_steps == pytest.approx(whole.exact_steps, rel=5e-3)
     assert short.steps == math.ceil(short.exact_steps)
     assert short.mean_gain == pytest.approx(whole.mean_gain, rel=5e-3)
     assert short.effective_steps == short.progress == pytest.approx(20_000, abs=80)
     # Fewer strides than one: 15/4096 of the run's only step.
-    assert replay(curve((0, 1, 0)), law=None, scale=4096, count=2, total_steps=15, most_steps=5).exact_steps == 1
+    assert replay(curve((0, 1, 0)), law=None, scale=4096, total_steps=15, most_steps=5).exact_steps == 1
 
 
 @pytest.mark.parametrize(("rule", "steps"), [("linear", 25), ("sqrt", 25), ("unscaled", 25), ("adascale", 44)])
 def test_the_rules_clock_decides(rule: str, steps: int) -> None:
     # S = 4 a step, or 16/7: ⌈100/4⌉, ⌈100·7/16⌉ = 44. Σ r is another number than τ under another rule.
-    again = replay(curve((0, 3, 1)), law=None, scale=4, count=2, total_steps=100, rule=rule)
+    again = replay(curve((0, 3, 1)), law=None, scale=4, total_steps=100, rule=rule)
     assert again.steps == steps
     assert again.progress == pytest.approx(steps * 16 / 7)
 
@@ -172,9 +165,7 @@ def test_rules_that_remember_are_not_disturbed() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for scale in (2, 4):  # the rule itself would warn that the scale changed
-            again = replay(
-                curve((0, 3, 1)), law=None, scale=scale, count=2, total_steps=800, base_batch_size=8, rule=legw
-            )
+            again = replay(curve((0, 3, 1)), law=None, scale=scale, total_steps=800, base_batch_size=8, rule=legw)
             assert again.steps == 800 / scale
 
 
@@ -182,14 +173,13 @@ def test_rules_that_remember_are_not_disturbed() -> None:
     ("changes", "message"),
     [
         ({"scale": 0.5}, "Invalid scale=0.5"),
-        ({"count": 0}, "Invalid count=0"),
         ({"rule": lambda now: (1.0, 0.0)}, "clock increment is 0.0 at effective step 0"),
         ({"rule": "lars"}, "Known rules"),
     ],
 )
 def test_replays_that_cannot_be(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        replay(curve((0, 3, 1)), **{"scale": 4, "count": 2, "total_steps": 10, "law": None} | changes)
+        replay(curve((0, 3, 1)), **{"scale": 4, "total_steps": 10, "law": None} | changes)
 
 
 # ---- against the loop ------------------------------------------------------------------------------------------------
@@ -235,7 +225,7 @@ def found(request: pytest.FixtureRequest) -> Recipe:
 def test_replay_of_a_runs_own_noise_is_the_run(found: Recipe) -> None:
     seen, gains, score = run_scaled(found, 8)
     assert score == pytest.approx(found.score, rel=0.05)  # the schedule transfers
-    again = replay(curve(*seen), law=None, scale=8, count=2, total_steps=400)
+    again = replay(curve(*seen), law=None, scale=8, total_steps=400)
     assert again.gains == pytest.approx(gains, rel=1e-12)  # the same arithmetic, in another order at most
 
 
@@ -359,7 +349,7 @@ def following(efficiency: float = 0.5) -> BatchController | None:
 def test_a_run_that_follows_the_noise_is_replayed_as_it_runs() -> None:
     # ν = 3 throughout: S = 5 is wanted. It begins at 1/E = 2; a decision is due at every 1.25 of T = 100, and doubles it at most:
     # τ = 1.6 (r = 4/(3/2 + 1)) → S = 4; τ = 1.6 + 16/7 → 42 examples, the nearest to 40: S = 5.25, r = 4/(3/5.25 + 1) = 2.545.
-    found = replay(curve((0, 3, 1)), scale=1, count=1, total_steps=100, law=None, controller=following())
+    found = replay(curve((0, 3, 1)), scale=1, total_steps=100, law=None, controller=following())
     assert [plan.global_batch_size for plan in found.plans] == [16, 32] + [42] * 38
     assert found.gains[:3] == pytest.approx((1.6, 16 / 7, 4 / (3 / 5.25 + 1)))
     assert found.tau[2] == pytest.approx(1.6 + 16 / 7)
@@ -369,12 +359,12 @@ def test_a_run_that_follows_the_noise_is_replayed_as_it_runs() -> None:
     # Nothing but noise: r = S, which doubles to the largest; no noise: 1/E is as efficient as asked.
     assert [
         plan.global_batch_size
-        for plan in replay(curve((0, 1, 0)), scale=1, count=1, total_steps=100, law=None, controller=following()).plans
+        for plan in replay(curve((0, 1, 0)), scale=1, total_steps=100, law=None, controller=following()).plans
     ] == [16, 32] + [64] * 12
-    clean = replay(curve((0, 0, 1)), scale=1, count=1, total_steps=100, law=None, controller=following())
+    clean = replay(curve((0, 0, 1)), scale=1, total_steps=100, law=None, controller=following())
     assert [plan.scale for plan in clean.plans] == [2] * 100
     # E = 1 is the base run.
-    base = replay(curve((0, 3, 1)), scale=1, count=1, total_steps=100, law=None, controller=following(1))
+    base = replay(curve((0, 3, 1)), scale=1, total_steps=100, law=None, controller=following(1))
     assert (base.steps, {plan.scale for plan in base.plans}, set(base.gains)) == (100, {1.0}, {1.0})
 
 
@@ -390,7 +380,6 @@ def test_the_law_takes_the_scale_of_the_step_that_was_taken() -> None:
     found = replay(
         curve((0, 30, 1), (50, 30, 1), (51, 0.1, 1), (100, 0.1, 1)),
         scale=1,
-        count=1,
         total_steps=100,
         law=Watching(),
         controller=following(),
