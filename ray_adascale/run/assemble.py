@@ -20,7 +20,7 @@ from ..config import AdaScaleConfig, read_settings
 from ..data import make_source
 from ..data.iterables import known_length
 from ..data.order import ExampleOrder
-from ..data.source import BatchSource
+from ..data.source import BatchSource, MapSource
 from ..optim.adascale import AdaScale
 from ..recipe import Recipe
 from .advice import NoiseWarning
@@ -178,7 +178,7 @@ def assemble(
     if controller is not None:
         batch = AdaptiveBatch(controller, wrapped.optimizer, source)
     elif plan.num_samples == 1 and plan.scale != 1:
-        batch = TwoPasses(wrapped.optimizer)
+        batch = TwoPasses(wrapped.optimizer, splits=isinstance(source, MapSource))
     evaluation = Evaluation(
         evaluate, module, every=config.evaluate_every or total_steps / 10, early_stop=config.early_stop
     )

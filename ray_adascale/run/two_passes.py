@@ -19,25 +19,38 @@ class TwoPasses(Stage):
 
     Args:
         optimizer: The optimizer of the run.
+        splits: Whether the data can be split in other passes: not where they come in batches.
 
     Attributes:
         split: Whether passes were split, in this start or an earlier one.
     """
 
-    def __init__(self, optimizer: AdaScale) -> None:
+    def __init__(self, optimizer: AdaScale, *, splits: bool) -> None:
         self.split = False
         self._optimizer = optimizer
+        self._splits = splits
 
     def plan_of(self, plan: BatchPlan) -> BatchPlan:
-        """Return the plan with its pass split in two, if it needs that; else the plan."""
+        """Return the plan with its pass split in two, if it needs that; else the plan.
+
+        Raises:
+            ValueError: It needs that, and the data come in batches.
+        """
         if plan.num_samples > 1 or plan.scale == 1 or not (self.split or self._optimizer.lacks_samples):
             return plan
+        why = (
+            f"One gradient sample a step at scale {plan.scale:g} tells nothing of the noise, and the single examples of this "
+            "model can't be measured."
+        )
+        if not self._splits:
+            half = plan.global_batch_size // 2
+            raise ValueError(
+                f"{why} Make two passes of half the size: AdaScaleConfig(accumulation=2, per_worker_batch_size={half}), with "
+                f"batches of {half} examples. A map-style dataset is split by the run itself."
+            )
         if not self.split:
             self.split = True
-            warn_at_user(
-                f"One gradient sample a step at scale {plan.scale:g} tells nothing of the noise, and the single examples of this "
-                "model can't be measured. So a step has two passes of half the size from now on, as with accumulation=2."
-            )
+            warn_at_user(f"{why} So a step has two passes of half the size from now on, as with accumulation=2.")
         return replace(plan, accumulation=2)
 
     def due_by(self, effective_steps: float) -> bool:

@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from ray_adascale import LocalBackend, Run
 
-from .test_loop import drive, flat, make_run, model
+from .test_loop import dataset, drive, flat, make_run, model
 
 pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
 
@@ -84,3 +85,16 @@ def test_what_the_first_step_shows_is_kept_over_a_resume(per_worker: int, tmp_pa
         again, _ = told(drive, second)
         assert [row["gain"] for row in again] == [row["gain"] for row in rows[stop:]]
         assert torch.equal(flat(second.module), flat(whole.module))
+
+
+@pytest.mark.parametrize("covered", [False, True], ids=["by its layers", "by its first step"])
+def test_data_in_batches_are_refused_with_the_line_to_change(covered: bool) -> None:
+    loader = DataLoader(dataset(), batch_size=14)
+    refused = pytest.raises(ValueError, match=r"accumulation=2, per_worker_batch_size=7\), with batches of 7 examples")
+    if not covered:
+        with refused:
+            make_run(model(), data=loader, **SETTINGS)
+        return
+    run = make_run(Reused(), data=loader, **SETTINGS)
+    with refused:
+        drive(run)
