@@ -135,7 +135,7 @@ def test_an_efficiency_that_there_is_not_is_told_in_flags(
     called: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["train", WORKLOAD, "--base-batch-size=8", "--total-steps=20", "--name=mine"]
-    for said in (["--target-efficiency=1.5"], ["-c", "target_efficiency=fast"], ["-c", "target_efficiency=0"]):
+    for said in (["--target-efficiency=1.5"], ["-c", "target_efficiency=0"]):
         assert main.main([*arguments, *said]) == 2
         assert "Invalid --target-efficiency" in capsys.readouterr().err
 
