@@ -186,7 +186,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         **kwargs: Of ``DistributedDataParallel``.
 
     Attributes:
-        gns: The statistics, :class:`NoiseScale`.
+        gns: The statistics, :class:`ray_adascale.compat.adaptdl.NoiseScale`.
 
     Raises:
         ValueError: There is no process group, a batch size is out of range, or the optimizer can't be used.
