@@ -294,7 +294,6 @@ def test_a_schedule_is_forecast_as_it_runs() -> None:
     by_hand = replay(
         noise_curves(noise)[0],
         scale=1,
-        count=1,
         total_steps=100,
         law=Law(),
         base_batch_size=8,
