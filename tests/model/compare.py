@@ -97,6 +97,8 @@ def difference(case: Case, rows: list[Row], wanted: Any, found: list[Row], weigh
             return f"step {i}: examples {b.seen}, expected {a.seen}"
         if a.skipped != b.skipped:
             return f"step {i}: skipped is {b.skipped}, expected {a.skipped}"
+        if rounding > 1e-6 and a.sigma2 > 1e6:
+            return None  # the run diverges in low precision, which makes its rounding large
         sizes = {"sigma2": abs(a.sigma2) + abs(a.mu2), "mean_sigma2": abs(a.mean_sigma2) + abs(a.mean_mu2)}
         sizes |= {"mu2": sizes["sigma2"], "mean_mu2": sizes["mean_sigma2"], "gain": a.gain, "tau": abs(a.tau)}
         for name, size in sizes.items():
@@ -104,9 +106,8 @@ def difference(case: Case, rows: list[Row], wanted: Any, found: list[Row], weigh
                 return f"step {i}: {name} is {getattr(b, name)!r}, expected {getattr(a, name)!r}"
         if len(a.lrs) != len(b.lrs) or not all(_near(x, y, tol * abs(x)) for x, y in zip(a.lrs, b.lrs, strict=True)):
             return f"step {i}: LRs {b.lrs}, expected {a.lrs}"
-        # Low precision can put the clocks on two sides of a number at which LR, batch, evaluation or end change; and a run that
-        # diverges makes its rounding large.
-        if rounding > 1e-6 and (math.floor(2 * a.tau) != math.floor(2 * b.tau) or a.sigma2 > 1e6):
+        # Low precision can put the clocks on two sides of a number at which LR, batch, evaluation or end change.
+        if rounding > 1e-6 and math.floor(2 * a.tau) != math.floor(2 * b.tau):
             return None
         if a.evaluated != b.evaluated:
             return f"step {i}: evaluated is {b.evaluated}, expected {a.evaluated}"
