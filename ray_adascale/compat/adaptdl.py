@@ -58,6 +58,7 @@ class NoiseScale:
         self._zero_grad = optimizer.zero_grad
         self._adp = weakref.ref(adp)  # it owns this object
         self.scale = self.accum_scale = accum_scale
+        self.forward_passes = 0  # since the last step
         self.variance_floor = float(variance_floor)
         self.statistics = AdaScale(
             optimizer,
@@ -72,7 +73,7 @@ class NoiseScale:
         self.statistics.step_end = self._shape_if_last
 
     def _shape_if_last(self, number: int) -> StepShape | None:
-        """Return the shape of a step whose pass of this number reduces gradients, and so ends it; else None."""
+        """Return the shape of the step if this pass reduces gradients, since such a pass is a step's last; else None."""
         adp = self._adp()
         if adp is not None and not adp.pass_reduces:
             return None
@@ -105,6 +106,13 @@ class NoiseScale:
                 )
             return float(found[now.group % len(found)]), 0.0
 
+        if self.statistics.at_boundary and self.forward_passes:
+            # The passes of this worker reached no parameter, so nothing has counted them. Those of other workers did.
+            self.scale = self.accum_scale * self.forward_passes
+            self.statistics.expect_passes(self.forward_passes, scale=self.scale)
+            self.statistics.complete_samples()
+            self.statistics.scale_grad_by_num_grads_to_accum()
+        self.forward_passes = 0
         before, self.statistics.rule = self.statistics.rule, rule
         try:
             return self.statistics.step(*args, **kwargs)
@@ -114,12 +122,14 @@ class NoiseScale:
     @property
     def should_zero_grad(self) -> bool:
         """Whether the last backward pass completed a step, so that no gradients are being accumulated."""
-        return not self.statistics.accumulating
+        adp = self._adp()
+        return not self.statistics.accumulating and (adp is None or adp.pass_reduces)
 
     def reset_accumulation(self, *args: Any, **kwargs: Any) -> None:
         """Clear gradients, and forget the passes of an unfinished step."""
         self._zero_grad(*args, **kwargs)
         self.statistics.discard_samples()
+        self.forward_passes = 0
 
     def set_accum_scale(self, accum_scale: float) -> None:
         """Change :attr:`accum_scale` after a change of the micro-batch; from the next backward pass on.
@@ -253,6 +263,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         """Run the model's forward pass. DDP decides here, not in the backward pass, whether this pass reduces gradients."""
         if torch.is_grad_enabled():
             self.pass_reduces = self.require_backward_grad_sync
+            self.gns.forward_passes += 1
         return super().forward(*inputs, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -277,22 +277,29 @@ class _Branches(nn.Module):
         return self.parts[which](x)
 
 
-def _unused() -> tuple[float, float]:
+def _unused(passes: int) -> list[float]:
     bare = _Branches()
     # The optimizer has one branch only; rank 1 never uses it, so no hook of ours fires there.
     optimizer = torch.optim.SGD(bare.parts[0].parameters(), lr=0.1)
     model = AdaptiveDataParallel(bare, optimizer, scaling_rule=Own(), find_unused_parameters=True)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.ones(2, 3, dtype=torch.float64), dist.get_rank()).sum().backward()
-        optimizer.step()
-    return model.gain, float(weights(bare.parts[0]).sum())
+    found = []
+    for step in range(3):
+        for p in range(passes):
+            optimizer.zero_grad()
+            with model.no_sync() if p < passes - 1 else contextlib.nullcontext():
+                model(torch.full((2, 3), 1.0 + p + step, dtype=torch.float64), dist.get_rank()).sum().backward()
+            optimizer.step()
+        found += [model.gain, model.gns.scale, model.gns.raw_var_avg.item(), model.gns.raw_sqr_avg.item()]
+    return [*found, float(weights(bare.parts[0]).sum())]
 
 
-def test_a_worker_whose_parameters_get_no_gradient_scales_its_rate_like_the_others(pool: Any) -> None:
-    first, second = pool(2).run(_unused)
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_worker_whose_parameters_get_no_gradient_scales_its_rate_like_the_others(pool: Any, passes: int) -> None:
+    first, second = pool(2).run(_unused, passes)
     assert first == second
-    assert first[0] == pytest.approx(2.0)  # all is noise
+    assert first[1] == 2 * passes
+    assert first[2] > 1  # σ², far above AdaptDL's floor
+    assert first[0] == pytest.approx(2.0) if passes == 1 else 1 < first[0] < 4  # all is noise, with one pass
 
 
 def _mixed_precision(style: str) -> tuple[float, float]:
