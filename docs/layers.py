@@ -69,7 +69,7 @@ TORCH_LAYERS: list[list[Package]] = [
             "run",
             "what happens at a step boundary of one worker's loop",
             "loop assemble build passes step batch evaluation notices checkpointing reporting "
-            "train_state two_passes schedule tau_schedule backend metrics advice "
+            "train_state schedule tau_schedule backend metrics advice "
             "eta pulse trace attach base_noise base_run failure",
         ),
         Package("compat", "FairScale's and AdaptDL's interfaces", "adaptdl fairscale"),
@@ -85,12 +85,8 @@ TORCH_LAYERS: list[list[Package]] = [
         Package("", "AdaptDL's scaling rules under AdaptDL's path", "scaling_rules"),
     ],
     [
-        Package("", "the batch of a run that follows the noise", "adaptive_batch"),
-        Package("", "the batch of a run with a schedule of batches", "batch_schedule"),
-    ],
-    [
         Package("", "the frozen result of a search", "recipe"),
-        Package("", "the batch that a number of workers makes", "batch_policy"),
+        Package("", "the batch of a step", "batch"),
     ],
     [
         Package("checkpoint", "what reaches a disk, and whether it is valid", "files dcp optimizer rng"),

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ..batch_policy import BatchPlan, check_positive
+from ..batch import BatchPlan, check_positive
 from ..checkpoint.rng import capture_rng, restore_rng, seed_everything
 from ..config import AdaScaleConfig, read_settings
 from ..data import is_map_style

@@ -18,7 +18,7 @@ from rich import box
 from rich.table import Table
 
 from .._errors import SettingError
-from ..batch_policy import BatchPlan
+from ..batch import BatchPlan
 from ..config import AdaScaleConfig, read_settings
 from ..evidence import forecast_doubt
 from ..optim.rules import make_rule, metric_of
@@ -243,7 +243,7 @@ def forecast_recipe(
             f"Invalid rule={config.rule!r}: its gain is taken in Adam's metric, and a search probes plain gradients. There "
             "is no forecast for it."
         )
-    policy = config.batch_policy
+    settings = config.batch
     forecaster = Forecaster(recipe, rule=made, averaging_window=config.averaging_window)
     base = recipe.total_steps * _step_time(throughput, BatchPlan(recipe.base_batch_size, recipe.base_batch_size, 1, 1))
 
@@ -253,8 +253,8 @@ def forecast_recipe(
 
     def run_on(k: int, most_steps: int = MOST_STEPS) -> tuple[Steps, float]:
         """Return the steps on k workers, and the mean time of one step."""
-        found = forecaster.following(policy, k, most_steps=most_steps)
-        plans = found.expected.plans or [policy.plan(k)]
+        found = forecaster.following(settings, k, most_steps=most_steps)
+        plans = found.expected.plans or [settings.plan(k)]
         return found, statistics.fmean(_step_time(throughput, plan) for plan in plans)
 
     def speedup(k: int, edge: str = "expected") -> float:
@@ -272,7 +272,7 @@ def forecast_recipe(
     rows: list[ForecastRow] = []
     for k, found, step_s in asked:
         expected = found.expected
-        plan = expected.plans[-1] if expected.plans else policy.plan(k)
+        plan = expected.plans[-1] if expected.plans else settings.plan(k)
         batch = expected.mean_batch if expected.plans else plan.global_batch_size
         low, high = min(math.floor(found.low), expected.steps), math.ceil(found.high)
         scale = batch / plan.base_batch_size

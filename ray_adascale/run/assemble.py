@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from .._errors import SettingError
 from .._files import TRACE
 from .._warn import warn_at_user
-from ..batch_policy import BatchController, BatchPlan
+from ..batch import BatchFollower, BatchPlan
 from ..config import AdaScaleConfig, read_settings
 from ..data import make_source
 from ..data.iterables import known_length
@@ -25,7 +25,7 @@ from ..optim.adascale import AdaScale
 from ..recipe import Recipe
 from .advice import NoiseWarning
 from .backend import Backend
-from .batch import AdaptiveBatch
+from .batch import StepBatch
 from .build import (
     check_built,
     check_recipe,
@@ -46,7 +46,6 @@ from .schedule import BaseSchedule, EffectiveSchedule
 from .step import Listener, LoopState, Stage
 from .trace import TraceFile, read_trace
 from .train_state import TrainState, log_start
-from .two_passes import TwoPasses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +115,7 @@ def assemble(
     if rank == 0:
         warn_of_state_dict_hooks(optimizer)
     _check_early_stop(config, evaluate)
-    policy = config.batch_policy
-    plan = policy.plan(backend.world_size)
+    plan = config.batch.plan(backend.world_size)
     source = make_source(
         dataset,
         plan.split(rank),
@@ -126,19 +124,20 @@ def assemble(
         num_workers=config.num_loader_workers,
         pin_memory=config.pin_memory,
         length=_length(config, dataset, backend.world_size),
-        splits_change=policy.changes_batch,
+        splits_change=config.batch.changes,
     )
     per_epoch = source.base_steps_per_epoch(plan.base_batch_size)
     total_steps = config.resolve_total_steps(per_epoch)
-    controller = policy.controller(
+    follower = BatchFollower(
+        config.batch,
         backend.world_size,
         total_steps=total_steps,
         window=config.averaging_window * total_steps,
         largest=math.inf if per_epoch is None else per_epoch * plan.base_batch_size,
     )
-    if controller is not None:
-        _check_epoch(controller, config, dataset)
-        plan = controller.plan
+    _check_epoch(follower, config, dataset)
+    if follower.plan != plan:
+        plan = follower.plan
         source.set_split(plan.split(rank))
 
     schedule = EffectiveSchedule(
@@ -174,11 +173,7 @@ def assemble(
         device=device,
         fully_sharded=wrapped.sharding == "fsdp2",
     )
-    batch: AdaptiveBatch | TwoPasses | None = None
-    if controller is not None:
-        batch = AdaptiveBatch(controller, wrapped.optimizer, source)
-    elif plan.num_samples == 1 and plan.scale != 1:
-        batch = TwoPasses(wrapped.optimizer, splits=isinstance(source, MapSource))
+    batch = StepBatch(follower, wrapped.optimizer, splits=isinstance(source, MapSource))
     evaluation = Evaluation(
         evaluate, module, every=config.evaluate_every or total_steps / 10, early_stop=config.early_stop
     )
@@ -191,7 +186,7 @@ def assemble(
         schedule=schedule,
         source=source,
         loop=state,
-        stages=[evaluation] if batch is None else [batch, evaluation],
+        stages=[batch, evaluation],
         base_schedule=base_schedule,
         world_size=plan.world_size,
         recipe=None if recipe is None else recipe.fingerprint,
@@ -204,8 +199,8 @@ def assemble(
         workers_before = None
         if folder is not None:
             workers_before = train_state.load(folder, accept_changes=config.accept_changes)
-        if batch is not None and (chosen := batch.plan_of(plan)) != plan:
-            plan = chosen
+        if batch.plan() != plan:
+            plan = batch.plan()
             set_batch(plan, wrapped.optimizer, source, rank)
         if evaluation.stalled is not None:
             state.stopped = evaluation.stalled
@@ -225,7 +220,7 @@ def assemble(
         process_group=on_cpu,
     )
     reporting = Reporting(backend, config.report_every_s, evaluation, checkpointing)
-    stages = (Interrupt(backend), evaluation, Preemption(backend), checkpointing, reporting)
+    stages = (batch, Interrupt(backend), evaluation, Preemption(backend), checkpointing, reporting)
     return Parts(
         backend=backend,
         config=config,
@@ -239,7 +234,7 @@ def assemble(
         optimizer=wrapped.optimizer,
         passes=passes,
         state=state,
-        stages=stages if batch is None else (batch, *stages),
+        stages=stages,
         evaluation=evaluation,
         checkpointing=checkpointing,
         reporting=reporting,
@@ -294,18 +289,18 @@ def _listeners(
     """Return the listeners of rank 0. ``rows`` are those of earlier starts."""
     total_steps = train_state.base_schedule.total_steps
     window = config.averaging_window * total_steps
-    policy = config.batch_policy
+    batch = config.batch
     remaining = forecast_remaining_steps(
         recipe,
         rows,
         scale=plan.scale,
         rule=config.rule,
         averaging_window=config.averaging_window,
-        following=(policy, plan.world_size) if policy.changes_batch else None,
+        following=(batch, plan.world_size) if batch.changes else None,
     )
     tracker = EtaTracker(remaining)
     listeners: list[Listener] = []
-    if not policy.changes_batch:
+    if not batch.changes:
         listeners.append(NoiseWarning(window, remaining, train_state.base_schedule.highest_at))
     listeners.append(tracker)
     if trace is not None:
@@ -313,9 +308,9 @@ def _listeners(
     return [*listeners, *backend.listeners(tracker)]
 
 
-def _check_epoch(controller: BatchController, config: AdaScaleConfig, dataset: Any) -> None:
+def _check_epoch(follower: BatchFollower, config: AdaScaleConfig, dataset: Any) -> None:
     """Check that with ``drop_last`` no given batch is larger than an epoch. Batches that are not given are within it."""
-    most = max(plan.global_batch_size for plan in controller.plans)
+    most = max(plan.global_batch_size for plan in follower.plans)
     if config.drop_last and config.batch_schedule is not None and most > len(dataset):
         raise SettingError(
             f"Invalid {{}} with drop_last=True: its largest batch has {most} examples, and an epoch has {len(dataset)}, so every "

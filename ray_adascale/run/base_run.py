@@ -265,7 +265,7 @@ def base_config(
         report_every_s=math.inf,
         checkpoint_every_s=math.inf,
     )
-    base.batch_policy.plan(1)
+    base.batch.plan(1)
     return base
 
 

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .._errors import SettingError
 from .._warn import warn_on_first_worker
-from ..batch_policy import BatchPlan
+from ..batch import BatchPlan
 from ..chain import SEVERAL_OPTIMIZERS, parts_of
 from ..checkpoint.optimizer import parameter_names
 from ..config import AdaScaleConfig

@@ -19,7 +19,7 @@ from .. import checkpoint
 from .._torch import uncompiled_name
 from .._version import __version__
 from .._warn import warn_at_user
-from ..batch_policy import BatchPlan
+from ..batch import BatchPlan
 from ..checkpoint.optimizer import hyperparameters, load_hyperparameters, load_optimizer, optimizer_tensors
 from ..checkpoint.rng import capture_rng, empty_rng, restore_rng
 from ..data.source import BatchSource

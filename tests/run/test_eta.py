@@ -252,7 +252,7 @@ def test_a_run_that_chooses_its_scale_has_the_steps_of_its_replay_left() -> None
     # Nothing but noise: r = S, 2 and 4 and then 8 a step (tests/test_replay.py), so 2 + (100 − 6)/8 steps.
     config = AdaScaleConfig(base_batch_size=8, target_efficiency=0.5, max_global_batch_size=64)
     left = forecast_remaining_steps(
-        recipe([(0, 1, 0)]), [], scale=2, rule="adascale", averaging_window=0.05, following=(config.batch_policy, 2)
+        recipe([(0, 1, 0)]), [], scale=2, rule="adascale", averaging_window=0.05, following=(config.batch, 2)
     )
     assert left is not None
     assert [left.at(tau) for tau in (0, 2, 6, 50, 100)] == pytest.approx([13.75, 12.75, 11.75, 6.25, 0])
