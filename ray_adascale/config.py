@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from ._errors import SettingError
+from ._errors import SettingError, check_count
 from ._warn import warn_at_user
 from .batch import BatchSettings
 from .optim.rules import ScalingRule, follows_gain, make_rule
@@ -83,7 +83,7 @@ class AdaScaleConfig:
             than ``averaging_window``. Needs a map-style dataset, and a rule that follows the gain.
         batch_schedule: The batch from each start on: pairs of start and examples of all workers, ``[(0, 32), (0.2, 128)]``, or as
             text ``"0:32,20%:128"``. The first start is 0, and no batch is below B0. The other starts have one unit. A float below
-            1 or "20%" is a share of T, an integer is effective steps, and "5000 examples" counts the examples taken.
+            1 or "20%" is a share of T, and an integer is effective steps.
             ``per_worker_batch_size``, ``accumulation`` and the next two fields mean the same as with ``target_efficiency``; a
             batch above a bound is cut to it. Needs a map-style dataset.
         max_global_batch_size: Examples of the largest batch with ``target_efficiency`` or ``batch_schedule``.
@@ -174,9 +174,8 @@ class AdaScaleConfig:
 
     def __post_init__(self) -> None:
         for name in ("total_steps", "max_nonfinite_steps", "dataset_length", "trace_rows"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise SettingError("Invalid {}. Must be a positive integer.", **{name: value})
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
         for name in (
             "total_epochs",
             "grad_clip",
@@ -200,8 +199,7 @@ class AdaScaleConfig:
                 total_steps=self.total_steps,
                 total_epochs=self.total_epochs,
             )
-        if isinstance(self.num_loader_workers, bool) or self.num_loader_workers < 0:
-            raise SettingError("Invalid {}. Must be ≥ 0.", num_loader_workers=self.num_loader_workers)
+        check_count("num_loader_workers", self.num_loader_workers, 0)
         for name, allowed in (
             ("scheduler_unit", (None, "step", "epoch")),
             ("sharding", ("auto", "none", "oss", "zero2", "fsdp2")),

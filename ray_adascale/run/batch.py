@@ -61,10 +61,11 @@ class StepBatch(Stage):
         return self._optimizer.lacks_samples or self.follower.due_by(effective_steps)
 
     def act(self, run: RunAtBoundary, flags: BoundaryFlags) -> str | None:
-        self.follower.after_step(run.effective_steps, self._optimizer.average_moments)
-        plan = self.plan()
-        if plan != run.plan:
-            run.set_plan(plan)
+        if self.due_by(run.effective_steps):
+            self.follower.after_step(run.effective_steps, self._optimizer.average_moments)
+            plan = self.plan()
+            if plan != run.plan:
+                run.set_plan(plan)
         return None
 
     def state_dict(self) -> dict[str, Any]:

@@ -406,7 +406,7 @@ def test_ray_that_does_not_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         (["train", WORKLOAD, "depth", "--base-batch-size=4", "--total-steps=4"], "key=value"),
         (
             ["train", WORKLOAD, "--base-batch-size=0", "--total-steps=4"],
-            "Invalid --base-batch-size 0. Must be a positive",
+            "Invalid --base-batch-size 0. Must be an integer",
         ),
         (
             ["tune", f"{SAMPLES}:row", "--base-batch-size=4", "--total-steps=4", "--param-space=no.py:x"],

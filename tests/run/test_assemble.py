@@ -112,7 +112,7 @@ def _beside_rank_0(folder: str) -> tuple[list[str], list[str], int]:
 
 def test_workers_beside_rank_0_have_the_stages_and_no_listeners(pool: Any, tmp_path: Path) -> None:
     first, second = pool(2).run(_beside_rank_0, str(tmp_path))
-    assert len(first[0]) == 5
+    assert len(first[0]) == 4
     assert second[0] == []
     assert first[1] == second[1] == [stage.__name__ for stage in STAGES]
     assert (first[2], second[2]) == (1, 0)  # rank 0 warns of doubts
