@@ -42,11 +42,3 @@ def add_batch_options(parser: argparse._ActionsContainer) -> None:
         help="how the learning rate follows the batch: adascale, adascale_betas (Adam and AdamW: betas follow too), adamscale, "
         "linear, sqrt, unscaled (default: adascale)",
     )
-
-
-def number_or_word(text: str) -> float | str:
-    """Return a number, or a word, which ``AdaScaleConfig`` checks."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
