@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from .._errors import SettingError
 from .._warn import warn_on_first_worker
 from ..batch import BatchPlan
-from ..chain import SEVERAL_OPTIMIZERS, parts_of
+from ..chain import parts_of
 from ..checkpoint.optimizer import parameter_names
 from ..config import AdaScaleConfig
 from ..data.source import BatchSource
@@ -58,12 +58,6 @@ def check_built(model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig, 
     Raises:
         ValueError: There is not. The message names what to pass.
     """
-    if isinstance(optimizer, list | tuple | dict):
-        raise ValueError(
-            f"Invalid optimizer: a {type(optimizer).__name__} of {len(optimizer)}. Must be one. {SEVERAL_OPTIMIZERS}"
-        )
-    if not isinstance(optimizer, Optimizer):
-        raise ValueError(f"Invalid optimizer of type {type(optimizer).__name__}. Must be a torch.optim.Optimizer.")
     if isinstance(model, DistributedDataParallel | ShardedDataParallel):
         raise ValueError("Pass the bare model: it is wrapped for data parallelism here.")
     if isinstance(optimizer, AdaScale | OSS):
