@@ -36,7 +36,7 @@ RAY_LAYERS: list[list[Package]] = [
         Package(
             "cli",
             "options and output of the commands",
-            "main run_folder checking connection arguments batch_options parser",
+            "main source run_folder checking connection arguments batch_options parser",
         )
     ],
     [Package("search", "which settings win: trials on Ray Tune", "tune spec repeat_plan watch trial trial_workers")],
@@ -68,7 +68,7 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "run",
             "what happens at a step boundary of one worker's loop",
-            "loop assemble build passes step batch evaluation notices checkpointing reporting "
+            "loop assemble build evidence passes step batch evaluation notices checkpointing reporting "
             "train_state schedule tau_schedule backend metrics advice "
             "eta pulse trace attach base_noise base_run failure",
         ),
@@ -76,12 +76,12 @@ TORCH_LAYERS: list[list[Package]] = [
     ],
     [
         Package("", "the model, data and optimizer that a user's function returns", "workload"),
-        Package("", "where a function is that the command line names", "workload_source"),
-        Package("", "how many steps a recipe takes at another scale", "replay"),
+        Package(
+            "forecast", "how many steps a recipe takes at another scale, and how long a step takes", "replay throughput"
+        ),
     ],
     [
         Package("", "the settings of a run", "config"),
-        Package("", "which rules were measured with which optimizers", "evidence"),
         Package("", "AdaptDL's scaling rules under AdaptDL's path", "scaling_rules"),
     ],
     [
@@ -109,7 +109,6 @@ TORCH_LAYERS: list[list[Package]] = [
         )
     ],
     [
-        Package("", "how long a step takes", "throughput"),
         Package("", "several optimizers as one", "chain"),
     ],
     [

@@ -17,7 +17,6 @@ from typing import Any
 from ._errors import SettingError, check_count
 from .data.order import BatchSplit
 from .gain import scale_at_efficiency
-from .throughput import Throughput
 
 _RATIO = 2**0.25
 """Ratio of neighbouring pass sizes: few sizes, and one of them near to any wanted size."""
@@ -59,10 +58,10 @@ class BatchPlan:
         """n, gradient samples in one optimizer step."""
         return self.world_size * self.accumulation
 
-    def seconds(self, throughput: Throughput) -> float:
-        """Return the seconds of a step by a model. The workers wait for the one with the largest passes."""
-        largest = math.ceil(self.global_batch_size / self.num_samples)
-        return throughput.step_seconds(self.world_size, self.accumulation, largest)
+    @property
+    def largest_pass(self) -> int:
+        """Examples in the largest micro-batch of the step."""
+        return math.ceil(self.global_batch_size / self.num_samples)
 
     def split(self, rank: int) -> BatchSplit:
         """Return the micro-batches of one worker."""

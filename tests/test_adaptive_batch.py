@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ray_adascale import AdaScaleConfig, Run, Throughput
+from ray_adascale import AdaScaleConfig, Run
 from ray_adascale.batch import BatchFollower, BatchPlan, BatchSettings
 from ray_adascale.run.trace import read_trace
 
@@ -56,17 +56,6 @@ def test_the_batch_that_is_wanted(now: int, sigma2: float, mu2: float, efficienc
     it = BatchFollower(settings, 2, total_steps=1000, window=50)
     it.plans, it.plan = PLANS, plan
     assert it.wanted(sigma2, mu2) == pytest.approx(wanted, abs=1e-12)
-
-
-def test_a_step_takes_as_long_as_the_worker_with_the_most_examples() -> None:
-    # 10 examples on three workers: one of them has 4. In two passes each, 20 are 3.3 a pass, so one has 4 in one of them.
-    time = Throughput(example_s=1.0)
-    assert BatchPlan(10, 10, 3, 1).seconds(time) == 4
-    assert BatchPlan(10, 20, 3, 2).seconds(time) == 8
-    assert BatchPlan(10, 12, 3, 1).seconds(time) == 4
-    # 0.2 s a pass of 10; step 0.05 s; volume 0.3 s · 2/3 on three workers; hop 0.01 s · 2.
-    model = Throughput(example_s=0.02, step_s=0.05, volume_s=0.3, hop_s=0.01)
-    assert BatchPlan(10, 60, 3, 4).seconds(model) == pytest.approx(4 * 5 * 0.02 + 0.27)
 
 
 def follower(efficiency: Any = 0.5, workers: int = 2, **settings: Any) -> Any:

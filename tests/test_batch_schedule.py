@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from ray_adascale import AdaScaleConfig
 from ray_adascale.batch import BatchFollower, BatchSchedule, read_schedule
-from ray_adascale.replay import Forecaster, Law, noise_curves, replay
+from ray_adascale.forecast.replay import Forecaster, Law, noise_curves, replay
 from ray_adascale.run.eta import forecast_remaining_steps
 from ray_adascale.run.trace import read_trace
 

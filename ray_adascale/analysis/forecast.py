@@ -20,11 +20,11 @@ from rich.table import Table
 from .._errors import SettingError
 from ..batch import BatchPlan
 from ..config import AdaScaleConfig, read_settings
-from ..evidence import forecast_doubt
+from ..forecast.replay import MOST_STEPS, Forecaster, Steps
+from ..forecast.throughput import Throughput
 from ..optim.rules import make_rule, metric_of
 from ..recipe import Recipe
-from ..replay import MOST_STEPS, Forecaster, Steps
-from ..throughput import Throughput
+from ..run.evidence import forecast_doubt
 from .plots import pyplot
 
 _PAYS = 0.5  # share of the first worker's speed that further workers must add to be useful
@@ -47,7 +47,7 @@ class ForecastRow:
         num_samples: n = k · accumulation.
         examples: Examples of all steps together.
         steps: Optimizer steps, by the noise of all seeds together.
-        low: Fewest steps of the interval, see :class:`ray_adascale.replay.Forecaster`.
+        low: Fewest steps of the interval, see :class:`ray_adascale.forecast.replay.Forecaster`.
         high: Most steps of the interval.
         mean_gain: r̄, over optimizer steps.
         efficiency: r̄ / S, the share of the examples that results in effective steps.
@@ -349,7 +349,9 @@ def _step_time(throughput: Throughput | None, plan: BatchPlan) -> float:
     """Return the seconds of a step; without a throughput model the number of its passes, as if nothing else took time."""
     if throughput is None:
         return plan.accumulation
-    return plan.seconds(throughput)
+    return throughput.step_seconds(
+        plan.world_size, plan.accumulation, plan.largest_pass
+    )  # workers wait for the largest
 
 
 def _notes(

@@ -19,7 +19,6 @@ from ..chain import parts_of
 from ..checkpoint.optimizer import parameter_names
 from ..config import AdaScaleConfig
 from ..data.source import BatchSource
-from ..evidence import doubt, recipe_doubt
 from ..optim.adam_metric import adam_preconditioner
 from ..optim.adascale import AdaScale
 from ..optim.rules import betas_of, make_rule, metric_of
@@ -28,6 +27,7 @@ from ..recipe import Recipe
 from ..sharding.oss import OSS
 from ..sharding.partition import has_state
 from ..sharding.sharded_ddp import ShardedDataParallel
+from .evidence import doubt, recipe_doubt
 from .schedule import BaseSchedule, curve_difference, other_length
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from ..batch import BatchSettings
+from ..forecast.replay import Forecaster, Replay
 from ..optim.rules import AdaScaleRule, ScalingRule, make_rule, metric_of
 from ..recipe import Recipe
-from ..replay import Forecaster, Replay
 from .step import Listener, Step
 
 CORRECT_FROM = 0.2

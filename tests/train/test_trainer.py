@@ -26,12 +26,12 @@ from torch.utils.data import TensorDataset
 from ray_adascale import AdaScaleConfig, AdaScaleTrainer, LocalBackend, Recipe, Run, Workload, load_weights, prepare
 from ray_adascale.checkpoint import Saved
 from ray_adascale.cli.main import main
+from ray_adascale.cli.source import resolve
 from ray_adascale.data.order import epoch_order
 from ray_adascale.run.metrics import METRICS
 from ray_adascale.run.trace import read_trace
 from ray_adascale.train.ray_record import RECORD
 from ray_adascale.train.run_lock import LOCK
-from ray_adascale.workload_source import resolve
 
 from ..live_lock import locked_elsewhere
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from .batch import BatchFollower, BatchPlan, BatchSettings
-from .gain import advanced, plain_effective_decay, plain_gain
-from .optim.rules import RuleInput, ScalingRule, betas_of, make_rule
-from .recipe import NoiseProbe, Recipe
+from ..batch import BatchFollower, BatchPlan, BatchSettings
+from ..gain import advanced, plain_effective_decay, plain_gain
+from ..optim.rules import RuleInput, ScalingRule, betas_of, make_rule
+from ..recipe import NoiseProbe, Recipe
 
 NARROWEST, NARROWNESS, WIDEST = 0.006, 0.3, 0.05
 """The probes are smoothed at τ over a width of 0.3·τ, within 0.006·T and 0.05·T: noise changes fastest at the beginning."""
