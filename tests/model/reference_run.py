@@ -297,7 +297,7 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
             averages.set_n(max(full_n, 2 if by_examples else 1))
             averages.smoothing = max(1 - full_n / 1000, 0.0) if case.smoothing is None else case.smoothing
             before, frozen = frozen, frozen_names(case, step)
-            hooks = shape.full, scale * shape.full / shape.passes
+            hooks = shape.full, round(scale * shape.full / shape.passes, 9)  # of a full step
             if hooks != hooked_for or step in dict(case.changes):
                 # Hooks are set anew, and a frozen parameter can't carry one.
                 unhooked = set(frozen_names(replace(case, added=None), step - (hooked_for is not None)))
