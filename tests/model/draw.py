@@ -119,10 +119,10 @@ def allowed(case: Case) -> bool:
         all(_measurable(case, leg) for leg in legs),
         # the state dict of an optimizer with DTensors goes through torch.distributed.checkpoint
         case.via != "state_dict" or not several or "fsdp2" not in shardings,
-        # torch's functions step an optimizer without state, and save that; they know each parameter by one name; and they fail
-        # with the whole state of an SGD without momentum
+        # torch's functions step an optimizer without state, and save that; they want a state of each trainable parameter; they
+        # know each parameter by one name; and they fail with the whole state of an SGD without momentum
         case.via != "dcp" or not sgd or case.momentum > 0,
-        case.via != "dcp" or (default("precision", "poison") and case.net not in ("tied", "twice")),
+        case.via != "dcp" or (default("precision", "poison") and case.net not in ("tied", "twice", "branch")),
         # they leave out the state of parameters that are frozen when it is loaded
         case.via != "dcp"
         or case.frozen is None
