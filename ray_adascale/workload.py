@@ -98,7 +98,39 @@ class _Config(dict[str, Any]):
 
 
 @dataclass(kw_only=True, eq=False)
-class Workload:
+class Pieces:
+    """The pieces that every run has, checked. The attributes are those of :class:`Workload`.
+
+    Raises:
+        ValueError: A piece can't work. The message names it, with what to do.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: LRScheduler | None = None
+    train_dataset: Any
+    evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    extra_state: Mapping[str, Any] | None = None
+    after_step: Callable[[nn.Module], object] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            raise ValueError(f"Invalid model: {_kind(self.model)}. Must be a torch.nn.Module.")
+        check_wrappable(self.optimizer)
+        check_parameters(self.model, self.optimizer, alone=True)
+        if self.scheduler is not None:
+            check_scheduler(self.optimizer, self.scheduler)
+        if _length(self.train_dataset) == 0:
+            raise ValueError("Invalid train_dataset: it is empty. Must hold at least one example.")
+        for name in ("evaluate", "collate_fn", "after_step"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise ValueError(f"Invalid {name}: {_kind(value)}. Must be a function.")
+
+
+@dataclass(kw_only=True, eq=False)
+class Workload(Pieces):
     """The pieces of a training run, in plain torch, exactly as at the base batch. Not wrapped, not moved to a device.
 
     Attributes:
@@ -123,41 +155,24 @@ class Workload:
         ValueError: A field can't work. The message names it, with what to do.
     """
 
-    model: nn.Module
-    optimizer: Optimizer
-    scheduler: LRScheduler | None = None
     scheduler_unit: Literal["step", "epoch"] | None = None
-    train_dataset: Any
     loss_fn: Callable[[nn.Module, Any], Tensor]
-    evaluate: Callable[[nn.Module], dict[str, float]] | None = None
     metric: str = "loss"
     mode: Literal["min", "max"] = "min"
-    collate_fn: Callable[[list[Any]], Any] | None = None
-    extra_state: Mapping[str, Any] | None = None
-    after_step: Callable[[nn.Module], object] | None = None
     config_reads: ConfigAccessLog | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, nn.Module):
-            raise ValueError(f"Invalid model: {_kind(self.model)}. Must be a torch.nn.Module.")
-        check_wrappable(self.optimizer)
-        check_parameters(self.model, self.optimizer, alone=True)
+        super().__post_init__()
         if self.scheduler_unit not in (None, "step", "epoch"):
             raise ValueError(f"Invalid scheduler_unit={self.scheduler_unit!r}. Must be 'step' or 'epoch'.")
-        if self.scheduler is not None:
-            check_scheduler(self.optimizer, self.scheduler)
-            if self.scheduler_unit is None:
-                raise ValueError(
-                    "Missing scheduler_unit. It is what one scheduler.step() meant in the base run: 'step' if it was called "
-                    "after every optimizer step, 'epoch' if once an epoch. A wrong guess would be silently wrong: the learning "
-                    "rate would fall hundreds of times too fast or too slowly."
-                )
-        if _length(self.train_dataset) == 0:
-            raise ValueError("Invalid train_dataset: it is empty. Must hold at least one example.")
-        for name in ("loss_fn", "evaluate", "collate_fn", "after_step"):
-            value = getattr(self, name)
-            if not callable(value) and (value is not None or name == "loss_fn"):
-                raise ValueError(f"Invalid {name}: {_kind(value)}. Must be a function.")
+        if self.scheduler is not None and self.scheduler_unit is None:
+            raise ValueError(
+                "Missing scheduler_unit. It is what one scheduler.step() meant in the base run: 'step' if it was called after "
+                "every optimizer step, 'epoch' if once an epoch. A wrong guess would be silently wrong: the learning rate "
+                "would fall hundreds of times too fast or too slowly."
+            )
+        if not callable(self.loss_fn):
+            raise ValueError(f"Invalid loss_fn: {_kind(self.loss_fn)}. Must be a function.")
         if not isinstance(self.metric, str) or not self.metric:
             raise ValueError(
                 f"Invalid metric={self.metric!r}. Must be 'loss' or a key of the dict that evaluate returns."

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from .._errors import SettingError
 from .._files import TRACE
@@ -23,6 +20,7 @@ from ..data.order import ExampleOrder
 from ..data.source import BatchSource, MapSource
 from ..optim.adascale import AdaScale
 from ..recipe import Recipe
+from ..workload import Pieces
 from .advice import NoiseWarning
 from .backend import Backend
 from .batch import StepBatch
@@ -91,19 +89,7 @@ class Parts:
     listeners: list[Listener]
 
 
-def assemble(
-    model: nn.Module,
-    optimizer: Optimizer,
-    scheduler: LRScheduler | None,
-    dataset: Any,
-    config: AdaScaleConfig,
-    *,
-    collate_fn: Callable[[list[Any]], Any] | None,
-    evaluate: Callable[[nn.Module], Mapping[str, float]] | None,
-    recipe: Recipe | None,
-    extra_state: Mapping[str, Any] | None,
-    backend: Backend,
-) -> Parts:
+def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, backend: Backend) -> Parts:
     """Build the parts of a run and load the newest checkpoint into them. Collective. The arguments are those of ``Run``.
 
     Raises:
@@ -111,16 +97,17 @@ def assemble(
     """
     config = read_settings(config).with_recipe(recipe)
     rank, device = backend.rank, backend.device
+    model, optimizer, dataset = pieces.model, pieces.optimizer, pieces.train_dataset
     check_built(model, optimizer, config, recipe)
     if rank == 0:
         warn_of_state_dict_hooks(optimizer)
-    _check_early_stop(config, evaluate)
+    _check_early_stop(config, pieces.evaluate)
     plan = config.batch.plan(backend.world_size)
     source = make_source(
         dataset,
         plan.split(rank),
         ExampleOrder(seed=config.seed, shuffle=config.shuffle, drop_last=config.drop_last),
-        collate_fn=collate_fn,
+        collate_fn=pieces.collate_fn,
         num_workers=config.num_loader_workers,
         pin_memory=config.pin_memory,
         length=_length(config, dataset, backend.world_size),
@@ -141,7 +128,7 @@ def assemble(
         source.set_split(plan.split(rank))
 
     schedule = EffectiveSchedule(
-        optimizer, scheduler, unit=config.scheduler_unit, base_steps_per_epoch=per_epoch, total_steps=total_steps
+        optimizer, pieces.scheduler, unit=config.scheduler_unit, base_steps_per_epoch=per_epoch, total_steps=total_steps
     )
     base_schedule = BaseSchedule(
         base_batch_size=plan.base_batch_size,
@@ -150,7 +137,7 @@ def assemble(
         base_steps_per_epoch=per_epoch,
         lr_curve=schedule.curve(total_steps),
     )
-    advice = check_schedule(scheduler, base_schedule, plan.global_batch_size)
+    advice = check_schedule(pieces.scheduler, base_schedule, plan.global_batch_size)
     if rank == 0:
         for sentence in advice:
             warn_at_user(sentence)
@@ -175,7 +162,7 @@ def assemble(
     )
     batch = StepBatch(follower, wrapped.optimizer, splits=isinstance(source, MapSource))
     evaluation = Evaluation(
-        evaluate, module, every=config.evaluate_every or total_steps / 10, early_stop=config.early_stop
+        pieces.evaluate, module, every=config.evaluate_every or total_steps / 10, early_stop=config.early_stop
     )
     state = LoopState()
     train_state = TrainState(
@@ -192,7 +179,7 @@ def assemble(
         recipe=None if recipe is None else recipe.fingerprint,
         rank=rank,
         device=device,
-        extra={} if extra_state is None else extra_state,
+        extra=pieces.extra_state or {},
     )
     trace: TraceFile | None = None
     with backend.latest_checkpoint() as folder:

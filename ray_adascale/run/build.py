@@ -60,10 +60,8 @@ def check_built(model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig, 
     """
     if isinstance(model, DistributedDataParallel | ShardedDataParallel):
         raise ValueError("Pass the bare model: it is wrapped for data parallelism here.")
-    if isinstance(optimizer, AdaScale | OSS):
-        raise ValueError(
-            f"Pass the bare optimizer: it is wrapped here, so {type(optimizer).__name__} would wrap it twice."
-        )
+    if isinstance(optimizer, OSS):
+        raise ValueError("Pass the bare optimizer: it is wrapped here, so OSS would wrap it twice.")
     rule = make_rule(config.rule)
     betas = betas_of(rule)
     # These before a warning that says that the run goes on.

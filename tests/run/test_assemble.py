@@ -22,6 +22,7 @@ from ray_adascale.run.notices import Interrupt, Preemption
 from ray_adascale.run.reporting import Reporting
 from ray_adascale.run.step import Listener
 from ray_adascale.run.trace import TraceFile, read_trace
+from ray_adascale.workload import Pieces
 
 from .test_loop import dataset, drive, make_run, model
 
@@ -44,16 +45,11 @@ class Watched(LocalBackend):
 def built(backend: LocalBackend | None = None, *, evaluate: Any = None, **settings: Any) -> Parts:
     net = model()
     defaults: dict[str, Any] = {"base_batch_size": 4, "total_steps": 40}
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     return assemble(
-        net,
-        torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
-        None,
-        dataset(),
+        Pieces(model=net, optimizer=optimizer, train_dataset=dataset(), evaluate=evaluate),
         AdaScaleConfig(**(defaults | settings)),
-        collate_fn=None,
-        evaluate=evaluate,
         recipe=None,
-        extra_state=None,
         backend=LocalBackend(device="cpu") if backend is None else backend,
     )
 
