@@ -97,46 +97,14 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
     """
     config = read_settings(config).with_recipe(recipe)
     rank, device = backend.rank, backend.device
-    model, optimizer, dataset = pieces.model, pieces.optimizer, pieces.train_dataset
+    model, optimizer = pieces.model, pieces.optimizer
     check_built(model, optimizer, config, recipe)
     if rank == 0:
         warn_of_state_dict_hooks(optimizer)
     _check_early_stop(config, pieces.evaluate)
-    plan = config.batch.plan(backend.world_size)
-    source = make_source(
-        dataset,
-        plan.split(rank),
-        ExampleOrder(seed=config.seed, shuffle=config.shuffle, drop_last=config.drop_last),
-        collate_fn=pieces.collate_fn,
-        num_workers=config.num_loader_workers,
-        pin_memory=config.pin_memory,
-        length=_length(config, dataset, backend.world_size),
-        splits_change=config.batch.changes,
-    )
-    per_epoch = source.base_steps_per_epoch(plan.base_batch_size)
-    total_steps = config.resolve_total_steps(per_epoch)
-    follower = BatchFollower(
-        config.batch,
-        backend.world_size,
-        total_steps=total_steps,
-        window=config.averaging_window * total_steps,
-        largest=math.inf if per_epoch is None else per_epoch * plan.base_batch_size,
-    )
-    _check_epoch(follower, config, dataset)
-    if follower.plan != plan:
-        plan = follower.plan
-        source.set_split(plan.split(rank))
-
-    schedule = EffectiveSchedule(
-        optimizer, pieces.scheduler, unit=config.scheduler_unit, base_steps_per_epoch=per_epoch, total_steps=total_steps
-    )
-    base_schedule = BaseSchedule(
-        base_batch_size=plan.base_batch_size,
-        total_steps=total_steps,
-        scheduler_unit=config.scheduler_unit,
-        base_steps_per_epoch=per_epoch,
-        lr_curve=schedule.curve(total_steps),
-    )
+    source, follower, total_steps = _data_of(pieces, config, backend)
+    plan = follower.plan
+    schedule, base_schedule = _schedules_of(pieces, config, source, total_steps)
     advice = check_schedule(pieces.scheduler, base_schedule, plan.global_batch_size)
     if rank == 0:
         for sentence in advice:
@@ -227,6 +195,58 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
         reporting=reporting,
         listeners=listeners,
     )
+
+
+def _data_of(pieces: Pieces, config: AdaScaleConfig, backend: Backend) -> tuple[BatchSource, BatchFollower, int]:
+    """Return the source of the data with the first batch, the follower that chooses the batches, and T."""
+    dataset, workers = pieces.train_dataset, backend.world_size
+    plan = config.batch.plan(workers)
+    source = make_source(
+        dataset,
+        plan.split(backend.rank),
+        ExampleOrder(seed=config.seed, shuffle=config.shuffle, drop_last=config.drop_last),
+        collate_fn=pieces.collate_fn,
+        num_workers=config.num_loader_workers,
+        pin_memory=config.pin_memory,
+        length=_length(config, dataset, workers),
+        splits_change=config.batch.changes,
+    )
+    per_epoch = source.base_steps_per_epoch(plan.base_batch_size)
+    total_steps = config.resolve_total_steps(per_epoch)
+    follower = BatchFollower(
+        config.batch,
+        workers,
+        total_steps=total_steps,
+        window=config.averaging_window * total_steps,
+        largest=math.inf if per_epoch is None else per_epoch * plan.base_batch_size,
+    )
+    _check_epoch(follower, config, dataset)
+    if follower.plan != plan:
+        source.set_split(follower.plan.split(backend.rank))
+    return source, follower, total_steps
+
+
+def _schedules_of(
+    pieces: Pieces, config: AdaScaleConfig, source: BatchSource, total_steps: int
+) -> tuple[EffectiveSchedule, BaseSchedule]:
+    """Return the schedule that drives the optimizer, and the base run's."""
+    base_batch_size = config.batch.base_batch_size
+    per_epoch = source.base_steps_per_epoch(base_batch_size)
+    schedule = EffectiveSchedule(
+        pieces.optimizer,
+        pieces.scheduler,
+        unit=config.scheduler_unit,
+        base_steps_per_epoch=per_epoch,
+        total_steps=total_steps,
+    )
+    base_schedule = BaseSchedule(
+        base_batch_size=base_batch_size,
+        total_steps=total_steps,
+        scheduler_unit=config.scheduler_unit,
+        base_steps_per_epoch=per_epoch,
+        lr_curve=schedule.curve(total_steps),
+    )
+    return schedule, base_schedule
 
 
 def _length(config: AdaScaleConfig, dataset: Any, world_size: int) -> int | None:
