@@ -220,7 +220,7 @@ NETS = {
     "twice": _Twice,
     "branch": _Branch,
 }
-COVERED = ("mlp", "conv", "words")  # nets whose noise can be measured by single examples
+COVERED = ("mlp", "conv", "words", "twice")  # nets whose noise can be measured by single examples
 
 
 def net(case: Case) -> nn.Module:

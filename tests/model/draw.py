@@ -24,7 +24,7 @@ def refusal(case: Case) -> str | None:
     for i, leg in enumerate(case.legs):
         batch, _ = batch_of(leg)
         sharding = leg.sharding if leg.workers > 1 else "none"
-        measured = leg.workers * leg.passes > 1 or batch != leg.base or bool(case.batches)
+        measured = leg.workers * leg.passes > 1 or batch != leg.base or bool(case.batches) or case.client == "base"
         before = case.legs[max(i - 1, 0)]
         found += [
             (not bare and case.scheduler == "plateau", "ReduceLROnPlateau"),
@@ -45,7 +45,7 @@ def refusal(case: Case) -> str | None:
                 sharding == "fsdp2" and fewest_rows < leg.workers,
                 "can't step the shards of fully_shard: .* fails with a matrix",
             ),
-            (measured and case.noise == "per_example" and case.net in ("tied", "twice"), "per-example|per_example"),
+            (measured and case.noise == "per_example" and case.net == "tied", "per-example|per_example"),
             (
                 run and not leg.accept and _fixed(leg) != _fixed(before),
                 "The run was changed since",
