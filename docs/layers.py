@@ -36,7 +36,7 @@ RAY_LAYERS: list[list[Package]] = [
         Package(
             "cli",
             "options and output of the commands",
-            "main run_folder checking connection arguments batch_options parser",
+            "main source run_folder checking connection arguments batch_options parser",
         )
     ],
     [Package("search", "which settings win: trials on Ray Tune", "tune spec repeat_plan watch trial trial_workers")],
@@ -68,29 +68,25 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "run",
             "what happens at a step boundary of one worker's loop",
-            "loop assemble build passes step batch evaluation notices checkpointing reporting "
-            "train_state two_passes schedule tau_schedule backend metrics advice "
+            "loop assemble build evidence passes step batch evaluation notices checkpointing reporting "
+            "train_state schedule tau_schedule backend metrics advice "
             "eta pulse trace attach base_noise base_run failure",
         ),
         Package("compat", "FairScale's and AdaptDL's interfaces", "adaptdl fairscale"),
     ],
     [
         Package("", "the model, data and optimizer that a user's function returns", "workload"),
-        Package("", "where a function is that the command line names", "workload_source"),
-        Package("", "how many steps a recipe takes at another scale", "replay"),
+        Package(
+            "forecast", "how many steps a recipe takes at another scale, and how long a step takes", "replay throughput"
+        ),
     ],
     [
         Package("", "the settings of a run", "config"),
-        Package("", "which rules were measured with which optimizers", "evidence"),
         Package("", "AdaptDL's scaling rules under AdaptDL's path", "scaling_rules"),
     ],
     [
-        Package("", "the batch of a run that follows the noise", "adaptive_batch"),
-        Package("", "the batch of a run with a schedule of batches", "batch_schedule"),
-    ],
-    [
         Package("", "the frozen result of a search", "recipe"),
-        Package("", "the batch that a number of workers makes", "batch_policy"),
+        Package("", "the batch of a step", "batch"),
     ],
     [
         Package("checkpoint", "what reaches a disk, and whether it is valid", "files dcp optimizer rng"),
@@ -113,7 +109,6 @@ TORCH_LAYERS: list[list[Package]] = [
         )
     ],
     [
-        Package("", "how long a step takes", "throughput"),
         Package("", "several optimizers as one", "chain"),
     ],
     [

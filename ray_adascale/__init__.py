@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # the same again, as type checkers read no tables
     from .compat.fairscale import AdaScaleWrapper as AdaScaleWrapper
     from .config import AdaScaleConfig as AdaScaleConfig
     from .config import EarlyStop as EarlyStop
+    from .forecast.throughput import Throughput as Throughput
     from .measure.ddp import measure_buckets as measure_buckets
     from .measure.noise_meter import NoiseMeter as NoiseMeter
     from .optim.adascale import AdaScale as AdaScale
@@ -53,7 +54,6 @@ if TYPE_CHECKING:  # the same again, as type checkers read no tables
     from .sharding.partition import register_elementwise as register_elementwise
     from .sharding.sharded_ddp import ShardedDataParallel as ShardedDataParallel
     from .sharding.sharded_ddp import ShardedDDP as ShardedDDP
-    from .throughput import Throughput as Throughput
     from .train.trainer import AdaScaleTrainer as AdaScaleTrainer
     from .train.trainer import prepare as prepare
     from .workload import Workload as Workload
@@ -97,7 +97,7 @@ _NAMES = {
     "sharding.oss": ["OSS"],
     "sharding.partition": ["register_elementwise"],
     "sharding.sharded_ddp": ["ShardedDDP", "ShardedDataParallel"],
-    "throughput": ["Throughput"],
+    "forecast.throughput": ["Throughput"],
     "train.trainer": ["AdaScaleTrainer", "prepare"],
     "workload": ["Workload"],
 }

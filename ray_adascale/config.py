@@ -9,11 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from ._errors import SettingError
+from ._errors import SettingError, check_count
 from ._warn import warn_at_user
-from .adaptive_batch import EfficiencyBatch
-from .batch_policy import BatchLimits, BatchPolicy, FixedBatch, check_positive
-from .batch_schedule import ScheduledBatch, read_schedule
+from .batch import BatchSettings
 from .optim.rules import ScalingRule, follows_gain, make_rule
 
 if TYPE_CHECKING:
@@ -85,7 +83,7 @@ class AdaScaleConfig:
             than ``averaging_window``. Needs a map-style dataset, and a rule that follows the gain.
         batch_schedule: The batch from each start on: pairs of start and examples of all workers, ``[(0, 32), (0.2, 128)]``, or as
             text ``"0:32,20%:128"``. The first start is 0, and no batch is below B0. The other starts have one unit. A float below
-            1 or "20%" is a share of T, an integer is effective steps, and "5000 examples" counts the examples taken.
+            1 or "20%" is a share of T, and an integer is effective steps.
             ``per_worker_batch_size``, ``accumulation`` and the next two fields mean the same as with ``target_efficiency``; a
             batch above a bound is cut to it. Needs a map-style dataset.
         max_global_batch_size: Examples of the largest batch with ``target_efficiency`` or ``batch_schedule``.
@@ -176,9 +174,8 @@ class AdaScaleConfig:
 
     def __post_init__(self) -> None:
         for name in ("total_steps", "max_nonfinite_steps", "dataset_length", "trace_rows"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise SettingError("Invalid {}. Must be a positive integer.", **{name: value})
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
         for name in (
             "total_epochs",
             "grad_clip",
@@ -202,8 +199,7 @@ class AdaScaleConfig:
                 total_steps=self.total_steps,
                 total_epochs=self.total_epochs,
             )
-        if isinstance(self.num_loader_workers, bool) or self.num_loader_workers < 0:
-            raise SettingError("Invalid {}. Must be ≥ 0.", num_loader_workers=self.num_loader_workers)
+        check_count("num_loader_workers", self.num_loader_workers, 0)
         for name, allowed in (
             ("scheduler_unit", (None, "step", "epoch")),
             ("sharding", ("auto", "none", "oss", "zero2", "fsdp2")),
@@ -213,9 +209,9 @@ class AdaScaleConfig:
             if getattr(self, name) not in allowed:
                 raise SettingError(f"Invalid {{}}. Must be one of {allowed}.", **{name: getattr(self, name)})
         rule = make_rule(self.rule)
-        # The policy checks its own fields. B0 may still come from a recipe, and any number serves for the check.
-        policy = self._policy_of(1 if self.base_batch_size is None else self.base_batch_size)
-        if policy.follows_noise and not follows_gain(rule):
+        # B0 may still come from a recipe, and any number serves for the check.
+        self._batch_of(1 if self.base_batch_size is None else self.base_batch_size)
+        if self.target_efficiency is not None and not follows_gain(rule):
             raise SettingError(
                 "Invalid {}: the clock of that rule advances by the scale, not by the measured gain, so a larger batch would "
                 "only look better. Use rule='adascale' (or 'adamscale'), or leave target_efficiency out.",
@@ -224,50 +220,19 @@ class AdaScaleConfig:
             )
 
     @property
-    def batch_policy(self) -> BatchPolicy:
-        """The part of the settings that decides about the batch.
+    def batch(self) -> BatchSettings:
+        """The part of the settings that decides the batch.
 
         Raises:
             ValueError: ``base_batch_size`` is not set.
         """
         if self.base_batch_size is None:
             raise SettingError("{} is needed: the batch size the schedule was tuned at.", base_batch_size=...)
-        return self._policy_of(self.base_batch_size)
+        return self._batch_of(self.base_batch_size)
 
-    def _policy_of(self, base_batch_size: int) -> BatchPolicy:
-        shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(BatchLimits)}
-        limits = BatchLimits(**shared | {"base_batch_size": base_batch_size})
-        self._check_one_decides()
-        if self.batch_schedule is not None:
-            return ScheduledBatch(limits=limits, schedule=read_schedule(self.batch_schedule))
-        if self.target_efficiency is not None:
-            return EfficiencyBatch(limits=limits, target_efficiency=self.target_efficiency)
-        return FixedBatch(limits=limits, global_batch_size=self.global_batch_size, elastic=self.elastic)
-
-    def _check_one_decides(self) -> None:
-        """Check that one setting at most decides the batch, and that no field is given which belongs to another one."""
-        if self.global_batch_size is not None:
-            check_positive(global_batch_size=self.global_batch_size)
-        given = {
-            name: getattr(self, name)
-            for name in ("target_efficiency", "batch_schedule", "global_batch_size")
-            if getattr(self, name) is not None
-        }
-        if len(given) > 1:
-            raise SettingError(
-                "Invalid {}. Give one of them, not both: each decides the batch of a step. max_global_batch_size bounds the "
-                "batch of target_efficiency and of batch_schedule.",
-                **given,
-            )
-        if "target_efficiency" in given or "batch_schedule" in given:
-            return
-        for name in ("max_global_batch_size", "max_accumulation"):
-            if getattr(self, name) is not None:
-                raise SettingError(
-                    "Invalid {}: it bounds the batch that target_efficiency chooses. Give target_efficiency as well, or "
-                    "batch_schedule, or per_worker_batch_size, accumulation or global_batch_size instead.",
-                    **{name: getattr(self, name)},
-                )
+    def _batch_of(self, base_batch_size: int) -> BatchSettings:
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(BatchSettings) if field.init}
+        return BatchSettings(**own | {"base_batch_size": base_batch_size})
 
     def with_recipe(self, recipe: Recipe | None) -> AdaScaleConfig:
         """Return these settings with the base batch size, total steps and scheduler unit of a recipe.

@@ -12,9 +12,10 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,9 +27,6 @@ from .gain import plain_noise_scale
 
 FORMAT = "ray_adascale/recipe"
 VERSION = 1
-
-SETTINGS = ("precision", "grad_clip", "shuffle", "drop_last")
-"""The fields of ``AdaScaleConfig`` that a recipe keeps, because they change what the base run trains."""
 
 
 class RecipeError(ValueError):
@@ -122,41 +120,25 @@ class Recipe:
     momentum: float | None = None
 
     def __post_init__(self) -> None:
-        put: dict[str, Any] = {
-            "hyperparameters": _json_object("hyperparameters", self.hyperparameters),
-            "base_batch_size": _integer("base_batch_size", self.base_batch_size, minimum=1),
-            "total_steps": _integer("total_steps", self.total_steps, minimum=1),
-            "scheduler_unit": _one_of("scheduler_unit", self.scheduler_unit, ("step", "epoch", None)),
-            "metric": _text("metric", self.metric),
-            "mode": _one_of("mode", self.mode, ("min", "max")),
-            "score": _number("score", self.score),
-            "seed": _integer("seed", self.seed, minimum=0),
-            "search": _json_object("search", self.search),
-            "workload": _text("workload", self.workload, empty=True),
-            "versions": _json_object("versions", self.versions),
-            "created": _text("created", self.created),
-            "settings": None if self.settings is None else _checked_settings(self.settings),
-            "momentum": None if self.momentum is None else _number("momentum", self.momentum),
-        }
-        if put["momentum"] is not None and not 0 <= put["momentum"] < 1:
-            raise RecipeError(
-                f"Invalid momentum={self.momentum}. Must be at least 0 and below 1, or null where unknown."
-            )
-        if self.base_steps_per_epoch is not None:
-            put["base_steps_per_epoch"] = _number("base_steps_per_epoch", self.base_steps_per_epoch)
-            if put["base_steps_per_epoch"] <= 0:
-                raise RecipeError(f"Invalid base_steps_per_epoch={self.base_steps_per_epoch}. Must be positive.")
-        for key, value in put["versions"].items():
-            _text(f"versions.{key}", value)
-        try:
-            datetime.fromisoformat(put["created"])
-        except ValueError:
-            raise RecipeError(f"Invalid created={self.created!r}. Must be an ISO 8601 date, as 2026-01-31.") from None
-        for name, value in put.items():
-            object.__setattr__(self, name, value)
+        for name, check in _CHECKS.items():
+            object.__setattr__(self, name, check(name, getattr(self, name)))
         object.__setattr__(self, "lr_curve", _checked_curve(self))
-        object.__setattr__(self, "noise", _checked_noise("noise", self.noise, self.total_steps))
-        object.__setattr__(self, "repeats", _checked_repeats(self))
+        for name, noise in [
+            ("noise", self.noise),
+            *((f"repeats[{i}].noise", r.noise) for i, r in enumerate(self.repeats)),
+        ]:
+            for i, probe in enumerate(noise):
+                if not 0 <= probe.effective_steps <= self.total_steps:
+                    raise RecipeError(
+                        f"Invalid {name}[{i}].effective_steps={probe.effective_steps}. Must lie between 0 and "
+                        f"total_steps={self.total_steps}."
+                    )
+        seeds = [self.seed, *(repeat.seed for repeat in self.repeats)]
+        for i, seed in enumerate(seeds[1:]):
+            if seed in seeds[: i + 1]:
+                raise RecipeError(
+                    f"Invalid repeats[{i}].seed={seed}. Must differ from the seeds of the search and of other repeats."
+                )
 
     def __repr__(self) -> str:
         """Return one short line. The curve and the probes of a recipe fill many screens."""
@@ -258,8 +240,6 @@ class Recipe:
             raise RecipeError(f"{path} is not a recipe: it is not valid JSON ({error}).") from error
         try:
             fields, digest = _open_document(document, digest_required=not accept_edits)
-            fields["noise"] = _noise_from_json("noise", fields["noise"])
-            fields["repeats"] = _repeats_from_json(fields["repeats"])
             recipe = cls(**fields)
         except RecipeError as error:
             raise RecipeError(f"{path}: {error}") from error
@@ -342,33 +322,6 @@ def _open_document(document: Any, *, digest_required: bool) -> tuple[dict[str, A
     return {name: document[name] for name in names}, digest
 
 
-def _noise_from_json(where: str, noise: Any) -> list[NoiseProbe]:
-    names = [f.name for f in dataclasses.fields(NoiseProbe)]
-    if not isinstance(noise, list):
-        raise RecipeError(f"Invalid {where}: {type(noise).__name__}. Must be a list of probes.")
-    for i, probe in enumerate(noise):
-        if not isinstance(probe, dict) or sorted(probe) != sorted(names):
-            raise RecipeError(
-                f"Invalid {where}[{i}]: {_short(probe)}. Must have exactly the fields {', '.join(names)}."
-            )
-    return [NoiseProbe(**probe) for probe in noise]
-
-
-def _repeats_from_json(repeats: Any) -> list[Repeat]:
-    names = [f.name for f in dataclasses.fields(Repeat)]
-    if not isinstance(repeats, list):
-        raise RecipeError(f"Invalid repeats: {type(repeats).__name__}. Must be a list of repeats.")
-    for i, repeat in enumerate(repeats):
-        if not isinstance(repeat, dict) or sorted(repeat) != sorted(names):
-            raise RecipeError(
-                f"Invalid repeats[{i}]: {_short(repeat)}. Must have exactly the fields {', '.join(names)}."
-            )
-    return [
-        Repeat(**{**repeat, "noise": _noise_from_json(f"repeats[{i}].noise", repeat["noise"])})
-        for i, repeat in enumerate(repeats)
-    ]
-
-
 # --- Checks: each returns the value as plain Python, or raises an error that names the field -----------------------------
 
 
@@ -393,60 +346,6 @@ def _checked_curve(recipe: Recipe) -> list[list[float]]:
         if checked and len(rates) != len(checked[0]):
             raise RecipeError(f"Invalid lr_curve[{g}]: {len(rates)} values, but group 0 has {len(checked[0])}.")
         checked.append(rates)
-    return checked
-
-
-def _checked_noise(where: str, noise: Any, total_steps: int) -> list[NoiseProbe]:
-    if not isinstance(noise, list | tuple):
-        raise RecipeError(f"Invalid {where}: {type(noise).__name__}. Must be a list of NoiseProbe.")
-    checked = []
-    for i, probe in enumerate(noise):
-        if not isinstance(probe, NoiseProbe):
-            raise RecipeError(f"Invalid {where}[{i}]: {_short(probe)}. Must be a NoiseProbe.")
-        numbers = {
-            f.name: _number(f"{where}[{i}].{f.name}", getattr(probe, f.name)) for f in dataclasses.fields(NoiseProbe)
-        }
-        if not 0 <= numbers["effective_steps"] <= total_steps:
-            raise RecipeError(
-                f"Invalid {where}[{i}].effective_steps={probe.effective_steps}. Must lie between 0 and "
-                f"total_steps={total_steps}."
-            )
-        checked.append(NoiseProbe(**numbers))
-    return checked
-
-
-def _checked_repeats(recipe: Recipe) -> list[Repeat]:
-    if not isinstance(recipe.repeats, list | tuple):
-        raise RecipeError(f"Invalid repeats: {type(recipe.repeats).__name__}. Must be a list of Repeat.")
-    checked: list[Repeat] = []
-    for i, repeat in enumerate(recipe.repeats):
-        if not isinstance(repeat, Repeat):
-            raise RecipeError(f"Invalid repeats[{i}]: {_short(repeat)}. Must be a Repeat.")
-        seed = _integer(f"repeats[{i}].seed", repeat.seed, minimum=0)
-        if seed in (recipe.seed, *(earlier.seed for earlier in checked)):
-            raise RecipeError(
-                f"Invalid repeats[{i}].seed={seed}. Must differ from the seeds of the search and of other repeats."
-            )
-        score = _number(f"repeats[{i}].score", repeat.score)
-        noise = _checked_noise(f"repeats[{i}].noise", repeat.noise, recipe.total_steps)
-        checked.append(Repeat(seed=seed, score=score, noise=noise))
-    return checked
-
-
-def _checked_settings(settings: Any) -> dict[str, Any]:
-    checked = _json_object("settings", settings)
-    for name, value in checked.items():
-        where = f"settings.{name}"
-        if name == "precision":
-            _one_of(where, value, ("fp32", "bf16", "fp16"))
-        elif name == "grad_clip":
-            checked[name] = None if value is None else _number(where, value)
-            if value is not None and value <= 0:
-                raise RecipeError(f"Invalid {where}={value}. Must be positive, or null for no clipping.")
-        elif name not in SETTINGS:
-            raise RecipeError(f"Invalid {where}. Must be one of {', '.join(SETTINGS)}.")
-        elif not isinstance(value, bool):
-            raise RecipeError(f"Invalid {where}={_short(value)}. Must be true or false.")
     return checked
 
 
@@ -504,10 +403,28 @@ def _number(where: str, value: Any) -> float:
     return number
 
 
+def _within(must: str, holds: Callable[[float], bool]) -> _Check:
+    """Return the check of a number in a range, which the error names."""
+
+    def check(where: str, value: Any) -> float:
+        number = _number(where, value)
+        if not holds(number):
+            raise RecipeError(f"Invalid {where}={value}. Must be {must}.")
+        return number
+
+    return check
+
+
 def _integer(where: str, value: Any, *, minimum: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < minimum:
         raise RecipeError(f"Invalid {where}={_short(value)}. Must be an integer of at least {minimum}.")
     return int(value)
+
+
+def _flag(where: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise RecipeError(f"Invalid {where}={_short(value)}. Must be true or false.")
+    return value
 
 
 def _text(where: str, value: Any, *, empty: bool = False) -> str:
@@ -516,13 +433,92 @@ def _text(where: str, value: Any, *, empty: bool = False) -> str:
     return str.__str__(value)
 
 
-def _one_of(where: str, value: Any, allowed: tuple[str | None, ...]) -> str | None:
+def _date(where: str, value: Any) -> str:
+    text = _text(where, value)
+    try:
+        datetime.fromisoformat(text)
+    except ValueError:
+        raise RecipeError(f"Invalid {where}={text!r}. Must be an ISO 8601 date, as 2026-01-31.") from None
+    return text
+
+
+def _one_of(where: str, value: Any, *, allowed: tuple[str | None, ...]) -> str | None:
     # `in` could raise or mislead with an unhashable or array-like value.
     if value is None or isinstance(value, str):
         for choice in allowed:
             if value == choice:
                 return choice
     raise RecipeError(f"Invalid {where}={_short(value)}. Must be one of {', '.join(map(repr, allowed))}.")
+
+
+def _optional(check: _Check) -> _Check:
+    """Return the check of a value that may be None."""
+    return lambda where, value: None if value is None else check(where, value)
+
+
+def _texts(where: str, value: Any) -> dict[str, str]:
+    return {key: _text(f"{where}.{key}", item) for key, item in _json_object(where, value).items()}
+
+
+def _settings(where: str, value: Any) -> dict[str, Any]:
+    settings = _json_object(where, value)
+    for name in settings.keys() - SETTINGS.keys():
+        raise RecipeError(f"Invalid {where}.{name}. Must be one of {', '.join(SETTINGS)}.")
+    return {name: SETTINGS[name](f"{where}.{name}", item) for name, item in settings.items()}
+
+
+def _records(cls: type[NoiseProbe] | type[Repeat], what: str, **checks: _Check) -> _Check:
+    """Return the check of a list of records. The items are objects of the class, or dicts with its fields, as in a file."""
+
+    def check(where: str, value: Any) -> list[Any]:
+        if not isinstance(value, list | tuple):
+            raise RecipeError(f"Invalid {where}: {type(value).__name__}. Must be a list of {what}.")
+        checked = []
+        for i, item in enumerate(value):
+            fields = vars(item) if isinstance(item, cls) else item
+            if not isinstance(fields, dict) or fields.keys() != checks.keys():
+                raise RecipeError(
+                    f"Invalid {where}[{i}]: {_short(item)}. Must be a {cls.__name__} with the fields {', '.join(checks)}."
+                )
+            checked.append(cls(**{name: one(f"{where}[{i}].{name}", fields[name]) for name, one in checks.items()}))
+        return checked
+
+    return check
+
+
+_Check = Callable[[str, Any], Any]
+"""Returns a value as plain Python, or raises an error that names the field."""
+
+_NOISE = _records(NoiseProbe, "probes", effective_steps=_number, sigma2=_number, mu2=_number)
+_SEED = partial(_integer, minimum=0)
+
+SETTINGS: dict[str, _Check] = {
+    "precision": partial(_one_of, allowed=("fp32", "bf16", "fp16")),
+    "grad_clip": _optional(_within("positive, or null for no clipping", lambda x: x > 0)),
+    "shuffle": _flag,
+    "drop_last": _flag,
+}
+"""The fields of ``AdaScaleConfig`` that a recipe keeps, because they change what the base run trains; and their checks."""
+
+_CHECKS: dict[str, _Check] = {
+    "hyperparameters": _json_object,
+    "base_batch_size": partial(_integer, minimum=1),
+    "total_steps": partial(_integer, minimum=1),
+    "base_steps_per_epoch": _optional(_within("positive", lambda x: x > 0)),
+    "scheduler_unit": partial(_one_of, allowed=("step", "epoch", None)),
+    "metric": _text,
+    "mode": partial(_one_of, allowed=("min", "max")),
+    "score": _number,
+    "noise": _NOISE,
+    "seed": _SEED,
+    "search": _json_object,
+    "workload": partial(_text, empty=True),
+    "versions": _texts,
+    "created": _date,
+    "repeats": _records(Repeat, "repeats", seed=_SEED, score=_number, noise=_NOISE),
+    "settings": _optional(_settings),
+    "momentum": _optional(_within("at least 0 and below 1, or null where unknown", lambda x: 0 <= x < 1)),
+}
 
 
 def _short(value: Any) -> str:

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ._errors import SettingError, noted
-from .chain import SEVERAL_OPTIMIZERS
 from .config import AdaScaleConfig
+from .optim.wrapper import check_parameters, check_wrappable
 from .recipe import Recipe
 
 INJECTED = ("base_batch_size", "total_steps")
@@ -98,12 +98,44 @@ class _Config(dict[str, Any]):
 
 
 @dataclass(kw_only=True, eq=False)
-class Workload:
+class Pieces:
+    """The pieces that every run has, checked. The attributes are those of :class:`Workload`.
+
+    Raises:
+        ValueError: A piece can't work. The message names it, with what to do.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: LRScheduler | None = None
+    train_dataset: Any
+    evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    extra_state: Mapping[str, Any] | None = None
+    after_step: Callable[[nn.Module], object] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            raise ValueError(f"Invalid model: {_kind(self.model)}. Must be a torch.nn.Module.")
+        check_wrappable(self.optimizer)
+        check_parameters(self.model, self.optimizer, alone=True)
+        if self.scheduler is not None:
+            check_scheduler(self.optimizer, self.scheduler)
+        if _length(self.train_dataset) == 0:
+            raise ValueError("Invalid train_dataset: it is empty. Must hold at least one example.")
+        for name in ("evaluate", "collate_fn", "after_step"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise ValueError(f"Invalid {name}: {_kind(value)}. Must be a function.")
+
+
+@dataclass(kw_only=True, eq=False)
+class Workload(Pieces):
     """The pieces of a training run, in plain torch, exactly as at the base batch. Not wrapped, not moved to a device.
 
     Attributes:
         model: The bare model.
-        optimizer: One optimizer over (some of) the model's parameters, with the learning rates of the base batch.
+        optimizer: One optimizer over the model's trainable parameters, with the learning rates of the base batch.
         scheduler: The learning-rate schedule, bound to ``optimizer``, or None for constant rates. Never step it.
         scheduler_unit: What one ``scheduler.step()`` meant in the base run: an optimizer ``"step"`` or an ``"epoch"``.
             Required with a scheduler.
@@ -123,31 +155,24 @@ class Workload:
         ValueError: A field can't work. The message names it, with what to do.
     """
 
-    model: nn.Module
-    optimizer: Optimizer
-    scheduler: LRScheduler | None = None
     scheduler_unit: Literal["step", "epoch"] | None = None
-    train_dataset: Any
     loss_fn: Callable[[nn.Module, Any], Tensor]
-    evaluate: Callable[[nn.Module], dict[str, float]] | None = None
     metric: str = "loss"
     mode: Literal["min", "max"] = "min"
-    collate_fn: Callable[[list[Any]], Any] | None = None
-    extra_state: Mapping[str, Any] | None = None
-    after_step: Callable[[nn.Module], object] | None = None
     config_reads: ConfigAccessLog | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, nn.Module):
-            raise ValueError(f"Invalid model: {_kind(self.model)}. Must be a torch.nn.Module.")
-        self._check_optimizer()
-        self._check_scheduler()
-        if _length(self.train_dataset) == 0:
-            raise ValueError("Invalid train_dataset: it is empty. Must hold at least one example.")
-        for name in ("loss_fn", "evaluate", "collate_fn", "after_step"):
-            value = getattr(self, name)
-            if not callable(value) and (value is not None or name == "loss_fn"):
-                raise ValueError(f"Invalid {name}: {_kind(value)}. Must be a function.")
+        super().__post_init__()
+        if self.scheduler_unit not in (None, "step", "epoch"):
+            raise ValueError(f"Invalid scheduler_unit={self.scheduler_unit!r}. Must be 'step' or 'epoch'.")
+        if self.scheduler is not None and self.scheduler_unit is None:
+            raise ValueError(
+                "Missing scheduler_unit. It is what one scheduler.step() meant in the base run: 'step' if it was called after "
+                "every optimizer step, 'epoch' if once an epoch. A wrong guess would be silently wrong: the learning rate "
+                "would fall hundreds of times too fast or too slowly."
+            )
+        if not callable(self.loss_fn):
+            raise ValueError(f"Invalid loss_fn: {_kind(self.loss_fn)}. Must be a function.")
         if not isinstance(self.metric, str) or not self.metric:
             raise ValueError(
                 f"Invalid metric={self.metric!r}. Must be 'loss' or a key of the dict that evaluate returns."
@@ -165,49 +190,44 @@ class Workload:
         with noted(lambda: _loss_note(model, batch)):
             return self.loss_fn(model, batch)
 
-    def _check_optimizer(self) -> None:
-        if isinstance(self.optimizer, list | tuple | dict):
-            raise ValueError(
-                f"Invalid optimizer: a {type(self.optimizer).__name__} of {len(self.optimizer)}. Must be one. "
-                + SEVERAL_OPTIMIZERS
-            )
-        if not isinstance(self.optimizer, Optimizer):
-            raise ValueError(f"Invalid optimizer: {_kind(self.optimizer)}. Must be a torch.optim.Optimizer.")
-        known = {id(p) for p in self.model.parameters()}
-        for g, group in enumerate(self.optimizer.param_groups):
-            for i, p in enumerate(group["params"]):
-                if id(p) not in known:
-                    raise ValueError(
-                        f"Invalid optimizer: parameter {i} of group {g}, of shape {tuple(p.shape)}, is not one of the "
-                        "model's. Build the optimizer from model.parameters() of this model, after any change to its "
-                        "layers; a loss with weights of its own belongs into the model."
-                    )
 
-    def _check_scheduler(self) -> None:
-        if self.scheduler_unit not in (None, "step", "epoch"):
-            raise ValueError(f"Invalid scheduler_unit={self.scheduler_unit!r}. Must be 'step' or 'epoch'.")
-        if self.scheduler is None:
-            return
-        if isinstance(self.scheduler, ReduceLROnPlateau):
+def nested_schedulers(scheduler: LRScheduler) -> Iterator[LRScheduler]:
+    """Yield the scheduler and the schedulers inside it (SequentialLR, ChainedScheduler)."""
+    yield scheduler
+    for inner in getattr(scheduler, "_schedulers", ()):
+        yield from nested_schedulers(inner)
+
+
+def check_scheduler(optimizer: Optimizer, scheduler: LRScheduler) -> None:
+    """Check that a scheduler is fresh, drives this optimizer, and has a curve that is known beforehand.
+
+    Raises:
+        ValueError: It has not. The message says what to use.
+    """
+    if not isinstance(scheduler, LRScheduler):
+        raise ValueError(
+            f"Invalid scheduler: {_kind(scheduler)}. Must be a torch.optim.lr_scheduler.LRScheduler or None; combine several "
+            f"with SequentialLR or ChainedScheduler.{torchs_own_hint(scheduler)}"
+        )
+    for part in nested_schedulers(scheduler):
+        if isinstance(part, ReduceLROnPlateau):
             raise ValueError(
-                "Invalid scheduler: ReduceLROnPlateau. Its learning rates depend on the run, so there is no schedule "
-                "to carry to another batch size. Use one that depends on the step alone."
+                "ReduceLROnPlateau is not supported: it follows a metric, so its curve is not known beforehand and"
+                " can't be replayed on another number of workers. Use a scheduler that is a function of the step, such"
+                " as MultiStepLR with the milestones of the base run."
             )
-        if not isinstance(self.scheduler, LRScheduler):
+        last_epoch = getattr(part, "last_epoch", 0)
+        if last_epoch > 0:
             raise ValueError(
-                f"Invalid scheduler: {_kind(self.scheduler)}. Must be a torch.optim.lr_scheduler.LRScheduler; combine "
-                f"several with SequentialLR or ChainedScheduler.{torchs_own_hint(self.scheduler)}"
+                f"The {type(part).__name__} was stepped already (last_epoch={last_epoch}). Give a fresh scheduler and"
+                " never call its step(). The schedule calls it by τ, also after a resume."
             )
-        if self.scheduler.optimizer is not self.optimizer:
-            raise ValueError(
-                "Invalid scheduler: it drives another optimizer than the workload's. Pass this optimizer to it."
-            )
-        if self.scheduler_unit is None:
-            raise ValueError(
-                "Missing scheduler_unit. It is what one scheduler.step() meant in the base run: 'step' if it was called after "
-                "every optimizer step, 'epoch' if once an epoch. A wrong guess would be silently wrong: the learning rate "
-                "would fall hundreds of times too fast or too slowly."
-            )
+    theirs, ours = scheduler.optimizer.param_groups, optimizer.param_groups
+    if scheduler.optimizer is not optimizer and [id(g) for g in theirs] != [id(g) for g in ours]:
+        raise ValueError(
+            f"The {type(scheduler).__name__} drives another optimizer ({type(scheduler.optimizer).__name__}) than the"
+            f" {type(optimizer).__name__} given here. Build the scheduler on the optimizer of the run."
+        )
 
 
 def torchs_own_hint(scheduler: object) -> str:

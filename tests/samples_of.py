@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ray_adascale import Recipe, Workload
-from ray_adascale.batch_policy import BatchPlan
+from ray_adascale.batch import BatchPlan
 from ray_adascale.recipe import NoiseProbe
 from ray_adascale.run.metrics import METRICS
 from ray_adascale.run.step import Step

@@ -16,12 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ray_adascale import AdaScaleConfig, Run, Throughput
-from ray_adascale.adaptive_batch import (
-    BatchSizeController,
-    EfficiencyBatch,
-)
-from ray_adascale.batch_policy import BatchLimits, BatchPlan, Position
+from ray_adascale import AdaScaleConfig, Run
+from ray_adascale.batch import BatchFollower, BatchPlan, BatchSettings
 from ray_adascale.run.trace import read_trace
 
 from . import changing_batch
@@ -30,7 +26,6 @@ from .model.reference_run import moments
 
 # ---- the decision ----------------------------------------------------------------------------------------------------
 
-LIMITS = BatchLimits(base_batch_size=10)
 PLANS = [BatchPlan(10, batch, 2, 1) for batch in (10, 12, 14, 20, 40, 80)]
 
 
@@ -57,28 +52,19 @@ PLANS = [BatchPlan(10, batch, 2, 1) for batch in (10, 12, 14, 20, 40, 80)]
 )
 def test_the_batch_that_is_wanted(now: int, sigma2: float, mu2: float, efficiency: float, wanted: float) -> None:
     plan = next(p for p in PLANS if p.global_batch_size == now)
-    policy = EfficiencyBatch(limits=LIMITS, target_efficiency=efficiency)
-    assert policy.wanted(PLANS, plan, sigma2, mu2) == pytest.approx(wanted, abs=1e-12)
-
-
-def test_a_step_takes_as_long_as_the_worker_with_the_most_examples() -> None:
-    # 10 examples on three workers: one of them has 4. In two passes each, 20 are 3.3 a pass, so one has 4 in one of them.
-    time = Throughput(example_s=1.0)
-    assert BatchPlan(10, 10, 3, 1).seconds(time) == 4
-    assert BatchPlan(10, 20, 3, 2).seconds(time) == 8
-    assert BatchPlan(10, 12, 3, 1).seconds(time) == 4
-    # 0.2 s a pass of 10; step 0.05 s; volume 0.3 s · 2/3 on three workers; hop 0.01 s · 2.
-    model = Throughput(example_s=0.02, step_s=0.05, volume_s=0.3, hop_s=0.01)
-    assert BatchPlan(10, 60, 3, 4).seconds(model) == pytest.approx(4 * 5 * 0.02 + 0.27)
+    settings = BatchSettings(base_batch_size=10, target_efficiency=efficiency)
+    it = BatchFollower(settings, 2, total_steps=1000, window=50)
+    it.plans, it.plan = PLANS, plan
+    assert it.wanted(sigma2, mu2) == pytest.approx(wanted, abs=1e-12)
 
 
 def follower(efficiency: Any = 0.5, workers: int = 2, **settings: Any) -> Any:
     config = AdaScaleConfig(base_batch_size=16, target_efficiency=efficiency, max_global_batch_size=256, **settings)
-    return config.batch_policy.controller(workers, total_steps=1000, window=50)
+    return BatchFollower(config.batch, workers, total_steps=1000, window=50)
 
 
-def decided(follower: BatchSizeController, tau: float, sigma2: float, mu2: float) -> int:
-    plan = follower.after_step(Position(tau, 0), lambda: (sigma2, mu2))
+def decided(follower: BatchFollower, tau: float, sigma2: float, mu2: float) -> int:
+    plan = follower.after_step(tau, lambda: (sigma2, mu2))
     return plan.global_batch_size
 
 
@@ -107,7 +93,7 @@ def test_a_resumed_follower_decides_as_one_that_was_never_stopped() -> None:
         assert decided(cut, tau, *both) == batches[-1]
         if number % 7 == 0:
             state, cut = cut.state(), follower()
-            cut.resume(state, Position(tau, 0), (math.nan, math.nan))
+            cut.resume(state, tau, lambda: (math.nan, math.nan))
             assert cut.plan == whole.plan
     assert len(set(batches)) > 4
 
@@ -119,7 +105,7 @@ def test_other_workers_go_on_towards_the_same_batch() -> None:
     assert two.plan.scale == 8
     one, three = follower(workers=1, max_accumulation=16), follower(workers=3, max_accumulation=16)
     for it in (one, three):
-        it.resume(two.state(), Position(39.0, 0), (6.4, 1.0))
+        it.resume(two.state(), 39.0, lambda: (6.4, 1.0))
         assert it.plan.scale == pytest.approx(8, rel=0.1)  # the nearest that they can make
 
 
@@ -132,13 +118,13 @@ def test_other_workers_take_the_batch_nearest_to_the_wanted_one_not_to_the_one_t
     two = follower(max_accumulation=16)
     assert [decided(two, tau, 11.125, 1.0) for tau in (13, 26, 39)] == [64, 128, 224]
     it = follower(workers=workers, max_accumulation=16)
-    it.resume(two.state(), Position(39.0, 0), (11.125, 1.0))
+    it.resume(two.state(), 39.0, lambda: (11.125, 1.0))
     assert it.plan.global_batch_size == batch
 
 
 def test_a_run_that_had_a_fixed_batch_decides_as_it_resumes() -> None:
     it = follower()
-    it.resume({}, Position(500.0, 0), (3.0, 1.0))  # S = 5, from 2 on: at most twice as much at once
+    it.resume({}, 500.0, lambda: (3.0, 1.0))  # S = 5, from 2 on: at most twice as much at once
     assert it.plan.global_batch_size == 64
 
 
@@ -150,11 +136,10 @@ def test_efficiency_one_is_the_base_batch_whatever_the_noise() -> None:
 
 
 def test_without_bounds_no_step_moves_the_clock_by_more_than_the_window() -> None:
-    policy = AdaScaleConfig(base_batch_size=16, target_efficiency=0.5).batch_policy
-    assert isinstance(policy, EfficiencyBatch)
-    assert 45 < policy.controller(2, total_steps=1000, window=50).plans[-1].scale <= 50
-    assert policy.controller(2, total_steps=1000, window=0.5).plans[-1].scale == 8  # a short run may grow all the same
-    assert policy.controller(2, total_steps=1000, window=50, largest=100).plans[-1].global_batch_size <= 100
+    batch = AdaScaleConfig(base_batch_size=16, target_efficiency=0.5).batch
+    assert 45 < batch.plans(2, window=50)[-1].scale <= 50
+    assert batch.plans(2, window=0.5)[-1].scale == 8  # a short run may grow all the same
+    assert batch.plans(2, window=50, largest=100)[-1].global_batch_size <= 100
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------

@@ -12,9 +12,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from ray_adascale import AdaScaleConfig
-from ray_adascale.batch_policy import Position
-from ray_adascale.batch_schedule import GivenBatches, read_schedule
-from ray_adascale.replay import Forecaster, Law, noise_curves, replay
+from ray_adascale.batch import BatchFollower, BatchSchedule, read_schedule
+from ray_adascale.forecast.replay import Forecaster, Law, noise_curves, replay
 from ray_adascale.run.eta import forecast_remaining_steps
 from ray_adascale.run.trace import read_trace
 
@@ -34,14 +33,13 @@ from .samples_of import recipe
         ([[0, 32], [200, 128], ["600", 512]], "steps", (0, 200, 600)),
         ("0:32,200:128,600:512", "steps", (0, 200, 600)),
         ("0%:32,1:128,2:512", "steps", (0, 1, 2)),
-        ([(0, 32), ("5000 examples", 128), ("9000examples", 512)], "examples", (0, 5000, 9000)),
     ],
 )
-def test_starts_are_shares_or_effective_steps_or_examples(given: Any, unit: Any, starts: tuple[float, ...]) -> None:
+def test_starts_are_shares_or_effective_steps(given: Any, unit: Any, starts: tuple[float, ...]) -> None:
     found = read_schedule(given)
-    assert found == GivenBatches(unit, starts, (32, 128, 512))
+    assert found == BatchSchedule(starts, (32, 128, 512), unit == "share")
     assert read_schedule(str(found)) == found
-    assert AdaScaleConfig(base_batch_size=32, batch_schedule=given).batch_policy.plan(1).global_batch_size == 32
+    assert AdaScaleConfig(base_batch_size=32, batch_schedule=given).batch.plan(1).global_batch_size == 32
 
 
 @pytest.mark.parametrize(
@@ -59,7 +57,7 @@ def test_starts_are_shares_or_effective_steps_or_examples(given: Any, unit: Any,
         ([(0, 32), (math.nan, 64)], "nan is no start"),
         ([(0, 32), ("100%", 64)], "'100%' is no start"),
         ("0:32,2 epochs:64", "'2 epochs' is no start"),
-        ("0:32,0.5examples:64", "is no start"),
+        ("0:32,50 examples:64", "is no start"),
         ([(0, 32.0)], r"32\.0 is no batch"),
         ([(0, True)], "True is no batch"),
         ("0:0", "0 is no batch"),
@@ -90,7 +88,7 @@ def test_other_schedules_are_refused_with_the_forms_there_are(given: Any, why: s
 )
 def test_settings_that_contradict_a_schedule_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        AdaScaleConfig(**({"base_batch_size": 8, "batch_schedule": "0:8"} | settings)).batch_policy.plan(1)
+        AdaScaleConfig(**({"base_batch_size": 8, "batch_schedule": "0:8"} | settings)).batch.plan(1)
 
 
 # ---- the plans -------------------------------------------------------------------------------------------------------
@@ -98,8 +96,8 @@ def test_settings_that_contradict_a_schedule_are_refused(settings: dict[str, Any
 
 def phases(schedule: Any, workers: int, **settings: Any) -> list[tuple[int, int]]:
     """(B, passes) of each batch of a schedule."""
-    policy: Any = AdaScaleConfig(**({"base_batch_size": 8, "batch_schedule": schedule} | settings)).batch_policy
-    return [(plan.global_batch_size, plan.accumulation) for plan in policy.plans(workers)]
+    batch = AdaScaleConfig(**({"base_batch_size": 8, "batch_schedule": schedule} | settings)).batch
+    return [(plan.global_batch_size, plan.accumulation) for plan in batch.plans(workers)]
 
 
 def test_each_batch_is_made_in_as_few_passes_as_possible() -> None:
@@ -126,40 +124,37 @@ def test_bounds_cut_the_batches_above_them() -> None:
     assert phases("0:22,10:64", 2, **few) == [(22, 1), (32, 1)]
 
 
+def following(schedule: str) -> BatchFollower:
+    batch = AdaScaleConfig(base_batch_size=8, batch_schedule=schedule).batch
+    return BatchFollower(batch, 2, total_steps=10, window=1.0)
+
+
 def test_a_batch_begins_at_the_first_boundary_that_has_reached_its_start() -> None:
-    def batches(schedule: str, *positions: tuple[float, float]) -> list[int]:
-        policy = AdaScaleConfig(base_batch_size=8, batch_schedule=schedule).batch_policy
-        it = policy.controller(2, total_steps=10, window=1.0)
-        assert it is not None
+    def batches(schedule: str, *taus: float) -> list[int]:
+        it = following(schedule)
         seen = [it.plan.global_batch_size]
-        for position in positions:
-            at, before = Position(*position), it.plan
-            due = it.due_by(at)
-            assert it.after_step(at, lambda: (math.nan, math.nan)) == it.plan
+        for tau in taus:
+            due, before = it.due_by(tau), it.plan
+            assert it.after_step(tau, lambda: (math.nan, math.nan)) == it.plan
             assert due or it.plan == before
             seen.append(it.plan.global_batch_size)
-            again = policy.controller(2, total_steps=10, window=1.0)
-            assert again is not None
-            again.resume(json.loads(json.dumps(it.state())), at, (1.0, 1.0))
+            again = following(schedule)
+            again.resume(json.loads(json.dumps(it.state())), tau, lambda: (1.0, 1.0))
             assert again.plan == it.plan
-            assert not again.due_by(at)
+            assert not again.due_by(tau)
         return seen
 
     # 0.7·10 is 7.000000000000001 in floats: τ = 7 is 70 % of 10 all the same.
-    assert batches("0:8,70%:16", (6.9, 0), (7.0, 0), (9.0, 0)) == [8, 8, 16, 16]
-    assert batches("0:8,3:32,5:16", (2.99, 0), (3.0, 0), (4.9, 0), (5.5, 0), (9.0, 0)) == [8, 8, 32, 32, 16, 16]
-    assert batches("0:8,3:32,5:8", (6.0, 0)) == [8, 8]  # one step went over the batch of 32
-    assert batches("0:8,100examples:16", (9.0, 99), (9.0, 100), (9.5, 116)) == [8, 8, 16, 16]
+    assert batches("0:8,70%:16", 6.9, 7.0, 9.0) == [8, 8, 16, 16]
+    assert batches("0:8,3:32,5:16", 2.99, 3.0, 4.9, 5.5, 9.0) == [8, 8, 32, 32, 16, 16]
+    assert batches("0:8,3:32,5:8", 6.0) == [8, 8]  # one step went over the batch of 32
 
 
 def test_a_step_that_may_end_in_the_second_of_two_equal_batches_is_read() -> None:
     """τ may be at most 6 by then, but it may be 4 as well, where the batch is 32."""
-    it = AdaScaleConfig(base_batch_size=8, batch_schedule="0:8,3:32,5:8").batch_policy.controller(
-        2, total_steps=10, window=1.0
-    )
-    assert it is not None
-    assert it.due_by(Position(6.0, 0))
-    assert it.after_step(Position(4.0, 0), lambda: (1.0, 1.0)).global_batch_size == 32
+    it = following("0:8,3:32,5:8")
+    assert it.due_by(6.0)
+    assert it.after_step(4.0, lambda: (1.0, 1.0)).global_batch_size == 32
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -189,17 +184,6 @@ def test_a_run_takes_each_batch_from_its_start_on_and_every_example_once(
     assert 200 <= run.effective_steps < 202
 
 
-@pytest.mark.parametrize("fused", [None, True])
-def test_starts_in_examples_count_what_the_run_has_taken(fused: bool | None) -> None:
-    run = make_run(network(), fused=fused, batch_schedule="0:4,100 examples:16,330examples:8")
-    steps = drive(run)
-    assert_exactly_once([steps])
-    begin = 0
-    for scale, _, after, _ in steps:
-        assert scale == (1 if begin < 100 else 4 if begin < 330 else 2)
-        begin = after
-
-
 def test_a_schedule_of_the_base_batch_is_the_base_run_bit_for_bit() -> None:
     outcomes = []
     for settings in ({"batch_schedule": "0:4,50%:4"}, {"per_worker_batch_size": 4}):
@@ -212,14 +196,11 @@ def change_steps(steps: list[Step]) -> list[int]:
     return [i for i in range(1, len(steps)) if steps[i][0] != steps[i - 1][0]]
 
 
-@pytest.mark.parametrize("schedule", [GIVEN, "0:4,160examples:15,500examples:8"])
-def test_stops_at_a_change_and_within_a_batch_leave_the_run_as_it_was_bit_for_bit(
-    tmp_path: Path, schedule: str
-) -> None:
-    whole = stopped_at(None, (), batch_schedule=schedule)
+def test_stops_at_a_change_and_within_a_batch_leave_the_run_as_it_was_bit_for_bit(tmp_path: Path) -> None:
+    whole = stopped_at(None, (), batch_schedule=GIVEN)
     first, second = change_steps(whole[1])
     stops = (first - 1, first, first + 1, (first + second) // 2, second - 1, second, second + 1, len(whole[1]) - 1)
-    assert stopped_at(str(tmp_path), stops, batch_schedule=schedule) == whole
+    assert stopped_at(str(tmp_path), stops, batch_schedule=GIVEN) == whole
 
 
 def _on_two(folder: str | None, stops: tuple[int, ...], settings: dict[str, Any]) -> Any:
@@ -278,7 +259,7 @@ def test_a_run_may_resume_with_a_schedule_and_without_one(tmp_path: Path) -> Non
     assert given.scale == 4
     follows = make_run(network(), str(tmp_path), target_efficiency=0.5, max_global_batch_size=32)
     assert follows.effective_steps == given.effective_steps
-    assert {scale for scale, *_ in drive(follows)} <= {plan.scale for plan in follows.parts.stages[0].controller.plans}
+    assert {scale for scale, *_ in drive(follows)} <= {plan.scale for plan in follows.parts.stages[0].follower.plans}
 
 
 # ---- forecast, time left, data, loops of others ----------------------------------------------------------------------
@@ -288,7 +269,7 @@ def test_a_schedule_is_forecast_as_it_runs() -> None:
     # Nothing but noise, so r = S: 10 steps at 8 examples, 10 at 16 up to τ = 30, and then (100 − 30)/8 at 64.
     noise = recipe([(0, 1, 0)])
     config = AdaScaleConfig(base_batch_size=8, batch_schedule="0:8,10%:16,30%:64")
-    found = Forecaster(noise).following(config.batch_policy, 2).expected
+    found = Forecaster(noise).following(config.batch, 2).expected
     assert [plan.global_batch_size for plan in found.plans] == [8] * 10 + [16] * 10 + [64] * 9
     assert found.tau[20:22] == (30, 38)
     by_hand = replay(
@@ -297,14 +278,11 @@ def test_a_schedule_is_forecast_as_it_runs() -> None:
         total_steps=100,
         law=Law(),
         base_batch_size=8,
-        controller=config.batch_policy.controller(2, total_steps=100, window=5.0),
+        follower=BatchFollower(config.batch, 2, total_steps=100, window=5.0),
     )
     assert by_hand == found
-    # The same changes by examples: 80 in the first 10 steps, 160 in the next 10.
-    counted = AdaScaleConfig(base_batch_size=8, batch_schedule="0:8,80examples:16,240examples:64").batch_policy
-    assert Forecaster(noise).following(counted, 2).expected == found
     left = forecast_remaining_steps(
-        noise, [], scale=1, rule="adascale", averaging_window=0.05, following=(config.batch_policy, 2)
+        noise, [], scale=1, rule="adascale", averaging_window=0.05, following=(config.batch, 2)
     )
     assert left is not None
     assert [left.at(tau) for tau in (0, 10, 30, 100)] == pytest.approx([28.75, 18.75, 8.75, 0])

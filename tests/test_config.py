@@ -33,7 +33,7 @@ from .samples_of import recipe, regression
             ],
             [0, -1, 2.0, True],
             [1, 10**12],
-            "Must be a positive integer",
+            "Must be an integer of at least 1",
         ),
         (
             ["total_epochs"],
@@ -53,7 +53,7 @@ from .samples_of import recipe, regression
             [1, 0.5, math.inf],
             "Must be a positive number",
         ),
-        (["num_loader_workers"], [-1, True], [0, 4], "Must be ≥ 0"),
+        (["num_loader_workers"], [-1, True], [0, 4], "Must be an integer of at least 0"),
         (["scheduler_unit"], ["batch"], [None, "step", "epoch"], "Must be one of"),
         (["sharding"], ["zero3", None], ["auto", "none", "oss", "zero2", "fsdp2"], "Must be one of"),
         (["precision"], ["int8"], ["fp32", "bf16", "fp16"], "Must be one of"),

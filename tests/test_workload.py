@@ -69,8 +69,9 @@ def test_good_pieces_are_taken(changes: dict[str, Any]) -> None:
     Workload(**parts(**changes))
 
 
-def test_some_parameters_may_stay_out_of_the_optimizer_and_schedulers_may_be_chained() -> None:
+def test_frozen_parameters_may_stay_out_of_the_optimizer_and_schedulers_may_be_chained() -> None:
     pieces = parts()
+    pieces["model"].bias.requires_grad_(False)
     optimizer = torch.optim.SGD([pieces["model"].weight], lr=0.1)
     Workload(**pieces | {"optimizer": optimizer, "scheduler": ChainedScheduler([StepLR(optimizer, 2)])})
 
@@ -91,13 +92,13 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
         ({"model": mse}, r"Invalid model: .*function.*nn\.Module"),
         ({"optimizer": []}, "one gain and one clock"),
         ({"optimizer": (sgd(nn.Linear(1, 1)), sgd(nn.Linear(1, 1)))}, "tuple of 2.*several parameter groups"),
-        ({"optimizer": None}, "Invalid optimizer: None"),
-        ({"optimizer": sgd(nn.Linear(2, 1))}, r"Invalid optimizer: parameter 0 of group 0, of shape \(1, 2\)"),
+        ({"optimizer": None}, "Invalid optimizer of type NoneType"),
+        ({"optimizer": sgd(nn.Linear(2, 1))}, "2 of the optimizer's 2 parameters are not in the model"),
         ({"scheduler_unit": None}, r"Missing scheduler_unit.*one scheduler\.step\(\) meant.*silently wrong"),
         ({"scheduler_unit": "batch"}, "Invalid scheduler_unit='batch'"),
         ({"scheduler": [1]}, "Invalid scheduler: .*SequentialLR"),
-        ({"scheduler": StepLR(sgd(nn.Linear(2, 1)), 1)}, "Invalid scheduler: it drives another optimizer"),
-        ({"scheduler": ReduceLROnPlateau(sgd(nn.Linear(2, 1)))}, "Invalid scheduler: ReduceLROnPlateau"),
+        ({"scheduler": StepLR(sgd(nn.Linear(2, 1)), 1)}, "The StepLR drives another optimizer"),
+        ({"scheduler": ReduceLROnPlateau(sgd(nn.Linear(2, 1)))}, "ReduceLROnPlateau is not supported"),
         ({"train_dataset": []}, "Invalid train_dataset: it is empty"),
         ({"loss_fn": None}, "Invalid loss_fn: None"),
         ({"evaluate": {"accuracy": 1}}, "Invalid evaluate"),
@@ -110,13 +111,6 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 def test_a_bad_piece_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Workload(**parts(**changes))
-
-
-def test_a_late_parameter_of_a_later_group_is_named_by_its_place() -> None:
-    pieces = parts(scheduler=None)
-    pieces["optimizer"].add_param_group({"params": [nn.Parameter(torch.zeros(5))]})
-    with pytest.raises(ValueError, match=r"parameter 0 of group 1, of shape \(5,\)"):
-        Workload(**pieces)
 
 
 def test_build_gives_the_function_a_copy_of_the_config() -> None:

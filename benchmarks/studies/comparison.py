@@ -149,7 +149,7 @@ def train(comparison: Comparison, job: Job) -> Result:
 
     def evaluate(model: nn.Module) -> dict[str, float]:
         assert built.evaluate is not None
-        scores = built.evaluate(model)
+        scores = dict(built.evaluate(model))
         curve.append((run.effective_steps, run.source.position, scores[built.metric]))
         return scores
 

@@ -23,8 +23,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, Workload
+from ray_adascale.cli.source import resolve
 from ray_adascale.workload import WorkloadFn
-from ray_adascale.workload_source import resolve
 
 sys.path.append(str(Path(__file__).parents[1]))
 from bench import Smoke

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ..batch_policy import BatchPlan, check_positive
+from .._errors import check_count
+from ..batch import BatchPlan
 from ..checkpoint.rng import capture_rng, restore_rng, seed_everything
 from ..config import AdaScaleConfig, read_settings
 from ..data import is_map_style
@@ -88,7 +89,7 @@ def find_batch_size(
         ValueError: Not even one example fits, or there is no way to find out. The message says why.
     """
     config = read_settings(config).with_recipe(recipe)
-    check_positive(workers=workers)
+    check_count("workers", workers)
     place = LocalBackend(device=device).device
     if place.type != "cuda" and not (place.type == "cpu" and sys.platform == "linux"):
         raise ValueError(f"Invalid device {place}. Memory is known on a CUDA device, and on the CPU under Linux.")

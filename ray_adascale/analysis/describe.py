@@ -63,7 +63,8 @@ def _recipe_text(recipe: Recipe) -> str:
 def _describe_checkpoint(path: Path) -> tuple[str, bool]:
     try:
         checkpoint.verify(path)
-        state, index = checkpoint.load_state(path), checkpoint.tensor_index(path)
+        saved = checkpoint.Saved(path)
+        state, index = saved.state, saved.index
     except checkpoint.CheckpointError as error:
         return f"Checkpoint {path}\n  DAMAGED      {error}", False
     plan = state.get("plan", {})

@@ -18,13 +18,13 @@ from rich import box
 from rich.table import Table
 
 from .._errors import SettingError
-from ..batch_policy import BatchPlan
+from ..batch import BatchPlan
 from ..config import AdaScaleConfig, read_settings
-from ..evidence import forecast_doubt
+from ..forecast.replay import MOST_STEPS, Forecaster, Steps
+from ..forecast.throughput import Throughput
 from ..optim.rules import make_rule, metric_of
 from ..recipe import Recipe
-from ..replay import MOST_STEPS, Forecaster, Steps
-from ..throughput import Throughput
+from ..run.evidence import forecast_doubt
 from .plots import pyplot
 
 _PAYS = 0.5  # share of the first worker's speed that further workers must add to be useful
@@ -47,7 +47,7 @@ class ForecastRow:
         num_samples: n = k · accumulation.
         examples: Examples of all steps together.
         steps: Optimizer steps, by the noise of all seeds together.
-        low: Fewest steps of the interval, see :class:`ray_adascale.replay.Forecaster`.
+        low: Fewest steps of the interval, see :class:`ray_adascale.forecast.replay.Forecaster`.
         high: Most steps of the interval.
         mean_gain: r̄, over optimizer steps.
         efficiency: r̄ / S, the share of the examples that results in effective steps.
@@ -243,7 +243,7 @@ def forecast_recipe(
             f"Invalid rule={config.rule!r}: its gain is taken in Adam's metric, and a search probes plain gradients. There "
             "is no forecast for it."
         )
-    policy = config.batch_policy
+    settings = config.batch
     forecaster = Forecaster(recipe, rule=made, averaging_window=config.averaging_window)
     base = recipe.total_steps * _step_time(throughput, BatchPlan(recipe.base_batch_size, recipe.base_batch_size, 1, 1))
 
@@ -253,8 +253,8 @@ def forecast_recipe(
 
     def run_on(k: int, most_steps: int = MOST_STEPS) -> tuple[Steps, float]:
         """Return the steps on k workers, and the mean time of one step."""
-        found = forecaster.following(policy, k, most_steps=most_steps)
-        plans = found.expected.plans or [policy.plan(k)]
+        found = forecaster.following(settings, k, most_steps=most_steps)
+        plans = found.expected.plans or [settings.plan(k)]
         return found, statistics.fmean(_step_time(throughput, plan) for plan in plans)
 
     def speedup(k: int, edge: str = "expected") -> float:
@@ -272,7 +272,7 @@ def forecast_recipe(
     rows: list[ForecastRow] = []
     for k, found, step_s in asked:
         expected = found.expected
-        plan = expected.plans[-1] if expected.plans else policy.plan(k)
+        plan = expected.plans[-1] if expected.plans else settings.plan(k)
         batch = expected.mean_batch if expected.plans else plan.global_batch_size
         low, high = min(math.floor(found.low), expected.steps), math.ceil(found.high)
         scale = batch / plan.base_batch_size
@@ -349,7 +349,9 @@ def _step_time(throughput: Throughput | None, plan: BatchPlan) -> float:
     """Return the seconds of a step; without a throughput model the number of its passes, as if nothing else took time."""
     if throughput is None:
         return plan.accumulation
-    return plan.seconds(throughput)
+    return throughput.step_seconds(
+        plan.world_size, plan.accumulation, plan.largest_pass
+    )  # workers wait for the largest
 
 
 def _notes(

@@ -19,8 +19,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from .._files import write_atomically
 from .._version import __version__
+from ..forecast.replay import Forecaster
 from ..recipe import Recipe
-from ..replay import Forecaster
 from .plots import color_of, draw_png, draw_svg, make_panels, same_curve
 from .runs import RunTrace, failure_of, load_run, with_distinct_labels
 

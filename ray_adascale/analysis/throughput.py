@@ -15,9 +15,9 @@ from .._errors import check_count
 from .._warn import warn_at_user
 from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig, read_settings
+from ..forecast.throughput import Measurement, Throughput
 from ..run.loop import Run
 from ..run.trace import read_trace
-from ..throughput import Measurement, Throughput
 from ..workload import WorkloadFn, build
 
 _WIDE = 1.5

@@ -1,8 +1,8 @@
 """The checkpoint on disk: saved, verified and loaded. It is complete or absent, and nothing in it is ever unpickled.
 
 ``save`` is collective: every worker writes its share of the tensors, to a folder of its own (Ray merges the folders;
-file names never collide) or to a shared one. ``load`` is not collective: each worker reads the tensors that it needs, so the
-number of workers and the kind of sharding may differ from those of the save. ``files`` defines the files of the folder,
+file names never collide) or to a shared one. Reading (``Saved``) is not collective: each worker reads the tensors that it needs,
+so the number of workers and the kind of sharding may differ from those of the save. ``files`` defines the files of the folder,
 ``dcp`` the format of the tensors.
 
 Data from a file is never unpickled, since files come from elsewhere. The ranks of a process group run one program and trust
@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -36,6 +37,7 @@ from .files import (
     MANIFEST,
     STATE,
     CheckpointError,
+    FileDigest,
     NoUsableCheckpoint,
     TensorShard,
     check_file,
@@ -47,6 +49,7 @@ from .files import (
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import Metadata, SavePlan
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     from . import dcp  # imports DCP, which takes most of a second; so it is imported where it is needed
 
@@ -352,7 +355,7 @@ def in_run(directory: StrPath) -> list[Path]:
     for path in sorted(Path(directory).glob("checkpoint_*")):
         if path.is_dir():
             try:
-                step = int(load_state(path)["iterations"])
+                step = int(Saved(path).state["iterations"])
             except (CheckpointError, LookupError, TypeError, ValueError):
                 step = max((step for step, _ in found), default=-1)
             found.append((step, path))
@@ -395,73 +398,94 @@ def _chosen(directory: StrPath) -> Path:
     return newest
 
 
-def load_state(directory: StrPath) -> dict[str, Any]:
-    """Read the ``state`` of ``save``; empty where it was None. Compares the digest of its file only.
+class Saved:
+    """A checkpoint that is read. Its manifest, state and index are read once, when they are first needed.
 
-    Raises:
-        CheckpointError: The manifest or state.json is missing, damaged or malformed.
-    """
-    path = Path(directory)
-    return read_json(path, read_manifest(path)[STATE])
-
-
-def tensor_index(directory: StrPath) -> dict[str, TensorInfo]:
-    """Return dtype and shape of each tensor by key. Reads no tensor.
-
-    Raises:
-        CheckpointError: The manifest or tensors.json is missing, damaged or malformed.
-    """
-    from . import dcp
-
-    path = Path(directory)
-    tensors, _ = dcp.read_index(path, read_manifest(path))
-    return {key: TensorInfo(value.properties.dtype, value.size) for key, value in tensors.items()}
-
-
-def load(directory: StrPath, into: Mapping[str, Tensor | TensorShard]) -> None:
-    """Fill tensors in place. Not collective: each rank loads the keys and shards that it needs.
-
-    Reads the chunks that overlap with the tensors, and compares the sizes of their files, not the digests. Call ``verify``
-    before, on one rank.
+    Digests are compared for the state and the index, and for files of tensors their sizes only. Call :func:`verify` before, on
+    one rank. Not collective: each rank loads the keys and shards that it needs.
 
     Args:
         directory: A folder with all files of the checkpoint.
-        into: Tensors to fill, on any device, by key. A DTensor gets this rank's part. A TensorShard or a plain
-            one-dimensional tensor loads from shards and from a plain one-dimensional tensor.
 
-    Raises:
-        TypeError: A value is not a dense tensor.
-        CheckpointError: The key is missing or has another dtype or shape, and no tensor is filled. Or a file is missing or
-            malformed, and some tensors may be filled.
+    Attributes:
+        folder: The folder.
     """
-    from . import dcp
 
-    path = Path(directory)
-    reader = dcp.Reader(path, read_manifest(path))
-    metadata = reader.read_metadata()
-    index = metadata.state_dict_metadata
-    for key, value in into.items():
-        check_tensor(key, value)
-        if key not in index:
-            near = difflib.get_close_matches(key, index, n=3, cutoff=0.0)
-            raise CheckpointError(f"{path} has no tensor {key!r}; it has, among {len(index)}, {near}.")
-        stored = index[key]
-        assert isinstance(stored, dcp.TensorStorageMetadata)
-        tensor, shape = (
-            (value.tensor, torch.Size([value.numel])) if isinstance(value, TensorShard) else (value, value.shape)
-        )
-        if (tensor.dtype, shape) != (stored.properties.dtype, stored.size):
-            raise CheckpointError(
-                f"{path}, key {key!r}: holds {stored.properties.dtype} of shape {tuple(stored.size)}, "
-                f"to be loaded into {tensor.dtype} of shape {tuple(shape)}."
+    def __init__(self, directory: StrPath) -> None:
+        self.folder = Path(directory)
+
+    @cached_property
+    def _manifest(self) -> dict[str, FileDigest]:
+        return read_manifest(self.folder)
+
+    @cached_property
+    def _metadata(self) -> Metadata:
+        from . import dcp
+
+        return dcp.Reader(self.folder, self._manifest).read_metadata()
+
+    @cached_property
+    def state(self) -> dict[str, Any]:
+        """The ``state`` of ``save``; empty where it was None.
+
+        Raises:
+            CheckpointError: The manifest or state.json is missing, damaged or malformed.
+        """
+        return read_json(self.folder, self._manifest[STATE])
+
+    @cached_property
+    def index(self) -> dict[str, TensorInfo]:
+        """Dtype and shape of each tensor by key.
+
+        Raises:
+            CheckpointError: The manifest or tensors.json is missing, damaged or malformed.
+        """
+        tensors = cast("dict[str, TensorStorageMetadata]", self._metadata.state_dict_metadata)
+        return {key: TensorInfo(value.properties.dtype, value.size) for key, value in tensors.items()}
+
+    def tensors(self, prefix: str) -> dict[str, Tensor]:
+        """Load all tensors whose keys begin with a prefix, on the CPU; return them by the rest of their keys."""
+        into = {
+            key: torch.empty(info.shape, dtype=info.dtype) for key, info in self.index.items() if key.startswith(prefix)
+        }
+        self.load(into)
+        return {key.removeprefix(prefix): value for key, value in into.items()}
+
+    def load(self, into: Mapping[str, Tensor | TensorShard]) -> None:
+        """Fill tensors in place, from the chunks that overlap with them.
+
+        Args:
+            into: Tensors to fill, on any device, by key. A DTensor gets this rank's part. A TensorShard or a plain
+                one-dimensional tensor loads from shards and from a plain one-dimensional tensor.
+
+        Raises:
+            TypeError: A value is not a dense tensor.
+            CheckpointError: The key is missing or has another dtype or shape, and no tensor is filled. Or a file is missing or
+                malformed, and some tensors may be filled.
+        """
+        from . import dcp
+
+        for key, value in into.items():
+            check_tensor(key, value)
+            if key not in self.index:
+                near = difflib.get_close_matches(key, self.index, n=3, cutoff=0.0)
+                raise CheckpointError(f"{self.folder} has no tensor {key!r}; it has, among {len(self.index)}, {near}.")
+            stored = self.index[key]
+            tensor, shape = (
+                (value.tensor, torch.Size([value.numel])) if isinstance(value, TensorShard) else (value, value.shape)
             )
-    # The steps of DCP's own ``load`` in a single process, without its fallback to DCP's metadata after an error, its warning and
-    # its BaseException.
-    planner = dcp.ShardLoadPlanner(into)
-    planner.set_up_planner({}, metadata, is_coordinator=True)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    plan = reader.prepare_local_plan(planner.create_local_plan())
-    reader.read_data(planner.finish_plan(plan), planner).wait()
+            if (tensor.dtype, shape) != (stored.dtype, stored.shape):
+                raise CheckpointError(
+                    f"{self.folder}, key {key!r}: holds {stored.dtype} of shape {tuple(stored.shape)}, "
+                    f"to be loaded into {tensor.dtype} of shape {tuple(shape)}."
+                )
+        # The steps of DCP's own ``load`` in a single process, without its fallback to DCP's metadata after an error, its warning
+        # and its BaseException.
+        reader, planner = dcp.Reader(self.folder, self._manifest), dcp.ShardLoadPlanner(into)
+        planner.set_up_planner({}, self._metadata, is_coordinator=True)
+        reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        plan = reader.prepare_local_plan(planner.create_local_plan())
+        reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
 def load_weights(directory: StrPath) -> dict[str, Tensor]:
@@ -476,13 +500,8 @@ def load_weights(directory: StrPath) -> dict[str, Tensor]:
     Raises:
         CheckpointError: The checkpoint is incomplete or damaged, or holds no model.
     """
-    directory = _chosen(directory)
-    into = {
-        key: torch.empty(info.shape, dtype=info.dtype)
-        for key, info in tensor_index(directory).items()
-        if key.startswith(WEIGHTS_PREFIX)
-    }
-    if not into:
-        raise CheckpointError(f"{directory} holds no model: no key starts with {WEIGHTS_PREFIX!r}.")
-    load(directory, into)
-    return {key.removeprefix(WEIGHTS_PREFIX): tensor for key, tensor in into.items()}
+    saved = Saved(_chosen(directory))
+    weights = saved.tensors(WEIGHTS_PREFIX)
+    if not weights:
+        raise CheckpointError(f"{saved.folder} holds no model: no key starts with {WEIGHTS_PREFIX!r}.")
+    return weights

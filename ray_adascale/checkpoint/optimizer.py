@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
@@ -151,7 +150,7 @@ def _unsupported(optimizer: Optimizer, what: str, why: str) -> TypeError:
     )
 
 
-def load_optimizer(directory: str | Path, optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
+def load_optimizer(saved: checkpoint.Saved, optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
     """Load this worker's part of the state, for the optimizer's present split. Not collective.
 
     Raises:
@@ -161,7 +160,7 @@ def load_optimizer(directory: str | Path, optimizer: Optimizer, names: Mapping[T
     by_name = {names[f.param]: (i, f) for i, f in enumerate(held)}
     into: dict[str, Tensor | TensorShard] = {}
     wanted: list[tuple[str, int, str, Fragment]] = []
-    for key, info in checkpoint.tensor_index(directory).items():
+    for key, info in saved.index.items():
         kind, _, rest = key.partition("/")
         name, _, entry = rest.rpartition("/")
         of_elements = kind == "optim" or kind.startswith(_ORDERED)
@@ -170,7 +169,7 @@ def load_optimizer(directory: str | Path, optimizer: Optimizer, names: Mapping[T
         i, f = by_name[name]
         if of_elements and info.shape.numel() != f.param.numel():
             raise CheckpointError(
-                f"{directory}, key {key!r}: holds {info.shape.numel()} elements, and {name} has {f.param.numel()}."
+                f"{saved.folder}, key {key!r}: holds {info.shape.numel()} elements, and {name} has {f.param.numel()}."
             )
         device = f.param.device if of_elements else "cpu"
         partial = not f.whole or is_dtensor(f.param)
@@ -180,7 +179,7 @@ def load_optimizer(directory: str | Path, optimizer: Optimizer, names: Mapping[T
         else:
             into[key] = torch.empty(info.shape, dtype=info.dtype, device=device)
         wanted.append((key, i, unquote(entry), f))
-    checkpoint.load(directory, into)
+    saved.load(into)
     state: dict[int, dict[str, Any]] = {}
     for key, i, entry, f in wanted:
         kind = key.partition("/")[0]

@@ -34,8 +34,8 @@ def add_batch_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--batch-schedule",
         metavar="START:B,...",
-        help="the batch from each start on, in examples of all workers: 0:32,20%%:128 (a share of the run), 0:32,300:128 "
-        "(effective steps) or '0:32,5000 examples:128'",
+        help="the batch from each start on, in examples of all workers: 0:32,20%%:128 (a share of the run) or 0:32,300:128 "
+        "(effective steps)",
     )
     parser.add_argument(
         "--rule",

@@ -141,7 +141,7 @@ def _check(request: Request, on_draw: Callable[[str], object] = lambda at: None)
     from ..analysis.check import Finding
     from ..recipe import Recipe
     from ..train.pickling import pickling_problem
-    from ..workload_source import resolve
+    from .source import resolve
 
     found: list[Finding] = []
     if request.storage_path is not None:
@@ -267,7 +267,7 @@ def _alone(failures: Mapping[str, str]) -> list[Finding]:
 
 def _space(spec: str, workload: str) -> Any:
     """Return the search space; an empty one if it would be ``param_space`` beside the workload, and there is none."""
-    from ..workload_source import resolve
+    from .source import resolve
 
     try:
         return resolve(spec, "--param-space")

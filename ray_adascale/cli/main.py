@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from ray.train import CheckpointConfig
 
     from ..config import AdaScaleConfig
+    from ..forecast.throughput import Throughput
     from ..recipe import Recipe
-    from ..throughput import Throughput
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,7 +84,7 @@ def _tune(args: argparse.Namespace) -> int:
     from ray.tune import RunConfig
 
     from ..search.tune import tune_recipe
-    from ..workload_source import resolve
+    from .source import resolve
 
     workload = resolve(args.workload)
     space = _param_space(args)
@@ -219,7 +219,7 @@ def _train(args: argparse.Namespace) -> int:
     from ..recipe import Recipe
     from ..train.retry import failure_in_words, whole_failure, worker_failure
     from ..train.trainer import AdaScaleTrainer
-    from ..workload_source import resolve
+    from .source import resolve
 
     args = run_folder.with_files_found(args)
     recipe = None if args.recipe is None else Recipe.load(args.recipe)
@@ -439,7 +439,7 @@ def _space_spec(args: argparse.Namespace) -> str:
 
 def _param_space(args: argparse.Namespace) -> Any:
     """Return the search space, with the hyperparameters that the command line fixes."""
-    from ..workload_source import resolve
+    from .source import resolve
 
     try:
         space = resolve(_space_spec(args), "--param-space")
@@ -458,7 +458,7 @@ def _measure(args: argparse.Namespace, recipe: Recipe, config: AdaScaleConfig) -
     """Fit the throughput model that ``--measure`` and ``--run`` ask for."""
     from ..analysis.runs import trace_path
     from ..analysis.throughput import measure_throughput
-    from ..workload_source import resolve
+    from .source import resolve
 
     workload = resolve(args.measure, "--measure")
     runs = [trace_path(run) for run in args.run]

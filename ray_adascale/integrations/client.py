@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .._errors import check_count
 from .._torch import called_to_make_state
 from .._warn import warn_at_user
-from ..batch_policy import BatchPlan
+from ..batch import BatchPlan
 from ..config import AdaScaleConfig, read_settings
 from ..gain import advanced
 from ..measure.per_example import not_covered

@@ -69,14 +69,7 @@ class NoiseMeter:
         self._every, self._decay, self._group = every, 1 - 1 / window, process_group
         self._average = Average.empty((2, 1), self._params[0].device)
         self._step = 0
-        self._verified = False
-        self._begin()
-
-    def _begin(self) -> None:
-        if self._norms.changed:
-            self._verified = False
-        # Hooks on a sharded parameter don't see its gradient.
-        self._norms.begin(verify=not self._verified and not self._sharded)
+        self._norms.begin()
 
     @torch.no_grad()
     def update(self) -> None:
@@ -90,7 +83,7 @@ class NoiseMeter:
             self._measure()
         self._step += 1
         if self._step % self._every == 0:
-            self._begin()
+            self._norms.begin()
 
     def _measure(self) -> None:
         measured = self._norms.end()
@@ -109,8 +102,10 @@ class NoiseMeter:
             raise RuntimeError(f"The noise of this step can't be measured: {measured.problem}.")
         if workers > 1 and sums[2] > 0:
             raise RuntimeError("The noise of this step can't be measured on another worker, which says why.")
-        if not self._verified:
-            self._verified = not bool(sums[3] > 0)  # a step that overflows, even if on one worker alone, shows nothing
+        if not self._norms.verified:
+            self._norms.verified = not bool(
+                sums[3] > 0
+            )  # a step that overflows, even if on one worker alone, shows nothing
         # A measured gradient is g_e·workers/B: divided by the examples of its pass and by the passes, not by the workers yet.
         examples = sums[1]
         mean_sq_norm = sums[:1] * examples / workers**2

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._torch import is_dtensor
 from .layers import COUPLING, LayerRule, Operands, rule_of, sum_over_positions
 from .norms import take_norm
 from .observers import queue_end_of_backward, refuse_compiled, refuse_nested
@@ -128,8 +129,8 @@ class ExampleNorms:
     """Measures the squared gradient norms of single examples in the backward passes between :meth:`begin` and :meth:`end`.
 
     Gradients stay unchanged, to the bit. Hooks are in place only in between. Within activation checkpointing the numbers are
-    right, but the inputs of the layers inside stay in memory. There is no host synchronization, except in :meth:`end` after
-    ``begin(verify=True)``.
+    right, but the inputs of the layers inside stay in memory. There is no host synchronization, except in :meth:`end` until the
+    model is :attr:`verified`.
 
     Args:
         model: The model, or one that wraps it for data parallelism.
@@ -137,6 +138,11 @@ class ExampleNorms:
 
     Attributes:
         trainable: Whether each parameter was trainable at the last :meth:`begin`; the measured ones were.
+        verified: Whether a measurement has shown that the model is covered; the caller sets it, once no worker has doubts. Until
+            then the sum over examples is compared with each parameter's gradient, which finds a parameter that is used outside
+            its layer's forward pass. And where a dimension of a layer's input is as long as the batch, a backward pass to the
+            first layer shows which one is that of the examples. A comparison costs the memory and the time of one more gradient.
+            Other trainable parameters begin it anew. Sharded parameters are never compared: hooks don't get their gradients.
 
     Raises:
         ValueError: A parameter is not covered; :func:`not_covered` names it.
@@ -150,13 +156,14 @@ class ExampleNorms:
         self._measuring = False
         self._handles: list[Any] = []
         self._tracing = False
+        self._comparable = not any(is_dtensor(p) for params in groups for p in params)
         self._find_layers()
         if self._uncovered is not None:
             raise ValueError(f"P{self._uncovered[1:]}.")
 
     def _find_layers(self) -> None:
         """Find the layers of the parameters that are trainable now."""
-        self.trainable = self._trainable_now()
+        self.trainable, self.verified = self._trainable_now(), not self._comparable
         self._layers, problems = _layers(self._model, self._params)
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         what = f"per-example norms are not available for {', '.join(problems[:3])}{more}"
@@ -216,23 +223,17 @@ class ExampleNorms:
         """Whether passes are measured now."""
         return self._measuring
 
-    def begin(self, *, verify: bool = False) -> None:
-        """Measure the passes from the next forward pass on: the gradients of the parameters that are trainable now.
-
-        Args:
-            verify: Compare the sum over examples with each parameter's gradient, too. This finds a parameter that is used outside
-                its layer's forward pass. And where a dimension of a layer's input is as long as the batch, see by a backward pass
-                to the first layer which one is that of the examples. It costs the memory and the time of one more gradient.
-        """
+    def begin(self) -> None:
+        """Measure the passes from the next forward pass on: the gradients of the parameters that are trainable now."""
         self.cancel()
         if self.changed:
             self._find_layers()
-        self._measuring, self._verify = True, verify
+        self._measuring, self._verify = True, not self.verified
         if self._uncovered is not None:
             return  # `end` reports it
         for layer in self._layers:
             self._handles.append(layer.module.register_forward_hook(self._forward_hook(layer)))
-            if verify:
+            if self._verify:
                 for key in layer.groups:
                     p = getattr(layer.module, key)
                     self._handles.append(p.register_hook(self._gradient_hook(p)))

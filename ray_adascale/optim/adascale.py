@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import _hooks
+from .._errors import check_count
 from .._torch import called_to_make_state, is_dtensor, uncompiled
 from .._warn import warn_at_user
 from ..sharding.oss import OSS
@@ -20,7 +21,7 @@ from .averages import Averages, CountDecay, Smoothing, check_averaging
 from .example_noise import NoiseChoice
 from .gradient_statistics import GradientStatistics
 from .rules import AdaScaleRule, ScalingRule
-from .step_shape import StepEnd, StepResult, StepShape, checked_count
+from .step_shape import StepEnd, StepResult, StepShape
 from .workers import Workers
 from .wrapper import OptimizerWrapper, check_parameters
 
@@ -113,7 +114,7 @@ class AdaScale(OptimizerWrapper):
         if model is not None:
             check_parameters(model, optimizer, alone=False)
         check_averaging(clip, smoothing, averaging_window, total_steps, variance_floor)
-        passes = checked_count("num_gradients_to_accumulate", num_gradients_to_accumulate)
+        passes = check_count("num_gradients_to_accumulate", num_gradients_to_accumulate)
         if base_batch_size is not None or batch_size is not None:
             if scale is not None or not base_batch_size or not batch_size:
                 raise ValueError(f"Give scale, or both of {base_batch_size=} and {batch_size=}.")
@@ -287,7 +288,7 @@ class AdaScale(OptimizerWrapper):
 
     def set_num_gradients_to_accumulate(self, num_gradients_to_accumulate: int, update_smoothing: bool = True) -> None:
         """Change the backward passes per step, and θ to max(1 − n/1000, 0)."""
-        passes = checked_count("num_gradients_to_accumulate", num_gradients_to_accumulate)
+        passes = check_count("num_gradients_to_accumulate", num_gradients_to_accumulate)
         self._require_boundary("set_num_gradients_to_accumulate")
         self.set_batch(passes=passes)
         if update_smoothing:

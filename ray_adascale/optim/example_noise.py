@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .._torch import is_dtensor
 from ..gain import gradient_moments
 from ..measure.per_example import ExampleNorms, not_covered
 from .step_shape import StepShape
@@ -135,9 +134,6 @@ class ExampleNoise:
 
     def __init__(self, model: nn.Module, groups: Sequence[Sequence[Tensor]], *, required: bool, budget: float) -> None:
         self._norms = ExampleNorms(model, groups)
-        # A hook on a sharded parameter does not get its gradient, so there is no comparison.
-        self._incomparable = any(is_dtensor(p) for params in groups for p in params)
-        self._verified = self._incomparable  # in this process
         self._budget, self.most_every = budget, math.inf
         self.required = required
         self._held: Tensor | None = None  # σ² of the last measured step, per gain
@@ -159,13 +155,13 @@ class ExampleNoise:
     @property
     def settled(self) -> bool:
         """Whether the model was shown to be covered, in this process too. Then no step needs :meth:`settle`."""
-        return self.confirmed and self._verified
+        return self.confirmed and self._norms.verified
 
     def begin_step(self) -> None:
         """Begin a step, before its first forward pass. A step that was begun without a backward pass begins anew."""
         self._forget_other_parameters()
         if self._step % self.every == 0 or not self.confirmed or self._held is None:
-            self._norms.begin(verify=not self._verified)
+            self._norms.begin()
         else:
             self._norms.cancel()
 
@@ -181,7 +177,7 @@ class ExampleNoise:
     def _forget_other_parameters(self) -> None:
         """Drop σ² and the confirmation if parameters were frozen or unfrozen: both are of other parameters."""
         if self._norms.changed:
-            self._held, self.confirmed, self._verified = None, False, self._incomparable
+            self._held, self.confirmed = None, False
 
     def end_passes(self) -> ExampleSums | None:
         """End the backward passes of a step; return the numbers of this worker if the step is measured."""
@@ -212,7 +208,7 @@ class ExampleNoise:
         if doubts == 0 and all(map(math.isfinite, norms)):
             if not self.confirmed:
                 self._every = math.ceil(cost / workers / self._budget)
-            self.confirmed = self._verified = True
+            self.confirmed = self._norms.verified = True
         return True
 
     def moments(self, sums: ExampleSums | None, reduced_sq_norm: Tensor, shape: StepShape) -> tuple[Tensor, Tensor]:

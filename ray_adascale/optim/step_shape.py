@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor
 
-
-def checked_count(name: str, count: Any) -> int:
-    """Return a count of passes or workers as an int. NumPy's integers are accepted, bools are not.
-
-    Args:
-        name: Name of the setting, for the error.
-        count: The user's value.
-
-    Raises:
-        ValueError: It is no integer, or less than 1.
-    """
-    if not isinstance(count, numbers.Integral) or isinstance(count, bool) or count < 1:
-        raise ValueError(f"Invalid {name}={count!r}. Must be an integer, at least 1.")
-    return int(count)
+from .._errors import check_count
 
 
 @dataclass(frozen=True)
@@ -50,7 +35,7 @@ class StepShape:
 
     def __post_init__(self) -> None:
         for name in ("passes", "workers", "loss_divisor"):
-            object.__setattr__(self, name, checked_count(name, getattr(self, name)))
+            object.__setattr__(self, name, check_count(name, getattr(self, name)))
         if not (math.isfinite(self.scale) and self.scale > 0):
             raise ValueError(
                 f"Invalid scale={self.scale}. Must be a positive number: global batch size / base batch size."

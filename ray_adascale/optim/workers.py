@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from .step_shape import checked_count
+from .._errors import check_count
 
 
 def _initialized() -> bool:
@@ -30,7 +30,7 @@ class Workers:
         self._assumed = world_size is None and not initialized
         if world_size is None:
             world_size = dist.get_world_size(process_group) if initialized else 1
-        world_size = checked_count("world_size", world_size)
+        world_size = check_count("world_size", world_size)
         if world_size > 1 and initialized:
             workers = dist.get_world_size(process_group)
             if workers != world_size:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from .._errors import SettingError
 from .._files import TRACE
 from .._warn import warn_at_user
-from ..batch_policy import BatchController, BatchPlan
+from ..batch import BatchFollower, BatchPlan
 from ..config import AdaScaleConfig, read_settings
 from ..data import make_source
 from ..data.iterables import known_length
@@ -23,9 +20,10 @@ from ..data.order import ExampleOrder
 from ..data.source import BatchSource, MapSource
 from ..optim.adascale import AdaScale
 from ..recipe import Recipe
+from ..workload import Pieces
 from .advice import NoiseWarning
 from .backend import Backend
-from .batch import AdaptiveBatch
+from .batch import StepBatch
 from .build import (
     check_built,
     check_recipe,
@@ -46,7 +44,6 @@ from .schedule import BaseSchedule, EffectiveSchedule
 from .step import Listener, LoopState, Stage
 from .trace import TraceFile, read_trace
 from .train_state import TrainState, log_start
-from .two_passes import TwoPasses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,19 +89,7 @@ class Parts:
     listeners: list[Listener]
 
 
-def assemble(
-    model: nn.Module,
-    optimizer: Optimizer,
-    scheduler: LRScheduler | None,
-    dataset: Any,
-    config: AdaScaleConfig,
-    *,
-    collate_fn: Callable[[list[Any]], Any] | None,
-    evaluate: Callable[[nn.Module], Mapping[str, float]] | None,
-    recipe: Recipe | None,
-    extra_state: Mapping[str, Any] | None,
-    backend: Backend,
-) -> Parts:
+def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, backend: Backend) -> Parts:
     """Build the parts of a run and load the newest checkpoint into them. Collective. The arguments are those of ``Run``.
 
     Raises:
@@ -112,46 +97,15 @@ def assemble(
     """
     config = read_settings(config).with_recipe(recipe)
     rank, device = backend.rank, backend.device
+    model, optimizer = pieces.model, pieces.optimizer
     check_built(model, optimizer, config, recipe)
     if rank == 0:
         warn_of_state_dict_hooks(optimizer)
-    _check_early_stop(config, evaluate)
-    policy = config.batch_policy
-    plan = policy.plan(backend.world_size)
-    source = make_source(
-        dataset,
-        plan.split(rank),
-        ExampleOrder(seed=config.seed, shuffle=config.shuffle, drop_last=config.drop_last),
-        collate_fn=collate_fn,
-        num_workers=config.num_loader_workers,
-        pin_memory=config.pin_memory,
-        length=_length(config, dataset, backend.world_size),
-        splits_change=policy.changes_batch,
-    )
-    per_epoch = source.base_steps_per_epoch(plan.base_batch_size)
-    total_steps = config.resolve_total_steps(per_epoch)
-    controller = policy.controller(
-        backend.world_size,
-        total_steps=total_steps,
-        window=config.averaging_window * total_steps,
-        largest=math.inf if per_epoch is None else per_epoch * plan.base_batch_size,
-    )
-    if controller is not None:
-        _check_epoch(controller, config, dataset)
-        plan = controller.plan
-        source.set_split(plan.split(rank))
-
-    schedule = EffectiveSchedule(
-        optimizer, scheduler, unit=config.scheduler_unit, base_steps_per_epoch=per_epoch, total_steps=total_steps
-    )
-    base_schedule = BaseSchedule(
-        base_batch_size=plan.base_batch_size,
-        total_steps=total_steps,
-        scheduler_unit=config.scheduler_unit,
-        base_steps_per_epoch=per_epoch,
-        lr_curve=schedule.curve(total_steps),
-    )
-    advice = check_schedule(scheduler, base_schedule, plan.global_batch_size)
+    _check_early_stop(config, pieces.evaluate)
+    source, follower, total_steps = _data_of(pieces, config, backend)
+    plan = follower.plan
+    schedule, base_schedule = _schedules_of(pieces, config, source, total_steps)
+    advice = check_schedule(pieces.scheduler, base_schedule, plan.global_batch_size)
     if rank == 0:
         for sentence in advice:
             warn_at_user(sentence)
@@ -174,13 +128,9 @@ def assemble(
         device=device,
         fully_sharded=wrapped.sharding == "fsdp2",
     )
-    batch: AdaptiveBatch | TwoPasses | None = None
-    if controller is not None:
-        batch = AdaptiveBatch(controller, wrapped.optimizer, source)
-    elif plan.num_samples == 1 and plan.scale != 1:
-        batch = TwoPasses(wrapped.optimizer, splits=isinstance(source, MapSource))
+    batch = StepBatch(follower, wrapped.optimizer, splits=isinstance(source, MapSource))
     evaluation = Evaluation(
-        evaluate, module, every=config.evaluate_every or total_steps / 10, early_stop=config.early_stop
+        pieces.evaluate, module, every=config.evaluate_every or total_steps / 10, early_stop=config.early_stop
     )
     state = LoopState()
     train_state = TrainState(
@@ -191,21 +141,21 @@ def assemble(
         schedule=schedule,
         source=source,
         loop=state,
-        stages=[evaluation] if batch is None else [batch, evaluation],
+        stages=[batch, evaluation],
         base_schedule=base_schedule,
         world_size=plan.world_size,
         recipe=None if recipe is None else recipe.fingerprint,
         rank=rank,
         device=device,
-        extra={} if extra_state is None else extra_state,
+        extra=pieces.extra_state or {},
     )
     trace: TraceFile | None = None
     with backend.latest_checkpoint() as folder:
         workers_before = None
         if folder is not None:
             workers_before = train_state.load(folder, accept_changes=config.accept_changes)
-        if batch is not None and (chosen := batch.plan_of(plan)) != plan:
-            plan = chosen
+        if batch.plan() != plan:
+            plan = batch.plan()
             set_batch(plan, wrapped.optimizer, source, rank)
         if evaluation.stalled is not None:
             state.stopped = evaluation.stalled
@@ -225,7 +175,7 @@ def assemble(
         process_group=on_cpu,
     )
     reporting = Reporting(backend, config.report_every_s, evaluation, checkpointing)
-    stages = (Interrupt(backend), evaluation, Preemption(backend), checkpointing, reporting)
+    stages = (batch, Interrupt(backend), evaluation, Preemption(backend), checkpointing, reporting)
     return Parts(
         backend=backend,
         config=config,
@@ -239,12 +189,64 @@ def assemble(
         optimizer=wrapped.optimizer,
         passes=passes,
         state=state,
-        stages=stages if batch is None else (batch, *stages),
+        stages=stages,
         evaluation=evaluation,
         checkpointing=checkpointing,
         reporting=reporting,
         listeners=listeners,
     )
+
+
+def _data_of(pieces: Pieces, config: AdaScaleConfig, backend: Backend) -> tuple[BatchSource, BatchFollower, int]:
+    """Return the source of the data with the first batch, the follower that chooses the batches, and T."""
+    dataset, workers = pieces.train_dataset, backend.world_size
+    plan = config.batch.plan(workers)
+    source = make_source(
+        dataset,
+        plan.split(backend.rank),
+        ExampleOrder(seed=config.seed, shuffle=config.shuffle, drop_last=config.drop_last),
+        collate_fn=pieces.collate_fn,
+        num_workers=config.num_loader_workers,
+        pin_memory=config.pin_memory,
+        length=_length(config, dataset, workers),
+        splits_change=config.batch.changes,
+    )
+    per_epoch = source.base_steps_per_epoch(plan.base_batch_size)
+    total_steps = config.resolve_total_steps(per_epoch)
+    follower = BatchFollower(
+        config.batch,
+        workers,
+        total_steps=total_steps,
+        window=config.averaging_window * total_steps,
+        largest=math.inf if per_epoch is None else per_epoch * plan.base_batch_size,
+    )
+    _check_epoch(follower, config, dataset)
+    if follower.plan != plan:
+        source.set_split(follower.plan.split(backend.rank))
+    return source, follower, total_steps
+
+
+def _schedules_of(
+    pieces: Pieces, config: AdaScaleConfig, source: BatchSource, total_steps: int
+) -> tuple[EffectiveSchedule, BaseSchedule]:
+    """Return the schedule that drives the optimizer, and the base run's."""
+    base_batch_size = config.batch.base_batch_size
+    per_epoch = source.base_steps_per_epoch(base_batch_size)
+    schedule = EffectiveSchedule(
+        pieces.optimizer,
+        pieces.scheduler,
+        unit=config.scheduler_unit,
+        base_steps_per_epoch=per_epoch,
+        total_steps=total_steps,
+    )
+    base_schedule = BaseSchedule(
+        base_batch_size=base_batch_size,
+        total_steps=total_steps,
+        scheduler_unit=config.scheduler_unit,
+        base_steps_per_epoch=per_epoch,
+        lr_curve=schedule.curve(total_steps),
+    )
+    return schedule, base_schedule
 
 
 def _length(config: AdaScaleConfig, dataset: Any, world_size: int) -> int | None:
@@ -294,18 +296,18 @@ def _listeners(
     """Return the listeners of rank 0. ``rows`` are those of earlier starts."""
     total_steps = train_state.base_schedule.total_steps
     window = config.averaging_window * total_steps
-    policy = config.batch_policy
+    batch = config.batch
     remaining = forecast_remaining_steps(
         recipe,
         rows,
         scale=plan.scale,
         rule=config.rule,
         averaging_window=config.averaging_window,
-        following=(policy, plan.world_size) if policy.changes_batch else None,
+        following=(batch, plan.world_size) if batch.changes else None,
     )
     tracker = EtaTracker(remaining)
     listeners: list[Listener] = []
-    if not policy.changes_batch:
+    if not batch.changes:
         listeners.append(NoiseWarning(window, remaining, train_state.base_schedule.highest_at))
     listeners.append(tracker)
     if trace is not None:
@@ -313,9 +315,9 @@ def _listeners(
     return [*listeners, *backend.listeners(tracker)]
 
 
-def _check_epoch(controller: BatchController, config: AdaScaleConfig, dataset: Any) -> None:
+def _check_epoch(follower: BatchFollower, config: AdaScaleConfig, dataset: Any) -> None:
     """Check that with ``drop_last`` no given batch is larger than an epoch. Batches that are not given are within it."""
-    most = max(plan.global_batch_size for plan in controller.plans)
+    most = max(plan.global_batch_size for plan in follower.plans)
     if config.drop_last and config.batch_schedule is not None and most > len(dataset):
         raise SettingError(
             f"Invalid {{}} with drop_last=True: its largest batch has {most} examples, and an epoch has {len(dataset)}, so every "

@@ -74,14 +74,14 @@ def attach(
             "AdaScaleConfig(global_batch_size=..., elastic=...) need ray_adascale.Run, which makes the batches by them. Give the "
             "loop's per_worker_batch_size and accumulation."
         )
-    if config.batch_policy.changes_batch:
+    if config.batch.changes:
         chosen = {"target_efficiency": config.target_efficiency, "batch_schedule": config.batch_schedule}
         raise SettingError(
             "Invalid {}: it changes the batch as the run goes on, and here the loop that owns the data loader decides the batch. "
             "Leave it out, or use ray_adascale.Run.",
             **{name: value for name, value in chosen.items() if value is not None},
         )
-    plan = config.batch_policy.plan(workers)
+    plan = config.batch.plan(workers)
     per_epoch = None if config.dataset_length is None else config.dataset_length / plan.base_batch_size
     total_steps = config.resolve_total_steps(per_epoch)
     adascale = adascale_of(optimizer, config, plan, total_steps=total_steps, grad_scaler=grad_scaler, model=bare)

@@ -96,13 +96,11 @@ class _Examples(_Source):
     def __init__(self, run: Run, workload: Workload, every: NoiseEvery) -> None:
         self._run, self.every = run, every.examples
         self._norms = ExampleNorms(run.module, [[p for group in run.optimizer.param_groups for p in group["params"]]])
-        self._verified = False
         self._halves = _Halves(run, workload, every.halves)
         self._problem: str | None = None
 
     def begin(self, batch: Any) -> None:
-        self._verified = self._verified and not self._norms.changed
-        self._norms.begin(verify=not self._verified)
+        self._norms.begin()
         self._batch = batch
 
     def end(self) -> tuple[float, float] | None:
@@ -120,7 +118,7 @@ class _Examples(_Source):
                 )
             self._halves.begin(self._batch)
             return self._halves.end()
-        self._verified = True
+        self._norms.verified = True
         grads = [p.grad for p in _trained(self._run) if p.grad is not None]
         reduced = torch.stack([n.to(measured.sq_norms) for n in take_norms(grads)]).square().sum()
         unscale = 1.0 if self._run.scaler is None else 1 / self._run.scaler.get_scale()  # .grad is unscaled already

@@ -22,11 +22,11 @@ from .._version import __version__
 from ..chain import largest_part
 from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig, read_settings
-from ..evidence import kind_of
 from ..recipe import SETTINGS, NoiseProbe, Recipe, Repeat
 from ..workload import Workload, WorkloadFn, build, injected_settings
 from .backend import Backend
 from .base_noise import NoiseEvery, NoiseRecorder
+from .evidence import kind_of
 from .loop import Run
 from .schedule import BaseSchedule
 
@@ -41,7 +41,7 @@ class Momentum:
     Attributes:
         value: m, 0 ≤ m < 1; None: unknown.
         is_beta: Whether m is β1, which a rule for betas changes.
-        optimizer_class: Name of the optimizer's class, see :func:`ray_adascale.evidence.kind_of`; empty: unknown.
+        optimizer_class: Name of the optimizer's class, see :func:`ray_adascale.run.evidence.kind_of`; empty: unknown.
     """
 
     value: float | None = None
@@ -265,7 +265,7 @@ def base_config(
         report_every_s=math.inf,
         checkpoint_every_s=math.inf,
     )
-    base.batch_policy.plan(1)
+    base.batch.plan(1)
     return base
 
 

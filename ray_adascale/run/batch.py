@@ -1,53 +1,79 @@
-"""The stage that changes the batch of a run. A controller of the batch policy decides; the stage acts."""
+"""The stage that sets the batch of the next step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from ..batch_policy import BatchController, BatchPlan, Position
-from ..data.source import BatchSource
+from .._warn import warn_at_user
+from ..batch import BatchFollower, BatchPlan
 from ..optim.adascale import AdaScale
 from .step import BoundaryFlags, RunAtBoundary, Stage
 
 
-class AdaptiveBatch(Stage):
-    """Sets the batch of the next step.
+class StepBatch(Stage):
+    """Sets the batch of the next step: the plan that the follower chooses.
+
+    Its pass is split in two, if the step has one gradient sample at S > 1 and its examples can't be measured. Only the first
+    measured step shows this of some models, so it may happen as the run goes on. A resume splits passes again.
 
     Args:
-        controller: Decides, from the optimizer's averages.
+        follower: Chooses the plan.
         optimizer: The optimizer of the run.
-        source: The data of the run.
+        splits: Whether the data can be split in other passes: not where they come in batches.
+
+    Attributes:
+        split: Whether passes were split, in this start or an earlier one.
     """
 
-    def __init__(self, controller: BatchController, optimizer: AdaScale, source: BatchSource) -> None:
-        self.controller = controller
+    def __init__(self, follower: BatchFollower, optimizer: AdaScale, *, splits: bool) -> None:
+        self.follower = follower
+        self.split = False
         self._optimizer = optimizer
-        self._source = source
+        self._splits = splits
 
-    def plan_of(self, plan: BatchPlan) -> BatchPlan:
-        """Return the controller's plan, in place of this one."""
-        return self.controller.plan
+    def plan(self) -> BatchPlan:
+        """Return the plan of the next step.
+
+        Raises:
+            ValueError: Its pass must be split, and the data come in batches.
+        """
+        plan = self.follower.plan
+        if plan.num_samples > 1 or plan.scale == 1 or not (self.split or self._optimizer.lacks_samples):
+            return plan
+        why = (
+            f"One gradient sample a step at scale {plan.scale:g} tells nothing of the noise, and the single examples of this "
+            "model can't be measured."
+        )
+        if not self._splits:
+            half = plan.global_batch_size // 2
+            raise ValueError(
+                f"{why} Make two passes of half the size: AdaScaleConfig(accumulation=2, per_worker_batch_size={half}), with "
+                f"batches of {half} examples. A map-style dataset is split by the run itself."
+            )
+        if not self.split:
+            self.split = True
+            warn_at_user(f"{why} So a step has two passes of half the size from now on, as with accumulation=2.")
+        return replace(plan, accumulation=2)
 
     def due_by(self, effective_steps: float) -> bool:
-        return self.controller.due_by(self._at(effective_steps))
+        return self._optimizer.lacks_samples or self.follower.due_by(effective_steps)
 
     def act(self, run: RunAtBoundary, flags: BoundaryFlags) -> str | None:
-        plan = self.controller.after_step(
-            self._at(run.effective_steps),
-            self._optimizer.average_moments,
-        )
-        if plan != run.plan:
-            run.set_plan(plan)
+        if self.due_by(run.effective_steps):
+            self.follower.after_step(run.effective_steps, self._optimizer.average_moments)
+            plan = self.plan()
+            if plan != run.plan:
+                run.set_plan(plan)
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"following": self.controller.state()}
+        return {"following": self.follower.state(), "two_passes": self.split}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load this stage's part of a checkpoint's state, after optimizer and data have loaded theirs."""
-        at, moments = self._at(self._optimizer.effective_steps), self._optimizer.average_moments()
-        self.controller.resume(state.get("following", {}), at, moments)
-
-    def _at(self, effective_steps: float) -> Position:
-        return Position(effective_steps, self._source.position)
+        """Load this stage's part of a checkpoint's state, after the optimizer has loaded its own."""
+        self.split = state.get("two_passes", False)
+        self.follower.resume(
+            state.get("following", {}), self._optimizer.effective_steps, self._optimizer.average_moments
+        )

@@ -14,12 +14,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .._errors import SettingError
 from .._warn import warn_on_first_worker
-from ..batch_policy import BatchPlan
-from ..chain import SEVERAL_OPTIMIZERS, parts_of
+from ..batch import BatchPlan
+from ..chain import parts_of
 from ..checkpoint.optimizer import parameter_names
 from ..config import AdaScaleConfig
 from ..data.source import BatchSource
-from ..evidence import doubt, recipe_doubt
 from ..optim.adam_metric import adam_preconditioner
 from ..optim.adascale import AdaScale
 from ..optim.rules import betas_of, make_rule, metric_of
@@ -28,6 +27,7 @@ from ..recipe import Recipe
 from ..sharding.oss import OSS
 from ..sharding.partition import has_state
 from ..sharding.sharded_ddp import ShardedDataParallel
+from .evidence import doubt, recipe_doubt
 from .schedule import BaseSchedule, curve_difference, other_length
 
 
@@ -58,18 +58,10 @@ def check_built(model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig, 
     Raises:
         ValueError: There is not. The message names what to pass.
     """
-    if isinstance(optimizer, list | tuple | dict):
-        raise ValueError(
-            f"Invalid optimizer: a {type(optimizer).__name__} of {len(optimizer)}. Must be one. {SEVERAL_OPTIMIZERS}"
-        )
-    if not isinstance(optimizer, Optimizer):
-        raise ValueError(f"Invalid optimizer of type {type(optimizer).__name__}. Must be a torch.optim.Optimizer.")
     if isinstance(model, DistributedDataParallel | ShardedDataParallel):
         raise ValueError("Pass the bare model: it is wrapped for data parallelism here.")
-    if isinstance(optimizer, AdaScale | OSS):
-        raise ValueError(
-            f"Pass the bare optimizer: it is wrapped here, so {type(optimizer).__name__} would wrap it twice."
-        )
+    if isinstance(optimizer, OSS):
+        raise ValueError("Pass the bare optimizer: it is wrapped here, so OSS would wrap it twice.")
     rule = make_rule(config.rule)
     betas = betas_of(rule)
     # These before a warning that says that the run goes on.

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from .. import checkpoint
 from .._files import room_in_words
-from ..batch_policy import BatchPlan
+from ..batch import BatchPlan
 from .backend import Backend
 from .step import BoundaryFlags, IntervalTimer, RunAtBoundary, Stage, StepReport
 from .trace import TraceFile

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from ..batch_policy import BatchPolicy
+from ..batch import BatchSettings
+from ..forecast.replay import Forecaster, Replay
 from ..optim.rules import AdaScaleRule, ScalingRule, make_rule, metric_of
 from ..recipe import Recipe
-from ..replay import Forecaster, Replay
 from .step import Listener, Step
 
 CORRECT_FROM = 0.2
@@ -192,7 +192,7 @@ def forecast_remaining_steps(
     scale: float,
     rule: str | ScalingRule,
     averaging_window: float,
-    following: tuple[BatchPolicy, int] | None = None,
+    following: tuple[BatchSettings, int] | None = None,
 ) -> RemainingSteps | None:
     """Return the forecast of the remaining steps; None without a recipe that has noise.
 
@@ -202,16 +202,15 @@ def forecast_remaining_steps(
         scale: S.
         rule: The scaling rule, as in :class:`ray_adascale.AdaScaleConfig`.
         averaging_window: The window of the averages, as in :class:`ray_adascale.AdaScaleConfig`.
-        following: Batch policy and workers of a run with an adaptive batch; else None. Gains of such a run don't correct the
+        following: Settings and workers of a run that changes its batch; else None. Gains of such a run don't correct the
             forecast, because other gains than forecast lead to another scale.
     """
     made = make_rule(rule)
     if recipe is None or not recipe.noise or metric_of(made) != "euclidean":
         return None
     if following is not None:
-        policy, workers = following
         forecaster = Forecaster(recipe, rule=made, averaging_window=averaging_window)
-        return RemainingSteps(forecaster.following(policy, workers).expected, 1.0, corrects=False)
+        return RemainingSteps(forecaster.following(*following).expected, 1.0, corrects=False)
     if scale <= 1:
         return None
     forecast = Forecaster(recipe, rule=made, averaging_window=averaging_window).at(scale).expected

@@ -17,14 +17,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .._warn import warn_on_first_worker
-from ..batch_policy import BatchPlan
+from ..batch import BatchPlan
 from ..checkpoint.rng import separate_streams
 from ..config import AdaScaleConfig
 from ..data import to_device
 from ..data.iterables import IterableSource
 from ..gain import advanced
 from ..recipe import Recipe
-from ..workload import Workload, with_unit
+from ..workload import Pieces, Workload, with_unit
 from .advice import UnreadHyperparameters, warn_of_equal_batches
 from .assemble import assemble
 from .backend import Backend, LocalBackend
@@ -97,18 +97,20 @@ class Run:
         after_step: Callable[[nn.Module], object] | None = None,
         backend: Backend | None = None,
     ) -> None:
-        parts = assemble(
-            model,
-            optimizer,
-            scheduler,
-            dataset,
-            config,
+        pieces = Pieces(
+            model=model,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            train_dataset=dataset,
             collate_fn=collate_fn,
             evaluate=evaluate,
-            recipe=recipe,
             extra_state=extra_state,
-            backend=LocalBackend() if backend is None else backend,
+            after_step=after_step,
         )
+        self._assemble(pieces, config, recipe, backend)
+
+    def _assemble(self, pieces: Pieces, config: AdaScaleConfig, recipe: Recipe | None, backend: Backend | None) -> None:
+        parts = assemble(pieces, config, recipe=recipe, backend=LocalBackend() if backend is None else backend)
         self.backend, self.config, self.plan = parts.backend, parts.config, parts.plan
         self.source, self.schedule, self.base_schedule = parts.source, parts.schedule, parts.base_schedule
         self.module, self.model, self.optimizer = parts.module, parts.model, parts.optimizer
@@ -118,7 +120,7 @@ class Run:
         """Step counts and metrics so far, as they go into a checkpoint."""
         self.parts = parts
         """The objects that make up this run."""
-        self._after_step = after_step
+        self._after_step = pieces.after_step
         self._warned_of_skipped = False
         self._slower = "Lower the learning rate" if recipe is None else "Search for a recipe with a lower learning rate"
         self._probed: tuple[float, float] | None = None
@@ -141,19 +143,8 @@ class Run:
         Raises:
             ValueError: As for ``Run``; or ``config`` has another scheduler unit than the workload.
         """
-        run = cls(
-            workload.model,
-            workload.optimizer,
-            workload.scheduler,
-            workload.train_dataset,
-            with_unit(config, workload),
-            collate_fn=workload.collate_fn,
-            evaluate=workload.evaluate,
-            recipe=recipe,
-            extra_state=workload.extra_state,
-            after_step=workload.after_step,
-            backend=backend,
-        )
+        run = cls.__new__(cls)
+        run._assemble(workload, with_unit(config, workload), recipe, backend)
         if run.backend.rank == 0 and run.state.attempt == 0 and workload.config_reads is not None:
             run.parts.listeners.append(UnreadHyperparameters(workload.config_reads))
         return run

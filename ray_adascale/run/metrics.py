@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..batch_policy import BatchPlan
+from ..batch import BatchPlan
 from ..gain import plain_noise_scale
 from ..optim.adascale import AdaScale
 from .eta import LEFT, Eta

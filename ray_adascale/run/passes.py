@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from .._errors import noted
 from .._torch import count_of_writes
 from .._warn import warn_on_first_worker
-from ..batch_policy import BatchPlan
+from ..batch import BatchPlan
 from ..data.source import MicroBatch
 from ..optim.adascale import AdaScale
 from ..sharding.elsewhere import mark_gradients_elsewhere, unmark_gradients

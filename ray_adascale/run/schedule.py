@@ -23,12 +23,11 @@ from torch.optim.lr_scheduler import (
     LRScheduler,
     OneCycleLR,
     PolynomialLR,
-    ReduceLROnPlateau,
     SequentialLR,
 )
 
 from .._errors import noted
-from ..workload import torchs_own_hint
+from ..workload import check_scheduler, nested_schedulers
 
 SchedulerUnit = Literal["step", "epoch"]
 
@@ -109,7 +108,7 @@ class EffectiveSchedule:
             if value is not None and not (0 < value < math.inf):
                 raise ValueError(f"Invalid {name}={value!r}. Must be positive and finite.")
         if scheduler is not None:
-            _check_scheduler(optimizer, scheduler)
+            check_scheduler(optimizer, scheduler)
             if unit is None:
                 raise ValueError(
                     "Missing unit (scheduler_unit) of the learning-rate scheduler. Give the unit of one scheduler.step() at "
@@ -126,7 +125,7 @@ class EffectiveSchedule:
         self._unit = unit
         self._base_steps_per_epoch = base_steps_per_epoch
         self._calls = 0
-        self._parts = [] if scheduler is None else list(_nested(scheduler))
+        self._parts = [] if scheduler is None else list(nested_schedulers(scheduler))
         self._composite = len(self._parts) > 1
         self._left_at, self._left_lrs = self._counts(), self.lrs
         # Copied while the scheduler is fresh, because a curve may be computed later and begins at call 0.
@@ -450,7 +449,7 @@ def _dry_copy(scheduler: LRScheduler) -> LRScheduler:
     # deepcopy does not copy the objects in its memo: the parameters, and the optimizer, which becomes the stand-in.
     memo: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     memo[id(optimizer)] = _Standin(optimizer, memo)
-    parts = list(_nested(scheduler))
+    parts = list(nested_schedulers(scheduler))
     for part in parts:
         for value in vars(part).values():
             for item in value if isinstance(value, list | tuple) else (value,):
@@ -464,41 +463,6 @@ def _dry_copy(scheduler: LRScheduler) -> LRScheduler:
             f"Cannot copy the {type(scheduler).__name__} for a dry run ({error!r}). A scheduler must be deep-copyable:"
             " keep file handles, locks and the like out of its attributes and its callable objects."
         ) from error
-
-
-def _nested(scheduler: LRScheduler) -> Iterator[LRScheduler]:
-    """Yield the scheduler and the schedulers inside it (SequentialLR, ChainedScheduler)."""
-    yield scheduler
-    for inner in getattr(scheduler, "_schedulers", ()):
-        yield from _nested(inner)
-
-
-def _check_scheduler(optimizer: Optimizer, scheduler: LRScheduler) -> None:
-    kind = type(scheduler).__name__
-    if not isinstance(scheduler, LRScheduler):
-        raise ValueError(
-            f"Invalid scheduler of type {kind}. Must be a torch.optim.lr_scheduler.LRScheduler or None."
-            f"{torchs_own_hint(scheduler)}"
-        )
-    for part in _nested(scheduler):
-        if isinstance(part, ReduceLROnPlateau):
-            raise ValueError(
-                "ReduceLROnPlateau is not supported: it follows a metric, so its curve is not known beforehand and"
-                " can't be replayed on another number of workers. Use a scheduler that is a function of the step, such"
-                " as MultiStepLR with the milestones of the base run."
-            )
-        last_epoch = getattr(part, "last_epoch", 0)
-        if last_epoch > 0:
-            raise ValueError(
-                f"The {type(part).__name__} was stepped already (last_epoch={last_epoch}). Give a fresh scheduler and"
-                " never call its step(). The schedule calls it by τ, also after a resume."
-            )
-    theirs, ours = scheduler.optimizer.param_groups, optimizer.param_groups
-    if scheduler.optimizer is not optimizer and [id(g) for g in theirs] != [id(g) for g in ours]:
-        raise ValueError(
-            f"The {kind} drives another optimizer ({type(scheduler.optimizer).__name__}) than the"
-            f" {type(optimizer).__name__} given here. Build the scheduler on the optimizer of the run."
-        )
 
 
 def _restore(group: dict[str, Any], key: str, value: Any) -> None:

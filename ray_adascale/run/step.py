@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import IntFlag
 from typing import Any, Protocol
 
-from ..batch_policy import BatchPlan
+from ..batch import BatchPlan
 from .schedule import BaseSchedule, EffectiveSchedule
 
 

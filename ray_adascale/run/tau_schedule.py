@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .._torch import called_to_make_state
-from ..batch_policy import BatchPlan
+from ..batch import BatchPlan
 from ..optim.adascale import AdaScale
 from .schedule import BaseSchedule, EffectiveSchedule, SchedulerUnit
 

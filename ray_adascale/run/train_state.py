@@ -19,7 +19,7 @@ from .. import checkpoint
 from .._torch import uncompiled_name
 from .._version import __version__
 from .._warn import warn_at_user
-from ..batch_policy import BatchPlan
+from ..batch import BatchPlan
 from ..checkpoint.optimizer import hyperparameters, load_hyperparameters, load_optimizer, optimizer_tensors
 from ..checkpoint.rng import capture_rng, empty_rng, restore_rng
 from ..data.source import BatchSource
@@ -128,18 +128,12 @@ class TrainState:
             ValueError: Base batch, T, LR curve or data are not the checkpoint's, and the change was not accepted.
             CheckpointError: The checkpoint can't be read, or does not fit the model.
         """
-        saved = checkpoint.load_state(folder)
-        index = checkpoint.tensor_index(folder)
-        changed = self._changed_on_purpose(folder, saved, index, accept_changes)
-        into = _weights(self.module)
-        statistics = {
-            key.removeprefix("adascale/"): torch.empty(info.shape, dtype=info.dtype)
-            for key, info in index.items()
-            if key.startswith("adascale/")
-        }
-        into.update({f"adascale/{key}": value for key, value in statistics.items()})
-        checkpoint.load(folder, into)
-        load_optimizer(folder, self.optimizer, self.parameter_names)
+        whole = checkpoint.Saved(folder)
+        saved = whole.state
+        changed = self._changed_on_purpose(whole, accept_changes)
+        statistics = whole.tensors("adascale/")
+        whole.load(_weights(self.module))
+        load_optimizer(whole, self.optimizer, self.parameter_names)
         if changed:  # the new settings apply from this τ on
             self.schedule.load_state_dict({"calls": self.schedule.due(saved["effective_steps"])})
             ratio = saved["plan"]["base_batch_size"] / self.base_schedule.base_batch_size
@@ -155,17 +149,17 @@ class TrainState:
             setattr(self.loop, each.name, saved[each.name])
         for stage in self.stages:
             stage.load_state_dict(saved)
-        self._load_extra(folder, saved["extra"])
+        self._load_extra(whole)
         self.loop.attempt += 1
         if self.optimizer.effective_steps < self.base_schedule.total_steps:
             self.loop.stopped = None  # the run had ended, and T is larger now
         workers: int = saved["plan"]["world_size"]
         if workers == self.world_size:
-            load_rng(folder, self.rank, self.device)
+            load_rng(whole, self.rank, self.device)
         return workers
 
-    def _load_extra(self, folder: Path, saved: Mapping[str, Any]) -> None:
-        index = checkpoint.tensor_index(folder)
+    def _load_extra(self, whole: checkpoint.Saved) -> None:
+        saved = whole.state["extra"]
         for name, state in saved.items():
             if name not in self.extra:
                 if self.rank == 0:
@@ -174,31 +168,25 @@ class TrainState:
                     )
                 continue
             prefix = f"{_EXTRA}{name}/"
-            into = {
-                key: torch.empty(info.shape, dtype=info.dtype) for key, info in index.items() if key.startswith(prefix)
-            }
-            checkpoint.load(folder, into)
-            self.extra[name].load_state_dict(put_together(state, into))
+            tensors = {f"{prefix}{key}": value for key, value in whole.tensors(prefix).items()}
+            self.extra[name].load_state_dict(put_together(state, tensors))
         missing = sorted(self.extra.keys() - saved.keys())
         if missing and self.rank == 0:
             warn_at_user(
-                f"The checkpoint {folder.name} has no extra_state {', '.join(map(repr, missing))}: it begins as it was built."
+                f"The checkpoint {whole.folder.name} has no extra_state {', '.join(map(repr, missing))}: it begins as built."
             )
 
-    def _changed_on_purpose(
-        self, folder: Path, saved: Mapping[str, Any], index: Mapping[str, checkpoint.TensorInfo], accept: bool
-    ) -> bool:
+    def _changed_on_purpose(self, whole: checkpoint.Saved, accept: bool) -> bool:
         """Return whether base batch, T or LR curve were changed since the checkpoint. Warn of accepted changes.
 
         Raises:
             ValueError: They were changed, and ``accept`` is False.
         """
-        curve = torch.empty(index["schedule/lr_curve"].shape, dtype=torch.float64)
-        checkpoint.load(folder, {"schedule/lr_curve": curve})
+        saved, curve = whole.state, whole.tensors("schedule/")["lr_curve"]
         changed = changes_since(saved_schedule(saved, curve.tolist()), self.base_schedule)
         if not changed:
             return False
-        what = f"The run was changed since its checkpoint {folder.name}: {'; '.join(changed)}."
+        what = f"The run was changed since its checkpoint {whole.folder.name}: {'; '.join(changed)}."
         if not accept:
             raise ValueError(
                 f"{what} Restore the settings, start a new run under another name, or accept them with "
@@ -263,12 +251,11 @@ def put_together(state: Any, tensors: Mapping[str, Tensor]) -> Any:
     return state
 
 
-def load_rng(folder: Path, rank: int, device: torch.device) -> None:
+def load_rng(saved: checkpoint.Saved, rank: int, device: torch.device) -> None:
     """Load the state of a worker's random number generators."""
-    index = checkpoint.tensor_index(folder)
     prefix = f"rng/{rank}/"
-    rng = {key: value for key, value in empty_rng(device).items() if f"{prefix}{key}" in index}
-    checkpoint.load(folder, {f"{prefix}{key}": value for key, value in rng.items()})
+    rng = {key: value for key, value in empty_rng(device).items() if f"{prefix}{key}" in saved.index}
+    saved.load({f"{prefix}{key}": value for key, value in rng.items()})
     restore_rng(rng, device)
 
 

@@ -296,7 +296,7 @@ class SearchSpec:
             checkpoint_every_s=given.checkpoint_every_s,
             async_checkpoint=False,  # the trial's own data is saved with it, and must be of the same step
         )
-        plan = spread.batch_policy.plan(num_workers)
+        plan = spread.batch.plan(num_workers)
         if plan.scale != 1:
             raise SettingError(
                 f"Invalid {{}} for a base batch of {base.base_batch_size}: in {plan.accumulation} passes each worker needs at "

@@ -221,13 +221,13 @@ class AdaScaleTrainer(TorchTrainer):
         fewest = scaling_config.num_workers
         if isinstance(fewest, tuple):
             config = replace(config, elastic=True)
-            config.batch_policy.plan(fewest[1])  # refuses bounds that leave no batch for this number
+            config.batch.plan(fewest[1])  # refuses bounds that leave no batch for this number
             fewest = fewest[0]
         if fewest < 1:
             raise SettingError(
                 "Invalid {}. Must be ≥ 1; without Ray use ray_adascale.Run.", "ScalingConfig", num_workers=fewest
             )
-        config.batch_policy.plan(fewest)
+        config.batch.plan(fewest)
         if config.total_epochs is None:
             config.resolve_total_steps(None)
         run_config = ray.train.RunConfig() if run_config is None else run_config

@@ -13,9 +13,11 @@ import rich.console
 
 from ray_adascale import AdamScaleRule, AdaScaleConfig
 from ray_adascale.analysis.forecast import Forecast, forecast_recipe, max_useful_workers
+from ray_adascale.analysis.forecast import _step_time as seconds
 from ray_adascale.analysis.throughput import Throughput
+from ray_adascale.batch import BatchPlan
+from ray_adascale.forecast.replay import Forecaster
 from ray_adascale.recipe import Repeat
-from ray_adascale.replay import Forecaster
 
 from ..samples_of import probes, recipe
 
@@ -270,7 +272,7 @@ def test_plot_and_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_run_that_follows_the_noise_has_its_mean_and_last_scale() -> None:
     # Nothing but noise: r = S, which doubles from 1/E = 2 at each decision up to the bound of 8: 2, 4, then 12 steps of 8
-    # (tests/test_replay.py). On one worker these are 2, 4 and 8 passes of 8 examples; on two half as many.
+    # (tests/forecast/test_replay.py). On one worker these are 2, 4 and 8 passes of 8 examples; on two half as many.
     config = AdaScaleConfig(target_efficiency=0.5, max_global_batch_size=64)
     made = forecast_recipe(recipe([(0, 1, 0)]), workers=[1, 2], config=config, throughput=MODEL)
     one, two = made.rows
@@ -303,3 +305,14 @@ def test_where_one_worker_cannot_make_a_batch_the_fewest_that_can_set_the_share(
     assert max_useful_workers(lambda k: 0.0 if k < 4 else speeds.get(k, 4.7), 64) == 5
     with pytest.raises(ValueError, match="No number of workers up to 64 can make a batch"):
         max_useful_workers(lambda k: 0.0, 64)
+
+
+def test_a_step_takes_as_long_as_the_worker_with_the_most_examples() -> None:
+    # 10 examples on three workers: one of them has 4. In two passes each, 20 are 3.3 a pass, so one has 4 in one of them.
+    time = Throughput(example_s=1.0)
+    assert seconds(time, BatchPlan(10, 10, 3, 1)) == 4
+    assert seconds(time, BatchPlan(10, 20, 3, 2)) == 8
+    assert seconds(time, BatchPlan(10, 12, 3, 1)) == 4
+    # 0.2 s a pass of 10; step 0.05 s; volume 0.3 s · 2/3 on three workers; hop 0.01 s · 2.
+    model = Throughput(example_s=0.02, step_s=0.05, volume_s=0.3, hop_s=0.01)
+    assert seconds(model, BatchPlan(10, 60, 3, 4)) == pytest.approx(4 * 5 * 0.02 + 0.27)

@@ -85,9 +85,10 @@ def reseal(folder: Path) -> None:
 
 def read_all(folder: Path) -> None:
     """Everything that reads tensors, state or index, without verifying first."""
-    checkpoint.load_state(folder)
-    index = checkpoint.tensor_index(folder)
-    checkpoint.load(folder, {key: torch.empty(info.shape, dtype=info.dtype) for key, info in index.items()})
+    saved = checkpoint.Saved(folder)
+    assert isinstance(saved.state, dict)
+    index = saved.index
+    saved.load({key: torch.empty(info.shape, dtype=info.dtype) for key, info in index.items()})
 
 
 def check_load(folder: str, rank: int, world: int, split: str) -> None:
@@ -97,7 +98,7 @@ def check_load(folder: str, rank: int, world: int, split: str) -> None:
     target = torch.empty(17, 9)
     if rank == 0:  # not collective: ranks may ask for different keys
         into["model/weight"] = target
-    checkpoint.load(folder, into)
+    checkpoint.Saved(folder).load(into)
     assert torch.equal(part, flat()[start:stop])
     assert rank > 0 or torch.equal(target, weight())
 

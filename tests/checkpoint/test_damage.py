@@ -93,11 +93,11 @@ def test_a_checkpoint_that_is_being_deleted_is_none_any_more(one: Path, monkeypa
 
 
 def test_a_folder_that_does_not_exist_is_no_checkpoint(tmp_path: Path) -> None:
-    for read in (checkpoint.verify, checkpoint.load_state, checkpoint.tensor_index, checkpoint.load_weights):
+    for read in (checkpoint.verify, read_all, checkpoint.load_weights):
         with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
             read(tmp_path / "none")
     with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
-        checkpoint.load(tmp_path / "none", {})
+        checkpoint.Saved(tmp_path / "none").load({})
     assert not checkpoint.is_complete(tmp_path / "none")
 
 
@@ -178,7 +178,7 @@ def test_a_bad_index_is_refused(one: Path, where: list[Any], value: Any, message
     path.write_text(json.dumps(index))
     reseal(one)
     checkpoint.verify(one)  # as far as digests go, all is well
-    for read in (checkpoint.tensor_index, read_all, checkpoint.load_weights):
+    for read in (read_all, checkpoint.load_weights):
         with pytest.raises(CheckpointError, match=rf"tensors\.json, key 'model/weight': .*{message}"):
             read(one)
 
@@ -189,7 +189,7 @@ def test_two_chunks_at_one_place_are_refused(one: Path) -> None:
     (one / "tensors.json").write_text(json.dumps(index))
     reseal(one)
     with pytest.raises(CheckpointError, match="two chunks at"):
-        checkpoint.tensor_index(one)
+        checkpoint.Saved(one).load({})
 
 
 @pytest.mark.parametrize("name", ["state.json", "tensors.json"])

@@ -35,7 +35,7 @@ def test_anything_but_a_dense_tensor_is_refused(tmp_path: Path, value: Any, name
     assert not list(tmp_path.iterdir())
     checkpoint.save(tmp_path, {"bad": torch.ones(2)})
     with pytest.raises(TypeError, match=rf"key 'bad': .*{name}"):
-        checkpoint.load(tmp_path, {"bad": value})
+        checkpoint.Saved(tmp_path).load({"bad": value})
 
 
 def test_keys_are_strings(tmp_path: Path) -> None:

@@ -49,9 +49,9 @@ def save(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def load(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    checkpoint.load(folder, {f"model/{key}": value for key, value in model.state_dict().items()})
-    load_optimizer(folder, optimizer, parameter_names(model, optimizer))
-    load_hyperparameters(optimizer, checkpoint.load_state(folder)["param_groups"])
+    checkpoint.Saved(folder).load({f"model/{key}": value for key, value in model.state_dict().items()})
+    load_optimizer(checkpoint.Saved(folder), optimizer, parameter_names(model, optimizer))
+    load_hyperparameters(optimizer, checkpoint.Saved(folder).state["param_groups"])
 
 
 def fresh(name: str, wrap: str, low: torch.dtype = torch.float32) -> tuple[Net, Any]:
@@ -101,9 +101,9 @@ def test_goes_on_to_the_last_bit_over_every_split(pool: Pool, tmp_path: Path, na
     stored = {}
     for folder in (tmp_path / "twin", tmp_path / "4"):
         stored[folder.name] = {
-            key: torch.empty(info.shape, dtype=info.dtype) for key, info in checkpoint.tensor_index(folder).items()
+            key: torch.empty(info.shape, dtype=info.dtype) for key, info in checkpoint.Saved(folder).index.items()
         }
-        checkpoint.load(folder, stored[folder.name])
+        checkpoint.Saved(folder).load(stored[folder.name])
     if exact:
         assert_same(stored["4"], stored["twin"])
     else:
@@ -362,7 +362,7 @@ def test_a_parameter_of_another_size_is_refused_by_name(tmp_path: Path) -> None:
     wider = nn.Linear(4, 2)
     other = SGD(wider.parameters(), lr=0.1, momentum=0.9)
     with pytest.raises(CheckpointError, match=r"holds 6 elements, and weight has 8"):
-        load_optimizer(tmp_path, other, parameter_names(wider, other))
+        load_optimizer(checkpoint.Saved(tmp_path), other, parameter_names(wider, other))
 
 
 # ---- names -------------------------------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def test_through_a_checkpoint(tmp_path: Path) -> None:
     # What a fresh process allocates has the shapes of what an old one saved, whatever either drew before.
     seed(8)
     into = empty_rng(DEVICE)
-    checkpoint.load(tmp_path, {f"rng/{key}": value for key, value in into.items()})
+    checkpoint.Saved(tmp_path).load({f"rng/{key}": value for key, value in into.items()})
     restore_rng(into, DEVICE)
     assert draw() == first
 

@@ -42,7 +42,7 @@ def test_any_number_of_ranks_loads_what_any_number_saved(
 ) -> None:
     folder = saved(tmp_path, pool, world, own, split)
     checkpoint.verify(folder)
-    assert checkpoint.load_state(folder) == STATE
+    assert checkpoint.Saved(folder).state == STATE
     for other in ("even", "lopsided", "last"):
         check_load(str(folder), 0, 1, other)
         pool(2).run(load_ranks, str(folder), other)
@@ -52,24 +52,24 @@ def test_any_number_of_ranks_loads_what_any_number_saved(
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_key_may_be_on_any_of_the_ranks(tmp_path: Path, pool: Pool, world: int) -> None:
     folder = saved(tmp_path, pool, world)
-    assert set(checkpoint.tensor_index(folder)) == {
+    assert set(checkpoint.Saved(folder).index) == {
         "model/weight",
         "model/bias",
         "optim/exp_avg",
         *(f"rng/{rank}" for rank in range(world)),
     }
     last = torch.empty(5, dtype=torch.uint8)
-    checkpoint.load(folder, {f"rng/{world - 1}": last})
+    checkpoint.Saved(folder).load({f"rng/{world - 1}": last})
     assert last.tolist() == [world - 1] * 5
 
 
 def test_shards_load_into_a_plain_tensor_and_the_other_way_round(tmp_path: Path, pool: Pool) -> None:
     folder = saved(tmp_path, pool, 2)
     whole = torch.empty(NUMEL, dtype=torch.float64)
-    checkpoint.load(folder, {"optim/exp_avg": whole})
+    checkpoint.Saved(folder).load({"optim/exp_avg": whole})
     assert torch.equal(whole, flat())
     part = torch.empty(4)
-    checkpoint.load(folder, {"model/bias": TensorShard(part, 3, 9)})
+    checkpoint.Saved(folder).load({"model/bias": TensorShard(part, 3, 9)})
     assert part.tolist() == [3, 4, 5, 6]
 
 
@@ -77,7 +77,7 @@ def test_whole_parameters_as_shards_load_by_element(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, {"p": TensorShard(torch.arange(10.0), 0, 10)})
     parts = [torch.empty(3), torch.empty(0), torch.empty(7)]
     for offset, part in zip((0, 3, 3), parts, strict=True):
-        checkpoint.load(tmp_path, {"p": TensorShard(part, offset, 10)})
+        checkpoint.Saved(tmp_path).load({"p": TensorShard(part, offset, 10)})
     assert torch.cat(parts).tolist() == list(range(10))
 
 
@@ -116,9 +116,9 @@ def save_on_subgroup(folder: str) -> None:
 def test_a_process_group_of_some_ranks_saves_by_itself(tmp_path: Path, pool: Pool) -> None:
     pool(3).run(save_on_subgroup, str(tmp_path))
     checkpoint.verify(tmp_path)
-    assert checkpoint.load_state(tmp_path) == {"r": 0}
+    assert checkpoint.Saved(tmp_path).state == {"r": 0}
     whole = torch.empty(NUMEL, dtype=torch.float64)
-    checkpoint.load(tmp_path, {"x": whole})
+    checkpoint.Saved(tmp_path).load({"x": whole})
     assert torch.equal(whole, flat())
 
 
@@ -145,7 +145,7 @@ def load_dtensors(folder: str) -> None:
             target = dtensor(rows, [placement])
             expected = target.to_local().clone()
             target.to_local().fill_(math.nan)
-            checkpoint.load(folder, {f"model/{name}": target})
+            checkpoint.Saved(folder).load({f"model/{name}": target})
             assert torch.equal(target.to_local(), expected)
 
 
@@ -182,10 +182,10 @@ def test_every_bit_of_every_dtype_and_shape_comes_back(tmp_path: Path, dtype: to
         "parameter": nn.Parameter(whole, requires_grad=False),
     }
     checkpoint.save(tmp_path, stored | {"shard": TensorShard(whole[2:7], 0, 5), "none": TensorShard(whole[:0], 0, 0)})
-    assert checkpoint.tensor_index(tmp_path)["matrix"] == checkpoint.TensorInfo(dtype, torch.Size([2, 3]))
+    assert checkpoint.Saved(tmp_path).index["matrix"] == checkpoint.TensorInfo(dtype, torch.Size([2, 3]))
     into = {key: torch.zeros(value.shape, dtype=dtype) for key, value in stored.items()}
     into |= {"shard": torch.zeros(5, dtype=dtype), "none": torch.zeros(0, dtype=dtype)}
-    checkpoint.load(tmp_path, into)
+    checkpoint.Saved(tmp_path).load(into)
     for key, value in (stored | {"shard": whole[2:7], "none": whole[:0]}).items():
         assert into[key].contiguous().view(-1).view(torch.uint8).equal(value.contiguous().view(-1).view(torch.uint8))
 
@@ -193,7 +193,7 @@ def test_every_bit_of_every_dtype_and_shape_comes_back(tmp_path: Path, dtype: to
 def test_targets_may_be_views_and_parameters(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(4.0)})
     parameter, base = nn.Parameter(torch.zeros(2, 3)), torch.zeros(8)
-    checkpoint.load(tmp_path, {"a": parameter, "b": TensorShard(base[1::2][:3], 1, 4)})
+    checkpoint.Saved(tmp_path).load({"a": parameter, "b": TensorShard(base[1::2][:3], 1, 4)})
     assert parameter.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert base.tolist() == [0, 1, 0, 2, 0, 3, 0, 0]
 
@@ -203,7 +203,7 @@ def test_tensors_on_a_gpu(tmp_path: Path) -> None:
     device = torch.device("cuda")
     checkpoint.save(tmp_path, {"a": weight().to(device), "b": TensorShard(flat().to(device), 0, NUMEL)})
     a, b = torch.zeros(17, 9, device=device), torch.zeros(10, dtype=torch.float64, device=device)
-    checkpoint.load(tmp_path, {"a": a, "b": TensorShard(b, 5, NUMEL)})
+    checkpoint.Saved(tmp_path).load({"a": a, "b": TensorShard(b, 5, NUMEL)})
     assert torch.equal(a.cpu(), weight())
     assert torch.equal(b.cpu(), flat()[5:15])
 
@@ -211,7 +211,7 @@ def test_tensors_on_a_gpu(tmp_path: Path) -> None:
 def test_state_keeps_every_float(tmp_path: Path) -> None:
     values = [0.1 + 0.2, 1 / 3, 5e-324, 1.7976931348623157e308, -0.0, math.inf, -math.inf, math.nan, 2**70]
     checkpoint.save(tmp_path, {"x": torch.ones(1)}, {"values": values, "pair": (1, 2.0)})
-    state = checkpoint.load_state(tmp_path)
+    state = checkpoint.Saved(tmp_path).state
     assert [repr(value) for value in state["values"]] == [repr(value) for value in values]
     assert state["pair"] == [1, 2.0]
 
@@ -219,8 +219,8 @@ def test_state_keeps_every_float(tmp_path: Path) -> None:
 def test_no_state_and_no_tensors_are_a_checkpoint_too(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, {})
     checkpoint.verify(tmp_path)
-    assert checkpoint.load_state(tmp_path) == {}
-    assert checkpoint.tensor_index(tmp_path) == {}
+    assert checkpoint.Saved(tmp_path).state == {}
+    assert checkpoint.Saved(tmp_path).index == {}
 
 
 def test_there_is_no_pickled_metadata(tmp_path: Path, pool: Pool) -> None:
@@ -235,10 +235,10 @@ def test_loading_reads_only_the_files_that_are_needed(tmp_path: Path, pool: Pool
     start, stop = borders(0, 2, "even")
     (folder / "__1_0.distcp").unlink()
     part = torch.empty(stop - start, dtype=torch.float64)
-    checkpoint.load(folder, {"optim/exp_avg": TensorShard(part, start, NUMEL)})
+    checkpoint.Saved(folder).load({"optim/exp_avg": TensorShard(part, start, NUMEL)})
     assert torch.equal(part, flat()[start:stop])
     with pytest.raises(CheckpointError, match=r"__1_0\.distcp is missing"):
-        checkpoint.load(folder, {"optim/exp_avg": torch.empty(NUMEL, dtype=torch.float64)})
+        checkpoint.Saved(folder).load({"optim/exp_avg": torch.empty(NUMEL, dtype=torch.float64)})
 
 
 def test_files_are_synced_after_they_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,12 +301,12 @@ def save_v1(folder: str) -> None:
 
 def test_a_committed_checkpoint_of_version_1_loads_for_ever_after() -> None:
     checkpoint.verify(V1)
-    assert checkpoint.load_state(V1) == {"tau": 4.1, "best": math.inf, "scheduler": {"last_epoch": 3}}
+    assert checkpoint.Saved(V1).state == {"tau": 4.1, "best": math.inf, "scheduler": {"last_epoch": 3}}
     assert torch.equal(checkpoint.load_weights(V1)["weight"], torch.arange(6.0).view(2, 3) / 8)
     part = torch.empty(4, dtype=torch.float64)
-    checkpoint.load(V1, {"optim/exp_avg": TensorShard(part, 2, 7)})
+    checkpoint.Saved(V1).load({"optim/exp_avg": TensorShard(part, 2, 7)})
     assert part.tolist() == [2.1, 3.1, 4.1, 5.1]
-    assert checkpoint.tensor_index(V1)["optim/exp_avg"] == checkpoint.TensorInfo(torch.float64, torch.Size([7]))
+    assert checkpoint.Saved(V1).index["optim/exp_avg"] == checkpoint.TensorInfo(torch.float64, torch.Size([7]))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ def test_a_committed_checkpoint_of_version_1_loads_for_ever_after() -> None:
 
 def test_a_missing_key_is_named_beside_some_that_exist(one: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no tensor 'model/wieght'; .*among 4.*'model/weight'"):
-        checkpoint.load(one, {"model/wieght": torch.empty(17, 9)})
+        checkpoint.Saved(one).load({"model/wieght": torch.empty(17, 9)})
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ def test_a_missing_key_is_named_beside_some_that_exist(one: Path) -> None:
 def test_another_dtype_or_shape_is_refused_before_anything_is_filled(one: Path, target: Any, message: str) -> None:
     bias = torch.zeros(9)
     with pytest.raises(CheckpointError, match=f"key 'model/weight': .*{message}".replace("float64", "torch.float64")):
-        checkpoint.load(one, {"model/bias": bias, "model/weight": target})
+        checkpoint.Saved(one).load({"model/bias": bias, "model/weight": target})
     assert not bias.any()
 
 
@@ -340,7 +340,7 @@ def test_a_checkpoint_in_the_background_has_the_tensors_as_they_were_when_it_beg
     live.mul_(-1)  # the next optimizer step
     saving.finish()
     loaded = {"x": torch.empty(6)}
-    checkpoint.load(tmp_path / "one", loaded)
+    checkpoint.Saved(tmp_path / "one").load(loaded)
     assert torch.equal(loaded["x"], torch.arange(6.0))
 
 
@@ -349,9 +349,9 @@ def test_a_checkpoint_with_the_names_of_a_compiled_model_has_those_of_the_model(
     value = torch.arange(3.0)
     keys = ["model/_orig_mod.0.weight", "optim/_orig_mod.0.weight/exp_avg", "extra/average/_orig_mod.0.weight"]
     checkpoint.save(tmp_path / "one", dict.fromkeys(keys, value), state={})
-    index = checkpoint.tensor_index(tmp_path / "one")
+    index = checkpoint.Saved(tmp_path / "one").index
     assert set(index) == {"model/0.weight", "optim/0.weight/exp_avg", "extra/average/_orig_mod.0.weight"}
     into = {key: torch.zeros(3) for key in index}
-    checkpoint.load(tmp_path / "one", into)
+    checkpoint.Saved(tmp_path / "one").load(into)
     assert all(torch.equal(tensor, value) for tensor in into.values())
     assert torch.equal(checkpoint.load_weights(tmp_path / "one")["0.weight"], value)

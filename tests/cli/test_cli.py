@@ -29,7 +29,7 @@ from ray_adascale import AdaScaleConfig, Recipe, Throughput, _files, checkpoint
 from ray_adascale._errors import SettingError
 from ray_adascale._version import __version__
 from ray_adascale.analysis import throughput
-from ray_adascale.batch_schedule import GivenBatches
+from ray_adascale.batch import BatchSchedule
 from ray_adascale.cli import main, run_folder
 from ray_adascale.cli.arguments import error_text
 from ray_adascale.cli.checking import file_and_function
@@ -144,7 +144,7 @@ def test_an_efficiency_that_there_is_not_is_told_in_flags(
 def test_train_may_be_told_a_schedule_of_batches(called: dict[str, Any], said: list[str]) -> None:
     arguments = ["train", WORKLOAD, "--base-batch-size=8", "--total-steps=20", "--name=mine"]
     assert main.main([*arguments, *said]) == 0
-    assert called["config"].batch_policy.schedule == GivenBatches("share", (0, 0.2), (8, 16))
+    assert called["config"].batch.schedule == BatchSchedule((0, 0.2), (8, 16), True)
 
 
 def test_a_schedule_of_batches_that_cannot_be_is_told_in_flags(
@@ -406,7 +406,7 @@ def test_ray_that_does_not_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         (["train", WORKLOAD, "depth", "--base-batch-size=4", "--total-steps=4"], "key=value"),
         (
             ["train", WORKLOAD, "--base-batch-size=0", "--total-steps=4"],
-            "Invalid --base-batch-size 0. Must be a positive",
+            "Invalid --base-batch-size 0. Must be an integer",
         ),
         (
             ["tune", f"{SAMPLES}:row", "--base-batch-size=4", "--total-steps=4", "--param-space=no.py:x"],

@@ -30,10 +30,11 @@ def in_two_groups(model: nn.Module) -> list[list[Tensor]]:
 
 
 def measured(
-    model: nn.Module, passes: Iterable[tuple[Tensor, Tensor]], loss: Loss = loss_of, **how: Any
+    model: nn.Module, passes: Iterable[tuple[Tensor, Tensor]], loss: Loss = loss_of, *, verify: bool = False
 ) -> MeasuredPasses:
     norms = ExampleNorms(model, in_two_groups(model))
-    norms.begin(**how)
+    norms.verified = not verify
+    norms.begin()
     for x, y in passes:
         loss(model, x, y).backward()
     return norms.end()
@@ -179,6 +180,7 @@ def test_the_way_with_fewer_multiplications_is_taken(positions: int, width: int)
         loss_of(layer, x, y).backward()
     with measuring:
         norms = ExampleNorms(layer, [[layer.weight]])
+        norms.verified = True
         norms.begin()
         loss_of(layer, x, y).backward()
         norms.end()
@@ -222,12 +224,12 @@ def test_parameters_that_are_frozen_or_unfrozen_later_are_measured_from_the_next
     model[2].weight.requires_grad_(False)  # type: ignore[index, union-attr]
     norms = ExampleNorms(model, in_two_groups(model))
     for frozen in (0, 2, None):
-        norms.begin(verify=True)
+        norms.begin()
         for i in (0, 2):
             model[i].weight.requires_grad_(i != frozen)  # type: ignore[index, union-attr]
         for begun in (False, True):
             if begun:
-                norms.begin(verify=True)
+                norms.begin()
             assert norms.changed != begun
             model.zero_grad()
             loss_of(model, x, y).backward()
@@ -276,7 +278,7 @@ def test_a_pass_that_an_exception_ended_leaves_nothing(cleared: str, good_passes
     def loss() -> Tensor:
         return F.cross_entropy(model[3](OutOfMemory.apply(model[:3](x))), y)  # type: ignore[index, no-untyped-call]
 
-    norms.begin(verify=True)
+    norms.begin()
     for _ in range(good_passes):
         loss().backward()
     OutOfMemory.left, failing = 1, loss()
@@ -505,7 +507,8 @@ def test_the_examples_are_told_from_as_many_positions_by_what_depends_on_them() 
     torch.testing.assert_close(found.sq_norms, expected(model, x, y), rtol=1e-5, atol=0)
     norms = ExampleNorms(model, in_two_groups(model))
     for verify in (True, False):  # what was seen once holds from then on
-        norms.begin(verify=verify)
+        norms.verified = not verify
+        norms.begin()
         loss_of(model, x, y).backward()
         assert norms.end().problem is None
     mixed = measured(Square(transposed=True), [(x, y)], verify=True)
@@ -544,7 +547,8 @@ def test_which_dimension_has_the_examples_is_known_from_a_batch_of_another_size(
     norms = ExampleNorms(model, in_two_groups(model))
 
     def problem(x: Tensor, verify: bool) -> str | None:
-        norms.begin(verify=verify)
+        norms.verified = not verify
+        norms.begin()
         loss_of(model, x, y[: len(x)]).backward()
         found = norms.end()
         if found.problem is None and len(x) == M:
@@ -572,7 +576,7 @@ def test_a_compiled_model_is_not_measured() -> None:
     model = nn.Linear(3, 1)
     compiled = torch.compile(model, backend="eager")
     norms = ExampleNorms(model, [list(model.parameters())])
-    norms.begin(verify=True)
+    norms.begin()
     compiled(torch.randn(4, 3)).square().mean().backward()
     found = norms.end()
     assert found.problem is not None or found.examples == 4

@@ -413,7 +413,7 @@ def test_wrapping_twice_or_the_wrong_way_round_is_refused() -> None:
         ({"scale": 0.0}, "scale"),
         ({"scale": math.nan}, "scale"),
         ({"num_gradients_to_accumulate": 0}, "num_gradients_to_accumulate"),
-        ({"num_gradients_to_accumulate": 2.5}, r"num_gradients_to_accumulate=2\.5. Must be an integer, at least 1"),
+        ({"num_gradients_to_accumulate": 2.5}, r"num_gradients_to_accumulate=2\.5. Must be an integer of at least 1"),
         ({"world_size": 0}, "world_size"),
         ({"world_size": 2.5}, r"world_size=2\.5. Must be an integer"),
         ({"variance_floor": -1.0}, r"variance_floor=-1\.0"),

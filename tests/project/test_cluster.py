@@ -341,7 +341,7 @@ def _stop_a_job(address: str, run: Path, env: dict[str, str]) -> None:
     step = re.search(r"interrupted\. The run has written a checkpoint of optimizer step ([\d,]+)\.", said)
     assert step is not None, said
     (saved,) = run.glob("checkpoint_*/")
-    assert checkpoint.load_state(saved)["iterations"] == int(step[1].replace(",", "")) >= 100
+    assert checkpoint.Saved(saved).state["iterations"] == int(step[1].replace(",", "")) >= 100
 
 
 @pytest.mark.ray

@@ -9,8 +9,8 @@ import pytest
 
 from ray_adascale import AdaScaleConfig, LocalBackend, Run
 from ray_adascale.cli.main import _parser
+from ray_adascale.cli.source import resolve
 from ray_adascale.workload import build
-from ray_adascale.workload_source import resolve
 
 from . import readme
 

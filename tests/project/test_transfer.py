@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from ray_adascale import BetaRule, RuleInput
+from ray_adascale.cli.source import resolve
 from ray_adascale.optim.rules import betas_of, metric_of
 from ray_adascale.workload import build
-from ray_adascale.workload_source import resolve
 from tests.project.benchmarks import STUDIES, load, runs_at_s_1
 
 pytest.importorskip("mlxtend")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ray_adascale import AdaScaleConfig, EarlyStop, LocalBackend
 from ray_adascale.run.advice import NoiseWarning
 from ray_adascale.run.assemble import Parts, assemble
-from ray_adascale.run.batch import AdaptiveBatch
+from ray_adascale.run.batch import StepBatch
 from ray_adascale.run.checkpointing import Checkpointing
 from ray_adascale.run.eta import EtaTracker
 from ray_adascale.run.evaluation import Evaluation
@@ -22,12 +22,13 @@ from ray_adascale.run.notices import Interrupt, Preemption
 from ray_adascale.run.reporting import Reporting
 from ray_adascale.run.step import Listener
 from ray_adascale.run.trace import TraceFile, read_trace
+from ray_adascale.workload import Pieces
 
 from .test_loop import dataset, drive, make_run, model
 
 pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
 
-STAGES = [Interrupt, Evaluation, Preemption, Checkpointing, Reporting]
+STAGES = [StepBatch, Interrupt, Evaluation, Preemption, Checkpointing, Reporting]
 
 
 class Watched(LocalBackend):
@@ -44,16 +45,11 @@ class Watched(LocalBackend):
 def built(backend: LocalBackend | None = None, *, evaluate: Any = None, **settings: Any) -> Parts:
     net = model()
     defaults: dict[str, Any] = {"base_batch_size": 4, "total_steps": 40}
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     return assemble(
-        net,
-        torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
-        None,
-        dataset(),
+        Pieces(model=net, optimizer=optimizer, train_dataset=dataset(), evaluate=evaluate),
         AdaScaleConfig(**(defaults | settings)),
-        collate_fn=None,
-        evaluate=evaluate,
         recipe=None,
-        extra_state=None,
         backend=LocalBackend(device="cpu") if backend is None else backend,
     )
 
@@ -65,12 +61,12 @@ def kinds(objects: Sequence[object]) -> list[type]:
 ADAPTIVE: dict[str, Any] = {"target_efficiency": 0.5, "max_global_batch_size": 32}
 
 
-def test_stages_are_in_their_order_and_an_adaptive_batch_is_chosen_first() -> None:
+def test_stages_are_in_their_order_and_the_batch_is_chosen_first() -> None:
     parts = built()
     assert kinds(parts.stages) == STAGES
-    assert parts.stages[1] is parts.evaluation
-    assert parts.stages[3:] == (parts.checkpointing, parts.reporting)
-    assert kinds(built(**ADAPTIVE).stages) == [AdaptiveBatch, *STAGES]
+    assert parts.stages[2] is parts.evaluation
+    assert parts.stages[4:] == (parts.checkpointing, parts.reporting)
+    assert kinds(built(**ADAPTIVE).stages) == STAGES
 
 
 def test_a_given_batch_above_an_epoch_is_refused_at_once_where_it_would_be_dropped() -> None:

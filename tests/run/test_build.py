@@ -84,7 +84,7 @@ def _wrapped(rule: Any, **kwargs: Any) -> Any:
     config = AdaScaleConfig(base_batch_size=4, total_steps=10, accumulation=2, rule=rule, **kwargs)
     module = nn.Linear(2, 1)
     optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
-    return wrap(module, optimizer, config, config.batch_policy.plan(1), device=here(), total_steps=10)
+    return wrap(module, optimizer, config, config.batch.plan(1), device=here(), total_steps=10)
 
 
 @pytest.mark.parametrize("rule", ["adamscale", AdamScaleRule(), _OwnRule()], ids=["by name", "object", "own"])

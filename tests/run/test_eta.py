@@ -11,8 +11,8 @@ import pytest
 
 from ray_adascale import AdaScaleConfig, LocalBackend, Run
 from ray_adascale.checkpoint.rng import seed_everything
+from ray_adascale.forecast.replay import Replay, replay
 from ray_adascale.recipe import Recipe
-from ray_adascale.replay import Replay, replay
 from ray_adascale.run import eta as module
 from ray_adascale.run.base_run import record_recipe
 from ray_adascale.run.eta import Eta, EtaTracker, RemainingSteps, clock_time, forecast_remaining_steps
@@ -138,7 +138,9 @@ def test_a_long_run_is_forecast_in_longer_strides(monkeypatch: pytest.MonkeyPatc
     noisy = recipe([(tau, 3 + tau / 300, 1) for tau in range(0, 3000, 10)], 3000)
     given: dict[str, Any] = {"scale": 8.0, "rule": "adascale", "averaging_window": 0.05}
     whole = forecast_remaining_steps(noisy, [], **given)
-    monkeypatch.setattr("ray_adascale.replay.replay", lambda *args, **rest: replay(*args, **rest | {"most_steps": 500}))
+    monkeypatch.setattr(
+        "ray_adascale.forecast.replay.replay", lambda *args, **rest: replay(*args, **rest | {"most_steps": 500})
+    )
     coarse = forecast_remaining_steps(noisy, [], **given)
     assert whole is not None
     assert coarse is not None
@@ -249,10 +251,10 @@ def test_without_a_forecast_it_is_rough_and_at_the_base_batch_exact(found: Recip
 
 
 def test_a_run_that_chooses_its_scale_has_the_steps_of_its_replay_left() -> None:
-    # Nothing but noise: r = S, 2 and 4 and then 8 a step (tests/test_replay.py), so 2 + (100 − 6)/8 steps.
+    # Nothing but noise: r = S, 2 and 4 and then 8 a step (tests/forecast/test_replay.py), so 2 + (100 − 6)/8 steps.
     config = AdaScaleConfig(base_batch_size=8, target_efficiency=0.5, max_global_batch_size=64)
     left = forecast_remaining_steps(
-        recipe([(0, 1, 0)]), [], scale=2, rule="adascale", averaging_window=0.05, following=(config.batch_policy, 2)
+        recipe([(0, 1, 0)]), [], scale=2, rule="adascale", averaging_window=0.05, following=(config.batch, 2)
     )
     assert left is not None
     assert [left.at(tau) for tau in (0, 2, 6, 50, 100)] == pytest.approx([13.75, 12.75, 11.75, 6.25, 0])

@@ -818,7 +818,7 @@ def test_background_checkpoints_of_a_fused_run(tmp_path: Path) -> None:
     written = [path for path in tmp_path.glob("checkpoint_*") if checkpoint.is_sealed(path)]
     assert len(written) > 3
     for path in written:
-        state = checkpoint.load_state(path)
+        state = checkpoint.Saved(path).state
         assert state["iterations"] == int(path.name.removeprefix("checkpoint_"))
         assert state["progress"] == pytest.approx(state["effective_steps"])
 
@@ -838,7 +838,7 @@ def _interrupted(folder: str | None, stop: int | None, **settings: Any) -> tuple
         with backend.latest_checkpoint() as path:
             assert path is not None
             load_rng(
-                path, backend.rank, backend.device
+                checkpoint.Saved(path), backend.rank, backend.device
             )  # the seeding above is this test's; a resumed worker keeps the checkpoint's
     rows = drive(run, stop_after=stop)
     return flat(net), rows, run.effective_steps
@@ -972,10 +972,10 @@ def test_a_checkpoint_says_what_made_it(tmp_path: Path) -> None:
     recipe = _recipe_of(make_run(model()))
     drive(make_run(model(), backend=LocalBackend(tmp_path), **FROM_RECIPE, recipe=recipe))
     (newest,) = tmp_path.glob("checkpoint_*")
-    state = checkpoint.load_state(newest)
+    state = checkpoint.Saved(newest).state
     assert state["recipe"] == recipe.fingerprint
     assert state["versions"] == {"ray_adascale": ray_adascale.__version__, "torch": torch.__version__}
-    assert {"rng/0/python", "rng/0/numpy", "rng/0/torch"} <= set(checkpoint.tensor_index(newest))
+    assert {"rng/0/python", "rng/0/numpy", "rng/0/torch"} <= set(checkpoint.Saved(newest).index)
 
 
 def test_a_checkpoint_says_the_batch_that_the_run_has_come_to(tmp_path: Path) -> None:
@@ -992,14 +992,14 @@ def test_a_checkpoint_says_the_batch_that_the_run_has_come_to(tmp_path: Path) ->
     first = run.plan
     folder = run.save_checkpoint()
     assert folder is not None
-    assert checkpoint.load_state(folder)["plan"] == vars(first)
+    assert checkpoint.Saved(folder).state["plan"] == vars(first)
     for x, _ in run:
         run.backward(F.cross_entropy(run.model(x), torch.arange(len(x)) % 2))
         if run.step() and run.plan != first:
             break
     folder = run.save_checkpoint()
     assert folder is not None
-    said = checkpoint.load_state(folder)["plan"]
+    said = checkpoint.Saved(folder).state["plan"]
     assert said == vars(run.plan)
     assert said["global_batch_size"] > first.global_batch_size
 

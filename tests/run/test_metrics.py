@@ -47,11 +47,11 @@ def test_what_is_no_number_is_refused() -> None:
 
 
 def test_a_batch_beyond_the_noise_scale_is_too_large_but_not_at_the_base_batch() -> None:
-    plan = AdaScaleConfig(base_batch_size=8, total_steps=10, per_worker_batch_size=32).batch_policy.plan(2)
+    plan = AdaScaleConfig(base_batch_size=8, total_steps=10, per_worker_batch_size=32).batch.plan(2)
     text = too_large_for_the_noise(plan, 63.0, 2.0, window=100.0) or ""
     assert "64 exceeds the gradient noise scale of 63 examples over the last 100 effective steps (gain" in text
     assert too_large_for_the_noise(plan, 64.0, 2.0, window=100.0) is None
-    base = AdaScaleConfig(base_batch_size=8, total_steps=10, per_worker_batch_size=8).batch_policy.plan(1)
+    base = AdaScaleConfig(base_batch_size=8, total_steps=10, per_worker_batch_size=8).batch.plan(1)
     assert too_large_for_the_noise(base, 1.0, 1.0, window=100.0) is None
 
 
@@ -68,7 +68,7 @@ def test_a_batch_beyond_the_noise_scale_is_too_large_but_not_at_the_base_batch()
 def test_a_steps_metrics(averaged: Any, probed: Any, sigma2: float, mu2: float, noise: float) -> None:
     last = SimpleNamespace(gain=3.0)
     optimizer: Any = SimpleNamespace(average_moments=lambda: averaged, last_step=last, effective_steps=7.5, steps=3)
-    plan = AdaScaleConfig(base_batch_size=8, total_steps=10, per_worker_batch_size=16).batch_policy.plan(2)
+    plan = AdaScaleConfig(base_batch_size=8, total_steps=10, per_worker_batch_size=16).batch.plan(2)
     found = step_metrics(optimizer, plan, loss=0.5, lr=0.1, progress=7.0, examples_per_s=90.0, probed=probed)
     assert tuple(found) == METRICS
     assert found == pytest.approx(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ray_adascale import AdaScale
-from ray_adascale.batch_policy import BatchPlan
+from ray_adascale.batch import BatchPlan
 from ray_adascale.data.source import MicroBatch
 from ray_adascale.run.passes import Passes
 

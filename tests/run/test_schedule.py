@@ -372,7 +372,7 @@ def test_refusals_say_what_to_do() -> None:
     class GreedyLR:  # transformers' has no class of torch's above it
         def step(self, metrics: float, epoch: int | None = None) -> None: ...
 
-    refuse("scheduler of type GreedyLR.*follows a metric", optimizer, GreedyLR(), unit="step")
+    refuse("GreedyLR.*follows a metric", optimizer, GreedyLR(), unit="step")
     refuse("Must be a torch.optim.lr_scheduler", optimizer, lambda: None, unit="step")
     refuse("drives another optimizer", sgd(), scheduler, unit="step")
     optimizer.step()

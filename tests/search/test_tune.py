@@ -30,6 +30,7 @@ from torch.utils.data import TensorDataset
 from ray_adascale import AdaScaleConfig, Recipe, Run, Workload, tune_recipe
 from ray_adascale.analysis.describe import describe
 from ray_adascale.cli.main import main
+from ray_adascale.cli.source import resolve
 from ray_adascale.data.order import epoch_order
 from ray_adascale.measure.probe import probe_noise
 from ray_adascale.run.base_run import BaseResult, workload_name
@@ -40,7 +41,6 @@ from ray_adascale.search.tune import _ranking, _restored
 from ray_adascale.search.watch import Finished, Watch
 from ray_adascale.train.run_lock import LOCK
 from ray_adascale.workload import build
-from ray_adascale.workload_source import resolve
 
 from ..live_lock import OWNER, locked_elsewhere
 

@@ -21,12 +21,12 @@ import torch
 from ray import cloudpickle
 
 from ray_adascale import AdaScaleConfig
+from ray_adascale.cli.source import resolve
 from ray_adascale.train import trainer
 from ray_adascale.train.cluster import alive_nodes, build_on_worker, lacking, pickle_by_value, portable, quiet_init
 from ray_adascale.train.driver_channel import News
 from ray_adascale.train.trainer import DriverMonitor
 from ray_adascale.workload import Workload
-from ray_adascale.workload_source import resolve
 
 from ..samples_of import regression
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from ray_adascale.cli.source import resolve
 from ray_adascale.train.pickling import pickling_problem
-from ray_adascale.workload_source import resolve
 
 
 @pytest.fixture

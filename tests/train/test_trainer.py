@@ -24,14 +24,14 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, AdaScaleTrainer, LocalBackend, Recipe, Run, Workload, load_weights, prepare
-from ray_adascale.checkpoint import load_state
+from ray_adascale.checkpoint import Saved
 from ray_adascale.cli.main import main
+from ray_adascale.cli.source import resolve
 from ray_adascale.data.order import epoch_order
 from ray_adascale.run.metrics import METRICS
 from ray_adascale.run.trace import read_trace
 from ray_adascale.train.ray_record import RECORD
 from ray_adascale.train.run_lock import LOCK
-from ray_adascale.workload_source import resolve
 
 from ..live_lock import locked_elsewhere
 
@@ -120,7 +120,7 @@ def test_scale_one_is_the_plain_loop_bit_for_bit_over_a_stop_by_hand(ray_session
 
     left = fit(17)
     assert left.return_value == "None"
-    assert load_state(left.checkpoint.path)["effective_steps"] == 17
+    assert Saved(left.checkpoint.path).state["effective_steps"] == 17
     result = fit(None)
     assert len(read_trace(Path(result.path) / "trace.jsonl")) == 40
     assert {row["attempt"] for row in read_trace(Path(result.path) / "trace.jsonl")} == {0, 1}
@@ -311,7 +311,7 @@ def test_a_file_imports_its_neighbour_on_every_worker(of_a_file: ray.train.Resul
 
 def test_of_the_checkpoints_the_best_stay_and_the_newest(of_a_file: ray.train.Result) -> None:
     """Where small is good Ray would take those from before the first evaluation, which have no error, for the best."""
-    states = [load_state(file.parent) for file in sorted(Path(of_a_file.path).glob("*/manifest.json"))]
+    states = [Saved(file.parent).state for file in sorted(Path(of_a_file.path).glob("*/manifest.json"))]
     assert [state["recorded"] for state in states] == [{"error": 2.0}, {"error": 4.0}]
     assert states[1]["effective_steps"] == of_a_file.metrics["effective_steps"] >= 60
     assert 20 <= states[0]["effective_steps"] < 40

@@ -159,7 +159,7 @@ def drain(cluster: Any, folder: Path) -> dict[str, Any]:
     manifest = wait_for("checkpoint after the notice", lambda: next(run.glob("checkpoint_*/manifest.json"), None))
     seconds = time.time() - began
     wait_for("whole checkpoint", lambda: checkpoint.is_complete(manifest.parent))
-    at = checkpoint.load_state(manifest.parent)["iterations"]
+    at = checkpoint.Saved(manifest.parent).state["iterations"]
     wait_for("step after the checkpoint", lambda: step() >= at + 20)
     return {
         "seconds": round(seconds, 1),
@@ -188,7 +188,7 @@ def resize(cluster: Any, folder: Path) -> dict[str, Any]:
     def newest(workers: int, after: float) -> Any:
         assert "error" not in ended, ended
         for path in (folder / "elastic").glob("checkpoint_*/manifest.json"):
-            if path.stat().st_mtime > after and checkpoint.load_state(path.parent)["plan"]["world_size"] == workers:
+            if path.stat().st_mtime > after and checkpoint.Saved(path.parent).state["plan"]["world_size"] == workers:
                 return path
         return None
 

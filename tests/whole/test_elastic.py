@@ -166,7 +166,7 @@ def committed_examples(folder: Path, trace: list[dict[str, Any]]) -> list[int]:
     for path in sorted(folder.glob("seen-*.jsonl"), key=lambda p: float(p.name.split("-")[1])):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         (rank, world, start), passes = lines[0], lines[1:]
-        logs.append((rank, world, 0 if start is None else checkpoint.load_state(start)["iterations"], passes))
+        logs.append((rank, world, 0 if start is None else checkpoint.Saved(start).state["iterations"], passes))
     seen: list[int] = []
     for row in trace:
         first = min(other["step"] for other in trace if other["attempt"] == row["attempt"])

@@ -263,7 +263,7 @@ def kill_and_compare(
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    return checkpoint.load_state(sorted(p for p in folder.glob("checkpoint_*") if checkpoint.is_sealed(p))[-1])
+    return checkpoint.Saved(sorted(p for p in folder.glob("checkpoint_*") if checkpoint.is_sealed(p))[-1]).state
 
 
 @pytest.mark.parametrize(
@@ -442,7 +442,7 @@ def test_training_goes_on_while_one_checkpoint_is_written(tmp_path: Path, monkey
             if len(weights) == 21:
                 break
     (first,) = [folder for folder in tmp_path.glob("checkpoint_*") if checkpoint.is_sealed(folder)]
-    assert checkpoint.load_state(first)["metrics"]["optimizer_steps"] == 1
+    assert checkpoint.Saved(first).state["metrics"]["optimizer_steps"] == 1
     assert torch.equal(flat(load_weights(first)), weights[0])  # as it was then, not as it was when it was written
 
 
@@ -461,7 +461,7 @@ def test_a_copy_is_made_of_what_is_written_alone(tmp_path: Path, monkeypatch: py
     disk.may_write.set()
     saving.finish()
     into = {"a": torch.zeros(10), "b": torch.zeros(10), "c": torch.zeros(())}
-    checkpoint.load(tmp_path / "c", into)
+    checkpoint.Saved(tmp_path / "c").load(into)
     assert torch.cat([into["a"], into["b"], into["c"].view(1)]).tolist() == list(range(21))
     assert (tmp_path / "c" / "rows").read_text() == "one\n"
     checkpoint.verify(tmp_path / "c")
@@ -471,7 +471,7 @@ def test_a_copy_is_made_of_what_is_written_alone(tmp_path: Path, monkeypatch: py
 def test_the_last_checkpoint_is_there_when_the_run_ends(tmp_path: Path) -> None:
     drive(alone(tmp_path, checkpoint_every_s=1000.0))
     (only,) = tmp_path.glob("checkpoint_*")
-    assert checkpoint.load_state(only)["stopped"] == "total_steps reached"
+    assert checkpoint.Saved(only).state["stopped"] == "total_steps reached"
     checkpoint.verify(only)
 
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from .batch_policy import BatchController, BatchPlan, BatchPolicy, Position
-from .gain import advanced, plain_effective_decay, plain_gain
-from .optim.rules import RuleInput, ScalingRule, betas_of, make_rule
-from .recipe import NoiseProbe, Recipe
+from ..batch import BatchFollower, BatchPlan, BatchSettings
+from ..gain import advanced, plain_effective_decay, plain_gain
+from ..optim.rules import RuleInput, ScalingRule, betas_of, make_rule
+from ..recipe import NoiseProbe, Recipe
 
 NARROWEST, NARROWNESS, WIDEST = 0.006, 0.3, 0.05
 """The probes are smoothed at τ over a width of 0.3·τ, within 0.006·T and 0.05·T: noise changes fastest at the beginning."""
@@ -260,7 +260,7 @@ def replay(
     rule: str | ScalingRule = "adascale",
     averaging_window: float = 0.05,
     most_steps: int | None = None,
-    controller: BatchController | None = None,
+    follower: BatchFollower | None = None,
 ) -> Replay:
     """Replay a run over a noise curve, with the loop's arithmetic.
 
@@ -274,14 +274,14 @@ def replay(
         averaging_window: Width of the averages as a share of the run, as in :class:`ray_adascale.AdaScaleConfig`.
         most_steps: A run of more base steps is replayed in longer strides, in as many of them as if T were this number. The
             rounding error is far below the uncertainty of the noise.
-        controller: A fresh controller that chooses the scale; ``scale`` has no effect then.
+        follower: A fresh one that chooses the scale; ``scale`` has no effect then.
 
     Raises:
         ValueError: An argument is out of its range, or the rule's clock stands still.
     """
     plans: list[BatchPlan] = []
-    if controller is not None:
-        scale = controller.plan.scale
+    if follower is not None:
+        scale = follower.plan.scale
     if not scale >= 1:
         raise ValueError(f"Invalid {scale=}. Must be at least 1: the batch may not be smaller than the base batch.")
     advance = copy.deepcopy(make_rule(rule))  # LEGW's keeps the scale of its last call
@@ -291,7 +291,7 @@ def replay(
     sigma2, mu2 = (values.tolist() for values in curve.at(at))
     ratio = curve.ratio_at(at).tolist()
     variance, square, weight = 0.0, 0.0, 0.0
-    tau, progress, r, factor, examples = 0.0, 0.0, 1.0, 1.0, 0.0
+    tau, progress, r, factor = 0.0, 0.0, 1.0, 1.0
     taus: list[float] = []
     gains: list[float] = []
     pushed, moved = 0.0, 0.0  # u and p of the law
@@ -329,11 +329,10 @@ def replay(
         taus.append(tau * stride)
         gains.append(r)
         tau, progress = advanced(tau, increment), advanced(progress, r)
-        if controller is not None:
-            plans.append(controller.plan)
-            examples += controller.plan.global_batch_size * stride
+        if follower is not None:
+            plans.append(follower.plan)
             read = functools.partial(_clipped, variance, square, weight)
-            stepped_at, scale = scale, controller.after_step(Position(tau * stride, examples), read).scale
+            stepped_at, scale = scale, follower.after_step(tau * stride, read).scale
         pushed = momentum * pushed + (1 - momentum) * r
         moved += pushed
     return Replay(tau * stride, progress * stride, tuple(taus), tuple(gains), total_steps, stride, tuple(plans))
@@ -408,30 +407,31 @@ class Forecaster:
             self._found[key] = self._steps(scale, most_steps)
         return self._found[key]
 
-    def following(self, policy: BatchPolicy, workers: int, *, most_steps: int = MOST_STEPS) -> Steps:
-        """Return the steps of a run with this policy, on this number of workers.
+    def following(self, batch: BatchSettings, workers: int, *, most_steps: int = MOST_STEPS) -> Steps:
+        """Return the steps of a run with these settings, on this number of workers.
 
         Raises:
             ValueError: The workers can't make the batch.
         """
-        per_epoch = self._recipe.base_steps_per_epoch
+        if not batch.changes:
+            return self.at(batch.plan(workers).scale, most_steps=most_steps)
+        per_epoch, total_steps = self._recipe.base_steps_per_epoch, self._recipe.total_steps
         largest = math.inf if per_epoch is None else per_epoch * self._recipe.base_batch_size
-
-        def controller() -> BatchController | None:
-            total_steps = self._recipe.total_steps
-            return policy.controller(
-                workers, total_steps=total_steps, window=self._window * total_steps, largest=largest
-            )
-
-        if policy.changes_batch:
-            return self._steps(1.0, most_steps, controller)
-        return self.at(policy.plan(workers).scale, most_steps=most_steps)
+        follower = functools.partial(
+            BatchFollower,
+            batch,
+            workers,
+            total_steps=total_steps,
+            window=self._window * total_steps,
+            largest=largest,
+        )
+        return self._steps(1.0, most_steps, follower)
 
     def _steps(
         self,
         scale: float,
         most_steps: int,
-        controller: Callable[[], BatchController | None] = lambda: None,
+        follower: Callable[[], BatchFollower | None] = lambda: None,
     ) -> Steps:
         replays = [
             replay(
@@ -443,7 +443,7 @@ class Forecaster:
                 rule=self._rule,
                 averaging_window=self._window,
                 most_steps=most_steps,
-                controller=controller(),
+                follower=follower(),
             )
             for curve in self._curves
             for momentum in self.momenta

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ray_adascale.workload_source import resolve
+from ray_adascale.cli.source import resolve
 
 
 def test_a_file_is_imported_by_its_name_and_finds_its_neighbours(write: Any) -> None:

@@ -12,14 +12,14 @@ import pytest
 
 from ray_adascale import AdaScaleBetasRule, AdaScaleConfig, BetaRule, LEGWRule, Recipe, Run
 from ray_adascale.analysis.forecast import forecast_recipe
-from ray_adascale.batch_policy import BatchController
+from ray_adascale.batch import BatchFollower
 from ray_adascale.checkpoint.rng import seed_everything
+from ray_adascale.forecast.replay import Forecaster, Law, NoiseCurve, Steps, momenta_of, replay
 from ray_adascale.gain import plain_gain
 from ray_adascale.recipe import Repeat
-from ray_adascale.replay import Forecaster, Law, NoiseCurve, Steps, momenta_of, replay
 from ray_adascale.run.base_run import record_recipe
 
-from .samples_of import probes, recipe, regression
+from ..samples_of import probes, recipe, regression
 
 
 def curve(*points: tuple[float, float, float]) -> NoiseCurve:
@@ -341,15 +341,15 @@ def test_a_rule_that_measures_nothing_has_no_interval() -> None:
 # ---- a run that chooses its scale ------------------------------------------------------------------------------------
 
 
-def following(efficiency: float = 0.5) -> BatchController | None:
+def following(efficiency: float = 0.5) -> BatchFollower:
     config = AdaScaleConfig(base_batch_size=8, target_efficiency=efficiency, max_global_batch_size=64)
-    return config.batch_policy.controller(2, total_steps=100, window=5)
+    return BatchFollower(config.batch, 2, total_steps=100, window=5)
 
 
 def test_a_run_that_follows_the_noise_is_replayed_as_it_runs() -> None:
     # ν = 3 throughout: S = 5 is wanted. It begins at 1/E = 2; a decision is due at every 1.25 of T = 100, and doubles it at most:
     # τ = 1.6 (r = 4/(3/2 + 1)) → S = 4; τ = 1.6 + 16/7 → 42 examples, the nearest to 40: S = 5.25, r = 4/(3/5.25 + 1) = 2.545.
-    found = replay(curve((0, 3, 1)), scale=1, total_steps=100, law=None, controller=following())
+    found = replay(curve((0, 3, 1)), scale=1, total_steps=100, law=None, follower=following())
     assert [plan.global_batch_size for plan in found.plans] == [16, 32] + [42] * 38
     assert found.gains[:3] == pytest.approx((1.6, 16 / 7, 4 / (3 / 5.25 + 1)))
     assert found.tau[2] == pytest.approx(1.6 + 16 / 7)
@@ -359,12 +359,12 @@ def test_a_run_that_follows_the_noise_is_replayed_as_it_runs() -> None:
     # Nothing but noise: r = S, which doubles to the largest; no noise: 1/E is as efficient as asked.
     assert [
         plan.global_batch_size
-        for plan in replay(curve((0, 1, 0)), scale=1, total_steps=100, law=None, controller=following()).plans
+        for plan in replay(curve((0, 1, 0)), scale=1, total_steps=100, law=None, follower=following()).plans
     ] == [16, 32] + [64] * 12
-    clean = replay(curve((0, 0, 1)), scale=1, total_steps=100, law=None, controller=following())
+    clean = replay(curve((0, 0, 1)), scale=1, total_steps=100, law=None, follower=following())
     assert [plan.scale for plan in clean.plans] == [2] * 100
     # E = 1 is the base run.
-    base = replay(curve((0, 3, 1)), scale=1, total_steps=100, law=None, controller=following(1))
+    base = replay(curve((0, 3, 1)), scale=1, total_steps=100, law=None, follower=following(1))
     assert (base.steps, {plan.scale for plan in base.plans}, set(base.gains)) == (100, {1.0}, {1.0})
 
 
@@ -382,7 +382,7 @@ def test_the_law_takes_the_scale_of_the_step_that_was_taken() -> None:
         scale=1,
         total_steps=100,
         law=Watching(),
-        controller=following(),
+        follower=following(),
     )
     scales = [plan.scale for plan in found.plans]
     assert max(scales) == 8

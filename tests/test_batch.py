@@ -1,4 +1,4 @@
-"""The batch policy: the batch of a number of workers, and the batches among which a run that follows the noise chooses."""
+"""The batch of a number of workers, and the batches among which a run that follows the noise chooses."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any
 import pytest
 
 from ray_adascale import AdaScaleConfig
-from ray_adascale.batch_policy import BatchPlan
+from ray_adascale.batch import BatchPlan
 
 # ---- a fixed batch ---------------------------------------------------------------------------------------------------
 
 
 def test_a_plan_is_workers_times_passes_times_their_examples() -> None:
     # B = 24·3·2 = 144 examples: S = 144/16 = 9 with n = 3·2 = 6 gradient samples.
-    plan = AdaScaleConfig(base_batch_size=16, per_worker_batch_size=24, accumulation=2).batch_policy.plan(3)
+    plan = AdaScaleConfig(base_batch_size=16, per_worker_batch_size=24, accumulation=2).batch.plan(3)
     assert plan == BatchPlan(base_batch_size=16, global_batch_size=144, world_size=3, accumulation=2)
     assert (plan.scale, plan.num_samples) == (9.0, 6)
     # Nothing said of a worker's batch: it is the base batch.
-    alone = AdaScaleConfig(base_batch_size=16).batch_policy.plan(1)
+    alone = AdaScaleConfig(base_batch_size=16).batch.plan(1)
     assert (alone.scale, alone.num_samples, alone.global_batch_size) == (1.0, 1, 16)
-    assert AdaScaleConfig(base_batch_size=16).batch_policy.plan(5).scale == 5
-    assert AdaScaleConfig(base_batch_size=3, per_worker_batch_size=4).batch_policy.plan(1).scale == pytest.approx(4 / 3)
+    assert AdaScaleConfig(base_batch_size=16).batch.plan(5).scale == 5
+    assert AdaScaleConfig(base_batch_size=3, per_worker_batch_size=4).batch.plan(1).scale == pytest.approx(4 / 3)
 
 
 def test_a_plan_says_what_each_worker_takes() -> None:
     # 97 examples in passes of 20 at most on 3 workers: two passes each, one part of 17 and five of 16.
-    plan = AdaScaleConfig(base_batch_size=16, global_batch_size=97, per_worker_batch_size=20).batch_policy.plan(3)
+    plan = AdaScaleConfig(base_batch_size=16, global_batch_size=97, per_worker_batch_size=20).batch.plan(3)
     assert (plan.global_batch_size, plan.accumulation) == (97, 2)
     assert plan.split(0).sample_sizes == [17, 16, 16, 16, 16, 16]
     assert [plan.split(rank).micro_batch_sizes for rank in range(3)] == [[17, 16], [16, 16], [16, 16]]
@@ -38,16 +38,14 @@ def test_a_plan_says_what_each_worker_takes() -> None:
 def test_a_batch_below_the_base_batch_is_refused_unless_it_may_grow() -> None:
     small = {"base_batch_size": 64, "per_worker_batch_size": 8}
     with pytest.raises(ValueError, match="larger than the global batch of 32 = 8 per worker × 4 workers × 1 passes"):
-        AdaScaleConfig(**small).batch_policy.plan(4)
-    assert AdaScaleConfig(**small, accumulation=2).batch_policy.plan(4).scale == 1
-    assert AdaScaleConfig(**small, global_batch_size=64).batch_policy.plan(4) == BatchPlan(64, 64, 4, 2)
-    assert AdaScaleConfig(**small, elastic=True).batch_policy.plan(4).accumulation == 2
-    assert AdaScaleConfig(**small, elastic=True).batch_policy.plan(3).scale == 72 / 64  # three passes of 24
-    assert (
-        AdaScaleConfig(**small, elastic=True, accumulation=5).batch_policy.plan(4).accumulation == 5
-    )  # the fewest passes
+        AdaScaleConfig(**small).batch.plan(4)
+    assert AdaScaleConfig(**small, accumulation=2).batch.plan(4).scale == 1
+    assert AdaScaleConfig(**small, global_batch_size=64).batch.plan(4) == BatchPlan(64, 64, 4, 2)
+    assert AdaScaleConfig(**small, elastic=True).batch.plan(4).accumulation == 2
+    assert AdaScaleConfig(**small, elastic=True).batch.plan(3).scale == 72 / 64  # three passes of 24
+    assert AdaScaleConfig(**small, elastic=True, accumulation=5).batch.plan(4).accumulation == 5  # the fewest passes
     with pytest.raises(ValueError, match=r"base_batch_size=\.\.\.\) is needed"):
-        AdaScaleConfig(per_worker_batch_size=8).batch_policy.plan(4)
+        AdaScaleConfig(per_worker_batch_size=8).batch.plan(4)
 
 
 @pytest.mark.parametrize("workers", range(1, 8))
@@ -55,7 +53,7 @@ def test_a_batch_below_the_base_batch_is_refused_unless_it_may_grow() -> None:
 @pytest.mark.parametrize("batch", [64, 97])
 def test_a_global_batch_stays_whatever_the_workers(workers: int, passes: int, batch: int) -> None:
     config = AdaScaleConfig(base_batch_size=16, global_batch_size=batch, per_worker_batch_size=20, accumulation=passes)
-    plan = config.batch_policy.plan(workers)
+    plan = config.batch.plan(workers)
     parts = plan.split(0).sample_sizes
     assert sum(parts) == plan.global_batch_size == batch
     assert plan.scale == batch / 16
@@ -69,22 +67,21 @@ def test_a_global_batch_stays_whatever_the_workers(workers: int, passes: int, ba
 
 def test_each_workers_batch_stays_by_default() -> None:
     plans = [
-        AdaScaleConfig(base_batch_size=16, per_worker_batch_size=24).batch_policy.plan(workers)
-        for workers in range(1, 8)
+        AdaScaleConfig(base_batch_size=16, per_worker_batch_size=24).batch.plan(workers) for workers in range(1, 8)
     ]
     assert [plan.global_batch_size for plan in plans] == [24 * workers for workers in range(1, 8)]
 
 
 def test_a_floor_on_a_workers_examples_lets_the_batch_grow_instead() -> None:
     config = AdaScaleConfig(base_batch_size=16, global_batch_size=64, min_examples_per_worker=12)
-    assert [config.batch_policy.plan(workers).global_batch_size for workers in (1, 4, 5, 6, 8)] == [64, 64, 64, 72, 96]
+    assert [config.batch.plan(workers).global_batch_size for workers in (1, 4, 5, 6, 8)] == [64, 64, 64, 72, 96]
     for workers in range(1, 9):
-        assert min(config.batch_policy.plan(workers).split(0).sample_sizes) >= 12
+        assert min(config.batch.plan(workers).split(0).sample_sizes) >= 12
 
 
 @pytest.mark.parametrize("workers", range(1, 8))
 def test_few_workers_accumulate_up_to_a_base_batch(workers: int) -> None:
-    plan = AdaScaleConfig(base_batch_size=40, per_worker_batch_size=8, elastic=True).batch_policy.plan(workers)
+    plan = AdaScaleConfig(base_batch_size=40, per_worker_batch_size=8, elastic=True).batch.plan(workers)
     assert plan.scale >= 1
     assert plan.accumulation == max(1, math.ceil(5 / workers))
 
@@ -103,7 +100,7 @@ def test_few_workers_accumulate_up_to_a_base_batch(workers: int) -> None:
 )
 def test_batches_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        AdaScaleConfig(base_batch_size=16, **settings).batch_policy.plan(2)
+        AdaScaleConfig(base_batch_size=16, **settings).batch.plan(2)
 
 
 # ---- a scale that follows the noise ----------------------------------------------------------------------------------
@@ -111,7 +108,7 @@ def test_batches_that_cannot_be_are_refused(settings: dict[str, Any], message: s
 
 def sizes(config: AdaScaleConfig, workers: int, largest: float = math.inf) -> list[tuple[int, int]]:
     """(B, passes) of each plan."""
-    plans = config.batch_policy.plans(workers, largest)
+    plans = config.batch.plans(workers, largest=largest)
     assert {(p.base_batch_size, p.world_size) for p in plans} == {(config.base_batch_size, workers)}
     return [(p.global_batch_size, p.accumulation) for p in plans]
 
@@ -151,7 +148,7 @@ def test_plans_take_larger_passes_first_and_then_more_of_them() -> None:
 
 def test_a_plan_begins_at_one_over_the_efficiency() -> None:
     def batch(efficiency: Any, workers: int, **settings: Any) -> tuple[int, int]:
-        plan = AdaScaleConfig(base_batch_size=8, target_efficiency=efficiency, **settings).batch_policy.plan(workers)
+        plan = AdaScaleConfig(base_batch_size=8, target_efficiency=efficiency, **settings).batch.plan(workers)
         return plan.global_batch_size, plan.accumulation
 
     assert batch(0.5, 1) == (16, 2)
@@ -197,7 +194,7 @@ def test_settings_of_an_efficiency_that_cannot_be_are_named(settings: dict[str, 
 )
 def test_bounds_that_leave_no_batch_are_named(settings: dict[str, int], workers: int) -> None:
     with pytest.raises(ValueError, match=r"bounds of AdaScaleConfig\(target_efficiency=0.5\) leave no batch"):
-        AdaScaleConfig(base_batch_size=8, target_efficiency=0.5, **settings).batch_policy.plan(workers)
+        AdaScaleConfig(base_batch_size=8, target_efficiency=0.5, **settings).batch.plan(workers)
 
 
 def test_all_plans_are_runnable_and_near_each_other() -> None:
@@ -208,7 +205,7 @@ def test_all_plans_are_runnable_and_near_each_other() -> None:
             target_efficiency=0.5,
             max_global_batch_size=base * 64,
         )
-        plans = config.batch_policy.plans(workers)
+        plans = config.batch.plans(workers)
         for plan in plans:
             assert plan.scale >= 1
             assert plan.num_samples >= 2

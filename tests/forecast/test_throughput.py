@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ray_adascale.throughput import Measurement, Throughput
+from ray_adascale.forecast.throughput import Measurement, Throughput
 
 
 def at(workers: int, passes: int, seconds: float, batch: int = 16) -> Measurement:

@@ -10,10 +10,10 @@ import torch
 from torch.optim import SGD, Adam, Adamax, AdamW, Muon, Optimizer, RMSprop
 
 from ray_adascale import AdaScaleBetasRule, BetaRule, OptimizerChain
-from ray_adascale.evidence import doubt, forecast_doubt, kind_of, recipe_doubt
 from ray_adascale.optim.rules import make_rule
+from ray_adascale.run.evidence import doubt, forecast_doubt, kind_of, recipe_doubt
 
-from .samples_of import recipe
+from ..samples_of import recipe
 
 
 class Lion(Optimizer):

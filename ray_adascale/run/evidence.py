@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch.optim import Optimizer
 
-from .chain import largest_part, parts_of
-from .optim.rules import AdamScaleRule, AdaScaleRule, ScalingRule, betas_of
-from .recipe import Recipe
+from ..chain import largest_part, parts_of
+from ..optim.rules import AdamScaleRule, AdaScaleRule, ScalingRule, betas_of
+from ..recipe import Recipe
 
 SGD = frozenset({"SGD"})
 ADAM = frozenset({"Adam", "AdamW"})
