@@ -43,6 +43,7 @@ _PRELOADED = [
     "numpy",
     "pytest",
     "torch",
+    "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.nn.parallel",
